@@ -1,0 +1,32 @@
+"""What every test, and every doctest, starts from."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import tensorflow as tf
+
+import keras_mp
+
+# Replicas are logical CPU devices. They must exist before TensorFlow starts.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+)
+
+# The machines that run the tests are slow with float16, which keras_mp says once per process.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+    keras_mp.hardware.warn_if_slow("float16")
+    keras_mp.hardware.warn_if_slow("bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def clean_slate(doctest_namespace: dict) -> Iterator[None]:
+    """Names for doctests; global policy and floatx as TensorFlow starts with them."""
+    doctest_namespace.update(keras_mp=keras_mp, tf=tf)
+    tf.keras.backend.set_floatx("float32")
+    keras_mp.set_global_policy(None)
+    tf.keras.utils.set_random_seed(0)
+    yield
+    tf.keras.backend.set_floatx("float32")
+    keras_mp.set_global_policy(None)

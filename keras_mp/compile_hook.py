@@ -1,0 +1,127 @@
+"""The one hook on `Model.compile`, the only place where keras_mp changes anything of Keras.
+
+RFC 293, "A policy's loss scale". The hook is installed when the first `keras_mp.Policy` is made and
+leaves alone every model whose policy is not one.
+"""
+
+import functools
+import sys
+import threading
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api, messages
+from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of
+
+_lock = threading.Lock()
+
+
+def install(policy_class: type) -> None:
+    """Hooks `Model.compile`, once.
+
+    Args:
+        policy_class: class of the policies whose models are to be given loss scaling.
+    """
+    with _lock:
+        _hook(keras_api.COMPILE_OWNER, functools.partial(_compile, policy_class))
+        other = sys.modules.get(keras_api.OTHER_PACKAGE)
+        model_class = getattr(other, "Model", None)
+        if model_class is not None:
+            owner = next(cls for cls in model_class.__mro__ if "compile" in vars(cls))
+            _hook(owner, functools.partial(_refuse_other_keras, policy_class))
+
+
+def _hook(owner: type, replacement: Any) -> None:
+    stock_compile = vars(owner)["compile"]
+    if hasattr(stock_compile, "_keras_mp_hook"):
+        return
+
+    @functools.wraps(stock_compile)
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(stock_compile, self, *args, **kwargs)
+
+    compile._keras_mp_hook = True
+    owner.compile = compile
+
+
+def _compile(
+    policy_class: type,
+    stock_compile: Any,
+    model: Any,
+    optimizer: Any = "rmsprop",
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    policy = model.dtype_policy
+    if not isinstance(policy, policy_class):
+        result = stock_compile(model, optimizer, *args, **kwargs)
+        _warn_if_unscaled(model)
+        return result
+    if not policy.scales_loss:
+        return keras_api.compile_without_wrapping(stock_compile, model, optimizer, *args, **kwargs)
+    if kwargs.get("auto_scale_loss", True):
+        with model.distribute_strategy.scope():
+            optimizer = tf.nest.map_structure(functools.partial(_wrap, policy), optimizer)
+    return stock_compile(model, optimizer, *args, **kwargs)
+
+
+def _wrap(policy: Any, optimizer: Any) -> Any:
+    optimizer = keras_api.get_optimizer(optimizer)
+    if optimizer is None or isinstance(optimizer, LossScaleOptimizer):
+        return optimizer
+    if isinstance(optimizer, keras_api.StockLossScaleOptimizer):
+        messages.warn(
+            "The model is compiled with tf.keras's own LossScaleOptimizer, which is left as it is. "
+            "keras_mp.LossScaleOptimizer is safer: it judges the gradients of all replicas, "
+            "keeps the scale between a floor and a ceiling and leaves `iterations` alone on a "
+            "skipped step. Pass the inner optimizer to compile() to get it."
+        )
+        return optimizer
+    wrapper = wrapper_of(optimizer)
+    if wrapper is None:
+        return LossScaleOptimizer(optimizer, loss_scale_lib.clone(policy.loss_scale))
+    if loss_scale_lib.serialize(wrapper.loss_scale) != loss_scale_lib.serialize(policy.loss_scale):
+        messages.warn(
+            "The optimizer has been compiled before and keeps the loss scale of that time, "
+            f"{wrapper.loss_scale!r}, not the one of the model's policy, {policy.loss_scale!r}. "
+            "Pass a new optimizer to compile() to get the latter."
+        )
+    return wrapper
+
+
+def _warn_if_unscaled(model: Any) -> None:
+    optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
+    if all(isinstance(o, keras_api.StockLossScaleOptimizer) for o in optimizers):
+        return
+    half = [
+        layer.name
+        for layer in keras_api.flatten_layers(model)
+        if layer.compute_dtype == "float16" and layer.variable_dtype == "float32"
+    ]
+    if half:
+        messages.warn(
+            f"The model {model.name!r} trains without loss scaling although {len(half)} of its "
+            f"layers compute in float16 (the first is {half[0]!r}): its own policy is "
+            f"{model.dtype_policy.name!r}, and small gradients may vanish. Make the whole model "
+            'under keras_mp.set_global_policy("mixed_float16"), or compile it with '
+            "keras_mp.LossScaleOptimizer(optimizer)."
+        )
+
+
+def _refuse_other_keras(
+    policy_class: type, stock_compile: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    optimizer = kwargs.get("optimizer", args[0] if args else None)
+    policy = keras_api.get_global_policy()
+    if (isinstance(policy, policy_class) and policy.should_cast_variables) or any(
+        isinstance(o, LossScaleOptimizer) for o in tf.nest.flatten(optimizer)
+    ):
+        raise ValueError(
+            f"keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE} in this process, "
+            f"and the model {model.name!r} is one of {keras_api.OTHER_PACKAGE}: neither the policy "
+            f"{policy.name!r} nor a keras_mp.LossScaleOptimizer reaches it. Build the model with "
+            f"`tf.keras`, or {keras_api.switch_hint()}."
+        )
+    return stock_compile(model, *args, **kwargs)

@@ -1,0 +1,188 @@
+"""What loss scaling does to gradients: scale, unscale, reduce across replicas, judge.
+
+RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". This module needs TensorFlow
+only. A gradient is a tensor, a `tf.IndexedSlices` (which stays sparse) or None (which stays None).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+
+def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
+    """Multiplies a loss by the loss scale.
+
+    Args:
+        loss: float tensor of any shape. A float16 or bfloat16 loss is widened first: `2**16`, an
+            ordinary loss scale, is infinite in float16.
+        loss_scale: float32 scalar tensor.
+
+    Returns:
+        The scaled loss, in float32, or in float64 where `loss` is.
+
+    Raises:
+        TypeError: `loss` is not a floating-point tensor.
+    """
+    if isinstance(loss, (list, tuple, dict)):
+        raise TypeError(
+            "The loss must be one tensor, or a callable that returns one; add several losses up "
+            f"before scaling them. Received: loss={loss!r} (of type {type(loss)})"
+        )
+    loss = tf.convert_to_tensor(loss)
+    if not loss.dtype.is_floating:
+        raise TypeError(
+            "Only a floating-point loss can be scaled. "
+            f"Received: loss={loss!r} (of dtype {loss.dtype.name})"
+        )
+    if loss.dtype.size < tf.float32.size:
+        loss = tf.cast(loss, tf.float32)
+    return loss * tf.cast(loss_scale, loss.dtype)
+
+
+def scale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradient]:
+    """Multiplies gradients by the loss scale, each in its own dtype.
+
+    Args:
+        gradients: sequence of gradients.
+        loss_scale: float32 scalar tensor.
+
+    Returns:
+        list of gradients.
+    """
+    return [_map(lambda g: _widened(tf.multiply, g, loss_scale), g) for g in gradients]
+
+
+def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradient]:
+    """Divides gradients by the loss scale, each in its own dtype.
+
+    Args:
+        gradients: sequence of gradients.
+        loss_scale: float32 scalar tensor.
+
+    Returns:
+        list of gradients.
+    """
+    return [_map(lambda g: _widened(tf.divide, g, loss_scale), g) for g in gradients]
+
+
+def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Tells whether every value of every gradient is finite.
+
+    Args:
+        gradients: sequence of gradients. Of a sparse one the stored values are looked at.
+
+    Returns:
+        bool scalar tensor; True where there is nothing to look at.
+    """
+    verdicts = []
+    for gradient in gradients:
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        if values is None or values.dtype.is_integer:
+            continue
+        if values.dtype.is_complex:
+            values = tf.stack([tf.math.real(values), tf.math.imag(values)])
+        verdicts.append(tf.reduce_all(tf.math.is_finite(values)))
+    return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
+
+
+def all_reduce(gradients: Sequence[Gradient], in_float16: bool) -> list[Gradient]:
+    """Sums gradients over all replicas. Called in a replica context.
+
+    Args:
+        gradients: sequence of gradients. Those of float32 may travel as float16; float16, bfloat16
+            and float64 ones travel as they are.
+        in_float16: bool. Sends float32 gradients in half the bytes. They should be scaled, or small
+            ones underflow; a sum that overflows comes back infinite.
+
+    Returns:
+        list of summed gradients, each in the dtype it came in.
+
+    Source: RFC 293, "All-reducing in float16".
+    """
+    present = [g for g in gradients if g is not None]
+    if not present:
+        return list(gradients)
+    sent = present
+    if in_float16:
+        sent = [_map(_float32_to_float16, g) for g in present]
+    context = tf.distribute.get_replica_context()
+    received = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, sent))
+    return [None if g is None else _cast(next(received), g.dtype) for g in gradients]
+
+
+def agree(finite: tf.Tensor) -> tf.Tensor:
+    """Turns each replica's own verdict into one that all replicas share: all of them finite.
+
+    Args:
+        finite: bool scalar tensor, of this replica.
+
+    Returns:
+        bool scalar tensor, the same on every replica.
+    """
+    context = tf.distribute.get_replica_context()
+    not_finite = tf.cast(tf.logical_not(finite), tf.float32)
+    return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, not_finite), 0.0)
+
+
+def decide_for_all_replicas(
+    decide: Callable[[Callable[..., Any], tf.Tensor | None], Any],
+    apply: Callable[[list[Gradient]], Any],
+    gradients: list[Gradient],
+    finite: tf.Tensor | None,
+) -> Any:
+    """Calls `decide` where a condition may stand around `apply`.
+
+    Under strategies that meet in `merge_call`, such as MirroredStrategy on CPUs, that is the
+    cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
+
+    Args:
+        decide: called once with a function that applies the gradients and with the verdict.
+        apply: called on each replica with that replica's gradients.
+        gradients: list of gradients of this replica.
+        finite: bool scalar tensor, the same on every replica, or None where nothing is judged.
+
+    Returns:
+        What `decide` returns.
+    """
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        return decide(lambda: apply(gradients), finite)
+
+    def cross_replica(
+        strategy: tf.distribute.Strategy, gradients: list[Gradient], finite: Any
+    ) -> Any:
+        if finite is not None:
+            finite = strategy.experimental_local_results(finite)[0]
+        return decide(
+            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)), finite
+        )
+
+    context = tf.distribute.get_replica_context()
+    return context.merge_call(cross_replica, args=(gradients, finite))
+
+
+def _map(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
+    return fn(tf.convert_to_tensor(gradient))
+
+
+def _widened(
+    fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], gradient: tf.Tensor, loss_scale: tf.Tensor
+) -> tf.Tensor:
+    # A loss scale above 65504 has no finite float16 value, so narrow gradients meet it in float32.
+    if gradient.dtype.size < tf.float32.size:
+        return tf.cast(fn(tf.cast(gradient, tf.float32), loss_scale), gradient.dtype)
+    return fn(gradient, tf.cast(loss_scale, gradient.dtype))
+
+
+def _float32_to_float16(gradient: tf.Tensor) -> tf.Tensor:
+    return tf.cast(gradient, tf.float16) if gradient.dtype == tf.float32 else gradient
+
+
+def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
+    return _map(lambda g: tf.cast(g, dtype), gradient)

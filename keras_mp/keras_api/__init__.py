@@ -1,0 +1,73 @@
+"""Which Keras `tf.keras` is, decided once, at import.
+
+`keras3` and `keras2` offer the same names, which `interface` describes; `keras_api.NAME` and the
+like are those of the module that fits. Nothing outside this folder asks which Keras it is.
+"""
+
+import importlib
+
+import tensorflow as tf
+
+_OLDEST_TENSORFLOW = (2, 16)
+
+_OTHER = {"keras": "tf_keras", "tf_keras": "keras"}
+
+
+def _root_package() -> str:
+    """Returns "keras" (3) or "tf_keras" (2), after checking that we can work with it."""
+    version = tuple(int(part) for part in tf.__version__.split(".")[:2])
+    if version < _OLDEST_TENSORFLOW:
+        raise ImportError(
+            "keras_mp needs TensorFlow {}.{} or later. ".format(*_OLDEST_TENSORFLOW)
+            + f"Received: tensorflow {tf.__version__}"
+        )
+    try:
+        root = tf.keras.Model.__module__.partition(".")[0]
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            "keras_mp cannot use `tf.keras`: TensorFlow cannot import it. With "
+            "TF_USE_LEGACY_KERAS=1 it is the package tf_keras of TensorFlow's own version "
+            f"(`pip install tf_keras=={tf.__version__.rpartition('.')[0]}.*`); without that "
+            f"variable it is Keras 3 (`pip install keras`). TensorFlow said: {error}"
+        ) from error
+    if root == "keras":
+        backend = tf.keras.backend.backend()
+        if backend != "tensorflow":
+            raise ImportError(
+                "keras_mp works with Keras 3 on its TensorFlow backend only. Set "
+                "KERAS_BACKEND=tensorflow before Keras is imported, or in keras.json. "
+                f"Received: backend={backend!r}"
+            )
+    return root
+
+
+ROOT_PACKAGE = _root_package()
+OTHER_PACKAGE = _OTHER[ROOT_PACKAGE]
+
+_module = importlib.import_module(
+    "keras_mp.keras_api." + {"keras": "keras3", "tf_keras": "keras2"}[ROOT_PACKAGE]
+)
+
+BasePolicy = _module.BasePolicy
+StockLossScaleOptimizer = _module.StockLossScaleOptimizer
+OPTIMIZER_BASES = _module.OPTIMIZER_BASES
+COMPILE_OWNER = _module.COMPILE_OWNER
+APPLY_TAKES_SCALED_GRADIENTS = _module.APPLY_TAKES_SCALED_GRADIENTS
+compile_without_wrapping = _module.compile_without_wrapping
+flatten_layers = _module.flatten_layers
+get_global_policy = _module.get_global_policy
+get_optimizer = _module.get_optimizer
+init_base_policy = _module.init_base_policy
+optimizer_family = _module.optimizer_family
+register_serializable = _module.register_serializable
+serialize_optimizer = _module.serialize_optimizer
+deserialize_optimizer = _module.deserialize_optimizer
+set_global_policy = _module.set_global_policy
+tracks_floatx = _module.tracks_floatx
+
+
+def switch_hint() -> str:
+    """What to set so that `tf.keras` becomes the other Keras."""
+    if ROOT_PACKAGE == "keras":
+        return "set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported"
+    return "unset TF_USE_LEGACY_KERAS before TensorFlow is imported"

@@ -1,0 +1,71 @@
+"""What both Kerases offer to the rest of keras_mp.
+
+Each of `keras2` and `keras3` defines:
+
+- `BasePolicy`: `tf.keras`'s own dtype policy class.
+- `init_base_policy(policy, name)`: what a subclass of it calls first.
+- `StockLossScaleOptimizer`: `tf.keras.mixed_precision.LossScaleOptimizer`.
+- `OPTIMIZER_BASES`: the classes that Keras takes for an optimizer.
+- `COMPILE_OWNER`: the class on which `Model.compile` is defined.
+- `APPLY_TAKES_SCALED_GRADIENTS`: does the stock wrapper's `apply_gradients` unscale?
+- `compile_without_wrapping(compile, model, *args, **kwargs)`: stock compile, no stock wrapper.
+- `flatten_layers(model)`: the model and all layers below it.
+- `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
+- `tracks_floatx()`: does the global policy follow floatx?
+- `get_optimizer(identifier)`: instance, name or config to optimizer.
+- `optimizer_family(optimizer)`: the `OptimizerFamily` of an optimizer, or None.
+- `register_serializable`: decorator.
+- `serialize_optimizer`, `deserialize_optimizer`.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class OptimizerFamily(abc.ABC):
+    """How the optimizers of one family are driven by a wrapper.
+
+    Args:
+        optimizer: The optimizer that is driven.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @abc.abstractmethod
+    def hyperparameters(self) -> frozenset[str]:
+        """Names of the attributes that a wrapper reads and writes on the optimizer."""
+
+    @abc.abstractmethod
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the optimizer's variables, outside of any function that is being traced."""
+
+    def built_variables(self) -> Sequence[Any]:
+        """The variables that the optimizer was built with, where it can tell."""
+        raise ValueError(
+            "Pass the variables together with the gradients. "
+            f"Received: trainable_variables=None for {type(self.optimizer)}"
+        )
+
+    @abc.abstractmethod
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        """The first half of `minimize`: a list of (gradient, variable) pairs."""
+
+    @abc.abstractmethod
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
+        """The user's own way of reducing (gradient, variable) pairs, or None."""
+
+    @abc.abstractmethod
+    def apply_reduced(
+        self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
+    ) -> Any:
+        """Lets the optimizer clip, decay and apply gradients that are reduced already."""

@@ -1,0 +1,165 @@
+"""`tf.keras` as Keras 2, the package tf_keras."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tf_keras.src.optimizers import utils as _optimizer_utils
+
+from keras_mp.keras_api.interface import OptimizerFamily
+
+keras = tf.keras
+
+StockLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
+_Optimizer = keras.optimizers.Optimizer
+_LegacyOptimizer = keras.optimizers.legacy.Optimizer
+# A wrapper is an instance of both bases, whichever family it wraps, so that it is one class.
+OPTIMIZER_BASES = (_Optimizer, _LegacyOptimizer)
+COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+APPLY_TAKES_SCALED_GRADIENTS = False
+
+register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
+
+BasePolicy = keras.mixed_precision.Policy
+
+
+def init_base_policy(policy: Any, name: Any) -> None:
+    # The stock class logs its own word on the hardware; keras_mp has one for both Kerases.
+    logger = tf.get_logger()
+    logger.addFilter(_is_not_compatibility_check)
+    try:
+        BasePolicy.__init__(policy, name)
+    finally:
+        logger.removeFilter(_is_not_compatibility_check)
+
+
+def _is_not_compatibility_check(record: logging.LogRecord) -> bool:
+    return "compatibility check" not in record.getMessage()
+
+
+def compile_without_wrapping(
+    stock_compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Keras 2 wraps by the policy's name alone; only its private method knows how not to."""
+    vars(model)["_get_optimizer"] = lambda optimizer: tf.nest.map_structure(
+        keras.optimizers.get, optimizer
+    )
+    try:
+        return stock_compile(model, *args, **kwargs)
+    finally:
+        del vars(model)["_get_optimizer"]
+
+
+def flatten_layers(model: Any) -> list[Any]:
+    return list(model._flatten_layers())
+
+
+def get_global_policy() -> Any:
+    return keras.mixed_precision.global_policy()
+
+
+def set_global_policy(policy: Any) -> None:
+    keras.mixed_precision.set_global_policy(policy)
+
+
+def tracks_floatx() -> bool:
+    # An unset policy is made anew at each call, a set one is always the same object.
+    return keras.mixed_precision.global_policy() is not keras.mixed_precision.global_policy()
+
+
+get_optimizer = keras.optimizers.get
+serialize_optimizer = keras.optimizers.serialize
+deserialize_optimizer = keras.optimizers.deserialize
+
+
+def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
+    if isinstance(optimizer, _LegacyOptimizer):
+        return _LegacyFamily(optimizer)
+    if isinstance(optimizer, _Optimizer):
+        return _NewFamily(optimizer)
+    return None
+
+
+class _NewFamily(OptimizerFamily):
+    """`tf.keras.optimizers.*`."""
+
+    def hyperparameters(self) -> frozenset[str]:
+        try:
+            with tf.init_scope():
+                names = self.optimizer.get_config().keys()
+        except NotImplementedError:
+            names = ("learning_rate",)
+        own = ("name", "is_legacy_optimizer")
+        return frozenset(n for n in names if n not in own and hasattr(self.optimizer, n))
+
+    def build(self, variables: Sequence[Any]) -> None:
+        with tf.init_scope():
+            self.optimizer.build(variables)
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        if grad_loss is not None:
+            raise ValueError(
+                "`grad_loss` is for tf.keras.optimizers.legacy optimizers; multiply the loss by it "
+                f"instead. Received: grad_loss={grad_loss!r} with {type(self.optimizer)}"
+            )
+        return self.optimizer.compute_gradients(loss, var_list, tape=tape)
+
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
+        if type(self.optimizer).aggregate_gradients is _Optimizer.aggregate_gradients:
+            return None
+        return self.optimizer.aggregate_gradients
+
+    def apply_reduced(
+        self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
+    ) -> Any:
+        return self.optimizer.apply_gradients(
+            list(zip(gradients, variables)), name=name, skip_gradients_aggregation=True
+        )
+
+
+class _LegacyFamily(OptimizerFamily):
+    """`tf.keras.optimizers.legacy.*`, also in the graph mode of TensorFlow 1."""
+
+    def hyperparameters(self) -> frozenset[str]:
+        return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}
+
+    def build(self, variables: Sequence[Any]) -> None:
+        with tf.init_scope():
+            self.optimizer._create_all_weights(variables)
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        return self.optimizer._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
+
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
+        optimizer = self.optimizer
+        stock = (
+            optimizer.gradient_aggregator is _optimizer_utils.all_reduce_sum_gradients
+            and type(optimizer)._aggregate_gradients is _LegacyOptimizer._aggregate_gradients
+            and type(optimizer)._transform_unaggregated_gradients
+            is _LegacyOptimizer._transform_unaggregated_gradients
+        )
+        if stock:
+            return None
+        return lambda pairs: optimizer._aggregate_gradients(
+            optimizer._transform_unaggregated_gradients(pairs)
+        )
+
+    def apply_reduced(
+        self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
+    ) -> Any:
+        return self.optimizer.apply_gradients(
+            list(zip(gradients, variables)), name=name, experimental_aggregate_gradients=False
+        )

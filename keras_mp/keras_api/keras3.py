@@ -1,0 +1,184 @@
+"""`tf.keras` as Keras 3 on the TensorFlow backend."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.keras_api.interface import OptimizerFamily
+
+keras = tf.keras
+
+BasePolicy = keras.mixed_precision.Policy
+StockLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
+OPTIMIZER_BASES = (keras.optimizers.Optimizer,)
+COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+APPLY_TAKES_SCALED_GRADIENTS = True
+
+register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
+
+
+def init_base_policy(policy: Any, name: Any) -> None:
+    BasePolicy.__init__(policy, name)
+
+
+def compile_without_wrapping(
+    stock_compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    kwargs["auto_scale_loss"] = False
+    return stock_compile(model, *args, **kwargs)
+
+
+def flatten_layers(model: Any) -> list[Any]:
+    return list(model._flatten_layers())
+
+
+# Keras 3 keeps one global policy for each thread and lets a fresh thread start from floatx. We keep
+# the one that was set last in `_process`, and in `_thread.known` the policy that this thread holds
+# on our account: a thread that holds something else was told so by the stock function.
+_process: dict[str, Any] = {"policy": None}
+_thread = threading.local()
+
+
+def get_global_policy() -> Any:
+    current = keras.mixed_precision.global_policy()
+    known = getattr(_thread, "known", None)
+    if current is known:
+        if getattr(_thread, "tracks_floatx", False) and current.name != keras.backend.floatx():
+            return _track_floatx()
+        return current
+    untouched = type(current) is BasePolicy and current.name == keras.backend.floatx()
+    if known is None and untouched:
+        if _process["policy"] is None:
+            return _track_floatx()
+        return _hold(_process["policy"])
+    _process["policy"] = current
+    return _hold(current)
+
+
+def set_global_policy(policy: Any) -> None:
+    _process["policy"] = policy
+    if policy is None:
+        _track_floatx()
+    else:
+        _hold(policy)
+
+
+def tracks_floatx() -> bool:
+    get_global_policy()
+    return _thread.tracks_floatx
+
+
+def _hold(policy: Any) -> Any:
+    keras.mixed_precision.set_global_policy(policy)
+    _thread.known, _thread.tracks_floatx = policy, False
+    return policy
+
+
+def _track_floatx() -> Any:
+    policy = _hold(BasePolicy(keras.backend.floatx()))
+    _thread.tracks_floatx = True
+    return policy
+
+
+get_optimizer = keras.optimizers.get
+serialize_optimizer = keras.optimizers.serialize
+deserialize_optimizer = keras.optimizers.deserialize
+
+
+def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
+    return _Family(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
+
+
+class _Reduction(threading.local):
+    is_done = False
+
+
+_reduction = _Reduction()
+
+
+class _Family(OptimizerFamily):
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        if optimizer.loss_scale_factor is not None:
+            raise ValueError(
+                "The inner optimizer scales the loss itself. Pass "
+                "`loss_scale=` to LossScaleOptimizer instead of `loss_scale_factor=` to the inner "
+                f"optimizer. Received: loss_scale_factor={optimizer.loss_scale_factor}"
+            )
+        _let_the_wrapper_reduce(optimizer)
+
+    def hyperparameters(self) -> frozenset[str]:
+        try:
+            with tf.init_scope():
+                names = self.optimizer.get_config().keys()
+        except NotImplementedError:
+            names = ("learning_rate",)
+        return frozenset(n for n in names if n != "name" and hasattr(self.optimizer, n))
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if not self.optimizer.built:
+            with tf.init_scope(), keras.name_scope(self.optimizer.name):
+                self.optimizer.build(list(variables))
+
+    def built_variables(self) -> Sequence[Any]:
+        if not self.optimizer.built:
+            return super().built_variables()
+        return self.optimizer._trainable_variables
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        if not callable(loss) and tape is None:
+            raise ValueError(
+                "`tape` is required where the loss is a tensor. "
+                f"Received: loss={loss!r}, tape={tape!r}"
+            )
+        tape = tape or tf.GradientTape()
+        if callable(loss):
+            with tape:
+                if not callable(var_list):
+                    tape.watch([_native(v) for v in tf.nest.flatten(var_list)])
+                loss = loss()
+        if callable(var_list):
+            var_list = var_list()
+        var_list = tf.nest.flatten(var_list)
+        gradients = tape.gradient(loss, var_list, output_gradients=grad_loss)
+        return list(zip(gradients, var_list))
+
+    def custom_aggregation(self) -> None:
+        return None
+
+    def apply_reduced(
+        self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
+    ) -> None:
+        del name
+        _reduction.is_done = True
+        try:
+            self.optimizer.apply(list(gradients), variables)
+        finally:
+            _reduction.is_done = False
+
+
+def _native(variable: Any) -> tf.Variable:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _let_the_wrapper_reduce(optimizer: Any) -> None:
+    """Keeps a Keras 3 optimizer from summing gradients that its wrapper has summed already.
+
+    Keras 3 sums inside `apply`, after clipping, and has no public way to leave that out.
+    """
+    stock = optimizer._all_reduce_sum_gradients
+
+    @functools.wraps(stock)
+    def all_reduce_unless_done(grads_and_vars: Any) -> Any:
+        return list(grads_and_vars) if _reduction.is_done else stock(grads_and_vars)
+
+    vars(optimizer)["_all_reduce_sum_gradients"] = all_reduce_unless_done

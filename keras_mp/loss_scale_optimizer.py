@@ -1,0 +1,600 @@
+"""The optimizer wrapper that scales the loss.
+
+RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import gradients, keras_api, messages
+from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.optimizer_wrapper import OptimizerWrapper
+
+_wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def wrapper_of(optimizer: Any) -> "LossScaleOptimizer | None":
+    """Returns the `LossScaleOptimizer` that wraps `optimizer`, or None.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`.
+    """
+    reference = _wrappers.get(optimizer)
+    return None if reference is None else reference()
+
+
+@keras_api.register_serializable
+class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
+    """An optimizer that applies loss scaling, so that float16 gradients do not underflow.
+
+    One step is: multiply the loss by the loss scale; compute the gradients; sum them over all
+    replicas; find out whether they are finite; divide them by the loss scale; let the inner
+    optimizer clip and apply them. Where a dynamic scale made a gradient overflow, the step is
+    skipped on every replica instead: weights, slots, averages and `iterations` stay as they are,
+    and the scale backs off. A fixed scale skips nothing.
+
+    `minimize` and `Model.fit` do all of it, and `Model.compile` wraps the optimizer itself under a
+    `keras_mp.Policy` with a loss scale. Loops with a `tf.GradientTape` call `get_scaled_loss` and
+    `get_unscaled_gradients` (the RFC's way), or `scale_loss` and then `apply_gradients` or `apply`
+    with the gradients as they are (Keras 3's way); on both Kerases either works.
+
+    Everything that the stock class offers works too: `dynamic`, `initial_scale`,
+    `dynamic_growth_steps` and `dynamic_counter` of TensorFlow 2.4-2.15, `dynamic_scale` and
+    `step_counter` of Keras 3. `loss_scale` is a `LossScale`: call it, or use it as the tensor it
+    was in TensorFlow 2.4.
+
+    Args:
+        inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
+        loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, or a
+            `keras_mp.LossScale`.
+        aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
+            in half the bytes. Needs a scale that skips overflowing steps: with a fixed one, gradients
+            are summed in float32. Defaults to True.
+        name: str. Defaults to the inner optimizer's name.
+        dynamic: bool. Older spelling: False means a fixed scale of `initial_scale`.
+        initial_scale: number. Older spelling of the (initial) scale.
+        dynamic_growth_steps: int. Older spelling of the scale's `increment_period`.
+
+    Raises:
+        TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or is a
+            LossScaleOptimizer itself.
+        ValueError: `inner_optimizer` is wrapped already, or arguments contradict each other.
+
+    Example:
+
+    >>> optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.25))
+    >>> v = tf.Variable(1.0)
+    >>> _ = optimizer.minimize(lambda: v**2, [v])
+    >>> float(v)
+    0.5
+    >>> with tf.GradientTape() as tape:
+    ...     scaled_loss = optimizer.get_scaled_loss(v**2)
+    >>> scaled_gradients = tape.gradient(scaled_loss, [v])
+    >>> gradients = optimizer.get_unscaled_gradients(scaled_gradients)
+    >>> _ = optimizer.apply_gradients(zip(gradients, [v]))
+    >>> float(v)
+    0.25
+    >>> float(optimizer.loss_scale()), int(optimizer.steps_skipped)
+    (32768.0, 0)
+
+    Source: RFC 293, "LossScaleOptimizer Overview".
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        loss_scale: Any = "dynamic",
+        aggregate_in_float16: bool = True,
+        *,
+        name: str | None = None,
+        dynamic: bool | None = None,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            raise ValueError(
+                "LossScaleOptimizer does not take these arguments; pass them to the inner "
+                f"optimizer. Received: {', '.join(f'{key}={value!r}' for key, value in kwargs.items())}"
+            )
+        if isinstance(inner_optimizer, (str, dict)):
+            inner_optimizer = keras_api.get_optimizer(inner_optimizer)
+        if isinstance(inner_optimizer, keras_api.StockLossScaleOptimizer):
+            raise TypeError(
+                "A LossScaleOptimizer cannot wrap a LossScaleOptimizer: the loss would be scaled "
+                "twice. Use the one that you have, or wrap its `inner_optimizer`. "
+                f"Received: inner_optimizer={inner_optimizer!r}"
+            )
+        super().__init__(inner_optimizer)
+        if wrapper_of(inner_optimizer) is not None:
+            raise ValueError(
+                "The optimizer is wrapped by a LossScaleOptimizer already (Model.compile may have "
+                "done so: look at `model.optimizer`). Use that one, or make a new optimizer. "
+                f"Received: inner_optimizer={inner_optimizer!r}"
+            )
+        loss_scale = _loss_scale_from_arguments(
+            loss_scale, dynamic, initial_scale, dynamic_growth_steps
+        )
+        with tf.init_scope():
+            steps_skipped = _counter("steps_skipped", tf.int64, 0)
+            last_step_skipped = _counter("last_step_skipped", tf.bool, False)
+        vars(self).update(
+            _name=name,
+            _loss_scale=loss_scale,
+            _aggregate_in_float16=bool(aggregate_in_float16),
+            _steps_skipped=steps_skipped,
+            _last_step_skipped=last_step_skipped,
+            _calls=_Calls(),
+        )
+        # The checkpoint is the inner optimizer's own, with these beside its variables.
+        self._track_trackable(loss_scale, "loss_scale", overwrite=True)
+        self._track_trackable(steps_skipped, "steps_skipped", overwrite=True)
+        self._track_trackable(last_step_skipped, "last_step_skipped", overwrite=True)
+        _wrappers[inner_optimizer] = weakref.ref(self)
+
+    @property
+    def name(self) -> str:
+        """The name given to the constructor, or the inner optimizer's."""
+        return self._name or super().name
+
+    @property
+    def loss_scale(self) -> loss_scale_lib.LossScale:
+        """The `LossScale`: `optimizer.loss_scale()` is its value, a float32 scalar tensor."""
+        return self._loss_scale
+
+    @property
+    def aggregate_in_float16(self) -> bool:
+        """Are float32 gradients summed over replicas as float16? May be set at any time."""
+        return self._aggregate_in_float16
+
+    @aggregate_in_float16.setter
+    def aggregate_in_float16(self, value: bool) -> None:
+        vars(self)["_aggregate_in_float16"] = bool(value)
+
+    @property
+    def steps_skipped(self) -> tf.Variable:
+        """How many steps were skipped so far, an int64 variable."""
+        return self._steps_skipped
+
+    @property
+    def last_step_skipped(self) -> tf.Variable:
+        """Was the last step skipped? A bool variable."""
+        return self._last_step_skipped
+
+    @property
+    def dynamic(self) -> bool:
+        """Is the loss scale a dynamic one?"""
+        return isinstance(self._loss_scale, loss_scale_lib.DynamicLossScale)
+
+    @property
+    def initial_scale(self) -> float:
+        """Where a dynamic scale started, or the fixed scale."""
+        if self.dynamic:
+            return self._loss_scale.initial_loss_scale
+        return float(self._loss_scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """The dynamic scale's `increment_period`; None for a fixed scale."""
+        return self._loss_scale.increment_period if self.dynamic else None
+
+    @property
+    def dynamic_counter(self) -> tf.Variable | None:
+        """The dynamic scale's `num_good_steps`; None for a fixed scale."""
+        return self._loss_scale.num_good_steps if self.dynamic else None
+
+    @property
+    def step_counter(self) -> tf.Variable | None:
+        """`dynamic_counter` under Keras 3's name."""
+        return self.dynamic_counter
+
+    @property
+    def dynamic_scale(self) -> tf.Variable | None:
+        """The dynamic scale's variable; None for a fixed scale."""
+        return self._loss_scale.loss_scale if self.dynamic else None
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the loss scale. `get_unscaled_gradients` is its counterpart.
+
+        Args:
+            loss: float tensor, or a callable without arguments that returns one.
+
+        Returns:
+            The scaled loss, in float32 or wider; for a callable, a callable that returns it.
+
+        Raises:
+            TypeError: the loss is not a floating-point tensor.
+        """
+        self._calls.scaled_for = "get_unscaled_gradients"
+        return self._scale(loss)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the loss scale; `apply_gradients` or `apply` then unscale.
+
+        Args:
+            loss: float tensor, or a callable without arguments that returns one.
+
+        Returns:
+            The scaled loss, in float32 or wider; for a callable, a callable that returns it.
+
+        Raises:
+            TypeError: the loss is not a floating-point tensor.
+        """
+        self._calls.scaled_for = "apply_gradients"
+        return self._scale(loss)
+
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """Divides gradients by the loss scale. `get_scaled_loss` is its counterpart.
+
+        Args:
+            grads: iterable of tensors, `tf.IndexedSlices` (which stay sparse) and None.
+
+        Returns:
+            list of the gradients, each in the dtype it came in.
+        """
+        self._calls.unscaled = True
+        return gradients.unscale(list(grads), self._loss_scale())
+
+    def minimize(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None = None,
+        grad_loss: tf.Tensor | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Does a whole step: scales the loss, computes, unscales and applies the gradients.
+
+        Args:
+            loss: float tensor, or a callable without arguments that returns one. Not scaled.
+            var_list: list of variables, or a callable that returns it.
+            tape: `tf.GradientTape` under which a tensor `loss` was computed.
+            grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
+            name: str. Name of the operation.
+
+        Returns:
+            `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
+        """
+        pairs = self._scaled_gradients(loss, var_list, tape, grad_loss)
+        return self._step(pairs, scaled=True, aggregate=True, name=name)
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None = None,
+        grad_loss: tf.Tensor | None = None,
+    ) -> list[tuple[Any, Any]]:
+        """Computes gradients with the loss scaled, and unscales them: the first half of `minimize`.
+
+        Args:
+            loss: float tensor, or a callable without arguments that returns one. Not scaled.
+            var_list: list of variables, or a callable that returns it.
+            tape: `tf.GradientTape` under which a tensor `loss` was computed.
+            grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
+
+        Returns:
+            list of (gradient, variable) pairs.
+        """
+        pairs = self._scaled_gradients(loss, var_list, tape, grad_loss)
+        self._calls.scaled_for, self._calls.unscaled = "get_unscaled_gradients", True
+        unscaled = gradients.unscale([g for g, _ in pairs], self._loss_scale())
+        return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
+
+    def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
+        """Gradients in a TensorFlow 1 graph (legacy optimizers): scales the loss and unscales them.
+
+        Args:
+            loss: float tensor. Not scaled.
+            params: list of variables.
+
+        Returns:
+            list of tensors.
+        """
+        scaled = self.inner_optimizer.get_gradients(self.get_scaled_loss(loss), params)
+        return self.get_unscaled_gradients(scaled)
+
+    def get_updates(self, loss: tf.Tensor, params: Any) -> list[Any]:
+        """A whole step in a TensorFlow 1 graph (legacy optimizers).
+
+        Args:
+            loss: float tensor. Not scaled.
+            params: list of variables.
+
+        Returns:
+            list of the operations that make the step.
+        """
+        return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        """Sums gradients over replicas, and applies them or skips the step.
+
+        Gradients are unscaled here if the loss was scaled with `scale_loss`, and taken as they are
+        if `get_scaled_loss` and `get_unscaled_gradients` were called. A call that is missing is
+        reported with a `MixedPrecisionWarning`.
+
+        Args:
+            grads_and_vars: iterable of (gradient, variable) pairs. A gradient may be None.
+            name: str. Name of the operation.
+            skip_gradients_aggregation: bool. True where the gradients are summed already.
+            experimental_aggregate_gradients: bool. False means the same.
+
+        Returns:
+            `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
+
+        Raises:
+            ValueError: no variable has a gradient, or the call is in a cross-replica context.
+        """
+        scaled = self._calls.resolve()
+        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
+        return self._step(list(grads_and_vars), scaled=scaled, aggregate=aggregate, name=name)
+
+    def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Not on the TensorFlow backend: says what Keras says."""
+        return self.inner_optimizer.stateless_apply(*args, **kwargs)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the loss scale's state; the inner optimizer is saved beside it, by Keras.
+
+        Args:
+            store: dict-like, of names and arrays.
+        """
+        for name, variable in self._state().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what `save_own_variables` saved.
+
+        Args:
+            store: dict-like, of names and arrays.
+        """
+        for name, variable in self._state().items():
+            variable.assign(store[name][()])
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` makes an equal optimizer."""
+        return {
+            "name": self._name,
+            "inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer),
+            "loss_scale": loss_scale_lib.serialize(self._loss_scale),
+            "aggregate_in_float16": self._aggregate_in_float16,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "LossScaleOptimizer":
+        """Makes an optimizer from a config of this class, or of any stock one.
+
+        Args:
+            config: dict that `get_config` returned, here, on tf_keras, on Keras 3 or in TensorFlow
+                2.2 and 2.3.
+            custom_objects: dict of names and the classes they stand for, for the inner optimizer.
+
+        Returns:
+            An optimizer.
+        """
+        config = dict(config)
+        inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
+        if isinstance(inner, dict):
+            inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
+        return cls(inner, **config)
+
+    def _state(self) -> dict[str, tf.Variable]:
+        state = {"steps_skipped": self._steps_skipped, "last_step_skipped": self._last_step_skipped}
+        if self.dynamic:
+            scale = self._loss_scale
+            state["loss_scale"] = scale.loss_scale
+            state["num_good_steps"] = scale.num_good_steps
+            state["num_bad_steps"] = scale.num_bad_steps
+        return state
+
+    def _scale(self, loss: Any) -> Any:
+        if callable(loss) and not tf.is_tensor(loss):
+            return lambda: gradients.scale_loss(loss(), self._loss_scale())
+        return gradients.scale_loss(loss, self._loss_scale())
+
+    def _scaled_gradients(
+        self, loss: Any, var_list: Any, tape: tf.GradientTape | None, grad_loss: tf.Tensor | None
+    ) -> list[tuple[Any, Any]]:
+        if tape is None:
+            return self._family.compute_gradients(self._scale(loss), var_list, None, grad_loss)
+        with tape:
+            loss = self._scale(loss)
+        return self._family.compute_gradients(loss, var_list, tape, grad_loss)
+
+    def _step(
+        self, pairs: list[tuple[Any, Any]], *, scaled: bool, aggregate: bool, name: str | None
+    ) -> Any:
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "Gradients are applied in a replica context: call this inside the function that is "
+                "passed to `strategy.run`."
+            )
+        if not pairs:
+            return self.iterations
+        grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        if all(g is None for g in grads):
+            raise ValueError(
+                "No gradients provided for any variable: "
+                f"{[v.name for v in variables]}. Is the loss computed from them, under the tape?"
+            )
+        self._family.build(variables)
+        loss_scale = self._loss_scale()
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        if aggregate and replicas > 1:
+            grads, scaled = self._aggregate(grads, variables, loss_scale, scaled)
+        if scaled:
+            grads = gradients.unscale(grads, loss_scale)
+        finite = None
+        if self.dynamic:
+            # Unscaled gradients are finite where scaled ones are, and the other way round.
+            finite = gradients.all_finite(grads)
+            if replicas > 1 and not aggregate:
+                finite = gradients.agree(finite)
+        return gradients.decide_for_all_replicas(
+            functools.partial(self._apply_or_skip, loss_scale),
+            lambda grads: self._family.apply_reduced(grads, variables, name),
+            grads,
+            finite,
+        )
+
+    def _aggregate(
+        self, grads: list[Any], variables: list[Any], loss_scale: tf.Tensor, scaled: bool
+    ) -> tuple[list[Any], bool]:
+        """Sums gradients over the replicas; returns them, and whether they are scaled."""
+        custom = self._family.custom_aggregation()
+        if custom is not None:
+            if scaled:
+                grads = gradients.unscale(grads, loss_scale)
+            return [g for g, _ in custom(list(zip(grads, variables, strict=True)))], False
+        # What overflows in float16 is harmless only where a step can be skipped.
+        in_float16 = self._aggregate_in_float16 and self.dynamic
+        if in_float16 and not scaled:
+            grads, scaled = gradients.scale(grads, loss_scale), True
+        return gradients.all_reduce(grads, in_float16), scaled
+
+    def _apply_or_skip(
+        self, loss_scale: tf.Tensor, apply: Callable[[], Any], finite: tf.Tensor | None
+    ) -> Any:
+        """Applies gradients if they are finite, and moves the scale. Once for all replicas."""
+        if finite is None:
+            applied = _operation(apply())
+            return self._finish([applied])
+        applied = tf.cond(finite, lambda: _operation(apply()), lambda: _operation(None))
+        state = self._loss_scale.next_state(loss_scale, finite)
+        skipped = tf.logical_not(finite)
+        return self._finish(
+            [
+                applied,
+                *self._loss_scale.assign(state),
+                self._steps_skipped.assign_add(tf.cast(skipped, tf.int64), read_value=False),
+                self._last_step_skipped.assign(skipped, read_value=False),
+            ]
+        )
+
+    def _finish(self, operations: list[Any]) -> Any:
+        if tf.compat.v1.executing_eagerly_outside_functions():
+            return self.iterations
+        return tf.group(*[o for o in operations if o is not None])
+
+
+class _Calls(threading.local):
+    """Which of the calls that belong to one step were made since the last step, in this thread.
+
+    MirroredStrategy runs each replica in a thread of its own, so this is also by replica.
+    """
+
+    def __init__(self) -> None:
+        self.scaled_for: str | None = None
+        self.unscaled = False
+
+    def resolve(self) -> bool:
+        """Ends the step. Returns whether its gradients are still scaled; warns of missing calls."""
+        scaled_for, unscaled = self.scaled_for, self.unscaled
+        self.scaled_for, self.unscaled = None, False
+        if scaled_for and (unscaled or scaled_for == "apply_gradients"):
+            return not unscaled
+        if unscaled:
+            messages.warn(
+                "get_unscaled_gradients() was called and get_scaled_loss() was not, so the "
+                "gradients of this step are too small by the loss scale, unless the loss was "
+                f"multiplied by hand. Call both:{_EXAMPLE}"
+            )
+            return False
+        if scaled_for:
+            messages.warn(
+                "get_scaled_loss() was called and get_unscaled_gradients() was not; "
+                "apply_gradients() has divided the gradients by the loss scale instead. If they "
+                f"were divided by hand too, this step is too small. Call both:{_EXAMPLE}"
+            )
+            return True
+        if keras_api.APPLY_TAKES_SCALED_GRADIENTS:
+            messages.warn(
+                "The loss was not scaled before apply_gradients(), which has divided the gradients "
+                "by the loss scale, as it does in Keras 3: this step is too small unless the loss "
+                f"was multiplied by hand. Scale the loss:{_EXAMPLE}"
+            )
+            return True
+        messages.warn(
+            "Neither get_scaled_loss() nor get_unscaled_gradients() was called before "
+            "apply_gradients(), so this step was made without loss scaling and small float16 "
+            f"gradients may have vanished. Call both, or `minimize`:{_EXAMPLE}"
+        )
+        return False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
+        return _Calls()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Calls, ()
+
+
+_EXAMPLE = """
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(loss_fn())
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+    optimizer.apply_gradients(zip(gradients, variables))"""
+
+
+def _loss_scale_from_arguments(
+    loss_scale: Any,
+    dynamic: bool | None,
+    initial_scale: float | None,
+    dynamic_growth_steps: int | None,
+) -> loss_scale_lib.LossScale:
+    """Brings the RFC's `loss_scale` and the older keywords together, or refuses."""
+    older = {
+        "dynamic": dynamic,
+        "initial_scale": initial_scale,
+        "dynamic_growth_steps": dynamic_growth_steps,
+    }
+    older = {key: value for key, value in older.items() if value is not None}
+    received = ", ".join(f"{k}={v!r}" for k, v in {"loss_scale": loss_scale, **older}.items())
+    if not older:
+        result = loss_scale_lib.get(loss_scale)
+        if result is None:
+            raise ValueError(
+                "A LossScaleOptimizer needs a loss scale; without one, use the inner optimizer "
+                "itself. Received: loss_scale=None"
+            )
+        return result
+    if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
+        raise ValueError(
+            f"Give `loss_scale`, or the older {', '.join(older)}, not both. Received: {received}"
+        )
+    if not isinstance(older.get("dynamic", True), bool):
+        raise TypeError(f"`dynamic` must be a bool. Received: {received}")
+    if older.get("dynamic", True):
+        given = {"initial_loss_scale": initial_scale, "increment_period": dynamic_growth_steps}
+        return loss_scale_lib.DynamicLossScale(**{k: v for k, v in given.items() if v is not None})
+    if initial_scale is None or dynamic_growth_steps is not None:
+        raise ValueError(
+            "With dynamic=False, `initial_scale` is the fixed scale and must be given, and "
+            f"`dynamic_growth_steps` must not. Received: {received}"
+        )
+    return loss_scale_lib.FixedLossScale(initial_scale)
+
+
+def _counter(name: str, dtype: tf.DType, value: Any) -> tf.Variable:
+    return tf.Variable(value, dtype=dtype, name=name, trainable=False)
+
+
+def _operation(result: Any) -> Any:
+    """What a branch of `tf.cond` may return: an operation in a graph, nothing in eager."""
+    if tf.executing_eagerly():
+        return None
+    return tf.no_op() if result is None else tf.group(result)

@@ -1,0 +1,261 @@
+"""The base of optimizers that wrap another one.
+
+RFC 293, "OptimizerWrapper" and "LossScaleOptimizer __getattribute__ and __setattr__ delegation".
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+
+_ALIASES = {"lr": "learning_rate"}
+
+
+class OptimizerWrapper(
+    tf.__internal__.tracking.DelegatingTrackableMixin, *keras_api.OPTIMIZER_BASES
+):
+    """An optimizer that stands in front of another and looks like it.
+
+    A wrapper has the inner optimizer's hyperparameters, read and write, its variables, and, for
+    `tf.train.Checkpoint`, its place: a checkpoint of the wrapper is one of the inner optimizer.
+
+    Hyperparameters are, for `tf.keras.optimizers.legacy` optimizers, what they registered as such
+    and `clipnorm`, `clipvalue`, `global_clipnorm`; for all others the keys of their config.
+    Everything else of the inner optimizer is reached through `inner_optimizer`: reading it here is
+    an AttributeError that says so, and so is setting it. Methods that only an inner optimizer's
+    class has are not delegated, since they would go around the wrapper.
+
+    A subclass overrides `apply_gradients`, and `minimize` where computing gradients changes too.
+
+    Args:
+        inner_optimizer: An optimizer of `tf.keras`.
+
+    Raises:
+        TypeError: `inner_optimizer` is not an optimizer of `tf.keras`.
+
+    Example:
+
+    >>> class Doubled(keras_mp.OptimizerWrapper):
+    ...     def apply_gradients(self, grads_and_vars, **kwargs):
+    ...         doubled = [(2 * g, v) for g, v in grads_and_vars]
+    ...         return super().apply_gradients(doubled, **kwargs)
+    >>> optimizer = Doubled(tf.keras.optimizers.SGD(0.1))
+    >>> v = tf.Variable(1.0)
+    >>> _ = optimizer.apply_gradients([(tf.constant(1.0), v)])
+    >>> print(f"{float(v):.1f} {float(optimizer.learning_rate):.1f}")
+    0.8 0.1
+
+    Source: RFC 293, "OptimizerWrapper".
+    """
+
+    def __init__(self, inner_optimizer: Any) -> None:
+        # The constructor of Keras's base class is not called: it would make a second iteration
+        # counter and learning rate, which nothing would ever use.
+        family = keras_api.optimizer_family(inner_optimizer)
+        if family is None:
+            raise TypeError(
+                "Expected an optimizer of `tf.keras`, which is "
+                f"{keras_api.ROOT_PACKAGE} in this process{_hint(inner_optimizer)}. "
+                f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
+            )
+        vars(self).update(
+            _family=family,
+            _trackable=inner_optimizer,
+            _hyperparameters=family.hyperparameters(),
+        )
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        name = _ALIASES.get(name, name)
+        if name in own.get("_hyperparameters", ()):
+            return getattr(own["_trackable"], name)
+        try:
+            return object.__getattribute__(self, name)
+        except AttributeError as error:
+            inner = own.get("_trackable")
+            if name.startswith("_") or inner is None or not hasattr(inner, name):
+                raise
+            raise AttributeError(_only_inner(self, name)) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        name = _ALIASES.get(name, name)
+        inner = self.inner_optimizer
+        if name in self._hyperparameters:
+            setattr(inner, name, value)
+        elif name in vars(self) or hasattr(type(self), name) or not hasattr(inner, name):
+            object.__setattr__(self, name, value)
+        else:
+            raise AttributeError(_only_inner(self, name))
+
+    def __dir__(self) -> list[str]:
+        # Keras saves what it finds here, under its name: the inner optimizer is `inner_optimizer`.
+        names = set(object.__dir__(self)) | self._hyperparameters | {"lr"}
+        return sorted(names - {"_trackable"})
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.inner_optimizer!r}>"
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that is wrapped. Read-only."""
+        return self._trackable
+
+    @property
+    def name(self) -> str:
+        """The inner optimizer's name."""
+        inner = self.inner_optimizer
+        return getattr(inner, "name", None) or inner._name
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's count of steps."""
+        return self.inner_optimizer.iterations
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        self.inner_optimizer.iterations = value
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def built(self) -> bool:
+        """Has the inner optimizer made its variables?"""
+        return self.inner_optimizer.built
+
+    @property
+    def variables(self) -> Any:
+        """The inner optimizer's variables, as a list that may also be called."""
+        variables = self.inner_optimizer.variables
+        return _CallableList(variables() if callable(variables) else variables)
+
+    @property
+    def weights(self) -> Any:
+        """The inner optimizer's variables, under the older name."""
+        return self.variables
+
+    def build(self, var_list: Iterable[Any]) -> None:
+        """Makes the inner optimizer's variables.
+
+        Args:
+            var_list: iterable of the model's trainable variables.
+        """
+        self._family.build(list(var_list))
+
+    def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
+        """Lets the inner optimizer set the final values, where it has any: averages, for one.
+
+        Args:
+            var_list: iterable of the model's trainable variables.
+        """
+        if hasattr(self.inner_optimizer, "finalize_variable_values"):
+            self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_slot_names(self) -> list[str]:
+        """Names of the inner optimizer's slots; only legacy optimizers have any."""
+        inner = self.inner_optimizer
+        return inner.get_slot_names() if hasattr(inner, "get_slot_names") else []
+
+    def minimize(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None = None,
+        grad_loss: tf.Tensor | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Computes the gradients of `loss` and applies them.
+
+        Args:
+            loss: scalar tensor, or a callable without arguments that returns one.
+            var_list: list of variables, or a callable that returns it.
+            tape: `tf.GradientTape` under which a tensor `loss` was computed.
+            grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
+            name: str. Name of the operation.
+
+        Returns:
+            What `apply_gradients` returns.
+        """
+        pairs = self._family.compute_gradients(loss, var_list, tape, grad_loss)
+        return self.apply_gradients(pairs, name=name)
+
+    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+        """Applies gradients, in the two lists that Keras 3 has for them.
+
+        Args:
+            grads: iterable of gradients.
+            trainable_variables: iterable of variables, one for each gradient. Defaults to those
+                that the inner optimizer was built with.
+        """
+        if trainable_variables is None:
+            trainable_variables = self._family.built_variables()
+        self.apply_gradients(zip(grads, trainable_variables, strict=True))
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
+        """Lets the inner optimizer apply gradients.
+
+        Args:
+            grads_and_vars: iterable of (gradient, variable) pairs.
+            **kwargs: as the inner optimizer takes them, those that are None left out.
+
+        Returns:
+            What the inner optimizer returns.
+        """
+        kwargs = {key: value for key, value in kwargs.items() if value is not None}
+        return self.inner_optimizer.apply_gradients(list(grads_and_vars), **kwargs)
+
+
+class _CallableList(list):
+    """`optimizer.variables` and `optimizer.variables()`: the families spell it differently."""
+
+    def __call__(self) -> "_CallableList":
+        return self
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner_optimizer, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__qualname__ = f"OptimizerWrapper.{name}"
+    method.__doc__ = f"Calls `{name}` of the inner optimizer."
+    return method
+
+
+def _delegate_rest() -> None:
+    """Delegates every public method that Keras's base classes have and the wrapper does not.
+
+    What a newer Keras adds there is so delegated as well.
+    """
+    for base in keras_api.OPTIMIZER_BASES:
+        for name in dir(base):
+            is_method = callable(getattr(base, name)) and not name.startswith("_")
+            if is_method and name not in vars(OptimizerWrapper) and name not in _OWN:
+                setattr(OptimizerWrapper, name, _delegate(name))
+
+
+_OWN = ("from_config", "get_config")
+
+_delegate_rest()
+
+
+def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
+    return (
+        f"{type(wrapper).__name__} has no attribute {name!r}, only its inner optimizer has: use "
+        f"`optimizer.inner_optimizer.{name}`. What the wrapper passes on are hyperparameters, here "
+        f"{sorted(wrapper._hyperparameters)}."
+    )
+
+
+def _hint(optimizer: Any) -> str:
+    if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
+        return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
+    return ""

@@ -1,0 +1,240 @@
+"""Dtype policies that carry a loss scale, and the global one.
+
+RFC 293, "Dtype policies overview", "The global policy" and "A policy's loss scale".
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import compile_hook, hardware, keras_api, messages
+from keras_mp import loss_scale as loss_scale_lib
+
+_MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+
+
+@keras_api.register_serializable
+class Policy(keras_api.BasePolicy):
+    """A dtype policy of `tf.keras` that also says how a model's loss is scaled.
+
+    It is a real `tf.keras.mixed_precision.Policy`, so stock layers and models take it as `dtype=`
+    and as the global policy. A policy never changes. Two policies are equal where their names and
+    their loss scales are.
+
+    Making the first one hooks `tf.keras.Model.compile`: a model that has a `keras_mp.Policy` gets
+    its optimizer wrapped in `keras_mp.LossScaleOptimizer`, with a copy of the policy's loss scale.
+
+    Args:
+        name: str or dtype. `"mixed_float16"` or `"mixed_bfloat16"` (16-bit computations, float32
+            variables), or a dtype in any form that `tf.as_dtype` takes, for both.
+        loss_scale: `"auto"` (the default: `"dynamic"` for `"mixed_float16"` and None for every
+            other name), None (no loss scaling), `"dynamic"`, a number of at least 1 (a fixed
+            scale), or a `keras_mp.LossScale`.
+
+    Raises:
+        TypeError: `name` or `loss_scale` is of a type that stands for neither.
+        ValueError: no such policy, or a loss scale out of range.
+
+    Example:
+
+    >>> policy = keras_mp.Policy("mixed_float16", loss_scale=128)
+    >>> policy
+    <Policy "mixed_float16", loss_scale=FixedLossScale(loss_scale_value=128.0)>
+    >>> policy.compute_dtype, policy.variable_dtype
+    ('float16', 'float32')
+    >>> tf.keras.layers.Dense(1, dtype=policy).dtype_policy == policy
+    True
+
+    Source: RFC 293, "Dtype policies overview".
+    """
+
+    def __init__(self, name: Any, loss_scale: Any = "auto") -> None:
+        keras_api.init_base_policy(self, _standardize_name(name))
+        if isinstance(loss_scale, str) and loss_scale == "auto":
+            loss_scale = "dynamic" if self.name == "mixed_float16" else None
+        if isinstance(loss_scale, str) and loss_scale == "dynamic":
+            # Made when somebody looks: a policy is made in a program's first line, when variables
+            # would keep it from configuring its devices.
+            self._loss_scale = None
+            self._loss_scale_config = loss_scale_lib.DEFAULT_DYNAMIC
+        else:
+            self._loss_scale = loss_scale_lib.get(loss_scale)
+            self._loss_scale_config = loss_scale_lib.serialize(self._loss_scale)
+        self._is_complete = True
+        if self.name in _MIXED:
+            hardware.warn_if_slow(_MIXED[self.name])
+        compile_hook.install(Policy)
+
+    @property
+    def loss_scale(self) -> loss_scale_lib.LossScale | None:
+        """The `LossScale` that `Model.compile` copies, or None."""
+        if self._loss_scale is None and self._loss_scale_config is not None:
+            vars(self)["_loss_scale"] = loss_scale_lib.get(self._loss_scale_config)
+        return self._loss_scale
+
+    @property
+    def scales_loss(self) -> bool:
+        """Is there a loss scale?"""
+        return self._loss_scale_config is not None
+
+    @property
+    def should_cast_variables(self) -> bool:
+        """Do the compute dtype and the variable dtype differ?"""
+        return self.compute_dtype != self.variable_dtype
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns `{"name": ..., "loss_scale": ...}`, of Python values."""
+        return {"name": self.name, "loss_scale": self._loss_scale_config}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "Policy":
+        """Makes a policy from what `get_config` returned, or the stock class's `get_config`.
+
+        Args:
+            config: dict with the key `name`, and `loss_scale` unless it is `"auto"`.
+            custom_objects: Not used; TensorFlow passes it.
+
+        Returns:
+            A policy.
+        """
+        del custom_objects
+        return cls(**config)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_complete" in vars(self):
+            raise AttributeError(
+                "A policy does not change; make another one. "
+                f"Received: {name}={value!r} for {self!r}"
+            )
+        super().__setattr__(name, value)
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, Policy):
+            return NotImplemented
+        return self.get_config() == other.get_config()
+
+    def __hash__(self) -> int:
+        return hash((self.name, repr(self._loss_scale_config)))
+
+    def __copy__(self) -> "Policy":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Policy":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_config, (self.get_config(),)
+
+    def __repr__(self) -> str:
+        automatic = loss_scale_lib.DEFAULT_DYNAMIC if self.name == "mixed_float16" else None
+        if self._loss_scale_config == automatic:
+            return f'<Policy "{self.name}">'
+        return f'<Policy "{self.name}", loss_scale={self.loss_scale!r}>'
+
+
+def global_policy() -> Any:
+    """Returns the global policy, the default for layers and models.
+
+    Until one is set it follows `tf.keras.backend.floatx()`. A policy that was set with `tf.keras`'s
+    own function is returned as its `keras_mp.Policy` (but a quantized one as it is).
+
+    Returns:
+        A `keras_mp.Policy`.
+
+    Example:
+
+    >>> keras_mp.global_policy()
+    <Policy "float32">
+
+    Source: RFC 293, "The global policy".
+    """
+    policy = keras_api.get_global_policy()
+    return Policy(policy.name) if type(policy) is keras_api.BasePolicy else policy
+
+
+def set_global_policy(policy: Any) -> None:
+    """Sets the global policy, for keras_mp and for `tf.keras`.
+
+    Set it before the model is made; layers keep the policy that they were made with. It holds in
+    all threads, except that with Keras 3 a thread other than this one has to call
+    `keras_mp.global_policy()` (or anything that does) before it makes stock layers.
+
+    Args:
+        policy: A policy's name, a dtype, a `keras_mp.Policy`, a policy of `tf.keras`, or None to
+            follow `floatx` again.
+
+    Raises:
+        ValueError: The policy does not compute in floating point.
+
+    Example:
+
+    >>> keras_mp.set_global_policy("mixed_bfloat16")
+    >>> tf.keras.layers.Dense(1).compute_dtype
+    'bfloat16'
+    >>> keras_mp.set_global_policy(None)
+
+    Source: RFC 293, "The global policy".
+    """
+    if policy is not None:
+        policy = _to_policy(policy)
+        if policy.compute_dtype and not tf.as_dtype(policy.compute_dtype).is_floating:
+            raise ValueError(
+                "The global policy must be of a floating-point dtype, since most layers support no "
+                "other. Expected 'float16', 'bfloat16', 'float32', 'float64', 'mixed_float16' or "
+                f"'mixed_bfloat16'. Received: policy={policy!r}"
+            )
+        if policy.name in ("float16", "bfloat16"):
+            messages.warn(
+                f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "
+                f"models train poorly. Use 'mixed_{policy.name}', which keeps them in float32."
+            )
+    keras_api.set_global_policy(policy)
+
+
+@contextlib.contextmanager
+def policy_scope(policy: Any) -> Iterator[Any]:
+    """Sets the global policy for a block and restores the one before, whatever happens inside.
+
+    Args:
+        policy: As for `set_global_policy`.
+
+    Yields:
+        The global policy inside the block.
+
+    Example:
+
+    >>> with keras_mp.policy_scope("mixed_float16"):
+    ...     layer = tf.keras.layers.Dense(1)
+    >>> layer.compute_dtype, keras_mp.global_policy().name
+    ('float16', 'float32')
+    """
+    previous = None if keras_api.tracks_floatx() else keras_api.get_global_policy()
+    set_global_policy(policy)
+    try:
+        yield global_policy()
+    finally:
+        keras_api.set_global_policy(previous)
+
+
+def _standardize_name(name: Any) -> Any:
+    if name is None or (isinstance(name, str) and (name in _MIXED or name == "_infer")):
+        return name
+    try:
+        return tf.as_dtype(name).name
+    except TypeError as error:
+        kind = ValueError if isinstance(name, str) else TypeError
+        raise kind(
+            "Cannot interpret the policy's name. Expected 'mixed_float16', 'mixed_bfloat16' or a "
+            f"dtype such as 'float32'. Received: name={name!r} (of type {type(name)})"
+        ) from error
+
+
+def _to_policy(policy: Any) -> Any:
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, keras_api.BasePolicy):
+        # A quantized policy is a subclass of the stock one and has no counterpart here.
+        return Policy(policy.name) if type(policy) is keras_api.BasePolicy else policy
+    return Policy(policy)
