@@ -102,15 +102,16 @@ def all_reduce(gradients: Sequence[Gradient], in_float16: bool) -> list[Gradient
 
     Source: RFC 293, "All-reducing in float16".
     """
-    present = [g for g in gradients if g is not None]
-    if not present:
-        return list(gradients)
-    sent = present
-    if in_float16:
-        sent = [_map(_float32_to_float16, g) for g in present]
     context = tf.distribute.get_replica_context()
-    received = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, sent))
-    return [None if g is None else _cast(next(received), g.dtype) for g in gradients]
+    sent = [_map(_float32_to_float16, g) if in_float16 else g for g in gradients]
+    received: list[Gradient] = [None] * len(sent)
+    # TensorFlow packs what one call reduces, and cannot pack different dtypes.
+    for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
+        positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, [sent[i] for i in positions])
+        for position, gradient in zip(positions, summed):
+            received[position] = _cast(gradient, gradients[position].dtype)
+    return received
 
 
 def agree(finite: tf.Tensor) -> tf.Tensor:

@@ -33,8 +33,8 @@ def warn_if_slow(dtype: str) -> None:
     if reason is not None:
         messages.warn(
             f"mixed_{dtype} may run slower than float32 on this machine: {reason} Results are "
-            "right all the same. Ignore this if the computation runs on devices that are not attached to "
-            "this machine."
+            "right all the same. Ignore this if the computation runs on devices that are not "
+            "attached to this machine."
         )
 
 
@@ -97,7 +97,7 @@ def cpu_has_bfloat16() -> bool:
 
 def _describe(gpu: tf.config.PhysicalDevice) -> tuple[tuple[int, int] | None, str]:
     details = tf.config.experimental.get_device_details(gpu)
-    name = details.get("device_name", gpu.name)
+    name = details.get("device_name", "a GPU of unknown name")
     capability = details.get("compute_capability")
     if capability is None:
         return None, f"{name} (no compute capability: probably not an Nvidia GPU)"

@@ -509,7 +509,7 @@ def _number(
             f"`{name}` must be an int or a float. Received: {name}={value!r} "
             f"(of type {type(value)})"
         )
-    if not (math.isfinite(value) and at_least <= value <= at_most and above < value < below):
+    if not (at_least <= value <= at_most and above < value < below):
         bounds = [
             text.format(bound)
             for text, bound in (

@@ -55,7 +55,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, or a
             `keras_mp.LossScale`.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
-            in half the bytes. Needs a scale that skips overflowing steps: with a fixed one, gradients
+            in half the bytes. Needs a scale that skips overflowing steps: with a fixed one, they
             are summed in float32. Defaults to True.
         name: str. Defaults to the inner optimizer's name.
         dynamic: bool. Older spelling: False means a fixed scale of `initial_scale`.
@@ -100,9 +100,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         **kwargs: Any,
     ) -> None:
         if kwargs:
+            received = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
             raise ValueError(
                 "LossScaleOptimizer does not take these arguments; pass them to the inner "
-                f"optimizer. Received: {', '.join(f'{key}={value!r}' for key, value in kwargs.items())}"
+                f"optimizer. Received: {received}"
             )
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)

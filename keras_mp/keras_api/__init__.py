@@ -5,12 +5,26 @@ like are those of the module that fits. Nothing outside this folder asks which K
 """
 
 import importlib
+import os
 
 import tensorflow as tf
 
 _OLDEST_TENSORFLOW = (2, 16)
 
 _OTHER = {"keras": "tf_keras", "tf_keras": "keras"}
+
+
+def _what_to_install() -> str:
+    if os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True"):
+        version = tf.__version__.rpartition(".")[0]
+        return (
+            "TF_USE_LEGACY_KERAS asks for Keras 2, which is not installed. Run "
+            f"`pip install tf_keras=={version}.*`, or unset TF_USE_LEGACY_KERAS."
+        )
+    return (
+        "Keras 3 cannot be imported. Install it (`pip install keras`), and if KERAS_BACKEND or "
+        "keras.json names another backend, set KERAS_BACKEND=tensorflow."
+    )
 
 
 def _root_package() -> str:
@@ -25,10 +39,7 @@ def _root_package() -> str:
         root = tf.keras.Model.__module__.partition(".")[0]
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            "keras_mp cannot use `tf.keras`: TensorFlow cannot import it. With "
-            "TF_USE_LEGACY_KERAS=1 it is the package tf_keras of TensorFlow's own version "
-            f"(`pip install tf_keras=={tf.__version__.rpartition('.')[0]}.*`); without that "
-            f"variable it is Keras 3 (`pip install keras`). TensorFlow said: {error}"
+            f"keras_mp cannot use `tf.keras`: {_what_to_install()} TensorFlow said: {error}"
         ) from error
     if root == "keras":
         backend = tf.keras.backend.backend()

@@ -1,0 +1,364 @@
+"""Trains one small model in float32, mixed_float16 and mixed_bfloat16, and compares the three.
+
+python -m keras_mp [--policy NAME ...] [--epochs N] [--strategy none|mirrored] [--output PATH]
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import keras_mp
+
+_POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+_EXTRAS = ("matplotlib", "sklearn")
+
+_SEED = 0
+_BATCH_SIZE = 32
+
+# The default of 2000 good steps is for runs of many thousands. In the few hundred steps of this one
+# the scale would never move; with a short period it climbs until gradients overflow.
+_INCREMENT_PERIOD = 30
+
+# The first step traces the graph and builds the optimizer; the next two warm caches up.
+_WARM_UP_STEPS = 3
+
+# Two lines that cover each other stay visible as a dashed one on a solid one.
+_LINES = {
+    "float32": {"color": "black", "linewidth": 2.2, "alpha": 0.45},
+    "mixed_float16": {"color": "tab:red", "linewidth": 1.2},
+    "mixed_bfloat16": {"color": "tab:blue", "linewidth": 1.2, "linestyle": "--"},
+}
+_SMOOTHED_STEPS = 15
+
+
+class StepRecorder(tf.keras.callbacks.Callback):
+    """Keeps what happened at each training step. For batches of one size.
+
+    Attributes:
+        losses: list of float. Each batch's own loss.
+        seconds: list of float. Each step's duration.
+        loss_scales: list of float. The scale that each step was made with; empty without one.
+        skipped_steps: list of int. The steps, from 1, that were skipped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.loss_scales: list[float] = []
+        self.skipped_steps: list[int] = []
+        self._epoch_total = 0.0
+        self._start = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Forgets the last epoch's running mean."""
+        self._epoch_total = 0.0
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the scale before the step moves it, and starts the clock."""
+        if self._scales_loss():
+            self.loss_scales.append(float(self.model.optimizer.loss_scale()))
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Stops the clock; notes the loss and whether the step was skipped."""
+        # Keras logs the mean since the epoch's start. Its differences are the batches' own losses.
+        # Reading it also waits for the device, so it belongs to the time.
+        total = float(logs["loss"]) * (batch + 1)
+        self.seconds.append(time.perf_counter() - self._start)
+        self.losses.append(total - self._epoch_total)
+        self._epoch_total = total
+        if self._scales_loss() and self.model.optimizer.last_step_skipped.numpy():
+            self.skipped_steps.append(len(self.losses))
+
+    def _scales_loss(self) -> bool:
+        return isinstance(self.model.optimizer, keras_mp.LossScaleOptimizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One policy's training run.
+
+    Attributes:
+        policy: The policy's name.
+        accuracy: Share of the test images that are recognized.
+        loss_scale: The scale at the end, or None without loss scaling.
+        activation_bytes: Size of all layers' outputs for one batch.
+        steps: What happened at each step.
+    """
+
+    policy: str
+    accuracy: float
+    loss_scale: float | None
+    activation_bytes: int
+    steps: StepRecorder
+
+    @property
+    def milliseconds_per_step(self) -> float:
+        """The median over the steps after the warm-up."""
+        return 1000 * statistics.median(self.steps.seconds[_WARM_UP_STEPS:])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains under each policy, prints the comparison and writes the picture.
+
+    Args:
+        argv: Arguments of the command line; None for the process's own.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        SystemExit: an option is wrong, or matplotlib or scikit-learn is missing.
+    """
+    options = _parse(argv)
+    _require_extras()
+    strategy = _make_strategy(options.strategy)
+    data = _load_digits()
+    results = [_train(policy, data, options.epochs, strategy) for policy in options.policy]
+    print(f"\n{_format_table(results)}")
+    _plot(results, options.output)
+    print(f"\nThe picture is in {options.output.resolve()}")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m keras_mp",
+        description="Trains one small convolutional model on scikit-learn's digits under each "
+        "policy, prints a comparison and draws the loss and the loss scale.",
+    )
+    parser.add_argument(
+        "--policy", action="append", choices=_POLICIES, help="may be repeated (default: all three)"
+    )
+    parser.add_argument("--epochs", type=_positive_integer, default=20, help="default: 20")
+    parser.add_argument(
+        "--strategy",
+        choices=("none", "mirrored"),
+        default="none",
+        help="mirrored: MirroredStrategy on all GPUs or, without one, on two halves of the CPU",
+    )
+    parser.add_argument(
+        "--output",
+        type=_path_in_existing_folder,
+        default="keras_mp_digits.png",
+        metavar="PATH",
+        help="the picture, a PNG (default: keras_mp_digits.png)",
+    )
+    options = parser.parse_args(argv)
+    options.policy = list(dict.fromkeys(options.policy or _POLICIES))
+    return options
+
+
+def _positive_integer(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, received {text}")
+    return value
+
+
+def _path_in_existing_folder(text: str) -> pathlib.Path:
+    path = pathlib.Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in an existing folder, received {text}")
+    return path
+
+
+def _require_extras() -> None:
+    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"python -m keras_mp needs {' and '.join(missing)}, not installed here. Install with:\n"
+            '    pip install "keras-mp[tutorials]"'
+        )
+
+
+def _make_strategy(name: str) -> tf.distribute.Strategy | None:
+    if name == "none":
+        return None
+    if not tf.config.list_physical_devices("GPU"):
+        # One CPU would be one replica, with nothing to reduce and nobody to disagree.
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+        )
+    return tf.distribute.MirroredStrategy()
+
+
+def _load_digits() -> list[np.ndarray]:
+    """Returns training images, test images, training labels and test labels."""
+    from sklearn import datasets, model_selection
+
+    images, labels = datasets.load_digits(return_X_y=True)
+    images = (images / 16.0).astype("float32").reshape(-1, 8, 8, 1)
+    return model_selection.train_test_split(
+        images, labels, test_size=0.2, stratify=labels, random_state=_SEED
+    )
+
+
+def _train(
+    name: str, data: list[np.ndarray], epochs: int, strategy: tf.distribute.Strategy | None
+) -> Result:
+    train_images, test_images, train_labels, test_labels = data
+    # The same initial weights and the same order of batches for every policy.
+    tf.keras.utils.set_random_seed(_SEED)
+    batches = (
+        tf.data.Dataset.from_tensor_slices((train_images, train_labels))
+        .shuffle(len(train_labels))
+        .batch(_BATCH_SIZE, drop_remainder=True)
+        # Endless, since MirroredStrategy takes most of a second to start a data set anew.
+        .repeat()
+    )
+    steps = StepRecorder()
+    print(f"\n{name}")
+    with keras_mp.policy_scope(_make_policy(name)):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = _make_compiled_model()
+        model.fit(
+            batches,
+            epochs=epochs,
+            steps_per_epoch=len(train_labels) // _BATCH_SIZE,
+            shuffle=False,
+            callbacks=[steps],
+        )
+        scores = model.evaluate(
+            test_images, test_labels, batch_size=len(test_labels), verbose=0, return_dict=True
+        )
+    return Result(
+        policy=name,
+        accuracy=scores["accuracy"],
+        loss_scale=float(model.optimizer.loss_scale()) if steps.loss_scales else None,
+        activation_bytes=_activation_bytes(model, train_images[:_BATCH_SIZE]),
+        steps=steps,
+    )
+
+
+def _make_policy(name: str) -> keras_mp.Policy:
+    if name != "mixed_float16":
+        return keras_mp.Policy(name)
+    loss_scale = keras_mp.DynamicLossScale(increment_period=_INCREMENT_PERIOD)
+    return keras_mp.Policy(name, loss_scale=loss_scale)
+
+
+def _make_compiled_model() -> tf.keras.Model:
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            # The loss is computed in the logits' dtype, and float16 is too narrow for it.
+            layers.Dense(10, dtype="float32"),
+        ]
+    )
+    model.compile(
+        optimizer=tf.keras.optimizers.Adam(1e-3),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def _activation_bytes(model: tf.keras.Model, batch: np.ndarray) -> int:
+    total, tensor = 0, batch
+    for layer in model.layers:
+        tensor = layer(tensor)
+        total += tensor.dtype.size * int(tf.size(tensor))
+    return total
+
+
+def _format_table(results: Sequence[Result]) -> str:
+    rows = [
+        (
+            result.policy,
+            f"{result.accuracy:.4f}",
+            "none" if result.loss_scale is None else f"{result.loss_scale:g}",
+            f"{len(result.steps.skipped_steps)} of {len(result.steps.losses)}",
+            f"{result.milliseconds_per_step:.2f}",
+            f"{result.activation_bytes}",
+        )
+        for result in results
+    ]
+    header = (
+        "policy",
+        "test accuracy",
+        "loss scale at end",
+        "steps skipped",
+        "ms per step",
+        "activation bytes",
+    )
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in (header, *rows)
+    ]
+    return "\n".join(
+        [
+            "ms per step: median, without the first steps, which trace.",
+            f"activation bytes: all layers' outputs for one batch of {_BATCH_SIZE}, by their "
+            "tensors' shapes and dtypes.",
+            "",
+            *lines,
+        ]
+    )
+
+
+def _plot(results: Sequence[Result], path: pathlib.Path) -> None:
+    # Figure without pyplot draws with Agg and leaves the process's own backend alone.
+    from matplotlib.figure import Figure
+
+    scaled = [result for result in results if result.loss_scale is not None]
+    figure = Figure(figsize=(9, 7 if scaled else 4), layout="constrained")
+    axes = figure.subplots(2 if scaled else 1, sharex=True, squeeze=False)[:, 0]
+    _plot_losses(axes[0], results)
+    for result in scaled:
+        _plot_loss_scale(axes[1], result)
+    axes[-1].set_xlabel("step")
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _plot_losses(axes: Any, results: Sequence[Result]) -> None:
+    for result in results:
+        window = min(_SMOOTHED_STEPS, len(result.steps.losses))
+        smoothed = np.convolve(result.steps.losses, np.full(window, 1 / window), mode="valid")
+        steps = np.arange(window, window + len(smoothed))
+        label = f"{result.policy}, test accuracy {result.accuracy:.1%}"
+        axes.plot(steps, smoothed, label=label, **_LINES[result.policy])
+    axes.set_yscale("log")
+    axes.set_ylabel(f"training loss\n(mean of {_SMOOTHED_STEPS} steps)")
+    axes.set_title("Scikit-learn's digits: the same model under each policy")
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _plot_loss_scale(axes: Any, result: Result) -> None:
+    scales, skipped = result.steps.loss_scales, result.steps.skipped_steps
+    steps = range(1, len(scales) + 1)
+    axes.step(steps, scales, where="mid", label="loss scale", **_LINES[result.policy])
+    axes.plot(
+        skipped,
+        [scales[step - 1] for step in skipped],
+        "x",
+        color="black",
+        label=f"gradients overflowed, step skipped ({len(skipped)} of {len(scales)})",
+    )
+    axes.set_yscale("log", base=2)
+    axes.set_ylabel("loss scale")
+    axes.set_title(f"The loss scale of {result.policy}, doubled after {_INCREMENT_PERIOD} good steps")
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What several tests share."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import sklearn.datasets
+import tensorflow as tf
+
+from keras_mp import keras_api
+
+IS_KERAS_3 = keras_api.ROOT_PACKAGE == "keras"
+
+_NAMES = ("SGD", "Adam", "RMSprop")
+_NAMESPACES = {"new": "optimizers"} if IS_KERAS_3 else {"new": "optimizers", "legacy": "legacy"}
+
+# Every optimizer family of this Keras, with plain and with stateful optimizers.
+OPTIMIZERS = [f"{family}.{name}" for family in _NAMESPACES for name in _NAMES]
+FAMILIES = [f"{family}.SGD" for family in _NAMESPACES]
+
+
+def make_optimizer(name: str, learning_rate: float = 0.01, **kwargs: Any) -> Any:
+    """Makes an optimizer from a name of OPTIMIZERS."""
+    family, name = name.split(".")
+    namespace = tf.keras.optimizers.legacy if family == "legacy" else tf.keras.optimizers
+    if name == "SGD":
+        kwargs = {"momentum": 0.9, **kwargs}
+    return getattr(namespace, name)(learning_rate, **kwargs)
+
+
+@functools.cache
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """scikit-learn's digits: 1797 images as rows of 64 values in [0, 1], and their labels."""
+    data = sklearn.datasets.load_digits()
+    return (data.data / 16).astype("float32"), data.target.astype("int32")
+
+
+def state(optimizer: Any) -> list[np.ndarray]:
+    """The values of an optimizer's variables."""
+    variables = optimizer.variables
+    return [v.numpy() for v in (variables() if callable(variables) else variables)]
+
+
+def value(variable: Any) -> np.ndarray:
+    """The value of a variable, mirrored or not."""
+    return tf.convert_to_tensor(variable).numpy()
+
+
+@functools.cache
+def mirrored(count: int) -> tf.distribute.MirroredStrategy:
+    """A strategy of that many CPU devices, one for all tests.
+
+    TensorFlow numbers collectives from the same start for each strategy, so that two strategies in
+    one process would take each other's; its own tests move the start as we do.
+    """
+    tf.distribute.MirroredStrategy._collective_key_base += 100_000
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])

@@ -1,0 +1,145 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_mp import gradients
+from tests.common import mirrored
+
+INF, NAN = float("inf"), float("nan")
+
+
+def slices(values, indices, dtype=tf.float32):
+    return tf.IndexedSlices(tf.constant(values, dtype), tf.constant(indices), tf.constant([9, 1]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (tf.float16, tf.float32),
+        (tf.bfloat16, tf.float32),
+        (tf.float32, tf.float32),
+        (tf.float64, tf.float64),
+    ],
+)
+def test_scaled_loss_has_room_for_the_scale(dtype, expected):
+    scaled = gradients.scale_loss(tf.constant(2.0, dtype), tf.constant(2.0**20))
+    assert scaled.dtype == expected
+    assert float(scaled) == 2.0**21
+
+
+@pytest.mark.parametrize("loss", [[1.0, 2.0], (tf.constant(1.0),), {"a": 1.0}, tf.constant(3)])
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(TypeError, match="Received: loss="):
+        gradients.scale_loss(loss, tf.constant(8.0))
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+def test_unscale_keeps_dtype_none_and_sparsity(dtype):
+    dense, none, sparse = gradients.unscale(
+        [tf.constant([4.0, INF], dtype), None, slices([[8.0]], [3], dtype)], tf.constant(2.0)
+    )
+    assert dense.dtype == sparse.dtype == dtype
+    assert [float(x) for x in dense] == [2, INF]
+    assert none is None
+    assert isinstance(sparse, tf.IndexedSlices)
+    assert float(sparse.values[0, 0]) == 4
+    assert int(sparse.indices[0]) == 3
+
+
+def test_scales_that_float16_cannot_hold_do_not_zero_float16_gradients():
+    (unscaled,) = gradients.unscale([tf.constant([65504.0], tf.float16)], tf.constant(2.0**17))
+    assert float(unscaled[0]) == np.float16(65504 / 2**17)
+    (scaled,) = gradients.scale([tf.constant([2.0**-14], tf.float16)], tf.constant(2.0**17))
+    assert float(scaled[0]) == 8
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+def test_all_finite(bad, dtype):
+    good = tf.constant([1.0, -2.0, 0.0], dtype)
+    assert bool(gradients.all_finite([good, None, slices([[1.0]], [0], dtype)]))
+    assert not bool(gradients.all_finite([good, tf.constant([0.0, bad], dtype)]))
+    assert not bool(gradients.all_finite([good, slices([[bad]], [0], dtype)]))
+
+
+def test_all_finite_of_the_rest():
+    assert bool(gradients.all_finite([]))
+    assert bool(gradients.all_finite([None]))
+    assert bool(gradients.all_finite([tf.constant([1, 2])]))
+    assert bool(gradients.all_finite([tf.zeros([0, 3])]))
+    assert bool(gradients.all_finite([tf.constant([1 + 2j])]))
+    assert not bool(gradients.all_finite([tf.constant([complex(1, INF)])]))
+
+
+def test_all_finite_does_not_densify():
+    # A dense gradient of this shape would take 4 TB.
+    huge = tf.IndexedSlices(
+        tf.ones([1, 1024]), tf.constant([7], tf.int64), tf.constant([2**30, 1024], tf.int64)
+    )
+    assert bool(gradients.all_finite([huge]))
+    (unscaled,) = gradients.unscale([huge], tf.constant(2.0))
+    assert float(unscaled.values[0, 0]) == 0.5
+
+
+def replica_id():
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def on_replicas(fn, count=2):
+    """Runs fn(replica id) on logical devices; returns the replicas' results."""
+    strategy = mirrored(count)
+
+    @tf.function
+    def run():
+        return strategy.run(lambda: fn(tf.convert_to_tensor(replica_id())))
+
+    return strategy.experimental_local_results(run())
+
+
+@pytest.mark.parametrize("in_float16", [False, True])
+def test_all_reduce_sums_each_gradient_in_its_own_dtype(in_float16):
+    dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
+
+    def reduce(replica):
+        grads = [tf.cast(replica + 1, dtype) for dtype in dtypes]
+        return gradients.all_reduce([grads[0], None, *grads[1:]], in_float16)
+
+    for result in on_replicas(reduce):
+        assert result[1] is None
+        present = [g for g in result if g is not None]
+        assert [g.dtype for g in present] == dtypes
+        assert [float(g) for g in present] == [3, 3, 3, 3]
+
+
+def test_float16_reduction_rounds_and_overflows_as_float16_does():
+    def reduce(in_float16):
+        def fn(replica):
+            big = tf.constant([65504.0, 1.0 + 2.0**-12])
+            return gradients.all_reduce([big], in_float16)[0]
+
+        return on_replicas(fn)[0].numpy()
+
+    np.testing.assert_array_equal(reduce(False), [2 * 65504, 2 * (1 + 2.0**-12)])
+    np.testing.assert_array_equal(reduce(True), [INF, 2])
+
+
+def test_all_reduce_keeps_sparse_gradients_sparse():
+    def reduce(replica):
+        grad = tf.IndexedSlices(
+            tf.cast([[replica + 1]], tf.float32), tf.stack([replica]), tf.constant([4, 1])
+        )
+        (reduced,) = gradients.all_reduce([grad], True)
+        assert isinstance(reduced, tf.IndexedSlices)
+        assert reduced.values.dtype == tf.float32
+        return tf.convert_to_tensor(reduced)
+
+    for result in on_replicas(reduce):
+        np.testing.assert_array_equal(result, [[1], [2], [0], [0]])
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1, 3])
+def test_agree(bad):
+    def fn(replica):
+        return gradients.agree(tf.not_equal(replica, -1 if bad is None else bad))
+
+    assert [bool(r) for r in on_replicas(fn, 4)] == [bad is None] * 4

@@ -1,0 +1,153 @@
+"""Choosing a Keras, in processes of their own; and the private API that keras_mp leans on."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+
+from keras_mp import keras_api
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer
+
+OTHER = {"TF_USE_LEGACY_KERAS": "1" if IS_KERAS_3 else "0"}
+
+
+def python(code, **environment):
+    """Runs code in a new process; returns what it printed, on both streams."""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return run.stdout
+
+
+HIDE_TF_KERAS = """
+import sys
+sys.modules["tf_keras"] = None
+import keras_mp
+"""
+
+# Neither JAX nor torch is installed for the tests; keras_mp sees no more of a backend than its name.
+OTHER_BACKEND = """
+import tensorflow as tf
+tf.keras.backend.backend = lambda: "jax"
+import keras_mp
+"""
+
+OLD_TENSORFLOW = """
+import tensorflow as tf
+tf.__version__ = "2.15.1"
+import keras_mp
+"""
+
+
+def test_bound_to_what_tf_keras_is():
+    assert keras_api.ROOT_PACKAGE == tf.keras.Model.__module__.split(".")[0]
+    assert keras_api.OTHER_PACKAGE != keras_api.ROOT_PACKAGE
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="The answer does not depend on this process's Keras.")
+@pytest.mark.parametrize(
+    ("code", "environment", "message"),
+    [
+        ("import keras_mp", {"KERAS_BACKEND": "jax"}, "set KERAS_BACKEND=tensorflow"),
+        (OTHER_BACKEND, {}, "Set KERAS_BACKEND=tensorflow"),
+        (HIDE_TF_KERAS, {"TF_USE_LEGACY_KERAS": "1"}, "pip install tf_keras=="),
+        (OLD_TENSORFLOW, {}, "keras_mp needs TensorFlow 2.16 or later"),
+    ],
+    ids=["backend not installed", "backend", "no tf_keras", "old TensorFlow"],
+)
+def test_what_cannot_work_says_what_to_set(code, environment, message):
+    output = python(code, **environment)
+    assert "ImportError" in output
+    assert message in output
+
+
+WRONG_MODEL = """
+import tensorflow as tf
+import {other}
+import keras_mp
+keras_mp.set_global_policy("{policy}")
+model = {other}.Sequential([{other}.layers.Dense(1)])
+optimizer = {optimizer}
+try:
+    model.compile(optimizer, "mse")
+    print("COMPILED")
+except ValueError as error:
+    print("REFUSED", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "refused"),
+    [
+        ("mixed_float16", "'sgd'", True),
+        ("float32", "keras_mp.LossScaleOptimizer('sgd')", True),
+        ("float32", "'sgd'", False),
+    ],
+)
+def test_a_model_of_the_other_keras(policy, optimizer, refused):
+    other = keras_api.OTHER_PACKAGE
+    output = python(WRONG_MODEL.format(other=other, policy=policy, optimizer=optimizer))
+    if refused:
+        assert f"REFUSED keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE}" in output
+        assert keras_api.switch_hint() in output
+    else:
+        assert "COMPILED" in output
+
+
+WRONG_OPTIMIZER = """
+import tensorflow as tf
+import {other}
+import keras_mp
+try:
+    keras_mp.LossScaleOptimizer({other}.optimizers.SGD())
+except TypeError as error:
+    print("REFUSED", error)
+"""
+
+
+def test_an_optimizer_of_the_other_keras():
+    output = python(WRONG_OPTIMIZER.format(other=keras_api.OTHER_PACKAGE))
+    assert "REFUSED Expected an optimizer of `tf.keras`" in output
+    assert keras_api.switch_hint() in output
+
+
+def test_compile_owner_defines_compile():
+    assert "compile" in vars(keras_api.COMPILE_OWNER)
+    assert issubclass(tf.keras.Model, keras_api.COMPILE_OWNER)
+
+
+def test_flatten_layers_goes_all_the_way_down():
+    inner = tf.keras.Sequential([tf.keras.layers.Dense(1, name="deep")])
+    names = [layer.name for layer in keras_api.flatten_layers(tf.keras.Sequential([inner]))]
+    assert "deep" in names
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_built_variables(name):
+    variables = [tf.Variable(1.0)]
+    family = keras_api.optimizer_family(make_optimizer(name))
+    with pytest.raises(ValueError, match="Pass the variables together with the gradients"):
+        family.built_variables()
+    family.build(variables)
+    if IS_KERAS_3:
+        assert family.built_variables()[0] is variables[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_own_aggregation_is_recognized(name):
+    optimizer = make_optimizer(name)
+    assert keras_api.optimizer_family(optimizer).custom_aggregation() is None
+    if IS_KERAS_3:
+        return
+
+    method = "_aggregate_gradients" if name.startswith("legacy") else "aggregate_gradients"
+    own = type("Own", (type(optimizer),), {method: lambda self, pairs: pairs})
+    aggregation = keras_api.optimizer_family(own(0.1)).custom_aggregation()
+    assert aggregation([(1, 2)]) == [(1, 2)]

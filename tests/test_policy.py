@@ -1,0 +1,305 @@
+import copy
+import pickle
+import re
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import keras_api
+from tests.common import IS_KERAS_3
+
+stock = tf.keras.mixed_precision
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "variable", "scale"),
+    [
+        ("mixed_float16", "float16", "float32", keras_mp.DynamicLossScale),
+        ("mixed_bfloat16", "bfloat16", "float32", type(None)),
+        ("float32", "float32", "float32", type(None)),
+        ("float16", "float16", "float16", type(None)),
+        ("int32", "int32", "int32", type(None)),
+    ],
+)
+def test_what_a_name_means(name, compute, variable, scale):
+    policy = keras_mp.Policy(name)
+    assert policy.name == name
+    assert (policy.compute_dtype, policy.variable_dtype) == (compute, variable)
+    assert type(policy.loss_scale) is scale
+    assert policy.scales_loss == (scale is not type(None))
+    assert policy.should_cast_variables == (compute != variable)
+
+
+@pytest.mark.parametrize("form", [tf.float64, np.float64, np.dtype("float64"), "float64", "double"])
+def test_every_form_of_a_dtype(form):
+    assert keras_mp.Policy(form).name == "float64"
+
+
+@pytest.mark.parametrize("name", ["mixed_float32", "mixed_float64", "", "floaty"])
+def test_unknown_names_are_refused(name):
+    with pytest.raises(ValueError, match=re.escape(f"Received: name={name!r}")):
+        keras_mp.Policy(name)
+
+
+@pytest.mark.parametrize("name", [3.5, ["float32"], object()])
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(TypeError, match="Received: name="):
+        keras_mp.Policy(name)
+
+
+def test_is_a_policy_of_tf_keras():
+    assert isinstance(keras_mp.Policy("float32"), stock.Policy)
+
+
+def test_loss_scale_argument():
+    assert keras_mp.Policy("mixed_float16", loss_scale=None).loss_scale is None
+    assert keras_mp.Policy("mixed_float16", 128).loss_scale.loss_scale_value == 128
+    assert isinstance(keras_mp.Policy("float32", "dynamic").loss_scale, keras_mp.DynamicLossScale)
+    own = keras_mp.DynamicLossScale(8)
+    assert keras_mp.Policy("mixed_float16", own).loss_scale is own
+    automatic = keras_mp.Policy("mixed_float16")
+    assert automatic.loss_scale is automatic.loss_scale
+
+
+@pytest.mark.parametrize("bad", [0, 0.5, True, "fixed", float("nan")])
+def test_bad_loss_scales_are_refused(bad):
+    with pytest.raises((TypeError, ValueError), match="Received"):
+        keras_mp.Policy("mixed_float16", loss_scale=bad)
+
+
+def test_never_changes():
+    policy = keras_mp.Policy("mixed_float16")
+    for name in ("name", "compute_dtype", "variable_dtype", "loss_scale", "anything"):
+        with pytest.raises(AttributeError):
+            setattr(policy, name, "float32")
+
+
+def test_equal_by_name_and_loss_scale():
+    make = keras_mp.Policy
+    same = [
+        make("mixed_float16"),
+        make("mixed_float16", "dynamic"),
+        make("mixed_float16", keras_mp.DynamicLossScale()),
+    ]
+    assert all(a == b and hash(a) == hash(b) for a in same for b in same)
+    different = {
+        make("mixed_float16"),
+        make("mixed_float16", None),
+        make("mixed_float16", 128),
+        make("mixed_float16", keras_mp.DynamicLossScale(8)),
+        make("mixed_bfloat16"),
+        make("float32"),
+    }
+    assert len(different) == 6
+    assert make("float32") != stock.Policy("float32")
+    assert make("float32") != "float32"
+
+
+def test_repr():
+    assert repr(keras_mp.Policy("mixed_float16")) == '<Policy "mixed_float16">'
+    assert repr(keras_mp.Policy("float32")) == '<Policy "float32">'
+    assert repr(keras_mp.Policy("mixed_float16", None)) == (
+        '<Policy "mixed_float16", loss_scale=None>'
+    )
+    assert "loss_scale=FixedLossScale(loss_scale_value=4.0)" in repr(
+        keras_mp.Policy("mixed_bfloat16", 4)
+    )
+
+
+POLICIES = [
+    ("mixed_float16", "auto"),
+    ("mixed_float16", None),
+    ("mixed_float16", 128),
+    ("mixed_bfloat16", "dynamic"),
+    ("float64", "auto"),
+]
+
+
+@pytest.mark.parametrize(("name", "loss_scale"), POLICIES)
+def test_round_trips(name, loss_scale):
+    policy = keras_mp.Policy(name, loss_scale)
+    assert keras_mp.Policy.from_config(policy.get_config()) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert copy.copy(policy) is policy
+    assert copy.deepcopy(policy) is policy
+    serialized = tf.keras.utils.serialize_keras_object(policy)
+    assert tf.keras.utils.deserialize_keras_object(serialized) == policy
+
+
+def test_takes_the_stock_classes_config():
+    config = stock.Policy("mixed_float16").get_config()
+    assert keras_mp.Policy.from_config(config) == keras_mp.Policy("mixed_float16")
+
+
+def test_stock_layers_take_it():
+    policy = keras_mp.Policy("mixed_float16", loss_scale=128)
+    layer = tf.keras.layers.Dense(2, dtype=policy)
+    assert layer.dtype_policy is policy
+    output = layer(tf.ones((1, 3)))
+    assert output.dtype == tf.float16
+    assert layer.variables[0].dtype == "float32"
+    again = tf.keras.layers.Dense.from_config(layer.get_config())
+    assert again.dtype_policy.name == "mixed_float16"
+
+
+@tf.keras.utils.register_keras_serializable(package="keras_mp_tests")
+class Subclassed(tf.keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = tf.keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def get_config(self):
+        return {"dtype": tf.keras.utils.serialize_keras_object(self.dtype_policy)}
+
+
+def test_a_models_policy_and_loss_scale_survive_saving(tmp_path):
+    policy = keras_mp.Policy("mixed_float16", loss_scale=128)
+    model = Subclassed(dtype=policy)
+    model(tf.ones((1, 3)))
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    assert tf.keras.models.load_model(path).dtype_policy == policy
+
+
+def test_global_policy_follows_floatx_until_set():
+    # The RFC's own example, in order.
+    assert keras_mp.global_policy().name == "float32"
+    tf.keras.backend.set_floatx("float16")
+    assert keras_mp.global_policy().name == "float16"
+    keras_mp.set_global_policy("float64")
+    assert keras_mp.global_policy().name == "float64"
+    tf.keras.backend.set_floatx("float32")
+    assert keras_mp.global_policy().name == "float64"
+    keras_mp.set_global_policy(None)
+    assert keras_mp.global_policy().name == "float32"
+    tf.keras.backend.set_floatx("float64")
+    assert keras_mp.global_policy().name == "float64"
+    assert tf.keras.layers.Dense(1).dtype_policy.name == "float64"
+
+
+def test_setting_it_reaches_stock_layers_and_stock_functions():
+    policy = keras_mp.Policy("mixed_float16", loss_scale=128)
+    keras_mp.set_global_policy(policy)
+    assert keras_mp.global_policy() is policy
+    assert stock.global_policy() is policy
+    assert tf.keras.layers.Dense(1).dtype_policy is policy
+
+
+def test_the_stock_spelling_has_the_same_effect():
+    policy = keras_mp.Policy("mixed_float16", loss_scale=128)
+    stock.set_global_policy(policy)
+    assert keras_mp.global_policy() is policy
+    stock.set_global_policy("float32")
+    assert keras_mp.global_policy() == keras_mp.Policy("float32")
+    assert tf.keras.layers.Dense(1).dtype_policy.name == "float32"
+
+
+@pytest.mark.parametrize("form", ["mixed_bfloat16", tf.float64, np.float32, "float64"])
+def test_forms_that_can_be_set(form):
+    keras_mp.set_global_policy(form)
+    assert keras_mp.global_policy() == keras_mp.Policy(form)
+
+
+def test_a_stock_policy_can_be_set():
+    keras_mp.set_global_policy(stock.Policy("mixed_float16"))
+    assert keras_mp.global_policy() == keras_mp.Policy("mixed_float16")
+    assert isinstance(tf.keras.layers.Dense(1).dtype_policy, keras_mp.Policy)
+
+
+@pytest.mark.parametrize("name", ["int32", "bool", "string", tf.complex64])
+def test_only_floating_point_can_be_global(name):
+    before = keras_mp.global_policy()
+    with pytest.raises(ValueError, match="Received"):
+        keras_mp.set_global_policy(name)
+    assert keras_mp.global_policy() == before
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_16_bit_variables_are_warned_about(name):
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=f"Use 'mixed_{name}'") as caught:
+        keras_mp.set_global_policy(name)
+    assert caught[0].filename == __file__
+    assert keras_mp.global_policy().name == name
+
+
+def test_policy_scope_restores():
+    with keras_mp.policy_scope("mixed_float16") as policy:
+        assert policy == keras_mp.global_policy() == keras_mp.Policy("mixed_float16")
+        with keras_mp.policy_scope("float64"):
+            assert keras_mp.global_policy().name == "float64"
+        assert keras_mp.global_policy() is policy
+    tf.keras.backend.set_floatx("float64")
+    assert keras_mp.global_policy().name == "float64"  # it follows floatx again
+    keras_mp.set_global_policy("float32")
+    with pytest.raises(RuntimeError), keras_mp.policy_scope("mixed_float16"):
+        raise RuntimeError
+    assert keras_mp.global_policy().name == "float32"
+    with keras_mp.policy_scope(None):
+        assert keras_mp.global_policy().name == "float64"
+    assert keras_mp.global_policy().name == "float32"
+
+
+def test_a_refused_policy_scope_changes_nothing():
+    with pytest.raises(ValueError, match="Received"), keras_mp.policy_scope("int32"):
+        pass
+    assert keras_mp.global_policy().name == "float32"
+
+
+def test_holds_in_other_threads():
+    keras_mp.set_global_policy("mixed_float16")
+    seen = []
+
+    def work():
+        seen.append(keras_mp.global_policy().name)
+        seen.append(tf.keras.layers.Dense(1).compute_dtype)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == ["mixed_float16", "float16"]
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Quantized policies are of Keras 3.")
+def test_quantized_policies_pass_through():
+    quantized = tf.keras.dtype_policies.QuantizedDTypePolicy("int8", "float32")
+    keras_mp.set_global_policy(quantized)
+    assert keras_mp.global_policy() is quantized
+    assert stock.global_policy() is quantized
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Policy(None) is of Keras 3.")
+def test_none_is_the_global_policys_name():
+    keras_mp.set_global_policy("mixed_bfloat16")
+    assert keras_mp.Policy(None) == keras_mp.Policy("mixed_bfloat16")
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="_infer is of Keras 2.")
+def test_infer_is_stocks():
+    policy = keras_mp.Policy("_infer")
+    assert (policy.name, policy.compute_dtype, policy.variable_dtype) == ("_infer", None, None)
+
+
+def test_makes_no_variables():
+    # A policy is set in a program's first line, before devices are configured.
+    made = []
+
+    def creator(next_creator, **kwargs):
+        made.append(kwargs)
+        return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(creator):
+        policy = keras_mp.Policy("mixed_float16")
+        assert policy.scales_loss
+        assert not made
+        assert float(policy.loss_scale) == 2**15
+        assert made
+
+
+def test_what_keras_calls_its_own_names():
+    assert keras_api.BasePolicy is stock.Policy
