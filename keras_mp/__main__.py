@@ -20,7 +20,8 @@ import tensorflow as tf
 import keras_mp
 
 _POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
-_EXTRAS = ("matplotlib", "sklearn")
+# Module and distribution.
+_EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 
 _SEED = 0
 _BATCH_SIZE = 32
@@ -175,10 +176,10 @@ def _path_in_existing_folder(text: str) -> pathlib.Path:
 
 
 def _require_extras() -> None:
-    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    missing = [_EXTRAS[name] for name in _EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(
-            f"python -m keras_mp needs {' and '.join(missing)}, not installed here. Install with:\n"
+            f"python -m keras_mp needs {' and '.join(missing)}. Install what is missing with\n"
             '    pip install "keras-mp[tutorials]"'
         )
 
@@ -191,7 +192,9 @@ def _make_strategy(name: str) -> tf.distribute.Strategy | None:
         tf.config.set_logical_device_configuration(
             tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
         )
-    return tf.distribute.MirroredStrategy()
+    strategy = tf.distribute.MirroredStrategy()
+    print(f"MirroredStrategy with {strategy.num_replicas_in_sync} replicas")
+    return strategy
 
 
 def _load_digits() -> list[np.ndarray]:
@@ -219,7 +222,7 @@ def _train(
         .repeat()
     )
     steps = StepRecorder()
-    print(f"\n{name}")
+    print(f"\nTraining with {name}")
     with keras_mp.policy_scope(_make_policy(name)):
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = _make_compiled_model()
@@ -257,13 +260,14 @@ def _make_compiled_model() -> tf.keras.Model:
             layers.Conv2D(32, 3, padding="same", activation="relu"),
             layers.Conv2D(64, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
             layers.Flatten(),
             # The loss is computed in the logits' dtype, and float16 is too narrow for it.
             layers.Dense(10, dtype="float32"),
         ]
     )
     model.compile(
-        optimizer=tf.keras.optimizers.Adam(1e-3),
+        optimizer=tf.keras.optimizers.Adam(2e-3),
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -283,7 +287,7 @@ def _format_table(results: Sequence[Result]) -> str:
         (
             result.policy,
             f"{result.accuracy:.4f}",
-            "none" if result.loss_scale is None else f"{result.loss_scale:g}",
+            "none" if result.loss_scale is None else f"{result.loss_scale:.0f}",
             f"{len(result.steps.skipped_steps)} of {len(result.steps.losses)}",
             f"{result.milliseconds_per_step:.2f}",
             f"{result.activation_bytes}",
@@ -330,15 +334,15 @@ def _plot(results: Sequence[Result], path: pathlib.Path) -> None:
 
 def _plot_losses(axes: Any, results: Sequence[Result]) -> None:
     for result in results:
-        window = min(_SMOOTHED_STEPS, len(result.steps.losses))
-        smoothed = np.convolve(result.steps.losses, np.full(window, 1 / window), mode="valid")
-        steps = np.arange(window, window + len(smoothed))
+        window = np.full(_SMOOTHED_STEPS, 1 / _SMOOTHED_STEPS)
+        smoothed = np.convolve(result.steps.losses, window, mode="valid")
+        steps = np.arange(len(smoothed)) + _SMOOTHED_STEPS
         label = f"{result.policy}, test accuracy {result.accuracy:.1%}"
         axes.plot(steps, smoothed, label=label, **_LINES[result.policy])
     axes.set_yscale("log")
     axes.set_ylabel(f"training loss\n(mean of {_SMOOTHED_STEPS} steps)")
     axes.set_title("Scikit-learn's digits: the same model under each policy")
-    axes.legend()
+    axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
 
 
@@ -355,8 +359,10 @@ def _plot_loss_scale(axes: Any, result: Result) -> None:
     )
     axes.set_yscale("log", base=2)
     axes.set_ylabel("loss scale")
-    axes.set_title(f"The loss scale of {result.policy}, doubled after {_INCREMENT_PERIOD} good steps")
-    axes.legend()
+    axes.set_title(
+        f"The loss scale of {result.policy}, doubled after {_INCREMENT_PERIOD} good steps"
+    )
+    axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
 
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_mp import keras_api, messages
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of
+from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 
 _lock = threading.Lock()
 
@@ -59,26 +60,27 @@ def _compile(
         result = stock_compile(model, optimizer, *args, **kwargs)
         _warn_if_unscaled(model)
         return result
-    if not policy.scales_loss:
-        return keras_api.compile_without_wrapping(stock_compile, model, optimizer, *args, **kwargs)
-    if kwargs.get("auto_scale_loss", True):
+    if policy.scales_loss and kwargs.get("auto_scale_loss", True):
         with model.distribute_strategy.scope():
             optimizer = tf.nest.map_structure(functools.partial(_wrap, policy), optimizer)
-    return stock_compile(model, optimizer, *args, **kwargs)
+    return keras_api.compile_without_wrapping(stock_compile, model, optimizer, *args, **kwargs)
 
 
 def _wrap(policy: Any, optimizer: Any) -> Any:
     optimizer = keras_api.get_optimizer(optimizer)
-    if optimizer is None or isinstance(optimizer, LossScaleOptimizer):
-        return optimizer
-    if isinstance(optimizer, keras_api.StockLossScaleOptimizer):
-        messages.warn(
-            "The model is compiled with tf.keras's own LossScaleOptimizer, which is left as it is. "
-            "keras_mp.LossScaleOptimizer is safer: it judges the gradients of all replicas, "
-            "keeps the scale between a floor and a ceiling and leaves `iterations` alone on a "
-            "skipped step. Pass the inner optimizer to compile() to get it."
-        )
-        return optimizer
+    if optimizer is None:
+        return None
+    for one in chain(optimizer):
+        if isinstance(one, LossScaleOptimizer):
+            return optimizer
+        if isinstance(one, keras_api.StockLossScaleOptimizer):
+            messages.warn(
+                "The model is compiled with tf.keras's own LossScaleOptimizer, which is left as it "
+                "is. keras_mp.LossScaleOptimizer is safer: it judges gradients of all replicas, "
+                "keeps the scale between a floor and a ceiling and leaves `iterations` alone on a "
+                "skipped step. Pass the inner optimizer to compile() to get it."
+            )
+            return optimizer
     wrapper = wrapper_of(optimizer)
     if wrapper is None:
         return LossScaleOptimizer(optimizer, loss_scale_lib.clone(policy.loss_scale))
@@ -93,7 +95,7 @@ def _wrap(policy: Any, optimizer: Any) -> Any:
 
 def _warn_if_unscaled(model: Any) -> None:
     optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
-    if all(isinstance(o, keras_api.StockLossScaleOptimizer) for o in optimizers):
+    if all(_scales_loss(optimizer) for optimizer in optimizers):
         return
     half = [
         layer.name
@@ -110,13 +112,17 @@ def _warn_if_unscaled(model: Any) -> None:
         )
 
 
+def _scales_loss(optimizer: Any) -> bool:
+    return any(isinstance(o, keras_api.StockLossScaleOptimizer) for o in chain(optimizer))
+
+
 def _refuse_other_keras(
     policy_class: type, stock_compile: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     optimizer = kwargs.get("optimizer", args[0] if args else None)
     policy = keras_api.get_global_policy()
     if (isinstance(policy, policy_class) and policy.should_cast_variables) or any(
-        isinstance(o, LossScaleOptimizer) for o in tf.nest.flatten(optimizer)
+        isinstance(o, OptimizerWrapper) for o in tf.nest.flatten(optimizer)
     ):
         raise ValueError(
             f"keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE} in this process, "

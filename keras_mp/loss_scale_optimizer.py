@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_mp import gradients, keras_api, messages
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.optimizer_wrapper import OptimizerWrapper
+from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -107,7 +107,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             )
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
-        if isinstance(inner_optimizer, keras_api.StockLossScaleOptimizer):
+        if any(isinstance(o, keras_api.StockLossScaleOptimizer) for o in chain(inner_optimizer)):
             raise TypeError(
                 "A LossScaleOptimizer cannot wrap a LossScaleOptimizer: the loss would be scaled "
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
@@ -448,7 +448,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 finite = gradients.agree(finite)
         return gradients.decide_for_all_replicas(
             functools.partial(self._apply_or_skip, loss_scale),
-            lambda grads: self._family.apply_reduced(grads, variables, name),
+            lambda grads: self._family.apply(list(zip(grads, variables)), name, aggregate=False),
             grads,
             finite,
         )
@@ -595,7 +595,7 @@ def _counter(name: str, dtype: tf.DType, value: Any) -> tf.Variable:
 
 
 def _operation(result: Any) -> Any:
-    """What a branch of `tf.cond` may return: an operation in a graph, nothing in eager."""
-    if tf.executing_eagerly():
+    """What both branches of `tf.cond` return: an operation, which only TensorFlow 1 has to run."""
+    if tf.compat.v1.executing_eagerly_outside_functions():
         return None
     return tf.no_op() if result is None else tf.group(result)

@@ -3,12 +3,13 @@
 RFC 293, "OptimizerWrapper" and "LossScaleOptimizer __getattribute__ and __setattr__ delegation".
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.keras_api import interface
 
 _ALIASES = {"lr": "learning_rate"}
 
@@ -53,7 +54,10 @@ class OptimizerWrapper(
     def __init__(self, inner_optimizer: Any) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
         # counter and learning rate, which nothing would ever use.
-        family = keras_api.optimizer_family(inner_optimizer)
+        if isinstance(inner_optimizer, OptimizerWrapper):
+            family = _WrapperFamily(inner_optimizer)
+        else:
+            family = keras_api.optimizer_family(inner_optimizer)
         if family is None:
             raise TypeError(
                 "Expected an optimizer of `tf.keras`, which is "
@@ -184,8 +188,28 @@ class OptimizerWrapper(
         Returns:
             What `apply_gradients` returns.
         """
-        pairs = self._family.compute_gradients(loss, var_list, tape, grad_loss)
+        pairs = self.compute_gradients(loss, var_list, tape, grad_loss)
         return self.apply_gradients(pairs, name=name)
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None = None,
+        grad_loss: tf.Tensor | None = None,
+    ) -> list[tuple[Any, Any]]:
+        """Computes gradients: the first half of `minimize`.
+
+        Args:
+            loss: scalar tensor, or a callable without arguments that returns one.
+            var_list: list of variables, or a callable that returns it.
+            tape: `tf.GradientTape` under which a tensor `loss` was computed.
+            grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
+
+        Returns:
+            list of (gradient, variable) pairs.
+        """
+        return self._family.compute_gradients(loss, var_list, tape, grad_loss)
 
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """Applies gradients, in the two lists that Keras 3 has for them.
@@ -199,18 +223,69 @@ class OptimizerWrapper(
             trainable_variables = self._family.built_variables()
         self.apply_gradients(zip(grads, trainable_variables, strict=True))
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
         """Lets the inner optimizer apply gradients.
 
         Args:
             grads_and_vars: iterable of (gradient, variable) pairs.
-            **kwargs: as the inner optimizer takes them, those that are None left out.
+            name: str. Name of the operation.
+            skip_gradients_aggregation: bool. True where the gradients are summed already.
+            experimental_aggregate_gradients: bool. False means the same.
 
         Returns:
             What the inner optimizer returns.
         """
-        kwargs = {key: value for key, value in kwargs.items() if value is not None}
-        return self.inner_optimizer.apply_gradients(list(grads_and_vars), **kwargs)
+        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
+        return self._family.apply(list(grads_and_vars), name, aggregate)
+
+
+def chain(optimizer: Any) -> Iterator[Any]:
+    """Yields an optimizer and, as long as it is one that wraps another, the inner ones.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or None, which yields nothing.
+    """
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+class _WrapperFamily(interface.OptimizerFamily):
+    """A wrapper that is wrapped itself."""
+
+    def hyperparameters(self) -> frozenset[str]:
+        return self.optimizer._hyperparameters
+
+    def build(self, variables: Sequence[Any]) -> None:
+        self.optimizer.build(variables)
+
+    def built_variables(self) -> Sequence[Any]:
+        return self.optimizer._family.built_variables()
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        return self.optimizer.compute_gradients(loss, var_list, tape, grad_loss)
+
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
+        return self.optimizer._family.custom_aggregation()
+
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
+    ) -> Any:
+        return self.optimizer.apply_gradients(
+            grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
+        )
 
 
 class _CallableList(list):
@@ -237,12 +312,15 @@ def _delegate_rest() -> None:
     """
     for base in keras_api.OPTIMIZER_BASES:
         for name in dir(base):
-            is_method = callable(getattr(base, name)) and not name.startswith("_")
-            if is_method and name not in vars(OptimizerWrapper) and name not in _OWN:
+            is_method = callable(getattr(base, name))
+            is_ours = name in vars(OptimizerWrapper) or name in _NOT_DELEGATED
+            if is_method and not is_ours and (not name.startswith("_") or name in _CHECKPOINTS):
                 setattr(OptimizerWrapper, name, _delegate(name))
 
 
-_OWN = ("from_config", "get_config")
+_NOT_DELEGATED = ("from_config", "get_config")
+# What tf.train.Checkpoint calls on an optimizer that has slots.
+_CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
 
 _delegate_rest()
 

@@ -32,7 +32,7 @@ sys.modules["tf_keras"] = None
 import keras_mp
 """
 
-# Neither JAX nor torch is installed for the tests; keras_mp sees no more of a backend than its name.
+# No other backend is installed for the tests; keras_mp sees no more of one than its name.
 OTHER_BACKEND = """
 import tensorflow as tf
 tf.keras.backend.backend = lambda: "jax"
@@ -95,7 +95,9 @@ def test_a_model_of_the_other_keras(policy, optimizer, refused):
     other = keras_api.OTHER_PACKAGE
     output = python(WRONG_MODEL.format(other=other, policy=policy, optimizer=optimizer))
     if refused:
-        assert f"REFUSED keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE}" in output
+        assert (
+            f"REFUSED keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE}" in output
+        )
         assert keras_api.switch_hint() in output
     else:
         assert "COMPILED" in output

@@ -65,7 +65,7 @@ class OptimizerFamily(abc.ABC):
         """The user's own way of reducing (gradient, variable) pairs, or None."""
 
     @abc.abstractmethod
-    def apply_reduced(
-        self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
-        """Lets the optimizer clip, decay and apply gradients that are reduced already."""
+        """Lets the optimizer clip, decay and apply; `aggregate` says whether it reduces first."""

@@ -116,11 +116,11 @@ class _NewFamily(OptimizerFamily):
             return None
         return self.optimizer.aggregate_gradients
 
-    def apply_reduced(
-        self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
         return self.optimizer.apply_gradients(
-            list(zip(gradients, variables)), name=name, skip_gradients_aggregation=True
+            grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
         )
 
 
@@ -157,9 +157,9 @@ class _LegacyFamily(OptimizerFamily):
             optimizer._transform_unaggregated_gradients(pairs)
         )
 
-    def apply_reduced(
-        self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
         return self.optimizer.apply_gradients(
-            list(zip(gradients, variables)), name=name, experimental_aggregate_gradients=False
+            grads_and_vars, name=name, experimental_aggregate_gradients=aggregate
         )

@@ -155,13 +155,13 @@ class _Family(OptimizerFamily):
     def custom_aggregation(self) -> None:
         return None
 
-    def apply_reduced(
-        self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
-    ) -> None:
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
+    ) -> Any:
         del name
-        _reduction.is_done = True
+        _reduction.is_done = not aggregate
         try:
-            self.optimizer.apply(list(gradients), variables)
+            return self.optimizer.apply_gradients(grads_and_vars)
         finally:
             _reduction.is_done = False
 

@@ -1,0 +1,506 @@
+import re
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import keras_api
+from keras_mp.loss_scale_optimizer import wrapper_of
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, value
+
+Stock = tf.keras.mixed_precision.LossScaleOptimizer
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request):
+    return request.param
+
+
+def sgd(name, learning_rate=1.0):
+    return make_optimizer(name, learning_rate, momentum=0.0)
+
+
+def test_is_what_keras_takes_it_for(name):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name))
+    assert isinstance(optimizer, Stock)
+    for base in keras_api.OPTIMIZER_BASES:
+        assert isinstance(optimizer, base)
+    assert tf.keras.optimizers.get(optimizer) is optimizer
+
+
+def test_defaults(name):
+    inner = sgd(name)
+    optimizer = keras_mp.LossScaleOptimizer(inner)
+    assert optimizer.inner_optimizer is inner
+    assert isinstance(optimizer.loss_scale, keras_mp.DynamicLossScale)
+    assert optimizer.dynamic
+    assert optimizer.aggregate_in_float16
+    assert optimizer.initial_scale == 2**15
+    assert optimizer.dynamic_growth_steps == 2000
+    assert float(optimizer.loss_scale()) == 2**15
+    assert int(optimizer.steps_skipped) == 0
+    assert not bool(optimizer.last_step_skipped)
+    optimizer.aggregate_in_float16 = False
+    assert not optimizer.aggregate_in_float16
+
+
+@pytest.mark.parametrize("form", ["sgd", "SGD", {"class_name": "SGD", "config": {}}])
+def test_takes_a_name_or_a_config(form):
+    assert "SGD" in type(keras_mp.LossScaleOptimizer(form).inner_optimizer).__name__
+
+
+def test_loss_scale_argument(name):
+    fixed = keras_mp.LossScaleOptimizer(sgd(name), 128)
+    assert (fixed.dynamic, fixed.initial_scale) == (False, 128)
+    assert fixed.dynamic_growth_steps is None
+    assert fixed.dynamic_counter is None
+    scale = keras_mp.DynamicLossScale(4)
+    assert keras_mp.LossScaleOptimizer(sgd(name), scale).loss_scale is scale
+
+
+def test_older_keywords(name):
+    fixed = keras_mp.LossScaleOptimizer(sgd(name), dynamic=False, initial_scale=1024)
+    assert (fixed.dynamic, float(fixed.loss_scale)) == (False, 1024)
+    dynamic = keras_mp.LossScaleOptimizer(sgd(name), initial_scale=64, dynamic_growth_steps=5)
+    assert (dynamic.initial_scale, dynamic.dynamic_growth_steps) == (64, 5)
+    assert keras_mp.LossScaleOptimizer(sgd(name), dynamic=True).dynamic
+    assert int(dynamic.dynamic_counter) == int(dynamic.step_counter) == 0
+    assert float(dynamic.dynamic_scale) == 64
+
+
+@pytest.mark.parametrize(
+    ("error", "kwargs"),
+    [
+        (ValueError, {"loss_scale": None}),
+        (TypeError, {"loss_scale": True}),
+        (ValueError, {"loss_scale": 0.5}),
+        (ValueError, {"loss_scale": 8, "initial_scale": 8}),
+        (ValueError, {"loss_scale": 8, "dynamic": False}),
+        (ValueError, {"dynamic": False}),
+        (ValueError, {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": 2}),
+        (TypeError, {"dynamic": 8}),
+        (ValueError, {"clipnorm": 1.0}),
+        (ValueError, {"learning_rate": 1.0}),
+    ],
+    ids=repr,
+)
+def test_contradictions_and_strangers_are_refused(name, error, kwargs):
+    inner = sgd(name)
+    with pytest.raises(error, match="Received"):
+        keras_mp.LossScaleOptimizer(inner, **kwargs)
+    # What was refused left no mark on the inner optimizer.
+    keras_mp.LossScaleOptimizer(inner)
+
+
+def test_wrapping_twice_is_refused(name):
+    inner = sgd(name)
+    optimizer = keras_mp.LossScaleOptimizer(inner)
+    assert wrapper_of(inner) is optimizer
+    with pytest.raises(ValueError, match="is wrapped by a LossScaleOptimizer already"):
+        keras_mp.LossScaleOptimizer(inner)
+    with pytest.raises(TypeError, match="cannot wrap a LossScaleOptimizer"):
+        keras_mp.LossScaleOptimizer(optimizer)
+    with pytest.raises(TypeError, match="cannot wrap a LossScaleOptimizer"):
+        keras_mp.LossScaleOptimizer(Stock(sgd(name)))
+
+
+@pytest.mark.parametrize("bad", [None, 3, object(), tf.keras.optimizers.SGD])
+def test_what_is_no_optimizer_is_refused(bad):
+    with pytest.raises(TypeError, match="Expected an optimizer of `tf.keras`"):
+        keras_mp.LossScaleOptimizer(bad)
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="loss_scale_factor is of Keras 3.")
+def test_an_inner_optimizer_that_scales_itself_is_refused():
+    with pytest.raises(ValueError, match="loss_scale_factor=8"):
+        keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(loss_scale_factor=8.0))
+
+
+def test_loss_scale_is_callable_and_a_tensor(name):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name), 8)
+    loss = tf.constant(2.0)
+    assert float(optimizer.loss_scale()) == 8
+    assert float(loss * optimizer.loss_scale) == 16
+    assert float(optimizer.get_scaled_loss(loss)) == 16
+    assert float(optimizer.get_scaled_loss(lambda: loss)()) == 16
+    assert float(optimizer.scale_loss(loss)) == 16
+    with pytest.raises(AttributeError):
+        optimizer.loss_scale = 3
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+def test_every_dtype_of_loss(name, dtype):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name), 2**20)
+    v = tf.Variable(1.0)
+    optimizer.minimize(lambda: tf.cast(v * 0.25, dtype), [v])
+    # 2**20 overflows the gradient of a float16 loss; a fixed scale skips nothing.
+    assert float(v) == (-np.inf if dtype == tf.float16 else 0.75)
+
+
+@pytest.mark.parametrize("loss", [[1.0, [2.0]], {"a": 1.0}, tf.constant(1)])
+def test_what_is_no_loss_is_refused(name, loss):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name))
+    for scale in (optimizer.get_scaled_loss, optimizer.scale_loss):
+        with pytest.raises(TypeError, match="Received: loss="):
+            scale(loss)
+
+
+def test_none_sparse_and_float64(name):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name))
+    used, unused = tf.Variable(1.0), tf.Variable(1.0)
+    table, wide = tf.Variable(tf.ones([4, 1])), tf.Variable(1.0, dtype=tf.float64)
+    variables = [used, unused, table, wide]
+    with tf.GradientTape() as tape:
+        rows = tf.gather(table, [1, 1])
+        loss = used * 0.5 + tf.reduce_sum(rows) * 0.25 + tf.cast(wide, tf.float32) * 0.125
+        loss = optimizer.get_scaled_loss(loss)
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+    assert gradients[1] is None
+    assert isinstance(gradients[2], tf.IndexedSlices)
+    assert gradients[3].dtype == tf.float64
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Gradients do not exist")
+        optimizer.apply_gradients(zip(gradients, variables))
+    assert [float(v) for v in (used, unused, wide)] == [0.5, 1.0, 0.875]
+    np.testing.assert_array_equal(table, [[1], [0.5], [1], [1]])
+
+
+def test_nothing_to_apply(name):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name))
+    v = tf.Variable(1.0)
+    optimizer.minimize(lambda: v * 1.0, [])
+    assert float(v) == 1
+    assert int(optimizer.loss_scale.num_good_steps) == 0
+    optimizer.scale_loss(tf.constant(1.0))
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        optimizer.apply_gradients([(None, v)])
+
+
+def test_var_list_as_a_callable(name):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name))
+    made = []
+
+    def loss():
+        if not made:
+            made.append(tf.Variable(1.0))
+        return made[0] * 0.5
+
+    optimizer.minimize(loss, lambda: made)
+    assert float(made[0]) == 0.5
+
+
+def test_a_tensor_loss_needs_its_tape(name):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name))
+    with pytest.raises(ValueError, match="`tape` is required"):
+        optimizer.minimize(tf.constant(1.0), [tf.Variable(1.0)])
+
+
+def test_grad_loss(name):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name))
+    v = tf.Variable(1.0)
+    if name.startswith("new") and not IS_KERAS_3:
+        with pytest.raises(ValueError, match="`grad_loss` is for"):
+            optimizer.minimize(lambda: v * 0.5, [v], grad_loss=tf.constant(3.0))
+    else:
+        optimizer.minimize(lambda: v * 0.5, [v], grad_loss=tf.constant(3.0))
+        assert float(v) == -0.5
+
+
+def spoil(optimizer, v, how=np.nan):
+    optimizer.minimize(lambda: v * how, [v])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_skipped_step_moves_nothing(name, bad):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.1))
+    v = tf.Variable(1.0)
+    optimizer.minimize(lambda: v * 0.5, [v])
+    before = [value(x) for x in (v, *optimizer.variables)]
+    spoil(optimizer, v, bad)
+    np.testing.assert_array_equal(before, [value(x) for x in (v, *optimizer.variables)])
+    assert int(value(optimizer.iterations)) == 1
+    assert int(optimizer.steps_skipped) == 1
+    assert bool(optimizer.last_step_skipped)
+    assert float(optimizer.loss_scale) == 2**14
+
+
+def test_200_bad_steps_then_a_good_one(name):
+    # Defect 3.
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name))
+    v = tf.Variable(1.0)
+
+    @tf.function
+    def step(factor):
+        optimizer.minimize(lambda: v * factor, [v])
+
+    for _ in range(200):
+        step(tf.constant(np.nan))
+    assert float(optimizer.loss_scale) == 1
+    step(tf.constant(0.5))
+    assert float(v) == 0.5
+    assert int(optimizer.steps_skipped) == 200
+
+
+def test_a_scale_of_1e38_does_not_become_infinite(name):
+    scale = keras_mp.DynamicLossScale(1e38, increment_period=1)
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name), scale)
+    v = tf.Variable(1.0)
+    for _ in range(5):
+        optimizer.minimize(lambda: v * 1e-3, [v])
+    assert float(optimizer.loss_scale) == 2.0**127
+    assert float(v) == pytest.approx(1 - 5e-3, rel=1e-6)
+
+
+def test_a_fixed_scale_skips_nothing(name):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name), 8)
+    v = tf.Variable(1.0)
+    spoil(optimizer, v)
+    assert np.isnan(float(v))
+    assert int(value(optimizer.iterations)) == 1
+    assert int(optimizer.steps_skipped) == 0
+
+
+GUIDE_LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def test_tensorflows_guide_runs_as_it_stands():
+    # Defect 4: the published custom training loop needs both methods, which Keras 3 has not.
+    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(3)])
+    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.RMSprop())
+
+    @tf.function
+    def train_step(x, y):
+        with tf.GradientTape() as tape:
+            predictions = model(x)
+            loss = GUIDE_LOSS(y, predictions)
+            scaled_loss = optimizer.get_scaled_loss(loss)
+        scaled_gradients = tape.gradient(scaled_loss, model.trainable_variables)
+        gradients = optimizer.get_unscaled_gradients(scaled_gradients)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    x, y = tf.random.normal([16, 4]), tf.random.uniform([16], maxval=3, dtype=tf.int32)
+    losses = [float(train_step(x, y)) for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+# Which calls a loop makes: what the update should be, as a part of the right one, and the warning.
+SCALE = 1024.0
+MISUSES = [
+    ((), 1 / SCALE if IS_KERAS_3 else 1, "not scaled|Neither get_scaled_loss"),
+    (("get_scaled_loss",), 1, "get_unscaled_gradients.. was not"),
+    (("get_unscaled_gradients",), 1 / SCALE, "get_scaled_loss.. was not"),
+]
+RIGHT = [
+    ("get_scaled_loss", "get_unscaled_gradients"),
+    ("scale_loss",),
+    ("scale_loss", "get_unscaled_gradients"),
+]
+
+
+def loop_step(optimizer, v, calls):
+    with tf.GradientTape() as tape:
+        loss = v * 0.5
+        for call in calls:
+            if call != "get_unscaled_gradients":
+                loss = getattr(optimizer, call)(loss)
+    gradients = tape.gradient(loss, [v])
+    if "get_unscaled_gradients" in calls:
+        gradients = optimizer.get_unscaled_gradients(gradients)
+    optimizer.apply_gradients(zip(gradients, [v]))
+
+
+@pytest.mark.parametrize("calls", RIGHT)
+@pytest.mark.parametrize("traced", [False, True])
+def test_right_calls_update_once_and_quietly(name, calls, traced):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
+    step = (tf.function if traced else lambda f: f)(lambda: loop_step(optimizer, v, calls))
+    step()
+    step()
+    assert float(v) == 0
+
+
+@pytest.mark.parametrize(("calls", "update", "message"), MISUSES)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_missing_call_is_reported_each_time(name, calls, update, message, traced):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
+    for _ in range(2):
+        # Defect 5: a step made well in between must not silence the next misuse.
+        loop_step(optimizer, v, RIGHT[0])
+        before = float(v)
+        step = (tf.function if traced else lambda f: f)(lambda: loop_step(optimizer, v, calls))
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match=message) as caught:
+            step()
+        assert len(caught) == 1
+        assert before - float(v) == pytest.approx(0.5 * update)
+
+
+def test_the_warning_points_at_the_users_line(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name)), tf.Variable(1.0)
+    with pytest.warns(keras_mp.MixedPrecisionWarning) as caught:
+        optimizer.apply_gradients([(tf.constant(1.0), v)])
+    assert caught[0].filename == __file__
+
+
+def test_each_thread_makes_its_own_steps(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
+    optimizer.get_scaled_loss(tf.constant(1.0))  # a step begun here ...
+    thread = threading.Thread(target=loop_step, args=(optimizer, v, RIGHT[1]))
+    thread.start()
+    thread.join()
+    assert float(v) == 0.5  # ... does not disturb one made there.
+    optimizer.get_unscaled_gradients([])
+    optimizer.apply_gradients([(tf.constant(0.5), v)])
+    assert float(v) == 0
+
+
+def test_two_optimizers_of_which_one_overflows(name):
+    a, b = (keras_mp.LossScaleOptimizer(sgd(name)) for _ in range(2))
+    v, w = tf.Variable(1.0), tf.Variable(1.0)
+    with tf.GradientTape(persistent=True) as tape:
+        loss_a, loss_b = a.get_scaled_loss(v * 0.5), b.get_scaled_loss(w * np.inf)
+    a.apply_gradients(zip(a.get_unscaled_gradients(tape.gradient(loss_a, [v])), [v]))
+    b.apply_gradients(zip(b.get_unscaled_gradients(tape.gradient(loss_b, [w])), [w]))
+    assert (float(v), float(w)) == (0.5, 1)
+    assert (int(a.steps_skipped), int(b.steps_skipped)) == (0, 1)
+
+
+def test_clip_by_global_norm_between_unscale_and_apply(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name)), tf.Variable([3.0, 4.0])
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(tf.reduce_sum(v**2) / 2)
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [v]))
+    gradients, norm = tf.clip_by_global_norm(gradients, 1.0)
+    assert float(norm) == 5
+    optimizer.apply_gradients(zip(gradients, [v]))
+    np.testing.assert_allclose(v, [3 - 0.6, 4 - 0.8], rtol=1e-6)
+
+
+def test_gradient_penalty(name):
+    def train(optimizer, scale, unscale):
+        v = tf.Variable([1.0, 2.0])
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(v**3)
+            penalty = tf.reduce_sum(inner.gradient(loss, v) ** 2)
+            total = scale(loss + 0.125 * penalty)
+        optimizer.apply_gradients(zip(unscale(outer.gradient(total, [v])), [v]))
+        return v.numpy()
+
+    ours = keras_mp.LossScaleOptimizer(sgd(name, 2.0**-6))
+    np.testing.assert_array_equal(
+        train(ours, ours.get_scaled_loss, ours.get_unscaled_gradients),
+        train(sgd(name, 2.0**-6), lambda x: x, lambda x: x),
+    )
+
+
+def test_config_round_trip(name):
+    scale = keras_mp.DynamicLossScale(64, increment_period=7, min_loss_scale=2)
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.25), scale, False)
+    again = keras_mp.LossScaleOptimizer.from_config(optimizer.get_config())
+    assert type(again.inner_optimizer) is type(optimizer.inner_optimizer)
+    assert float(value(again.learning_rate)) == 0.25
+    assert again.loss_scale.get_config() == scale.get_config()
+    assert not again.aggregate_in_float16
+    serialized = tf.keras.optimizers.serialize(optimizer)
+    assert type(tf.keras.optimizers.deserialize(serialized)) is keras_mp.LossScaleOptimizer
+
+
+def test_takes_the_stock_classes_config(name):
+    stock = Stock(make_optimizer(name, 0.25), initial_scale=64, dynamic_growth_steps=7)
+    again = keras_mp.LossScaleOptimizer.from_config(stock.get_config())
+    assert type(again.inner_optimizer) is type(stock.inner_optimizer)
+    assert (again.initial_scale, again.dynamic_growth_steps) == (64, 7)
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="TensorFlow 2.3 had Keras 2.")
+def test_takes_a_config_of_tensorflow_2_3():
+    config = {
+        "optimizer": {"class_name": "SGD", "config": {"name": "SGD", "learning_rate": 0.25}},
+        "loss_scale": {
+            "class_name": "DynamicLossScale",
+            "config": {"initial_loss_scale": 64, "increment_period": 7, "multiplier": 4.0},
+        },
+    }
+    again = keras_mp.LossScaleOptimizer.from_config(config)
+    assert (again.initial_scale, again.dynamic_growth_steps) == (64, 7)
+    assert again.loss_scale.multiplier == 4
+
+
+def test_checkpoint(name, tmp_path):
+    def make():
+        optimizer = keras_mp.LossScaleOptimizer(
+            make_optimizer(name, 0.1), keras_mp.DynamicLossScale(64, min_loss_scale=16)
+        )
+        return optimizer, tf.Variable(1.0)
+
+    optimizer, v = make()
+    optimizer.minimize(lambda: v * 0.5, [v])
+    for _ in range(3):
+        spoil(optimizer, v)
+    path = tf.train.Checkpoint(optimizer=optimizer, v=v).save(str(tmp_path / "ckpt"))
+
+    again, w = make()
+    again.build([w])
+    tf.train.Checkpoint(optimizer=again, v=w).restore(path).assert_existing_objects_matched()
+    assert float(w) == float(v)
+    assert float(again.loss_scale) == 16
+    assert int(again.loss_scale.num_bad_steps) == 3
+    assert int(again.steps_skipped) == 3
+    assert bool(again.last_step_skipped)
+    assert int(value(again.iterations)) == 1
+    np.testing.assert_array_equal(
+        [value(x) for x in again.variables], [value(x) for x in optimizer.variables]
+    )
+
+
+def test_checkpoint_of_the_inner_optimizer_restores_into_the_wrapper(name, tmp_path):
+    inner, v = make_optimizer(name, 0.1), tf.Variable(1.0)
+    inner.apply_gradients([(tf.constant(0.5), v)])
+    path = tf.train.Checkpoint(optimizer=inner, v=v).save(str(tmp_path / "ckpt"))
+    optimizer, w = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.1)), tf.Variable(1.0)
+    optimizer.build([w])
+    tf.train.Checkpoint(optimizer=optimizer, v=w).restore(path).expect_partial()
+    assert float(w) == float(v)
+    assert int(value(optimizer.iterations)) == 1
+    np.testing.assert_array_equal(
+        [value(x) for x in optimizer.variables],
+        [value(x) for x in (inner.variables() if callable(inner.variables) else inner.variables)],
+    )
+
+
+def test_stateless_apply_says_what_stock_says():
+    if not IS_KERAS_3:
+        pytest.skip("stateless_apply is of Keras 3.")
+    with pytest.raises(ValueError, match="stateless_apply is not supported with the TensorFlow"):
+        keras_mp.LossScaleOptimizer("sgd").stateless_apply([], [], [])
+
+
+def test_repr_names_the_inner_optimizer(name):
+    assert re.match(r"<LossScaleOptimizer of .*SGD", repr(keras_mp.LossScaleOptimizer(sgd(name))))
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Graphs of TensorFlow 1 are for legacy optimizers.")
+def test_tensorflow_1_graph():
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        v = tf.compat.v1.Variable(1.0, use_resource=True)
+        factor = tf.compat.v1.placeholder(tf.float32, [])
+        optimizer = keras_mp.LossScaleOptimizer(
+            tf.keras.optimizers.legacy.SGD(1.0), keras_mp.DynamicLossScale(64, increment_period=2)
+        )
+        (update,) = optimizer.get_updates(v * factor, [v])
+        session.run(tf.compat.v1.global_variables_initializer())
+        reads = [v, optimizer.loss_scale(), optimizer.steps_skipped, optimizer.iterations]
+        history = []
+        for f in (0.5, np.inf, 0.25, 0.125):
+            session.run(update, {factor: f})
+            history.append([float(x) for x in session.run(reads)])
+    assert history == [
+        [0.5, 64, 0, 1],
+        [0.5, 32, 1, 1],
+        [0.25, 32, 1, 2],
+        [0.125, 64, 1, 3],
+    ]

@@ -1,0 +1,154 @@
+"""`python -m keras_mp`, as a user starts it."""
+
+import math
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.__main__ import StepRecorder, main
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_STEPS_PER_EPOCH = 44
+_ROW = re.compile(
+    r"^(?P<policy>\w+) +(?P<accuracy>[\d.]+) +(?P<loss_scale>none|\d+) +"
+    r"(?P<skipped>\d+) of (?P<steps>\d+) +(?P<milliseconds>[\d.]+) +(?P<activation_bytes>\d+)$",
+    re.MULTILINE,
+)
+
+
+def run_program(*arguments):
+    """Returns what the program printed and its table: {policy: {column: text}}."""
+    command = [sys.executable, "-m", "keras_mp", *map(str, arguments)]
+    process = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout, {row["policy"]: row.groupdict() for row in _ROW.finditer(process.stdout)}
+
+
+def check_picture(path):
+    """A PNG of a size that a person can read."""
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:])
+    assert width >= 800
+    assert height >= 400
+
+
+def check_scaled(row, epochs):
+    """The loss scale has grown from its default of 2**15, and few steps were the price."""
+    assert int(row["steps"]) == epochs * _STEPS_PER_EPOCH
+    exponent = math.log2(int(row["loss_scale"]))
+    assert exponent == int(exponent) > 15
+    assert int(row["skipped"]) < 0.1 * int(row["steps"])
+
+
+def test_all_policies_reach_the_same_accuracy(tmp_path):
+    epochs, picture = 4, tmp_path / "digits.png"
+    printed, table = run_program("--epochs", epochs, "--output", picture)
+    assert list(table) == ["float32", "mixed_float16", "mixed_bfloat16"]
+    accuracies = [float(row["accuracy"]) for row in table.values()]
+    # A guess gets 0.1; three seeds of this model had 0.95 to 0.98 after four epochs.
+    assert min(accuracies) > 0.92
+    assert max(accuracies) - min(accuracies) <= 0.02
+    check_scaled(table["mixed_float16"], epochs)
+    for policy in ("float32", "mixed_bfloat16"):
+        assert table[policy]["loss_scale"] == "none"
+        assert table[policy]["skipped"] == "0"
+    assert all(float(row["milliseconds"]) > 0 for row in table.values())
+    check_picture(picture)
+    assert f"picture is in {picture}" in printed
+
+
+def test_activations_take_half_the_bytes_but_for_the_logits(tmp_path):
+    _, table = run_program(
+        "--epochs",
+        1,
+        "--output",
+        tmp_path / "digits.png",
+        "--policy=float32",
+        "--policy=mixed_bfloat16",
+        "--policy=float32",
+    )
+    # Two convolutions at 8x8, pooling, a convolution and flattening at 4x4; for a batch of 32.
+    hidden, logits = 32 * (64 * 32 + 64 * 64 + 3 * 16 * 64), 32 * 10
+    assert {policy: int(row["activation_bytes"]) for policy, row in table.items()} == {
+        "float32": 4 * hidden + 4 * logits,
+        "mixed_bfloat16": 2 * hidden + 4 * logits,
+    }
+
+
+def test_mirrored_strategy(tmp_path):
+    epochs, picture = 3, tmp_path / "digits.png"
+    printed, table = run_program(
+        "--strategy=mirrored", "--policy=mixed_float16", "--epochs", epochs, "--output", picture
+    )
+    replicas = int(re.search(r"MirroredStrategy with (\d+) replicas", printed)[1])
+    assert replicas == (len(tf.config.list_physical_devices("GPU")) or 2)
+    assert list(table) == ["mixed_float16"]
+    assert float(table["mixed_float16"]["accuracy"]) > 0.9
+    check_scaled(table["mixed_float16"], epochs)
+    check_picture(picture)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "float8"], "invalid choice: 'float8'"),
+        (["--strategy", "parameter_server"], "invalid choice: 'parameter_server'"),
+        (["--epochs", "0"], "must be at least 1, received 0"),
+        (["--output", "no/such/folder/digits.png"], "must be a file in an existing folder"),
+    ],
+)
+def test_bad_option(arguments, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "sklearn"])
+def test_missing_extra(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match=r'pip install "keras-mp\[tutorials\]"'):
+        main([])
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_recorder_keeps_each_batch_s_own_loss(policy):
+    inputs = np.arange(12, dtype="float32").reshape(6, 2)
+    targets = np.array([[0.0], [5.0], [0.0], [-5.0], [1.0], [2.0]], "float32")
+    keras_mp.set_global_policy(policy)
+    model = tf.keras.Sequential(
+        [tf.keras.layers.Input((2,)), tf.keras.layers.Dense(1, dtype="float32")]
+    )
+    model.compile(tf.keras.optimizers.SGD(0.0), "mse")
+    steps = StepRecorder()
+    batches = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(2)
+    model.fit(batches, epochs=2, shuffle=False, verbose=0, callbacks=[steps])
+    errors = (model.predict(inputs, verbose=0) - targets) ** 2
+    expected = errors.reshape(3, 2).mean(axis=1)
+    np.testing.assert_allclose(steps.losses, [*expected, *expected], rtol=1e-4)
+    assert len(steps.seconds) == 6
+    assert steps.loss_scales == ([] if policy == "float32" else [2.0**15] * 6)
+    assert steps.skipped_steps == []
+
+
+def test_recorder_notes_the_scale_of_a_skipped_step():
+    scale = keras_mp.DynamicLossScale(initial_loss_scale=2.0**100, increment_period=100)
+    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale=scale))
+    dense = tf.keras.layers.Dense(1, dtype="float32", kernel_initializer="zeros")
+    model = tf.keras.Sequential([tf.keras.layers.Input((1,)), dense])
+    model.compile(tf.keras.optimizers.SGD(0.0), "mse")
+    steps = StepRecorder()
+    # The middle batch's gradient is -2 * 3e4 * 3e4, which 2**100 makes infinite in float32.
+    inputs = np.array([[1.0], [3e4], [1.0]], "float32")
+    batches = tf.data.Dataset.from_tensor_slices((inputs, inputs)).batch(1)
+    model.fit(batches, shuffle=False, verbose=0, callbacks=[steps])
+    assert steps.loss_scales == [2.0**100, 2.0**100, 2.0**99]
+    assert steps.skipped_steps == [2]

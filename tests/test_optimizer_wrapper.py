@@ -1,0 +1,211 @@
+import inspect
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import keras_api
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, value
+
+
+class Lookahead(keras_mp.OptimizerWrapper):
+    """Every `period` steps goes back half of the way that the inner optimizer went (Zhang 2019)."""
+
+    def __init__(self, inner_optimizer, period=2):
+        super().__init__(inner_optimizer)
+        self.period = period
+        self.slow = {}
+        self.steps = 0
+
+    def apply_gradients(self, grads_and_vars, **kwargs):
+        pairs = list(grads_and_vars)
+        for _, v in pairs:
+            self.slow.setdefault(id(v), value(v))
+        result = super().apply_gradients(pairs, **kwargs)
+        self.steps += 1
+        if self.steps % self.period == 0:
+            for _, v in pairs:
+                self.slow[id(v)] = (self.slow[id(v)] + value(v)) / 2
+                v.assign(self.slow[id(v)])
+        return result
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request):
+    return request.param
+
+
+WRAPPERS = [keras_mp.LossScaleOptimizer, keras_mp.OptimizerWrapper, Lookahead]
+
+
+@pytest.fixture(params=WRAPPERS, ids=lambda cls: cls.__name__)
+def wrap(request):
+    return request.param
+
+
+def test_hyperparameters_are_the_inner_optimizers(name, wrap):
+    inner = make_optimizer(name, 0.5, momentum=0.25)
+    optimizer = wrap(inner)
+    assert float(value(optimizer.learning_rate)) == float(value(optimizer.lr)) == 0.5
+    assert float(value(optimizer.momentum)) == 0.25
+    optimizer.learning_rate = 0.125
+    assert float(value(inner.learning_rate)) == 0.125
+    optimizer.lr = 0.0625
+    assert float(value(inner.learning_rate)) == 0.0625
+    optimizer.momentum = 0.75
+    assert float(value(inner.momentum)) == 0.75
+    optimizer.clipnorm = 2.0
+    assert inner.clipnorm == 2
+    for known in ("learning_rate", "lr", "momentum", "clipnorm", "inner_optimizer"):
+        assert known in dir(optimizer)
+        assert hasattr(optimizer, known)
+
+
+def test_nesterov(name, wrap):
+    # The RFC's silent bug: there, this sets an attribute of the wrapper that nothing reads.
+    inner = make_optimizer(name, 0.5)
+    optimizer = wrap(inner)
+    if name.startswith("legacy"):
+        with pytest.raises(AttributeError, match=re.escape("`optimizer.inner_optimizer.nesterov`")):
+            optimizer.nesterov = True
+        with pytest.raises(AttributeError, match=re.escape("`optimizer.inner_optimizer.nesterov`")):
+            _ = optimizer.nesterov
+    else:
+        optimizer.nesterov = True
+        assert inner.nesterov
+        assert optimizer.nesterov
+
+
+def test_methods_of_the_inner_class_only_are_not_delegated(name, wrap):
+    base = type(make_optimizer(name))
+    own = type("Own", (base,), {"apply_gradients_zero_min": lambda self, pairs: None})
+    optimizer = wrap(own(0.1))
+    with pytest.raises(AttributeError, match="inner_optimizer.apply_gradients_zero_min"):
+        optimizer.apply_gradients_zero_min([])
+    assert not hasattr(optimizer, "apply_gradients_zero_min")
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = optimizer.nonsense
+
+
+def test_new_attributes_stay_on_the_wrapper(name, wrap):
+    optimizer = wrap(make_optimizer(name))
+    optimizer.note = "mine"
+    assert optimizer.note == "mine"
+    assert not hasattr(optimizer.inner_optimizer, "note")
+    with pytest.raises(AttributeError):
+        optimizer.inner_optimizer = make_optimizer(name)
+
+
+def test_learning_rate_schedule(name, wrap):
+    schedule = tf.keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    inner = make_optimizer(name, schedule, momentum=0.0)
+    optimizer, v = wrap(inner), tf.Variable(4.0)
+    for _ in range(3):
+        optimizer.apply_gradients([(tf.constant(0.0), v)]) if wrap is not WRAPPERS[0] else (
+            optimizer.minimize(lambda: v * 0.0, [v])
+        )
+    assert int(value(optimizer.iterations)) == 3
+
+
+def test_iterations_can_be_set_where_the_inner_optimizers_can(name, wrap):
+    optimizer = wrap(make_optimizer(name))
+    if IS_KERAS_3:
+        with pytest.raises(AttributeError):
+            optimizer.iterations = tf.Variable(7, dtype=tf.int64)
+    else:
+        optimizer.iterations = tf.Variable(7, dtype=tf.int64)
+        assert int(optimizer.inner_optimizer.iterations) == 7
+
+
+def test_variables_in_both_spellings(name, wrap):
+    optimizer, v = wrap(make_optimizer(name)), tf.Variable(1.0)
+    optimizer.build([v])
+    inner = optimizer.inner_optimizer.variables
+    inner = inner() if callable(inner) else inner
+    assert [id(x) for x in optimizer.variables] == [id(x) for x in inner]
+    assert optimizer.variables() == optimizer.variables == optimizer.weights
+
+
+def test_build_is_idempotent(name, wrap):
+    optimizer, v = wrap(make_optimizer(name)), tf.Variable(1.0)
+    optimizer.build([v])
+    count = len(optimizer.variables)
+    optimizer.build([v])
+    assert len(optimizer.variables) == count > 1
+
+
+def test_legacy_slots(name):
+    if not name.startswith("legacy"):
+        assert keras_mp.LossScaleOptimizer(make_optimizer(name)).get_slot_names() == []
+        return
+    optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable(1.0)
+    optimizer.minimize(lambda: v * 0.5, [v])
+    assert optimizer.get_slot_names() == ["momentum"]
+    assert optimizer.get_slot(v, "momentum") is optimizer.inner_optimizer.get_slot(v, "momentum")
+    weights = optimizer.get_weights()
+    optimizer.set_weights([w + 1 for w in weights])
+    np.testing.assert_array_equal(optimizer.get_weights(), [w + 1 for w in weights])
+
+
+def test_averages_are_finalized(name):
+    if name.startswith("legacy"):
+        assert (
+            keras_mp.LossScaleOptimizer(make_optimizer(name)).finalize_variable_values([]) is None
+        )
+        return
+    kwargs = {"use_ema": True, "ema_momentum": 0.5, "momentum": 0.0}
+    results = []
+    for wrapped in (False, True):
+        v = tf.Variable(1.0)
+        optimizer = make_optimizer(name, 0.5, **kwargs)
+        if wrapped:
+            optimizer = keras_mp.LossScaleOptimizer(optimizer)
+            for _ in range(3):
+                optimizer.minimize(lambda: v * 0.5, [v])
+                optimizer.minimize(lambda: v * np.nan, [v])  # leaves the average alone
+        else:
+            for _ in range(3):
+                optimizer.apply_gradients([(tf.constant(0.5), v)])
+        optimizer.finalize_variable_values([v])
+        results.append(float(v))
+    assert results[0] == results[1] != 1
+
+
+def test_wraps_in_both_orders(name):
+    def train(optimizer):
+        v = tf.Variable(1.0)
+        for _ in range(4):
+            optimizer.minimize(lambda: v**2, [v])
+        assert int(value(optimizer.iterations)) == 4
+        assert float(value(optimizer.learning_rate)) == 0.125
+        return float(v)
+
+    def sgd():
+        return make_optimizer(name, 0.125, momentum=0.0)
+
+    control = train(Lookahead(sgd()))
+    assert control != train(keras_mp.OptimizerWrapper(sgd()))
+    assert train(Lookahead(keras_mp.LossScaleOptimizer(sgd()))) == control
+    assert train(keras_mp.LossScaleOptimizer(Lookahead(sgd()))) == control
+    with pytest.raises(TypeError, match="cannot wrap a LossScaleOptimizer"):
+        keras_mp.LossScaleOptimizer(Lookahead(keras_mp.LossScaleOptimizer(sgd())))
+
+
+def test_what_is_no_optimizer_is_refused(wrap):
+    with pytest.raises(TypeError, match="Expected an optimizer of `tf.keras`"):
+        wrap(3)
+
+
+def test_every_public_method_of_keras_is_the_wrappers():
+    # A method that a newer Keras adds is delegated too; inherited, it would run on no state.
+    for base in keras_api.OPTIMIZER_BASES:
+        for method in dir(base):
+            if method.startswith("_") or not callable(getattr(base, method)):
+                continue
+            if method in ("get_config", "from_config"):
+                continue
+            assert inspect.getattr_static(keras_mp.OptimizerWrapper, method) is not (
+                inspect.getattr_static(base, method)
+            ), method
