@@ -62,7 +62,10 @@ def _compile(
         return result
     if policy.scales_loss and kwargs.get("auto_scale_loss", True):
         with model.distribute_strategy.scope():
-            optimizer = tf.nest.map_structure(functools.partial(_wrap, policy), optimizer)
+            if isinstance(optimizer, (list, tuple)):
+                optimizer = type(optimizer)(_wrap(policy, one) for one in optimizer)
+            else:
+                optimizer = _wrap(policy, optimizer)
     return keras_api.compile_without_wrapping(stock_compile, model, optimizer, *args, **kwargs)
 
 

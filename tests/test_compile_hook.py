@@ -1,0 +1,283 @@
+import inspect
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import keras_api
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, value
+
+Stock = tf.keras.mixed_precision.LossScaleOptimizer
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+class Subclassed(tf.keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = tf.keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class OwnCompile(Subclassed):
+    def compile(self, optimizer, extra=None, **kwargs):
+        self.extra = extra
+        super().compile(optimizer=optimizer, **kwargs)
+
+
+def sequential():
+    return tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
+
+
+def functional():
+    inputs = tf.keras.Input((4,))
+    return tf.keras.Model(inputs, tf.keras.layers.Dense(1)(inputs))
+
+
+MODELS = [sequential, functional, Subclassed, OwnCompile]
+
+
+@pytest.fixture(params=MODELS, ids=lambda make: make.__name__)
+def make_model(request):
+    return request.param
+
+
+def steps(model):
+    """Steps made and steps skipped: with float16, the first ones may well overflow."""
+    optimizer = model.optimizer
+    return int(value(optimizer.iterations)) + int(value(optimizer.steps_skipped))
+
+
+def test_trains_with_our_optimizer_and_a_copy_of_the_loss_scale(make_model):
+    policy = keras_mp.Policy("mixed_float16")
+    keras_mp.set_global_policy(policy)
+    model = make_model()
+    model.compile(tf.keras.optimizers.SGD(0.01), loss="mse")
+    assert type(model.optimizer) is keras_mp.LossScaleOptimizer
+    assert model.optimizer.loss_scale is not policy.loss_scale
+    before = float(model.evaluate(X, Y, verbose=0))
+    model.fit(X, Y, epochs=5, batch_size=8, verbose=0)
+    assert float(model.evaluate(X, Y, verbose=0)) < before
+    assert steps(model) == 20
+    assert 15 <= int(model.optimizer.loss_scale.num_good_steps) <= 20
+    assert int(policy.loss_scale.num_good_steps) == 0
+    assert model.layers[-1].compute_dtype == "float16"
+
+
+def test_a_fixed_loss_scale(make_model):
+    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale=128))
+    model = make_model()
+    model.compile("sgd", loss="mse")
+    assert model.optimizer.loss_scale.get_config() == {"loss_scale_value": 128}
+
+
+def test_no_loss_scale(make_model):
+    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale=None))
+    model = make_model()
+    optimizer = make_optimizer("new.SGD")
+    model.compile(optimizer, loss="mse")
+    assert model.optimizer is optimizer
+    model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_policies_without_a_loss_scale_leave_the_optimizer_alone(make_model, policy):
+    keras_mp.set_global_policy(policy)
+    model = make_model()
+    optimizer = make_optimizer("new.SGD")
+    model.compile(optimizer, loss="mse")
+    assert model.optimizer is optimizer
+
+
+def test_a_stock_policy_is_stocks_business(make_model):
+    keras_mp.Policy("float32")  # the hook is in place
+    tf.keras.mixed_precision.set_global_policy("mixed_float16")
+    model = make_model()
+    model.compile("sgd", loss="mse")
+    assert isinstance(model.optimizer, Stock)
+    assert not isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+
+
+def test_each_model_has_its_own_loss_scale():
+    keras_mp.set_global_policy("mixed_float16")
+    a, b = sequential(), sequential()
+    a.compile("sgd", loss="mse")
+    b.compile("sgd", loss="mse")
+    assert a.optimizer.loss_scale is not b.optimizer.loss_scale
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_optimizer_family(name):
+    keras_mp.set_global_policy("mixed_float16")
+    model = sequential()
+    inner = make_optimizer(name)
+    model.compile(inner, loss="mse")
+    assert model.optimizer.inner_optimizer is inner
+    model.fit(X, Y, verbose=0)
+    assert steps(model) == 1
+
+
+def test_optimizer_as_keyword_string_config_or_left_out():
+    keras_mp.set_global_policy("mixed_float16")
+    for args, kwargs in [
+        ((), {"optimizer": "adam"}),
+        (("adam",), {}),
+        ((tf.keras.optimizers.serialize(tf.keras.optimizers.Adam()),), {}),
+        ((), {}),
+    ]:
+        model = sequential()
+        model.compile(*args, loss="mse", **kwargs)
+        assert type(model.optimizer) is keras_mp.LossScaleOptimizer
+    assert "RMSprop" in type(model.optimizer.inner_optimizer).__name__
+
+
+def test_compiling_again_reuses_the_wrapper():
+    keras_mp.set_global_policy("mixed_float16")
+    model, optimizer = sequential(), make_optimizer("new.SGD")
+    model.compile(optimizer, loss="mse")
+    wrapper = model.optimizer
+    model.compile(optimizer, loss="mae")
+    assert model.optimizer is wrapper
+    model.compile(wrapper, loss="mae")
+    assert model.optimizer is wrapper
+    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale=4))
+    other = sequential()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="keeps the loss scale of that time"):
+        other.compile(optimizer, loss="mse")
+    assert other.optimizer is wrapper
+
+
+def test_our_optimizer_is_not_wrapped_again():
+    keras_mp.set_global_policy("mixed_float16")
+    optimizer = keras_mp.LossScaleOptimizer("sgd", 8)
+    model = sequential()
+    model.compile(optimizer, loss="mse")
+    assert model.optimizer is optimizer
+    outside = keras_mp.OptimizerWrapper(keras_mp.LossScaleOptimizer("sgd", 8))
+    model.compile(outside, loss="mse")
+    assert model.optimizer is outside
+    model.fit(X, Y, verbose=0)
+
+
+def test_stocks_is_left_alone_with_a_warning():
+    keras_mp.set_global_policy("mixed_float16")
+    optimizer = Stock(tf.keras.optimizers.SGD())
+    model = sequential()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="own LossScaleOptimizer"):
+        model.compile(optimizer, loss="mse")
+    assert model.optimizer is optimizer
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="auto_scale_loss is of Keras 3.")
+def test_auto_scale_loss_is_honoured():
+    keras_mp.set_global_policy("mixed_float16")
+    model = sequential()
+    model.compile("sgd", loss="mse", auto_scale_loss=False)
+    assert not isinstance(model.optimizer, Stock)
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="A structure of optimizers is of Keras 2.")
+def test_a_list_of_optimizers():
+    keras_mp.set_global_policy("mixed_float16")
+    model = sequential()
+    model.compile(["sgd", "adam"], loss="mse")
+    assert all(type(o) is keras_mp.LossScaleOptimizer for o in model.optimizer)
+
+
+def test_a_models_own_policy_counts_not_the_global_one():
+    model = Subclassed(dtype=keras_mp.Policy("mixed_float16", loss_scale=16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.compile("sgd", loss="mse")
+    assert model.optimizer.initial_scale == 16
+
+
+def test_float16_layers_in_a_float32_model_are_warned_about():
+    # Defect 9.
+    keras_mp.Policy("float32")
+    layer = tf.keras.layers.Dense(1, dtype="mixed_float16", name="the_layer")
+    for layers in ([layer], [tf.keras.Sequential([layer])]):
+        model = tf.keras.Sequential(layers, name="the_model")
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="the_model.*the_layer") as caught:
+            model.compile("sgd", loss="mse")
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.compile(keras_mp.LossScaleOptimizer("sgd"), loss="mse")
+
+
+def test_mobilenet():
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.applications.MobileNetV2(weights=None, input_shape=(32, 32, 3), classes=3)
+    model.compile("adam", loss="categorical_crossentropy")
+    assert type(model.optimizer) is keras_mp.LossScaleOptimizer
+    x, y = np.random.rand(4, 32, 32, 3).astype("float32"), np.eye(4, 3, dtype="float32")
+    model.fit(x, y, verbose=0)
+    assert steps(model) == 1
+
+
+def test_inside_a_strategy():
+    keras_mp.set_global_policy("mixed_float16")
+    with mirrored(2).scope():
+        model = sequential()
+        model.compile("adam", loss="mse")
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert steps(model) == 4
+
+
+def test_compile_keeps_its_signature():
+    keras_mp.Policy("float32")
+    assert "steps_per_execution" in inspect.signature(tf.keras.Model.compile).parameters
+    assert tf.keras.Model.compile.__doc__
+
+
+def test_hooked_once():
+    keras_mp.Policy("float32")
+    hooked = keras_api.COMPILE_OWNER.compile
+    keras_mp.Policy("float64")
+    assert keras_api.COMPILE_OWNER.compile is hooked
+    assert not hasattr(hooked.__wrapped__, "__wrapped__") or (
+        hooked.__wrapped__.__wrapped__ is not hooked
+    )
+
+
+UNTOUCHED = """
+import tensorflow as tf
+from keras_mp import keras_api
+before = vars(keras_api.COMPILE_OWNER)["compile"]
+import keras_mp
+optimizer = keras_mp.LossScaleOptimizer("sgd")
+assert vars(keras_api.COMPILE_OWNER)["compile"] is before, "import or optimizer"
+keras_mp.Policy("float32")
+assert vars(keras_api.COMPILE_OWNER)["compile"] is not before, "policy"
+print("FINE")
+"""
+
+
+def test_nothing_is_hooked_before_the_first_policy():
+    run = subprocess.run(
+        [sys.executable, "-c", UNTOUCHED], capture_output=True, text=True, check=False
+    )
+    assert "FINE" in run.stdout, run.stderr
+
+
+def test_models_without_our_policy_train_exactly_as_before():
+    keras_mp.Policy("mixed_float16")  # the hook is in place
+    stock_compile = keras_api.COMPILE_OWNER.compile.__wrapped__
+    weights = []
+    for compile in (type(sequential()).compile, stock_compile):
+        tf.keras.utils.set_random_seed(3)
+        model = sequential()
+        compile(model, "adam", loss="mse")
+        assert "Adam" in type(model.optimizer).__name__
+        model.fit(X, Y, epochs=2, verbose=0)
+        weights.append(model.get_weights())
+    for a, b in zip(*weights):
+        np.testing.assert_array_equal(a, b)
