@@ -57,6 +57,7 @@ def _compile(
 ) -> Any:
     policy = model.dtype_policy
     if not isinstance(policy, policy_class):
+        _warn_if_made_in_another_thread(model)
         result = stock_compile(model, optimizer, *args, **kwargs)
         _warn_if_unscaled(model)
         return result
@@ -112,6 +113,16 @@ def _warn_if_unscaled(model: Any) -> None:
             f"{model.dtype_policy.name!r}, and small gradients may vanish. Make the whole model "
             'under keras_mp.set_global_policy("mixed_float16"), or compile it with '
             "keras_mp.LossScaleOptimizer(optimizer)."
+        )
+
+
+def _warn_if_made_in_another_thread(model: Any) -> None:
+    if keras_api.thread_missed_global_policy():
+        missed, policy = model.dtype_policy.name, keras_api.get_global_policy()
+        messages.warn(
+            f"The model {model.name!r} was made with the policy {missed!r}, not with the global "
+            f"one, {policy.name!r}: Keras 3 keeps a global policy for each thread, and this thread has "
+            "not asked for ours. Call keras_mp.global_policy() in it before making the model."
         )
 
 

@@ -7,14 +7,13 @@ RFC 293, "The new LossScale class". This module needs TensorFlow only. It knows 
 import abc
 import copy
 import functools
-import math
 import numbers
 import operator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import messages
+from keras_mp import messages, validation
 
 _LARGEST_FLOAT32 = float(tf.float32.max)
 
@@ -200,7 +199,7 @@ class FixedLossScale(LossScale):
 
     def __init__(self, loss_scale_value: float) -> None:
         super().__init__(name="fixed_loss_scale")
-        self._loss_scale_value = _number(
+        self._loss_scale_value = validation.number(
             "loss_scale_value", loss_scale_value, at_least=1, at_most=_LARGEST_FLOAT32
         )
 
@@ -269,14 +268,14 @@ class DynamicLossScale(LossScale):
         max_loss_scale: float = 2.0**127,
     ) -> None:
         super().__init__(name="dynamic_loss_scale")
-        multiplier = _number("multiplier", multiplier, above=1)
+        multiplier = validation.number("multiplier", multiplier, above=1)
         if backoff_multiplier is None:
             backoff_multiplier = 1 / multiplier
-        min_loss_scale = _number("min_loss_scale", min_loss_scale, above=0)
-        max_loss_scale = _number(
+        min_loss_scale = validation.number("min_loss_scale", min_loss_scale, above=0)
+        max_loss_scale = validation.number(
             "max_loss_scale", max_loss_scale, at_least=min_loss_scale, at_most=_LARGEST_FLOAT32
         )
-        self._initial_loss_scale = _number(
+        self._initial_loss_scale = validation.number(
             "initial_loss_scale",
             initial_loss_scale,
             at_least=max(1.0, min_loss_scale),
@@ -285,10 +284,12 @@ class DynamicLossScale(LossScale):
         # A partial, since TensorFlow would make a dict part of the checkpoint.
         self._next_state = functools.partial(
             next_state,
-            increment_period=_integer("increment_period", increment_period),
+            increment_period=validation.integer("increment_period", increment_period),
             multiplier=multiplier,
-            backoff_multiplier=_number("backoff_multiplier", backoff_multiplier, above=0, below=1),
-            hysteresis=_integer("hysteresis", hysteresis),
+            backoff_multiplier=validation.number(
+                "backoff_multiplier", backoff_multiplier, above=0, below=1
+            ),
+            hysteresis=validation.integer("hysteresis", hysteresis),
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
         )
@@ -494,43 +495,3 @@ def _state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
         trainable=False,
         aggregation=tf.VariableAggregation.NONE,
     )
-
-
-def _number(
-    name: str,
-    value: Any,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
-    below: float = math.inf,
-    at_most: float = math.inf,
-) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"`{name}` must be an int or a float. Received: {name}={value!r} "
-            f"(of type {type(value)})"
-        )
-    if not (at_least <= value <= at_most and above < value < below):
-        bounds = [
-            text.format(bound)
-            for text, bound in (
-                ("at least {:g}", at_least),
-                ("above {:g}", above),
-                ("below {:g}", below),
-                ("at most {:g}", at_most),
-            )
-            if math.isfinite(bound)
-        ]
-        raise ValueError(
-            f"`{name}` must be finite and {' and '.join(bounds)}. Received: {name}={value!r}"
-        )
-    return float(value)
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            f"`{name}` must be an int. Received: {name}={value!r} (of type {type(value)})"
-        )
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1. Received: {name}={value!r}")
-    return int(value)

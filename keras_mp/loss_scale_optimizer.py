@@ -4,16 +4,16 @@ RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
 """
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import gradients, keras_api, messages
+from keras_mp import gradients, keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
+from keras_mp.step_calls import StepCalls
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -132,7 +132,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             _aggregate_in_float16=bool(aggregate_in_float16),
             _steps_skipped=steps_skipped,
             _last_step_skipped=last_step_skipped,
-            _calls=_Calls(),
+            _calls=StepCalls(),
         )
         # The checkpoint is the inner optimizer's own, with these beside its variables.
         self._track_trackable(loss_scale, "loss_scale", overwrite=True)
@@ -491,64 +491,6 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         if tf.compat.v1.executing_eagerly_outside_functions():
             return self.iterations
         return tf.group(*[o for o in operations if o is not None])
-
-
-class _Calls(threading.local):
-    """Which of the calls that belong to one step were made since the last step, in this thread.
-
-    MirroredStrategy runs each replica in a thread of its own, so this is also by replica.
-    """
-
-    def __init__(self) -> None:
-        self.scaled_for: str | None = None
-        self.unscaled = False
-
-    def resolve(self) -> bool:
-        """Ends the step. Returns whether its gradients are still scaled; warns of missing calls."""
-        scaled_for, unscaled = self.scaled_for, self.unscaled
-        self.scaled_for, self.unscaled = None, False
-        if scaled_for and (unscaled or scaled_for == "apply_gradients"):
-            return not unscaled
-        if unscaled:
-            messages.warn(
-                "get_unscaled_gradients() was called and get_scaled_loss() was not, so the "
-                "gradients of this step are too small by the loss scale, unless the loss was "
-                f"multiplied by hand. Call both:{_EXAMPLE}"
-            )
-            return False
-        if scaled_for:
-            messages.warn(
-                "get_scaled_loss() was called and get_unscaled_gradients() was not; "
-                "apply_gradients() has divided the gradients by the loss scale instead. If they "
-                f"were divided by hand too, this step is too small. Call both:{_EXAMPLE}"
-            )
-            return True
-        if keras_api.APPLY_TAKES_SCALED_GRADIENTS:
-            messages.warn(
-                "The loss was not scaled before apply_gradients(), which has divided the gradients "
-                "by the loss scale, as it does in Keras 3: this step is too small unless the loss "
-                f"was multiplied by hand. Scale the loss:{_EXAMPLE}"
-            )
-            return True
-        messages.warn(
-            "Neither get_scaled_loss() nor get_unscaled_gradients() was called before "
-            "apply_gradients(), so this step was made without loss scaling and small float16 "
-            f"gradients may have vanished. Call both, or `minimize`:{_EXAMPLE}"
-        )
-        return False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
-        return _Calls()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Calls, ()
-
-
-_EXAMPLE = """
-    with tf.GradientTape() as tape:
-        loss = optimizer.get_scaled_loss(loss_fn())
-    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
-    optimizer.apply_gradients(zip(gradients, variables))"""
 
 
 def _loss_scale_from_arguments(

@@ -2,6 +2,7 @@ import copy
 import pickle
 import re
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -263,6 +264,33 @@ def test_holds_in_other_threads():
     thread.start()
     thread.join()
     assert seen == ["mixed_float16", "float16"]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_model_made_in_a_thread_that_did_not_ask(asks):
+    # Defect 11: in a new thread Keras 3 starts from float32, and no public function reaches it.
+    keras_mp.set_global_policy("mixed_float16")
+    seen = []
+
+    def work():
+        if asks:
+            keras_mp.global_policy()
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.compile("sgd", "mse")
+        seen.append((model.layers[0].compute_dtype, [str(w.message) for w in caught]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    ((dtype, messages),) = seen
+    if IS_KERAS_3 and not asks:
+        assert dtype == "float32"
+        assert len(messages) == 1
+        assert "Call keras_mp.global_policy() in it" in messages[0]
+    else:
+        assert (dtype, messages) == ("float16", [])
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Quantized policies are of Keras 3.")

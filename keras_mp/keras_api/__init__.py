@@ -74,6 +74,7 @@ register_serializable = _module.register_serializable
 serialize_optimizer = _module.serialize_optimizer
 deserialize_optimizer = _module.deserialize_optimizer
 set_global_policy = _module.set_global_policy
+thread_missed_global_policy = _module.thread_missed_global_policy
 tracks_floatx = _module.tracks_floatx
 
 

@@ -11,6 +11,7 @@ Each of `keras2` and `keras3` defines:
 - `compile_without_wrapping(compile, model, *args, **kwargs)`: stock compile, no stock wrapper.
 - `flatten_layers(model)`: the model and all layers below it.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
+- `thread_missed_global_policy()`: do stock layers of this thread not know the global policy?
 - `tracks_floatx()`: does the global policy follow floatx?
 - `get_optimizer(identifier)`: instance, name or config to optimizer.
 - `optimizer_family(optimizer)`: the `OptimizerFamily` of an optimizer, or None.

@@ -59,6 +59,10 @@ def get_global_policy() -> Any:
     return keras.mixed_precision.global_policy()
 
 
+def thread_missed_global_policy() -> bool:
+    return False
+
+
 def set_global_policy(policy: Any) -> None:
     keras.mixed_precision.set_global_policy(policy)
 

@@ -58,6 +58,10 @@ def get_global_policy() -> Any:
     return _hold(current)
 
 
+def thread_missed_global_policy() -> bool:
+    return _process["policy"] is not None and getattr(_thread, "known", None) is None
+
+
 def set_global_policy(policy: Any) -> None:
     _process["policy"] = policy
     if policy is None:

@@ -1,0 +1,75 @@
+"""Checks of arguments: what bad input gets is an error that shows the value."""
+
+import math
+import numbers
+from typing import Any
+
+
+def number(
+    name: str,
+    value: Any,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    at_most: float = math.inf,
+) -> float:
+    """Checks that an argument is a finite number within bounds.
+
+    Args:
+        name: str. The argument's name, for the message.
+        value: Any. What was passed.
+        at_least: float. Lowest value allowed.
+        above: float. The value must be greater.
+        below: float. The value must be less.
+        at_most: float. Highest value allowed.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        TypeError: it is not a number (a bool is none).
+        ValueError: it is NaN or out of bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{name}` must be an int or a float. Received: {name}={value!r} "
+            f"(of type {type(value)})"
+        )
+    if not (at_least <= value <= at_most and above < value < below):
+        bounds = [
+            text.format(bound)
+            for text, bound in (
+                ("at least {:g}", at_least),
+                ("above {:g}", above),
+                ("below {:g}", below),
+                ("at most {:g}", at_most),
+            )
+            if math.isfinite(bound)
+        ]
+        raise ValueError(
+            f"`{name}` must be finite and {' and '.join(bounds)}. Received: {name}={value!r}"
+        )
+    return float(value)
+
+
+def integer(name: str, value: Any) -> int:
+    """Checks that an argument is a whole number of at least 1.
+
+    Args:
+        name: str. The argument's name, for the message.
+        value: Any. What was passed.
+
+    Returns:
+        The value as an int.
+
+    Raises:
+        TypeError: it is not a whole number (a bool is none).
+        ValueError: it is below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            f"`{name}` must be an int. Received: {name}={value!r} (of type {type(value)})"
+        )
+    if value < 1:
+        raise ValueError(f"`{name}` must be at least 1. Received: {name}={value!r}")
+    return int(value)

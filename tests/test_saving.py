@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import FAMILIES, make_optimizer, value
+
+X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+@pytest.fixture(params=FAMILIES)
+def trained(request):
+    """A model that was trained under mixed_float16, some of its steps skipped."""
+    keras_mp.set_global_policy(
+        keras_mp.Policy("mixed_float16", keras_mp.DynamicLossScale(2.0**24, increment_period=9))
+    )
+    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
+    model.compile(make_optimizer(request.param), "mse")
+    model.fit(X, Y, batch_size=2, verbose=0)
+    assert int(model.optimizer.steps_skipped) > 3
+    assert int(value(model.optimizer.iterations)) > 3
+    keras_mp.set_global_policy(None)
+    return request.param, model
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_keras_file_keeps_loss_scaling_whatever_the_global_policy(trained, policy, tmp_path):
+    # Defect 8: Keras 3 loads the model without loss scaling and without the optimizer's state.
+    name, model = trained
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    keras_mp.set_global_policy(policy)
+    again = tf.keras.models.load_model(path)
+    ours, theirs = again.optimizer, model.optimizer
+    assert type(ours) is keras_mp.LossScaleOptimizer
+    assert ours.loss_scale.get_config() == theirs.loss_scale.get_config()
+    assert float(ours.loss_scale) == float(theirs.loss_scale)
+    for counter in ("num_good_steps", "num_bad_steps"):
+        assert int(getattr(ours.loss_scale, counter)) == int(getattr(theirs.loss_scale, counter))
+    assert int(ours.steps_skipped) == int(theirs.steps_skipped)
+    assert bool(ours.last_step_skipped) == bool(theirs.last_step_skipped)
+    if name.startswith("new"):  # Keras 2 saves no state of a legacy optimizer in this format.
+        for a, b in zip(ours.variables, theirs.variables):
+            np.testing.assert_array_equal(value(a), value(b))
+        assert len(ours.variables) == len(theirs.variables)
+        assert int(value(ours.iterations)) == int(value(theirs.iterations))
+    again.fit(X, Y, batch_size=2, verbose=0)
