@@ -121,8 +121,8 @@ def _warn_if_made_in_another_thread(model: Any) -> None:
         missed, policy = model.dtype_policy.name, keras_api.get_global_policy()
         messages.warn(
             f"The model {model.name!r} was made with the policy {missed!r}, not with the global "
-            f"one, {policy.name!r}: Keras 3 keeps a global policy for each thread, and this thread has "
-            "not asked for ours. Call keras_mp.global_policy() in it before making the model."
+            f"one, {policy.name!r}: Keras 3 keeps a global policy for each thread, and this thread "
+            "has not asked for ours. Call keras_mp.global_policy() in it before making the model."
         )
 
 

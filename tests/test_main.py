@@ -49,12 +49,12 @@ def check_scaled(row, epochs):
 
 
 def test_all_policies_reach_the_same_accuracy(tmp_path):
-    epochs, picture = 4, tmp_path / "digits.png"
+    epochs, picture = 8, tmp_path / "digits.png"
     printed, table = run_program("--epochs", epochs, "--output", picture)
     assert list(table) == ["float32", "mixed_float16", "mixed_bfloat16"]
     accuracies = [float(row["accuracy"]) for row in table.values()]
-    # A guess gets 0.1; three seeds of this model had 0.95 to 0.98 after four epochs.
-    assert min(accuracies) > 0.92
+    # A guess gets 0.1 and a linear classifier LINEAR; this model gets 0.97 to 0.985.
+    assert min(accuracies) > 0.95
     assert max(accuracies) - min(accuracies) <= 0.02
     check_scaled(table["mixed_float16"], epochs)
     for policy in ("float32", "mixed_bfloat16"):
@@ -76,7 +76,7 @@ def test_activations_take_half_the_bytes_but_for_the_logits(tmp_path):
         "--policy=float32",
     )
     # Two convolutions at 8x8, pooling, a convolution and flattening at 4x4; for a batch of 32.
-    hidden, logits = 32 * (64 * 32 + 64 * 64 + 3 * 16 * 64), 32 * 10
+    hidden, logits = 32 * (64 * 16 + 64 * 32 + 3 * 16 * 32), 32 * 10
     assert {policy: int(row["activation_bytes"]) for policy, row in table.items()} == {
         "float32": 4 * hidden + 4 * logits,
         "mixed_bfloat16": 2 * hidden + 4 * logits,
