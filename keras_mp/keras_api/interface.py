@@ -36,9 +36,14 @@ class OptimizerFamily(abc.ABC):
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
-    @abc.abstractmethod
     def hyperparameters(self) -> frozenset[str]:
         """Names of the attributes that a wrapper reads and writes on the optimizer."""
+        try:
+            with tf.init_scope():
+                names = self.optimizer.get_config().keys() - {"name", "is_legacy_optimizer"}
+        except NotImplementedError:
+            names = {"learning_rate"}
+        return frozenset(name for name in names if hasattr(self.optimizer, name))
 
     @abc.abstractmethod
     def build(self, variables: Sequence[Any]) -> None:

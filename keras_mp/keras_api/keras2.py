@@ -88,15 +88,6 @@ def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
 class _NewFamily(OptimizerFamily):
     """`tf.keras.optimizers.*`."""
 
-    def hyperparameters(self) -> frozenset[str]:
-        try:
-            with tf.init_scope():
-                names = self.optimizer.get_config().keys()
-        except NotImplementedError:
-            names = ("learning_rate",)
-        own = ("name", "is_legacy_optimizer")
-        return frozenset(n for n in names if n not in own and hasattr(self.optimizer, n))
-
     def build(self, variables: Sequence[Any]) -> None:
         with tf.init_scope():
             self.optimizer.build(variables)

@@ -114,14 +114,6 @@ class _Family(OptimizerFamily):
             )
         _let_the_wrapper_reduce(optimizer)
 
-    def hyperparameters(self) -> frozenset[str]:
-        try:
-            with tf.init_scope():
-                names = self.optimizer.get_config().keys()
-        except NotImplementedError:
-            names = ("learning_rate",)
-        return frozenset(n for n in names if n != "name" and hasattr(self.optimizer, n))
-
     def build(self, variables: Sequence[Any]) -> None:
         if not self.optimizer.built:
             with tf.init_scope(), keras.name_scope(self.optimizer.name):
