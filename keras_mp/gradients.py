@@ -12,6 +12,30 @@ import tensorflow as tf
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
+_UNSUPPORTED_STRATEGIES = (
+    tf.distribute.ParameterServerStrategy,
+    tf.distribute.experimental.CentralStorageStrategy,
+    tf.compat.v1.distribute.experimental.ParameterServerStrategy,
+)
+
+
+def check_strategy() -> None:
+    """Refuses strategies under which gradients of all replicas cannot be judged together.
+
+    Raises:
+        ValueError: the current strategy is one of them.
+    """
+    strategy = tf.distribute.get_strategy()
+    if isinstance(strategy, _UNSUPPORTED_STRATEGIES):
+        raise ValueError(
+            "Loss scaling does not work under this strategy: its replicas do not sum gradients, so "
+            "no step can be skipped by all of them. Use MirroredStrategy, OneDeviceStrategy, "
+            "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
+            'keras_mp.set_global_policy("mixed_bfloat16"), or keras_mp.Policy("mixed_float16", '
+            f"loss_scale=None). Received: {strategy}"
+        )
+
+
 def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
     """Multiplies a loss by the loss scale.
 

@@ -65,7 +65,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or is a
             LossScaleOptimizer itself.
-        ValueError: `inner_optimizer` is wrapped already, or arguments contradict each other.
+        ValueError: `inner_optimizer` is wrapped already, arguments contradict each other, or the
+            current strategy is one under which loss scaling does not work.
 
     Example:
 
@@ -113,6 +114,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
+        gradients.check_strategy()
         super().__init__(inner_optimizer)
         if wrapper_of(inner_optimizer) is not None:
             raise ValueError(
@@ -132,7 +134,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             _aggregate_in_float16=bool(aggregate_in_float16),
             _steps_skipped=steps_skipped,
             _last_step_skipped=last_step_skipped,
-            _calls=StepCalls(),
+            _calls=StepCalls({}),
         )
         # The checkpoint is the inner optimizer's own, with these beside its variables.
         self._track_trackable(loss_scale, "loss_scale", overwrite=True)
@@ -433,6 +435,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "No gradients provided for any variable: "
                 f"{[v.name for v in variables]}. Is the loss computed from them, under the tape?"
             )
+        # Again, since the optimizer may have been made outside of the strategy's scope.
+        gradients.check_strategy()
         self._family.build(variables)
         loss_scale = self._loss_scale()
         replicas = tf.distribute.get_strategy().num_replicas_in_sync

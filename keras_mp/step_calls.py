@@ -13,17 +13,26 @@ class StepCalls(threading.local):
     """Which of the calls that belong to one step were made since the last step, in this thread.
 
     MirroredStrategy runs each replica in a thread of its own, so this is also by replica.
+
+    Where no call was made, the step is taken for one like the last that was made well, in any
+    thread: the function that computes gradients may have been traced long before the one that
+    applies them. Without such a step it is what the stock class takes it for.
+
+    Args:
+        habit: dict that all threads share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, habit: dict[str, bool]) -> None:
         self.scaled_for: str | None = None
         self.unscaled = False
+        self._habit = habit
 
     def resolve(self) -> bool:
         """Ends the step. Returns whether its gradients are still scaled; warns of missing calls."""
         scaled_for, unscaled = self.scaled_for, self.unscaled
         self.scaled_for, self.unscaled = None, False
         if scaled_for and (unscaled or scaled_for == "apply_gradients"):
+            self._habit["scaled"] = not unscaled
             return not unscaled
         if unscaled:
             messages.warn(
@@ -39,25 +48,27 @@ class StepCalls(threading.local):
                 f"were divided by hand too, this step is too small. Call both:{_EXAMPLE}"
             )
             return True
-        if keras_api.APPLY_TAKES_SCALED_GRADIENTS:
+        if self._habit.get("scaled", keras_api.APPLY_TAKES_SCALED_GRADIENTS):
             messages.warn(
                 "The loss was not scaled before apply_gradients(), which has divided the gradients "
-                "by the loss scale, as it does in Keras 3: this step is too small unless the loss "
-                f"was multiplied by hand. Scale the loss:{_EXAMPLE}"
+                "by the loss scale all the same: this step is too small, unless the loss was "
+                "scaled in another function or thread, or multiplied by hand. Scale the loss where "
+                f"the gradients are computed:{_EXAMPLE}"
             )
             return True
         messages.warn(
             "Neither get_scaled_loss() nor get_unscaled_gradients() was called before "
-            "apply_gradients(), so this step was made without loss scaling and small float16 "
-            f"gradients may have vanished. Call both, or `minimize`:{_EXAMPLE}"
+            "apply_gradients(), so, unless they were called in another function or thread, this "
+            "step was made without loss scaling and small float16 gradients may have vanished. "
+            f"Call both, or `minimize`:{_EXAMPLE}"
         )
         return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepCalls":
-        return StepCalls()
+        return StepCalls(dict(self._habit))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepCalls, ()
+        return StepCalls, (dict(self._habit),)
 
 
 _EXAMPLE = """

@@ -316,6 +316,17 @@ def test_cross_replica_context_is_refused(name):
             optimizer.apply_gradients([(tf.constant(1.0), v)])
 
 
+def test_central_storage_is_refused(name):
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
+    outside = keras_mp.LossScaleOptimizer(make_optimizer(name))
+    with strategy.scope():
+        with pytest.raises(ValueError, match="does not work under this strategy"):
+            keras_mp.LossScaleOptimizer(make_optimizer(name))
+        v = tf.Variable(1.0)
+    with pytest.raises(ValueError, match="does not work under this strategy"):
+        strategy.run(lambda: outside.minimize(lambda: v * 1.0, [v]))
+
+
 @pytest.mark.parametrize(
     "make", [lambda: tf.distribute.OneDeviceStrategy("CPU:0"), lambda: mirrored(1)]
 )

@@ -290,7 +290,7 @@ def test_tensorflows_guide_runs_as_it_stands():
 # Which calls a loop makes: what the update should be, as a part of the right one, and the warning.
 SCALE = 1024.0
 MISUSES = [
-    ((), 1 / SCALE if IS_KERAS_3 else 1, "not scaled|Neither get_scaled_loss"),
+    ((), 1, "Neither get_scaled_loss"),
     (("get_scaled_loss",), 1, "get_unscaled_gradients.. was not"),
     (("get_unscaled_gradients",), 1 / SCALE, "get_scaled_loss.. was not"),
 ]
@@ -336,6 +336,40 @@ def test_a_missing_call_is_reported_each_time(name, calls, update, message, trac
             step()
         assert len(caught) == 1
         assert before - float(v) == pytest.approx(0.5 * update)
+
+
+def test_no_call_at_all_is_what_stock_takes_it_for(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="not scaled|Neither get_scaled_loss"):
+        loop_step(optimizer, v, ())
+    assert 1 - float(v) == (0.5 / SCALE if IS_KERAS_3 else 0.5)
+
+
+@pytest.mark.parametrize("calls", RIGHT[:2])
+@pytest.mark.parametrize("retraced", ["compute", "apply", "both"])
+def test_gradients_computed_in_one_function_and_applied_in_another(name, calls, retraced):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name, 0.125), SCALE), tf.Variable(8.0)
+    optimizer.build([v])  # or tf.function traces the function that makes the variables twice
+
+    @tf.function
+    def compute(tag):
+        with tf.GradientTape() as tape:
+            loss = getattr(optimizer, calls[0])(v)
+        gradients = tape.gradient(loss, [v])
+        return optimizer.get_unscaled_gradients(gradients) if calls[1:] else gradients
+
+    @tf.function
+    def apply(gradients, tag):
+        optimizer.apply_gradients(zip(gradients, [v]))
+
+    for tag in ("first", "first", "second", "second"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gradients = compute("" if retraced == "apply" else tag)
+            apply(gradients, "" if retraced == "compute" else tag)
+        # Of a retrace of `apply` alone nobody can tell whether the calls were made; it is said.
+        assert len(caught) <= (retraced == "apply"), [str(w.message)[:200] for w in caught]
+    assert float(v) == 8 - 4 * 0.125
 
 
 def test_the_warning_points_at_the_users_line(name):
