@@ -26,6 +26,8 @@ setuptools.setup(
     package_data={"keras_mp": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[f"tensorflow{_TENSORFLOW_VERSIONS}", "numpy", "absl-py"],
+    # Where file names ignore case, a folder `build` could not stand beside Bazel's file `BUILD`.
+    options={"build": {"build_base": ".build"}},
     extras_require={
         "legacy": _LEGACY,
         "gpu": [f"tensorflow[and-cuda]{_TENSORFLOW_VERSIONS}"],

@@ -53,6 +53,7 @@ def test_the_reason_names_what_is_needed_and_what_is_there(machine):
     assert "A GPU (compute capability 6.1)" in hardware.why_slow("float16")
 
 
+# Defect 14: Keras 3 gives no hint at all.
 def test_warns_once_for_each_dtype_and_policy(machine):
     machine()
     for name in ("mixed_float16", "mixed_bfloat16"):

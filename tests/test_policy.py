@@ -55,6 +55,7 @@ def test_is_a_policy_of_tf_keras():
     assert isinstance(keras_mp.Policy("float32"), stock.Policy)
 
 
+# Defect 7: proposed, never shipped.
 def test_loss_scale_argument():
     assert keras_mp.Policy("mixed_float16", loss_scale=None).loss_scale is None
     assert keras_mp.Policy("mixed_float16", 128).loss_scale.loss_scale_value == 128
