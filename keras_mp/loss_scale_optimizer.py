@@ -136,10 +136,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             _last_step_skipped=last_step_skipped,
             _calls=StepCalls({}),
         )
-        # The checkpoint is the inner optimizer's own, with these beside its variables.
-        self._track_trackable(loss_scale, "loss_scale", overwrite=True)
-        self._track_trackable(steps_skipped, "steps_skipped", overwrite=True)
-        self._track_trackable(last_step_skipped, "last_step_skipped", overwrite=True)
+        for child_name, child in self._own_children().items():
+            self._track_trackable(child, child_name, overwrite=True)
         _wrappers[inner_optimizer] = weakref.ref(self)
 
     @property
@@ -395,6 +393,19 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         if isinstance(inner, dict):
             inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
         return cls(inner, **config)
+
+    def _own_children(self) -> dict[str, Any]:
+        """What a checkpoint holds of the wrapper, beside the inner optimizer's own children."""
+        return {
+            "loss_scale": self._loss_scale,
+            "steps_skipped": self._steps_skipped,
+            "last_step_skipped": self._last_step_skipped,
+        }
+
+    def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # Optimizers of tf_keras list their children once, which may have been before they were
+        # wrapped.
+        return {**super()._trackable_children(*args, **kwargs), **self._own_children()}
 
     def _state(self) -> dict[str, tf.Variable]:
         state = {"steps_skipped": self._steps_skipped, "last_step_skipped": self._last_step_skipped}

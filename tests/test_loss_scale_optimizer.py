@@ -506,6 +506,18 @@ def test_checkpoint_of_the_inner_optimizer_restores_into_the_wrapper(name, tmp_p
     )
 
 
+def test_checkpoint_of_an_optimizer_that_was_saved_before_it_was_wrapped(name, tmp_path):
+    inner, v = make_optimizer(name, 0.1), tf.Variable(1.0)
+    inner.apply_gradients([(tf.constant(0.5), v)])
+    tf.train.Checkpoint(optimizer=inner).save(str(tmp_path / "before"))
+    optimizer = keras_mp.LossScaleOptimizer(inner)
+    spoil(optimizer, v)
+    path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "after"))
+    again = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.1))
+    tf.train.Checkpoint(optimizer=again).restore(path).expect_partial()
+    assert (float(again.loss_scale), int(again.steps_skipped)) == (2**14, 1)
+
+
 def test_stateless_apply_says_what_stock_says():
     if not IS_KERAS_3:
         pytest.skip("stateless_apply is of Keras 3.")
