@@ -160,14 +160,15 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         vars(self)["_aggregate_in_float16"] = bool(value)
 
     @property
-    def steps_skipped(self) -> tf.Variable:
-        """How many steps were skipped so far, an int64 variable."""
-        return self._steps_skipped
+    def steps_skipped(self) -> tf.Tensor:
+        """How many steps were skipped so far, an int64 scalar tensor."""
+        # A tensor: of a mirrored variable, Python would take any value for true.
+        return tf.convert_to_tensor(self._steps_skipped)
 
     @property
-    def last_step_skipped(self) -> tf.Variable:
-        """Was the last step skipped? A bool variable."""
-        return self._last_step_skipped
+    def last_step_skipped(self) -> tf.Tensor:
+        """Was the last step skipped? A bool scalar tensor."""
+        return tf.convert_to_tensor(self._last_step_skipped)
 
     @property
     def dynamic(self) -> bool:

@@ -35,6 +35,5 @@ def warn(message: str) -> None:
 
 
 def _is_library(filename: str) -> bool:
-    return any(package in filename for package in _NOT_THE_USER) and (
-        os.sep + "tests" + os.sep not in filename
-    )
+    is_program = os.sep + "tests" + os.sep in filename or filename.endswith("__main__.py")
+    return not is_program and any(package in filename for package in _NOT_THE_USER)
