@@ -5,6 +5,7 @@ leaves alone every model whose policy is not one.
 """
 
 import functools
+import inspect
 import sys
 import threading
 from typing import Any
@@ -47,27 +48,30 @@ def _hook(owner: type, replacement: Any) -> None:
     owner.compile = compile
 
 
-def _compile(
-    policy_class: type,
-    stock_compile: Any,
-    model: Any,
-    optimizer: Any = "rmsprop",
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    policy = model.dtype_policy
+def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        call = inspect.signature(stock_compile).bind(*args, **kwargs)
+    except TypeError:
+        return stock_compile(*args, **kwargs)  # which says what is wrong
+    model, policy = args[0], args[0].dtype_policy
+    _warn_if_made_in_another_thread(model)
     if not isinstance(policy, policy_class):
-        _warn_if_made_in_another_thread(model)
-        result = stock_compile(model, optimizer, *args, **kwargs)
+        result = stock_compile(*args, **kwargs)
         _warn_if_unscaled(model)
         return result
-    if policy.scales_loss and kwargs.get("auto_scale_loss", True):
+    call.apply_defaults()
+    if policy.scales_loss and call.arguments.get("auto_scale_loss", True):
+        optimizer = call.arguments["optimizer"]
         with model.distribute_strategy.scope():
             if isinstance(optimizer, (list, tuple)):
                 optimizer = type(optimizer)(_wrap(policy, one) for one in optimizer)
             else:
                 optimizer = _wrap(policy, optimizer)
-    return keras_api.compile_without_wrapping(stock_compile, model, optimizer, *args, **kwargs)
+        call.arguments["optimizer"] = optimizer
+    result = keras_api.compile_without_wrapping(stock_compile, call)
+    if policy.compute_dtype != "float16":
+        _warn_if_unscaled(model)
+    return result
 
 
 def _wrap(policy: Any, optimizer: Any) -> Any:
@@ -117,12 +121,14 @@ def _warn_if_unscaled(model: Any) -> None:
 
 
 def _warn_if_made_in_another_thread(model: Any) -> None:
-    if keras_api.thread_missed_global_policy():
-        missed, policy = model.dtype_policy.name, keras_api.get_global_policy()
+    if not keras_api.thread_missed_global_policy():
+        return
+    made_with, policy = model.dtype_policy.name, keras_api.get_global_policy().name
+    if made_with != policy:
         messages.warn(
-            f"The model {model.name!r} was made with the policy {missed!r}, not with the global "
-            f"one, {policy.name!r}: Keras 3 keeps a global policy for each thread, and this thread "
-            "has not asked for ours. Call keras_mp.global_policy() in it before making the model."
+            f"The model {model.name!r} was made with the policy {made_with!r}, not with the global "
+            f"one, {policy!r}: Keras 3 keeps a global policy for each thread, and this thread has "
+            "not asked for ours. Call keras_mp.global_policy() in it before making the model."
         )
 
 

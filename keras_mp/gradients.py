@@ -4,7 +4,7 @@ RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". This modul
 only. A gradient is a tensor, a `tf.IndexedSlices` (which stays sparse) or None (which stays None).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -50,7 +50,7 @@ def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
     Raises:
         TypeError: `loss` is not a floating-point tensor.
     """
-    if isinstance(loss, (list, tuple, dict)):
+    if loss is None or isinstance(loss, (list, tuple, dict)):
         raise TypeError(
             "The loss must be one tensor, or a callable that returns one; add several losses up "
             f"before scaling them. Received: loss={loss!r} (of type {type(loss)})"
@@ -89,6 +89,15 @@ def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradie
     Returns:
         list of gradients.
     """
+    if (
+        tf.is_tensor(gradients)
+        or not isinstance(gradients, Iterable)
+        or isinstance(gradients, dict)
+    ):
+        raise TypeError(
+            "Expected a flat list of gradients, each a tensor, a tf.IndexedSlices or None. "
+            f"Received: {gradients!r} (of type {type(gradients)})"
+        )
     return [_map(lambda g: _widened(tf.divide, g, loss_scale), g) for g in gradients]
 
 
@@ -193,6 +202,11 @@ def _map(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
         return None
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
+    if isinstance(gradient, (list, tuple, dict, str)):
+        raise TypeError(
+            "A gradient must be a tensor, a tf.IndexedSlices or None. "
+            f"Received: {gradient!r} (of type {type(gradient)})"
+        )
     return fn(tf.convert_to_tensor(gradient))
 
 

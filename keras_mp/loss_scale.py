@@ -11,11 +11,14 @@ import numbers
 import operator
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp import messages, validation
 
 _LARGEST_FLOAT32 = float(tf.float32.max)
+# Anything smaller may be flushed to zero.
+_SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 
 # What `serialize` makes of a `DynamicLossScale()`, for those who must not make its variables yet.
 DEFAULT_DYNAMIC = {
@@ -100,8 +103,9 @@ def next_state(
 class LossScale(tf.Module, abc.ABC):
     """Base class of loss scales: call one to get the scale as a float32 scalar tensor.
 
-    A loss scale also converts to a tensor and to a `float`, and takes part in arithmetic, so code
-    written for TensorFlow 2.4 and later, where `optimizer.loss_scale` is a tensor, goes on working.
+    A loss scale also converts to a tensor, an array and a `float`, and takes part in arithmetic and
+    comparisons (but for `==`, which is identity), so code written for TensorFlow 2.4 and later,
+    where `optimizer.loss_scale` is a tensor, goes on working.
 
     A subclass that is not a `DynamicLossScale` is used as a fixed scale is: no step is skipped.
 
@@ -142,8 +146,27 @@ class LossScale(tf.Module, abc.ABC):
         """
         return cls(**config)
 
+    @property
+    def dtype(self) -> tf.DType:
+        """The tensor's dtype, float32."""
+        return tf.float32
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The tensor's shape, that of a scalar."""
+        return tf.TensorShape([])
+
     def __float__(self) -> float:
         return float(self())
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+    def __format__(self, specification: str) -> str:
+        return format(float(self), specification) if specification else repr(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self().numpy(), dtype)
 
     def numpy(self) -> Any:
         """Returns the current loss scale as a NumPy float32 scalar (eager only)."""
@@ -155,18 +178,22 @@ class LossScale(tf.Module, abc.ABC):
 
 
 def _delegate_operator(name: str) -> None:
+    fn = getattr(operator, name)
+
     def operate(self: LossScale, *others: Any) -> Any:
-        return getattr(operator, name)(self(), *others)
+        # As when the tensor comes first: the scale takes its dtype.
+        dtype = others[0].dtype if others and tf.is_tensor(others[0]) else None
+        return fn(tf.convert_to_tensor(self, dtype), *others)
 
     def operate_reflected(self: LossScale, other: Any) -> Any:
-        return getattr(operator, name)(tf.convert_to_tensor(other, tf.float32), self())
+        return fn(tf.convert_to_tensor(other, tf.float32), self())
 
     setattr(LossScale, f"__{name}__", operate)
     if name in ("add", "sub", "mul", "truediv", "pow"):
         setattr(LossScale, f"__r{name}__", operate_reflected)
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow", "neg", "lt", "le", "gt", "ge"):
+for _name in ("add", "sub", "mul", "truediv", "pow", "neg", "abs", "lt", "le", "gt", "ge"):
     _delegate_operator(_name)
 
 
@@ -236,7 +263,7 @@ class DynamicLossScale(LossScale):
             `1 / multiplier`.
         hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
             backs off (each of them is skipped all the same). Defaults to 1.
-        min_loss_scale: float above 0. The floor. Defaults to 1.
+        min_loss_scale: float of at least `2**-126`. The floor. Defaults to 1.
         max_loss_scale: float. The ceiling, which keeps the scale finite. Defaults to `2**127`, the
             largest power of two that float32 holds.
 
@@ -271,7 +298,9 @@ class DynamicLossScale(LossScale):
         multiplier = validation.number("multiplier", multiplier, above=1)
         if backoff_multiplier is None:
             backoff_multiplier = 1 / multiplier
-        min_loss_scale = validation.number("min_loss_scale", min_loss_scale, above=0)
+        min_loss_scale = validation.number(
+            "min_loss_scale", min_loss_scale, at_least=_SMALLEST_NORMAL_FLOAT32
+        )
         max_loss_scale = validation.number(
             "max_loss_scale", max_loss_scale, at_least=min_loss_scale, at_most=_LARGEST_FLOAT32
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import gradients, keras_api
+from keras_mp import gradients, keras_api, messages
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step_calls import StepCalls
@@ -114,6 +114,11 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
+        if not isinstance(aggregate_in_float16, bool):
+            raise TypeError(
+                "`aggregate_in_float16` must be a bool. "
+                f"Received: aggregate_in_float16={aggregate_in_float16!r}"
+            )
         gradients.check_strategy()
         super().__init__(inner_optimizer)
         if wrapper_of(inner_optimizer) is not None:
@@ -131,7 +136,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         vars(self).update(
             _name=name,
             _loss_scale=loss_scale,
-            _aggregate_in_float16=bool(aggregate_in_float16),
+            _aggregate_in_float16=aggregate_in_float16,
             _steps_skipped=steps_skipped,
             _last_step_skipped=last_step_skipped,
             _calls=StepCalls({}),
@@ -214,8 +219,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        self._calls.scaled_for = "get_unscaled_gradients"
-        return self._scale(loss)
+        scaled = self._scale(loss)
+        self._calls.scaled("get_unscaled_gradients")
+        return scaled
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale; `apply_gradients` or `apply` then unscale.
@@ -229,8 +235,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        self._calls.scaled_for = "apply_gradients"
-        return self._scale(loss)
+        scaled = self._scale(loss)
+        self._calls.scaled("apply_gradients")
+        return scaled
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Divides gradients by the loss scale. `get_scaled_loss` is its counterpart.
@@ -241,8 +248,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Returns:
             list of the gradients, each in the dtype it came in.
         """
-        self._calls.unscaled = True
-        return gradients.unscale(list(grads), self._loss_scale())
+        unscaled = gradients.unscale(grads, self._loss_scale())
+        self._calls.unscaled()
+        return unscaled
 
     def minimize(
         self,
@@ -265,6 +273,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
         """
         pairs = self._scaled_gradients(loss, var_list, tape, grad_loss)
+        self._calls.forget()
         return self._step(pairs, scaled=True, aggregate=True, name=name)
 
     def compute_gradients(
@@ -286,7 +295,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             list of (gradient, variable) pairs.
         """
         pairs = self._scaled_gradients(loss, var_list, tape, grad_loss)
-        self._calls.scaled_for, self._calls.unscaled = "get_unscaled_gradients", True
+        self._calls.scaled("get_unscaled_gradients")
+        self._calls.unscaled()
         unscaled = gradients.unscale([g for g, _ in pairs], self._loss_scale())
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
@@ -340,9 +350,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Raises:
             ValueError: no variable has a gradient, or the call is in a cross-replica context.
         """
-        scaled = self._calls.resolve()
+        pairs = list(grads_and_vars)
+        scaled = self._calls.resolve(variable for _, variable in pairs)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        return self._step(list(grads_and_vars), scaled=scaled, aggregate=aggregate, name=name)
+        return self._step(pairs, scaled=scaled, aggregate=aggregate, name=name)
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
         """Not on the TensorFlow backend: says what Keras says."""
@@ -358,13 +369,25 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads what `save_own_variables` saved.
+        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
 
         Args:
-            store: dict-like, of names and arrays.
+            store: dict-like, of names and arrays. What it does not hold stays as it is, with a
+                warning.
         """
-        for name, variable in self._state().items():
-            variable.assign(store[name][()])
+        saved, state = set(store.keys()), self._state()
+        if saved == {str(i) for i in range(len(self.variables))}:
+            self.inner_optimizer.load_own_variables(store)
+        for name in saved & set(state):
+            state[name].assign(store[name][()])
+        missing = sorted(set(state) - saved)
+        if missing:
+            messages.warn(
+                f"The file holds no {', '.join(missing)} for the optimizer, so they stay as "
+                "they are: it was saved without loss scaling, with another kind of loss scale, or "
+                f"with another LossScaleOptimizer. Expected {sorted(state)}. Received: "
+                f"{sorted(saved)}"
+            )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal optimizer."""
@@ -403,10 +426,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             "last_step_skipped": self._last_step_skipped,
         }
 
-    def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         # Optimizers of tf_keras list their children once, which may have been before they were
         # wrapped.
-        return {**super()._trackable_children(*args, **kwargs), **self._own_children()}
+        return {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
 
     def _state(self) -> dict[str, tf.Variable]:
         state = {"steps_skipped": self._steps_skipped, "last_step_skipped": self._last_step_skipped}
@@ -445,7 +468,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         if all(g is None for g in grads):
             raise ValueError(
                 "No gradients provided for any variable: "
-                f"{[v.name for v in variables]}. Is the loss computed from them, under the tape?"
+                f"{[v.name for v in variables]}. Is the loss computed from them, under the tape? "
+                f"Received: {grads!r}"
             )
         # Again, since the optimizer may have been made outside of the strategy's scope.
         gradients.check_strategy()

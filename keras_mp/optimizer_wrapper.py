@@ -168,6 +168,16 @@ class OptimizerWrapper(
         inner = self.inner_optimizer
         return inner.get_slot_names() if hasattr(inner, "get_slot_names") else []
 
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        if save_type == "savedmodel" and not self._family.fits_into_saved_model:
+            raise ValueError(
+                "A SavedModel with a wrapped legacy optimizer could not be loaded again. Save the "
+                "model as .keras or .h5, leave the optimizer out (`model.save(path, "
+                "include_optimizer=False)`, `model.export(path)`), or use an optimizer of "
+                f"`tf.keras.optimizers`. Received: {self!r}"
+            )
+        return super()._trackable_children(save_type, **kwargs)
+
     def minimize(
         self,
         loss: Any,

@@ -110,6 +110,9 @@ class Policy(keras_api.BasePolicy):
             )
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"A policy does not change. Received: del {name} for {self!r}")
+
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, Policy):
             return NotImplemented
@@ -222,6 +225,8 @@ def _standardize_name(name: Any) -> Any:
     if name is None or (isinstance(name, str) and (name in _MIXED or name == "_infer")):
         return name
     try:
+        if isinstance(name, int):
+            raise TypeError("TensorFlow would take it for a number of its list of dtypes.")
         return tf.as_dtype(name).name
     except TypeError as error:
         kind = ValueError if isinstance(name, str) else TypeError

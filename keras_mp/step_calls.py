@@ -4,9 +4,23 @@ RFC 293, "LossScaleOptimizer Overview": the four steps, and who performs them.
 """
 
 import threading
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
 
 from keras_mp import keras_api, messages
+
+
+class _Habit(NamedTuple):
+    """How a step was made: its gradients still scaled? its calls in another function?"""
+
+    scaled: bool
+    elsewhere: bool
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 class StepCalls(threading.local):
@@ -14,26 +28,71 @@ class StepCalls(threading.local):
 
     MirroredStrategy runs each replica in a thread of its own, so this is also by replica.
 
-    Where no call was made, the step is taken for one like the last that was made well, in any
-    thread: the function that computes gradients may have been traced long before the one that
-    applies them. Without such a step it is what the stock class takes it for.
+    Some steps make no call that can be seen: the function that computes gradients was traced long
+    before. `habits` remembers, for eager steps and for traced ones, how the last step that made its
+    calls was made. If they were made in another function than the gradients were applied in, a step
+    without calls is one more of that kind. Otherwise it is reported, and taken for one like the
+    last, or for what the stock class takes it for.
 
     Args:
-        habit: dict that all threads share.
+        habits: dict that all threads share.
     """
 
-    def __init__(self, habit: dict[str, bool]) -> None:
-        self.scaled_for: str | None = None
-        self.unscaled = False
-        self._habit = habit
+    def __init__(self, habits: dict[bool, "_Habit"]) -> None:
+        self._habits = habits
+        self._scaled_for: str | None = None
+        self._unscaled = False
+        self._graph: Any = None
+        self._applied: set[int] = set()
+        self._was_scaled = False
 
-    def resolve(self) -> bool:
-        """Ends the step. Returns whether its gradients are still scaled; warns of missing calls."""
-        scaled_for, unscaled = self.scaled_for, self.unscaled
-        self.scaled_for, self.unscaled = None, False
+    def scaled(self, counterpart: str) -> None:
+        """Notes that the loss was scaled, which begins a step.
+
+        Args:
+            counterpart: str. The method that is to unscale.
+        """
+        self._scaled_for, self._unscaled = counterpart, False
+        self._graph = _graph()
+
+    def unscaled(self) -> None:
+        """Notes that gradients were unscaled."""
+        self._unscaled = True
+        self._graph = _graph()
+
+    def forget(self) -> None:
+        """Drops what was noted: a step is made that needs none of it."""
+        self._scaled_for, self._unscaled = None, False
+        self._applied = set()
+
+    def resolve(self, variables: Iterable[Any]) -> bool:
+        """Ends the step; warns of missing calls.
+
+        Args:
+            variables: iterable of what the gradients are applied to.
+
+        Returns:
+            Are the gradients still scaled?
+        """
+        scaled_for, unscaled, before = self._scaled_for, self._unscaled, self._applied
+        self.forget()
+        applied = {id(variable) for variable in variables}
+        if before and before.isdisjoint(applied) and not scaled_for and not unscaled:
+            # Other variables than just before: the same step goes on.
+            self._applied = before | applied
+            return self._was_scaled
         if scaled_for and (unscaled or scaled_for == "apply_gradients"):
-            self._habit["scaled"] = not unscaled
+            self._habits[tf.executing_eagerly()] = _Habit(
+                scaled=not unscaled, elsewhere=self._graph is not _graph()
+            )
+            self._applied, self._was_scaled = applied, not unscaled
             return not unscaled
+        return self._report(scaled_for, unscaled)
+
+    def _report(self, scaled_for: str | None, unscaled: bool) -> bool:
+        habit = self._habits.get(tf.executing_eagerly())
+        if not scaled_for and not unscaled and habit and habit.elsewhere:
+            return habit.scaled
         if unscaled:
             messages.warn(
                 "get_unscaled_gradients() was called and get_scaled_loss() was not, so the "
@@ -48,7 +107,8 @@ class StepCalls(threading.local):
                 f"were divided by hand too, this step is too small. Call both:{_EXAMPLE}"
             )
             return True
-        if self._habit.get("scaled", keras_api.APPLY_TAKES_SCALED_GRADIENTS):
+        habit = habit or self._habits.get(not tf.executing_eagerly())
+        if habit.scaled if habit else keras_api.APPLY_TAKES_SCALED_GRADIENTS:
             messages.warn(
                 "The loss was not scaled before apply_gradients(), which has divided the gradients "
                 "by the loss scale all the same: this step is too small, unless the loss was "
@@ -65,10 +125,10 @@ class StepCalls(threading.local):
         return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepCalls":
-        return StepCalls(dict(self._habit))
+        return StepCalls(dict(self._habits))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepCalls, (dict(self._habit),)
+        return StepCalls, (dict(self._habits),)
 
 
 _EXAMPLE = """

@@ -53,7 +53,7 @@ def number(
 
 
 def integer(name: str, value: Any) -> int:
-    """Checks that an argument is a whole number of at least 1.
+    """Checks that an argument is a whole number from 1 to what an int64 holds.
 
     Args:
         name: str. The argument's name, for the message.
@@ -64,12 +64,12 @@ def integer(name: str, value: Any) -> int:
 
     Raises:
         TypeError: it is not a whole number (a bool is none).
-        ValueError: it is below 1.
+        ValueError: it is out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
             f"`{name}` must be an int. Received: {name}={value!r} (of type {type(value)})"
         )
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1. Received: {name}={value!r}")
+    if not 1 <= value < 2**63:
+        raise ValueError(f"`{name}` must be at least 1 and below 2**63. Received: {name}={value!r}")
     return int(value)

@@ -181,6 +181,15 @@ def test_auto_scale_loss_is_honoured():
     model = sequential()
     model.compile("sgd", loss="mse", auto_scale_loss=False)
     assert not isinstance(model.optimizer, Stock)
+    for auto_scale_loss in (False, True):
+        model.compile("sgd", "mse", None, None, None, False, 1, "auto", auto_scale_loss)
+        assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer) == auto_scale_loss
+
+
+def test_a_wrong_call_of_compile_is_keras_to_refuse():
+    keras_mp.set_global_policy("mixed_float16")
+    with pytest.raises(TypeError, match=r"[Cc]ompile\(\).*optimizer"):
+        sequential().compile("adam", optimizer="sgd")
 
 
 @pytest.mark.skipif(IS_KERAS_3, reason="A structure of optimizers is of Keras 2.")
@@ -199,8 +208,11 @@ def test_a_models_own_policy_counts_not_the_global_one():
     assert model.optimizer.initial_scale == 16
 
 
-def test_float16_layers_in_a_float32_model_are_warned_about():
+@pytest.mark.parametrize("own_policy", [None, "float32", "mixed_bfloat16"])
+def test_float16_layers_in_a_float32_model_are_warned_about(own_policy):
     # Defect 9.
+    if own_policy:
+        keras_mp.set_global_policy(own_policy)
     keras_mp.Policy("float32")
     layer = tf.keras.layers.Dense(1, dtype="mixed_float16", name="the_layer")
     for layers in ([layer], [tf.keras.Sequential([layer])]):

@@ -199,6 +199,14 @@ def test_stands_for_its_tensor(make):
     assert float(-scale) == -8
     assert bool(scale > 7)
     assert bool(scale <= 8)
+    assert int(scale) == float(abs(scale)) == 8
+    assert f"{scale:.1f}" == "8.0"
+    assert scale.dtype == tf.float32
+    assert scale.shape == ()
+    np.testing.assert_array_equal(np.asarray(scale), np.float32(8))
+    np.testing.assert_array_equal(np.array([1.0, 2.0]) * scale, [8, 16])
+    np.testing.assert_allclose(scale, 8)
+    assert np.sqrt(scale) == np.sqrt(8).astype("float32")
 
 
 def test_follows_the_dtype_of_what_it_multiplies():
@@ -206,6 +214,7 @@ def test_follows_the_dtype_of_what_it_multiplies():
         product = tf.constant(0.5, dtype) * keras_mp.FixedLossScale(8)
         assert product.dtype == dtype
         assert float(product) == 4
+        assert (keras_mp.FixedLossScale(8) * tf.constant(0.5, dtype)).dtype == dtype
 
 
 def test_get_converts_what_stands_for_a_loss_scale():
@@ -267,6 +276,8 @@ def test_get_refuses_and_shows_the_value(error, value):
         (ValueError, {"backoff_multiplier": 1.0}),
         (ValueError, {"backoff_multiplier": 0.0}),
         (ValueError, {"hysteresis": 0}),
+        (ValueError, {"increment_period": 2**63}),
+        (ValueError, {"min_loss_scale": 1e-60}),
         (ValueError, {"min_loss_scale": 0}),
         (ValueError, {"min_loss_scale": 2.0**16}),
         (ValueError, {"max_loss_scale": 2.0**14}),

@@ -82,6 +82,7 @@ def test_older_keywords(name):
         (ValueError, {"dynamic": False}),
         (ValueError, {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": 2}),
         (TypeError, {"dynamic": 8}),
+        (TypeError, {"aggregate_in_float16": "no"}),
         (ValueError, {"clipnorm": 1.0}),
         (ValueError, {"learning_rate": 1.0}),
     ],
@@ -140,7 +141,7 @@ def test_every_dtype_of_loss(name, dtype):
     assert float(v) == (-np.inf if dtype == tf.float16 else 0.75)
 
 
-@pytest.mark.parametrize("loss", [[1.0, [2.0]], {"a": 1.0}, tf.constant(1)])
+@pytest.mark.parametrize("loss", [None, [1.0, [2.0]], {"a": 1.0}, tf.constant(1)])
 def test_what_is_no_loss_is_refused(name, loss):
     optimizer = keras_mp.LossScaleOptimizer(sgd(name))
     for scale in (optimizer.get_scaled_loss, optimizer.scale_loss):
@@ -370,6 +371,64 @@ def test_gradients_computed_in_one_function_and_applied_in_another(name, calls, 
         # Of a retrace of `apply` alone nobody can tell whether the calls were made; it is said.
         assert len(caught) <= (retraced == "apply"), [str(w.message)[:200] for w in caught]
     assert float(v) == 8 - 4 * 0.125
+
+
+@pytest.mark.parametrize("look", ["get_unscaled_gradients", "compute_gradients", "both"])
+@pytest.mark.parametrize("calls", RIGHT[:2])
+def test_gradients_that_were_only_looked_at_leave_no_trace(name, calls, look):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
+    if look != "get_unscaled_gradients":
+        optimizer.compute_gradients(lambda: v * 0.5, [v])
+    if look != "compute_gradients":
+        optimizer.get_unscaled_gradients([tf.constant(1.0)])
+    loop_step(optimizer, v, calls)
+    assert float(v) == 0.5
+    optimizer.get_unscaled_gradients([tf.constant(1.0)])
+    optimizer.minimize(lambda: v * 0.5, [v])
+    loop_step(optimizer, v, calls)
+    assert float(v) == -0.5
+
+
+@pytest.mark.parametrize("calls", RIGHT[:2])
+def test_gradients_of_a_function_applied_in_eager(name, calls):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name, 0.125), SCALE), tf.Variable(1.0)
+
+    @tf.function
+    def compute():
+        with tf.GradientTape() as tape:
+            loss = getattr(optimizer, calls[0])(v)
+        gradients = tape.gradient(loss, [v])
+        return optimizer.get_unscaled_gradients(gradients) if calls[1:] else gradients
+
+    for _ in range(3):
+        optimizer.apply_gradients(zip(compute(), [v]))
+    assert float(v) == 1 - 3 * 0.125
+    # Back to a loop that makes its calls where it applies: there, a missing one is seen again.
+    loop_step(optimizer, v, RIGHT[0])
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither get_scaled_loss"):
+        loop_step(optimizer, v, ())
+
+
+@pytest.mark.parametrize("calls", RIGHT[:2])
+def test_one_step_in_two_parts(name, calls):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name), SCALE)
+    v, w = tf.Variable(1.0), tf.Variable(1.0)
+    optimizer.build([v, w])
+    for i in (1, 2):
+        with tf.GradientTape() as tape:
+            loss = getattr(optimizer, calls[0])((v + w) * 0.25)
+        gradients = tape.gradient(loss, [v, w])
+        if calls[1:]:
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients([(gradients[0], v)])
+        optimizer.apply_gradients([(gradients[1], w)])
+        assert float(v) == float(w) == 1 - i * 0.25
+
+
+@pytest.mark.parametrize("bad", [None, 3, tf.constant(1.0), {"a": 1.0}, [[tf.constant(1.0)]]])
+def test_what_is_no_list_of_gradients_is_refused(name, bad):
+    with pytest.raises(TypeError, match="Received: "):
+        keras_mp.LossScaleOptimizer(sgd(name)).get_unscaled_gradients(bad)
 
 
 def test_the_warning_points_at_the_users_line(name):

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import queue
 import re
 import threading
 import warnings
@@ -45,7 +46,7 @@ def test_unknown_names_are_refused(name):
         keras_mp.Policy(name)
 
 
-@pytest.mark.parametrize("name", [3.5, ["float32"], object()])
+@pytest.mark.parametrize("name", [1, True, 3.5, ["float32"], object()])
 def test_what_is_no_name_is_refused(name):
     with pytest.raises(TypeError, match="Received: name="):
         keras_mp.Policy(name)
@@ -77,6 +78,8 @@ def test_never_changes():
     for name in ("name", "compute_dtype", "variable_dtype", "loss_scale", "anything"):
         with pytest.raises(AttributeError):
             setattr(policy, name, "float32")
+    with pytest.raises(AttributeError):
+        del policy._name
 
 
 def test_equal_by_name_and_loss_scale():
@@ -265,6 +268,32 @@ def test_holds_in_other_threads():
     thread.start()
     thread.join()
     assert seen == ["mixed_float16", "float16"]
+
+
+def test_later_changes_reach_threads_that_ask_again():
+    asked, answers = queue.Queue(), queue.Queue()
+
+    def work():
+        while asked.get():
+            answers.put((keras_mp.global_policy().name, tf.keras.layers.Dense(1).dtype_policy.name))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for policy, name in [
+        ("mixed_float16", "mixed_float16"),
+        ("float64", "float64"),
+        (None, "float32"),
+        ("mixed_bfloat16", "mixed_bfloat16"),
+    ]:
+        keras_mp.set_global_policy(policy)
+        asked.put(True)
+        assert answers.get(timeout=30) == (name, name)
+    asked.put(False)
+    thread.join()
+    thread = threading.Thread(target=keras_mp.set_global_policy, args=("float64",))
+    thread.start()
+    thread.join()
+    assert keras_mp.global_policy().name == "float64"
 
 
 @pytest.mark.parametrize("asks", [False, True])

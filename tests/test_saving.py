@@ -1,12 +1,20 @@
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, make_optimizer, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, value
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
+
+
+def make_model(optimizer):
+    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
 
 
 @pytest.fixture(params=FAMILIES)
@@ -15,8 +23,7 @@ def trained(request):
     keras_mp.set_global_policy(
         keras_mp.Policy("mixed_float16", keras_mp.DynamicLossScale(2.0**24, increment_period=9))
     )
-    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
-    model.compile(make_optimizer(request.param), "mse")
+    model = make_model(make_optimizer(request.param))
     model.fit(X, Y, batch_size=2, verbose=0)
     assert int(model.optimizer.steps_skipped) > 3
     assert int(value(model.optimizer.iterations)) > 3
@@ -46,3 +53,44 @@ def test_keras_file_keeps_loss_scaling_whatever_the_global_policy(trained, polic
         assert len(ours.variables) == len(theirs.variables)
         assert int(value(ours.iterations)) == int(value(theirs.iterations))
     again.fit(X, Y, batch_size=2, verbose=0)
+
+
+def test_weights_of_a_float32_model_load_into_a_mixed_one(tmp_path):
+    model = make_model("adam")
+    model.fit(X, Y, verbose=0)
+    path = str(tmp_path / "model.weights.h5")
+    model.save_weights(path)
+    keras_mp.set_global_policy("mixed_float16")
+    again = make_model("adam")
+    again.optimizer.build(again.trainable_variables)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again.load_weights(path)
+    # Keras 3 looks for the inner optimizer's state once more, where there is none, and warns too.
+    ours = [w for w in caught if w.category is keras_mp.MixedPrecisionWarning]
+    assert len(ours) == 1
+    assert "The file holds no" in str(ours[0].message)
+    for a, b in zip(again.get_weights(), model.get_weights()):
+        np.testing.assert_array_equal(a, b)
+    assert int(value(again.optimizer.iterations)) == int(value(model.optimizer.iterations)) > 0
+    assert float(again.optimizer.loss_scale) == 2**15
+    again.fit(X, Y, verbose=0)
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 loads a SavedModel as a model.")
+def test_saved_model(trained, tmp_path):
+    name, model = trained
+    path = str(tmp_path / "model")
+    if name.startswith("legacy"):
+        with pytest.raises(ValueError, match="Save the model as .keras or .h5"):
+            model.save(path, save_format="tf")
+        model.save(path, save_format="tf", include_optimizer=False)
+        again = tf.keras.models.load_model(path)
+        np.testing.assert_array_equal(again.predict(X, verbose=0), model.predict(X, verbose=0))
+        return
+    model.save(path, save_format="tf")
+    again = tf.keras.models.load_model(path)
+    assert type(again.optimizer) is keras_mp.LossScaleOptimizer
+    assert again.optimizer.loss_scale.get_config() == model.optimizer.loss_scale.get_config()
+    np.testing.assert_array_equal(again.predict(X, verbose=0), model.predict(X, verbose=0))
+    again.fit(X, Y, verbose=0)

@@ -8,7 +8,7 @@ Each of `keras2` and `keras3` defines:
 - `OPTIMIZER_BASES`: the classes that Keras takes for an optimizer.
 - `COMPILE_OWNER`: the class on which `Model.compile` is defined.
 - `APPLY_TAKES_SCALED_GRADIENTS`: does the stock wrapper's `apply_gradients` unscale?
-- `compile_without_wrapping(compile, model, *args, **kwargs)`: stock compile, no stock wrapper.
+- `compile_without_wrapping(compile, call)`: stock compile with bound arguments, no stock wrapper.
 - `flatten_layers(model)`: the model and all layers below it.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
 - `thread_missed_global_policy()`: do stock layers of this thread not know the global policy?
@@ -31,7 +31,12 @@ class OptimizerFamily(abc.ABC):
 
     Args:
         optimizer: The optimizer that is driven.
+
+    Attributes:
+        fits_into_saved_model: Could a SavedModel that holds it and its wrapper be loaded again?
     """
+
+    fits_into_saved_model = True
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

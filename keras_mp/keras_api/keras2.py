@@ -1,5 +1,6 @@
 """`tf.keras` as Keras 2, the package tf_keras."""
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,14 +40,15 @@ def _is_not_compatibility_check(record: logging.LogRecord) -> bool:
 
 
 def compile_without_wrapping(
-    stock_compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    stock_compile: Callable[..., Any], call: inspect.BoundArguments
 ) -> Any:
     """Keras 2 wraps by the policy's name alone; only its private method knows how not to."""
+    model = call.args[0]
     vars(model)["_get_optimizer"] = lambda optimizer: tf.nest.map_structure(
         keras.optimizers.get, optimizer
     )
     try:
-        return stock_compile(model, *args, **kwargs)
+        return stock_compile(*call.args, **call.kwargs)
     finally:
         del vars(model)["_get_optimizer"]
 
@@ -121,6 +123,9 @@ class _NewFamily(OptimizerFamily):
 
 class _LegacyFamily(OptimizerFamily):
     """`tf.keras.optimizers.legacy.*`, also in the graph mode of TensorFlow 1."""
+
+    # A SavedModel revives a wrapper as the first of its bases, which cannot take the other's state.
+    fits_into_saved_model = False
 
     def hyperparameters(self) -> frozenset[str]:
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}

@@ -1,6 +1,7 @@
 """`tf.keras` as Keras 3 on the TensorFlow backend."""
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +26,10 @@ def init_base_policy(policy: Any, name: Any) -> None:
 
 
 def compile_without_wrapping(
-    stock_compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    stock_compile: Callable[..., Any], call: inspect.BoundArguments
 ) -> Any:
-    kwargs["auto_scale_loss"] = False
-    return stock_compile(model, *args, **kwargs)
+    call.arguments["auto_scale_loss"] = False
+    return stock_compile(*call.args, **call.kwargs)
 
 
 def flatten_layers(model: Any) -> list[Any]:
@@ -36,38 +37,41 @@ def flatten_layers(model: Any) -> list[Any]:
 
 
 # Keras 3 keeps one global policy for each thread and lets a fresh thread start from floatx. We keep
-# the one that was set last in `_process`, and in `_thread.known` the policy that this thread holds
-# on our account: a thread that holds something else was told so by the stock function.
-_process: dict[str, Any] = {"policy": None}
-_thread = threading.local()
+# the one that was set last, by whichever thread, in `_process`, None standing for floatx. In
+# `_thread` is what this thread holds on our account: if it holds something else, the stock function
+# told it so.
+_process: dict[str, Any] = {"policy": None, "version": 0}
+
+
+class _Thread(threading.local):
+    holds = None
+    version = 0
+    tracks_floatx = False
+
+
+_thread = _Thread()
 
 
 def get_global_policy() -> Any:
     current = keras.mixed_precision.global_policy()
-    known = getattr(_thread, "known", None)
-    if current is known:
-        if getattr(_thread, "tracks_floatx", False) and current.name != keras.backend.floatx():
-            return _track_floatx()
-        return current
     untouched = type(current) is BasePolicy and current.name == keras.backend.floatx()
-    if known is None and untouched:
-        if _process["policy"] is None:
-            return _track_floatx()
-        return _hold(_process["policy"])
-    _process["policy"] = current
-    return _hold(current)
-
-
-def thread_missed_global_policy() -> bool:
-    return _process["policy"] is not None and getattr(_thread, "known", None) is None
+    if current is not _thread.holds and not (_thread.holds is None and untouched):
+        set_global_policy(current)
+    elif _thread.holds is None or thread_missed_global_policy():
+        _hold(_process["policy"])
+    elif _thread.tracks_floatx and not untouched:
+        _hold(None)
+    return _thread.holds
 
 
 def set_global_policy(policy: Any) -> None:
     _process["policy"] = policy
-    if policy is None:
-        _track_floatx()
-    else:
-        _hold(policy)
+    _process["version"] += 1
+    _hold(policy)
+
+
+def thread_missed_global_policy() -> bool:
+    return _thread.version != _process["version"]
 
 
 def tracks_floatx() -> bool:
@@ -75,16 +79,11 @@ def tracks_floatx() -> bool:
     return _thread.tracks_floatx
 
 
-def _hold(policy: Any) -> Any:
-    keras.mixed_precision.set_global_policy(policy)
-    _thread.known, _thread.tracks_floatx = policy, False
-    return policy
-
-
-def _track_floatx() -> Any:
-    policy = _hold(BasePolicy(keras.backend.floatx()))
-    _thread.tracks_floatx = True
-    return policy
+def _hold(policy: Any) -> None:
+    _thread.tracks_floatx = policy is None
+    _thread.holds = BasePolicy(keras.backend.floatx()) if policy is None else policy
+    _thread.version = _process["version"]
+    keras.mixed_precision.set_global_policy(_thread.holds)
 
 
 get_optimizer = keras.optimizers.get
