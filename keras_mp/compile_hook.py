@@ -5,6 +5,8 @@ leaves alone every model whose policy is not one.
 """
 
 import functools
+import importlib.abc
+import importlib.util
 import inspect
 import sys
 import threading
@@ -28,11 +30,40 @@ def install(policy_class: type) -> None:
     """
     with _lock:
         _hook(keras_api.COMPILE_OWNER, functools.partial(_compile, policy_class))
-        other = sys.modules.get(keras_api.OTHER_PACKAGE)
-        model_class = getattr(other, "Model", None)
-        if model_class is not None:
-            owner = next(cls for cls in model_class.__mro__ if "compile" in vars(cls))
-            _hook(owner, functools.partial(_refuse_other_keras, policy_class))
+        if keras_api.OTHER_PACKAGE in sys.modules:
+            _guard_other_keras(policy_class)
+        elif not any(isinstance(finder, _OtherKerasWatch) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _OtherKerasWatch(policy_class))
+
+
+def _guard_other_keras(policy_class: type) -> None:
+    model_class = getattr(sys.modules[keras_api.OTHER_PACKAGE], "Model", None)
+    if model_class is not None:
+        owner = next(cls for cls in model_class.__mro__ if "compile" in vars(cls))
+        _hook(owner, functools.partial(_refuse_other_keras, policy_class))
+
+
+class _OtherKerasWatch(importlib.abc.MetaPathFinder):
+    """Guards the other Keras once it is imported, where that is after the first policy."""
+
+    def __init__(self, policy_class: type) -> None:
+        self._policy_class = policy_class
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """Finds the other Keras with the finders after this one, and waits until it is loaded."""
+        if fullname != keras_api.OTHER_PACKAGE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_guard(module: Any) -> None:
+                load(module)
+                _guard_other_keras(self._policy_class)
+
+            spec.loader.exec_module = load_and_guard
+        return spec
 
 
 def _hook(owner: type, replacement: Any) -> None:

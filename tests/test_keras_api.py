@@ -70,9 +70,10 @@ def test_what_cannot_work_says_what_to_set(code, environment, message):
 
 WRONG_MODEL = """
 import tensorflow as tf
-import {other}
 import keras_mp
+{early}
 keras_mp.set_global_policy("{policy}")
+import {other}
 model = {other}.Sequential([{other}.layers.Dense(1)])
 optimizer = {optimizer}
 try:
@@ -84,16 +85,20 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize(
-    ("policy", "optimizer", "refused"),
+    ("policy", "optimizer", "early", "refused"),
     [
-        ("mixed_float16", "'sgd'", True),
-        ("float32", "keras_mp.LossScaleOptimizer('sgd')", True),
-        ("float32", "'sgd'", False),
+        ("mixed_float16", "'sgd'", True, True),
+        ("mixed_float16", "'sgd'", False, True),
+        ("float32", "keras_mp.LossScaleOptimizer('sgd')", True, True),
+        ("float32", "'sgd'", False, False),
     ],
 )
-def test_a_model_of_the_other_keras(policy, optimizer, refused):
+def test_a_model_of_the_other_keras(policy, optimizer, early, refused):
     other = keras_api.OTHER_PACKAGE
-    output = python(WRONG_MODEL.format(other=other, policy=policy, optimizer=optimizer))
+    early = f"import {other}" if early else ""
+    output = python(
+        WRONG_MODEL.format(other=other, policy=policy, optimizer=optimizer, early=early)
+    )
     if refused:
         assert (
             f"REFUSED keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE}" in output
