@@ -335,7 +335,8 @@ def test_a_missing_call_is_reported_each_time(name, calls, update, message, trac
         step = (tf.function if traced else lambda f: f)(lambda: loop_step(optimizer, v, calls))
         with pytest.warns(keras_mp.MixedPrecisionWarning, match=message) as caught:
             step()
-        assert len(caught) == 1
+        ours = [w for w in caught if w.category is keras_mp.MixedPrecisionWarning]
+        assert len(ours) == 1
         assert before - float(v) == pytest.approx(0.5 * update)
 
 
@@ -365,7 +366,8 @@ def test_gradients_computed_in_one_function_and_applied_in_another(name, calls, 
 
     for tag in ("first", "first", "second", "second"):
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
             gradients = compute("" if retraced == "apply" else tag)
             apply(gradients, "" if retraced == "compute" else tag)
         # Of a retrace of `apply` alone nobody can tell whether the calls were made; it is said.
