@@ -4,6 +4,7 @@ RFC 293, "A policy's loss scale". The hook is installed when the first `keras_mp
 leaves alone every model whose policy is not one.
 """
 
+import copy
 import functools
 import importlib.abc
 import importlib.util
@@ -16,8 +17,12 @@ import tensorflow as tf
 
 from keras_mp import keras_api, messages
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of
-from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
+from keras_mp.loss_scale_optimizer import (
+    LossScaleOptimizer,
+    find_loss_scale_optimizer,
+    wrapper_of,
+)
+from keras_mp.optimizer_wrapper import OptimizerWrapper
 
 _lock = threading.Lock()
 
@@ -107,22 +112,19 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
 
 def _wrap(policy: Any, optimizer: Any) -> Any:
     optimizer = keras_api.get_optimizer(optimizer)
-    if optimizer is None:
-        return None
-    for one in chain(optimizer):
-        if isinstance(one, LossScaleOptimizer):
-            return optimizer
-        if isinstance(one, keras_api.StockLossScaleOptimizer):
-            messages.warn(
-                "The model is compiled with tf.keras's own LossScaleOptimizer, which is left as it "
-                "is. keras_mp.LossScaleOptimizer is safer: it judges gradients of all replicas, "
-                "keeps the scale between a floor and a ceiling and leaves `iterations` alone on a "
-                "skipped step. Pass the inner optimizer to compile() to get it."
-            )
-            return optimizer
+    scaling = find_loss_scale_optimizer(optimizer)
+    if scaling is not None and not isinstance(scaling, LossScaleOptimizer):
+        messages.warn(
+            "The model is compiled with tf.keras's own LossScaleOptimizer, which is left as it is. "
+            "keras_mp.LossScaleOptimizer is safer: it judges gradients of all replicas, keeps the "
+            "scale between a floor and a ceiling and leaves `iterations` alone on a skipped step. "
+            "Pass the inner optimizer to compile() to get it."
+        )
+    if optimizer is None or scaling is not None:
+        return optimizer
     wrapper = wrapper_of(optimizer)
     if wrapper is None:
-        return LossScaleOptimizer(optimizer, loss_scale_lib.clone(policy.loss_scale))
+        return LossScaleOptimizer(optimizer, copy.deepcopy(policy.loss_scale))
     if loss_scale_lib.serialize(wrapper.loss_scale) != loss_scale_lib.serialize(policy.loss_scale):
         messages.warn(
             "The optimizer has been compiled before and keeps the loss scale of that time, "
@@ -134,7 +136,7 @@ def _wrap(policy: Any, optimizer: Any) -> Any:
 
 def _warn_if_unscaled(model: Any) -> None:
     optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
-    if all(_scales_loss(optimizer) for optimizer in optimizers):
+    if all(find_loss_scale_optimizer(optimizer) is not None for optimizer in optimizers):
         return
     half = [
         layer.name
@@ -161,10 +163,6 @@ def _warn_if_made_in_another_thread(model: Any) -> None:
             f"one, {policy!r}: Keras 3 keeps a global policy for each thread, and this thread has "
             "not asked for ours. Call keras_mp.global_policy() in it before making the model."
         )
-
-
-def _scales_loss(optimizer: Any) -> bool:
-    return any(isinstance(o, keras_api.StockLossScaleOptimizer) for o in chain(optimizer))
 
 
 def _refuse_other_keras(

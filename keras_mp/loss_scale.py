@@ -5,7 +5,6 @@ RFC 293, "The new LossScale class". This module needs TensorFlow only. It knows 
 """
 
 import abc
-import copy
 import functools
 import numbers
 import operator
@@ -483,11 +482,6 @@ def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
     if loss_scale is None:
         return None
     return {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()}
-
-
-def clone(loss_scale: LossScale) -> LossScale:
-    """Returns a copy with variables of its own, in the same state."""
-    return copy.deepcopy(loss_scale)
 
 
 def _deserialize(config: dict[str, Any]) -> LossScale:

@@ -30,6 +30,19 @@ def wrapper_of(optimizer: Any) -> "LossScaleOptimizer | None":
     return None if reference is None else reference()
 
 
+def find_loss_scale_optimizer(optimizer: Any) -> Any:
+    """Returns what scales the loss among an optimizer and those that it wraps, or None.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or None.
+
+    Returns:
+        A `LossScaleOptimizer`, ours or the stock one, or None.
+    """
+    scaling = (o for o in chain(optimizer) if isinstance(o, keras_api.StockLossScaleOptimizer))
+    return next(scaling, None)
+
+
 @keras_api.register_serializable
 class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     """An optimizer that applies loss scaling, so that float16 gradients do not underflow.
@@ -108,7 +121,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             )
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
-        if any(isinstance(o, keras_api.StockLossScaleOptimizer) for o in chain(inner_optimizer)):
+        if find_loss_scale_optimizer(inner_optimizer) is not None:
             raise TypeError(
                 "A LossScaleOptimizer cannot wrap a LossScaleOptimizer: the loss would be scaled "
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
@@ -296,8 +309,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """
         pairs = self._scaled_gradients(loss, var_list, tape, grad_loss)
         self._calls.scaled("get_unscaled_gradients")
-        self._calls.unscaled()
-        unscaled = gradients.unscale([g for g, _ in pairs], self._loss_scale())
+        unscaled = self.get_unscaled_gradients([g for g, _ in pairs])
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
     def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:

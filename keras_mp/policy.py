@@ -153,8 +153,7 @@ def global_policy() -> Any:
 
     Source: RFC 293, "The global policy".
     """
-    policy = keras_api.get_global_policy()
-    return Policy(policy.name) if type(policy) is keras_api.BasePolicy else policy
+    return _to_policy(keras_api.get_global_policy())
 
 
 def set_global_policy(policy: Any) -> None:

@@ -62,7 +62,7 @@ class StepCalls(threading.local):
 
     def forget(self) -> None:
         """Drops what was noted: a step is made that needs none of it."""
-        self._scaled_for, self._unscaled = None, False
+        self._scaled_for, self._unscaled, self._graph = None, False, None
         self._applied = set()
 
     def resolve(self, variables: Iterable[Any]) -> bool:
@@ -74,7 +74,8 @@ class StepCalls(threading.local):
         Returns:
             Are the gradients still scaled?
         """
-        scaled_for, unscaled, before = self._scaled_for, self._unscaled, self._applied
+        scaled_for, unscaled = self._scaled_for, self._unscaled
+        graph, before = self._graph, self._applied
         self.forget()
         applied = {id(variable) for variable in variables}
         if before and before.isdisjoint(applied) and not scaled_for and not unscaled:
@@ -83,7 +84,7 @@ class StepCalls(threading.local):
             return self._was_scaled
         if scaled_for and (unscaled or scaled_for == "apply_gradients"):
             self._habits[tf.executing_eagerly()] = _Habit(
-                scaled=not unscaled, elsewhere=self._graph is not _graph()
+                scaled=not unscaled, elsewhere=graph is not _graph()
             )
             self._applied, self._was_scaled = applied, not unscaled
             return not unscaled
