@@ -33,7 +33,7 @@ setuptools.setup(
         "gpu": [f"tensorflow[and-cuda]{_TENSORFLOW_VERSIONS}"],
         "tutorials": _TUTORIALS,
         "bench": [*_TUTORIALS, *_LEGACY],
-        "test": [*_TUTORIALS, *_LEGACY, "pytest>=8", "ruff"],
+        "test": [*_TUTORIALS, *_LEGACY, "hypothesis", "pytest>=8", "ruff"],
     },
     classifiers=[
         "Intended Audience :: Developers",

@@ -36,6 +36,21 @@ def check_strategy() -> None:
         )
 
 
+def convert(gradients: Iterable[Any]) -> list[Gradient]:
+    """Makes gradients of what stands for one.
+
+    Args:
+        gradients: iterable of tensors, arrays, `tf.IndexedSlices` and None.
+
+    Returns:
+        list of gradients.
+
+    Raises:
+        TypeError: there is something else among them.
+    """
+    return [_map(lambda g: g, gradient) for gradient in gradients]
+
+
 def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
     """Multiplies a loss by the loss scale.
 
@@ -105,16 +120,17 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     """Tells whether every value of every gradient is finite.
 
     Args:
-        gradients: sequence of gradients. Of a sparse one the stored values are looked at.
+        gradients: sequence of gradients. Of a sparse one, the sums over equal indices have to be
+            finite too, since an optimizer adds these up.
 
     Returns:
         bool scalar tensor; True where there is nothing to look at.
     """
     verdicts = []
     for gradient in gradients:
-        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        if values is None or values.dtype.is_integer:
+        if gradient is None or gradient.dtype.is_integer:
             continue
+        values = _magnitudes_of_sums(gradient) if _is_sparse(gradient) else gradient
         if values.dtype.is_complex:
             values = tf.stack([tf.math.real(values), tf.math.imag(values)])
         verdicts.append(tf.reduce_all(tf.math.is_finite(values)))
@@ -162,10 +178,11 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
 
 
 def decide_for_all_replicas(
-    decide: Callable[[Callable[..., Any], tf.Tensor | None], Any],
+    decide: Callable[[Callable[..., Any], tf.Tensor | None, Sequence[tf.Tensor]], Any],
     apply: Callable[[list[Gradient]], Any],
     gradients: list[Gradient],
     finite: tf.Tensor | None,
+    loss: tf.Tensor | None,
 ) -> Any:
     """Calls `decide` where a condition may stand around `apply`.
 
@@ -173,34 +190,61 @@ def decide_for_all_replicas(
     cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
 
     Args:
-        decide: called once with a function that applies the gradients and with the verdict.
+        decide: called once with a function that applies the gradients, with the verdict, and with
+            the losses at hand: of all replicas of this process or of this one, or none.
         apply: called on each replica with that replica's gradients.
         gradients: list of gradients of this replica.
         finite: bool scalar tensor, the same on every replica, or None where nothing is judged.
+        loss: tensor, the loss of this replica, or None where it is not known.
 
     Returns:
         What `decide` returns.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        return decide(lambda: apply(gradients), finite)
+        return decide(lambda: apply(gradients), finite, [] if loss is None else [loss])
 
     def cross_replica(
-        strategy: tf.distribute.Strategy, gradients: list[Gradient], finite: Any
+        strategy: tf.distribute.Strategy, gradients: list[Gradient], finite: Any, loss: Any
     ) -> Any:
         if finite is not None:
             finite = strategy.experimental_local_results(finite)[0]
+        losses = [] if loss is None else strategy.experimental_local_results(loss)
         return decide(
-            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)), finite
+            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)),
+            finite,
+            losses,
         )
 
     context = tf.distribute.get_replica_context()
-    return context.merge_call(cross_replica, args=(gradients, finite))
+    return context.merge_call(cross_replica, args=(gradients, finite, loss))
+
+
+def _is_sparse(gradient: Gradient) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
+    """Bounds of the sums over equal indices; infinite where such a sum could overflow."""
+    magnitudes = tf.abs(gradient.values)
+    if gradient.dtype != tf.float16:
+        # All rows together: nothing sound comes near the largest float32.
+        return tf.reduce_sum(magnitudes, axis=0)
+    # float16 ends at 65504, which many rows together may well pass while none of them does.
+    order = tf.argsort(gradient.indices)
+    indices = tf.gather(gradient.indices, order)
+    is_new = tf.concat(
+        [tf.zeros_like(indices[:1]), tf.cast(indices[1:] != indices[:-1], indices.dtype)], 0
+    )
+    sums = tf.math.unsorted_segment_sum(
+        tf.cast(tf.gather(magnitudes, order), tf.float32), tf.cumsum(is_new), tf.size(indices)
+    )
+    return tf.cast(sums, tf.float16)
 
 
 def _map(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
     if gradient is None:
         return None
-    if isinstance(gradient, tf.IndexedSlices):
+    if _is_sparse(gradient):
         return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
     if isinstance(gradient, (list, tuple, dict, str)):
         raise TypeError(

@@ -176,6 +176,9 @@ class LossScale(tf.Module, abc.ABC):
         return f"{type(self).__name__}({arguments})"
 
 
+_REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+
+
 def _delegate_operator(name: str) -> None:
     fn = getattr(operator, name)
 
@@ -188,11 +191,11 @@ def _delegate_operator(name: str) -> None:
         return fn(tf.convert_to_tensor(other, tf.float32), self())
 
     setattr(LossScale, f"__{name}__", operate)
-    if name in ("add", "sub", "mul", "truediv", "pow"):
+    if name in _REFLECTED:
         setattr(LossScale, f"__r{name}__", operate_reflected)
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow", "neg", "abs", "lt", "le", "gt", "ge"):
+for _name in (*_REFLECTED, "neg", "abs", "lt", "le", "gt", "ge"):
     _delegate_operator(_name)
 
 
@@ -337,8 +340,16 @@ class DynamicLossScale(LossScale):
 
     @property
     def increment_period(self) -> int:
-        """Finite steps after which the scale grows."""
+        """Finite steps after which the scale grows.
+
+        A `tf.function` that was traced before it was set keeps the old number.
+        """
         return self._next_state.keywords["increment_period"]
+
+    @increment_period.setter
+    def increment_period(self, value: int) -> None:
+        period = validation.integer("increment_period", value)
+        self._next_state = functools.partial(self._next_state, increment_period=period)
 
     @property
     def multiplier(self) -> float:

@@ -3,16 +3,18 @@
 RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import gradients, keras_api, messages
+from keras_mp import gradients, keras_api, messages, older_spellings, validation
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
+from keras_mp.skipped_steps import SkippedSteps
 from keras_mp.step_calls import StepCalls
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
@@ -71,6 +73,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             in half the bytes. Needs a scale that skips overflowing steps: with a fixed one, they
             are summed in float32. Defaults to True.
         name: str. Defaults to the inner optimizer's name.
+        warn_after_skips: int, or None for never. After how many skipped steps in a row to warn, and
+            to say whether the loss itself is non-finite or only its gradients. Defaults to 50.
         dynamic: bool. Older spelling: False means a fixed scale of `initial_scale`.
         initial_scale: number. Older spelling of the (initial) scale.
         dynamic_growth_steps: int. Older spelling of the scale's `increment_period`.
@@ -108,17 +112,13 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         aggregate_in_float16: bool = True,
         *,
         name: str | None = None,
+        warn_after_skips: int | None = 50,
         dynamic: bool | None = None,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs:
-            received = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
-            raise ValueError(
-                "LossScaleOptimizer does not take these arguments; pass them to the inner "
-                f"optimizer. Received: {received}"
-            )
+        older_spellings.refuse_arguments_of_inner_optimizers(kwargs)
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
         if find_loss_scale_optimizer(inner_optimizer) is not None:
@@ -140,19 +140,15 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "done so: look at `model.optimizer`). Use that one, or make a new optimizer. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        loss_scale = _loss_scale_from_arguments(
+        loss_scale = older_spellings.loss_scale_from_arguments(
             loss_scale, dynamic, initial_scale, dynamic_growth_steps
         )
-        with tf.init_scope():
-            steps_skipped = _counter("steps_skipped", tf.int64, 0)
-            last_step_skipped = _counter("last_step_skipped", tf.bool, False)
         vars(self).update(
             _name=name,
             _loss_scale=loss_scale,
             _aggregate_in_float16=aggregate_in_float16,
-            _steps_skipped=steps_skipped,
-            _last_step_skipped=last_step_skipped,
-            _calls=StepCalls({}),
+            _skipped=SkippedSteps(_skips(warn_after_skips)),
+            _calls=StepCalls(),
         )
         for child_name, child in self._own_children().items():
             self._track_trackable(child, child_name, overwrite=True)
@@ -180,13 +176,27 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     @property
     def steps_skipped(self) -> tf.Tensor:
         """How many steps were skipped so far, an int64 scalar tensor."""
+        self._collect_reports()
         # A tensor: of a mirrored variable, Python would take any value for true.
-        return tf.convert_to_tensor(self._steps_skipped)
+        return tf.convert_to_tensor(self._skipped.total)
 
     @property
     def last_step_skipped(self) -> tf.Tensor:
         """Was the last step skipped? A bool scalar tensor."""
-        return tf.convert_to_tensor(self._last_step_skipped)
+        self._collect_reports()
+        return tf.convert_to_tensor(self._skipped.last)
+
+    @property
+    def warn_after_skips(self) -> int | None:
+        """After how many skipped steps in a row to warn; None for never.
+
+        A `tf.function` that was traced before it was set keeps the old number.
+        """
+        return self._skipped.warn_after
+
+    @warn_after_skips.setter
+    def warn_after_skips(self, value: int | None) -> None:
+        self._skipped.warn_after = _skips(value)
 
     @property
     def dynamic(self) -> bool:
@@ -202,8 +212,17 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """The dynamic scale's `increment_period`; None for a fixed scale."""
+        """The dynamic scale's `increment_period`, read and write; None for a fixed scale."""
         return self._loss_scale.increment_period if self.dynamic else None
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, value: int) -> None:
+        if not self.dynamic:
+            raise ValueError(
+                "A fixed loss scale does not grow. "
+                f"Received: dynamic_growth_steps={value!r} with {self._loss_scale!r}"
+            )
+        self._loss_scale.increment_period = older_spellings.whole(value)
 
     @property
     def dynamic_counter(self) -> tf.Variable | None:
@@ -233,7 +252,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             TypeError: the loss is not a floating-point tensor.
         """
         scaled = self._scale(loss)
-        self._calls.scaled("get_unscaled_gradients")
+        self._calls.scaled(to_apply=False)
         return scaled
 
     def scale_loss(self, loss: Any) -> Any:
@@ -249,7 +268,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             TypeError: the loss is not a floating-point tensor.
         """
         scaled = self._scale(loss)
-        self._calls.scaled("apply_gradients")
+        self._calls.scaled(to_apply=True)
         return scaled
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -285,8 +304,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Returns:
             `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
         """
-        pairs = self._scaled_gradients(loss, var_list, tape, grad_loss)
+        if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
+            return super().minimize(loss, var_list, tape, grad_loss, name)
+        pairs = _checked(self._gradients(self._scale, loss, var_list, tape, grad_loss))
         self._calls.forget()
+        if not pairs:
+            return self.iterations
         return self._step(pairs, scaled=True, aggregate=True, name=name)
 
     def compute_gradients(
@@ -307,8 +330,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Returns:
             list of (gradient, variable) pairs.
         """
-        pairs = self._scaled_gradients(loss, var_list, tape, grad_loss)
-        self._calls.scaled("get_unscaled_gradients")
+        pairs = self._gradients(self.get_scaled_loss, loss, var_list, tape, grad_loss)
         unscaled = self.get_unscaled_gradients([g for g, _ in pairs])
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
@@ -341,6 +363,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
         name: str | None = None,
+        *,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
@@ -362,7 +385,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Raises:
             ValueError: no variable has a gradient, or the call is in a cross-replica context.
         """
-        pairs = list(grads_and_vars)
+        pairs = _checked(grads_and_vars)
+        if not pairs:
+            return self.iterations
         scaled = self._calls.resolve(variable for _, variable in pairs)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         return self._step(pairs, scaled=scaled, aggregate=aggregate, name=name)
@@ -371,12 +396,22 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """Not on the TensorFlow backend: says what Keras says."""
         return self.inner_optimizer.stateless_apply(*args, **kwargs)
 
+    def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
+        """Lets the inner optimizer set the final values, where it has any: averages, for one.
+
+        Args:
+            var_list: iterable of the model's trainable variables.
+        """
+        self._collect_reports()
+        super().finalize_variable_values(var_list)
+
     def save_own_variables(self, store: Any) -> None:
         """Saves the loss scale's state; the inner optimizer is saved beside it, by Keras.
 
         Args:
             store: dict-like, of names and arrays.
         """
+        self._collect_reports()
         for name, variable in self._state().items():
             store[name] = variable.numpy()
 
@@ -388,7 +423,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 warning.
         """
         saved, state = set(store.keys()), self._state()
-        if saved == {str(i) for i in range(len(self.variables))}:
+        if saved and saved == {str(i) for i in range(len(self.variables))}:
             self.inner_optimizer.load_own_variables(store)
         for name in saved & set(state):
             state[name].assign(store[name][()])
@@ -408,6 +443,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             "inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer),
             "loss_scale": loss_scale_lib.serialize(self._loss_scale),
             "aggregate_in_float16": self._aggregate_in_float16,
+            "warn_after_skips": self.warn_after_skips,
         }
 
     @classmethod
@@ -434,8 +470,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """What a checkpoint holds of the wrapper, beside the inner optimizer's own children."""
         return {
             "loss_scale": self._loss_scale,
-            "steps_skipped": self._steps_skipped,
-            "last_step_skipped": self._last_step_skipped,
+            "steps_skipped": self._skipped.total,
+            "last_step_skipped": self._skipped.last,
         }
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
@@ -444,7 +480,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         return {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
 
     def _state(self) -> dict[str, tf.Variable]:
-        state = {"steps_skipped": self._steps_skipped, "last_step_skipped": self._last_step_skipped}
+        state = {"steps_skipped": self._skipped.total, "last_step_skipped": self._skipped.last}
         if self.dynamic:
             scale = self._loss_scale
             state["loss_scale"] = scale.loss_scale
@@ -454,56 +490,82 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     def _scale(self, loss: Any) -> Any:
         if callable(loss) and not tf.is_tensor(loss):
-            return lambda: gradients.scale_loss(loss(), self._loss_scale())
-        return gradients.scale_loss(loss, self._loss_scale())
+            return lambda: self._scale(loss())
+        scaled = gradients.scale_loss(loss, self._loss_scale())
+        self._calls.saw(tf.convert_to_tensor(loss))
+        return scaled
 
-    def _scaled_gradients(
-        self, loss: Any, var_list: Any, tape: tf.GradientTape | None, grad_loss: tf.Tensor | None
+    def _gradients(
+        self,
+        scale: Callable[[Any], Any],
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
-        if tape is None:
-            return self._family.compute_gradients(self._scale(loss), var_list, None, grad_loss)
-        with tape:
-            loss = self._scale(loss)
-        return self._family.compute_gradients(loss, var_list, tape, grad_loss)
+        is_tape = isinstance(tape, tf.GradientTape)
+        with tape if is_tape else contextlib.nullcontext():
+            loss = scale(loss)
+        return super().compute_gradients(loss, var_list, tape, grad_loss)
 
     def _step(
-        self, pairs: list[tuple[Any, Any]], *, scaled: bool, aggregate: bool, name: str | None
+        self,
+        pairs: list[tuple[Any, Any]],
+        *,
+        scaled: bool | tf.Tensor,
+        aggregate: bool,
+        name: str | None,
     ) -> Any:
-        if tf.distribute.in_cross_replica_context():
-            raise ValueError(
-                "Gradients are applied in a replica context: call this inside the function that is "
-                "passed to `strategy.run`."
-            )
-        if not pairs:
-            return self.iterations
+        self._collect_reports()
+        loss = self._calls.take_loss()
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        if all(g is None for g in grads):
-            raise ValueError(
-                "No gradients provided for any variable: "
-                f"{[v.name for v in variables]}. Is the loss computed from them, under the tape? "
-                f"Received: {grads!r}"
-            )
         # Again, since the optimizer may have been made outside of the strategy's scope.
         gradients.check_strategy()
-        self._family.build(variables)
+        self.build(variables)
         loss_scale = self._loss_scale()
+        values = self._take_new_values(grads, variables, loss_scale, scaled)
+        if tf.is_tensor(scaled):
+            grads = gradients.unscale(grads, tf.where(scaled, loss_scale, 1.0))
+            scaled = False
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        if aggregate and replicas > 1:
+        if aggregate and (replicas > 1 or self._family.custom_aggregation()):
             grads, scaled = self._aggregate(grads, variables, loss_scale, scaled)
         if scaled:
             grads = gradients.unscale(grads, loss_scale)
+        grads = [values.get(i, g) for i, g in enumerate(grads)]
         finite = None
         if self.dynamic:
             # Unscaled gradients are finite where scaled ones are, and the other way round.
-            finite = gradients.all_finite(grads)
+            finite = gradients.all_finite(self._family.totals(grads, variables))
             if replicas > 1 and not aggregate:
                 finite = gradients.agree(finite)
+            self._skipped.watch()
         return gradients.decide_for_all_replicas(
             functools.partial(self._apply_or_skip, loss_scale),
             lambda grads: self._family.apply(list(zip(grads, variables)), name, aggregate=False),
             grads,
             finite,
+            loss,
         )
+
+    def _take_new_values(
+        self,
+        grads: list[Any],
+        variables: list[Any],
+        loss_scale: tf.Tensor,
+        scaled: bool | tf.Tensor,
+    ) -> dict[int, Any]:
+        """Takes out of `grads` what are no gradients, but new values of their variables.
+
+        They never were scaled, so where gradients were unscaled that is undone for them.
+        """
+        values = {}
+        for i, variable in enumerate(variables):
+            if grads[i] is not None and self._family.is_overwritten(variable):
+                divided_by = tf.where(scaled, 1.0, loss_scale)
+                [values[i]] = gradients.scale([grads[i]], divided_by)
+                grads[i] = None
+        return values
 
     def _aggregate(
         self, grads: list[Any], variables: list[Any], loss_scale: tf.Tensor, scaled: bool
@@ -521,23 +583,46 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         return gradients.all_reduce(grads, in_float16), scaled
 
     def _apply_or_skip(
-        self, loss_scale: tf.Tensor, apply: Callable[[], Any], finite: tf.Tensor | None
+        self,
+        loss_scale: tf.Tensor,
+        apply: Callable[[], Any],
+        finite: tf.Tensor | None,
+        losses: Sequence[tf.Tensor],
     ) -> Any:
         """Applies gradients if they are finite, and moves the scale. Once for all replicas."""
         if finite is None:
-            applied = _operation(apply())
-            return self._finish([applied])
-        applied = tf.cond(finite, lambda: _operation(apply()), lambda: _operation(None))
+            return self._finish([_operation(apply())])
+        judge = functools.partial(self._judge, loss_scale, apply, finite, losses)
+        if not self._family.accumulates():
+            return self._finish(judge())
+        # Only what is made of all gradients that were accumulated is a step.
+        tf.cond(self._family.completes_step(), lambda: _nothing(judge()), lambda: _nothing(apply()))
+        return self.iterations
+
+    def _judge(
+        self,
+        loss_scale: tf.Tensor,
+        apply: Callable[[], Any],
+        finite: tf.Tensor,
+        losses: Sequence[tf.Tensor],
+    ) -> list[Any]:
         state = self._loss_scale.next_state(loss_scale, finite)
-        skipped = tf.logical_not(finite)
-        return self._finish(
-            [
-                applied,
-                *self._loss_scale.assign(state),
-                self._steps_skipped.assign_add(tf.cast(skipped, tf.int64), read_value=False),
-                self._last_step_skipped.assign(skipped, read_value=False),
-            ]
-        )
+
+        def skip() -> None:
+            self._family.drop_accumulated()
+            if tf.compat.v1.executing_eagerly_outside_functions():
+                self._skipped.skip(state.num_bad_steps, losses)
+
+        applied = tf.cond(finite, lambda: _operation(apply()), lambda: _operation(skip()))
+        return [
+            applied,
+            *self._loss_scale.assign(state),
+            *self._skipped.count(tf.logical_not(finite)),
+        ]
+
+    def _collect_reports(self) -> None:
+        self._calls.collect_reports()
+        self._skipped.collect_reports()
 
     def _finish(self, operations: list[Any]) -> Any:
         if tf.compat.v1.executing_eagerly_outside_functions():
@@ -545,47 +630,35 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         return tf.group(*[o for o in operations if o is not None])
 
 
-def _loss_scale_from_arguments(
-    loss_scale: Any,
-    dynamic: bool | None,
-    initial_scale: float | None,
-    dynamic_growth_steps: int | None,
-) -> loss_scale_lib.LossScale:
-    """Brings the RFC's `loss_scale` and the older keywords together, or refuses."""
-    older = {
-        "dynamic": dynamic,
-        "initial_scale": initial_scale,
-        "dynamic_growth_steps": dynamic_growth_steps,
-    }
-    older = {key: value for key, value in older.items() if value is not None}
-    received = ", ".join(f"{k}={v!r}" for k, v in {"loss_scale": loss_scale, **older}.items())
-    if not older:
-        result = loss_scale_lib.get(loss_scale)
-        if result is None:
-            raise ValueError(
-                "A LossScaleOptimizer needs a loss scale; without one, use the inner optimizer "
-                "itself. Received: loss_scale=None"
-            )
-        return result
-    if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
-        raise ValueError(
-            f"Give `loss_scale`, or the older {', '.join(older)}, not both. Received: {received}"
-        )
-    if not isinstance(older.get("dynamic", True), bool):
-        raise TypeError(f"`dynamic` must be a bool. Received: {received}")
-    if older.get("dynamic", True):
-        given = {"initial_loss_scale": initial_scale, "increment_period": dynamic_growth_steps}
-        return loss_scale_lib.DynamicLossScale(**{k: v for k, v in given.items() if v is not None})
-    if initial_scale is None or dynamic_growth_steps is not None:
-        raise ValueError(
-            "With dynamic=False, `initial_scale` is the fixed scale and must be given, and "
-            f"`dynamic_growth_steps` must not. Received: {received}"
-        )
-    return loss_scale_lib.FixedLossScale(initial_scale)
+# What a subclass may override to have a say in `minimize`.
+_HOOKS = ("apply_gradients", "compute_gradients", "get_scaled_loss", "get_unscaled_gradients")
 
 
-def _counter(name: str, dtype: tf.DType, value: Any) -> tf.Variable:
-    return tf.Variable(value, dtype=dtype, name=name, trainable=False)
+def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Checks what is to be applied, before anything is changed."""
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients are applied in a replica context: call this inside the function that is "
+            "passed to `strategy.run`."
+        )
+    pairs = list(pairs)
+    grads, variables = gradients.convert(g for g, _ in pairs), [v for _, v in pairs]
+    if pairs and all(g is None for g in grads):
+        raise ValueError(
+            "No gradients provided for any variable: "
+            f"{[v.name for v in variables]}. Is the loss computed from them, under the tape? "
+            f"Received: {grads!r}"
+        )
+    return list(zip(grads, variables, strict=True))
+
+
+def _skips(value: int | None) -> int | None:
+    return None if value is None else validation.integer("warn_after_skips", value)
+
+
+def _nothing(_: Any) -> None:
+    """What both branches of `tf.cond` return."""
+    return
 
 
 def _operation(result: Any) -> Any:

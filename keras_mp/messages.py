@@ -4,10 +4,8 @@ import os
 import sys
 import warnings
 
-_NOT_THE_USER = tuple(
-    os.sep + package + os.sep
-    for package in ("keras_mp", "tensorflow", "keras", "tf_keras", "contextlib")
-)
+_PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras", "contextlib")
+_NOT_THE_USER = (*(f"{os.sep}{p}{os.sep}" for p in _PACKAGES), "__autograph_generated_file")
 
 
 class MixedPrecisionWarning(UserWarning):
@@ -36,4 +34,4 @@ def warn(message: str) -> None:
 
 def _is_library(filename: str) -> bool:
     is_program = os.sep + "tests" + os.sep in filename or filename.endswith("__main__.py")
-    return not is_program and any(package in filename for package in _NOT_THE_USER)
+    return not is_program and any(part in filename for part in _NOT_THE_USER)

@@ -67,7 +67,7 @@ class OptimizerWrapper(
         vars(self).update(
             _family=family,
             _trackable=inner_optimizer,
-            _hyperparameters=family.hyperparameters(),
+            _hyperparameters=family.hyperparameters() - _names_of_wrappers(type(self)),
         )
 
     def __getattribute__(self, name: str) -> Any:
@@ -85,10 +85,15 @@ class OptimizerWrapper(
 
     def __setattr__(self, name: str, value: Any) -> None:
         name = _ALIASES.get(name, name)
-        inner = self.inner_optimizer
-        if name in self._hyperparameters:
+        inner = vars(self).get("_trackable")
+        if inner is not None and name in self._hyperparameters:
             setattr(inner, name, value)
-        elif name in vars(self) or hasattr(type(self), name) or not hasattr(inner, name):
+        elif (
+            inner is None
+            or name in vars(self)
+            or hasattr(type(self), name)
+            or not hasattr(inner, name)
+        ):
             object.__setattr__(self, name, value)
         else:
             raise AttributeError(_only_inner(self, name))
@@ -219,6 +224,11 @@ class OptimizerWrapper(
         Returns:
             list of (gradient, variable) pairs.
         """
+        if not (tape is None or isinstance(tape, tf.GradientTape)):
+            raise TypeError(
+                "`tape` must be a tf.GradientTape; pass `grad_loss` and `name` by keyword. "
+                f"Received: tape={tape!r} (of type {type(tape)})"
+            )
         return self._family.compute_gradients(loss, var_list, tape, grad_loss)
 
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
@@ -237,6 +247,7 @@ class OptimizerWrapper(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
         name: str | None = None,
+        *,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
@@ -297,6 +308,27 @@ class _WrapperFamily(interface.OptimizerFamily):
             grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
         )
 
+    def accumulates(self) -> bool:
+        return self.optimizer._family.accumulates()
+
+    def completes_step(self) -> tf.Tensor:
+        return self.optimizer._family.completes_step()
+
+    def totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+        return self.optimizer._family.totals(grads, variables)
+
+    def drop_accumulated(self) -> None:
+        self.optimizer._family.drop_accumulated()
+
+    def is_overwritten(self, variable: Any) -> bool:
+        return self.optimizer._family.is_overwritten(variable)
+
+
+def _names_of_wrappers(cls: type) -> set[str]:
+    """What wrapper classes define themselves, which a hyperparameter of that name cannot hide."""
+    classes = cls.__mro__[: cls.__mro__.index(OptimizerWrapper) + 1]
+    return {name for wrapper in classes for name in vars(wrapper)}
+
 
 class _CallableList(list):
     """`optimizer.variables` and `optimizer.variables()`: the families spell it differently."""
@@ -339,7 +371,7 @@ def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
     return (
         f"{type(wrapper).__name__} has no attribute {name!r}, only its inner optimizer has: use "
         f"`optimizer.inner_optimizer.{name}`. What the wrapper passes on are hyperparameters, here "
-        f"{sorted(wrapper._hyperparameters)}."
+        f"{sorted(wrapper._hyperparameters | {'learning_rate'})}."
     )
 
 

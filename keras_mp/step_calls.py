@@ -3,133 +3,268 @@
 RFC 293, "LossScaleOptimizer Overview": the four steps, and who performs them.
 """
 
+import enum
 import threading
+import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api, messages
+from keras_mp import host, keras_api, messages
 
 
-class _Habit(NamedTuple):
-    """How a step was made: its gradients still scaled? its calls in another function?"""
+class Made(enum.IntEnum):
+    """How the gradients were made that are applied next."""
 
-    scaled: bool
-    elsewhere: bool
+    UNKNOWN = 0
+    SCALED = 1  # by get_scaled_loss, so get_unscaled_gradients is to come
+    SCALED_TO_APPLY = 2  # by scale_loss, so apply_gradients unscales
+    UNSCALED = 3
+    ONLY_UNSCALED = 4
+    APPLIED_SCALED = 5  # No call yet since gradients were applied, which were still scaled ...
+    APPLIED_UNSCALED = 6  # ... or were not.
+    REPORTED_SCALED = 7  # The same, and that a call is missing was said already.
+    REPORTED_UNSCALED = 8
 
 
-def _graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+# Indexed rather than called: AutoGraph converts what a tf.function calls, and fails on the latter.
+_ALL = tuple(Made)
+
+_AFTER_UNSCALING = {
+    made: Made.UNSCALED
+    if made in (Made.SCALED, Made.SCALED_TO_APPLY, Made.UNSCALED)
+    else Made.ONLY_UNSCALED
+    for made in Made
+}
+_IS_SCALED = {
+    Made.UNKNOWN: keras_api.APPLY_TAKES_SCALED_GRADIENTS,
+    Made.SCALED: True,
+    Made.SCALED_TO_APPLY: True,
+    Made.UNSCALED: False,
+    Made.ONLY_UNSCALED: False,
+    Made.APPLIED_SCALED: True,
+    Made.APPLIED_UNSCALED: False,
+    Made.REPORTED_SCALED: True,
+    Made.REPORTED_UNSCALED: False,
+}
+_REPORTED = (Made.REPORTED_SCALED, Made.REPORTED_UNSCALED)
+_APPLIED = (Made.APPLIED_SCALED, Made.APPLIED_UNSCALED, *_REPORTED)
 
 
-class StepCalls(threading.local):
-    """Which of the calls that belong to one step were made since the last step, in this thread.
+def _misses_a_call(made: Made, goes_on: bool) -> bool:
+    """Is it wrong to apply now? `goes_on` says that it is another part of the same step."""
+    is_complete = made in (Made.SCALED_TO_APPLY, Made.UNSCALED)
+    return not is_complete and not (goes_on and made in _APPLIED)
 
-    MirroredStrategy runs each replica in a thread of its own, so this is also by replica.
 
-    Some steps make no call that can be seen: the function that computes gradients was traced long
-    before. `habits` remembers, for eager steps and for traced ones, how the last step that made its
-    calls was made. If they were made in another function than the gradients were applied in, a step
-    without calls is one more of that kind. Otherwise it is reported, and taken for one like the
-    last, or for what the stock class takes it for.
+def _after_applying(made: Made, goes_on: bool) -> Made:
+    if made in (Made.UNKNOWN, *_APPLIED) and _misses_a_call(made, goes_on):
+        return Made.REPORTED_SCALED if _IS_SCALED[made] else Made.REPORTED_UNSCALED
+    return Made.APPLIED_SCALED if _IS_SCALED[made] else Made.APPLIED_UNSCALED
 
-    Args:
-        habits: dict that all threads share.
+
+class _Mine(threading.local):
+    """What one thread remembers. MirroredStrategy runs each replica in a thread of its own.
+
+    Attributes:
+        graph: reference to the graph in which the last call was made; None for eager.
+        made: what that call led to; None where that is known only at run time.
+        applied: ids of the variables of the step so far.
+        loss: the loss of the step under way.
     """
 
-    def __init__(self, habits: dict[bool, "_Habit"]) -> None:
-        self._habits = habits
-        self._scaled_for: str | None = None
-        self._unscaled = False
-        self._graph: Any = None
-        self._applied: set[int] = set()
-        self._was_scaled = False
+    graph: weakref.ref[Any] | None = None
+    made: Made | None = Made.UNKNOWN
+    applied: frozenset[int] = frozenset()
+    loss: tf.Tensor | None = None
 
-    def scaled(self, counterpart: str) -> None:
+
+class StepCalls:
+    """Which of the calls that belong to one step were made since the last step.
+
+    Each thread remembers what it did itself, in eager or in the graph that it is building, which
+    decides where the step is made there too. Where gradients come from another function, Python may
+    not have run since; so a variable remembers as well, and decides when the step is made.
+    """
+
+    def __init__(self) -> None:
+        self._mine = _Mine()
+        self._made = host.local_variable("made", int(Made.UNKNOWN))
+        # Graphs in which calls were made and gradients were not applied.
+        self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._some_function_only_applies = False
+        self._reports = host.Mailbox(lambda made: messages.warn(_missing(_ALL[made])))
+
+    def scaled(self, *, to_apply: bool) -> None:
         """Notes that the loss was scaled, which begins a step.
 
         Args:
-            counterpart: str. The method that is to unscale.
+            to_apply: bool. Will `apply_gradients` unscale, rather than `get_unscaled_gradients`?
         """
-        self._scaled_for, self._unscaled = counterpart, False
-        self._graph = _graph()
+        self._mine.applied = frozenset()
+        self._open(Made.SCALED_TO_APPLY if to_apply else Made.SCALED)
 
     def unscaled(self) -> None:
         """Notes that gradients were unscaled."""
-        self._unscaled = True
-        self._graph = _graph()
+        made = self._made_here()
+        if made is not None:
+            self._open(_AFTER_UNSCALING[made])
+        else:
+            self._open(_look_up(_AFTER_UNSCALING, self._made))
 
     def forget(self) -> None:
         """Drops what was noted: a step is made that needs none of it."""
-        self._scaled_for, self._unscaled, self._graph = None, False, None
-        self._applied = set()
+        self._mine.applied = frozenset()
+        self._note(Made.UNKNOWN)
 
-    def resolve(self, variables: Iterable[Any]) -> bool:
+    def saw(self, loss: tf.Tensor) -> None:
+        """Remembers the loss of this step, as it is before it is scaled."""
+        self._mine.loss = loss
+
+    def take_loss(self) -> tf.Tensor | None:
+        """The loss of this step, if it is known here. Only once."""
+        loss, self._mine.loss = self._mine.loss, None
+        if loss is None or getattr(loss, "graph", None) is not host.current_graph():
+            return None
+        return loss
+
+    def resolve(self, variables: Iterable[Any]) -> bool | tf.Tensor:
         """Ends the step; warns of missing calls.
 
         Args:
             variables: iterable of what the gradients are applied to.
 
         Returns:
-            Are the gradients still scaled?
+            Are the gradients still scaled? A bool scalar tensor where that is known only when the
+            function runs.
         """
-        scaled_for, unscaled = self._scaled_for, self._unscaled
-        graph, before = self._graph, self._applied
-        self.forget()
-        applied = {id(variable) for variable in variables}
-        if before and before.isdisjoint(applied) and not scaled_for and not unscaled:
-            # Other variables than just before: the same step goes on.
-            self._applied = before | applied
-            return self._was_scaled
-        if scaled_for and (unscaled or scaled_for == "apply_gradients"):
-            self._habits[tf.executing_eagerly()] = _Habit(
-                scaled=not unscaled, elsewhere=graph is not _graph()
-            )
-            self._applied, self._was_scaled = applied, not unscaled
-            return not unscaled
-        return self._report(scaled_for, unscaled)
+        applied, before = frozenset(id(v) for v in variables), self._mine.applied
+        # Other variables than just before: the same step may go on.
+        goes_on = bool(before) and before.isdisjoint(applied)
+        self._mine.applied = before | applied if goes_on else applied
+        made = self._made_here()
+        if made is None:
+            return self._resolve_at_run_time(goes_on)
+        if _misses_a_call(made, goes_on):
+            messages.warn(_missing(made))
+        self._close(_after_applying(made, goes_on))
+        return _IS_SCALED[made]
 
-    def _report(self, scaled_for: str | None, unscaled: bool) -> bool:
-        habit = self._habits.get(tf.executing_eagerly())
-        if not scaled_for and not unscaled and habit and habit.elsewhere:
-            return habit.scaled
-        if unscaled:
-            messages.warn(
-                "get_unscaled_gradients() was called and get_scaled_loss() was not, so the "
-                "gradients of this step are too small by the loss scale, unless the loss was "
-                f"multiplied by hand. Call both:{_EXAMPLE}"
-            )
-            return False
-        if scaled_for:
-            messages.warn(
-                "get_scaled_loss() was called and get_unscaled_gradients() was not; "
-                "apply_gradients() has divided the gradients by the loss scale instead. If they "
-                f"were divided by hand too, this step is too small. Call both:{_EXAMPLE}"
-            )
-            return True
-        habit = habit or self._habits.get(not tf.executing_eagerly())
-        if habit.scaled if habit else keras_api.APPLY_TAKES_SCALED_GRADIENTS:
-            messages.warn(
-                "The loss was not scaled before apply_gradients(), which has divided the gradients "
-                "by the loss scale all the same: this step is too small, unless the loss was "
-                "scaled in another function or thread, or multiplied by hand. Scale the loss where "
-                f"the gradients are computed:{_EXAMPLE}"
-            )
-            return True
-        messages.warn(
-            "Neither get_scaled_loss() nor get_unscaled_gradients() was called before "
-            "apply_gradients(), so, unless they were called in another function or thread, this "
-            "step was made without loss scaling and small float16 gradients may have vanished. "
-            f"Call both, or `minimize`:{_EXAMPLE}"
+    def collect_reports(self) -> None:
+        """Says what functions that XLA compiled had to say."""
+        self._reports.collect()
+
+    def _resolve_at_run_time(self, goes_on: bool) -> tf.Tensor:
+        self._some_function_only_applies = True
+        self._report_while_tracing(goes_on)
+        made = tf.convert_to_tensor(self._made)
+        after = _look_up({m: _after_applying(m, goes_on) for m in Made}, made)
+        is_news = {m: _misses_a_call(m, goes_on) and m not in _REPORTED for m in Made}
+        self._reports.watch()
+        tf.cond(
+            tf.cast(_look_up(is_news, made), tf.bool),
+            lambda: _nothing(self._reports.post(made)),
+            lambda: None,
         )
-        return False
+        self._close(after)
+        return tf.cast(_look_up(_IS_SCALED, made), tf.bool)
+
+    def _report_while_tracing(self, goes_on: bool) -> None:
+        """A function that makes no call at all is reported where it is traced, at its line."""
+        if self._mine.made not in (*_APPLIED, Made.UNKNOWN):
+            return
+        with tf.init_scope():
+            if not tf.executing_eagerly():
+                return
+            made = self._read()
+            if _misses_a_call(made, goes_on):
+                messages.warn(_missing(made))
+                self._made.assign(int(_after_applying(made, goes_on)), read_value=False)
+
+    def _made_here(self) -> Made | None:
+        """What was made so far, or None where only the variable knows, at run time."""
+        graph, mine = host.current_graph(), self._mine
+        if graph is None:
+            crosses = self._some_function_only_applies or bool(self._open_graphs)
+            if mine.graph is None and mine.made is not Made.UNKNOWN and not crosses:
+                return mine.made
+            return self._read()
+        if mine.graph is not None and mine.graph() is graph and mine.made is not None:
+            return mine.made
+        return None if _runs_in_order() else Made.UNKNOWN
+
+    def _read(self) -> Made:
+        return _ALL[int(tf.convert_to_tensor(self._made))]
+
+    def _open(self, made: Made | tf.Tensor) -> None:
+        graph = host.current_graph()
+        if graph is not None:
+            self._open_graphs.add(graph)
+        self._note(made)
+
+    def _close(self, made: Made | tf.Tensor) -> None:
+        graph = host.current_graph()
+        if graph is not None:
+            self._open_graphs.discard(graph)
+        self._note(made)
+
+    def _note(self, made: Made | tf.Tensor) -> None:
+        graph = host.current_graph()
+        self._mine.graph = None if graph is None else weakref.ref(graph)
+        self._mine.made = made if isinstance(made, Made) else None
+        if _runs_in_order():
+            value = int(made) if isinstance(made, Made) else made
+            self._made.assign(value, read_value=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepCalls":
-        return StepCalls(dict(self._habits))
+        return StepCalls()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepCalls, (dict(self._habits),)
+        return StepCalls, ()
+
+
+def _runs_in_order() -> bool:
+    """Not in a graph of TensorFlow 1, which runs what it is asked for."""
+    return tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def _look_up(table: dict[Made, int], made: Any) -> tf.Tensor:
+    values = [int(table[m]) for m in Made]
+    return tf.gather(tf.constant(values, tf.int64), tf.convert_to_tensor(made))
+
+
+def _nothing(_: Any) -> None:
+    """What both branches of a `tf.cond` return."""
+    return
+
+
+def _missing(made: Made) -> str:
+    if made is Made.ONLY_UNSCALED:
+        return (
+            "get_unscaled_gradients() was called and get_scaled_loss() was not, so the "
+            "gradients of this step are too small by the loss scale, unless the loss was "
+            f"multiplied by hand. Call both:{_EXAMPLE}"
+        )
+    if made is Made.SCALED:
+        return (
+            "get_scaled_loss() was called and get_unscaled_gradients() was not; "
+            "apply_gradients() has divided the gradients by the loss scale instead. If they "
+            f"were divided by hand too, this step is too small. Call both:{_EXAMPLE}"
+        )
+    if _IS_SCALED[made]:
+        return (
+            "The loss was not scaled before apply_gradients(), which has divided the gradients "
+            "by the loss scale all the same: this step is too small, unless the loss was "
+            "scaled in another thread, or multiplied by hand. Scale the loss where "
+            f"the gradients are computed:{_EXAMPLE}"
+        )
+    return (
+        "Neither get_scaled_loss() nor get_unscaled_gradients() was called before "
+        "apply_gradients(), so, unless they were called in another thread, this "
+        "step was made without loss scaling and small float16 gradients may have vanished. "
+        f"Call both, or `minimize`:{_EXAMPLE}"
+    )
 
 
 _EXAMPLE = """

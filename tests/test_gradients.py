@@ -9,7 +9,8 @@ INF, NAN = float("inf"), float("nan")
 
 
 def slices(values, indices, dtype=tf.float32):
-    return tf.IndexedSlices(tf.constant(values, dtype), tf.constant(indices), tf.constant([9, 1]))
+    values = tf.constant(values, dtype)
+    return tf.IndexedSlices(values, tf.constant(indices), tf.constant([9, values.shape[1]]))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,36 @@ def test_all_finite_of_the_rest():
     assert bool(gradients.all_finite([tf.zeros([0, 3])]))
     assert bool(gradients.all_finite([tf.constant([1 + 2j])]))
     assert not bool(gradients.all_finite([tf.constant([complex(1, INF)])]))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [("float16", 40000.0), ("float32", 2e38), ("float64", 1e308)]
+)
+def test_all_finite_adds_equal_indices_up_as_an_optimizer_does(dtype, large, jit_compile):
+    judge = tf.function(lambda g: gradients.all_finite([g]), jit_compile=jit_compile)
+    twice = slices([[large, 0.0], [0.0, 1.0], [large, 0.0]], [3, 1, 3], dtype)
+    assert np.isinf(tf.convert_to_tensor(twice).numpy()).any()
+    assert not bool(judge(twice))
+    # They meet on the way to a finite sum, in an order that nobody knows.
+    assert not bool(judge(slices([[large], [large], [-large]], [3, 3, 3], dtype)))
+    assert bool(judge(slices([[large, 1.0], [0.0, 1.0]], [3, 3], dtype)))
+    assert not bool(judge(slices([[large, 1.0], [np.nan, 1.0]], [3, 3], dtype)))
+    assert bool(judge(slices([[large * 0.4], [large * 0.4]], [3, 3], dtype)))
+
+
+def test_all_finite_of_many_float16_rows_that_only_together_overflow():
+    assert bool(gradients.all_finite([slices([[4e4], [4e4], [4e4]], [3, 1, 2], "float16")]))
+    assert bool(gradients.all_finite([slices(np.zeros([0, 1]), np.zeros([0], int), "float16")]))
+
+
+def test_convert():
+    dense, sparse, none = gradients.convert([np.ones(2, "float32"), slices([[1.0]], [0]), None])
+    assert tf.is_tensor(dense)
+    assert isinstance(sparse, tf.IndexedSlices)
+    assert none is None
+    with pytest.raises(TypeError, match="Received: "):
+        gradients.convert([[tf.constant(1.0)]])
 
 
 def test_all_finite_does_not_densify():

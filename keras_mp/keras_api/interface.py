@@ -80,3 +80,25 @@ class OptimizerFamily(abc.ABC):
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
         """Lets the optimizer clip, decay and apply; `aggregate` says whether it reduces first."""
+
+    def accumulates(self) -> bool:
+        """Is a step made of the gradients of several calls of `apply`?"""
+        return False
+
+    def completes_step(self) -> tf.Tensor:
+        """Are the next gradients the last of a step? A bool scalar."""
+        return tf.constant(True)
+
+    def totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+        """What a step would be made of: gradients, and what was accumulated before them."""
+        del variables
+        return grads
+
+    def drop_accumulated(self) -> None:
+        """Forgets what was accumulated, in the place of the gradients that complete a step."""
+        return
+
+    def is_overwritten(self, variable: Any) -> bool:
+        """Is what comes as the variable's gradient its new value?"""
+        del variable
+        return False

@@ -91,7 +91,7 @@ class _NewFamily(OptimizerFamily):
     """`tf.keras.optimizers.*`."""
 
     def build(self, variables: Sequence[Any]) -> None:
-        with tf.init_scope():
+        with tf.name_scope(self.optimizer.name), tf.init_scope():
             self.optimizer.build(variables)
 
     def compute_gradients(
@@ -117,7 +117,7 @@ class _NewFamily(OptimizerFamily):
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
         return self.optimizer.apply_gradients(
-            grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
+            grads_and_vars, **_named(name), skip_gradients_aggregation=not aggregate
         )
 
 
@@ -131,7 +131,7 @@ class _LegacyFamily(OptimizerFamily):
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}
 
     def build(self, variables: Sequence[Any]) -> None:
-        with tf.init_scope():
+        with tf.name_scope(self.optimizer._name), tf.init_scope():
             self.optimizer._create_all_weights(variables)
 
     def compute_gradients(
@@ -161,5 +161,10 @@ class _LegacyFamily(OptimizerFamily):
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
         return self.optimizer.apply_gradients(
-            grads_and_vars, name=name, experimental_aggregate_gradients=aggregate
+            grads_and_vars, **_named(name), experimental_aggregate_gradients=aggregate
         )
+
+
+def _named(name: str | None) -> dict[str, str]:
+    # An optimizer of the user's may have left `name` out, as stock wrappers allow.
+    return {} if name is None else {"name": name}

@@ -160,6 +160,39 @@ class _Family(OptimizerFamily):
         finally:
             _reduction.is_done = False
 
+    def accumulates(self) -> bool:
+        return bool(self.optimizer.gradient_accumulation_steps)
+
+    def completes_step(self) -> tf.Tensor:
+        steps = self.optimizer.gradient_accumulation_steps
+        return tf.equal((_native(self.optimizer._iterations) + 1) % steps, 0)
+
+    def totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+        if not self.accumulates():
+            return grads
+        totals = {id(v): a.value for v, a in self._accumulators()}
+        for gradient, variable in zip(grads, variables, strict=True):
+            if gradient is not None:
+                key = id(_native(variable))
+                totals[key] = tf.convert_to_tensor(gradient) + totals.get(key, 0)
+        return list(totals.values())
+
+    def drop_accumulated(self) -> None:
+        if self.accumulates():
+            for _, accumulator in self._accumulators():
+                accumulator.assign(tf.zeros_like(accumulator.value))
+            # Keras counts gradients here; `iterations` are the steps made of them.
+            self.optimizer._iterations.assign_sub(self.optimizer.gradient_accumulation_steps - 1)
+
+    def _accumulators(self) -> list[tuple[tf.Variable, Any]]:
+        pairs = zip(
+            self.optimizer._trainable_variables, self.optimizer._accumulated_gradients, strict=True
+        )
+        return [(_native(variable), a) for variable, a in pairs if a is not None]
+
+    def is_overwritten(self, variable: Any) -> bool:
+        return getattr(variable, "overwrite_with_gradient", False)
+
 
 def _native(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable

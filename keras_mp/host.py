@@ -1,0 +1,98 @@
+"""Telling Python, from inside a graph, about something that happens rarely.
+
+This module needs TensorFlow only. What does not happen costs nothing, but for one comparison a step
+in functions that are called from one that XLA compiles.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+
+class Mailbox:
+    """Carries a number from a graph to a Python function.
+
+    Eager code and ordinary graphs call the function at once. A graph that XLA compiles cannot call
+    Python, so there the number is left in a variable, which is looked at by the function around the
+    compiled one, if there is one (`Model.fit` of Keras 3 has one), the next time it runs, and by
+    `collect`.
+
+    Args:
+        read: called with the number, an int.
+    """
+
+    def __init__(self, read: Callable[[int], None]) -> None:
+        self._read = read
+        self._letter = local_variable("letter", 0)
+        self._is_watched = False
+
+    def post(self, number: tf.Tensor) -> None:
+        """Sends a number. Called where the rare thing has happened: in a branch of `tf.cond`.
+
+        Args:
+            number: int64 scalar tensor, not zero.
+        """
+        if tf.executing_eagerly():
+            self._read(int(number))
+        elif _compiled_by_xla():
+            self._letter.assign(number, read_value=False)
+        else:
+            tf.py_function(lambda n: self._read(int(n)), [number], [])
+
+    def watch(self) -> None:
+        """Makes sure that what `post` leaves behind is found. Called outside of the branch."""
+        if not _compiled_by_xla():
+            return
+        self._is_watched = True
+        graph = tf.compat.v1.get_default_graph().outer_graph
+        while isinstance(graph, tf.__internal__.FuncGraph):
+            # The graph that calls a compiled function is marked as compiled meanwhile;
+            # `control_dependencies(None)` takes the mark away.
+            with graph.as_default(), tf.control_dependencies(None):
+                if not _compiled_by_xla():
+                    self._look_into()
+                    return
+            graph = graph.outer_graph
+
+    def collect(self) -> None:
+        """Delivers a number that is waiting. Free where no function was compiled by XLA."""
+        if self._is_watched and tf.executing_eagerly():
+            self._look_into()
+
+    def _look_into(self) -> None:
+        number = tf.convert_to_tensor(self._letter)
+
+        def deliver() -> None:
+            # In the graph, which so knows that it comes before the next number.
+            self._letter.assign(tf.zeros_like(number), read_value=False)
+            self.post(number)
+
+        tf.cond(tf.not_equal(number, 0), deliver, lambda: None)
+
+
+def local_variable(name: str, value: int) -> tf.Variable:
+    """Makes an int64 variable that each replica reads and writes for itself.
+
+    Args:
+        name: str.
+        value: int. The initial value.
+    """
+    with tf.init_scope():
+        return tf.Variable(
+            value,
+            dtype=tf.int64,
+            name=name,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+
+def _compiled_by_xla() -> bool:
+    return tf.__internal__.get_enclosing_xla_context() is not None
+
+
+def current_graph() -> Any:
+    """Returns the graph that is being built, or None in eager."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

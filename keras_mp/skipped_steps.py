@@ -1,0 +1,108 @@
+"""What is known about skipped steps, and the word said when nothing else happens any more.
+
+RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are skipped.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from keras_mp import host, messages
+
+
+class SkippedSteps:
+    """Counts skipped steps, and warns when many are skipped in a row.
+
+    Attributes:
+        total: int64 variable, how many steps were skipped.
+        last: bool variable, was the last step skipped?
+        warn_after: int or None. Skips in a row after which to warn, once; None never does.
+
+    Args:
+        warn_after: int or None.
+    """
+
+    def __init__(self, warn_after: int | None) -> None:
+        self.warn_after = warn_after
+        with tf.init_scope():
+            self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
+            self.last = tf.Variable(False, name="last_step_skipped", trainable=False)
+            # Of the steps skipped in a row: with a loss that is not finite, with one that is.
+            self._losses = tf.Variable([0, 0], dtype=tf.int64, name="losses", trainable=False)
+        self._reports = host.Mailbox(self._warn)
+
+    def watch(self) -> None:
+        """Prepares for `skip` in the function that is being traced."""
+        if self.warn_after is not None:
+            self._reports.watch()
+
+    def skip(self, in_a_row: tf.Tensor, losses: Sequence[tf.Tensor]) -> None:
+        """Looks into a skipped step. Called in the branch that only such a step takes.
+
+        Args:
+            in_a_row: int64 scalar tensor. How many steps were skipped, this one included, since
+                one was not.
+            losses: the losses of this step, from every replica at hand; empty where unknown.
+        """
+        if self.warn_after is None:
+            return
+        if losses:
+            finite = tf.stack([tf.reduce_all(tf.math.is_finite(loss)) for loss in losses])
+            is_finite = tf.cast(tf.reduce_all(finite), tf.int64)
+            seen = tf.stack([1 - is_finite, is_finite])
+        else:
+            seen = tf.zeros([2], tf.int64)
+        before = tf.convert_to_tensor(self._losses) * tf.cast(in_a_row > 1, tf.int64)
+        self._losses.assign(before + seen, read_value=False)
+        tf.cond(tf.equal(in_a_row, self.warn_after), lambda: self._post(in_a_row), lambda: None)
+
+    def count(self, skipped: tf.Tensor) -> list[tf.Operation]:
+        """Counts the step that was made, or was not.
+
+        Args:
+            skipped: bool scalar tensor.
+
+        Returns:
+            list of the operations that do so.
+        """
+        return [
+            self.total.assign_add(tf.cast(skipped, tf.int64), read_value=False),
+            self.last.assign(skipped, read_value=False),
+        ]
+
+    def collect_reports(self) -> None:
+        """Says what functions that XLA compiled had to say."""
+        self._reports.collect()
+
+    def _post(self, in_a_row: tf.Tensor) -> None:
+        self._reports.post(in_a_row)
+
+    def _warn(self, in_a_row: int) -> None:
+        not_finite, finite = tf.convert_to_tensor(self._losses).numpy()
+        messages.warn(f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}")
+
+
+def _diagnosis(not_finite: int, finite: int) -> str:
+    forward = (
+        "look at the forward pass, where a smaller loss scale changes nothing: at the inputs and "
+        "labels, the learning rate, weights that are not finite already, and activations above "
+        "65504, the largest float16 (run the layer that makes them in float32)"
+    )
+    backward = (
+        "gradients overflow on their way back: find the operation whose gradient is not finite "
+        "(tf.debugging.enable_check_numerics() names it), such as a square root or a norm at zero, "
+        "run it in float32, or clip what goes into it. The scale goes on backing off meanwhile"
+    )
+    if not_finite and not finite:
+        return f"The loss itself was Inf or NaN in all {not_finite} that were looked at: {forward}."
+    if finite and not not_finite:
+        return f"The loss was finite in all {finite} that were looked at, so {backward}."
+    if finite and not_finite:
+        return (
+            f"In {not_finite} of them the loss itself was Inf or NaN: {forward}. In {finite} it "
+            f"was finite: {backward}."
+        )
+    return (
+        "The loss was scaled in another function and could not be looked at. If it is Inf or NaN, "
+        f"{forward}; if it is finite, {backward}."
+    )

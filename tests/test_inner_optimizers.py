@@ -1,0 +1,323 @@
+"""What inner optimizers do beside taking steps: each against the same one without loss scaling."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, state, value
+
+keras_3_only = pytest.mark.skipif(not IS_KERAS_3, reason="Only Keras 3 accumulates and overwrites.")
+legacy_only = pytest.mark.skipif(IS_KERAS_3, reason="Legacy optimizers are of Keras 2.")
+
+MODES = ["eager", "function", "jit"]
+
+
+def placed(mode, function):
+    return function if mode == "eager" else tf.function(function, jit_compile=mode == "jit")
+
+
+def step_function(optimizer, v, mode, calls="keras_3"):
+    """A step with a given gradient, made by minimize or by either dialect, or without scaling."""
+
+    def step(gradient):
+        if calls == "minimize":
+            optimizer.minimize(lambda: tf.reduce_sum(v * gradient), [v])
+            return
+        scale = {"keras_3": "scale_loss", "rfc": "get_scaled_loss"}.get(calls)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v * gradient)
+            if scale:
+                loss = getattr(optimizer, scale)(loss)
+        gradients = tape.gradient(loss, [v])
+        if calls == "rfc":
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, [v]))
+
+    optimizer.build([v])
+    compiled = placed(mode, step)
+    return lambda gradient: compiled(tf.constant(gradient, tf.float32))
+
+
+@keras_3_only
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_accumulated_gradients_are_one_step_with_one_verdict(mode, calls, bad):
+    windows = [[1, 2, 3], [bad, 1, 1], [4, 5, 6], [1, bad, 1], [1, 1, bad], [7, 8, 9], [bad] * 3]
+
+    def make():
+        kwargs = {"momentum": 0.9, "gradient_accumulation_steps": 3, "clipnorm": 4.0}
+        return tf.keras.optimizers.SGD(0.1, **kwargs), tf.Variable([1.0, 2.0])
+
+    control, control_v = make()
+    control_step = step_function(control, control_v, mode, calls="unscaled")
+    inner, v = make()
+    scale = keras_mp.DynamicLossScale(1024, increment_period=2)
+    optimizer = keras_mp.LossScaleOptimizer(inner, scale)
+    step = step_function(optimizer, v, mode, calls)
+    expected_scale, good, skipped = 1024.0, 0, 0
+    for window in windows:
+        for i, factor in enumerate(window):
+            assert float(optimizer.loss_scale) == expected_scale
+            step([factor, -factor])
+            if np.isfinite(sum(window)):
+                control_step([factor, -factor])
+            if i < 2:  # What is accumulated is no step yet.
+                assert int(optimizer.steps_skipped) == skipped
+        if np.isfinite(sum(window)):
+            good += 1
+            if good == 2:
+                expected_scale, good = expected_scale * 2, 0
+        else:
+            expected_scale, good, skipped = expected_scale / 2, 0, skipped + 1
+        np.testing.assert_array_equal(v.numpy(), control_v.numpy())
+        for our, other in zip(state(optimizer), state(control), strict=True):
+            np.testing.assert_array_equal(our, other)
+        assert int(optimizer.steps_skipped) == skipped
+        assert bool(optimizer.last_step_skipped) == (not np.isfinite(sum(window)))
+        assert int(value(optimizer.iterations)) == int(value(control.iterations))
+    assert skipped == 4
+
+
+@keras_3_only
+def test_an_overflow_of_the_accumulated_sum_skips_the_step():
+    inner = tf.keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    v = tf.Variable([1.0])
+    optimizer = keras_mp.LossScaleOptimizer(inner, keras_mp.DynamicLossScale(1))
+    step = step_function(optimizer, v, "function")
+    step([3e38])
+    step([3e38])
+    assert float(v[0]) == 1
+    assert int(optimizer.steps_skipped) == 1
+
+
+@keras_3_only
+def test_accumulation_in_fit():
+    images, labels = digits()
+    weights = []
+    for policy in (None, keras_mp.Policy("float32", loss_scale="dynamic")):
+        keras_mp.set_global_policy(policy)
+        model = make_model()
+        adam = tf.keras.optimizers.Adam(0.01, gradient_accumulation_steps=4)
+        model.compile(adam, "mse", jit_compile=False)
+        targets = tf.one_hot(labels[:256], 10)
+        model.fit(images[:256], targets, batch_size=32, epochs=2, shuffle=False, verbose=0)
+        assert int(value(model.optimizer.iterations)) == 4
+        weights.append(model.get_weights())
+    for control, ours in zip(*weights):
+        np.testing.assert_array_equal(control, ours)
+
+
+@keras_3_only
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc", "split"])
+def test_what_comes_as_a_gradient_but_is_a_new_value_is_not_unscaled(mode, calls):
+    # Layers that were quantized to float8 pass the next scale of a tensor off as a gradient.
+    quantization = tf.keras.Variable([1.0, 2.0], name="scale")
+    quantization.overwrite_with_gradient = True
+    weight = tf.keras.Variable([1.0, 2.0], name="weight")
+    variables = [weight, quantization]
+    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.5), 1024)
+    optimizer.build(variables)
+
+    @tf.custom_gradient
+    def quantized(x, scale):
+        return x * 1.0, lambda upstream: (upstream, tf.constant([3.0, 4.0]))
+
+    def loss():
+        return tf.reduce_sum(quantized(weight.value, quantization.value))
+
+    def compute():
+        with tf.GradientTape() as tape:
+            scaled = getattr(optimizer, "get_scaled_loss" if calls == "rfc" else "scale_loss")(
+                loss()
+            )
+        gradients = tape.gradient(scaled, [v.value for v in variables])
+        return optimizer.get_unscaled_gradients(gradients) if calls == "rfc" else gradients
+
+    def apply(gradients):
+        optimizer.apply_gradients(zip(gradients, variables))
+
+    if calls == "minimize":
+        placed(mode, lambda: optimizer.minimize(loss, variables))()
+    elif calls == "split":
+        placed(mode, apply)(placed(mode, compute)())
+    else:
+        placed(mode, lambda: apply(compute()))()
+    np.testing.assert_array_equal(value(weight.value), [0.5, 1.5])
+    np.testing.assert_array_equal(value(quantization.value), [3, 4])
+
+
+def make_model():
+    tf.keras.utils.set_random_seed(1)
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input((64,)),
+            tf.keras.layers.Dense(16, activation="relu"),
+            tf.keras.layers.Dense(10),
+        ]
+    )
+
+
+def fit_with_and_without_us(optimizer, callbacks):
+    """Fits the same model without and with loss scaling; returns both."""
+    images, labels = digits()
+    targets = tf.one_hot(labels[:256], 10)
+    models = []
+    for policy in (None, keras_mp.Policy("float32", loss_scale="dynamic")):
+        keras_mp.set_global_policy(policy)
+        model = make_model()
+        model.compile(optimizer(), "mse")
+        fit = {"batch_size": 32, "epochs": 4, "shuffle": False, "verbose": 0}
+        model.fit(images[:256], targets, callbacks=callbacks(), **fit)
+        models.append(model)
+    control, ours = models
+    assert isinstance(ours.optimizer, keras_mp.LossScaleOptimizer)
+    assert not isinstance(control.optimizer, keras_mp.LossScaleOptimizer)
+    return control, ours
+
+
+CALLBACKS = {
+    "LearningRateScheduler": lambda: tf.keras.callbacks.LearningRateScheduler(
+        lambda epoch, rate: rate / 2
+    ),
+    # Nothing improves by as much, so it acts after each epoch.
+    "ReduceLROnPlateau": lambda: tf.keras.callbacks.ReduceLROnPlateau(
+        monitor="loss", factor=0.5, patience=1, min_delta=100.0
+    ),
+}
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_callbacks_that_set_the_learning_rate(name, callback):
+    control, ours = fit_with_and_without_us(
+        lambda: make_optimizer(name, 0.1), lambda: [CALLBACKS[callback]()]
+    )
+    rate = float(value(ours.optimizer.learning_rate))
+    assert rate == float(value(control.optimizer.learning_rate)) < 0.1
+    assert float(value(ours.optimizer.inner_optimizer.learning_rate)) == rate
+    for a, b in zip(control.get_weights(), ours.get_weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_averages_in_fit():
+    control, ours = fit_with_and_without_us(
+        lambda: tf.keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9), lambda: []
+    )
+    for a, b in zip(control.get_weights(), ours.get_weights()):
+        np.testing.assert_array_equal(a, b)
+    # Averages were put into the weights at the end.
+    plain, _ = fit_with_and_without_us(lambda: tf.keras.optimizers.Adam(0.01), lambda: [])
+    assert np.abs(plain.get_weights()[0] - ours.get_weights()[0]).max() > 1e-3
+
+
+@keras_3_only
+def test_swapping_averages_for_the_evaluation():
+    images, labels = digits()
+    targets = tf.one_hot(labels[:256], 10)
+    results = []
+    for policy in (None, keras_mp.Policy("float32", loss_scale="dynamic")):
+        keras_mp.set_global_policy(policy)
+        model = make_model()
+        model.compile(tf.keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9), "mse")
+        swap = tf.keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        data = (images[:256], targets)
+        history = model.fit(*data, 32, 3, validation_data=data, callbacks=[swap], verbose=0)
+        results.append((history.history["val_loss"], model.get_weights()))
+    control, ours = results
+    assert control[0] == ours[0]
+    for a, b in zip(control[1], ours[1]):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_skipped_step_leaves_averages_and_schedules_alone(bad):
+    schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    inner = tf.keras.optimizers.SGD(schedule, momentum=0.9, use_ema=True, ema_momentum=0.5)
+    optimizer, v = keras_mp.LossScaleOptimizer(inner), tf.Variable([1.0])
+    step = step_function(optimizer, v, "function")
+    step([1.0])
+    before, rate = state(optimizer), float(value(optimizer.learning_rate))
+    step([bad])
+    for a, b in zip(before, state(optimizer), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert float(value(optimizer.learning_rate)) == rate
+
+
+def test_weight_decay_and_what_is_excluded_from_it():
+    results = []
+    for wrap in (lambda o: o, keras_mp.LossScaleOptimizer):
+        variables = [tf.Variable([1.0, 2.0], name="kernel"), tf.Variable([1.0], name="bias")]
+        optimizer = wrap(tf.keras.optimizers.AdamW(0.1, weight_decay=0.5))
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        optimizer.build(variables)
+        gradients = [tf.constant([0.0, 1.0]), tf.constant([0.0])]
+        for _ in range(3):
+            if wrap is keras_mp.LossScaleOptimizer:
+                scale = optimizer.scale_loss(tf.constant(1.0))
+                optimizer.apply_gradients(zip([g * scale for g in gradients], variables))
+            else:
+                optimizer.apply_gradients(zip(gradients, variables))
+        results.append([v.numpy() for v in variables])
+    control, ours = results
+    for a, b in zip(control, ours):
+        np.testing.assert_array_equal(a, b)
+    assert ours[0][0] < 1
+    assert ours[1][0] == 1
+
+
+def halve(pairs):
+    return [(0.5 * g, v) for g, v in pairs]
+
+
+@legacy_only
+@pytest.mark.parametrize("option", ["gradient_aggregator", "gradient_transformers"])
+@pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc"])
+def test_functions_that_a_legacy_optimizer_was_given_see_unscaled_gradients(option, calls):
+    seen = []
+
+    def function(pairs):
+        pairs = list(pairs)
+        seen.append(float(pairs[0][0][0]))
+        return halve(pairs)
+
+    given = function if option == "gradient_aggregator" else [function]
+    inner = tf.keras.optimizers.legacy.SGD(1.0, **{option: given})
+    optimizer, v = keras_mp.LossScaleOptimizer(inner), tf.Variable([1.0])
+    step_function(optimizer, v, "eager", calls)([0.5])
+    assert float(v[0]) == 0.75
+    assert seen == [0.5]
+
+
+@legacy_only
+def test_an_optimizer_with_its_own_aggregation():
+    class Halving(tf.keras.optimizers.SGD):
+        def aggregate_gradients(self, grads_and_vars):
+            return halve(super().aggregate_gradients(grads_and_vars))
+
+    optimizer, v = keras_mp.LossScaleOptimizer(Halving(1.0)), tf.Variable([1.0])
+    step_function(optimizer, v, "function")([0.5])
+    assert float(v[0]) == 0.75
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float16_rows_that_overflow_only_when_they_are_added_up(name):
+    # The inner optimizer adds up the rows of one index, in float16 as the variable is.
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.5), keras_mp.DynamicLossScale(1))
+    table = tf.Variable(tf.ones([3, 1], tf.float16))
+    optimizer.build([table])
+
+    def apply(rows):
+        optimizer.scale_loss(tf.constant(1.0))
+        values = tf.constant([[float(x)] for x in rows], tf.float16)
+        indices = tf.range(len(rows)) % 2
+        gradient = tf.IndexedSlices(values, indices, tf.constant([3, 1]))
+        optimizer.apply_gradients([(gradient, table)])
+
+    apply([40000, 1, 40000])
+    np.testing.assert_array_equal(table.numpy(), 1)
+    assert int(optimizer.steps_skipped) == 1
+    apply([1, 2, 3])
+    np.testing.assert_array_equal(table.numpy(), [[-1], [0], [1]])

@@ -1,0 +1,373 @@
+"""Scaled once and unscaled once, wherever and in whatever order the calls are made."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+from typing import NamedTuple
+
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+
+import keras_mp
+from keras_mp.step_calls import StepCalls
+from tests.common import FAMILIES, make_optimizer, mirrored, value
+
+RFC = ("get_scaled_loss", "get_unscaled_gradients")
+KERAS_3 = ("scale_loss",)
+RIGHT = [RFC, KERAS_3, ("scale_loss", "get_unscaled_gradients")]
+WRONG = [(), ("get_scaled_loss",), ("get_unscaled_gradients",)]
+SCALE = 1024.0
+
+pytestmark = pytest.mark.parametrize("name", FAMILIES)
+
+
+def our_warnings(stack):
+    """Collects keras_mp's warnings in a list, as long as the stack is open."""
+    caught = stack.enter_context(warnings.catch_warnings(record=True))
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
+    return caught
+
+
+class Step(NamedTuple):
+    """How one step is made: which calls, and where.
+
+    Attributes:
+        calls: names of the optimizer's methods, or "minimize".
+        compute_in: where gradients are computed: "eager", "function" or "retraced".
+        apply_in: where they are applied: "same" place, or one of its own.
+        thread: is a new thread started for it?
+        looked_at: are gradients computed and thrown away before? Only where the step is right:
+            nobody can tell gradients that were thrown away from those that are applied.
+        finite: is the loss finite?
+    """
+
+    calls: tuple[str, ...] | str
+    compute_in: str = "eager"
+    apply_in: str = "same"
+    thread: bool = False
+    looked_at: bool = False
+    finite: bool = True
+
+    @property
+    def is_right(self):
+        return self.calls == "minimize" or self.calls in RIGHT
+
+
+class Training:
+    """A dense variable and an embedding, with numbers so round that every sum is exact."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.variables = [tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([3, 2]))]
+        build = "build" if hasattr(optimizer, "build") else "_create_all_weights"
+        getattr(optimizer, build)(self.variables)
+        self.functions = {}
+        self.traces = 0
+
+    def loss(self, factor):
+        dense, table = self.variables
+        rows = tf.gather(table, [2, 0, 2])
+        return (tf.reduce_sum(dense * [0.5, -1.0]) + tf.reduce_sum(rows) * 0.25) * factor
+
+    def gradients(self, calls, factor):
+        with tf.GradientTape() as tape:
+            loss = self.loss(factor)
+            for call in calls:
+                if call != "get_unscaled_gradients":
+                    loss = getattr(self.optimizer, call)(loss)
+        gradients = tape.gradient(loss, self.variables)
+        if "get_unscaled_gradients" in calls:
+            gradients = self.optimizer.get_unscaled_gradients(gradients)
+        return gradients
+
+    def apply(self, gradients):
+        self.optimizer.apply_gradients(zip(gradients, self.variables))
+
+    def whole(self, calls, factor):
+        if calls == "minimize":
+            self.optimizer.minimize(lambda: self.loss(factor), self.variables)
+        else:
+            self.apply(self.gradients(calls, factor))
+
+    def call(self, where, method, calls, argument):
+        """Calls a method, given the calls to make, in eager or in a function, maybe retraced."""
+        if where == "eager":
+            return method(*calls, argument)
+        key = (method.__name__, calls)
+        if key not in self.functions:
+            self.functions[key] = tf.function(lambda argument, tag: method(*calls, argument))
+        self.traces += where == "retraced"
+        tag = f"{self.traces}" if where == "retraced" else ""
+        return self.functions[key](argument, tag)
+
+    def make(self, step):
+        factor = tf.constant(1.0 if step.finite else np.inf)
+        if step.looked_at and step.is_right:
+            self.optimizer.compute_gradients(lambda: self.loss(factor), self.variables)
+        if step.apply_in == "same" or step.calls == "minimize":
+            self.call(step.compute_in, self.whole, (step.calls,), factor)
+        else:
+            gradients = self.call(step.compute_in, self.gradients, (step.calls,), factor)
+            self.call(step.apply_in, self.apply, (), gradients)
+
+    def was_traced(self, step):
+        is_one_function = step.compute_in == "function" and step.apply_in == "same"
+        return is_one_function and ("whole", (step.calls,)) in self.functions
+
+    def state(self):
+        return [value(v) for v in self.all_variables()]
+
+    def set_state(self, state):
+        for variable, array in zip(self.all_variables(), state):
+            variable.assign(array)
+
+    def all_variables(self):
+        variables = self.optimizer.variables
+        return [*self.variables, *(variables() if callable(variables) else variables)]
+
+
+def in_thread(fn):
+    errors = []
+
+    def run():
+        try:
+            fn()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+PLACES = st.sampled_from(["eager", "function", "retraced"])
+STEPS = st.builds(
+    Step,
+    calls=st.sampled_from([*RIGHT, "minimize", *RIGHT, *WRONG]),
+    compute_in=PLACES,
+    apply_in=st.one_of(st.just("same"), PLACES),
+    thread=st.booleans(),
+    looked_at=st.booleans(),
+    finite=st.sampled_from([True, True, False]),
+)
+
+
+@hypothesis.settings(
+    max_examples=30,
+    deadline=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(st.lists(STEPS, min_size=1, max_size=8))
+def test_any_mixture_equals_the_control_or_warns_at_that_step(name, steps):
+    ours = Training(
+        keras_mp.LossScaleOptimizer(make_optimizer(name, 0.125, momentum=0.5), "dynamic")
+    )
+    control = Training(make_optimizer(name, 0.125, momentum=0.5))
+    before = None
+    for step in steps:
+        state, is_traced = ours.state(), ours.was_traced(step)
+        with contextlib.ExitStack() as stack:
+            caught = our_warnings(stack)
+            (in_thread if step.thread else lambda fn: fn())(lambda: ours.make(step))
+        if step.is_right:
+            assert not caught, (step, str(caught[0].message))
+            if step.finite:
+                control.apply(control.gradients((), tf.constant(1.0)))
+        else:
+            # A function that makes a step wrongly says so when it is traced; and that functions
+            # make no calls at all is said once, until one does again.
+            is_said = is_traced or (before is not None and before.calls == step.calls == ())
+            assert caught or is_said, step
+            ours.set_state(state)
+        before = step
+        for our_array, control_array in zip(ours.state(), control.state()):
+            np.testing.assert_array_equal(our_array, control_array)
+
+
+@pytest.mark.parametrize("compute_in", ["eager", "function", "jit"])
+@pytest.mark.parametrize("apply_in", ["eager", "function", "jit"])
+def test_the_dialect_may_change_between_functions_traced_once(name, compute_in, apply_in):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer.build([v])
+
+    def compute(calls):
+        with tf.GradientTape() as tape:
+            loss = getattr(optimizer, calls[0])(v * 0.5)
+        gradients = tape.gradient(loss, [v])
+        return optimizer.get_unscaled_gradients(gradients) if calls[1:] else gradients
+
+    computes = {calls: placed(compute_in, lambda calls=calls: compute(calls)) for calls in RIGHT}
+    apply = placed(apply_in, lambda gradients: optimizer.apply_gradients(zip(gradients, [v])))
+    for i, calls in enumerate([*RIGHT, *RIGHT]):
+        apply(computes[calls]())
+        assert float(v) == 8 - 0.5 * (i + 1)
+
+
+def placed(where, function):
+    if where == "eager":
+        return function
+    return tf.function(function, jit_compile=where == "jit")
+
+
+def sgd(name, learning_rate=1.0):
+    return make_optimizer(name, learning_rate, momentum=0.0)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("unscale_in_loop", [False, True])
+@pytest.mark.parametrize("calls", RIGHT)
+def test_accumulation_in_a_loop_of_a_function(name, calls, unscale_in_loop, jit_compile):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer.build([v])
+
+    @tf.function(jit_compile=jit_compile)
+    def step():
+        total = tf.zeros([])
+        for _ in tf.range(4):
+            with tf.GradientTape() as tape:
+                loss = getattr(optimizer, calls[0])(v * 0.5)
+            gradient = tape.gradient(loss, v)
+            if calls[1:] and unscale_in_loop:
+                [gradient] = optimizer.get_unscaled_gradients([gradient])
+            total += gradient
+        if calls[1:] and not unscale_in_loop:
+            [total] = optimizer.get_unscaled_gradients([total])
+        optimizer.apply_gradients([(total, v)])
+
+    step()
+    step()
+    assert float(v) == 4
+
+
+@pytest.mark.parametrize("calls", RIGHT)
+def test_replicas_that_compute_in_one_function_and_apply_in_another(name, calls):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(8.0)
+        optimizer = keras_mp.LossScaleOptimizer(sgd(name), SCALE)
+        optimizer.build([v])
+
+    def replica_compute():
+        with tf.GradientTape() as tape:
+            loss = getattr(optimizer, calls[0])(v * 0.5)
+        gradients = tape.gradient(loss, [v])
+        return optimizer.get_unscaled_gradients(gradients) if calls[1:] else gradients
+
+    def replica_apply(gradients):
+        optimizer.apply_gradients(zip(gradients, [v]))
+
+    compute = tf.function(lambda: strategy.run(replica_compute))
+    apply = tf.function(lambda gradients: strategy.run(replica_apply, args=(gradients,)))
+    for _ in range(3):
+        apply(compute())
+    assert float(value(v)) == 5
+    # In eager each `run` has new threads.
+    strategy.run(replica_apply, args=(strategy.run(replica_compute),))
+    assert float(value(v)) == 4
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ((), "Neither|not scaled"),
+        (("get_scaled_loss",), "get_unscaled_gradients.. was not"),
+        (("get_unscaled_gradients",), "get_scaled_loss.. was not"),
+    ],
+)
+@pytest.mark.parametrize("apply_in", ["eager", "function"])
+def test_a_call_missing_in_functions_that_run_again_untraced(name, calls, message, apply_in):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer.build([v])
+
+    def compute(calls):
+        with tf.GradientTape() as tape:
+            loss = v * 0.5
+            if "get_scaled_loss" in calls:
+                loss = optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(loss, [v])
+        return optimizer.get_unscaled_gradients(gradients) if calls[-1:] == RFC[1:] else gradients
+
+    right, wrong = tf.function(lambda: compute(RFC)), tf.function(lambda: compute(calls))
+    apply = placed(apply_in, lambda gradients: optimizer.apply_gradients(zip(gradients, [v])))
+    apply(right())
+    with contextlib.ExitStack() as stack:
+        our_warnings(stack)
+        apply(wrong())  # Everything is traced by now.
+    for _ in range(2):
+        apply(right())
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match=message):
+            apply(wrong())
+    apply(right())
+
+
+def test_a_function_without_any_call_is_reported_once_at_its_line(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer.build([v])
+
+    @tf.function
+    def step():
+        optimizer.apply_gradients([(tf.constant(1.0), v)])
+
+    with contextlib.ExitStack() as stack:
+        caught = our_warnings(stack)
+        for _ in range(3):
+            step()
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_what_xla_compiled_reports_the_next_time_python_is_there(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer.build([v])
+    apply = placed("jit", lambda g: optimizer.apply_gradients([(g, v)]))
+    optimizer.scale_loss(v)
+    apply(tf.constant(1.0))
+    assert int(optimizer.steps_skipped) == 0  # nothing to say
+    apply(tf.constant(1.0))
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="not scaled"):
+        optimizer.steps_skipped  # noqa: B018
+    assert int(optimizer.steps_skipped) == 0  # said
+
+
+def test_a_function_around_what_xla_compiled_reports_by_itself(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer.build([v])
+    apply = placed("jit", lambda g: optimizer.apply_gradients([(g, v)]))
+    around = tf.function(lambda: apply(tf.constant(1.0)))
+    optimizer.scale_loss(v)
+    around()
+    around()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="not scaled"):
+        around()
+
+
+def test_copies_begin_anew(name):
+    calls = StepCalls()
+    calls.scaled(to_apply=False)
+    for copied in (copy.deepcopy(calls), pickle.loads(pickle.dumps(calls))):
+        copied.scaled(to_apply=True)
+        assert copied.resolve([]) is True
+    calls.unscaled()
+    assert calls.resolve([]) is False
+
+
+def test_functions_are_not_kept_alive(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer.build([v])
+    function = tf.function(lambda: optimizer.get_unscaled_gradients([tf.constant(1.0)]))
+    graph = weakref.ref(function.get_concrete_function().graph)
+    assert graph() is not None
+    del function
+    gc.collect()
+    assert graph() is None
