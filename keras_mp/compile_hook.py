@@ -95,6 +95,10 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
         result = stock_compile(*args, **kwargs)
         _warn_if_unscaled(model)
         return result
+    with model.distribute_strategy.scope():
+        problem = keras_api.why_fit_fails()
+    if problem:
+        messages.warn(problem)
     call.apply_defaults()
     if policy.scales_loss and call.arguments.get("auto_scale_loss", True):
         optimizer = call.arguments["optimizer"]

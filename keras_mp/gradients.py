@@ -12,24 +12,31 @@ import tensorflow as tf
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
-_UNSUPPORTED_STRATEGIES = (
-    tf.distribute.ParameterServerStrategy,
-    tf.distribute.experimental.CentralStorageStrategy,
-    tf.compat.v1.distribute.experimental.ParameterServerStrategy,
+# Those whose replicas sum gradients and update together. On a TPU nothing was tested.
+_SUPPORTED_STRATEGIES = (
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.TPUStrategy,
+    tf.distribute.experimental.TPUStrategy,
+    tf.compat.v1.distribute.OneDeviceStrategy,
+    tf.compat.v1.distribute.MirroredStrategy,
+    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
+    tf.compat.v1.distribute.experimental.TPUStrategy,
 )
 
 
 def check_strategy() -> None:
-    """Refuses strategies under which gradients of all replicas cannot be judged together.
+    """Refuses strategies that are not known to judge gradients of all replicas together.
 
     Raises:
         ValueError: the current strategy is one of them.
     """
     strategy = tf.distribute.get_strategy()
-    if isinstance(strategy, _UNSUPPORTED_STRATEGIES):
+    if tf.distribute.has_strategy() and not isinstance(strategy, _SUPPORTED_STRATEGIES):
         raise ValueError(
-            "Loss scaling does not work under this strategy: its replicas do not sum gradients, so "
-            "no step can be skipped by all of them. Use MirroredStrategy, OneDeviceStrategy, "
+            "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
+            "and skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
             "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
             'keras_mp.set_global_policy("mixed_bfloat16"), or keras_mp.Policy("mixed_float16", '
             f"loss_scale=None). Received: {strategy}"

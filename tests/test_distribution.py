@@ -328,6 +328,19 @@ def test_central_storage_is_refused(name):
         strategy.run(lambda: outside.minimize(lambda: v * 1.0, [v]))
 
 
+def test_a_strategy_that_nobody_knows_is_refused(name):
+    class Strategy(tf.distribute.Strategy):
+        def __init__(self):
+            super().__init__(tf.distribute.OneDeviceStrategy("CPU:0").extended)
+
+    with (
+        Strategy().scope(),
+        pytest.raises(ValueError, match="MirroredStrategy, OneDeviceStrategy") as raised,
+    ):
+        keras_mp.LossScaleOptimizer(make_optimizer(name))
+    assert "Received: " in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "make", [lambda: tf.distribute.OneDeviceStrategy("CPU:0"), lambda: mirrored(1)]
 )

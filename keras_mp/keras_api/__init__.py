@@ -66,6 +66,7 @@ COMPILE_OWNER = _module.COMPILE_OWNER
 APPLY_TAKES_SCALED_GRADIENTS = _module.APPLY_TAKES_SCALED_GRADIENTS
 compile_without_wrapping = _module.compile_without_wrapping
 flatten_layers = _module.flatten_layers
+why_fit_fails = _module.why_fit_fails
 get_global_policy = _module.get_global_policy
 get_optimizer = _module.get_optimizer
 init_base_policy = _module.init_base_policy

@@ -36,6 +36,17 @@ def flatten_layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())
 
 
+def why_fit_fails() -> str | None:
+    if not isinstance(tf.distribute.get_strategy(), tf.distribute.MultiWorkerMirroredStrategy):
+        return None
+    return (
+        "Model.fit of Keras 3 fails under MultiWorkerMirroredStrategy, in float32 and without "
+        "keras_mp too: it takes the values of one worker's replica for a tensor. Write the loop "
+        "yourself, with the step in `strategy.run`, or use Keras 2 "
+        "(TF_USE_LEGACY_KERAS=1), whose fit works there."
+    )
+
+
 # Keras 3 keeps one global policy for each thread and lets a fresh thread start from floatx. We keep
 # the one that was set last, by whichever thread, in `_process`, None standing for floatx. In
 # `_thread` is what this thread holds on our account: if it holds something else, the stock function
