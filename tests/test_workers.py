@@ -1,7 +1,11 @@
 """Several machines: real worker processes, which reach each other over 127.0.0.1."""
 
 import os
+import pathlib
+import re
 import signal
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -239,3 +243,22 @@ def test_keras_3_cannot_fit_and_compile_says_so():
         assert "PerReplica" in error
         assert len(texts) == 1
         assert "Model.fit of Keras 3 fails under MultiWorkerMirroredStrategy" in texts[0]
+
+
+def test_the_program_of_the_docs(tmp_path):
+    docs = (pathlib.Path(__file__).parent.parent / "docs" / "replicas.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", docs, re.DOTALL)
+    for _ in range(2):  # The second time it finds a checkpoint of the last step.
+        ports = workers.free_ports(2)
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(tmp_path / "run")],
+                env={**os.environ, "TF_CONFIG": workers.tf_config(i, ports)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for i in range(2)
+        ]
+        outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
+        assert outputs == ["[0.75 1.5 ] 32768.0"] * 2
+        assert f"With two workers both print `{outputs[0]}`" in docs

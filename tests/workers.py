@@ -34,7 +34,7 @@ def run(function: Callable[..., Any], count: int, timeout: float = 240, **argume
         list, for each worker, of what the function returned; None for one that did not get that
         far. Once one worker was killed, the others are given 20 seconds to notice.
     """
-    ports = ",".join(str(port) for port in _free_ports(count))
+    ports = ",".join(str(port) for port in free_ports(count))
     with tempfile.TemporaryDirectory() as folder:
         results = [pathlib.Path(folder) / f"{index}.pickle" for index in range(count)]
         logs = [path.with_suffix(".log") for path in results]
@@ -48,7 +48,14 @@ def run(function: Callable[..., Any], count: int, timeout: float = 240, **argume
         return [pickle.loads(p.read_bytes()) if p.exists() else None for p in results]
 
 
-def _free_ports(count: int) -> list[int]:
+def tf_config(index: int, ports: list[int]) -> str:
+    """What TF_CONFIG says to a worker."""
+    workers = [f"127.0.0.1:{port}" for port in ports]
+    return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -89,9 +96,7 @@ def _wait(processes: list[subprocess.Popen], timeout: float) -> None:
 def main() -> None:
     """Is one of the workers."""
     index, ports, module, function, arguments, result = sys.argv[1:]
-    workers = [f"127.0.0.1:{port}" for port in ports.split(",")]
-    task = {"type": "worker", "index": int(index)}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+    os.environ["TF_CONFIG"] = tf_config(int(index), [int(port) for port in ports.split(",")])
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)

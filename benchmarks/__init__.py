@@ -1,0 +1,1 @@
+"""Benchmarks: side by side with stock, as ratios. `python -m benchmarks`."""
