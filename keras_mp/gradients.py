@@ -44,7 +44,7 @@ def check_strategy() -> None:
 
 
 def convert(gradients: Iterable[Any]) -> list[Gradient]:
-    """Makes gradients of what stands for one.
+    """Makes a list of gradients of what stands for one.
 
     Args:
         gradients: iterable of tensors, arrays, `tf.IndexedSlices` and None.
@@ -53,8 +53,14 @@ def convert(gradients: Iterable[Any]) -> list[Gradient]:
         list of gradients.
 
     Raises:
-        TypeError: there is something else among them.
+        TypeError: there is something else among them, or they are not in a flat list.
     """
+    is_one = tf.is_tensor(gradients) or isinstance(gradients, (str, dict))
+    if is_one or not isinstance(gradients, Iterable):
+        raise TypeError(
+            "Expected a flat list of gradients, each a tensor, a tf.IndexedSlices or None. "
+            f"Received: {gradients!r} (of type {type(gradients)})"
+        )
     return [_map(lambda g: g, gradient) for gradient in gradients]
 
 
@@ -111,15 +117,6 @@ def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradie
     Returns:
         list of gradients.
     """
-    if (
-        tf.is_tensor(gradients)
-        or not isinstance(gradients, Iterable)
-        or isinstance(gradients, dict)
-    ):
-        raise TypeError(
-            "Expected a flat list of gradients, each a tensor, a tf.IndexedSlices or None. "
-            f"Received: {gradients!r} (of type {type(gradients)})"
-        )
     return [_map(lambda g: _widened(tf.divide, g, loss_scale), g) for g in gradients]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp import messages
+
 
 class Mailbox:
     """Carries a number from a graph to a Python function.
@@ -18,13 +20,17 @@ class Mailbox:
     compiled one, if there is one (`Model.fit` of Keras 3 has one), the next time it runs, and by
     `collect`.
 
+    Attributes:
+        letter: int64 variable, the number that was left; 0 if there is none.
+
     Args:
-        read: called with the number, an int.
+        read: called with the number, an int, and the line of the program that it is about, or None
+            where XLA compiled the function.
     """
 
-    def __init__(self, read: Callable[[int], None]) -> None:
+    def __init__(self, read: Callable[[int, messages.Line | None], None]) -> None:
         self._read = read
-        self._letter = local_variable("letter", 0)
+        self.letter = local_variable("letter", 0)
         self._is_watched = False
 
     def post(self, number: tf.Tensor) -> None:
@@ -33,16 +39,14 @@ class Mailbox:
         Args:
             number: int64 scalar tensor, not zero.
         """
-        if tf.executing_eagerly():
-            self._read(int(number))
-        elif _compiled_by_xla():
-            self._letter.assign(number, read_value=False)
+        if is_compiled_by_xla():
+            self.letter.assign(number, read_value=False)
         else:
-            tf.py_function(lambda n: self._read(int(n)), [number], [])
+            self._tell(number, messages.users_line())
 
     def watch(self) -> None:
         """Makes sure that what `post` leaves behind is found. Called outside of the branch."""
-        if not _compiled_by_xla():
+        if not is_compiled_by_xla():
             return
         self._is_watched = True
         graph = tf.compat.v1.get_default_graph().outer_graph
@@ -50,7 +54,7 @@ class Mailbox:
             # The graph that calls a compiled function is marked as compiled meanwhile;
             # `control_dependencies(None)` takes the mark away.
             with graph.as_default(), tf.control_dependencies(None):
-                if not _compiled_by_xla():
+                if not is_compiled_by_xla():
                     self._look_into()
                     return
             graph = graph.outer_graph
@@ -60,13 +64,19 @@ class Mailbox:
         if self._is_watched and tf.executing_eagerly():
             self._look_into()
 
+    def _tell(self, number: tf.Tensor, line: messages.Line | None) -> None:
+        if tf.executing_eagerly():
+            self._read(int(number), line)
+        else:
+            tf.py_function(lambda n: self._read(int(n), line), [number], [])
+
     def _look_into(self) -> None:
-        number = tf.convert_to_tensor(self._letter)
+        number = tf.convert_to_tensor(self.letter)
 
         def deliver() -> None:
             # In the graph, which so knows that it comes before the next number.
-            self._letter.assign(tf.zeros_like(number), read_value=False)
-            self.post(number)
+            self.letter.assign(tf.zeros_like(number), read_value=False)
+            self._tell(number, None)
 
         tf.cond(tf.not_equal(number, 0), deliver, lambda: None)
 
@@ -89,7 +99,8 @@ def local_variable(name: str, value: int) -> tf.Variable:
         )
 
 
-def _compiled_by_xla() -> bool:
+def is_compiled_by_xla() -> bool:
+    """Does XLA compile the function that is being traced?"""
     return tf.__internal__.get_enclosing_xla_context() is not None
 
 

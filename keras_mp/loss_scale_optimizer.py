@@ -4,17 +4,15 @@ RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
 """
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import gradients, keras_api, messages, older_spellings, validation
+from keras_mp import gradients, keras_api, messages, older_spellings, skipped_steps, validation
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.skipped_steps import SkippedSteps
 from keras_mp.step_calls import StepCalls
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
@@ -105,6 +103,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     Source: RFC 293, "LossScaleOptimizer Overview".
     """
 
+    _takes_scaled_gradients = True
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -134,7 +134,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             )
         gradients.check_strategy()
         super().__init__(inner_optimizer)
-        if wrapper_of(inner_optimizer) is not None:
+        wrapped = list(chain(inner_optimizer))
+        if any(wrapper_of(optimizer) is not None for optimizer in wrapped):
             raise ValueError(
                 "The optimizer is wrapped by a LossScaleOptimizer already (Model.compile may have "
                 "done so: look at `model.optimizer`). Use that one, or make a new optimizer. "
@@ -147,12 +148,13 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             _name=name,
             _loss_scale=loss_scale,
             _aggregate_in_float16=aggregate_in_float16,
-            _skipped=SkippedSteps(_skips(warn_after_skips)),
+            _skipped=skipped_steps.SkippedSteps(_skips(warn_after_skips)),
             _calls=StepCalls(),
         )
         for child_name, child in self._own_children().items():
             self._track_trackable(child, child_name, overwrite=True)
-        _wrappers[inner_optimizer] = weakref.ref(self)
+        for optimizer in wrapped:
+            _wrappers[optimizer] = weakref.ref(self)
 
     @property
     def name(self) -> str:
@@ -197,6 +199,19 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
         self._skipped.warn_after = _skips(value)
+
+    @property
+    def loss_scale_factor(self) -> None:
+        """None: Keras 3's optimizers have one, which would scale once more."""
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        raise TypeError(
+            "A LossScaleOptimizer scales the loss itself, so it has no `loss_scale_factor`, and "
+            "another LossScaleOptimizer cannot wrap it. "
+            f"Received: loss_scale_factor={value!r}"
+        )
 
     @property
     def dynamic(self) -> bool:
@@ -279,9 +294,16 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
         Returns:
             list of the gradients, each in the dtype it came in.
+
+        Raises:
+            TypeError: `grads` is not a flat list of gradients.
+            ValueError: the gradients are unscaled already.
         """
-        unscaled = gradients.unscale(grads, self._loss_scale())
+        grads = gradients.convert(grads)
+        self._calls.refuse_results(grads, "get_unscaled_gradients")
+        unscaled = gradients.unscale(grads, self._loss_scale_of_step())
         self._calls.unscaled()
+        self._calls.returned(unscaled)
         return unscaled
 
     def minimize(
@@ -307,7 +329,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, var_list, tape, grad_loss, name)
         pairs = _checked(self._gradients(self._scale, loss, var_list, tape, grad_loss))
-        self._calls.forget()
+        self._calls.end_part()
         if not pairs:
             return self.iterations
         return self._step(pairs, scaled=True, aggregate=True, name=name)
@@ -477,7 +499,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         # Optimizers of tf_keras list their children once, which may have been before they were
         # wrapped.
-        return {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
+        children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
+        if save_type == "savedmodel":  # which holds functions, and all that these use
+            children.update({**self._skipped.variables(), **self._calls.variables()})
+        return children
 
     def _state(self) -> dict[str, tf.Variable]:
         state = {"steps_skipped": self._skipped.total, "last_step_skipped": self._skipped.last}
@@ -491,9 +516,25 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     def _scale(self, loss: Any) -> Any:
         if callable(loss) and not tf.is_tensor(loss):
             return lambda: self._scale(loss())
-        scaled = gradients.scale_loss(loss, self._loss_scale())
-        self._calls.saw(tf.convert_to_tensor(loss))
+        self._calls.refuse_results([loss], "get_scaled_loss")
+        loss_scale = self._loss_scale()
+        scaled = gradients.scale_loss(loss, loss_scale)
+        self._calls.saw(tf.convert_to_tensor(loss), loss_scale)
+        self._calls.returned([scaled])
         return scaled
+
+    def _loss_scale_of_step(self) -> tf.Tensor:
+        loss_scale = self._calls.loss_scale()
+        return self._loss_scale() if loss_scale is None else loss_scale
+
+    def _unscaled_early(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        pairs = list(pairs)
+        is_scaled = self._calls.unscale_early()
+        if is_scaled is False:
+            return pairs
+        divisor = tf.where(is_scaled, self._loss_scale_of_step(), 1.0)
+        grads = gradients.unscale([g for g, _ in pairs], divisor)
+        return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
     def _gradients(
         self,
@@ -522,7 +563,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         # Again, since the optimizer may have been made outside of the strategy's scope.
         gradients.check_strategy()
         self.build(variables)
-        loss_scale = self._loss_scale()
+        loss_scale = self._loss_scale_of_step()
         values = self._take_new_values(grads, variables, loss_scale, scaled)
         if tf.is_tensor(scaled):
             grads = gradients.unscale(grads, tf.where(scaled, loss_scale, 1.0))
@@ -541,7 +582,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 finite = gradients.agree(finite)
             self._skipped.watch()
         return gradients.decide_for_all_replicas(
-            functools.partial(self._apply_or_skip, loss_scale),
+            self._apply_or_skip,
             lambda grads: self._family.apply(list(zip(grads, variables)), name, aggregate=False),
             grads,
             finite,
@@ -584,7 +625,6 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     def _apply_or_skip(
         self,
-        loss_scale: tf.Tensor,
         apply: Callable[[], Any],
         finite: tf.Tensor | None,
         losses: Sequence[tf.Tensor],
@@ -592,21 +632,20 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """Applies gradients if they are finite, and moves the scale. Once for all replicas."""
         if finite is None:
             return self._finish([_operation(apply())])
-        judge = functools.partial(self._judge, loss_scale, apply, finite, losses)
         if not self._family.accumulates():
-            return self._finish(judge())
+            return self._finish(self._judge(apply, finite, losses))
         # Only what is made of all gradients that were accumulated is a step.
-        tf.cond(self._family.completes_step(), lambda: _nothing(judge()), lambda: _nothing(apply()))
+        tf.cond(
+            self._family.completes_step(),
+            lambda: _nothing(self._judge(apply, finite, losses)),
+            lambda: _nothing(apply()),
+        )
         return self.iterations
 
     def _judge(
-        self,
-        loss_scale: tf.Tensor,
-        apply: Callable[[], Any],
-        finite: tf.Tensor,
-        losses: Sequence[tf.Tensor],
+        self, apply: Callable[[], Any], finite: tf.Tensor, losses: Sequence[tf.Tensor]
     ) -> list[Any]:
-        state = self._loss_scale.next_state(loss_scale, finite)
+        state = self._loss_scale.next_state(self._loss_scale(), finite)
 
         def skip() -> None:
             self._family.drop_accumulated()
@@ -653,7 +692,9 @@ def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def _skips(value: int | None) -> int | None:
-    return None if value is None else validation.integer("warn_after_skips", value)
+    if value is None:
+        return None
+    return validation.integer("warn_after_skips", value, below=skipped_steps.MOST_IN_A_ROW)
 
 
 def _nothing(_: Any) -> None:

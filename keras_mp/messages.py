@@ -3,9 +3,14 @@
 import os
 import sys
 import warnings
+from typing import Any, NamedTuple
 
 _PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras", "contextlib")
 _NOT_THE_USER = (*(f"{os.sep}{p}{os.sep}" for p in _PACKAGES), "__autograph_generated_file")
+
+
+# By which Python's default filter knows what it has shown.
+_registry: dict[Any, Any] = {}
 
 
 class MixedPrecisionWarning(UserWarning):
@@ -18,18 +23,35 @@ class MixedPrecisionWarning(UserWarning):
     """
 
 
-def warn(message: str) -> None:
-    """Warns with `MixedPrecisionWarning`, pointing at the first caller outside the libraries.
+class Line(NamedTuple):
+    """A line of somebody's program.
 
-    Args:
-        message: str. What happened and what cures it.
+    Attributes:
+        file: name of the file.
+        number: number of the line.
     """
-    level = 2
+
+    file: str
+    number: int
+
+
+def users_line() -> Line:
+    """Returns the line of the first caller outside the libraries."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
-        level += 1
-    warnings.warn(message, MixedPrecisionWarning, stacklevel=level)
+    return Line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def warn(message: str, line: Line | None = None) -> None:
+    """Warns with `MixedPrecisionWarning`, pointing at the user's line.
+
+    Args:
+        message: str. What happened and what cures it.
+        line: Line. Where it happened; by default the line that is being executed.
+    """
+    file, number = line or users_line()
+    warnings.warn_explicit(message, MixedPrecisionWarning, file, number, registry=_registry)
 
 
 def _is_library(filename: str) -> bool:

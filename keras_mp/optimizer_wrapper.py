@@ -3,6 +3,7 @@
 RFC 293, "OptimizerWrapper" and "LossScaleOptimizer __getattribute__ and __setattr__ delegation".
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,9 @@ class OptimizerWrapper(
     an AttributeError that says so, and so is setting it. Methods that only an inner optimizer's
     class has are not delegated, since they would go around the wrapper.
 
-    A subclass overrides `apply_gradients`, and `minimize` where computing gradients changes too.
+    A subclass overrides `apply_gradients`, and `minimize` where computing gradients changes too. It
+    gets gradients unscaled, whichever way the loss was scaled, inside a `LossScaleOptimizer` and
+    around one.
 
     Args:
         inner_optimizer: An optimizer of `tf.keras`.
@@ -69,6 +72,21 @@ class OptimizerWrapper(
             _trackable=inner_optimizer,
             _hyperparameters=family.hyperparameters() - _names_of_wrappers(type(self)),
         )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        method = vars(cls).get("apply_gradients")
+        if method is None or "_takes_scaled_gradients" in vars(cls):
+            return
+
+        @functools.wraps(method)
+        def apply_gradients(
+            self: OptimizerWrapper, grads_and_vars: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            # Also where a LossScaleOptimizer further in would be the one to unscale.
+            return method(self, self._unscaled_early(grads_and_vars), *args, **kwargs)
+
+        cls.apply_gradients = apply_gradients
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
@@ -242,6 +260,10 @@ class OptimizerWrapper(
         if trainable_variables is None:
             trainable_variables = self._family.built_variables()
         self.apply_gradients(zip(grads, trainable_variables, strict=True))
+
+    def _unscaled_early(self, pairs: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
+        inner = self.inner_optimizer
+        return inner._unscaled_early(pairs) if isinstance(inner, OptimizerWrapper) else pairs
 
     def apply_gradients(
         self,

@@ -9,6 +9,10 @@ import tensorflow as tf
 
 from keras_mp import host, messages
 
+# Three counts travel as one number.
+_BASE = MOST_IN_A_ROW = 2**20
+_DIGITS = (_BASE**2, _BASE, 1)
+
 
 class SkippedSteps:
     """Counts skipped steps, and warns when many are skipped in a row.
@@ -29,7 +33,7 @@ class SkippedSteps:
             self.last = tf.Variable(False, name="last_step_skipped", trainable=False)
             # Of the steps skipped in a row: with a loss that is not finite, with one that is.
             self._losses = tf.Variable([0, 0], dtype=tf.int64, name="losses", trainable=False)
-        self._reports = host.Mailbox(self._warn)
+        self._reports = host.Mailbox(_warn)
 
     def watch(self) -> None:
         """Prepares for `skip` in the function that is being traced."""
@@ -53,8 +57,14 @@ class SkippedSteps:
         else:
             seen = tf.zeros([2], tf.int64)
         before = tf.convert_to_tensor(self._losses) * tf.cast(in_a_row > 1, tf.int64)
-        self._losses.assign(before + seen, read_value=False)
-        tf.cond(tf.equal(in_a_row, self.warn_after), lambda: self._post(in_a_row), lambda: None)
+        losses_seen = before + seen
+        self._losses.assign(losses_seen, read_value=False)
+
+        def post() -> None:
+            counts = tf.stack([in_a_row, *tf.unstack(losses_seen)])
+            self._reports.post(tf.reduce_sum(counts * _DIGITS))
+
+        tf.cond(tf.equal(in_a_row, self.warn_after), post, lambda: None)
 
     def count(self, skipped: tf.Tensor) -> list[tf.Operation]:
         """Counts the step that was made, or was not.
@@ -70,16 +80,18 @@ class SkippedSteps:
             self.last.assign(skipped, read_value=False),
         ]
 
+    def variables(self) -> dict[str, tf.Variable]:
+        """The variables of which a checkpoint knows nothing, by name."""
+        return {"losses": self._losses, "skip_report": self._reports.letter}
+
     def collect_reports(self) -> None:
         """Says what functions that XLA compiled had to say."""
         self._reports.collect()
 
-    def _post(self, in_a_row: tf.Tensor) -> None:
-        self._reports.post(in_a_row)
 
-    def _warn(self, in_a_row: int) -> None:
-        not_finite, finite = tf.convert_to_tensor(self._losses).numpy()
-        messages.warn(f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}")
+def _warn(number: int, line: messages.Line | None) -> None:
+    in_a_row, not_finite, finite = (number // digit % _BASE for digit in _DIGITS)
+    messages.warn(f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}", line)
 
 
 def _diagnosis(not_finite: int, finite: int) -> str:

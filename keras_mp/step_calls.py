@@ -55,7 +55,7 @@ _APPLIED = (Made.APPLIED_SCALED, Made.APPLIED_UNSCALED, *_REPORTED)
 def _misses_a_call(made: Made, goes_on: bool) -> bool:
     """Is it wrong to apply now? `goes_on` says that it is another part of the same step."""
     is_complete = made in (Made.SCALED_TO_APPLY, Made.UNSCALED)
-    return not is_complete and not (goes_on and made in _APPLIED)
+    return not is_complete and not (goes_on and made in (Made.ONLY_UNSCALED, *_APPLIED))
 
 
 def _after_applying(made: Made, goes_on: bool) -> Made:
@@ -71,13 +71,19 @@ class _Mine(threading.local):
         graph: reference to the graph in which the last call was made; None for eager.
         made: what that call led to; None where that is known only at run time.
         applied: ids of the variables of the step so far.
+        is_interleaved: was it begun while one of the other way was under way?
         loss: the loss of the step under way.
+        loss_scale: what it was multiplied by.
+        results: what the last call returned.
     """
 
     graph: weakref.ref[Any] | None = None
     made: Made | None = Made.UNKNOWN
     applied: frozenset[int] = frozenset()
+    is_interleaved = False
     loss: tf.Tensor | None = None
+    loss_scale: tf.Tensor | None = None
+    results: tuple[weakref.ref[Any], ...] = ()
 
 
 class StepCalls:
@@ -94,7 +100,7 @@ class StepCalls:
         # Graphs in which calls were made and gradients were not applied.
         self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._some_function_only_applies = False
-        self._reports = host.Mailbox(lambda made: messages.warn(_missing(_ALL[made])))
+        self._reports = host.Mailbox(lambda made, line: messages.warn(_missing(_ALL[made]), line))
 
     def scaled(self, *, to_apply: bool) -> None:
         """Notes that the loss was scaled, which begins a step.
@@ -102,7 +108,10 @@ class StepCalls:
         Args:
             to_apply: bool. Will `apply_gradients` unscale, rather than `get_unscaled_gradients`?
         """
-        self._mine.applied = frozenset()
+        mine = self._mine
+        is_under_way = mine.made in (Made.SCALED, Made.SCALED_TO_APPLY, Made.UNSCALED)
+        mine.is_interleaved = is_under_way and (mine.made is Made.SCALED_TO_APPLY) != to_apply
+        mine.applied = frozenset()
         self._open(Made.SCALED_TO_APPLY if to_apply else Made.SCALED)
 
     def unscaled(self) -> None:
@@ -113,21 +122,66 @@ class StepCalls:
         else:
             self._open(_look_up(_AFTER_UNSCALING, self._made))
 
-    def forget(self) -> None:
-        """Drops what was noted: a step is made that needs none of it."""
-        self._mine.applied = frozenset()
-        self._note(Made.UNKNOWN)
+    def unscale_early(self) -> bool | tf.Tensor:
+        """Notes that gradients are unscaled which `apply_gradients` would, before others see them.
 
-    def saw(self, loss: tf.Tensor) -> None:
-        """Remembers the loss of this step, as it is before it is scaled."""
-        self._mine.loss = loss
+        Returns:
+            Are they scaled, so that it has to be done?
+            A bool, or a bool scalar tensor where that is known only when the function runs.
+        """
+        made = self._made_here()
+        if made is None:
+            is_scaled = tf.equal(self._made, int(Made.SCALED_TO_APPLY))
+            self._note(tf.where(is_scaled, tf.cast(Made.UNSCALED, tf.int64), self._made))
+            return is_scaled
+        if made is Made.SCALED_TO_APPLY:
+            self._open(Made.UNSCALED)
+        return made is Made.SCALED_TO_APPLY
+
+    def end_part(self) -> None:
+        """Notes that a whole step was made beside the one under way: what follows is no part."""
+        self._mine.applied = frozenset()
+
+    def saw(self, loss: tf.Tensor, loss_scale: tf.Tensor) -> None:
+        """Remembers the loss of this step as it is before it is scaled, and the scale."""
+        self._mine.loss, self._mine.loss_scale = loss, loss_scale
 
     def take_loss(self) -> tf.Tensor | None:
         """The loss of this step, if it is known here. Only once."""
         loss, self._mine.loss = self._mine.loss, None
-        if loss is None or getattr(loss, "graph", None) is not host.current_graph():
-            return None
-        return loss
+        return loss if _is_of_this_graph(loss) else None
+
+    def loss_scale(self) -> tf.Tensor | None:
+        """What the loss of this step was multiplied by, if it is known here.
+
+        The first part of a step that is applied in parts may have moved the scale.
+        """
+        return self._mine.loss_scale if _is_of_this_graph(self._mine.loss_scale) else None
+
+    def returned(self, results: Iterable[Any]) -> None:
+        """Remembers what the user gets."""
+        self._mine.results = tuple(weakref.ref(r) for r in results if r is not None)
+
+    def refuse_results(self, values: Iterable[Any], method: str) -> None:
+        """Refuses to do the same once more.
+
+        Args:
+            values: iterable of what the user passed.
+            method: str. The method's name.
+
+        Raises:
+            ValueError: one of them is what the last call returned.
+        """
+        results = {id(ref()) for ref in self._mine.results}
+        if any(value is not None and id(value) in results for value in values):
+            raise ValueError(
+                f"{method}() was given what is scaled, or unscaled, already: do so once. "
+                f"Received: {values!r}"
+            )
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """The variables of which a checkpoint knows nothing, by name."""
+        return {"made": self._made, "call_report": self._reports.letter}
 
     def resolve(self, variables: Iterable[Any]) -> bool | tf.Tensor:
         """Ends the step; warns of missing calls.
@@ -141,13 +195,14 @@ class StepCalls:
         """
         applied, before = frozenset(id(v) for v in variables), self._mine.applied
         # Other variables than just before: the same step may go on.
-        goes_on = bool(before) and before.isdisjoint(applied)
+        goes_on = bool(before) and before.isdisjoint(applied) and not self._mine.is_interleaved
         self._mine.applied = before | applied if goes_on else applied
         made = self._made_here()
         if made is None:
             return self._resolve_at_run_time(goes_on)
         if _misses_a_call(made, goes_on):
             messages.warn(_missing(made))
+            self._mine.applied, self._mine.loss_scale = frozenset(), None
         self._close(_after_applying(made, goes_on))
         return _IS_SCALED[made]
 
@@ -157,7 +212,8 @@ class StepCalls:
 
     def _resolve_at_run_time(self, goes_on: bool) -> tf.Tensor:
         self._some_function_only_applies = True
-        self._report_while_tracing(goes_on)
+        if host.is_compiled_by_xla():
+            self._report_while_tracing(goes_on)
         made = tf.convert_to_tensor(self._made)
         after = _look_up({m: _after_applying(m, goes_on) for m in Made}, made)
         is_news = {m: _misses_a_call(m, goes_on) and m not in _REPORTED for m in Made}
@@ -171,7 +227,7 @@ class StepCalls:
         return tf.cast(_look_up(_IS_SCALED, made), tf.bool)
 
     def _report_while_tracing(self, goes_on: bool) -> None:
-        """A function that makes no call at all is reported where it is traced, at its line."""
+        """Says now what is known now, since a compiled function cannot say it when it runs."""
         if self._mine.made not in (*_APPLIED, Made.UNKNOWN):
             return
         with tf.init_scope():
@@ -222,6 +278,10 @@ class StepCalls:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepCalls, ()
+
+
+def _is_of_this_graph(tensor: tf.Tensor | None) -> bool:
+    return tensor is not None and getattr(tensor, "graph", None) is host.current_graph()
 
 
 def _runs_in_order() -> bool:

@@ -52,12 +52,13 @@ def number(
     return float(value)
 
 
-def integer(name: str, value: Any) -> int:
-    """Checks that an argument is a whole number from 1 to what an int64 holds.
+def integer(name: str, value: Any, below: int = 2**63) -> int:
+    """Checks that an argument is a whole number of at least 1.
 
     Args:
         name: str. The argument's name, for the message.
         value: Any. What was passed.
+        below: int. The value must be less; defaults to what an int64 holds.
 
     Returns:
         The value as an int.
@@ -70,6 +71,8 @@ def integer(name: str, value: Any) -> int:
         raise TypeError(
             f"`{name}` must be an int. Received: {name}={value!r} (of type {type(value)})"
         )
-    if not 1 <= value < 2**63:
-        raise ValueError(f"`{name}` must be at least 1 and below 2**63. Received: {name}={value!r}")
+    if not 1 <= value < below:
+        raise ValueError(
+            f"`{name}` must be at least 1 and below {below}. Received: {name}={value!r}"
+        )
     return int(value)

@@ -8,8 +8,12 @@ from keras_mp import host
 
 class Reader:
     def __init__(self):
-        self.numbers = []
-        self.mailbox = host.Mailbox(self.numbers.append)
+        self.numbers, self.lines = [], []
+        self.mailbox = host.Mailbox(self.read)
+
+    def read(self, number, line):
+        self.numbers.append(number)
+        self.lines.append(line)
 
     def step(self, number):
         """Sends a number that is not zero, as a step does: in a branch."""
@@ -34,6 +38,7 @@ def test_function():
     for number in (0, 3, 0, 4):
         function(tf.constant(number, tf.int64))
     assert reader.numbers == [3, 4]
+    assert {line.file for line in reader.lines} == {__file__}
 
 
 def test_a_function_that_has_nothing_to_say_runs_no_python():
@@ -89,7 +94,7 @@ def test_collecting_is_free_where_nothing_was_compiled():
     reader = Reader()
     tf.function(reader.step)(tf.constant(3, tf.int64))
     # Reads no variable: it is not even there any more.
-    del reader.mailbox._letter
+    del reader.mailbox.letter
     reader.mailbox.collect()
 
 

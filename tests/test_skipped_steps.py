@@ -122,12 +122,20 @@ def test_can_be_set(name):
         step(1.0, np.inf)
     config = optimizer.get_config()
     assert keras_mp.LossScaleOptimizer.from_config(config).warn_after_skips == 1
-    for bad in (0, -1, 2.5, True, "3"):
+    for bad in (0, -1, 2.5, True, "3", 2**20):
         with pytest.raises((TypeError, ValueError), match="Received: warn_after_skips="):
             optimizer.warn_after_skips = bad
         with pytest.raises((TypeError, ValueError), match="Received: warn_after_skips="):
             keras_mp.LossScaleOptimizer(make_optimizer(name), warn_after_skips=bad)
     assert optimizer.warn_after_skips == 1
+
+
+def test_the_warning_is_about_its_own_step(name):
+    # What is told must not be read from variables, which may lag behind.
+    for _ in range(10):
+        _, step = skipping(name, "function", warn_after_skips=1)
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="in all 1 that were looked at"):
+            step(np.nan, np.nan)
 
 
 @pytest.mark.parametrize("calls", ["rfc", "keras_3"])

@@ -44,8 +44,8 @@ class Step(NamedTuple):
         compute_in: where gradients are computed: "eager", "function" or "retraced".
         apply_in: where they are applied: "same" place, or one of its own.
         thread: is a new thread started for it?
-        looked_at: are gradients computed and thrown away before? Only where the step is right:
-            nobody can tell gradients that were thrown away from those that are applied.
+        looked_at: are gradients computed and thrown away before? Only where the step is right and
+            scales anew: nobody can tell gradients that were thrown away from others.
         finite: is the loss finite?
     """
 
@@ -110,7 +110,7 @@ class Training:
 
     def make(self, step):
         factor = tf.constant(1.0 if step.finite else np.inf)
-        if step.looked_at and step.is_right:
+        if step.looked_at and step.calls in RIGHT:
             self.optimizer.compute_gradients(lambda: self.loss(factor), self.variables)
         if step.apply_in == "same" or step.calls == "minimize":
             self.call(step.compute_in, self.whole, (step.calls,), factor)
@@ -371,3 +371,157 @@ def test_functions_are_not_kept_alive(name):
     del function
     gc.collect()
     assert graph() is None
+
+
+def half_of_sum(*variables):
+    return tf.add_n([tf.reduce_sum(v) for v in variables]) * 0.5
+
+
+def gradients_in_dialect(optimizer, calls, *variables, persistent=False):
+    with tf.GradientTape(persistent=persistent) as tape:
+        loss = getattr(optimizer, calls[0])(half_of_sum(*variables))
+    gradients = tape.gradient(loss, variables)
+    return optimizer.get_unscaled_gradients(gradients) if calls[1:] else gradients
+
+
+@pytest.mark.parametrize("calls", [RFC, KERAS_3])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_step_in_parts_is_divided_by_the_scale_that_it_was_multiplied_by(name, calls, mode):
+    scale = keras_mp.DynamicLossScale(SCALE, increment_period=1)
+    optimizer, v, w = keras_mp.LossScaleOptimizer(sgd(name), scale), *two_variables()
+    optimizer.build([v, w])
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = getattr(optimizer, calls[0])(half_of_sum(v, w))
+        for gradient, variable in zip(tape.gradient(loss, [v, w]), [v, w]):
+            part = [gradient]
+            if calls[1:]:
+                part = optimizer.get_unscaled_gradients(part)
+            optimizer.apply_gradients(zip(part, [variable]))
+
+    step = placed(mode, step)
+    for i in (1, 2, 3):
+        step()  # Quietly, and the scale doubles after each part.
+        assert float(v) == float(w) == 1 - 0.5 * i
+        assert float(scale) == SCALE * 4**i
+
+
+def two_variables():
+    return tf.Variable(1.0), tf.Variable(1.0)
+
+
+@pytest.mark.parametrize(("first", "second"), [(KERAS_3, RFC), (RFC, KERAS_3)])
+def test_steps_of_two_dialects_that_overlap_are_reported(name, first, second):
+    optimizer, v, w = keras_mp.LossScaleOptimizer(sgd(name), SCALE), *two_variables()
+    optimizer.build([v, w])
+    gradients = gradients_in_dialect(optimizer, first, v)
+    optimizer.apply_gradients(zip(gradients_in_dialect(optimizer, second, w), [w]))
+    assert float(w) == 0.5
+    with pytest.warns(keras_mp.MixedPrecisionWarning):
+        optimizer.apply_gradients(zip(gradients, [v]))
+
+
+@pytest.mark.parametrize("calls", [RFC, KERAS_3])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_minimize_between_computing_and_applying_disturbs_nothing(name, calls, mode):
+    optimizer, v, w = keras_mp.LossScaleOptimizer(sgd(name), SCALE), *two_variables()
+    optimizer.build([v, w])
+    compute = placed(mode, lambda: gradients_in_dialect(optimizer, calls, v))
+    between = placed(mode, lambda: optimizer.minimize(lambda: half_of_sum(w), [w]))
+    apply = placed(mode, lambda gradients: optimizer.apply_gradients(zip(gradients, [v])))
+    for i in (1, 2):
+        gradients = compute()
+        between()
+        apply(gradients)
+        assert float(v) == float(w) == 1 - 0.5 * i
+
+
+def test_to_do_a_thing_twice_is_refused(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
+    with tf.GradientTape(persistent=True) as tape:
+        scaled = optimizer.get_scaled_loss(half_of_sum(v))
+        with pytest.raises(ValueError, match="already"):
+            optimizer.get_scaled_loss(scaled)
+        with pytest.raises(ValueError, match="already"):
+            optimizer.scale_loss(scaled)
+    with pytest.raises(ValueError, match="already"):
+        optimizer.minimize(scaled, [v], tape=tape)
+    with pytest.raises(ValueError, match="already"):
+        optimizer.minimize(lambda: optimizer.get_scaled_loss(half_of_sum(v)), [v])
+    scaled = optimizer.get_scaled_loss(half_of_sum(v))
+    gradients = optimizer.get_unscaled_gradients([tf.constant(SCALE), None])
+    with pytest.raises(ValueError, match="already"):
+        optimizer.get_unscaled_gradients(gradients)
+    optimizer.apply_gradients([(gradients[0], v)])
+    assert float(v) == 0
+
+
+def test_tracing_what_applies_before_anything_ran_says_nothing(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
+    optimizer.build([v])
+    apply = tf.function(lambda g: optimizer.apply_gradients([(g, v)]))
+    apply.get_concrete_function(tf.TensorSpec([]))
+    for i in (1, 2):
+        apply(gradients_in_dialect(optimizer, KERAS_3, v)[0])
+        assert float(v) == 1 - 0.5 * i
+
+
+@pytest.mark.parametrize("calls", [RFC, KERAS_3])
+@pytest.mark.parametrize("mode", ["eager", "function", "split"])
+def test_a_wrapper_around_ours_sees_unscaled_gradients(name, calls, mode):
+    seen = []
+
+    class Clipping(keras_mp.OptimizerWrapper):
+        def apply_gradients(self, grads_and_vars, **kwargs):
+            pairs = [(tf.clip_by_value(g, -0.25, 0.25), v) for g, v in grads_and_vars]
+            seen.append(pairs)
+            return super().apply_gradients(pairs, **kwargs)
+
+    ours, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
+    optimizer = Clipping(ours)
+    optimizer.build([v])
+    if mode == "split":
+        compute = tf.function(lambda: gradients_in_dialect(ours, calls, v))
+        apply = tf.function(lambda gradients: optimizer.apply_gradients(zip(gradients, [v])))
+        step = lambda: apply(compute())  # noqa: E731
+    else:
+        step = placed(
+            mode,
+            lambda: optimizer.apply_gradients(zip(gradients_in_dialect(ours, calls, v), [v])),
+        )
+    for i in (1, 2):
+        step()
+        assert float(v) == 1 - 0.25 * i
+    assert seen
+
+
+def test_a_subclass_of_ours_sees_unscaled_gradients(name):
+    class Clipping(keras_mp.LossScaleOptimizer):
+        def apply_gradients(self, grads_and_vars, **kwargs):
+            pairs = [(tf.clip_by_value(g, -0.25, 0.25), v) for g, v in grads_and_vars]
+            return super().apply_gradients(pairs, **kwargs)
+
+    for calls in (RFC, KERAS_3):
+        optimizer, v = Clipping(sgd(name), SCALE), tf.Variable(1.0)
+        optimizer.apply_gradients(zip(gradients_in_dialect(optimizer, calls, v), [v]))
+        assert float(v) == 0.75
+
+
+def test_fit_with_a_wrapper_around_ours(name):
+    class Clipping(keras_mp.OptimizerWrapper):
+        def apply_gradients(self, grads_and_vars, **kwargs):
+            pairs = [(tf.clip_by_value(g, -0.25, 0.25), v) for g, v in grads_and_vars]
+            return super().apply_gradients(pairs, **kwargs)
+
+    for wrap in (
+        lambda o: Clipping(keras_mp.LossScaleOptimizer(o, SCALE)),
+        lambda o: keras_mp.LossScaleOptimizer(Clipping(o), SCALE),
+    ):
+        model = tf.keras.Sequential(
+            [tf.keras.Input((2,)), tf.keras.layers.Dense(1, kernel_initializer="zeros")]
+        )
+        model.compile(wrap(sgd(name)), "mse")
+        model.fit(tf.ones([4, 2]), 100 * tf.ones([4, 1]), batch_size=4, verbose=0)
+        for weights in model.get_weights():
+            np.testing.assert_array_equal(weights, 0.25)

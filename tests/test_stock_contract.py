@@ -226,3 +226,68 @@ def test_gradients_may_be_arrays(name):
         optimizer.apply_gradients([(None, v)])
     optimizer.apply_gradients([(gradient.numpy(), v)])
     assert float(v[0]) == 0.5
+
+
+def test_another_wrapper_behind_a_wrapper_is_refused(name):
+    inner = sgd(name)
+    first = keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(inner))
+    with pytest.raises(ValueError, match="is wrapped by a LossScaleOptimizer already"):
+        keras_mp.LossScaleOptimizer(inner)
+    other = sgd(name)
+    second = keras_mp.LossScaleOptimizer(other)
+    with pytest.raises(ValueError, match="is wrapped by a LossScaleOptimizer already"):
+        keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(other))
+    assert first.inner_optimizer.inner_optimizer is inner
+    assert second.inner_optimizer is other
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="loss_scale_factor is of Keras 3.")
+def test_a_second_scale_that_comes_later_is_refused(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name)), tf.Variable(1.0)
+    with pytest.raises(TypeError, match="another LossScaleOptimizer cannot wrap it"):
+        tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
+    assert optimizer.loss_scale_factor is None
+    optimizer.inner_optimizer.loss_scale_factor = 8.0
+    with pytest.raises(ValueError, match="scales the loss itself"):
+        optimizer.minimize(lambda: v * 1.0, [v])
+    assert float(v) == 1
+
+
+@pytest.mark.parametrize("calls", ["minimize", "rfc", "keras_3"])
+def test_a_module_with_a_train_step_is_saved(name, calls, tmp_path):
+    if name.startswith("legacy"):
+        pytest.skip("A SavedModel with a wrapped legacy optimizer is refused.")
+
+    class Trainer(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.v = tf.Variable([1.0, 2.0])
+            self.optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.5, momentum=0.0))
+            self.optimizer.build([self.v])
+
+        @tf.function(input_signature=[])
+        def step(self):
+            if calls == "minimize":
+                self.optimizer.minimize(lambda: tf.reduce_sum(self.v), [self.v])
+            else:
+                scale = self.optimizer.get_scaled_loss
+                if calls == "keras_3":
+                    scale = self.optimizer.scale_loss
+                with tf.GradientTape() as tape:
+                    loss = scale(tf.reduce_sum(self.v))
+                gradients = tape.gradient(loss, [self.v])
+                if calls == "rfc":
+                    gradients = self.optimizer.get_unscaled_gradients(gradients)
+                self.optimizer.apply_gradients(zip(gradients, [self.v]))
+            return self.v.read_value()
+
+    trainer = Trainer()
+    trainer.step()
+    tf.saved_model.save(trainer, tmp_path / "trainer")
+    loaded = tf.saved_model.load(tmp_path / "trainer")
+    np.testing.assert_array_equal(loaded.step(), trainer.step())
+    # What only functions use is no part of a checkpoint.
+    checkpoint = tf.train.Checkpoint(optimizer=trainer.optimizer).save(tmp_path / "checkpoint")
+    keys = " ".join(key for key, _ in tf.train.list_variables(checkpoint))
+    assert "loss_scale" in keys
+    assert not any(word in keys for word in ("made", "report", "losses"))

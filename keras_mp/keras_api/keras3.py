@@ -116,13 +116,16 @@ _reduction = _Reduction()
 class _Family(OptimizerFamily):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        if optimizer.loss_scale_factor is not None:
+        self._refuse_second_scale()
+        _let_the_wrapper_reduce(optimizer)
+
+    def _refuse_second_scale(self) -> None:
+        if self.optimizer.loss_scale_factor is not None:
             raise ValueError(
                 "The inner optimizer scales the loss itself. Pass "
                 "`loss_scale=` to LossScaleOptimizer instead of `loss_scale_factor=` to the inner "
-                f"optimizer. Received: loss_scale_factor={optimizer.loss_scale_factor}"
+                f"optimizer. Received: loss_scale_factor={self.optimizer.loss_scale_factor}"
             )
-        _let_the_wrapper_reduce(optimizer)
 
     def build(self, variables: Sequence[Any]) -> None:
         if not self.optimizer.built:
@@ -165,6 +168,7 @@ class _Family(OptimizerFamily):
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
         del name
+        self._refuse_second_scale()
         _reduction.is_done = not aggregate
         try:
             return self.optimizer.apply_gradients(grads_and_vars)
