@@ -81,17 +81,18 @@ class Mailbox:
         tf.cond(tf.not_equal(number, 0), deliver, lambda: None)
 
 
-def local_variable(name: str, value: int) -> tf.Variable:
-    """Makes an int64 variable that each replica reads and writes for itself.
+def local_variable(name: str, value: float, dtype: tf.DType = tf.int64) -> tf.Variable:
+    """Makes a scalar variable that each replica reads and writes for itself.
 
     Args:
         name: str.
-        value: int. The initial value.
+        value: number. The initial value.
+        dtype: DType. Defaults to int64.
     """
     with tf.init_scope():
         return tf.Variable(
             value,
-            dtype=tf.int64,
+            dtype=dtype,
             name=name,
             trainable=False,
             synchronization=tf.VariableSynchronization.ON_READ,

@@ -5,7 +5,7 @@ RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_mp import gradients, keras_api, messages, older_spellings, skipped_steps, validation
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
+from keras_mp.scaled_step import ScaledStep
 from keras_mp.step_calls import StepCalls
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
@@ -267,7 +268,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             TypeError: the loss is not a floating-point tensor.
         """
         scaled = self._scale(loss)
-        self._calls.scaled(to_apply=False)
+        self._calls.scaled(self._loss_scale(), to_apply=False)
         return scaled
 
     def scale_loss(self, loss: Any) -> Any:
@@ -283,7 +284,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             TypeError: the loss is not a floating-point tensor.
         """
         scaled = self._scale(loss)
-        self._calls.scaled(to_apply=True)
+        self._calls.scaled(self._loss_scale(), to_apply=True)
         return scaled
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -301,7 +302,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """
         grads = gradients.convert(grads)
         self._calls.refuse_results(grads, "get_unscaled_gradients")
-        unscaled = gradients.unscale(grads, self._loss_scale_of_step())
+        unscaled = gradients.unscale(grads, self._scaled_by())
         self._calls.unscaled()
         self._calls.returned(unscaled)
         return unscaled
@@ -328,11 +329,11 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, var_list, tape, grad_loss, name)
-        pairs = _checked(self._gradients(self._scale, loss, var_list, tape, grad_loss))
-        self._calls.end_part()
-        if not pairs:
-            return self.iterations
-        return self._step(pairs, scaled=True, aggregate=True, name=name)
+        with self._calls.beside_the_step():
+            pairs = _checked(self._gradients(self._scale, loss, var_list, tape, grad_loss))
+            if not pairs:
+                return self.iterations
+            return self._step(pairs, scaled=True, aggregate=True, name=name)
 
     def compute_gradients(
         self,
@@ -523,16 +524,15 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         self._calls.returned([scaled])
         return scaled
 
-    def _loss_scale_of_step(self) -> tf.Tensor:
-        loss_scale = self._calls.loss_scale()
-        return self._loss_scale() if loss_scale is None else loss_scale
+    def _scaled_by(self) -> tf.Tensor:
+        return self._calls.scaled_by(self._loss_scale())
 
     def _unscaled_early(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         pairs = list(pairs)
         is_scaled = self._calls.unscale_early()
         if is_scaled is False:
             return pairs
-        divisor = tf.where(is_scaled, self._loss_scale_of_step(), 1.0)
+        divisor = tf.where(is_scaled, self._scaled_by(), 1.0)
         grads = gradients.unscale([g for g, _ in pairs], divisor)
         return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
@@ -558,115 +558,23 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         name: str | None,
     ) -> Any:
         self._collect_reports()
-        loss = self._calls.take_loss()
-        grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         # Again, since the optimizer may have been made outside of the strategy's scope.
         gradients.check_strategy()
-        self.build(variables)
-        loss_scale = self._loss_scale_of_step()
-        values = self._take_new_values(grads, variables, loss_scale, scaled)
-        if tf.is_tensor(scaled):
-            grads = gradients.unscale(grads, tf.where(scaled, loss_scale, 1.0))
-            scaled = False
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        if aggregate and (replicas > 1 or self._family.custom_aggregation()):
-            grads, scaled = self._aggregate(grads, variables, loss_scale, scaled)
-        if scaled:
-            grads = gradients.unscale(grads, loss_scale)
-        grads = [values.get(i, g) for i, g in enumerate(grads)]
-        finite = None
-        if self.dynamic:
-            # Unscaled gradients are finite where scaled ones are, and the other way round.
-            finite = gradients.all_finite(self._family.totals(grads, variables))
-            if replicas > 1 and not aggregate:
-                finite = gradients.agree(finite)
-            self._skipped.watch()
-        return gradients.decide_for_all_replicas(
-            self._apply_or_skip,
-            lambda grads: self._family.apply(list(zip(grads, variables)), name, aggregate=False),
-            grads,
-            finite,
-            loss,
+        self.build([variable for _, variable in pairs])
+        step = ScaledStep(self._family, self._loss_scale, self._skipped, self._aggregate_in_float16)
+        operation = step.make(
+            pairs,
+            scaled=scaled,
+            scaled_by=self._scaled_by(),
+            loss=self._calls.take_loss(),
+            aggregate=aggregate,
+            name=name,
         )
-
-    def _take_new_values(
-        self,
-        grads: list[Any],
-        variables: list[Any],
-        loss_scale: tf.Tensor,
-        scaled: bool | tf.Tensor,
-    ) -> dict[int, Any]:
-        """Takes out of `grads` what are no gradients, but new values of their variables.
-
-        They never were scaled, so where gradients were unscaled that is undone for them.
-        """
-        values = {}
-        for i, variable in enumerate(variables):
-            if grads[i] is not None and self._family.is_overwritten(variable):
-                divided_by = tf.where(scaled, 1.0, loss_scale)
-                [values[i]] = gradients.scale([grads[i]], divided_by)
-                grads[i] = None
-        return values
-
-    def _aggregate(
-        self, grads: list[Any], variables: list[Any], loss_scale: tf.Tensor, scaled: bool
-    ) -> tuple[list[Any], bool]:
-        """Sums gradients over the replicas; returns them, and whether they are scaled."""
-        custom = self._family.custom_aggregation()
-        if custom is not None:
-            if scaled:
-                grads = gradients.unscale(grads, loss_scale)
-            return [g for g, _ in custom(list(zip(grads, variables, strict=True)))], False
-        # What overflows in float16 is harmless only where a step can be skipped.
-        in_float16 = self._aggregate_in_float16 and self.dynamic
-        if in_float16 and not scaled:
-            grads, scaled = gradients.scale(grads, loss_scale), True
-        return gradients.all_reduce(grads, in_float16), scaled
-
-    def _apply_or_skip(
-        self,
-        apply: Callable[[], Any],
-        finite: tf.Tensor | None,
-        losses: Sequence[tf.Tensor],
-    ) -> Any:
-        """Applies gradients if they are finite, and moves the scale. Once for all replicas."""
-        if finite is None:
-            return self._finish([_operation(apply())])
-        if not self._family.accumulates():
-            return self._finish(self._judge(apply, finite, losses))
-        # Only what is made of all gradients that were accumulated is a step.
-        tf.cond(
-            self._family.completes_step(),
-            lambda: _nothing(self._judge(apply, finite, losses)),
-            lambda: _nothing(apply()),
-        )
-        return self.iterations
-
-    def _judge(
-        self, apply: Callable[[], Any], finite: tf.Tensor, losses: Sequence[tf.Tensor]
-    ) -> list[Any]:
-        state = self._loss_scale.next_state(self._loss_scale(), finite)
-
-        def skip() -> None:
-            self._family.drop_accumulated()
-            if tf.compat.v1.executing_eagerly_outside_functions():
-                self._skipped.skip(state.num_bad_steps, losses)
-
-        applied = tf.cond(finite, lambda: _operation(apply()), lambda: _operation(skip()))
-        return [
-            applied,
-            *self._loss_scale.assign(state),
-            *self._skipped.count(tf.logical_not(finite)),
-        ]
+        return self.iterations if operation is None else operation
 
     def _collect_reports(self) -> None:
         self._calls.collect_reports()
         self._skipped.collect_reports()
-
-    def _finish(self, operations: list[Any]) -> Any:
-        if tf.compat.v1.executing_eagerly_outside_functions():
-            return self.iterations
-        return tf.group(*[o for o in operations if o is not None])
 
 
 # What a subclass may override to have a say in `minimize`.
@@ -695,15 +603,3 @@ def _skips(value: int | None) -> int | None:
     if value is None:
         return None
     return validation.integer("warn_after_skips", value, below=skipped_steps.MOST_IN_A_ROW)
-
-
-def _nothing(_: Any) -> None:
-    """What both branches of `tf.cond` return."""
-    return
-
-
-def _operation(result: Any) -> Any:
-    """What both branches of `tf.cond` return: an operation, which only TensorFlow 1 has to run."""
-    if tf.compat.v1.executing_eagerly_outside_functions():
-        return None
-    return tf.no_op() if result is None else tf.group(result)

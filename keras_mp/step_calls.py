@@ -3,10 +3,11 @@
 RFC 293, "LossScaleOptimizer Overview": the four steps, and who performs them.
 """
 
+import contextlib
 import enum
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -73,7 +74,7 @@ class _Mine(threading.local):
         applied: ids of the variables of the step so far.
         is_interleaved: was it begun while one of the other way was under way?
         loss: the loss of the step under way.
-        loss_scale: what it was multiplied by.
+        scaled_by: what it was multiplied by.
         results: what the last call returned.
     """
 
@@ -82,7 +83,7 @@ class _Mine(threading.local):
     applied: frozenset[int] = frozenset()
     is_interleaved = False
     loss: tf.Tensor | None = None
-    loss_scale: tf.Tensor | None = None
+    scaled_by: tf.Tensor | None = None
     results: tuple[weakref.ref[Any], ...] = ()
 
 
@@ -97,15 +98,17 @@ class StepCalls:
     def __init__(self) -> None:
         self._mine = _Mine()
         self._made = host.local_variable("made", int(Made.UNKNOWN))
+        self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
         # Graphs in which calls were made and gradients were not applied.
         self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._some_function_only_applies = False
         self._reports = host.Mailbox(lambda made, line: messages.warn(_missing(_ALL[made]), line))
 
-    def scaled(self, *, to_apply: bool) -> None:
+    def scaled(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Notes that the loss was scaled, which begins a step.
 
         Args:
+            scaled_by: float32 scalar tensor.
             to_apply: bool. Will `apply_gradients` unscale, rather than `get_unscaled_gradients`?
         """
         mine = self._mine
@@ -113,6 +116,8 @@ class StepCalls:
         mine.is_interleaved = is_under_way and (mine.made is Made.SCALED_TO_APPLY) != to_apply
         mine.applied = frozenset()
         self._open(Made.SCALED_TO_APPLY if to_apply else Made.SCALED)
+        if _runs_in_order():
+            self._scaled_by.assign(scaled_by, read_value=False)
 
     def unscaled(self) -> None:
         """Notes that gradients were unscaled."""
@@ -126,8 +131,7 @@ class StepCalls:
         """Notes that gradients are unscaled which `apply_gradients` would, before others see them.
 
         Returns:
-            Are they scaled, so that it has to be done?
-            A bool, or a bool scalar tensor where that is known only when the function runs.
+            Has that to be done? A bool scalar tensor where it is known only when the function runs.
         """
         made = self._made_here()
         if made is None:
@@ -138,25 +142,44 @@ class StepCalls:
             self._open(Made.UNSCALED)
         return made is Made.SCALED_TO_APPLY
 
-    def end_part(self) -> None:
-        """Notes that a whole step was made beside the one under way: what follows is no part."""
-        self._mine.applied = frozenset()
+    @contextlib.contextmanager
+    def beside_the_step(self) -> Iterator[None]:
+        """A context in which a whole step is made, which does not disturb one that is under way."""
+        mine = self._mine
+        kept = mine.loss, mine.scaled_by, mine.results
+        try:
+            yield
+        finally:
+            mine.loss, mine.scaled_by, mine.results = kept
+            mine.applied = frozenset()
 
-    def saw(self, loss: tf.Tensor, loss_scale: tf.Tensor) -> None:
+    def saw(self, loss: tf.Tensor, scaled_by: tf.Tensor) -> None:
         """Remembers the loss of this step as it is before it is scaled, and the scale."""
-        self._mine.loss, self._mine.loss_scale = loss, loss_scale
+        self._mine.loss, self._mine.scaled_by = loss, scaled_by
 
     def take_loss(self) -> tf.Tensor | None:
         """The loss of this step, if it is known here. Only once."""
         loss, self._mine.loss = self._mine.loss, None
         return loss if _is_of_this_graph(loss) else None
 
-    def loss_scale(self) -> tf.Tensor | None:
-        """What the loss of this step was multiplied by, if it is known here.
+    def scaled_by(self, loss_scale: tf.Tensor) -> tf.Tensor:
+        """What the loss of this step was multiplied by.
 
-        The first part of a step that is applied in parts may have moved the scale.
+        The loss scale may have moved since: other steps were made, or a part of this one.
+
+        Args:
+            loss_scale: float32 scalar tensor, the current one.
+
+        Returns:
+            float32 scalar tensor; the current scale where no loss was scaled.
         """
-        return self._mine.loss_scale if _is_of_this_graph(self._mine.loss_scale) else None
+        if _is_of_this_graph(self._mine.scaled_by):
+            return self._mine.scaled_by
+        if not _runs_in_order():
+            return loss_scale
+        was_scaled = {m: m not in (Made.UNKNOWN, Made.ONLY_UNSCALED, *_REPORTED) for m in Made}
+        is_known = tf.cast(_look_up(was_scaled, self._made), tf.bool)
+        return tf.where(is_known, self._scaled_by, loss_scale)
 
     def returned(self, results: Iterable[Any]) -> None:
         """Remembers what the user gets."""
@@ -181,7 +204,11 @@ class StepCalls:
 
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""
-        return {"made": self._made, "call_report": self._reports.letter}
+        return {
+            "made": self._made,
+            "scaled_by": self._scaled_by,
+            "call_report": self._reports.letter,
+        }
 
     def resolve(self, variables: Iterable[Any]) -> bool | tf.Tensor:
         """Ends the step; warns of missing calls.
@@ -202,7 +229,7 @@ class StepCalls:
             return self._resolve_at_run_time(goes_on)
         if _misses_a_call(made, goes_on):
             messages.warn(_missing(made))
-            self._mine.applied, self._mine.loss_scale = frozenset(), None
+            self._mine.applied, self._mine.scaled_by = frozenset(), None
         self._close(_after_applying(made, goes_on))
         return _IS_SCALED[made]
 
