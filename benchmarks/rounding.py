@@ -77,7 +77,7 @@ def run() -> dict:
         )
     common.print_table(
         f"Relative error of the sum over {' / '.join(map(str, COUNTS))} replicas, against float64",
-        ["gradients", "float32", "float16, naive", "of them lost", "float16, scaled", "scale"],
+        ["gradients", "float32", "float16, not scaled", "of them lost", "float16, scaled", "scale"],
         rows,
     )
     return results

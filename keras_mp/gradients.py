@@ -38,8 +38,7 @@ def check_strategy() -> None:
             "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
             "and skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
             "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
-            'keras_mp.set_global_policy("mixed_bfloat16"), or keras_mp.Policy("mixed_float16", '
-            f"loss_scale=None). Received: {strategy}"
+            f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
         )
 
 
@@ -139,6 +138,34 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
             values = tf.stack([tf.math.real(values), tf.math.imag(values)])
         verdicts.append(tf.reduce_all(tf.math.is_finite(values)))
     return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
+
+
+def widen(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Makes float32 gradients of float16 ones.
+
+    Args:
+        gradients: sequence of gradients.
+
+    Returns:
+        list of gradients; those that are not float16 as they are.
+    """
+    return [
+        _cast(g, tf.float32) if g is not None and g.dtype == tf.float16 else g for g in gradients
+    ]
+
+
+def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[Gradient]:
+    """Gives gradients the dtypes of others.
+
+    Args:
+        gradients: sequence of gradients.
+        models: sequence of gradients, as many.
+
+    Returns:
+        list of gradients.
+    """
+    pairs = zip(gradients, models, strict=True)
+    return [_cast(g, model.dtype) if g is not None else None for g, model in pairs]
 
 
 def all_reduce(gradients: Sequence[Gradient], in_float16: bool) -> list[Gradient]:

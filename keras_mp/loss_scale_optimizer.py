@@ -128,11 +128,6 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        if not isinstance(aggregate_in_float16, bool):
-            raise TypeError(
-                "`aggregate_in_float16` must be a bool. "
-                f"Received: aggregate_in_float16={aggregate_in_float16!r}"
-            )
         gradients.check_strategy()
         super().__init__(inner_optimizer)
         wrapped = list(chain(inner_optimizer))
@@ -148,7 +143,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         vars(self).update(
             _name=name,
             _loss_scale=loss_scale,
-            _aggregate_in_float16=aggregate_in_float16,
+            _aggregate_in_float16=_boolean(aggregate_in_float16),
             _skipped=skipped_steps.SkippedSteps(_skips(warn_after_skips)),
             _calls=StepCalls(),
         )
@@ -174,7 +169,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     @aggregate_in_float16.setter
     def aggregate_in_float16(self, value: bool) -> None:
-        vars(self)["_aggregate_in_float16"] = bool(value)
+        vars(self)["_aggregate_in_float16"] = _boolean(value)
 
     @property
     def steps_skipped(self) -> tf.Tensor:
@@ -597,6 +592,14 @@ def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
             f"Received: {grads!r}"
         )
     return list(zip(grads, variables, strict=True))
+
+
+def _boolean(value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"`aggregate_in_float16` must be a bool. Received: aggregate_in_float16={value!r}"
+        )
+    return value
 
 
 def _skips(value: int | None) -> int | None:

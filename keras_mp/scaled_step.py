@@ -65,12 +65,17 @@ class ScaledStep:
             if scaled:
                 grads, scaled = gradients.unscale(grads, scaled_by), False
             grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
+        elif aggregate and replicas > 1 and self._can_skip:
+            if self.in_float16 and not scaled:
+                grads, scaled = gradients.scale(grads, scaled_by), True
+            grads = gradients.all_reduce(grads, self.in_float16)
         elif aggregate and replicas > 1:
             # What overflows in float16 is harmless only where a step can be skipped.
-            in_float16 = self.in_float16 and self._can_skip
-            if in_float16 and not scaled:
-                grads, scaled = gradients.scale(grads, scaled_by), True
-            grads = gradients.all_reduce(grads, in_float16)
+            before = grads
+            grads = gradients.all_reduce(gradients.widen(grads), in_float16=False)
+            if scaled:
+                grads, scaled = gradients.unscale(grads, scaled_by), False
+            grads = gradients.cast_as(grads, before)
         if scaled:
             grads = gradients.unscale(grads, scaled_by)
         grads = [new_values.get(i, g) for i, g in enumerate(grads)]

@@ -103,7 +103,8 @@ def _diagnosis(not_finite: int, finite: int) -> str:
     backward = (
         "gradients overflow on their way back: find the operation whose gradient is not finite "
         "(tf.debugging.enable_check_numerics() names it), such as a square root or a norm at zero, "
-        "run it in float32, or clip what goes into it. The scale goes on backing off meanwhile"
+        "run it in float32, or clip what goes into it; with several replicas, see whether "
+        "aggregate_in_float16=False helps, since float16 sums end at 65504"
     )
     if not_finite and not finite:
         return f"The loss itself was Inf or NaN in all {not_finite} that were looked at: {forward}."

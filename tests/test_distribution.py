@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, OPTIMIZERS, digits, make_optimizer, mirrored, value
+from tests.common import FAMILIES, IS_KERAS_3, OPTIMIZERS, digits, make_optimizer, mirrored, value
 
 INF, NAN = float("inf"), float("nan")
 
@@ -352,3 +352,40 @@ def test_strategies_of_one_device(name, make):
     step = tf.function(lambda: strategy.run(lambda: rfc(optimizer, [v], lambda: v * 0.5)))
     step()
     assert value(v) == 0.5
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_fixed_scale_sums_float16_gradients_in_float32(name, way):
+    # 2 * 40 * 1024 has no float16 value; 80 has.
+    with mirrored(2).scope():
+        v = tf.Variable(tf.constant([1.0, 2.0], tf.float16))
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.125, momentum=0.0), 1024)
+        optimizer.build([v])
+
+    @tf.function
+    def step():
+        mirrored(2).run(lambda: way(optimizer, [v], lambda: tf.reduce_sum(v) * 40))
+
+    step()
+    assert_same_everywhere([v])
+    np.testing.assert_array_equal(value(v), [-9, -8])
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras copes with it.")
+def test_an_optimizer_made_outside_of_the_scope_is_refused(name):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
+    with mirrored(2).scope():
+        v = tf.Variable([1.0, 2.0])
+    optimizer.build([v])
+    with pytest.raises(ValueError, match="in the scope of the strategy"):
+        mirrored(2).run(lambda: optimizer.minimize(lambda: tf.reduce_sum(v), [v]))
+    assert_same_everywhere([v])
+    np.testing.assert_array_equal(value(v), [1, 2])
+
+
+@pytest.mark.parametrize("bad", ["yes", 2, None])
+def test_aggregate_in_float16_is_a_bool(name, bad):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
+    with pytest.raises(TypeError, match="Received: aggregate_in_float16="):
+        optimizer.aggregate_in_float16 = bad
+    assert optimizer.aggregate_in_float16 is True

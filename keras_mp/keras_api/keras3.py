@@ -131,6 +131,16 @@ class _Family(OptimizerFamily):
         if not self.optimizer.built:
             with tf.init_scope(), keras.name_scope(self.optimizer.name):
                 self.optimizer.build(list(variables))
+        strategy = tf.distribute.get_strategy()
+        if strategy.num_replicas_in_sync == 1:
+            return
+        for variable in self.optimizer.variables:
+            if not strategy.extended.variable_created_in_scope(_native(variable)):
+                raise ValueError(
+                    "Make the optimizer in the scope of the strategy that it is used under: "
+                    "otherwise Keras 3 gives all replicas one copy of its variables, which each of "
+                    f"them changes. Received: variable {variable.path!r} of {self.optimizer!r}"
+                )
 
     def built_variables(self) -> Sequence[Any]:
         if not self.optimizer.built:
