@@ -1,14 +1,24 @@
 """Mixed precision training for tf.keras, as TensorFlow RFC 293 proposed it."""
 
-from keras_mp import hardware, loss_scale
+from keras_mp import hardware, layers, loss_scale
 from keras_mp._version import __version__
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.messages import MixedPrecisionWarning
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy, global_policy, policy_scope, set_global_policy
+from keras_mp.variables import (
+    AutoCastVariable,
+    autocast_dtype,
+    autocast_scope,
+    autocast_variable,
+    cast_once,
+    in_current_scope,
+    recompute_grad,
+)
 
 __all__ = [
+    "AutoCastVariable",
     "DynamicLossScale",
     "FixedLossScale",
     "LossScale",
@@ -17,9 +27,16 @@ __all__ = [
     "OptimizerWrapper",
     "Policy",
     "__version__",
+    "autocast_dtype",
+    "autocast_scope",
+    "autocast_variable",
+    "cast_once",
     "global_policy",
     "hardware",
+    "in_current_scope",
+    "layers",
     "loss_scale",
     "policy_scope",
+    "recompute_grad",
     "set_global_policy",
 ]

@@ -38,7 +38,7 @@ class Line(NamedTuple):
 def users_line() -> Line:
     """Returns the line of the first caller outside the libraries."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno)
 
@@ -54,6 +54,7 @@ def warn(message: str, line: Line | None = None) -> None:
     warnings.warn_explicit(message, MixedPrecisionWarning, file, number, registry=_registry)
 
 
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Is it a file of TensorFlow, of Keras, of this package or of AutoGraph, not of the user?"""
     is_program = os.sep + "tests" + os.sep in filename or filename.endswith("__main__.py")
     return not is_program and any(part in filename for part in _NOT_THE_USER)

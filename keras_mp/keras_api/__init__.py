@@ -59,11 +59,15 @@ _module = importlib.import_module(
     "keras_mp.keras_api." + {"keras": "keras3", "tf_keras": "keras2"}[ROOT_PACKAGE]
 )
 
+BaseLayer = _module.BaseLayer
 BasePolicy = _module.BasePolicy
 StockLossScaleOptimizer = _module.StockLossScaleOptimizer
 OPTIMIZER_BASES = _module.OPTIMIZER_BASES
 COMPILE_OWNER = _module.COMPILE_OWNER
 APPLY_TAKES_SCALED_GRADIENTS = _module.APPLY_TAKES_SCALED_GRADIENTS
+autocast_dtype = _module.autocast_dtype
+autocast_scope = _module.autocast_scope
+autocast_variables = _module.autocast_variables
 compile_without_wrapping = _module.compile_without_wrapping
 flatten_layers = _module.flatten_layers
 why_fit_fails = _module.why_fit_fails

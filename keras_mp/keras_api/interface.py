@@ -2,12 +2,17 @@
 
 Each of `keras2` and `keras3` defines:
 
+- `BaseLayer`: `tf.keras`'s own layer, but its inputs are not cast, and `add_weight` takes the name
+  of arguments only, of which `autocast` must be there, and makes `AutoCastVariable`s.
 - `BasePolicy`: `tf.keras`'s own dtype policy class.
 - `init_base_policy(policy, name)`: what a subclass of it calls first.
 - `StockLossScaleOptimizer`: `tf.keras.mixed_precision.LossScaleOptimizer`.
 - `OPTIMIZER_BASES`: the classes that Keras takes for an optimizer.
 - `COMPILE_OWNER`: the class on which `Model.compile` is defined.
 - `APPLY_TAKES_SCALED_GRADIENTS`: does the stock wrapper's `apply_gradients` unscale?
+- `autocast_dtype()`: the dtype that `tf.keras` casts variables to in this thread, or None.
+- `autocast_scope(dtype)`: context manager that sets it.
+- `autocast_variables(weights)`: the variables below the weights of a layer.
 - `compile_without_wrapping(compile, call)`: stock compile with bound arguments, no stock wrapper.
 - `flatten_layers(model)`: the model and all layers below it.
 - `why_fit_fails()`: why `Model.fit` cannot work under the current strategy, or None.

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
+from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
 from tf_keras.src.optimizers import utils as _optimizer_utils
 
+from keras_mp import variables
 from keras_mp.keras_api.interface import OptimizerFamily
 
 keras = tf.keras
@@ -59,6 +62,38 @@ def flatten_layers(model: Any) -> list[Any]:
 
 def why_fit_fails() -> None:
     return None
+
+
+def autocast_dtype() -> tf.DType | None:
+    return getattr(_autocast_variable._autocast_dtype, "dtype", None)
+
+
+def autocast_scope(dtype: tf.DType | None) -> Any:
+    return _autocast_variable.enable_auto_cast_variables(dtype)
+
+
+class BaseLayer(keras.layers.Layer):
+    """What `layers.Layer` is made of: the stock layer, without the casting of its inputs."""
+
+    def __init__(self, *args: Any, autocast: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, autocast=False, **kwargs)
+        self.autocast = autocast
+
+    def add_weight(
+        self, *, autocast: bool, getter: Callable[..., Any] = _make_variable, **kwargs: Any
+    ) -> Any:
+        dtype = tf.as_dtype(kwargs.get("dtype") or self.variable_dtype)
+        if autocast and dtype.is_floating and self.compute_dtype != self.variable_dtype:
+            stock_getter = getter
+
+            def getter(*args: Any, **kwargs: Any) -> variables.AutoCastVariable:
+                return variables.autocast_variable(stock_getter(*args, **kwargs))
+
+        return super().add_weight(experimental_autocast=False, getter=getter, **kwargs)
+
+
+def autocast_variables(weights: Sequence[Any]) -> Sequence[Any]:
+    return weights
 
 
 def get_global_policy() -> Any:

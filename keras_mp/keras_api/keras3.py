@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from keras.src import backend as _backend
 
+from keras_mp import variables
 from keras_mp.keras_api.interface import OptimizerFamily
 
 keras = tf.keras
@@ -45,6 +47,51 @@ def why_fit_fails() -> str | None:
         "yourself, with the step in `strategy.run`, or use Keras 2 "
         "(TF_USE_LEGACY_KERAS=1), whose fit works there."
     )
+
+
+def autocast_dtype() -> tf.DType | None:
+    scope = _backend.get_autocast_scope()
+    return None if scope is None or scope.dtype is None else tf.as_dtype(scope.dtype)
+
+
+def autocast_scope(dtype: tf.DType | None) -> Any:
+    return _backend.AutocastScope(None if dtype is None else dtype.name)
+
+
+class BaseLayer(keras.layers.Layer):
+    """What `layers.Layer` is made of: the stock layer, without the casting of its inputs."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._convert_input_args = False
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Converts arrays to tensors, which the stock layer no longer does, and runs the layer."""
+        args = [self._as_tensors(arg) for arg in args]
+        kwargs = {name: self._as_tensors(arg) for name, arg in kwargs.items()}
+        return super().__call__(*args, **kwargs)
+
+    def _as_tensors(self, value: Any) -> Any:
+        convert = functools.partial(
+            self.dtype_policy.convert_input, autocast=False, dtype=self.compute_dtype
+        )
+        # Where nothing is to be converted, it is not copied either.
+        if all(convert(each) is each for each in keras.tree.flatten(value)):
+            return value
+        return keras.tree.map_structure(convert, value)
+
+    def add_weight(self, *, autocast: bool, **kwargs: Any) -> Any:
+        variable = super().add_weight(autocast=autocast, **kwargs)
+        value = variable._value
+        if autocast and isinstance(value, tf.Variable) and value.dtype.is_floating:
+            # Keras casts at each read; what it reads now casts itself before, once.
+            variable._value = variables.autocast_variable(value)
+        return variable
+
+
+def autocast_variables(weights: Sequence[Any]) -> list[Any]:
+    return [weight._value for weight in weights]
 
 
 # Keras 3 keeps one global policy for each thread and lets a fresh thread start from floatx. We keep

@@ -1,0 +1,174 @@
+"""Casting what was read from a variable: once where that is sound, else each time.
+
+This module needs TensorFlow only. In a graph, a second read of a variable gets the cast of the
+first one, if nothing can have written to the variable in between. That can be seen there: who
+writes needs the variable's handle, so it is a consumer of it. In eager nobody can tell, since an
+operation may write to a handle without asking the variable; there, and from one graph to the next
+(the body of a loop runs many times), only `held` saves casts: the user says that nothing is
+written.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_mp import host
+
+# Operations that take the handle of a variable and leave its value alone.
+_READS = frozenset(
+    ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp")
+)
+# On operations that call a function: which of their inputs the function only reads.
+_READ_ONLY_INPUTS = "_read_only_resource_inputs"
+
+
+class _Cast(NamedTuple):
+    """A cast that was made: the name of its tensor, and who had written to the variable by then."""
+
+    name: str
+    writers: frozenset[str]
+
+
+class Held(NamedTuple):
+    """The value of a variable, and its cast, for as long as nothing writes to the variable."""
+
+    value: tf.Tensor
+    cast: tf.Tensor
+
+
+# By graph, then by the name of the handle and the dtype. Names, since a tensor would keep its
+# graph.
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], _Cast]] = weakref.WeakKeyDictionary()
+
+
+class _ByThread(threading.local):
+    """What `hold` holds in this thread, by the id of the variable."""
+
+    def __init__(self) -> None:
+        self.held: Mapping[int, Held] = {}
+
+
+_mine = _ByThread()
+
+
+def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Casts what was read from a variable.
+
+    The gradient of each read comes back in the dtype of `value`, so that the gradients of many
+    reads of one cast are summed as precisely as those of many casts.
+
+    Args:
+        value: tensor that was read.
+        dtype: DType.
+
+    Returns:
+        A tensor of that dtype; `value` itself if it has it.
+    """
+    if value.dtype == dtype:
+        return value
+    graph = host.current_graph()
+    handle = _handle_that_was_read(value) if isinstance(graph, tf.__internal__.FuncGraph) else None
+    if handle is None:
+        return tf.cast(value, dtype)
+    made = _made.setdefault(graph, {})
+    key = handle.name, dtype.name
+    writers = _writers(handle)
+    if key in made and made[key].writers == writers:
+        return read_as(value, graph.get_tensor_by_name(made[key].name))
+    result = tf.cast(value, dtype)
+    made[key] = _Cast(result.name, writers)
+    return result
+
+
+def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
+    """Returns the cast of `value` that was made before; gradients go to `value`, in its dtype."""
+    if tf.executing_eagerly():
+        return _read_as_in_eager(value, cast_before)
+    # What `tf.custom_gradient` does in a graph, but that keeps each graph until the process ends.
+    graph = tf.compat.v1.get_default_graph()
+    tensors = [value, cast_before]
+    types = [tensor.dtype.as_datatype_enum for tensor in tensors]
+    attrs = {"T": tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))}
+    gradient = _register_gradient(value.dtype, str(value.shape))
+    with graph.gradient_override_map({"IdentityN": gradient}):
+        op = graph.create_op("IdentityN", tensors, [t.dtype for t in tensors], attrs=attrs)
+    tf.__internal__.record_gradient(gradient, list(op.inputs), (), op.outputs)
+    return op.outputs[1]
+
+
+@functools.cache
+def _register_gradient(dtype: tf.DType, shape: str) -> str:
+    """Returns a name of the gradient. A SavedModel keeps one function for each name."""
+    name = f"KerasMpReadAs_{dtype.name}_{shape}"
+
+    @tf.RegisterGradient(name)
+    def gradient(op: Any, of_value: Any, of_cast: tf.Tensor) -> list[Any]:
+        del op, of_value  # They are None in a SavedModel and zeros elsewhere.
+        return [tf.cast(of_cast, dtype), None]
+
+    return name
+
+
+@tf.custom_gradient
+def _read_as_in_eager(value: tf.Tensor, cast_before: tf.Tensor) -> Any:
+    return cast_before, lambda gradient: (tf.cast(gradient, value.dtype), None)
+
+
+def held(variable: Any, dtype: tf.DType) -> tf.Tensor | None:
+    """Returns what `hold` holds for a variable, or None.
+
+    Args:
+        variable: the wrapped variable.
+        dtype: DType that it is to be cast to.
+    """
+    pair = _mine.held.get(id(variable))
+    if pair is None or pair.cast.dtype != dtype:
+        return None
+    return read_as(*pair)
+
+
+def is_held(variable: Any) -> bool:
+    """Has `hold` promised that nothing writes to the variable?"""
+    return id(variable) in _mine.held
+
+
+@contextlib.contextmanager
+def hold(pairs: Mapping[int, Held]) -> Iterator[None]:
+    """Makes reads of variables take the casts that were made before.
+
+    Args:
+        pairs: what is read of a variable, by the variable's id.
+    """
+    before = _mine.held
+    _mine.held = {**before, **pairs}
+    try:
+        yield
+    finally:
+        _mine.held = before
+
+
+def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
+    """The handle whose plain value this is, or None: a slice, a sum over replicas, ..."""
+    op = value.op
+    while op.type == "Identity":
+        op = op.inputs[0].op
+    return op.inputs[0] if op.type == "ReadVariableOp" else None
+
+
+def _writers(handle: tf.Tensor) -> frozenset[str]:
+    return frozenset(op.name for op in handle.consumers() if not _only_reads(op, handle))
+
+
+def _only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:
+    if op.type in _READS:
+        return True
+    try:
+        read_only = set(op.get_attr(_READ_ONLY_INPUTS))
+    except ValueError:
+        return False
+    return all(i in read_only for i, given in enumerate(op.inputs) if given is handle)

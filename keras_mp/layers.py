@@ -1,0 +1,269 @@
+"""The base class of layers that need not cast (RFC 293, "Layers")."""
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api, messages, type_errors, variables
+
+variables.share_scope(keras_api.autocast_dtype, keras_api.autocast_scope)
+
+_CASTABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.Variable)
+
+# In which order `add_weight` takes what it is given without a name: TensorFlow 2's
+# `add_weight("kernel", [3, 4])`, which is the RFC's, and Keras 3's `add_weight([3, 4], "zeros")`.
+_NAME_FIRST = ("name", "shape", "dtype", "initializer", "regularizer", "trainable", "constraint")
+_SHAPE_FIRST = ("shape", "initializer", "dtype")
+
+_warned_of: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+class Layer(keras_api.BaseLayer):
+    """A `tf.keras.layers.Layer` whose author writes no cast.
+
+    Before `call` runs, the floating-point tensors in all of its arguments are cast to the layer's
+    compute dtype: positional, keyword, nested in lists, tuples and dicts, ragged, sparse, and NumPy
+    arrays. Integers, booleans and strings stay. While it runs, weights made by `add_weight` appear
+    in the compute dtype. It gets lists and dicts of its own, so that the caller's never change. All
+    of it also holds if somebody calls `call` itself, as recomputation does.
+
+    An `InputSpec` with a dtype is checked before the cast. Regularizers see weights in the variable
+    dtype. A layer made inside of another should get its policy:
+    `Dense(10, dtype=self.dtype_policy)`.
+
+    A bare `tf.Variable` attribute does not cast itself: in a mixed layer a `MixedPrecisionWarning`
+    says so, once for each class. An error about dtypes inside of `call` is raised again as a
+    `TypeError` that names the layer, the line, both dtypes and the likely cure.
+
+    Args:
+        *args: for Keras 2, whose layers take `trainable`, `name` and `dtype` by position.
+        keep_dtype: names of arguments of `call` that are passed on as they are: not cast, not
+            copied. By default none.
+        **kwargs: what `tf.keras.layers.Layer` takes: `name`, `dtype` (a policy or its name),
+            `trainable`, `autocast` (False casts no argument) and others.
+
+    Attributes:
+        dtype_policy: the layer's dtype policy.
+        compute_dtype: str. The dtype of computations and outputs.
+        variable_dtype: str. The dtype of weights.
+        dtype: the same as `variable_dtype`.
+
+    Raises:
+        ValueError: `keep_dtype` names what is no argument of `call`.
+
+    Example:
+
+    >>> class AddRandom(keras_mp.layers.Layer):
+    ...     def build(self, input_shape):
+    ...         self.gain = self.add_weight(shape=[input_shape[-1]], initializer="ones")
+    ...     def call(self, x, positions=None):
+    ...         return x * self.gain + tf.random.normal(tf.shape(x), dtype=self.compute_dtype)
+    >>> layer = AddRandom(dtype="mixed_bfloat16")
+    >>> layer(tf.ones([2, 3])).dtype
+    tf.bfloat16
+
+    Source: RFC 293, "Layers", "Layer variables" and the appendix on casting all inputs.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not hasattr(cls.call, "_runs_in_the_policy"):
+            cls.call = _run_in_the_policy(cls.call)
+
+    def __init__(self, *args: Any, keep_dtype: Collection[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        parameters = inspect.signature(self.call).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        unknown = [name for name in keep_dtype if name not in parameters]
+        if isinstance(keep_dtype, str) or (unknown and not takes_any):
+            raise ValueError(
+                f"`keep_dtype` lists names of arguments of `call`. Expected some of "
+                f"{list(parameters)}. Received: keep_dtype={keep_dtype!r}"
+            )
+        self._keep_dtype = frozenset(keep_dtype)
+
+    def add_weight(
+        self,
+        *args: Any,
+        autocast: bool | None = None,
+        experimental_autocast: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Makes a weight that appears in the compute dtype inside of `call`.
+
+        Args:
+            *args: by position either `name, shape, dtype, initializer, regularizer, trainable,
+                constraint`, where a string comes first, or `shape, initializer, dtype`.
+            autocast: bool. Does the weight cast itself, if the layer is mixed? Defaults to True;
+                False is for weights whose float32 value the layer works with, such as statistics.
+            experimental_autocast: bool. TensorFlow 2's name of `autocast`.
+            **kwargs: what `tf.keras.layers.Layer.add_weight` takes. `dtype` defaults to
+                `variable_dtype`.
+
+        Returns:
+            On Keras 2 an `AutoCastVariable` or a `tf.Variable`, on Keras 3 a `keras.Variable`
+            around one, which Keras trains and saves.
+
+        Raises:
+            TypeError: an argument is given twice, or `autocast` and `experimental_autocast` differ.
+
+        Source: RFC 293, "Layer variables".
+        """
+        order = _NAME_FIRST if args and isinstance(args[0], str | None) else _SHAPE_FIRST
+        given = dict(zip(order, args))
+        if len(args) > len(order) or given.keys() & kwargs.keys():
+            raise TypeError(
+                f"add_weight takes {', '.join(order)} by position, each of them once. "
+                f"Received: {args} and {kwargs}"
+            )
+        casts = {autocast, experimental_autocast} - {None}
+        if len(casts) > 1:
+            raise TypeError(
+                "`experimental_autocast` is the older name of `autocast`; pass one of them. "
+                f"Received: {autocast=}, {experimental_autocast=}"
+            )
+        does_cast = casts.pop() if casts else True
+        weight = super().add_weight(autocast=does_cast, **given, **kwargs)
+        if not does_cast:
+            # Not the weight itself, which attribute tracking would take for another dependency.
+            ids = {*vars(self).get("_ids_not_cast", ()), id(weight)}
+            object.__setattr__(self, "_ids_not_cast", frozenset(ids))
+        return weight
+
+    @property
+    def losses(self) -> Any:
+        """Losses of `add_loss` and of regularizers, which see weights in the variable dtype."""
+        with variables.autocast_scope(None):
+            return super().losses
+
+    @contextlib.contextmanager
+    def weights_cast_once(self) -> Iterator[None]:
+        """Inside, each weight of the layer and its sublayers is cast once, loops included.
+
+        For `call`s that read their weights in `tf.while_loop`, or many times in eager. See
+        `keras_mp.cast_once`: no weight may be assigned to inside.
+
+        Example:
+
+        >>> class Repeat(keras_mp.layers.Layer):
+        ...     def build(self, _):
+        ...         self.kernel = self.add_weight(shape=[2, 2])
+        ...     def call(self, x):
+        ...         with self.weights_cast_once():
+        ...             return tf.while_loop(lambda x: True, lambda x: (x @ self.kernel,), (x,),
+        ...                                  maximum_iterations=9)[0]
+        >>> Repeat(dtype="mixed_float16")(tf.ones([1, 2])).dtype
+        tf.float16
+        """
+        with variables.cast_once(keras_api.autocast_variables(self.weights)):
+            yield
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, and warns of a variable that does not cast itself."""
+        super().__setattr__(name, value)
+        if not any(self._is_bare(v) for v in _variables_in(value)):
+            return
+        object.__setattr__(self, "_bare", (*vars(self).get("_bare", ()), name))
+        if type(self) not in _warned_of:
+            _warned_of.add(type(self))
+            messages.warn(
+                f"{type(self).__name__} computes in {self.compute_dtype}, but its attribute "
+                f"`{name}` is a bare tf.Variable, which does not cast itself. Make it with "
+                f"`self.add_weight`, or wrap it: `self.{name} = keras_mp.autocast_variable(...)`, "
+                f"or cast it where it is used: `tf.cast(self.{name}, self.compute_dtype)`."
+            )
+
+    def _is_bare(self, variable: tf.Variable) -> bool:
+        if not hasattr(self, "dtype_policy") or not self._is_mixed():
+            return False
+        knows = hasattr(variable, "true_dtype") or id(variable) in vars(self).get(
+            "_ids_not_cast", ()
+        )
+        return not knows and variable.dtype in _CASTABLE and variable.dtype != self.compute_dtype
+
+    def _is_mixed(self) -> bool:
+        return self.compute_dtype != self.variable_dtype
+
+    def _cast_dtype(self) -> tf.DType | None:
+        """What arguments and weights are cast to; None if the layer does not compute in floats."""
+        dtype = self.compute_dtype and tf.as_dtype(self.compute_dtype)
+        return dtype if dtype in _CASTABLE else None
+
+    def _scope(self) -> Any:
+        # In a layer that is not mixed, weights of another dtype were asked for, and are left alone.
+        if self._is_mixed() or variables.autocast_dtype() is not None:
+            return variables.autocast_scope(self._cast_dtype())
+        return contextlib.nullcontext()
+
+    def _cast_arguments(self, args: Any, kwargs: Any, signature: inspect.Signature) -> Any:
+        dtype = self._cast_dtype()
+        if dtype is None or not self.autocast:
+            return args, kwargs
+        cast = functools.partial(_cast, dtype=dtype)
+        if not self._keep_dtype:
+            return tf.nest.map_structure(cast, (args, kwargs))
+        call = signature.bind(self, *args, **kwargs)
+        for name, value in list(call.arguments.items())[1:]:
+            kind = signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                call.arguments[name] = {
+                    key: each if key in self._keep_dtype else tf.nest.map_structure(cast, each)
+                    for key, each in value.items()
+                }
+            elif name not in self._keep_dtype:
+                call.arguments[name] = tf.nest.map_structure(cast, value)
+        return call.args[1:], call.kwargs
+
+    def _explain(self, error: Exception) -> Exception | None:
+        described = f"Layer {self.name!r} (of type {type(self).__name__})"
+        bare = vars(self).get("_bare", ())
+        return type_errors.explain(error, described, self.compute_dtype, bare)
+
+
+def _run_in_the_policy(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `call` get arguments of the compute dtype, and read weights in it."""
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def run(self: Layer, *args: Any, **kwargs: Any) -> Any:
+        with self._scope():
+            args, kwargs = self._cast_arguments(args, kwargs, signature)
+            try:
+                return call(self, *args, **kwargs)
+            except type_errors.ERRORS as error:
+                explained = self._explain(error)
+                if explained is None:
+                    raise
+                raise explained from error
+
+    # Keras 2 asks for the arguments in a way that does not look through wrappers.
+    run.__signature__ = signature
+    run._runs_in_the_policy = True
+    return run
+
+
+def _cast(value: Any, dtype: tf.DType) -> Any:
+    if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, "f4", "f8"):
+        return tf.cast(tf.convert_to_tensor(value), dtype)
+    if not isinstance(value, _TENSORS) or value.dtype not in _CASTABLE or value.dtype == dtype:
+        return value
+    result = tf.cast(value, dtype)
+    mask = getattr(value, "_keras_mask", None)
+    if mask is not None:
+        result._keras_mask = mask
+    return result
+
+
+def _variables_in(value: Any) -> list[tf.Variable]:
+    """The variables that an attribute consists of: itself, or the elements of a container."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    each = value if isinstance(value, list | tuple) else [value]
+    return [v for v in each if isinstance(v, tf.Variable)]
