@@ -12,9 +12,14 @@ import sys
 
 import tensorflow as tf
 
-from benchmarks import rounding, verdict, wire
+from benchmarks import casts, rounding, verdict, wire
 
-BENCHMARKS = {"rounding": rounding.run, "verdict": verdict.run, "wire": wire.run}
+BENCHMARKS = {
+    "casts": casts.run,
+    "rounding": rounding.run,
+    "verdict": verdict.run,
+    "wire": wire.run,
+}
 
 
 def main() -> int:

@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+from benchmarks import casts
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -27,7 +29,21 @@ def test_rounding_shows_why_gradients_are_scaled(tmp_path):
         assert of_count["0"]["naive"] < 1e-3
 
 
+def test_a_weight_that_is_read_often_is_cast_once(monkeypatch):
+    monkeypatch.setattr(casts, "REPEATS", 1)
+    results = casts.measure()
+    counts = {
+        case: {name: variant["casts"] for name, variant in variants.items()}
+        for case, variants in results.items()
+    }
+    # One is the cast of the input.
+    assert counts == {
+        "50 reads in a row": {"stock": 51, "keras_mp": 2},
+        "a loop of 50 steps": {"stock": 51, "keras_mp": 51, "keras_mp, weights_cast_once": 2},
+    }
+
+
 def test_a_wrong_name_is_refused():
     done = run("speed")
     assert done.returncode == 2
-    assert "there are ['rounding', 'verdict', 'wire']" in done.stderr
+    assert "there are ['casts', 'rounding', 'verdict', 'wire']" in done.stderr

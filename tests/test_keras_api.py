@@ -7,6 +7,7 @@ import sys
 import pytest
 import tensorflow as tf
 
+import keras_mp
 from keras_mp import keras_api
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer
 
@@ -158,3 +159,29 @@ def test_own_aggregation_is_recognized(name):
     own = type("Own", (type(optimizer),), {method: lambda self, pairs: pairs})
     aggregation = keras_api.optimizer_family(own(0.1)).custom_aggregation()
     assert aggregation([(1, 2)]) == [(1, 2)]
+
+
+def test_autocast_scope_is_the_one_of_keras():
+    layer = tf.keras.layers.Dense(1, dtype="mixed_float16")
+    layer.build([None, 1])
+    assert keras_api.autocast_dtype() is None
+    with keras_api.autocast_scope(tf.float16):
+        assert keras_api.autocast_dtype() == layer.kernel.dtype == tf.float16
+        with keras_api.autocast_scope(None):
+            assert keras_api.autocast_dtype() is None
+            assert layer.kernel.dtype == tf.float32
+
+
+class Weights(keras_api.BaseLayer):
+    def call(self, x):
+        return x
+
+
+def test_base_layer_casts_no_inputs_and_makes_variables_that_cast_themselves():
+    layer = Weights(dtype="mixed_float16")
+    weights = [layer.add_weight(shape=(2,), autocast=autocast) for autocast in (True, False)]
+    assert layer(tf.ones([2])).dtype == tf.float32
+    assert layer.weights[0] is weights[0]
+    inner = keras_api.autocast_variables(weights)
+    assert [isinstance(v, keras_mp.AutoCastVariable) for v in inner] == [True, False]
+    assert all(isinstance(v, tf.Variable) for v in inner)

@@ -533,14 +533,32 @@ def test_recomputed_layers_read_in_the_compute_dtype(in_function):
         assert np.isfinite(gradient).all()
 
 
-def test_layers_in_replica_threads():
-    strategy = mirrored(2)
-    with strategy.scope():
-        layer = SimpleDense(dtype="mixed_float16")
-        layer.build([None, 10])
-    x = tf.ones([1, 10])
-    outputs = strategy.experimental_local_results(strategy.run(tf.function(layer), (x,)))
-    assert [y.dtype for y in outputs] == [tf.float16] * 2
+def test_layers_on_replicas_learn_what_one_device_learns():
+    images, labels = digits()
+    weights = []
+    for strategy in (tf.distribute.get_strategy(), mirrored(2)):
+        tf.keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = tf.keras.Sequential(
+                [tf.keras.Input([64]), Saved(dtype="mixed_bfloat16"), SoftmaxLogits()]
+            )
+            loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(tf.keras.optimizers.SGD(0.125), loss)
+        model.fit(images[:256], labels[:256] % 3, shuffle=False, verbose=0)
+        weights.append(model.get_weights()[0])
+    # Gradients of half a batch are rounded to bfloat16 before they are added.
+    np.testing.assert_allclose(weights[0], weights[1], rtol=0, atol=1e-2)
+    assert np.abs(weights[0]).max() > 0.1
+
+
+class SoftmaxLogits(layers.Layer):
+    """Passes logits on in float32."""
+
+    def __init__(self, **kwargs):
+        super().__init__(dtype="float32", **kwargs)
+
+    def call(self, x):
+        return x
 
 
 # Bare variables.

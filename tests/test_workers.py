@@ -100,6 +100,70 @@ def test_one_bad_worker_skips_the_step_on_all(name, count, in_float16):
                 np.testing.assert_array_equal(a, b)
 
 
+class Dense(keras_mp.layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 10), initializer="zeros", name="kernel")
+        super().build(shape)
+
+    def call(self, x):
+        return x @ self.kernel
+
+
+def autocast_loop(strategy, index):
+    """Trains variables that cast themselves, bare ones and those of a layer, on half of a batch."""
+    with strategy.scope():
+        inner = tf.Variable(tf.zeros([10]))
+        bias = keras_mp.autocast_variable(inner)
+        dense = Dense(dtype="mixed_bfloat16")
+        dense.build([None, 64])
+    facts = {"keeps its class": isinstance(bias, type(inner)), "dtypes": set()}
+    variables = [bias, *dense.trainable_variables]
+    images, labels = (each[32 * index : 32 * index + 32] for each in digits())
+
+    @tf.function
+    def step():
+        def replica_step():
+            with tf.GradientTape() as tape:
+                with keras_mp.autocast_scope("bfloat16"):
+                    logits = dense(images) + bias
+                facts["dtypes"].add((logits.dtype.name, bias.dtype.name))
+                loss = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                    labels, tf.cast(logits, tf.float32)
+                )
+                loss = tf.reduce_sum(loss) / 64
+            gradients = tape.gradient(loss, variables)
+            context = tf.distribute.get_replica_context()
+            gradients = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+            for variable, gradient in zip(variables, gradients):
+                variable.assign(variable - gradient)
+
+        strategy.run(replica_step)
+
+    for _ in range(3):
+        step()
+    return facts, [value(v) for v in variables]
+
+
+def test_variables_cast_themselves_on_every_worker():
+    results = workers.run(autocast_loop, 2)
+    images, labels = (each[:64] for each in digits())
+    kernel, bias = tf.Variable(tf.zeros([64, 10])), tf.Variable(tf.zeros([10]))
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            logits = tf.cast(images, "bfloat16") @ tf.cast(kernel, "bfloat16")
+            logits = tf.cast(logits + tf.cast(bias, "bfloat16"), tf.float32)
+            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_sum(loss) / 64
+        for variable, gradient in zip([bias, kernel], tape.gradient(loss, [bias, kernel])):
+            variable.assign_sub(gradient)
+    for facts, values in results:
+        assert facts == {"keeps its class": True, "dtypes": {("bfloat16", "float32")}}
+        for mine, first, control in zip(values, results[0][1], [bias, kernel], strict=True):
+            np.testing.assert_array_equal(mine, first)
+            # Half of a batch each: gradients are rounded to bfloat16 before they are added.
+            np.testing.assert_allclose(mine, control, rtol=0, atol=2e-3)
+
+
 def resumable_loop(strategy, index, name, folder, die_after):
     """An own loop with checkpoints that continues where the last one was written."""
     with strategy.scope():
