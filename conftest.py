@@ -8,6 +8,10 @@ import tensorflow as tf
 
 import keras_mp
 
+# The module of the Keras that is not there.
+_UNUSED = {"keras": "keras2", "tf_keras": "keras3"}[keras_mp.keras_api.ROOT_PACKAGE]
+collect_ignore = [f"keras_mp/keras_api/{_UNUSED}.py"]
+
 # Replicas are logical CPU devices. They must exist before TensorFlow starts.
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4

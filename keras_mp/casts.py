@@ -4,7 +4,7 @@ This module needs TensorFlow only. In a graph, a second read of a variable gets 
 first one, if nothing can have written to the variable in between. That can be seen there: who
 writes needs the variable's handle, so it is a consumer of it. In eager nobody can tell, since an
 operation may write to a handle without asking the variable; there, and from one graph to the next
-(the body of a loop runs many times), only `held` saves casts: the user says that nothing is
+(the body of a loop runs many times), only `hold` saves casts: the user says that nothing is
 written.
 """
 
@@ -41,9 +41,9 @@ class Held(NamedTuple):
     cast: tf.Tensor
 
 
-# By graph, then by the name of the handle and the dtype. Names, since a tensor would keep its
-# graph.
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], _Cast]] = weakref.WeakKeyDictionary()
+# By graph, then by handle, dtype and device. Their names, since a tensor would keep its graph.
+_Key = tuple[str, str, str]
+_made: weakref.WeakKeyDictionary[Any, dict[_Key, _Cast]] = weakref.WeakKeyDictionary()
 
 
 class _ByThread(threading.local):
@@ -54,6 +54,19 @@ class _ByThread(threading.local):
 
 
 _mine = _ByThread()
+
+
+def read(variable: Any, dtype: tf.DType) -> tf.Tensor:
+    """Returns the value of a variable in a dtype.
+
+    Args:
+        variable: a `tf.Variable`, not one that casts itself.
+        dtype: DType.
+    """
+    pair = _mine.held.get(id(variable))
+    if pair is not None and pair.cast.dtype == dtype:
+        return read_as(*pair)
+    return cast(variable.value(), dtype)
 
 
 def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -76,7 +89,8 @@ def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if handle is None:
         return tf.cast(value, dtype)
     made = _made.setdefault(graph, {})
-    key = handle.name, dtype.name
+    # One handle may stand for a variable on each of several devices.
+    key = handle.name, dtype.name, value.device
     writers = _writers(handle)
     if key in made and made[key].writers == writers:
         return read_as(value, graph.get_tensor_by_name(made[key].name))
@@ -119,19 +133,6 @@ def _read_as_in_eager(value: tf.Tensor, cast_before: tf.Tensor) -> Any:
     return cast_before, lambda gradient: (tf.cast(gradient, value.dtype), None)
 
 
-def held(variable: Any, dtype: tf.DType) -> tf.Tensor | None:
-    """Returns what `hold` holds for a variable, or None.
-
-    Args:
-        variable: the wrapped variable.
-        dtype: DType that it is to be cast to.
-    """
-    pair = _mine.held.get(id(variable))
-    if pair is None or pair.cast.dtype != dtype:
-        return None
-    return read_as(*pair)
-
-
 def is_held(variable: Any) -> bool:
     """Has `hold` promised that nothing writes to the variable?"""
     return id(variable) in _mine.held
@@ -153,11 +154,14 @@ def hold(pairs: Mapping[int, Held]) -> Iterator[None]:
 
 
 def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
-    """The handle whose plain value this is, or None: a slice, a sum over replicas, ..."""
+    """The handle whose plain value this is, or None: a slice, a sum over replicas, ...
+
+    None also where the user says, by control dependencies, what a read is to come after.
+    """
     op = value.op
-    while op.type == "Identity":
+    while op.type == "Identity" and not op.control_inputs:
         op = op.inputs[0].op
-    return op.inputs[0] if op.type == "ReadVariableOp" else None
+    return op.inputs[0] if op.type == "ReadVariableOp" and not op.control_inputs else None
 
 
 def _writers(handle: tf.Tensor) -> frozenset[str]:

@@ -108,8 +108,8 @@ class Layer(keras_api.BaseLayer):
                 `variable_dtype`.
 
         Returns:
-            On Keras 2 an `AutoCastVariable` or a `tf.Variable`, on Keras 3 a `keras.Variable`
-            around one, which Keras trains and saves.
+            On Keras 2 an `AutoCastVariable` or a `tf.Variable`. On Keras 3 a `keras.Variable` that
+            reads and writes as an `AutoCastVariable`, since Keras trains and saves nothing else.
 
         Raises:
             TypeError: an argument is given twice, or `autocast` and `experimental_autocast` differ.

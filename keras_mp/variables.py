@@ -301,8 +301,7 @@ class AutoCastVariable(
 
     def value(self) -> tf.Tensor:
         """Returns the value, in the dtype in which the variable appears."""
-        held = casts.held(self._variable, self.dtype)
-        return self._cast(self._variable.value()) if held is None else held
+        return casts.read(self._variable, self.dtype)
 
     def read_value(self) -> tf.Tensor:
         """Returns a copy of the value, in the dtype in which the variable appears."""

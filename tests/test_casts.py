@@ -121,6 +121,20 @@ def test_a_read_after_a_write_is_cast_again(write):
     assert expected.numpy().tolist() != [1, 2]
 
 
+def test_control_dependencies_are_obeyed():
+    v = autocast()
+
+    def function():
+        before = v * 1
+        write = tf.py_function(lambda: v.assign([8.0, 9.0]).value(), [], tf.float32)
+        with tf.control_dependencies([write, before]):
+            return before, v * 1, v.read_value()
+
+    _, (before, *after) = count(function)
+    np.testing.assert_array_equal(before, [1, 2])
+    np.testing.assert_array_equal(after, [[8, 9], [8, 9]])
+
+
 def test_only_writes_to_the_variable_count():
     v, other = autocast(), autocast()
 

@@ -12,7 +12,7 @@ Each of `keras2` and `keras3` defines:
 - `APPLY_TAKES_SCALED_GRADIENTS`: does the stock wrapper's `apply_gradients` unscale?
 - `autocast_dtype()`: the dtype that `tf.keras` casts variables to in this thread, or None.
 - `autocast_scope(dtype)`: context manager that sets it.
-- `autocast_variables(weights)`: the variables below the weights of a layer.
+- `autocast_variables(weights)`: the `AutoCastVariable`s among the weights of a layer, or in them.
 - `compile_without_wrapping(compile, call)`: stock compile with bound arguments, no stock wrapper.
 - `flatten_layers(model)`: the model and all layers below it.
 - `why_fit_fails()`: why `Model.fit` cannot work under the current strategy, or None.

@@ -92,8 +92,8 @@ class BaseLayer(keras.layers.Layer):
         return super().add_weight(experimental_autocast=False, getter=getter, **kwargs)
 
 
-def autocast_variables(weights: Sequence[Any]) -> Sequence[Any]:
-    return weights
+def autocast_variables(weights: Sequence[Any]) -> list[Any]:
+    return [weight for weight in weights if isinstance(weight, variables.AutoCastVariable)]
 
 
 def get_global_policy() -> Any:

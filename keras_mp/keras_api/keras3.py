@@ -1,15 +1,17 @@
 """`tf.keras` as Keras 3 on the TensorFlow backend."""
 
+import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras.src import backend as _backend
+from keras.src.backend.common import global_state as _global_state
 
-from keras_mp import variables
+from keras_mp import casts, variables
 from keras_mp.keras_api.interface import OptimizerFamily
 
 keras = tf.keras
@@ -54,8 +56,16 @@ def autocast_dtype() -> tf.DType | None:
     return None if scope is None or scope.dtype is None else tf.as_dtype(scope.dtype)
 
 
-def autocast_scope(dtype: tf.DType | None) -> Any:
-    return _backend.AutocastScope(None if dtype is None else dtype.name)
+@contextlib.contextmanager
+def autocast_scope(dtype: tf.DType | None) -> Iterator[None]:
+    # Not `AutocastScope(None)`, in which a weight says that its dtype is floatx.
+    scope = None if dtype is None else _backend.AutocastScope(dtype.name)
+    before = _backend.get_autocast_scope()
+    _global_state.set_global_attribute("autocast_scope", scope)
+    try:
+        yield
+    finally:
+        _global_state.set_global_attribute("autocast_scope", before)
 
 
 class BaseLayer(keras.layers.Layer):
@@ -82,16 +92,51 @@ class BaseLayer(keras.layers.Layer):
         return keras.tree.map_structure(convert, value)
 
     def add_weight(self, *, autocast: bool, **kwargs: Any) -> Any:
-        variable = super().add_weight(autocast=autocast, **kwargs)
-        value = variable._value
-        if autocast and isinstance(value, tf.Variable) and value.dtype.is_floating:
-            # Keras casts at each read; what it reads now casts itself before, once.
-            variable._value = variables.autocast_variable(value)
-        return variable
+        weight = super().add_weight(autocast=autocast, **kwargs)
+        if autocast and tf.as_dtype(weight.dtype).is_floating:
+            # `add_weight` always makes a `keras.Variable`, and tracks it.
+            weight.__class__ = AutoCastWeight
+        return weight
+
+
+class AutoCastWeight(keras.Variable):
+    """A weight that is read and written as an `AutoCastVariable` is."""
+
+    @property
+    def true_dtype(self) -> str:
+        """The dtype in which the value is kept."""
+        with autocast_scope(None):
+            return self.dtype
+
+    @property
+    def value(self) -> Any:
+        """The variable; where it is cast, a tensor, which in a graph reads may share."""
+        dtype, variable = autocast_dtype(), self.variable()
+        if dtype is not None and isinstance(variable, tf.Variable):
+            return casts.read(variable, dtype)
+        return super().value
+
+    def variable(self) -> Any:
+        """What is not cast: the `tf.Variable`, but for Keras's stateless and symbolic scopes."""
+        with autocast_scope(None):
+            return super().value
+
+    def assign(self, value: Any) -> Any:
+        with autocast_scope(None):
+            return super().assign(value)
+
+    def assign_add(self, value: Any) -> Any:
+        with autocast_scope(None):
+            return super().assign_add(value)
+
+    def assign_sub(self, value: Any) -> Any:
+        with autocast_scope(None):
+            return super().assign_sub(value)
 
 
 def autocast_variables(weights: Sequence[Any]) -> list[Any]:
-    return [weight._value for weight in weights]
+    inner = [weight.variable() for weight in weights if isinstance(weight, AutoCastWeight)]
+    return [variables.autocast_variable(v) for v in inner if isinstance(v, tf.Variable)]
 
 
 # Keras 3 keeps one global policy for each thread and lets a fresh thread start from floatx. We keep
