@@ -16,8 +16,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 
 from keras_mp import host
+
+# Graphs that run where they are built. Nothing public tells them from those of functions.
+_CONTROL_FLOW = (
+    _func_graphs.CondBranchFuncGraph,
+    _func_graphs.WhileBodyFuncGraph,
+    _func_graphs.WhileCondFuncGraph,
+)
 
 # Operations that take the handle of a variable and leave its value alone.
 _READS = frozenset(
@@ -34,23 +42,23 @@ class _Cast(NamedTuple):
     writers: frozenset[str]
 
 
-class Held(NamedTuple):
-    """The value of a variable, and its cast, for as long as nothing writes to the variable."""
-
-    value: tf.Tensor
-    cast: tf.Tensor
-
-
 # By graph, then by handle, dtype and device. Their names, since a tensor would keep its graph.
 _Key = tuple[str, str, str]
 _made: weakref.WeakKeyDictionary[Any, dict[_Key, _Cast]] = weakref.WeakKeyDictionary()
+
+
+class _Held(NamedTuple):
+    """A cast that `hold` holds, and the graph in which it does; None is eager."""
+
+    cast: tf.Tensor
+    graph: Any
 
 
 class _ByThread(threading.local):
     """What `hold` holds in this thread, by the id of the variable."""
 
     def __init__(self) -> None:
-        self.held: Mapping[int, Held] = {}
+        self.held: Mapping[int, _Held] = {}
 
 
 _mine = _ByThread()
@@ -63,9 +71,9 @@ def read(variable: Any, dtype: tf.DType) -> tf.Tensor:
         variable: a `tf.Variable`, not one that casts itself.
         dtype: DType.
     """
-    pair = _mine.held.get(id(variable))
-    if pair is not None and pair.cast.dtype == dtype:
-        return read_as(*pair)
+    held = _mine.held.get(id(variable))
+    if held is not None and held.cast.dtype == dtype and _is_within(held.graph):
+        return read_as(variable.value(), held.cast)
     return cast(variable.value(), dtype)
 
 
@@ -92,6 +100,8 @@ def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     # One handle may stand for a variable on each of several devices.
     key = handle.name, dtype.name, value.device
     writers = _writers(handle)
+    if writers is None:
+        return tf.cast(value, dtype)
     if key in made and made[key].writers == writers:
         return read_as(value, graph.get_tensor_by_name(made[key].name))
     result = tf.cast(value, dtype)
@@ -139,18 +149,31 @@ def is_held(variable: Any) -> bool:
 
 
 @contextlib.contextmanager
-def hold(pairs: Mapping[int, Held]) -> Iterator[None]:
-    """Makes reads of variables take the casts that were made before.
+def hold(made: Mapping[int, tf.Tensor]) -> Iterator[None]:
+    """Makes reads of variables take casts that were made before.
 
     Args:
-        pairs: what is read of a variable, by the variable's id.
+        made: the casts, by the id of the variable.
     """
-    before = _mine.held
-    _mine.held = {**before, **pairs}
+    before, graph = _mine.held, host.current_graph()
+    _mine.held = {**before, **{key: _Held(cast, graph) for key, cast in made.items()}}
     try:
         yield
     finally:
         _mine.held = before
+
+
+def _is_within(outer: Any) -> bool:
+    """Is what is built now a part of that graph, such as the body of a loop?
+
+    What is traced for a `tf.function` or a dataset is not: it may run when nothing is held.
+    """
+    graph = host.current_graph()
+    while graph is not outer:
+        if not isinstance(graph, _CONTROL_FLOW):
+            return False
+        graph = graph.outer_graph
+    return True
 
 
 def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
@@ -164,8 +187,12 @@ def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
     return op.inputs[0] if op.type == "ReadVariableOp" and not op.control_inputs else None
 
 
-def _writers(handle: tf.Tensor) -> frozenset[str]:
-    return frozenset(op.name for op in handle.consumers() if not _only_reads(op, handle))
+def _writers(handle: tf.Tensor) -> frozenset[str] | None:
+    """Who may have written to the variable, or None if that may be done through another tensor."""
+    writers = [op for op in handle.consumers() if not _only_reads(op, handle)]
+    if any(output.dtype == tf.resource for op in writers for output in op.outputs):
+        return None
+    return frozenset(op.name for op in writers)
 
 
 def _only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:

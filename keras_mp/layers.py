@@ -1,6 +1,7 @@
 """The base class of layers that need not cast (RFC 293, "Layers")."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import weakref
@@ -44,19 +45,19 @@ class Layer(keras_api.BaseLayer):
 
     Args:
         *args: for Keras 2, whose layers take `trainable`, `name` and `dtype` by position.
-        keep_dtype: names of arguments of `call` that are passed on as they are: not cast, not
-            copied. By default none.
         **kwargs: what `tf.keras.layers.Layer` takes: `name`, `dtype` (a policy or its name),
             `trainable`, `autocast` (False casts no argument) and others.
 
     Attributes:
+        keep_dtype: names of arguments of `call` that are passed on as they are, not cast and not
+            copied; a class sets it. By default none.
         dtype_policy: the layer's dtype policy.
         compute_dtype: str. The dtype of computations and outputs.
         variable_dtype: str. The dtype of weights.
         dtype: the same as `variable_dtype`.
 
     Raises:
-        ValueError: `keep_dtype` names what is no argument of `call`.
+        ValueError: where a class is made whose `keep_dtype` names what is no argument of `call`.
 
     Example:
 
@@ -72,22 +73,20 @@ class Layer(keras_api.BaseLayer):
     Source: RFC 293, "Layers", "Layer variables" and the appendix on casting all inputs.
     """
 
+    keep_dtype: Collection[str] = ()
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not hasattr(cls.call, "_runs_in_the_policy"):
             cls.call = _run_in_the_policy(cls.call)
-
-    def __init__(self, *args: Any, keep_dtype: Collection[str] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        parameters = inspect.signature(self.call).parameters
+        parameters = inspect.signature(cls.call).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        unknown = [name for name in keep_dtype if name not in parameters]
-        if isinstance(keep_dtype, str) or (unknown and not takes_any):
+        unknown = [name for name in cls.keep_dtype if name not in parameters]
+        if isinstance(cls.keep_dtype, str) or (unknown and not takes_any):
             raise ValueError(
                 f"`keep_dtype` lists names of arguments of `call`. Expected some of "
-                f"{list(parameters)}. Received: keep_dtype={keep_dtype!r}"
+                f"{list(parameters)[1:]}. Received: {cls.__name__}.keep_dtype={cls.keep_dtype!r}"
             )
-        self._keep_dtype = frozenset(keep_dtype)
 
     def add_weight(
         self,
@@ -129,13 +128,7 @@ class Layer(keras_api.BaseLayer):
                 "`experimental_autocast` is the older name of `autocast`; pass one of them. "
                 f"Received: {autocast=}, {experimental_autocast=}"
             )
-        does_cast = casts.pop() if casts else True
-        weight = super().add_weight(autocast=does_cast, **given, **kwargs)
-        if not does_cast:
-            # Not the weight itself, which attribute tracking would take for another dependency.
-            ids = {*vars(self).get("_ids_not_cast", ()), id(weight)}
-            object.__setattr__(self, "_ids_not_cast", frozenset(ids))
-        return weight
+        return super().add_weight(autocast=casts.pop() if casts else True, **given, **kwargs)
 
     @property
     def losses(self) -> Any:
@@ -145,10 +138,11 @@ class Layer(keras_api.BaseLayer):
 
     @contextlib.contextmanager
     def weights_cast_once(self) -> Iterator[None]:
-        """Inside, each weight of the layer and its sublayers is cast once, loops included.
+        """Inside, each weight of the layer is cast once, loops included.
 
-        For `call`s that read their weights in `tf.while_loop`, or many times in eager. See
-        `keras_mp.cast_once`: no weight may be assigned to inside.
+        Those of sublayers too, if they are `keras_mp.layers.Layer`s. For `call`s that read their
+        weights in `tf.while_loop`, or many times in eager. See `keras_mp.cast_once`: no weight may
+        be assigned to inside.
 
         Example:
 
@@ -167,8 +161,9 @@ class Layer(keras_api.BaseLayer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, and warns of a variable that does not cast itself."""
+        is_bare = any(self._is_bare(v) for v in _variables_in(value))
         super().__setattr__(name, value)
-        if not any(self._is_bare(v) for v in _variables_in(value)):
+        if not is_bare:
             return
         object.__setattr__(self, "_bare", (*vars(self).get("_bare", ()), name))
         if type(self) not in _warned_of:
@@ -181,44 +176,36 @@ class Layer(keras_api.BaseLayer):
             )
 
     def _is_bare(self, variable: tf.Variable) -> bool:
+        """Does a new attribute not cast itself, and is it no weight that should not?"""
         if not hasattr(self, "dtype_policy") or not self._is_mixed():
             return False
-        knows = hasattr(variable, "true_dtype") or id(variable) in vars(self).get(
-            "_ids_not_cast", ()
-        )
-        return not knows and variable.dtype in _CASTABLE and variable.dtype != self.compute_dtype
+        is_cast = hasattr(variable, "true_dtype") or variable.dtype == self.compute_dtype
+        if is_cast or variable.dtype not in _CASTABLE:
+            return False
+        return not any(variable is weight for weight in self.weights)
 
     def _is_mixed(self) -> bool:
         return self.compute_dtype != self.variable_dtype
 
-    def _cast_dtype(self) -> tf.DType | None:
-        """What arguments and weights are cast to; None if the layer does not compute in floats."""
-        dtype = self.compute_dtype and tf.as_dtype(self.compute_dtype)
-        return dtype if dtype in _CASTABLE else None
-
     def _scope(self) -> Any:
         # In a layer that is not mixed, weights of another dtype were asked for, and are left alone.
         if self._is_mixed() or variables.autocast_dtype() is not None:
-            return variables.autocast_scope(self._cast_dtype())
+            return variables.autocast_scope(_float_dtype(self.compute_dtype))
         return contextlib.nullcontext()
 
     def _cast_arguments(self, args: Any, kwargs: Any, signature: inspect.Signature) -> Any:
-        dtype = self._cast_dtype()
+        dtype = _float_dtype(self.compute_dtype)
         if dtype is None or not self.autocast:
             return args, kwargs
-        cast = functools.partial(_cast, dtype=dtype)
-        if not self._keep_dtype:
-            return tf.nest.map_structure(cast, (args, kwargs))
+        if not self.keep_dtype:
+            return _cast(args, dtype), _cast(kwargs, dtype)
         call = signature.bind(self, *args, **kwargs)
         for name, value in list(call.arguments.items())[1:]:
-            kind = signature.parameters[name].kind
-            if kind is inspect.Parameter.VAR_KEYWORD:
-                call.arguments[name] = {
-                    key: each if key in self._keep_dtype else tf.nest.map_structure(cast, each)
-                    for key, each in value.items()
-                }
-            elif name not in self._keep_dtype:
-                call.arguments[name] = tf.nest.map_structure(cast, value)
+            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                kept = {key: each for key, each in value.items() if key in self.keep_dtype}
+                call.arguments[name] = {**_cast(value, dtype), **kept}
+            elif name not in self.keep_dtype:
+                call.arguments[name] = _cast(value, dtype)
         return call.args[1:], call.kwargs
 
     def _explain(self, error: Exception) -> Exception | None:
@@ -249,10 +236,38 @@ def _run_in_the_policy(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@functools.cache
+def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
+    """What arguments and weights are cast to; None if a layer does not compute in floats."""
+    dtype = None if compute_dtype is None else tf.as_dtype(compute_dtype)
+    return dtype if dtype in _CASTABLE else None
+
+
 def _cast(value: Any, dtype: tf.DType) -> Any:
+    """Casts the tensors in an argument, whose containers it copies."""
+    if isinstance(value, _TENSORS):
+        return _cast_tensor(value, dtype)
+    if keras_api.is_weight(value):
+        return _cast_tensor(tf.convert_to_tensor(value), dtype)
+    if isinstance(value, dict):
+        result = copy.copy(value)  # so that it stays a defaultdict, or whatever it is
+        result.update({key: _cast(each, dtype) for key, each in value.items()})
+        return result
+    if isinstance(value, tuple):
+        items = [_cast(each, dtype) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_cast(each, dtype) for each in value]
     if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, "f4", "f8"):
         return tf.cast(tf.convert_to_tensor(value), dtype)
-    if not isinstance(value, _TENSORS) or value.dtype not in _CASTABLE or value.dtype == dtype:
+    # Other containers that TensorFlow knows, but no range.
+    if tf.nest.is_nested(value) and not isinstance(value, range):
+        return tf.nest.map_structure(lambda each: _cast(each, dtype), value)
+    return value
+
+
+def _cast_tensor(value: Any, dtype: tf.DType) -> Any:
+    if value.dtype == dtype or value.dtype not in _CASTABLE:
         return value
     result = tf.cast(value, dtype)
     mask = getattr(value, "_keras_mask", None)
@@ -261,9 +276,10 @@ def _cast(value: Any, dtype: tf.DType) -> Any:
     return result
 
 
-def _variables_in(value: Any) -> list[tf.Variable]:
-    """The variables that an attribute consists of: itself, or the elements of a container."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    each = value if isinstance(value, list | tuple) else [value]
-    return [v for v in each if isinstance(v, tf.Variable)]
+def _variables_in(value: Any) -> Iterator[tf.Variable]:
+    """The variables that an attribute consists of: itself, or the elements of its containers."""
+    if isinstance(value, tf.Variable):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _variables_in(each)

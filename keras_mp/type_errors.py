@@ -19,12 +19,22 @@ _NAMES = {"half": "float16", "float": "float32", "double": "float64"}
 _NAMES.update({name: name for name in ("float16", "bfloat16", "float32", "float64")})
 # A dtype's name, but not within another word, a path or a name of a tensor.
 _DTYPE = re.compile(r"(?<![\w./:-])(?:tf\.)?(" + "|".join(_NAMES) + r")(?![\w/:(-]|\.\w)")
+# What TensorFlow says where two dtypes meet; the user's own errors are not touched.
 _ABOUT_DTYPES = re.compile(
-    r"was expected to be a \S+ tensor but is a|has type \S+ that does not match|"
-    r"dtypes? .* (?:must|do not|does not) match|conversion requested|[Cc]annot convert .* to|"
-    r"not compatible|must have the same (?:d?type)|don't all match|that (?:are|is) invalid|"
-    r"Expected .* (?:type|dtype)|inconsistent"
+    r"was expected to be a \S+ tensor but is a \S+ tensor|"  # in eager
+    r"has type \S+ that does not match type|"  # in a graph
+    r"have types \[.*\] that don't all match|"  # lists of tensors
+    r"`x` and `y` must have the same dtype|"  # division
+    r"Tensor conversion requested dtype \S+ for Tensor with dtype|"
+    r"Incompatible type conversion requested to type|"  # of a variable
+    r"Cannot convert a variable that appears as|"  # of one that casts itself
+    r"enters the loop with type .* but has type|"  # loops
+    r"TensorArray dtype is \S+ but Op is trying to write dtype|"
+    r"have different types|"  # branches
+    r"has dtype \S+ (?:in the main branch|before the loop), but"  # AutoGraph's
 )
+# Where Keras begins to list the arguments of a layer inside, dtypes included.
+_ARGUMENTS = re.compile(r"\n\s*(?:Call arguments|Arguments) received by .*", re.DOTALL)
 # Functions that make a float32 tensor if no dtype is passed.
 _MAKERS = re.compile(
     r"\btf\.((?:random\.(?:stateless_)?\w+|constant|ones|zeros|fill|eye|linspace|range|one_hot|"
@@ -49,10 +59,9 @@ def dtypes_in(error: Exception) -> list[str]:
         The names of two different dtypes, in the order of the message; an empty list if the error
         is not about two floating dtypes.
     """
-    message = str(getattr(error, "message", error))
-    if not _ABOUT_DTYPES.search(message):
-        return []
-    names = list(dict.fromkeys(_NAMES[name] for name in _DTYPE.findall(message)))
+    message = _ARGUMENTS.sub("", str(getattr(error, "message", error)))
+    about = "".join(line for line in message.splitlines() if _ABOUT_DTYPES.search(line))
+    names = list(dict.fromkeys(_NAMES[name] for name in _DTYPE.findall(about)))
     return names[:2] if len(names) >= 2 else []
 
 

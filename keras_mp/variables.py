@@ -211,7 +211,8 @@ def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
     the body of a loop, which runs many times and might write to the variable, and in eager, where
     nobody sees who writes. Here you promise that nothing does, and so a recurrent cell in
     `tf.while_loop` casts its kernel once instead of once a time step. Gradients still are summed in
-    the true dtype.
+    the true dtype. A `tf.function` that is traced inside casts for itself, since it may be called
+    again outside.
 
     Args:
         variables: variables that cast themselves; others are ignored. They are cast to the dtype in
@@ -227,13 +228,12 @@ def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
     ...     tf.while_loop(lambda i, x: i < 9, lambda i, x: (i + 1, x * v), (0, v.value()))[1].dtype
     tf.float16
     """
-    pairs = {}
-    for variable in variables:
-        if isinstance(variable, AutoCastVariable) and variable.dtype != variable.true_dtype:
-            inner = variable._variable
-            value = inner.value()
-            pairs[id(inner)] = casts.Held(value, tf.cast(value, variable.dtype))
-    with casts.hold(pairs):
+    made = {
+        id(variable._variable): tf.cast(variable._variable, variable.dtype)
+        for variable in variables
+        if isinstance(variable, AutoCastVariable) and variable.dtype != variable.true_dtype
+    }
+    with casts.hold(made):
         yield
 
 

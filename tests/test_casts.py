@@ -384,11 +384,86 @@ def test_assignments_inside_of_cast_once_are_refused():
         np.testing.assert_array_equal(v * 1, [3.0, 4.0])
 
 
+@pytest.mark.parametrize("in_function", [False, True])
+def test_tapes_and_recomputation_inside_of_cast_once(in_function):
+    v = autocast()
+    x = tf.constant([3.0, 3.0], tf.float16)
+
+    def gradients():
+        with keras_mp.autocast_scope("float16"), keras_mp.cast_once([v]):
+            with tf.GradientTape() as tape:
+                y = v * 3 + v * x
+            inside = tape.gradient(y, v)
+            with tf.GradientTape() as tape:
+                y = keras_mp.recompute_grad(lambda x: x * v)(x)
+            return inside, tape.gradient(y, v)
+
+    for gradient, expected in zip((tf.function(gradients) if in_function else gradients)(), (6, 3)):
+        np.testing.assert_array_equal(gradient, [expected] * 2)
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_what_is_traced_inside_of_cast_once_may_run_outside(in_function):
+    v = autocast()
+    helper = tf.function(lambda x: x * v)
+    one = tf.constant(1.0, tf.float16)
+
+    def held():
+        with keras_mp.autocast_scope("float16"), keras_mp.cast_once([v]):
+            data = tf.data.Dataset.range(1).map(lambda i: tf.cast(i + 1, v.dtype) * v)
+            return helper(one), data
+
+    if in_function:
+        tf.function(lambda: held()[0])()
+    else:
+        _, data = held()
+    v.assign([5.0, 6.0])
+    with keras_mp.autocast_scope("float16"):
+        np.testing.assert_array_equal(helper(one), [5.0, 6.0])
+        np.testing.assert_array_equal(held()[0], [5.0, 6.0])
+    if not in_function:
+        np.testing.assert_array_equal(next(iter(data)), [5.0, 6.0])
+
+
+def test_an_alias_of_the_handle_ends_the_sharing():
+    v = autocast()
+
+    def function():
+        alias = tf.identity(v._variable.handle)
+        before = v * 1
+        tf.raw_ops.AssignAddVariableOp(resource=alias, value=tf.constant([1.0, 1.0]))
+        return before, v * 1
+
+    _, (before, after) = count(function)
+    np.testing.assert_array_equal(before, [1, 2])
+    np.testing.assert_array_equal(after, [2, 3])
+
+
+def test_a_variable_that_is_an_argument_too():
+    v = autocast()
+
+    @tf.function
+    def function(argument):
+        with keras_mp.autocast_scope("float16"):
+            before = v * 1
+            with tf.control_dependencies([before]):
+                write = argument.assign_add([1.0, 1.0])
+            with tf.control_dependencies([tf.identity(write)]):
+                return before, v * 1
+
+    function(tf.Variable([9.0, 9.0]))
+    before, after = function(v._variable)
+    np.testing.assert_array_equal(before, [1, 2])
+    np.testing.assert_array_equal(after, [2, 3])
+
+
 def test_cast_once_nests_and_follows_the_scope():
     v, w = autocast(), autocast([3.0, 4.0])
     with keras_mp.autocast_scope("float16"), keras_mp.cast_once([v, tf.Variable(1.0)]):
         with keras_mp.cast_once([w]):
             assert (v * w).dtype == tf.float16
+            with pytest.raises(RuntimeError, match="inside of"):
+                v.assign([5.0, 6.0])
         with keras_mp.autocast_scope("bfloat16"):
             assert (v * w).dtype == tf.bfloat16
         with keras_mp.autocast_scope(None):

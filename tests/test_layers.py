@@ -1,3 +1,4 @@
+import collections
 import copy
 import functools
 import gc
@@ -272,7 +273,8 @@ class Dtypes(layers.Layer):
     """Returns what dtype each tensor among its arguments has."""
 
     def call(self, x, y=None, *, z=None, **others):
-        self.given = (x, y, z, others)
+        # Not as an attribute that Keras would track.
+        object.__setattr__(self, "given", (x, y, z, others))
         return tf.cast(tf.nest.flatten(x)[0], self.compute_dtype)
 
 
@@ -324,6 +326,28 @@ def test_what_is_no_tensor_is_passed_on():
     layer(tf.ones([2]), z=[thing, None, "text", 3, 0.5])
     assert layer.given[2] == [thing, None, "text", 3, 0.5]
     assert isinstance(layer.given[2][4], float)
+    layer(tf.ones([2]), z=range(2))
+    assert layer.given[2] == range(2)
+
+
+def test_containers_keep_their_type():
+    Pair = collections.namedtuple("Pair", ["left", "right"])
+    given = {
+        "pair": Pair(tf.ones([2]), tf.constant(1)),
+        "default": collections.defaultdict(list, a=tf.ones([2])),
+        "ordered": collections.OrderedDict(b=tf.ones([2]), a=tf.constant(1)),
+        "tuple": (tf.ones([2]), [tf.ones([2])]),
+    }
+    layer = Dtypes(dtype="mixed_float16")
+    layer(tf.ones([2]), **given)
+    others = layer.given[3]
+    for name, value in given.items():
+        assert type(others[name]) is type(value)
+        assert others[name] is not value
+    assert others["pair"].left.dtype == others["default"]["a"].dtype == tf.float16
+    assert others["default"]["missing"] == []
+    assert list(others["ordered"]) == ["b", "a"]
+    assert dtypes_of(others["tuple"]) == ("float16", ["float16"])
 
 
 def test_variables_are_cast_and_those_that_cast_themselves_are_passed_on():
@@ -337,6 +361,17 @@ def test_variables_are_cast_and_those_that_cast_themselves_are_passed_on():
     assert tape.gradient(y, bare).dtype == tf.float32
 
 
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2's weights are tf.Variables.")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_keras_variable_as_an_argument_is_cast(autocast):
+    layer = Dtypes(dtype="mixed_float16")
+    layer(tf.ones([2]), tf.keras.Variable([1.0], autocast=autocast), z=tf.keras.Variable(1))
+    assert layer.given[1].dtype == tf.float16 or (
+        not autocast and layer.given[1].dtype == "float16"
+    )
+    assert layer.given[2].dtype == "int32"
+
+
 def test_the_callers_structures_stay_as_they_are():
     layer = Dtypes(dtype="mixed_float16")
     x, y, z = tf.ones([2]), [tf.ones([2])], {"k": [tf.ones([2])]}
@@ -348,13 +383,15 @@ def test_the_callers_structures_stay_as_they_are():
 
 
 class Fills(layers.Layer):
+    keep_dtype = ("outputs",)
+
     def call(self, x, outputs):
         outputs["seen"] = x
         return x
 
 
 def test_arguments_that_keep_their_dtype_are_the_callers_own():
-    layer = Fills(dtype="mixed_float16", keep_dtype=["outputs"])
+    layer = Fills(dtype="mixed_float16")
     outputs = {"before": tf.ones([2])}
     layer(tf.ones([2]), outputs=outputs)
     assert dtypes_of(outputs) == {"before": "float32", "seen": "float16"}
@@ -363,8 +400,7 @@ def test_arguments_that_keep_their_dtype_are_the_callers_own():
 @pytest.mark.parametrize("mode", MODES)
 def test_keep_dtype(mode):
     class Keeps(layers.Layer):
-        def __init__(self, **kwargs):
-            super().__init__(keep_dtype=("targets", "weights"), **kwargs)
+        keep_dtype = ("targets", "weights")
 
         def call(self, x, targets, **others):
             return x, targets, others["weights"], others["more"]
@@ -376,10 +412,10 @@ def test_keep_dtype(mode):
         assert dtypes_of(outputs) == ("float16", "float64", "float64", "float16")
 
 
-@pytest.mark.parametrize("keep_dtype", [["nothing"], "x", ["x", "nothing"]])
+@pytest.mark.parametrize("keep_dtype", [["nothing"], "x", ["inputs", "nothing"]])
 def test_keep_dtype_must_name_arguments(keep_dtype):
-    with pytest.raises(ValueError, match=r"Expected some of \['inputs'\]. Received: keep_dtype="):
-        SimpleDense(keep_dtype=keep_dtype)
+    with pytest.raises(ValueError, match=r"Expected some of \['inputs'\]. Received: Wrong.keep_"):
+        type("Wrong", (SimpleDense,), {"keep_dtype": keep_dtype})
 
 
 def test_autocast_false_casts_no_argument():
@@ -457,10 +493,10 @@ def test_a_float32_layer_inside_of_a_mixed_one_computes_in_float32():
             self.narrow = Inner(dtype=self.dtype_policy)
 
         def call(self, x):
-            return self.narrow(x), self.wide(x), self.narrow(x)
+            return self.narrow(x), self.wide(x), self.wide.call(x), self.narrow(x)
 
     outputs = Outer(dtype="mixed_float16")(tf.ones([3, 2]))
-    assert dtypes_of(outputs) == ("float16", "float32", "float16")
+    assert dtypes_of(outputs) == ("float16", "float32", "float32", "float16")
 
 
 def test_a_weight_of_another_dtype_in_a_layer_that_is_not_mixed():
@@ -469,9 +505,11 @@ def test_a_weight_of_another_dtype_in_a_layer_that_is_not_mixed():
             self.w = self.add_weight(shape=[2], dtype="float64")
 
         def call(self, x):
-            return tf.cast(x, tf.float64) * self.w
+            return x, tf.convert_to_tensor(self.w)
 
-    assert Wide(dtype="float32")(tf.ones([2])).dtype == tf.float64
+    layer = Wide(dtype="float32")
+    assert dtypes_of(layer(tf.ones([2]))) == ("float32", "float64")
+    assert dtypes_of(layer.call(tf.ones([2]))) == ("float32", "float64")
 
 
 def test_integer_layers():
@@ -618,6 +656,10 @@ def test_no_warning_where_nothing_is_bare():
             self.stock.build([None, 2])
             self.tied = self.stock.kernel
             self.more = [self.own, {"k": self.own}]
+            self.norm = tf.keras.layers.BatchNormalization(dtype="mixed_float16")
+            self.norm.build([None, 2])
+            self.mean = self.norm.moving_mean
+            self.kept = self.add_weight(shape=[2], autocast=False)
 
     # A warning would be an error.
     Fine(dtype="mixed_float16")
@@ -632,7 +674,7 @@ def test_containers_of_bare_variables_are_warned_about():
             super().__init__(**kwargs)
             self.many = many
 
-    for many in ([tf.Variable(1.0)], {"a": tf.Variable(1.0)}):
+    for many in ([tf.Variable(1.0)], {"a": tf.Variable(1.0)}, {"a": [(tf.Variable(1.0),)]}):
         kind = type("Lists", (Lists,), {})
         with pytest.warns(keras_mp.MixedPrecisionWarning, match="attribute `many`"):
             kind(many, dtype="mixed_float16")
@@ -699,12 +741,14 @@ MISTAKES = {
     ),
     "foreign": (lambda self, x: x / WIDE, "Likely cures: pass `dtype=self.compute_dtype`"),
     "foreign first": (lambda self, x: WIDE / x, "Likely cures: pass `dtype=self.compute_dtype`"),
+    "assign": (lambda self, x: WIDE_VARIABLE.assign(x), "Likely cures: pass"),
     "convert": (
         lambda self, x: tf.convert_to_tensor(x, dtype=tf.float32),
         "let `tf.convert_to_tensor` make a tensor",
     ),
 }
 WIDE = tf.constant([1.0, 2.0])
+WIDE_VARIABLE = tf.Variable([1.0, 2.0])
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -725,6 +769,51 @@ def test_an_error_about_dtypes_names_layer_line_dtypes_and_cure(mistake, mode, p
     line = function.__code__.co_firstlineno
     assert f"in line {line} of {__file__}" in message
     assert message.count("computes in") == 1
+
+
+def changes_in_a_loop(self, x):
+    return tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * WIDE), (0, x))
+
+
+def changes_in_a_loop_of_autograph(self, x):
+    for _ in tf.range(3):
+        x = tf.cast(x, tf.float32)
+    return x
+
+
+def differs_between_branches(self, x):
+    return tf.cond(tf.reduce_sum(x) > 0, lambda: x, lambda: WIDE)
+
+
+def differs_between_branches_of_autograph(self, x):
+    if tf.reduce_sum(x) > 0:
+        x = WIDE
+    return x
+
+
+def cast_in_a_loop(self, x):
+    return tf.while_loop(lambda h: True, lambda h: (tf.cast(h, "float32"),), (x,))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        changes_in_a_loop,
+        changes_in_a_loop_of_autograph,
+        differs_between_branches,
+        differs_between_branches_of_autograph,
+        cast_in_a_loop,
+    ],
+)
+def test_control_flow_that_changes_the_dtype_is_explained(function):
+    class Fails(layers.Layer):
+        call = function
+
+    if IS_KERAS_3 and "autograph" in function.__name__:
+        pytest.skip("Keras 3 does not convert `call`.")
+    layer = Fails(dtype="mixed_float16")
+    with pytest.raises(TypeError, match="computes in float16, and its `call` met float"):
+        tf.function(layer)(tf.ones([2]))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -756,10 +845,24 @@ def test_other_errors_stay_what_they_are(mode):
     def wrong_integer(self, x):
         return tf.constant([1]) + tf.constant([1], tf.int64)
 
+    class Inner(tf.keras.layers.Layer):
+        def call(self, x, y=None):
+            raise ValueError("The mask is not compatible with the input")
+
+    inner = Inner(dtype="float32", autocast=False)
+
+    def inner_error(self, x):
+        return inner(x, y=tf.ones([1]))
+
+    def talks_of_dtypes(self, x):
+        raise ValueError("a float32 file is not compatible with the float16 format")
+
     expected = {"eager": tf.errors.InvalidArgumentError}.get(mode, ValueError)
     for function, error in (
         (wrong_shape, expected),
         (own_error, ValueError),
+        (inner_error, ValueError),
+        (talks_of_dtypes, ValueError),
         (wrong_integer, (tf.errors.InvalidArgumentError, TypeError)),
     ):
         layer = layer_that_calls(function)(dtype="mixed_float16")

@@ -70,6 +70,7 @@ autocast_scope = _module.autocast_scope
 autocast_variables = _module.autocast_variables
 compile_without_wrapping = _module.compile_without_wrapping
 flatten_layers = _module.flatten_layers
+is_weight = _module.is_weight
 why_fit_fails = _module.why_fit_fails
 get_global_policy = _module.get_global_policy
 get_optimizer = _module.get_optimizer

@@ -15,6 +15,7 @@ Each of `keras2` and `keras3` defines:
 - `autocast_variables(weights)`: the `AutoCastVariable`s among the weights of a layer, or in them.
 - `compile_without_wrapping(compile, call)`: stock compile with bound arguments, no stock wrapper.
 - `flatten_layers(model)`: the model and all layers below it.
+- `is_weight(value)`: is it what layers of `tf.keras` have as weights?
 - `why_fit_fails()`: why `Model.fit` cannot work under the current strategy, or None.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
 - `thread_missed_global_policy()`: do stock layers of this thread not know the global policy?

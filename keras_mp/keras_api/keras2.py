@@ -92,6 +92,10 @@ class BaseLayer(keras.layers.Layer):
         return super().add_weight(experimental_autocast=False, getter=getter, **kwargs)
 
 
+def is_weight(value: Any) -> bool:
+    return isinstance(value, tf.Variable)
+
+
 def autocast_variables(weights: Sequence[Any]) -> list[Any]:
     return [weight for weight in weights if isinstance(weight, variables.AutoCastVariable)]
 

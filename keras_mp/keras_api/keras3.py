@@ -83,6 +83,8 @@ class BaseLayer(keras.layers.Layer):
         return super().__call__(*args, **kwargs)
 
     def _as_tensors(self, value: Any) -> Any:
+        if isinstance(value, tf.Tensor):
+            return value
         convert = functools.partial(
             self.dtype_policy.convert_input, autocast=False, dtype=self.compute_dtype
         )
@@ -132,6 +134,10 @@ class AutoCastWeight(keras.Variable):
     def assign_sub(self, value: Any) -> Any:
         with autocast_scope(None):
             return super().assign_sub(value)
+
+
+def is_weight(value: Any) -> bool:
+    return isinstance(value, keras.Variable)
 
 
 def autocast_variables(weights: Sequence[Any]) -> list[Any]:
