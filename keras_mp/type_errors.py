@@ -33,8 +33,6 @@ _ABOUT_DTYPES = re.compile(
     r"have different types|"  # branches
     r"has dtype \S+ (?:in the main branch|before the loop), but"  # AutoGraph's
 )
-# Where Keras begins to list the arguments of a layer inside, dtypes included.
-_ARGUMENTS = re.compile(r"\n\s*(?:Call arguments|Arguments) received by .*", re.DOTALL)
 # Functions that make a float32 tensor if no dtype is passed.
 _MAKERS = re.compile(
     r"\btf\.((?:random\.(?:stateless_)?\w+|constant|ones|zeros|fill|eye|linspace|range|one_hot|"
@@ -59,8 +57,9 @@ def dtypes_in(error: Exception) -> list[str]:
         The names of two different dtypes, in the order of the message; an empty list if the error
         is not about two floating dtypes.
     """
-    message = _ARGUMENTS.sub("", str(getattr(error, "message", error)))
-    about = "".join(line for line in message.splitlines() if _ABOUT_DTYPES.search(line))
+    lines = str(getattr(error, "message", error)).splitlines()
+    # Not other lines: Keras lists the arguments of a layer inside, dtypes included.
+    about = "".join(line for line in lines if _ABOUT_DTYPES.search(line))
     names = list(dict.fromkeys(_NAMES[name] for name in _DTYPE.findall(about)))
     return names[:2] if len(names) >= 2 else []
 
