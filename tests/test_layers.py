@@ -481,7 +481,8 @@ def test_input_specs_are_checked_before_the_cast(symbolic):
 def test_a_float32_layer_inside_of_a_mixed_one_computes_in_float32():
     class Inner(layers.Layer):
         def build(self, _):
-            self.w = self.add_weight(shape=[2], initializer="ones")
+            third = tf.keras.initializers.Constant(1 / 3)
+            self.w = self.add_weight(shape=[2], initializer=third)
 
         def call(self, x):
             return x * self.w
@@ -497,6 +498,8 @@ def test_a_float32_layer_inside_of_a_mixed_one_computes_in_float32():
 
     outputs = Outer(dtype="mixed_float16")(tf.ones([3, 2]))
     assert dtypes_of(outputs) == ("float16", "float32", "float32", "float16")
+    for wide in outputs[1:3]:
+        np.testing.assert_array_equal(wide, np.full([3, 2], 1 / 3, np.float32))
 
 
 def test_a_weight_of_another_dtype_in_a_layer_that_is_not_mixed():
