@@ -595,6 +595,30 @@ def test_recomputed_layers_read_in_the_compute_dtype(in_function):
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no RematScope.")
+@pytest.mark.parametrize("in_function", [False, True])
+def test_remat_scope_of_keras_3(in_function):
+    import keras
+
+    with keras.RematScope(mode="full"):
+        layer = SimpleDense(dtype="mixed_float16")
+    plain = SimpleDense(dtype="mixed_float16")
+    x = tf.random.stateless_normal([2, 10], [1, 2])
+    gradients = []
+    for each in (layer, plain):
+        each(x)
+        each.set_weights(layer.get_weights())
+
+        def gradient(each=each):
+            with tf.GradientTape() as tape:
+                y = tf.reduce_sum(tf.tanh(each(x)))
+            return tape.gradient(y, each.trainable_weights)[0]
+
+        gradients.append((tf.function(gradient) if in_function else gradient)())
+    assert gradients[0].dtype == tf.float32
+    np.testing.assert_array_equal(*gradients)
+
+
 def test_layers_on_replicas_learn_what_one_device_learns():
     images, labels = digits()
     weights = []

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp import variables
 from tests.common import OPTIMIZERS, make_optimizer, mirrored, state
 
 HALF = [tf.float16, tf.bfloat16]
@@ -676,6 +677,10 @@ def test_classes_of_parameter_servers_and_caches():
         assert tf.identity(v).dtype == tf.float32
         np.testing.assert_array_equal(v.read_value()[:2], [2.0, 3.0])
     assert not isinstance(autocast(), tf.distribute.DistributedValues)
+    # Only a cluster makes instances of it.
+    assert issubclass(
+        variables._class_for(ps_values.PerWorkerVariable), ps_values.PerWorkerVariable
+    )
 
 
 # Saving.
