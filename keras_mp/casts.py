@@ -143,9 +143,20 @@ def _read_as_in_eager(value: tf.Tensor, cast_before: tf.Tensor) -> Any:
     return cast_before, lambda gradient: (tf.cast(gradient, value.dtype), None)
 
 
-def is_held(variable: Any) -> bool:
-    """Has `hold` promised that nothing writes to the variable?"""
-    return id(variable) in _mine.held
+def refuse_if_held(variable: Any) -> None:
+    """Raises an error where `hold` has promised that nothing writes to the variable.
+
+    Args:
+        variable: a `tf.Variable`, not one that casts itself.
+
+    Raises:
+        RuntimeError: it is held.
+    """
+    if id(variable) in _mine.held:
+        raise RuntimeError(
+            "A variable was assigned to inside of `keras_mp.cast_once`, where its cast is kept. "
+            f"Assign outside of it, or leave it out of the list. Received: {variable!r}"
+        )
 
 
 @contextlib.contextmanager

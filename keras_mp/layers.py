@@ -1,9 +1,11 @@
 """The base class of layers that need not cast (RFC 293, "Layers")."""
 
+import collections
 import contextlib
 import copy
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -16,7 +18,9 @@ from keras_mp import keras_api, messages, type_errors, variables
 variables.share_scope(keras_api.autocast_dtype, keras_api.autocast_scope)
 
 _CASTABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-_TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.Variable)
+_TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices, tf.Variable)
+# Containers that are copied in any case; of others only those in which something is cast.
+_CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
 
 # In which order `add_weight` takes what it is given without a name: TensorFlow 2's
 # `add_weight("kernel", [3, 4])`, which is the RFC's, and Keras 3's `add_weight([3, 4], "zeros")`.
@@ -77,16 +81,12 @@ class Layer(keras_api.BaseLayer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not hasattr(cls.call, "_runs_in_the_policy"):
-            cls.call = _run_in_the_policy(cls.call)
-        parameters = inspect.signature(cls.call).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        unknown = [name for name in cls.keep_dtype if name not in parameters]
-        if isinstance(cls.keep_dtype, str) or (unknown and not takes_any):
-            raise ValueError(
-                f"`keep_dtype` lists names of arguments of `call`. Expected some of "
-                f"{list(parameters)[1:]}. Received: {cls.__name__}.keep_dtype={cls.keep_dtype!r}"
-            )
+        _adopt_call(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Somebody may have put another `call` into the class meanwhile.
+        _adopt_call(type(self))
+        super().__init__(*args, **kwargs)
 
     def add_weight(
         self,
@@ -161,6 +161,8 @@ class Layer(keras_api.BaseLayer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, and warns of a variable that does not cast itself."""
+        if name == "call":
+            value = types.MethodType(_run_in_the_policy(_unbound(value)), self)
         is_bare = any(self._is_bare(v) for v in _variables_in(value))
         super().__setattr__(name, value)
         if not is_bare:
@@ -199,6 +201,9 @@ class Layer(keras_api.BaseLayer):
             return args, kwargs
         if not self.keep_dtype:
             return _cast(args, dtype), _cast(kwargs, dtype)
+        if _takes(signature, inspect.Parameter.VAR_POSITIONAL):
+            # It passes them on to a `call` that has names for them, and casts them.
+            return args, kwargs
         call = signature.bind(self, *args, **kwargs)
         for name, value in list(call.arguments.items())[1:]:
             if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -212,6 +217,45 @@ class Layer(keras_api.BaseLayer):
         described = f"Layer {self.name!r} (of type {type(self).__name__})"
         bare = vars(self).get("_bare", ())
         return type_errors.explain(error, described, self.compute_dtype, bare)
+
+
+def _adopt_call(cls: type[Layer]) -> None:
+    """Makes the `call` of a class one that runs in the policy, and checks `keep_dtype`."""
+    if not hasattr(cls.call, "_runs_in_the_policy"):
+        cls.call = _run_in_the_policy(cls.call)
+    signature = inspect.signature(cls.call)
+    names = [
+        name
+        for name, parameter in list(signature.parameters.items())[1:]
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    is_list = isinstance(cls.keep_dtype, Collection) and not isinstance(cls.keep_dtype, str)
+    takes_others = _takes(signature, inspect.Parameter.VAR_KEYWORD)
+    if not is_list or not (takes_others or set(cls.keep_dtype) <= set(names)):
+        raise ValueError(
+            f"`keep_dtype` lists names of arguments of `call`. Expected some of {names}. "
+            f"Received: {cls.__name__}.keep_dtype={cls.keep_dtype!r}"
+        )
+
+
+def _takes(signature: inspect.Signature, kind: Any) -> bool:
+    return any(parameter.kind is kind for parameter in signature.parameters.values())
+
+
+def _unbound(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function of `self` of one that needs none."""
+
+    @functools.wraps(call)
+    def unbound(self: Layer, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    signature = inspect.signature(call)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [this, *signature.parameters.values()]
+    if len(parameters) > 1 and parameters[1].kind is not inspect.Parameter.POSITIONAL_ONLY:
+        parameters[0] = this.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    unbound.__signature__ = signature.replace(parameters=parameters)
+    return unbound
 
 
 def _run_in_the_policy(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,21 +293,48 @@ def _cast(value: Any, dtype: tf.DType) -> Any:
         return _cast_tensor(value, dtype)
     if keras_api.is_weight(value):
         return _cast_tensor(tf.convert_to_tensor(value), dtype)
-    if isinstance(value, dict):
-        result = copy.copy(value)  # so that it stays a defaultdict, or whatever it is
-        result.update({key: _cast(each, dtype) for key, each in value.items()})
-        return result
-    if isinstance(value, tuple):
-        items = [_cast(each, dtype) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_cast(each, dtype) for each in value]
     if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, "f4", "f8"):
         return tf.cast(tf.convert_to_tensor(value), dtype)
-    # Other containers that TensorFlow knows, but no range.
-    if tf.nest.is_nested(value) and not isinstance(value, range):
-        return tf.nest.map_structure(lambda each: _cast(each, dtype), value)
-    return value
+    if isinstance(value, dict):
+        before = list(value.values())
+    elif isinstance(value, list | tuple):
+        before = list(value)
+    elif tf.nest.is_nested(value) and not isinstance(value, range):
+        before = tf.nest.flatten(value)
+    else:
+        return value
+    after = [_cast(each, dtype) for each in before]
+    is_as_before = all(old is new for old, new in zip(before, after))
+    if is_as_before and type(value) not in _CONTAINERS and not hasattr(value, "_fields"):
+        return value
+    try:
+        return _copy_with(value, after)
+    except Exception as error:
+        raise TypeError(
+            f"An argument of type {type(value)} has to be copied so that a tensor in it can be "
+            "cast, and refuses that. Name the argument in the `keep_dtype` of the layer's class. "
+            f"Received: {value}"
+        ) from error
+
+
+def _copy_with(container: Any, values: list[Any]) -> Any:
+    """Returns a container of the same type with other values."""
+    if hasattr(container, "_fields"):
+        return container._make(values)
+    if type(container) is tuple:
+        return tuple(values)
+    if isinstance(container, tuple):
+        return type(container)(values)
+    if not isinstance(container, dict | list):
+        return tf.nest.pack_sequence_as(container, values)
+    result = copy.copy(container)
+    if result is container:
+        result = dict(container) if isinstance(container, dict) else list(container)
+    for key, each in zip(
+        list(container) if isinstance(container, dict) else range(len(values)), values
+    ):
+        result[key] = each
+    return result
 
 
 def _cast_tensor(value: Any, dtype: tf.DType) -> Any:

@@ -30,7 +30,10 @@ _ABOUT_DTYPES = re.compile(
     r"Cannot convert a variable that appears as|"  # of one that casts itself
     r"enters the loop with type .* but has type|"  # loops
     r"TensorArray dtype is \S+ but Op is trying to write dtype|"
-    r"have different types|"  # branches
+    r"Tensor\(.*\) and Tensor\(.*\) have different types|"  # branches
+    r"`x.dtype` must be compatible with `rate.dtype`|"  # dropout
+    r"Cannot convert a list containing a tensor of dtype|"
+    r"Can not cast TensorSpec\(|"  # input_signature of a function
     r"has dtype \S+ (?:in the main branch|before the loop), but"  # AutoGraph's
 )
 # Functions that make a float32 tensor if no dtype is passed.
@@ -104,7 +107,7 @@ def _users_last_line(error: Exception) -> messages.Line | None:
 def _cure(source: str, bare_variables: list[str]) -> str:
     used = [name for name in bare_variables if re.search(rf"\bself\.{name}\b", source)]
     maker = _MAKERS.search(source)
-    if used or (bare_variables and not maker):
+    if used or (bare_variables and not source):
         name = (used or bare_variables)[0]
         return (
             f"Likely cure: `self.{name}` is a bare tf.Variable; make it with `self.add_weight`, or "

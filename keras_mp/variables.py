@@ -361,11 +361,7 @@ class AutoCastVariable(
         return self._update("_strided_slice_assign", *args, **kwargs)
 
     def _update(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if casts.is_held(self._variable):
-            raise RuntimeError(
-                "A variable was assigned to inside of `keras_mp.cast_once`, where its cast is "
-                f"kept. Assign outside of it, or leave it out of the list. Received: {self!r}"
-            )
+        casts.refuse_if_held(self._variable)
         args = [self._in_true_dtype(arg) for arg in args]
         kwargs = {key: self._in_true_dtype(arg) for key, arg in kwargs.items()}
         result = getattr(self._variable, method)(*args, **kwargs)

@@ -126,8 +126,9 @@ def test_control_dependencies_are_obeyed():
 
     def function():
         before = v * 1
-        write = tf.py_function(lambda: v.assign([8.0, 9.0]).value(), [], tf.float32)
-        with tf.control_dependencies([write, before]):
+        with tf.control_dependencies([before]):
+            write = tf.py_function(lambda: v.assign([8.0, 9.0]).value(), [], tf.float32)
+        with tf.control_dependencies([write]):
             return before, v * 1, v.read_value()
 
     _, (before, *after) = count(function)

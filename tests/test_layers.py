@@ -2,6 +2,8 @@ import collections
 import copy
 import functools
 import gc
+import os
+import types
 
 import numpy as np
 import pytest
@@ -266,6 +268,23 @@ def test_weights_cast_once_reaches_into_loops(in_function):
     np.testing.assert_array_equal(call(once=True), call(once=False))
 
 
+@pytest.mark.parametrize("write", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("in_function", [False, True])
+def test_assignments_while_weights_are_cast_once_are_refused(write, in_function):
+    class Writes(layers.Layer):
+        def build(self, _):
+            self.w = self.add_weight(shape=[2], initializer="ones")
+
+        def call(self, x):
+            with self.weights_cast_once():
+                getattr(self.w, write)(tf.ones([2]))
+            return x
+
+    layer = Writes(dtype="mixed_float16")
+    with pytest.raises(RuntimeError, match="inside of `keras_mp.cast_once`"):
+        (tf.function(layer) if in_function else layer)(tf.ones([2]))
+
+
 # Arguments.
 
 
@@ -361,6 +380,81 @@ def test_variables_are_cast_and_those_that_cast_themselves_are_passed_on():
     assert tape.gradient(y, bare).dtype == tf.float32
 
 
+class Boxes(list):
+    """A list with an attribute."""
+
+    unit = "cm"
+
+
+class Stubborn(collections.OrderedDict):
+    """A dict that refuses to be changed as a whole, as some libraries have it."""
+
+    def update(self, *args, **kwargs):
+        raise TypeError("no update")
+
+
+class Returned(dict):
+    """A dict that calls itself its copy."""
+
+    def __copy__(self):
+        return self
+
+
+class Configuration(collections.abc.Mapping):
+    """A mapping that cannot be made of its items."""
+
+    def __init__(self, path, **values):
+        self.path, self.values_by_key = path, values
+
+    def __getitem__(self, key):
+        return self.values_by_key[key]
+
+    def __iter__(self):
+        return iter(self.values_by_key)
+
+    def __len__(self):
+        return len(self.values_by_key)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_containers_in_which_nothing_is_cast_are_passed_on(policy):
+    layer = Dtypes(dtype=policy)
+    for given in (
+        Boxes([1]),
+        types.MappingProxyType({"n": 1}),
+        os.environ,
+        Configuration("path", n=1),
+        os.stat_result(range(10)),
+    ):
+        layer(tf.ones([2]), z=given)
+        assert layer.given[2] is given
+
+
+def test_containers_of_other_classes_are_copied_if_something_is_cast():
+    layer = Dtypes(dtype="mixed_float16")
+    for make in (Boxes, lambda each: Stubborn(a=each[0]), lambda each: Returned(a=each[0])):
+        given = make([tf.ones([2])])
+        layer(tf.ones([2]), z=given)
+        got = layer.given[2]
+        assert isinstance(got, type(given)) or isinstance(given, Returned)
+        key = 0 if isinstance(given, list) else "a"
+        assert (got[key].dtype, given[key].dtype) == (tf.float16, tf.float32)
+    assert Boxes.unit == "cm"
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 copies such containers, and fails, itself.")
+def test_a_container_that_cannot_be_copied_says_what_to_do():
+    layer = Dtypes(dtype="mixed_float16")
+    with pytest.raises(TypeError, match="Name the argument in the `keep_dtype`"):
+        layer(tf.ones([2]), z=types.MappingProxyType({"a": tf.ones([2])}))
+
+
+def test_indexed_slices_are_cast():
+    layer = Dtypes(dtype="mixed_float16")
+    layer(tf.ones([2]), z=tf.IndexedSlices(tf.ones([1]), tf.constant([0]), tf.constant([2])))
+    assert layer.given[2].dtype == tf.float16
+
+
 @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2's weights are tf.Variables.")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_keras_variable_as_an_argument_is_cast(autocast):
@@ -412,7 +506,24 @@ def test_keep_dtype(mode):
         assert dtypes_of(outputs) == ("float16", "float64", "float64", "float16")
 
 
-@pytest.mark.parametrize("keep_dtype", [["nothing"], "x", ["inputs", "nothing"]])
+def test_keep_dtype_behind_a_call_that_forwards_its_arguments():
+    class Keeps(layers.Layer):
+        keep_dtype = ("t",)
+
+        def call(self, x, t=None, training=None):
+            return x, t
+
+    class Forwards(Keeps):
+        def call(self, *args, **kwargs):
+            return super().call(*args, **kwargs)
+
+    x = tf.ones([2])
+    for make in (Keeps, Forwards):
+        layer = make(dtype="mixed_float16")
+        assert dtypes_of(layer(x, x)) == dtypes_of(layer(x, t=x)) == ("float16", "float32")
+
+
+@pytest.mark.parametrize("keep_dtype", [["nothing"], "x", ["inputs", "nothing"], ["self"], None, 3])
 def test_keep_dtype_must_name_arguments(keep_dtype):
     with pytest.raises(ValueError, match=r"Expected some of \['inputs'\]. Received: Wrong.keep_"):
         type("Wrong", (SimpleDense,), {"keep_dtype": keep_dtype})
@@ -549,6 +660,29 @@ def test_call_of_a_mixin_and_of_a_parent():
     for make in (Layer, Child):
         assert make(dtype="mixed_float16")(tf.ones([2])).dtype == tf.float16
     assert Child(dtype="mixed_float16")(tf.ones([2]), bias=tf.ones([2])).dtype == tf.float16
+
+
+def test_a_call_that_is_put_in_later_casts_too():
+    class Scale(layers.Layer):
+        def build(self, _):
+            self.w = self.add_weight(shape=[2], initializer="ones")
+
+        def call(self, x):
+            return x * self.w
+
+    def thrice(self, x):
+        return x * self.w * 3
+
+    x = tf.ones([2])
+    layer = Scale(dtype="mixed_float16")
+    layer(x)
+    layer.call = types.MethodType(thrice, layer)
+    np.testing.assert_array_equal(layer(x), [3, 3])
+    assert layer(x).dtype == layer.call(x).dtype == tf.float16
+    layer.call = tf.function(Scale(dtype="mixed_float16", name="other").call.__get__(layer))
+    assert layer(x).dtype == tf.float16
+    Scale.call = thrice
+    assert Scale(dtype="mixed_float16")(x).dtype == tf.float16
 
 
 def test_training_and_mask_arguments_still_come_from_keras():
@@ -768,6 +902,7 @@ MISTAKES = {
     ),
     "foreign": (lambda self, x: x / WIDE, "Likely cures: pass `dtype=self.compute_dtype`"),
     "foreign first": (lambda self, x: WIDE / x, "Likely cures: pass `dtype=self.compute_dtype`"),
+    "dropout": (lambda self, x: tf.nn.dropout(x, WIDE[0] / 4), "Likely cures: pass"),
     "assign": (lambda self, x: WIDE_VARIABLE.assign(x), "Likely cures: pass"),
     "convert": (
         lambda self, x: tf.convert_to_tensor(x, dtype=tf.float32),
@@ -853,6 +988,18 @@ def test_an_error_about_a_bare_variable_names_it(mode):
         call(tf.ones([2]))
 
 
+def test_a_bare_variable_elsewhere_is_not_blamed():
+    def call(self, x):
+        x = x * tf.cast(self.step, self.compute_dtype)
+        return x + WIDE
+
+    make = layer_that_calls(call, step=tf.Variable(0.0))
+    with pytest.warns(keras_mp.MixedPrecisionWarning):
+        layer = make(dtype="mixed_float16")
+    with pytest.raises(TypeError, match="Likely cures: pass"):
+        layer(tf.ones([2]))
+
+
 def test_the_innermost_layer_explains():
     inner = layer_that_calls(MISTAKES["random"][0])(dtype="mixed_float16", name="inner")
     outer = layer_that_calls(lambda self, x: self.inner(x), inner=inner)(dtype="mixed_float16")
@@ -881,6 +1028,9 @@ def test_other_errors_stay_what_they_are(mode):
     def inner_error(self, x):
         return inner(x, y=tf.ones([1]))
 
+    def talks_of_types(self, x):
+        raise ValueError("`a` and `b` have different types: float16 and float32")
+
     def talks_of_dtypes(self, x):
         raise ValueError("a float32 file is not compatible with the float16 format")
 
@@ -890,6 +1040,7 @@ def test_other_errors_stay_what_they_are(mode):
         (own_error, ValueError),
         (inner_error, ValueError),
         (talks_of_dtypes, ValueError),
+        (talks_of_types, ValueError),
         (wrong_integer, (tf.errors.InvalidArgumentError, TypeError)),
     ):
         layer = layer_that_calls(function)(dtype="mixed_float16")

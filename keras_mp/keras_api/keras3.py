@@ -124,6 +124,7 @@ class AutoCastWeight(keras.Variable):
             return super().value
 
     def assign(self, value: Any) -> Any:
+        casts.refuse_if_held(self.variable())
         with autocast_scope(None):
             return super().assign(value)
 
