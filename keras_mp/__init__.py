@@ -1,6 +1,6 @@
 """Mixed precision training for tf.keras, as TensorFlow RFC 293 proposed it."""
 
-from keras_mp import hardware, layers, loss_scale
+from keras_mp import hardware, layers, loss_scale, losses, regularizers
 from keras_mp._version import __version__
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
@@ -36,7 +36,9 @@ __all__ = [
     "in_current_scope",
     "layers",
     "loss_scale",
+    "losses",
     "policy_scope",
     "recompute_grad",
+    "regularizers",
     "set_global_policy",
 ]

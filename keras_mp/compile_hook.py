@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api, messages
+from keras_mp import keras_api, losses, messages, regularizers
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.loss_scale_optimizer import (
     LossScaleOptimizer,
@@ -100,6 +100,10 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
     if problem:
         messages.warn(problem)
     call.apply_defaults()
+    dtype = "float64" if policy.compute_dtype == "float64" else "float32"
+    call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
+    for layer in keras_api.flatten_layers(model):
+        regularizers.widen_activity_regularizer(layer)
     if policy.scales_loss and call.arguments.get("auto_scale_loss", True):
         optimizer = call.arguments["optimizer"]
         with model.distribute_strategy.scope():
@@ -109,6 +113,7 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
                 optimizer = _wrap(policy, optimizer)
         call.arguments["optimizer"] = optimizer
     result = keras_api.compile_without_wrapping(stock_compile, call)
+    keras_api.widen_predictions(model)
     if policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
     return result

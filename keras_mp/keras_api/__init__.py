@@ -60,17 +60,23 @@ _module = importlib.import_module(
 )
 
 BaseLayer = _module.BaseLayer
+BaseLoss = _module.BaseLoss
 BasePolicy = _module.BasePolicy
+LossFunctionWrapper = _module.LossFunctionWrapper
 StockLossScaleOptimizer = _module.StockLossScaleOptimizer
 OPTIMIZER_BASES = _module.OPTIMIZER_BASES
+CROSSENTROPY_NAMES = _module.CROSSENTROPY_NAMES
 COMPILE_OWNER = _module.COMPILE_OWNER
 APPLY_TAKES_SCALED_GRADIENTS = _module.APPLY_TAKES_SCALED_GRADIENTS
+arguments_of_loss = _module.arguments_of_loss
 autocast_dtype = _module.autocast_dtype
 autocast_scope = _module.autocast_scope
 autocast_variables = _module.autocast_variables
 compile_without_wrapping = _module.compile_without_wrapping
 flatten_layers = _module.flatten_layers
+is_symbolic = _module.is_symbolic
 is_weight = _module.is_weight
+widen_predictions = _module.widen_predictions
 why_fit_fails = _module.why_fit_fails
 get_global_policy = _module.get_global_policy
 get_optimizer = _module.get_optimizer

@@ -4,18 +4,26 @@ Each of `keras2` and `keras3` defines:
 
 - `BaseLayer`: `tf.keras`'s own layer, but its inputs are not cast, and `add_weight` takes the name
   of arguments only, of which `autocast` must be there, and makes `AutoCastVariable`s.
+- `BaseLoss`: `tf.keras`'s own loss, with a `dtype` that is a str, and `reduce(y_true, y_pred,
+  sample_weight)`, which is what the stock `__call__` does but passes labels to `call` as they are.
 - `BasePolicy`: `tf.keras`'s own dtype policy class.
 - `init_base_policy(policy, name)`: what a subclass of it calls first.
+- `LossFunctionWrapper`: the loss that computes a function.
 - `StockLossScaleOptimizer`: `tf.keras.mixed_precision.LossScaleOptimizer`.
 - `OPTIMIZER_BASES`: the classes that Keras takes for an optimizer.
+- `CROSSENTROPY_NAMES`: what `compile(loss=)` takes for the cross entropy that fits the shapes.
 - `COMPILE_OWNER`: the class on which `Model.compile` is defined.
 - `APPLY_TAKES_SCALED_GRADIENTS`: does the stock wrapper's `apply_gradients` unscale?
+- `arguments_of_loss(loss)`: with which arguments a built-in loss was made.
 - `autocast_dtype()`: the dtype that `tf.keras` casts variables to in this thread, or None.
 - `autocast_scope(dtype)`: context manager that sets it.
 - `autocast_variables(weights)`: the `AutoCastVariable`s among the weights of a layer, or in them.
 - `compile_without_wrapping(compile, call)`: stock compile with bound arguments, no stock wrapper.
 - `flatten_layers(model)`: the model and all layers below it.
+- `is_symbolic()`: does Keras only ask for shapes?
 - `is_weight(value)`: is it what layers of `tf.keras` have as weights?
+- `widen_predictions(model)`: lets the metrics of a compiled model see predictions in float32, and
+  keeps labels from being narrowed to the predictions' dtype before our losses see them.
 - `why_fit_fails()`: why `Model.fit` cannot work under the current strategy, or None.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
 - `thread_missed_global_policy()`: do stock layers of this thread not know the global policy?

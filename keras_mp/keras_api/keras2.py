@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src.engine import compile_utils as _compile_utils
 from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
 from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
 from tf_keras.src.optimizers import utils as _optimizer_utils
 
-from keras_mp import variables
+from keras_mp import softmax_and_cross_entropy, variables
 from keras_mp.keras_api.interface import OptimizerFamily
 
 keras = tf.keras
@@ -98,6 +99,64 @@ def is_weight(value: Any) -> bool:
 
 def autocast_variables(weights: Sequence[Any]) -> list[Any]:
     return [weight for weight in weights if isinstance(weight, variables.AutoCastVariable)]
+
+
+LossFunctionWrapper = keras.__internal__.losses.LossFunctionWrapper
+CROSSENTROPY_NAMES = ()
+
+
+class BaseLoss(keras.losses.Loss):
+    """What `losses.Loss` is made of: the stock loss, which casts nothing, with a dtype."""
+
+    def __init__(self, *args: Any, dtype: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._dtype = dtype
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that `call` runs in."""
+        return self._dtype
+
+    def reduce(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        """Does what the stock `__call__` does."""
+        return super().__call__(y_true, y_pred, sample_weight)
+
+
+def arguments_of_loss(loss: Any) -> dict[str, Any]:
+    return {**loss._fn_kwargs, "name": loss.name, "reduction": loss.reduction}
+
+
+def is_symbolic() -> bool:
+    return False
+
+
+class _WideLosses(_compile_utils.LossesContainer):
+    """Shows predictions to our losses as they cast them: the stock one casts labels to fit."""
+
+    def __call__(self, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> tf.Tensor | None:
+        if not self.built:
+            self.build(y_pred)
+        predictions = tf.nest.flatten(y_pred)
+        for i, loss in enumerate(self._losses):
+            dtype = getattr(loss if isinstance(loss, BaseLoss) else None, "dtype", None)
+            dtype = dtype or getattr(getattr(loss, "fn", None), "dtype", None)
+            if dtype is not None:
+                predictions[i] = softmax_and_cross_entropy.widen(predictions[i], dtype)
+        y_pred = tf.nest.pack_sequence_as(y_pred, predictions)
+        return super().__call__(y_true, y_pred, *args, **kwargs)
+
+
+class _WideMetrics(_compile_utils.MetricsContainer):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        y_pred = tf.nest.map_structure(softmax_and_cross_entropy.widen, y_pred)
+        super().update_state(y_true, y_pred, sample_weight)
+
+
+def widen_predictions(model: Any) -> None:
+    if type(model.compiled_loss) is _compile_utils.LossesContainer:
+        model.compiled_loss.__class__ = _WideLosses
+    if type(model.compiled_metrics) is _compile_utils.MetricsContainer:
+        model.compiled_metrics.__class__ = _WideMetrics
 
 
 def get_global_policy() -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 import tensorflow as tf
 from keras.src import backend as _backend
 from keras.src.backend.common import global_state as _global_state
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
+from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 
-from keras_mp import casts, variables
+from keras_mp import casts, softmax_and_cross_entropy, variables
 from keras_mp.keras_api.interface import OptimizerFamily
 
 keras = tf.keras
@@ -144,6 +146,52 @@ def is_weight(value: Any) -> bool:
 def autocast_variables(weights: Sequence[Any]) -> list[Any]:
     inner = [weight.variable() for weight in weights if isinstance(weight, AutoCastWeight)]
     return [variables.autocast_variable(v) for v in inner if isinstance(v, tf.Variable)]
+
+
+# The class is in no public namespace, but every built-in loss is a subclass of it.
+LossFunctionWrapper = keras.losses.MeanSquaredError.__mro__[1]
+CROSSENTROPY_NAMES = ("crossentropy", "ce")
+
+
+class BaseLoss(keras.losses.Loss):
+    """What `losses.Loss` is made of: the stock loss, without the casting of labels."""
+
+    def reduce(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        """Does what the stock `__call__` does, which would cast labels to floats."""
+        return _WithLabels(self, y_true)((), y_pred, sample_weight)
+
+
+class _WithLabels(keras.losses.Loss):
+    """A loss that has its labels already."""
+
+    def __init__(self, loss: BaseLoss, labels: Any) -> None:
+        super().__init__(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
+        self._loss, self._labels = loss, labels
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        del y_true
+        return self._loss.call(self._labels, y_pred)
+
+
+def arguments_of_loss(loss: Any) -> dict[str, Any]:
+    """`get_config` leaves some of them out: the axis, the delta, the dtype."""
+    own = {"name": loss.name, "reduction": loss.reduction, "dtype": loss.dtype}
+    return {**loss._fn_kwargs, **own}
+
+
+def is_symbolic() -> bool:
+    return _in_symbolic_scope()
+
+
+class _WideMetrics(_CompileMetrics):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        y_pred = keras.tree.map_structure(softmax_and_cross_entropy.widen, y_pred)
+        super().update_state(y_true, y_pred, sample_weight)
+
+
+def widen_predictions(model: Any) -> None:
+    if type(model._compile_metrics) is _CompileMetrics:
+        model._compile_metrics.__class__ = _WideMetrics
 
 
 # Keras 3 keeps one global policy for each thread and lets a fresh thread start from floatx. We keep

@@ -1,0 +1,457 @@
+"""Losses that compute in float32, whatever the model computes in (RFC 293, "Loss dtype").
+
+Beside the base class and `Crossentropy` there is one class for every built-in loss of the running
+`tf.keras`, under the same name and with the same arguments and `dtype`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api, messages, regularizers
+from keras_mp import softmax_and_cross_entropy as fusion
+
+_SCALARS = (bool, int, float, complex, str, bytes, np.generic)
+
+
+@keras_api.register_serializable
+class Loss(keras_api.BaseLoss):
+    """A base class of losses, whose `call` runs in float32 also where the model runs in float16.
+
+    It is a `tf.keras.losses.Loss` and is used like one: override `call`, which gets
+
+    - floating-point predictions cast to `dtype`;
+    - floating-point labels cast to `dtype`;
+    - integer, bool and string labels as they are: there is no float that class ids must pass.
+
+    Reduction, masks, sample weights and what happens under a distribution strategy are Keras's.
+
+    Args:
+        reduction: str. As for `tf.keras.losses.Loss`.
+        name: str. Name of the loss.
+        dtype: The dtype that `call` runs in, `"float32"` by default. Pass `"float64"` to keep
+            float64.
+
+    Raises:
+        ValueError: `dtype` is not of floating point.
+
+    Example:
+
+    >>> class SumOfSquares(keras_mp.losses.Loss):
+    ...     def call(self, y_true, y_pred):
+    ...         return tf.reduce_sum(tf.square(y_true - y_pred))
+    >>> predictions = tf.fill([1000, 1], tf.constant(10, tf.float16))
+    >>> float(SumOfSquares()(tf.zeros([1000, 1]), predictions))  # float16 ends at 65,504
+    100000.0
+
+    Source: RFC 293, "Loss dtype".
+    """
+
+    def __init__(self, *args: Any, dtype: Any = "float32", **kwargs: Any) -> None:
+        super().__init__(*args, dtype=_standardize_dtype(dtype), **kwargs)
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        """Computes the loss.
+
+        Args:
+            y_true: tensor or structure of tensors. The labels.
+            y_pred: tensor or structure of tensors. The predictions.
+            sample_weight: tensor. Weights of the samples; None weighs all alike.
+
+        Returns:
+            The reduced loss, of the loss's dtype.
+        """
+        y_pred = _map(self._cast_prediction, y_pred)
+        y_true = _map(self._cast_label, y_true)
+        return self.reduce(y_true, y_pred, sample_weight)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what `from_config` needs to make an equal loss."""
+        return {**super().get_config(), "dtype": self.dtype}
+
+    def __repr__(self) -> str:
+        config = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
+        return f"<{type(self).__name__}({config})>"
+
+    def _cast_prediction(self, prediction: tf.Tensor) -> tf.Tensor:
+        return fusion.cast(prediction, self.dtype)
+
+    def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
+        return fusion.cast(label, self.dtype)
+
+
+class _BuiltIn(Loss):
+    """A built-in loss of `tf.keras`; `_stock` is its class there."""
+
+    _stock: type
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        call = _signature(self._stock).bind(*args, **kwargs)
+        call.apply_defaults()
+        self._arguments = call.arguments
+        super().__init__(**call.arguments)
+
+    def get_config(self) -> dict[str, Any]:
+        now = {"name": self.name, "reduction": self.reduction, "dtype": self.dtype}
+        return {**self._arguments, **now}
+
+    def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
+        # Labels that are compared with predictions have to be of their dtype.
+        is_number = label.dtype.is_integer or label.dtype.is_bool
+        return tf.cast(label, self.dtype) if is_number else super()._cast_label(label)
+
+
+class _OfClassIds(_BuiltIn):
+    def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
+        # A class id stays what it is, also a float one, until Keras makes an integer of it.
+        return label
+
+
+class _Huber(_BuiltIn):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        # Stock Keras 2 casts to floatx, also from float64.
+        huber = keras_api.LossFunctionWrapper(_huber, delta=self._arguments["delta"])
+        return huber.call(y_true, y_pred)
+
+
+class _CrossEntropy(_BuiltIn):
+    """A cross entropy that looks for the logits that its predictions were made of."""
+
+    _activation = "Softmax"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._of_logits = self._make_of_logits()
+        self._has_warned = False
+
+    @tf.autograph.experimental.do_not_convert
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        axis = self._arguments.get("axis", -1)
+        logits = fusion.logits_of(y_pred, self._activation, axis)
+        if logits is not None:
+            if self._arguments["from_logits"]:
+                self._warn(
+                    f"{type(self).__name__}(from_logits=True) was given probabilities, the output "
+                    f"of a {self._activation.lower()}. The loss is computed from what went into "
+                    "it. Leave out `from_logits`, or the activation."
+                )
+            return self._of_logits.call(y_true, fusion.cast(logits, self.dtype))
+        if not self._arguments["from_logits"] and fusion.ran_in_float16(y_pred):
+            self._warn(
+                f"{type(self).__name__} was given probabilities that were computed in float16 and "
+                "have lost the small ones, and could not find the logits that they were made of. "
+                "Let the model return logits and pass from_logits=True to the loss, or give the "
+                f'layer with the {self._activation.lower()} dtype="float32", and put nothing '
+                "between it and the loss."
+            )
+        # Keras would take any logits that are noted on a tensor, those of another activation too.
+        return super().call(y_true, tf.identity(y_pred) if tf.is_tensor(y_pred) else y_pred)
+
+    def _make_of_logits(self) -> Any:
+        arguments = {**self._arguments, "from_logits": True}
+        taken = inspect.signature(self._stock).parameters
+        return self._stock(**{name: arguments[name] for name in taken})
+
+    def _warn(self, message: str) -> None:
+        if not self._has_warned and not keras_api.is_symbolic():
+            self._has_warned = True
+            messages.warn(message)
+
+
+class _BinaryCrossEntropy(_CrossEntropy):
+    _activation = "Sigmoid"
+
+
+class _SparseCrossEntropy(_OfClassIds, _CrossEntropy):
+    pass
+
+
+class _FocalCrossEntropy(_CrossEntropy):
+    def _make_of_logits(self) -> Any:
+        # The stock one takes the softmax of the logits and then its logarithm.
+        names = ("alpha", "gamma", "label_smoothing", "axis")
+        return keras_api.LossFunctionWrapper(
+            fusion.categorical_focal_crossentropy,
+            **{name: self._arguments[name] for name in names},
+        )
+
+
+# All built-in losses of both Kerases. One that is not in the running `tf.keras` is left out.
+_BUILT_IN = {
+    "BinaryCrossentropy": _BinaryCrossEntropy,
+    "BinaryFocalCrossentropy": _BinaryCrossEntropy,
+    "CTC": _OfClassIds,
+    "CategoricalCrossentropy": _CrossEntropy,
+    "CategoricalFocalCrossentropy": _FocalCrossEntropy,
+    "CategoricalGeneralizedCrossEntropy": _OfClassIds,
+    "CategoricalHinge": _BuiltIn,
+    "Circle": _OfClassIds,
+    "CosineSimilarity": _BuiltIn,
+    "Dice": _BuiltIn,
+    "Hinge": _BuiltIn,
+    "Huber": _Huber,
+    "KLDivergence": _BuiltIn,
+    "LogCosh": _BuiltIn,
+    "MeanAbsoluteError": _BuiltIn,
+    "MeanAbsolutePercentageError": _BuiltIn,
+    "MeanSquaredError": _BuiltIn,
+    "MeanSquaredLogarithmicError": _BuiltIn,
+    "Poisson": _BuiltIn,
+    "SparseCategoricalCrossentropy": _SparseCrossEntropy,
+    "SquaredHinge": _BuiltIn,
+    "Tversky": _BuiltIn,
+}
+
+_DOC = """`tf.keras.losses.{name}`, computed in `dtype`.
+
+    It is a subclass of that class and of `keras_mp.losses.Loss`.
+
+    Args: those of `tf.keras.losses.{name}`, and
+        dtype: The floating-point dtype of the computation, `"float32"` by default.
+
+    Example:
+
+    >>> keras_mp.losses.{name}().dtype
+    'float32'
+
+    Source: RFC 293, "{section}".
+    """
+
+
+def _signature(stock: type) -> inspect.Signature:
+    """The arguments of a stock loss, and `dtype`."""
+    signature = inspect.signature(stock)
+    others = [p for name, p in signature.parameters.items() if name != "dtype"]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    dtype = inspect.Parameter("dtype", kind, default="float32")
+    return signature.replace(parameters=[*others, dtype])
+
+
+def _make(name: str, base: type[_BuiltIn], stock: type) -> type[Loss]:
+    is_fused = issubclass(base, _CrossEntropy)
+    section = "Softmax and cross entropy" if is_fused else "Loss dtype"
+    made = type(
+        name,
+        (base, stock),
+        {
+            "__doc__": _DOC.format(name=name, section=section),
+            "__module__": __name__,
+            "__signature__": _signature(stock),
+            "_stock": stock,
+        },
+    )
+    return keras_api.register_serializable(made)
+
+
+_classes = {
+    name: _make(name, base, getattr(tf.keras.losses, name))
+    for name, base in _BUILT_IN.items()
+    if hasattr(tf.keras.losses, name)
+}
+globals().update(_classes)
+_of_stock = {ours._stock: ours for ours in _classes.values()}
+_of_function = {stock().fn: ours for stock, ours in _of_stock.items()}
+
+
+@keras_api.register_serializable
+class Crossentropy(Loss):
+    """The cross entropy that fits the shapes: binary, sparse categorical or categorical.
+
+    It is what `compile(loss="crossentropy")` means in Keras 3. Predictions whose last axis is 1 are
+    binary ones. Otherwise labels with an axis less than the predictions, or with a last axis of 1,
+    are class ids.
+
+    Args:
+        reduction: str. As for `tf.keras.losses.Loss`.
+        name: str. Name of the loss.
+        dtype: The floating-point dtype of the computation, `"float32"` by default.
+
+    Example:
+
+    >>> loss = keras_mp.losses.Crossentropy()
+    >>> float(loss([1], [[0.5, 0.5]])) == float(loss([[0, 1]], [[0.5, 0.5]]))
+    True
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._binary = _classes["BinaryCrossentropy"](dtype=self.dtype)
+        self._sparse = _classes["SparseCategoricalCrossentropy"](dtype=self.dtype)
+        self._categorical = _classes["CategoricalCrossentropy"](dtype=self.dtype)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Computes the cross entropy of each sample."""
+        loss = self._categorical
+        if y_pred.shape[-1] == 1:
+            loss = self._binary
+        elif len(y_true.shape) < len(y_pred.shape) or y_true.shape[-1] == 1:
+            loss = self._sparse
+        return loss.call(loss._cast_label(y_true), y_pred)
+
+    def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
+        return label
+
+
+def get(identifier: Any, dtype: Any = "float32") -> Any:
+    """Returns the loss of keras_mp for what `tf.keras.losses.get` takes.
+
+    Args:
+        identifier: Name, config, function, class or instance of a built-in loss; or anything else
+            that `tf.keras.losses.get` takes.
+        dtype: The floating-point dtype that a built-in loss computes in, unless it computes in a
+            wider one already.
+
+    Returns:
+        For built-in losses a `keras_mp.losses.Loss` with the same arguments. Your own functions and
+        losses, subclasses of built-in ones among them, come back as they are, and so does None.
+
+    Raises:
+        ValueError: Keras knows no such loss, or `dtype` is not of floating point.
+
+    Example:
+
+    >>> keras_mp.losses.get("mse").dtype
+    'float32'
+    >>> keras_mp.losses.get(tf.keras.losses.Huber(delta=2.0), dtype="float64").dtype
+    'float64'
+
+    Source: RFC 293, "Loss dtype".
+    """
+    dtype = _standardize_dtype(dtype)
+    name = {"name": identifier} if isinstance(identifier, str) else {}
+    if name and identifier.lower() in keras_api.CROSSENTROPY_NAMES:
+        return Crossentropy(dtype=dtype, **name)
+    if inspect.isclass(identifier) and issubclass(identifier, tf.keras.losses.Loss):
+        return get(identifier(), dtype)
+    loss = tf.keras.losses.get(identifier)
+    if type(loss) in _of_stock:
+        arguments = keras_api.arguments_of_loss(loss)
+        dtypes = (dtype, arguments.pop("dtype", dtype))
+        widest = max(dtypes, key=lambda each: tf.as_dtype(each).size)
+        return _of_stock[type(loss)](dtype=widest, **arguments)
+    if inspect.isfunction(loss) and loss in _of_function:
+        return _of_function[loss](dtype=dtype, **(name or {"name": loss.__name__}))
+    return loss
+
+
+def for_compile(losses: Any, dtype: Any) -> Any:
+    """Turns the built-in losses among those given to `Model.compile` into ours.
+
+    Args:
+        losses: What `compile(loss=)` takes: a loss, or any nest of losses.
+        dtype: The dtype that they should compute in.
+
+    Returns:
+        The same nest with losses of keras_mp in the place of built-in ones. What Keras does not
+        know is left for it to complain about.
+
+    Example:
+
+    >>> from keras_mp import losses
+    >>> for_both = losses.for_compile({"a": "mse", "b": None}, "float32")
+    >>> type(for_both["a"]).__name__, for_both["b"]
+    ('MeanSquaredError', None)
+    """
+
+    def convert(loss: Any) -> Any:
+        if loss is None or isinstance(loss, keras_api.BaseLoss):
+            return loss
+        try:
+            return get(loss, dtype)
+        except (TypeError, ValueError):
+            return loss
+
+    return tf.nest.map_structure(convert, losses)
+
+
+def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function get float32 where it would get another floating-point dtype.
+
+    It is a decorator for your own losses, metrics and regularizers, whose arguments keras_mp
+    leaves alone: under `"mixed_float16"` Keras 2 hands them float16. A decorated function keeps its
+    name and is saved like any other.
+
+    Args:
+        function: A function of tensors, or a `tf.keras.regularizers.Regularizer`.
+
+    Returns:
+        A function that casts floating-point tensors and arrays among its arguments to float32,
+        nested ones too. A regularizer becomes a `keras_mp.regularizers.Float32Regularizer`.
+
+    Raises:
+        TypeError: `function` cannot be called, or is a loss or a metric object.
+
+    Example:
+
+    >>> @keras_mp.losses.as_float32
+    ... def sum_of_squares(y_true, y_pred):
+    ...     return tf.reduce_sum(tf.square(y_true - y_pred))
+    >>> float(sum_of_squares(tf.zeros([1]), tf.constant([300], tf.float16)))
+    90000.0
+
+    Source: RFC 293, "Loss dtype".
+    """
+    if isinstance(function, tf.keras.regularizers.Regularizer):
+        return regularizers.Float32Regularizer(function)
+    if isinstance(function, tf.keras.losses.Loss | tf.keras.metrics.Metric | type) or not callable(
+        function
+    ):
+        raise TypeError(
+            "`as_float32` is for functions and regularizers. A loss of your own that subclasses "
+            "`keras_mp.losses.Loss` computes in float32; a metric passed to `compile` sees float32 "
+            f"predictions. Received: {function!r} (of type {type(function)})"
+        )
+
+    @functools.wraps(function)
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tf.nest.map_structure(_cast_tensor, (args, kwargs))
+        return function(*args, **kwargs)
+
+    in_float32.dtype = "float32"
+    return in_float32
+
+
+def _standardize_dtype(dtype: Any) -> str:
+    if dtype is None:
+        return "float32"
+    try:
+        standard = tf.as_dtype(getattr(dtype, "compute_dtype", dtype))
+    except TypeError:
+        standard = None
+    if standard not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        raise ValueError(
+            "`dtype` of a loss must be one of floating point. Expected 'float32', 'float64', "
+            f"'bfloat16' or 'float16'. Received: dtype={dtype!r}"
+        )
+    return standard.name
+
+
+def _map(function: Callable[[tf.Tensor], Any], structure: Any) -> Any:
+    """Applies a function to the tensors, or what becomes one, of a structure."""
+    leaves = tf.nest.flatten(structure)
+    if all(isinstance(leaf, _SCALARS) for leaf in leaves):
+        structure = tf.convert_to_tensor(structure)  # a tensor written as nested lists
+
+    def apply(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        return function(leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf))
+
+    return tf.nest.map_structure(apply, structure)
+
+
+def _cast_tensor(value: Any) -> Any:
+    is_one = tf.is_tensor(value) or isinstance(value, np.ndarray)
+    return fusion.cast(value, "float32") if is_one else value
+
+
+def _huber(y_true: tf.Tensor, y_pred: tf.Tensor, delta: float) -> tf.Tensor:
+    error = y_pred - y_true
+    size = tf.abs(error)
+    delta = tf.convert_to_tensor(delta, size.dtype)
+    inside, outside = 0.5 * tf.square(error), delta * size - 0.5 * tf.square(delta)
+    return tf.reduce_mean(tf.where(size <= delta, inside, outside), axis=-1)

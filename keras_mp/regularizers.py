@@ -1,0 +1,84 @@
+"""Activity regularizers that compute in float32 (RFC 293, "Loss dtype").
+
+Regularizers of weights need none of this: Keras gives them the float32 variable. The output of a
+layer is float16 in a mixed model, and the sum of its squares soon more than float16 can hold.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp import softmax_and_cross_entropy as fusion
+
+
+@keras_api.register_serializable
+class Float32Regularizer(tf.keras.regularizers.Regularizer):
+    """A regularizer that gives another one float32 in the place of 16-bit tensors.
+
+    `Model.compile` puts it around the activity regularizers of layers that compute in float16, if
+    the model has a `keras_mp.Policy`. In a training loop of your own put it there yourself.
+
+    Args:
+        regularizer: A `tf.keras.regularizers.Regularizer`, or what `tf.keras.regularizers.get`
+            makes one of.
+
+    Raises:
+        ValueError: `regularizer` is None, or Keras cannot make one of it.
+
+    Example:
+
+    >>> regularizer = keras_mp.regularizers.Float32Regularizer("l2")
+    >>> float(regularizer(tf.constant([1000], tf.float16))) == float(
+    ...     tf.keras.regularizers.get("l2")(tf.constant([1000.0]))
+    ... )
+    True
+
+    Source: RFC 293, "Loss dtype".
+    """
+
+    def __init__(self, regularizer: Any) -> None:
+        self.regularizer = tf.keras.regularizers.get(regularizer)
+        if self.regularizer is None:
+            raise ValueError(
+                "Expected a regularizer, or what `tf.keras.regularizers.get` makes one of. "
+                f"Received: regularizer={regularizer!r}"
+            )
+
+    def __call__(self, x: tf.Tensor) -> tf.Tensor:
+        """Computes the penalty.
+
+        Args:
+            x: tensor. The output of a layer.
+
+        Returns:
+            The penalty, float32 for 16-bit tensors.
+        """
+        return self.regularizer(fusion.widen(x))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what `from_config` needs to make an equal regularizer."""
+        return {"regularizer": tf.keras.regularizers.serialize(self.regularizer)}
+
+    def __repr__(self) -> str:
+        return f"<Float32Regularizer(regularizer={self.regularizer!r})>"
+
+
+def widen_activity_regularizer(layer: Any) -> None:
+    """Puts a `Float32Regularizer` around the activity regularizer of a layer that runs in float16.
+
+    Args:
+        layer: A layer of `tf.keras`. One without such a regularizer stays as it is.
+
+    Example:
+
+    >>> from keras_mp import regularizers
+    >>> layer = tf.keras.layers.Dense(1, activity_regularizer="l2", dtype="mixed_float16")
+    >>> regularizers.widen_activity_regularizer(layer)
+    >>> isinstance(layer.activity_regularizer, regularizers.Float32Regularizer)
+    True
+    """
+    regularizer = layer.activity_regularizer
+    is_done = regularizer is None or isinstance(regularizer, Float32Regularizer)
+    if layer.compute_dtype == "float16" and not is_done:
+        layer.activity_regularizer = Float32Regularizer(regularizer)
