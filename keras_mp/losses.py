@@ -99,10 +99,12 @@ class _BuiltIn(Loss):
         now = {"name": self.name, "reduction": self.reduction, "dtype": self.dtype}
         return {**self._arguments, **now}
 
+    def _cast_prediction(self, prediction: tf.Tensor) -> tf.Tensor:
+        return super()._cast_prediction(_float(prediction, self.dtype))
+
     def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
         # Labels that are compared with predictions have to be of their dtype.
-        is_number = label.dtype.is_integer or label.dtype.is_bool
-        return tf.cast(label, self.dtype) if is_number else super()._cast_label(label)
+        return super()._cast_label(_float(label, self.dtype))
 
 
 class _OfClassIds(_BuiltIn):
@@ -139,8 +141,9 @@ class _CrossEntropy(_BuiltIn):
                     f"of a {self._activation.lower()}. The loss is computed from what went into "
                     "it. Leave out `from_logits`, or the activation."
                 )
-            return self._of_logits.call(y_true, fusion.cast(logits, self.dtype))
-        if not self._arguments["from_logits"] and fusion.ran_in_float16(y_pred):
+            logits = fusion.cast(fusion.finite(logits), self.dtype)
+            return self._of_logits.call(y_true, logits)
+        if not self._arguments["from_logits"] and fusion.ran_in_float16(y_pred, self._activation):
             self._warn(
                 f"{type(self).__name__} was given probabilities that were computed in float16 and "
                 "have lost the small ones, and could not find the logits that they were made of. "
@@ -325,6 +328,8 @@ def get(identifier: Any, dtype: Any = "float32") -> Any:
     name = {"name": identifier} if isinstance(identifier, str) else {}
     if name and identifier.lower() in keras_api.CROSSENTROPY_NAMES:
         return Crossentropy(dtype=dtype, **name)
+    if name and identifier in _classes:
+        return _classes[identifier](dtype=dtype)
     if inspect.isclass(identifier) and issubclass(identifier, tf.keras.losses.Loss):
         return get(identifier(), dtype)
     loss = tf.keras.losses.get(identifier)
@@ -411,7 +416,7 @@ def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
         args, kwargs = tf.nest.map_structure(_cast_tensor, (args, kwargs))
         return function(*args, **kwargs)
 
-    in_float32.dtype = "float32"
+    in_float32._keras_mp_casts_to = "float32"  # `compile` of Keras 2 has to know
     return in_float32
 
 
@@ -433,7 +438,7 @@ def _standardize_dtype(dtype: Any) -> str:
 def _map(function: Callable[[tf.Tensor], Any], structure: Any) -> Any:
     """Applies a function to the tensors, or what becomes one, of a structure."""
     leaves = tf.nest.flatten(structure)
-    if all(isinstance(leaf, _SCALARS) for leaf in leaves):
+    if tf.nest.is_nested(structure) and all(_is_scalar(leaf) for leaf in leaves):
         structure = tf.convert_to_tensor(structure)  # a tensor written as nested lists
 
     def apply(leaf: Any) -> Any:
@@ -442,6 +447,15 @@ def _map(function: Callable[[tf.Tensor], Any], structure: Any) -> Any:
         return function(leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf))
 
     return tf.nest.map_structure(apply, structure)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, _SCALARS) or (tf.is_tensor(value) and value.shape.rank == 0)
+
+
+def _float(value: tf.Tensor, dtype: str) -> tf.Tensor:
+    is_number = value.dtype.is_integer or value.dtype.is_bool
+    return tf.cast(value, dtype) if is_number else value
 
 
 def _cast_tensor(value: Any) -> Any:

@@ -4,6 +4,7 @@ Regularizers of weights need none of this: Keras gives them the float32 variable
 layer is float16 in a mixed model, and the sum of its squares soon more than float16 can hold.
 """
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ from keras_mp import softmax_and_cross_entropy as fusion
 class Float32Regularizer(tf.keras.regularizers.Regularizer):
     """A regularizer that gives another one float32 in the place of 16-bit tensors.
 
-    `Model.compile` puts it around the activity regularizers of layers that compute in float16, if
+    `Model.compile` puts it around the activity regularizers of layers that compute in 16 bits, if
     the model has a `keras_mp.Policy`. In a training loop of your own put it there yourself.
 
     Args:
@@ -39,7 +40,7 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
 
     def __init__(self, regularizer: Any) -> None:
         self.regularizer = tf.keras.regularizers.get(regularizer)
-        if self.regularizer is None:
+        if not callable(self.regularizer):
             raise ValueError(
                 "Expected a regularizer, or what `tf.keras.regularizers.get` makes one of. "
                 f"Received: regularizer={regularizer!r}"
@@ -64,8 +65,12 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
         return f"<Float32Regularizer(regularizer={self.regularizer!r})>"
 
 
+# By which name Keras 2 looks for it when it loads an `.h5` file.
+tf.keras.utils.get_custom_objects()["Float32Regularizer"] = Float32Regularizer
+
+
 def widen_activity_regularizer(layer: Any) -> None:
-    """Puts a `Float32Regularizer` around the activity regularizer of a layer that runs in float16.
+    """Puts a `Float32Regularizer` around the activity regularizer of a layer that runs in 16 bits.
 
     Args:
         layer: A layer of `tf.keras`. One without such a regularizer stays as it is.
@@ -80,5 +85,7 @@ def widen_activity_regularizer(layer: Any) -> None:
     """
     regularizer = layer.activity_regularizer
     is_done = regularizer is None or isinstance(regularizer, Float32Regularizer)
-    if layer.compute_dtype == "float16" and not is_done:
-        layer.activity_regularizer = Float32Regularizer(regularizer)
+    if layer.compute_dtype in ("float16", "bfloat16") and not is_done:
+        # That of a wrapper around a layer is the layer's, and may not be set.
+        with contextlib.suppress(AttributeError):
+            layer.activity_regularizer = Float32Regularizer(regularizer)

@@ -10,6 +10,7 @@ which tensor it has cast.
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # Keras's own, where it keeps probabilities from 0 and 1.
@@ -18,13 +19,23 @@ _EPSILON = 1e-7
 _KEEPS_VALUES = ("Cast", "Identity", "IdentityN", "CheckNumerics", "EnsureShape")
 _KEEPS_ORDER = ("Reshape", "Squeeze", "ExpandDims")
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
+_STATIC = {
+    "AddV2": np.add,
+    "ConcatV2": lambda *inputs: np.concatenate(inputs[:-1]),
+    "Pack": lambda *inputs: np.stack(inputs),
+    "Range": np.arange,
+    "Sub": np.subtract,
+}
 # What people do to probabilities after the softmax and before the loss.
 _ADJUSTS = (
     *_KEEPS_VALUES,
     *_KEEPS_ORDER,
-    *("Add", "AddN", "AddV2", "ClipByValue", "ConcatV2", "DivNoNan", "Exp", "Log", "Log1p"),
-    *("Maximum", "Mean", "Minimum", "Mul", "Neg", "Pow", "RealDiv", "SelectV2", "Sqrt", "Square"),
-    *("StopGradient", "StridedSlice", "Sub", "Transpose"),
+    *("Add", "AddN", "AddV2", "AvgPool", "BroadcastTo", "ClipByValue", "ConcatV2", "DivNoNan"),
+    *("Exp", "GatherNd", "GatherV2", "Log", "Log1p", "Max", "MaxPool", "Maximum", "Mean", "Min"),
+    *("Minimum", "MirrorPad", "Mul", "Neg", "Pack", "Pad", "PadV2", "Pow", "Prod", "RealDiv"),
+    *("ResizeBilinear", "ResizeNearestNeighbor", "ReverseV2", "SelectV2", "Slice", "Split"),
+    *("SplitV", "Sqrt", "Square", "StopGradient", "StridedSlice", "Sub", "Sum", "Tile"),
+    *("Transpose", "Unpack"),
 )
 
 
@@ -89,8 +100,9 @@ def widen(prediction: Any, dtype: str = "float32") -> Any:
 def logits_of(predictions: Any, activation: str, axis: int = -1) -> tf.Tensor | None:
     """Finds the tensor of which an activation made the predictions.
 
-    Casts, identities, transpositions and reshapes that keep the axis of the classes may lie between
-    the activation and the predictions; the logits are returned as if they had gone the same way.
+    Casts, identities, transpositions, and reshapes, stacks and concatenations that keep the axis of
+    the classes may lie between the activation and the predictions; the logits are returned as if
+    they had gone the same way.
 
     Args:
         predictions: tensor, dense or ragged. What a loss was given.
@@ -125,14 +137,16 @@ def logits_of(predictions: Any, activation: str, axis: int = -1) -> tf.Tensor | 
     axis %= predictions.shape.rank or 1
     if _is_eager(predictions):
         return _logits_in_eager(predictions, activation, axis)
-    return _logits_in_graph(predictions, activation, axis)
+    logits, along = _logits_in_graph(predictions, activation)
+    return None if activation == "Softmax" and along != axis else logits
 
 
-def ran_in_float16(predictions: Any) -> bool:
+def ran_in_float16(predictions: Any, activation: str) -> bool:
     """Were the predictions, or the softmax or sigmoid that they were made of, in float16?
 
     Args:
         predictions: tensor, dense or ragged. What a loss was given.
+        activation: str. `"Softmax"` or `"Sigmoid"`.
 
     Returns:
         bool. In eager only what `cast` has cast is known; False where nothing is.
@@ -141,7 +155,8 @@ def ran_in_float16(predictions: Any) -> bool:
 
     >>> from keras_mp import softmax_and_cross_entropy
     >>> half = tf.constant([0.5], tf.float16)
-    >>> softmax_and_cross_entropy.ran_in_float16(softmax_and_cross_entropy.cast(half, "float32"))
+    >>> wide = softmax_and_cross_entropy.cast(half, "float32")
+    >>> softmax_and_cross_entropy.ran_in_float16(wide, "Softmax")
     True
     """
     if isinstance(predictions, tf.RaggedTensor):
@@ -150,12 +165,35 @@ def ran_in_float16(predictions: Any) -> bool:
         return False
     if _is_eager(predictions):
         return _before_cast(predictions).dtype == tf.float16
-    if any(tensor.dtype == tf.float16 for tensor in _way_back(predictions)):
-        return True
+    same = predictions
+    while same is not None:
+        if same.dtype == tf.float16:
+            return True
+        same = _before(same)
     return any(
-        tensor.dtype == tf.float16 and tensor.op.type in _ACTIVATIONS
+        tensor.dtype == tf.float16 and tensor.op.type == activation
         for tensor in _adjusted(predictions)
     )
+
+
+def finite(logits: Any) -> Any:
+    """Makes the lowest finite number of a logit of -inf, the -1e9 of a mask in float16.
+
+    A class that a mask excludes costs 0 times its logit, which is NaN where the logit is infinite.
+
+    Args:
+        logits: floating-point tensor, dense or ragged.
+
+    Returns:
+        Tensor of the same dtype without -inf.
+
+    Example:
+
+    >>> from keras_mp import softmax_and_cross_entropy
+    >>> softmax_and_cross_entropy.finite(tf.constant([-1e9, 1], tf.float16)).numpy()
+    array([-6.55e+04,  1.00e+00], dtype=float16)
+    """
+    return tf.maximum(logits, tf.constant(logits.dtype.min, logits.dtype))
 
 
 def categorical_focal_crossentropy(
@@ -196,9 +234,7 @@ def categorical_focal_crossentropy(
     # Below 1, so that an exponent below 1 has a finite gradient.
     probabilities = tf.minimum(tf.exp(log_probabilities), 1.0 - _EPSILON)
     factor = alpha * (1.0 - probabilities) ** gamma
-    # A class that is masked by a logit of -inf counts for nothing if it has no label.
-    losses = tf.math.multiply_no_nan(log_probabilities, y_true)
-    return -tf.reduce_sum(factor * losses, axis)
+    return -tf.reduce_sum(factor * log_probabilities * y_true, axis)
 
 
 def _is_eager(tensor: Any) -> bool:
@@ -221,41 +257,64 @@ def _logits_in_eager(predictions: tf.Tensor, activation: str, axis: int) -> tf.T
     return logits if tf.reduce_all(is_same) else None
 
 
-def _logits_in_graph(predictions: tf.Tensor, activation: str, axis: int) -> tf.Tensor | None:
-    way = list(_way_back(predictions))
-    made = way.pop()
-    if made.op.type != activation or made.shape.rank is None:
-        return None
-    logits = made.op.inputs[0]
-    at = made.shape.rank - 1
-    for tensor in reversed(way):
-        op = tensor.op
-        if op.type == "Transpose":
-            permutation = tf.get_static_value(op.inputs[1])
-            if permutation is None:
-                return None
-            logits = tf.transpose(logits, permutation)
-            at = None if at is None else list(permutation).index(at)
-        elif op.type in _KEEPS_ORDER:
-            at = _axis_after(op.inputs[0].shape, tensor.shape, at)
-            logits = tf.reshape(logits, tf.shape(tensor))
-    if activation == "Softmax" and at != axis:
-        return None
-    return tf.ensure_shape(logits, predictions.shape)
+def _logits_in_graph(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | None, int | None]:
+    """Returns the logits of a tensor in its shape, and along which axis the softmax went.
+
+    The axis is None where a reshape has broken it up. A sigmoid has none, so nobody asks.
+    """
+    op, rank = tensor.op, tensor.shape.rank
+    if rank is None:
+        return None, None
+    if op.type == activation:
+        return op.inputs[0], rank - 1
+    if op.type in ("Pack", "ConcatV2"):
+        return _logits_of_parts(tensor, activation)
+    before = _before(tensor)
+    if before is None:
+        return None, None
+    logits, axis = _logits_in_graph(before, activation)
+    if logits is None:
+        return None, None
+    if op.type == "Transpose":
+        permutation = _static_value(op.inputs[1])
+        if permutation is None:
+            return None, None
+        logits = tf.transpose(logits, permutation)
+        axis = None if axis is None else list(permutation).index(axis)
+    elif op.type in _KEEPS_ORDER:
+        axis = _axis_after(before.shape, tensor.shape, axis)
+        logits = tf.reshape(logits, tf.shape(tensor))
+    return tf.ensure_shape(logits, tensor.shape), axis
 
 
-def _way_back(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
-    """Yields a tensor of a graph, what it is only a cast or another shape of, and so on."""
-    while True:
-        yield tensor
-        op = tensor.op
-        is_same = op.type in (*_KEEPS_VALUES, *_KEEPS_ORDER, "Transpose")
-        if not is_same or _has_own_gradient(op):
-            return
-        before = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
-        if not before.dtype.is_floating:
-            return
-        tensor = before
+def _logits_of_parts(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | None, int | None]:
+    """Does what `_logits_in_graph` does, for a tensor that was put together from several."""
+    op, rank = tensor.op, tensor.shape.rank
+    is_stack = op.type == "Pack"
+    along = op.get_attr("axis") if is_stack else _static_value(op.inputs[-1])
+    parts = op.inputs if is_stack else list(op.inputs)[:-1]
+    if along is None:
+        return None, None
+    along = int(along) % rank
+    logits, axes = zip(*(_logits_in_graph(part, activation) for part in parts))
+    dtypes = {None if each is None else each.dtype for each in logits}
+    if None in dtypes or len(dtypes) > 1:
+        return None, None
+    axis = axes[0] if len(set(axes)) == 1 else None
+    if is_stack:
+        axis = None if axis is None else axis + (along <= axis)
+        return tf.stack(logits, along), axis
+    return tf.concat(logits, along), None if axis == along else axis
+
+
+def _before(tensor: tf.Tensor) -> tf.Tensor | None:
+    """What a tensor of a graph is only a cast, or another shape, of."""
+    op = tensor.op
+    is_same = op.type in (*_KEEPS_VALUES, *_KEEPS_ORDER, "Transpose")
+    if not is_same or _has_own_gradient(op):
+        return None
+    before = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
+    return before if before.dtype.is_floating else None
 
 
 def _has_own_gradient(op: tf.Operation) -> bool:
@@ -264,6 +323,16 @@ def _has_own_gradient(op: tf.Operation) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _static_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """The value of a tensor of a graph, if it is the same in each run."""
+    value = tf.get_static_value(tensor)
+    if value is not None or tensor.op.type not in _STATIC:
+        return value
+    # TensorFlow's own way of exchanging two axes, when a softmax is not along the last one.
+    inputs = [_static_value(each) for each in tensor.op.inputs]
+    return None if any(each is None for each in inputs) else _STATIC[tensor.op.type](*inputs)
 
 
 def _axis_after(before: tf.TensorShape, after: tf.TensorShape, axis: int | None) -> int | None:

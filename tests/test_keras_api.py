@@ -190,3 +190,39 @@ def test_base_layer_casts_no_inputs_and_makes_variables_that_cast_themselves():
     assert isinstance(inner, keras_mp.AutoCastVariable)
     inner.assign([3.0, 4.0])
     assert weights[0].numpy().tolist() == [3, 4]
+
+
+def test_arguments_of_a_loss_are_all_there():
+    arguments = keras_api.arguments_of_loss(tf.keras.losses.Huber(delta=2.0, reduction="sum"))
+    dtype = {"dtype": "float32"} if IS_KERAS_3 else {}
+    assert arguments == {"delta": 2.0, "reduction": "sum", "name": "huber_loss", **dtype}
+
+
+def test_every_built_in_loss_wraps_a_function():
+    assert "fn" in vars(keras_api.LossFunctionWrapper(len))
+    assert keras_api.LossFunctionWrapper.__mro__[1] is tf.keras.losses.Loss
+
+
+def test_predictions_are_widened_by_the_containers_of_keras():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    keras_api.widen_predictions(model)
+    names = ("_compile_metrics",) if IS_KERAS_3 else ("compiled_loss", "compiled_metrics")
+    for name in names:
+        container = getattr(model, name)
+        assert type(container).__name__.startswith("_Wide")
+        assert type(container).__mro__[1].__module__.endswith("compile_utils")
+
+
+def test_is_symbolic():
+    asked = []
+
+    class Asks(tf.keras.layers.Layer):
+        def call(self, x):
+            asked.append(keras_api.is_symbolic())
+            return x
+
+    layer = Asks()
+    layer(tf.keras.Input([1]))
+    layer(tf.ones([1, 1]))
+    assert asked == [IS_KERAS_3, False]

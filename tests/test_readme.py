@@ -64,6 +64,20 @@ def test_the_blocks_about_layers_print_what_they_are_about():
     ]
 
 
+LOSSES = (ROOT / "docs" / "losses.md").read_text()
+
+
+def test_the_blocks_about_losses_print_what_they_are_about():
+    blocks = re.findall(r"```python\n(.*?)```", LOSSES, re.DOTALL)
+    reduction = "sum_over_batch_size" if IS_KERAS_3 else "auto"
+    assert run_program("\n".join(blocks)).split("\n") == [
+        "50.0",
+        "float32 [[ 1. -1.]]",
+        f"<Huber(delta=1.0, reduction={reduction!r}, name='huber', dtype='float32')>",
+        "0.0",
+    ]
+
+
 def test_the_transformer_without_keras_learns_as_well_as_in_float32():
     *_, program = re.findall(r"```python\n(.*?)```", LAYERS, re.DOTALL)
     results = {}

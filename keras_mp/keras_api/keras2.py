@@ -11,7 +11,7 @@ from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
 from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
 from tf_keras.src.optimizers import utils as _optimizer_utils
 
-from keras_mp import softmax_and_cross_entropy, variables
+from keras_mp import messages, softmax_and_cross_entropy, variables
 from keras_mp.keras_api.interface import OptimizerFamily
 
 keras = tf.keras
@@ -133,17 +133,32 @@ def is_symbolic() -> bool:
 class _WideLosses(_compile_utils.LossesContainer):
     """Shows predictions to our losses as they cast them: the stock one casts labels to fit."""
 
-    def __call__(self, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> tf.Tensor | None:
+    def __call__(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+        regularization_losses: Sequence[tf.Tensor] | None = None,
+    ) -> tf.Tensor | None:
         if not self.built:
             self.build(y_pred)
         predictions = tf.nest.flatten(y_pred)
-        for i, loss in enumerate(self._losses):
-            dtype = getattr(loss if isinstance(loss, BaseLoss) else None, "dtype", None)
-            dtype = dtype or getattr(getattr(loss, "fn", None), "dtype", None)
+        for i, (prediction, loss) in enumerate(zip(predictions, self._losses)):
+            if isinstance(loss, BaseLoss):
+                dtype = loss.dtype
+            else:
+                dtype = getattr(getattr(loss, "fn", None), "_keras_mp_casts_to", None)
             if dtype is not None:
-                predictions[i] = softmax_and_cross_entropy.widen(predictions[i], dtype)
+                predictions[i] = softmax_and_cross_entropy.widen(prediction, dtype)
+        if any(loss.dtype == tf.float16 for loss in regularization_losses or ()):
+            messages.warn(
+                "A layer adds a loss that it computes in float16, which ends at 65,504, and is "
+                "infinite beyond. Compute it in float32; an activity regularizer of a layer that "
+                "was made after the model was compiled with "
+                "keras_mp.losses.as_float32(regularizer)."
+            )
         y_pred = tf.nest.pack_sequence_as(y_pred, predictions)
-        return super().__call__(y_true, y_pred, *args, **kwargs)
+        return super().__call__(y_true, y_pred, sample_weight, regularization_losses)
 
 
 class _WideMetrics(_compile_utils.MetricsContainer):

@@ -1,0 +1,764 @@
+"""Every built-in loss beside stock's; labels, own losses, compile, saving."""
+
+import contextlib
+import copy
+import doctest
+import inspect
+import io
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import keras_api, losses
+from tests.common import IS_KERAS_3, digits, mirrored
+
+STOCK = {
+    name: value
+    for name, value in vars(tf.keras.losses).items()
+    if inspect.isclass(value)
+    and issubclass(value, tf.keras.losses.Loss)
+    and value is not tf.keras.losses.Loss
+}
+BATCH, CLASSES = 4, 5
+
+random = np.random.default_rng(0)
+VALUES = random.uniform(0.05, 0.95, [BATCH, CLASSES])
+POSITIVE = random.uniform(0.05, 0.95, [BATCH, CLASSES])
+ONE_HOT = np.eye(CLASSES)[[0, 2, 4, 2]]
+IDS = np.array([0, 2, 4, 2])
+# More frames than labels, and all label ids below the number of classes.
+FRAMES = random.uniform(0.05, 0.95, [BATCH, 6, CLASSES])
+SENTENCES = np.array([[1, 2, 3], [4, 1, 0], [2, 0, 0], [3, 4, 0]])
+SMOOTH = {"label_smoothing": 0.1}
+LOGITS = {"from_logits": True}
+BY_CLASS = {"alpha": [0.1, 0.2, 0.3, 0.2, 0.2]}
+
+# Labels, predictions and options of each; a loss new in Keras has to be added here.
+CASES = {
+    "BinaryCrossentropy": (ONE_HOT, VALUES, [{}, LOGITS, SMOOTH, {"axis": 0}]),
+    "BinaryFocalCrossentropy": (
+        ONE_HOT,
+        VALUES,
+        [{}, LOGITS, SMOOTH, {"apply_class_balancing": True, "alpha": 0.3, "gamma": 1.5}],
+    ),
+    "CTC": (SENTENCES, FRAMES, [{}]),
+    "CategoricalCrossentropy": (ONE_HOT, VALUES, [{}, LOGITS, SMOOTH, {"axis": 0}]),
+    "CategoricalFocalCrossentropy": (
+        ONE_HOT,
+        VALUES,
+        [{}, LOGITS, SMOOTH, {"alpha": 0.3, "gamma": 0.5}, BY_CLASS],
+    ),
+    "CategoricalGeneralizedCrossEntropy": (IDS, VALUES, [{}, {"q": 0.7}]),
+    "CategoricalHinge": (ONE_HOT, VALUES, [{}]),
+    "Circle": (IDS, VALUES, [{}, {"gamma": 2.0, "margin": 0.2, "remove_diagonal": False}]),
+    "CosineSimilarity": (POSITIVE, VALUES, [{}, {"axis": 0}]),
+    "Dice": (ONE_HOT, VALUES, [{}, {"axis": 1}]),
+    "Hinge": (ONE_HOT, VALUES, [{}]),
+    "Huber": (POSITIVE, VALUES, [{}, {"delta": 0.1}]),
+    "KLDivergence": (POSITIVE, VALUES, [{}]),
+    "LogCosh": (POSITIVE, VALUES, [{}]),
+    "MeanAbsoluteError": (POSITIVE, VALUES, [{}]),
+    "MeanAbsolutePercentageError": (POSITIVE, VALUES, [{}]),
+    "MeanSquaredError": (POSITIVE, VALUES, [{}]),
+    "MeanSquaredLogarithmicError": (POSITIVE, VALUES, [{}]),
+    "Poisson": (POSITIVE, VALUES, [{}]),
+    "SparseCategoricalCrossentropy": (IDS, VALUES, [{}, LOGITS, {"ignore_class": 2}]),
+    "SquaredHinge": (ONE_HOT, VALUES, [{}]),
+    "Tversky": (ONE_HOT, VALUES, [{}, {"alpha": 0.3, "beta": 0.7, "axis": 1}]),
+}
+HERE = sorted(STOCK)
+OPTIONS = [(name, options) for name in HERE for options in CASES[name][2]]
+MODES = {
+    "eager": lambda function: function,
+    "function": tf.function,
+    "jit": lambda function: tf.function(function, jit_compile=True),
+}
+WEIGHTS = np.array([0.0, 1.0, 2.0, 0.5])
+MASK = np.array([True, True, False, True])
+
+
+def case(name, dtype="float32"):
+    """The labels and the predictions of a loss, the latter rounded to a dtype."""
+    y_true, y_pred, _ = CASES[name]
+    label_dtype = "float64" if dtype == "float64" else "float32"
+    if y_true.dtype.kind == "f":
+        y_true = tf.constant(y_true, label_dtype)
+    return tf.constant(y_true), tf.cast(tf.constant(y_pred), dtype)
+
+
+def outcomes(loss, y_true, y_pred, mode="eager"):
+    """The loss and its gradients: plain, with weights, masked, with both; errors by their type."""
+
+    def compute(weighted, masked):
+        def function(y_true, y_pred):
+            with tf.GradientTape() as tape:
+                tape.watch(y_pred)
+                predictions = tf.identity(y_pred)
+                if masked:
+                    predictions._keras_mask = tf.constant(MASK)
+                weights = tf.constant(WEIGHTS, "float32") if weighted else None
+                value = loss(y_true, predictions, weights)
+            return value, tape.gradient(value, y_pred)
+
+        try:
+            return [each.numpy() for each in MODES[mode](function)(y_true, y_pred)]
+        except (TypeError, ValueError, tf.errors.OpError) as error:
+            return [type(error)]
+
+    return {
+        (weighted, masked): compute(weighted, masked)
+        for weighted in (False, True)
+        for masked in (False, True)
+    }
+
+
+def assert_same(ours, stock, gradients_as=None):
+    """Asserts that two `outcomes` are bitwise equal."""
+    assert any(isinstance(each[0], np.ndarray | np.generic) for each in stock.values())
+    for key, expected in stock.items():
+        for is_gradient, (one, other) in enumerate(zip(ours[key], expected, strict=True)):
+            if isinstance(other, type):
+                assert one is other
+                continue
+            if is_gradient and gradients_as is not None:
+                other = tf.cast(other, gradients_as).numpy()
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other, err_msg=str((key, is_gradient)))
+
+
+def test_every_loss_of_keras_has_one_of_ours():
+    assert set(STOCK) <= set(CASES)
+    for name, stock in STOCK.items():
+        ours = getattr(losses, name)
+        assert issubclass(ours, stock)
+        assert issubclass(ours, losses.Loss)
+        assert ours.__name__ == name
+        assert ours.__module__ == "keras_mp.losses"
+        arguments = [p for p in inspect.signature(stock).parameters if p != "dtype"]
+        assert list(inspect.signature(ours).parameters) == [*arguments, "dtype"]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_float32_is_bitwise_stock(name, options):
+    y_true, y_pred = case(name)
+    for reduction in ("sum_over_batch_size", "sum", "none"):
+        stock = STOCK[name](reduction=reduction, **options)
+        ours = getattr(losses, name)(reduction=reduction, **options)
+        assert_same(outcomes(ours, y_true, y_pred), outcomes(stock, y_true, y_pred))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", HERE)
+def test_16_bit_predictions_are_widened(name, dtype, mode):
+    y_true, y_pred = case(name, dtype)
+    options = LOGITS if "from_logits" in inspect.signature(STOCK[name]).parameters else {}
+    ours = outcomes(getattr(losses, name)(**options), y_true, y_pred, mode)
+    stock = outcomes(STOCK[name](**options), y_true, tf.cast(y_pred, tf.float32), mode)
+    assert_same(ours, stock, gradients_as=dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", HERE)
+def test_float64_stays_float64(name, mode):
+    y_true, y_pred = case(name, "float64")
+    ours = outcomes(getattr(losses, name)(dtype="float64"), y_true, y_pred, mode)
+    reference = STOCK[name](dtype="float64") if IS_KERAS_3 else STOCK[name]()
+    if isinstance(reference, tf.keras.losses.Huber) and not IS_KERAS_3:
+        tf.keras.backend.set_floatx("float64")  # to which this one casts
+    stock = outcomes(reference, y_true, y_pred, mode)
+    assert_same(ours, stock)
+    if name != "CTC":  # TensorFlow has it in float32 only
+        value = ours[False, False][0]
+        in_float32 = getattr(losses, name)()(y_true, y_pred)
+        assert value.dtype == np.float64
+        assert in_float32.dtype == tf.float32
+        assert value == pytest.approx(float(in_float32), rel=1e-5)
+        assert value != np.float64(np.float32(value))
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if ">>>" in STOCK[name].__doc__])
+def test_the_stock_documented_examples_give_the_same(name):
+    def run(namespace):
+        keras = types.SimpleNamespace(
+            losses=namespace, metrics=tf.keras.metrics, ops=getattr(tf.keras, "ops", None)
+        )
+        fake_tf = types.SimpleNamespace(**{n: getattr(tf, n) for n in ("constant", "reduce_mean")})
+        fake_tf.keras = keras
+        names = {"keras": keras, "tf": fake_tf, "np": np, "y_true": None}
+        outputs = []
+        parser = doctest.DocTestParser()
+        for example in parser.get_examples(STOCK[name].__doc__):
+            source = example.source.strip()
+            if ".compile(" in source or "Model(" in source:
+                continue
+            try:
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    exec(compile(example.source, "example", "single"), names)
+            except (AttributeError, NameError, TypeError, ValueError) as error:
+                outputs.append(type(error))
+            else:
+                outputs.append(printed.getvalue())
+        return outputs
+
+    stock, ours = run(tf.keras.losses), run(losses_with_reduction())
+    values = [text for text in stock if isinstance(text, str) and any(map(str.isdigit, text))]
+    assert values
+    for one, other in zip(ours, stock, strict=True):
+        if "object at" not in str(other) and "<" not in str(other):
+            assert one == other
+
+
+def losses_with_reduction():
+    return types.SimpleNamespace(
+        Reduction=getattr(tf.keras.losses, "Reduction", None),
+        **{name: getattr(losses, name) for name in HERE},
+    )
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_every_argument_survives_a_config(name):
+    options = CASES[name][2][-1]
+    loss = getattr(losses, name)(**options, reduction="sum", name="mine", dtype="float64")
+    config = loss.get_config()
+    assert config.items() >= {**options, "reduction": "sum", "name": "mine"}.items()
+    assert config["dtype"] == "float64"
+    for again in (
+        type(loss).from_config(config),
+        copy.deepcopy(loss),
+        tf.keras.losses.deserialize(tf.keras.losses.serialize(loss)),
+    ):
+        assert type(again) is type(loss)
+        assert again.get_config() == config
+        assert again(*case(name)).numpy() == loss(*case(name)).numpy()
+    assert repr(loss).startswith(f"<{name}(")
+    assert "dtype='float64'" in repr(loss)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_stock_loss_becomes_ours_with_all_its_arguments(name):
+    for options in CASES[name][2]:
+        stock = STOCK[name](**options, reduction="sum", name="mine")
+        ours = losses.get(stock)
+        assert type(ours) is getattr(losses, name)
+        assert (
+            ours.get_config()
+            == getattr(losses, name)(**options, reduction="sum", name="mine").get_config()
+        )
+    ours = losses.get(STOCK[name]().fn)
+    assert type(ours) is getattr(losses, name)
+    assert type(losses.get(STOCK[name])) is getattr(losses, name)
+    assert type(losses.get(name)) is getattr(losses, name)
+    if name != "CategoricalGeneralizedCrossEntropy":  # which Keras knows by no name
+        assert type(losses.get(STOCK[name]().fn.__name__)) is getattr(losses, name)
+
+
+def test_a_function_has_the_defaults_of_its_class():
+    for stock in STOCK.values():
+        defaults = inspect.signature(stock).parameters
+        for name, parameter in inspect.signature(stock().fn).parameters.items():
+            if name in defaults and name not in ("q", "axis"):
+                assert parameter.default == defaults[name].default
+
+
+def test_get_by_other_names():
+    assert type(losses.get("mse")) is losses.MeanSquaredError
+    assert losses.get("MAE").name == "MAE"
+    assert losses.get(None) is None
+    assert losses.get(tf.keras.losses.Huber(2.0), dtype="float64").get_config()["delta"] == 2
+    config = tf.keras.losses.serialize(losses.Huber(3.0))
+    assert losses.get(config).get_config()["delta"] == 3
+    ours = losses.Poisson()
+    assert losses.get(ours) is ours
+    with pytest.raises(ValueError, match="nonsense"):
+        losses.get("nonsense")
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Losses of Keras 2 have no dtype.")
+def test_a_wider_dtype_of_a_stock_loss_is_kept():
+    assert losses.get(tf.keras.losses.Huber(dtype="float64")).dtype == "float64"
+    assert losses.get(tf.keras.losses.Huber(dtype="float16")).dtype == "float32"
+
+
+@pytest.mark.parametrize("make", [losses.Loss, losses.MeanSquaredError, losses.Crossentropy])
+def test_dtype(make):
+    assert make().dtype == make(dtype=None).dtype == "float32"
+    assert make(dtype=tf.float64).dtype == "float64"
+    assert make(dtype=np.float32).dtype == "float32"
+    assert make(dtype=keras_mp.Policy("mixed_bfloat16")).dtype == "bfloat16"
+    for bad in ("int32", "nonsense", 3.5, tf.string):
+        with pytest.raises(ValueError, match="must be one of floating point.*Received: dtype="):
+            make(dtype=bad)
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Losses of Keras 2 have no dtype.")
+def test_a_positional_dtype():
+    assert losses.MeanSquaredError("sum", "name", "float64").dtype == "float64"
+
+
+class Recorder(losses.Loss):
+    """A loss that remembers what it was given."""
+
+    def call(self, y_true, y_pred):
+        self.given = y_true, y_pred
+        return tf.reduce_sum(tf.nest.flatten(y_pred)[0])
+
+
+def dtypes_given(y_true, y_pred, **kwargs):
+    loss = Recorder(**kwargs)
+    loss(y_true, y_pred)
+    return tf.nest.map_structure(lambda each: each.dtype.name, loss.given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_what_a_loss_of_ones_own_is_given(dtype):
+    half = tf.constant([1.0], tf.float16)
+    for label, expected in [
+        (half, dtype),
+        (np.array([1.0]), dtype),
+        ([[0.5]], dtype),
+        (tf.constant([2**24 + 1]), "int32"),
+        (np.array([1], "uint8"), "uint8"),
+        ([1], "int32"),
+        (tf.constant([True]), "bool"),
+        (["a"], "string"),
+    ]:
+        assert dtypes_given(label, half, dtype=dtype) == (expected, dtype)
+    nested = {"a": half, "b": [np.array([1]), half]}
+    assert dtypes_given(nested, [half, np.array([1.0])], dtype=dtype) == (
+        {"a": dtype, "b": ["int64", dtype]},
+        [dtype, dtype],
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("id_", [2049, 65537, 2**24 + 1])
+@pytest.mark.parametrize("label_dtype", ["int32", "int64", "uint32"])
+def test_class_ids_are_exact(id_, label_dtype, mode):
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def at_id_alone(y_true):
+        logits = tf.one_hot([id_], 2**24 + 2, tf.constant(8.0, tf.float16), dtype=tf.float16)
+        return loss(y_true, logits)
+
+    if id_ < 2**24 or mode == "function":  # they take half a gigabyte
+        hit = MODES[mode](at_id_alone)(tf.constant([id_], label_dtype))
+        miss = MODES[mode](at_id_alone)(tf.constant([id_ - 1], label_dtype))
+        assert float(miss[0] - hit[0]) == pytest.approx(8, rel=1e-5)
+
+
+def test_string_labels():
+    class Lookup(losses.Loss):
+        def call(self, y_true, y_pred):
+            return tf.reduce_mean(tf.cast(y_true == "cat", y_pred.dtype) * y_pred, axis=-1)
+
+    assert float(Lookup()([["cat", "dog"]], tf.constant([[2, 4]], tf.float16))) == 1
+
+
+def test_integer_labels_give_what_float_ones_give():
+    for name in HERE:
+        y_true, y_pred = CASES[name][:2]
+        if set(np.unique(y_true)) <= set(range(CLASSES)):
+            loss = getattr(losses, name)()
+            expected = loss(y_true.astype("float32"), y_pred).numpy()
+            for dtype in ("int32", "int64", "uint8"):
+                assert loss(y_true.astype(dtype), y_pred).numpy() == expected
+            if set(np.unique(y_true)) <= {0, 1}:
+                assert loss(y_true.astype(bool), y_pred).numpy() == expected
+
+
+def test_lists_are_tensors():
+    assert float(losses.MeanSquaredError()([[1.0, tf.constant(2.0)]], [[0.5, 0.5]])) == 1.25
+    assert float(losses.MeanSquaredError()([[0.0, 1.0]], [[1, 1]])) == 0.5
+    assert float(losses.MeanAbsoluteError()([0], [2.0])) == 2.0
+
+
+def test_a_dice_loss_that_sums_over_the_batch_does_not_overflow():
+    class Dice(losses.Loss):
+        def call(self, y_true, y_pred):
+            both = tf.reduce_sum(y_true * y_pred)
+            return 1 - 2 * both / (tf.reduce_sum(y_true) + tf.reduce_sum(y_pred))
+
+    masks = tf.ones([8, 128, 128, 1], tf.float16)
+    assert np.isinf(tf.reduce_sum(masks))
+    assert float(Dice()(masks, masks)) == 0
+    assert float(Dice()(masks, 0.25 * masks)) == pytest.approx(0.6)
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Ragged losses are of Keras 2.")
+@pytest.mark.parametrize("name", ["mse", "sparse_categorical_crossentropy", "binary_crossentropy"])
+def test_ragged_targets(name):
+    lengths = [2, 1, 3]
+    y_pred = tf.RaggedTensor.from_row_lengths(tf.constant(VALUES[[0, 1, 2, 3, 0, 1]]), lengths)
+    ids = tf.RaggedTensor.from_row_lengths([0, 1, 2, 3, 4, 0], lengths)
+    y_true = tf.cast(y_pred > 0.5, tf.float32) if "sparse" not in name else ids
+    half = tf.cast(y_pred, tf.float16)
+    stock = tf.keras.losses.get(name)(y_true, tf.cast(half, tf.float32))
+    ours = type(losses.get(name))(reduction="none")
+    got = ours(y_true, half)
+    stock = stock.to_tensor() if isinstance(stock, tf.RaggedTensor) else stock
+    got = got.to_tensor() if isinstance(got, tf.RaggedTensor) else got
+    np.testing.assert_array_equal(got, stock)
+
+
+def model_of(outputs=1, **kwargs):
+    inputs = tf.keras.Input([3])
+    layers = [tf.keras.layers.Dense(2, name=f"out{i}", **kwargs) for i in range(outputs)]
+    outputs = [layer(inputs) for layer in layers]
+    return tf.keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])
+
+
+def test_compile_turns_built_in_losses_into_ours():
+    keras_mp.set_global_policy("mixed_bfloat16")
+    stock = tf.keras.losses.Huber(delta=3.0)
+    for given in ("huber", tf.keras.losses.Huber, stock, stock.fn, losses.Huber()):
+        model = model_of()
+        model.compile("sgd", loss=given)
+        assert type(model.loss) is losses.Huber
+    assert losses.for_compile(stock, "float32").get_config()["delta"] == 3
+    nested = {"a": ["mse", None], "b": {"c": stock, "d": ("mae", "mse")}}
+    converted = losses.for_compile(nested, "float32")
+    tf.nest.assert_same_structure(nested, converted)
+    assert all(isinstance(each, losses.Loss | None) for each in tf.nest.flatten(converted))
+
+
+def test_compile_under_float64_computes_in_float64():
+    keras_mp.set_global_policy("float64")
+    model = model_of()
+    model.compile("sgd", loss="mse")
+    assert model.loss.dtype == "float64"
+
+
+def test_compile_leaves_losses_alone_without_our_policy():
+    model = model_of(dtype="mixed_bfloat16" if IS_KERAS_3 else None)
+    model.compile("sgd", loss="mse")
+    assert model.loss == "mse"
+    assert not isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+
+
+def test_compile_lets_keras_complain_about_what_it_does_not_know():
+    keras_mp.set_global_policy("mixed_float16")
+    model = model_of()
+    model.compile("sgd", loss="nonsense")
+    with pytest.raises(ValueError, match="nonsense"):
+        model.fit(np.ones([2, 3]), np.ones([2, 2]), verbose=0)
+
+
+X = random.normal(size=[8, 3]).astype("float32")
+Y = 300 * random.normal(size=[8, 2]).astype("float32")
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ["mse", "huber"],
+        {"out0": "mse", "out1": tf.keras.losses.Huber()},
+        ["mse", None],
+        "mae",
+        {"out0": tf.keras.losses.MeanSquaredError, "out1": losses.LogCosh()},
+    ],
+    ids=str,
+)
+def test_several_outputs_train_as_in_float32(loss, eager):
+    if IS_KERAS_3 and isinstance(loss, list) and None in loss:
+        pytest.skip("Keras 3 wants a loss for each label.")
+    histories = []
+    for policy in ("mixed_bfloat16", None):
+        tf.keras.utils.set_random_seed(0)
+        if policy is not None:
+            keras_mp.set_global_policy(policy)
+        else:
+            keras_mp.set_global_policy(None)
+            loss = losses.for_compile(loss, "float32")
+        model = model_of(2)
+        weights = [1, 0.5] if tf.nest.is_nested(loss) else None
+        model.compile(tf.keras.optimizers.SGD(0.0), loss, loss_weights=weights, run_eagerly=eager)
+        histories.append(model.fit(X, [Y, Y], verbose=0).history)
+    ours, reference = histories
+    assert ours.keys() == reference.keys()
+    for key, values in reference.items():
+        assert ours[key] == pytest.approx(values, rel=1e-2)
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 refuses a loss without an output.")
+def test_a_loss_for_an_output_that_is_not_there_is_left_out():
+    keras_mp.set_global_policy("mixed_bfloat16")
+    inputs = tf.keras.Input([3])
+    model = tf.keras.Model(inputs, {"a": tf.keras.layers.Dense(2)(inputs)})
+    model.compile("sgd", {"a": "mse", "zz": "mse"})
+    model.fit(X, {"a": Y}, verbose=0)
+
+
+def test_defect_6_an_error_of_300_is_no_infinity():
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Activation("linear")])
+    model.compile(tf.keras.optimizers.SGD(0.0), "mse")
+    assert model.evaluate(np.full([4, 1], 300.0), np.zeros([4, 1]), verbose=0) == 90_000
+
+
+def test_labels_that_float16_cannot_hold_reach_the_loss():
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Activation("linear")])
+    model.compile(tf.keras.optimizers.SGD(0.0), "mae", metrics=["mae"])
+    loss, metric = model.evaluate(np.zeros([4, 1]), np.full([4, 1], 100_001.0), verbose=0)
+    assert loss == metric == 100_001
+    weights = np.full([4], 100_000.0)
+    loss, _ = model.evaluate(np.ones([4, 1]), np.zeros([4, 1]), sample_weight=weights, verbose=0)
+    assert loss == 100_000
+
+
+def test_a_float64_loss_gets_float64_labels():
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Activation("linear")])
+    model.compile(tf.keras.optimizers.SGD(0.0), Recorder(dtype="float64"), run_eagerly=True)
+    y = np.array([[1 + 2.0**-40]])
+    model.test_on_batch(np.ones([1, 1]), tf.constant(y))
+    label, prediction = model.loss.given
+    assert (label.dtype, prediction.dtype) == (tf.float64, tf.float64)
+    assert label.numpy() == y
+
+
+def metrics_of(policy, metric, y, activation, weighted, **kwargs):
+    keras_mp.set_global_policy(policy)
+    tf.keras.utils.set_random_seed(0)
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Activation(activation)])
+    name = "weighted_metrics" if weighted else "metrics"
+    model.compile(tf.keras.optimizers.SGD(0.0), "mse", **{name: [metric()]}, **kwargs)
+    weights = np.arange(8.0) if weighted else None
+    return model.evaluate(LARGE, y, sample_weight=weights, verbose=0, return_dict=True)
+
+
+LARGE = (random.integers(-2000, 2000, [8, 3]) / 8).astype("float16").astype("float32")
+HOT = np.eye(3, dtype="float32")[random.integers(0, 3, 8)]
+METRICS = {
+    "MSE": (lambda: tf.keras.metrics.MeanSquaredError(), "linear", 400 * HOT),
+    "MSE by name": (lambda: "mse", "linear", 400 * HOT),
+    "a function": (lambda: tf.keras.losses.MeanSquaredError().fn, "linear", 400 * HOT),
+    "TopK": (lambda: tf.keras.metrics.TopKCategoricalAccuracy(k=2), "softmax", HOT),
+    "AUC": (lambda: tf.keras.metrics.AUC(name="auc"), "softmax", HOT),
+    "F1": (lambda: tf.keras.metrics.F1Score(), "softmax", HOT),
+    "cosine": (lambda: tf.keras.metrics.CosineSimilarity(), "linear", 400 * HOT),
+    "accuracy": (lambda: "accuracy", "softmax", HOT),
+    "cross entropy": (lambda: tf.keras.metrics.CategoricalCrossentropy(), "softmax", HOT),
+}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", METRICS)
+def test_defect_13_metrics_see_float32(name, weighted, eager):
+    if name == "F1" and weighted and not IS_KERAS_3:
+        pytest.skip("F1Score of Keras 2 takes no weights in `fit`, in float32 neither.")
+    metric, activation, y = METRICS[name]
+    kwargs = {"activation": activation, "weighted": weighted, "run_eagerly": eager}
+    ours = metrics_of("mixed_float16", metric, y, **kwargs)
+    reference = metrics_of("float32", metric, y, **kwargs)
+    assert ours.keys() == reference.keys()
+    for key, value in reference.items():
+        assert np.isfinite(ours[key]).all()
+        # A softmax is rounded to 11 bits.
+        np.testing.assert_allclose(ours[key], value, rtol=0 if activation == "linear" else 2e-3)
+
+
+def test_a_metric_called_by_hand_is_the_users():
+    keras_mp.set_global_policy("mixed_float16")
+    metric = tf.keras.metrics.MeanSquaredError()
+    model = model_of()
+    model.compile("sgd", "mse", metrics=[metric])
+    model.evaluate(X, Y, verbose=0)
+    metric.reset_state()
+    given = []
+    metric.update_state = lambda y_true, y_pred, **_: given.append(y_pred.dtype)
+    metric.update_state(tf.ones([1, 2]), tf.ones([1, 2], tf.float16))
+    assert given == [tf.float16]
+    assert type(metric) is tf.keras.metrics.MeanSquaredError
+
+
+def test_ones_own_function_gets_what_stock_gives():
+    given = []
+
+    def my_loss(y_true, y_pred):
+        given.append((y_true.dtype.name, y_pred.dtype.name))
+        return tf.reduce_mean(tf.square(tf.cast(y_true, y_pred.dtype) - y_pred), axis=-1)
+
+    class Mine(tf.keras.losses.MeanSquaredError):
+        pass
+
+    keras_mp.set_global_policy("mixed_float16")
+    model = model_of()
+    model.compile("sgd", loss=my_loss)
+    assert model.loss is my_loss
+    model.train_on_batch(X, Y)
+    expected = "float32" if IS_KERAS_3 else "float16"
+    assert given[-1] == (expected, expected)
+    mine = Mine()
+    model.compile("sgd", loss=mine)
+    assert model.loss is mine
+    model.train_on_batch(X, Y)
+
+    model.compile("sgd", loss=losses.as_float32(my_loss))
+    model.train_on_batch(X, Y)
+    assert given[-1] == ("float32", "float32")
+
+
+def test_as_float32_keeps_labels_that_float16_cannot_hold():
+    @losses.as_float32
+    def difference(y_true, y_pred):
+        return tf.reduce_mean(y_true - y_pred, axis=-1)
+
+    assert difference.__name__ == "difference"
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Activation("linear")])
+    model.compile(tf.keras.optimizers.SGD(0.0), difference, metrics=[difference])
+    assert model.evaluate(np.ones([2, 1]), np.full([2, 1], 1e5), verbose=0) == [99_999] * 2
+
+
+def test_as_float32_casts_only_tensors():
+    given = losses.as_float32(lambda *args, **kwargs: (args, kwargs))(
+        tf.ones([1], tf.bfloat16), np.ones(1), [tf.constant(1)], 2.5, k={"a": tf.ones([], "half")}
+    )
+    (half, array, (integer,), number), kwargs = given
+    assert half.dtype == array.dtype == kwargs["k"]["a"].dtype == tf.float32
+    assert integer.dtype == tf.int32
+    assert number == 2.5
+
+
+@pytest.mark.parametrize(
+    "bad", [3, "mse", tf.keras.losses.Huber(), tf.keras.metrics.Mean(), tf.keras.losses.Huber]
+)
+def test_as_float32_refuses(bad):
+    with pytest.raises(TypeError, match="for functions and regularizers.*Received: "):
+        losses.as_float32(bad)
+
+
+def trained(loss, path):
+    x, y = digits()
+    keras_mp.set_global_policy("mixed_bfloat16")
+    tf.keras.utils.set_random_seed(0)
+    model = tf.keras.Sequential(
+        [tf.keras.Input([64]), tf.keras.layers.Dense(10, activation="softmax")]
+    )
+    model.compile("sgd", loss, metrics=["accuracy"])
+    model.fit(x[:256], y[:256], verbose=0)
+    model.save(path)
+    return model, (x[:256], y[:256])
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "sparse_categorical_crossentropy",
+        tf.keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
+        losses.SparseCategoricalCrossentropy(dtype="float64", name="mine"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_saved_and_reloaded(tmp_path, suffix, loss):
+    model, data = trained(loss, tmp_path / f"model{suffix}")
+    for policy in ("mixed_bfloat16", None):
+        keras_mp.set_global_policy(policy)
+        again = tf.keras.models.load_model(tmp_path / f"model{suffix}")
+        assert type(again.loss) is losses.SparseCategoricalCrossentropy
+        assert again.loss.get_config() == model.loss.get_config()
+        if policy is not None:
+            assert again.evaluate(*data, verbose=0) == model.evaluate(*data, verbose=0)
+        if suffix == ".keras" or not IS_KERAS_3:  # whose .h5 do not train on, in float32 neither
+            again.fit(*data, verbose=0)
+
+
+@pytest.mark.parametrize("shape", ["binary", "sparse", "sparse column", "categorical"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_cross_entropy_that_fits_the_shapes(shape, mode):
+    y_pred = VALUES[:, :1] if shape == "binary" else VALUES
+    y_true = {
+        "binary": np.ones([BATCH, 1], "int64"),
+        "sparse": IDS,
+        "sparse column": IDS[:, None],
+        "categorical": ONE_HOT,
+    }[shape]
+    expected = {
+        "binary": losses.BinaryCrossentropy,
+        "categorical": losses.CategoricalCrossentropy,
+    }.get(shape, losses.SparseCategoricalCrossentropy)()
+    loss = losses.Crossentropy()
+    function = MODES[mode](loss)
+    value = function(tf.constant(y_true), tf.constant(y_pred))
+    np.testing.assert_allclose(value, expected(y_true, y_pred), rtol=1e-6)
+    assert losses.Crossentropy.from_config(loss.get_config()).get_config() == loss.get_config()
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no such name.")
+@pytest.mark.parametrize("name", ["crossentropy", "ce", "CE"])
+def test_crossentropy_by_name(name):
+    keras_mp.set_global_policy("mixed_bfloat16")
+    model = model_of(activation="softmax")
+    model.compile("sgd", loss=name)
+    assert type(model.loss) is losses.Crossentropy
+    model.fit(X, np.array([0, 1] * 4), verbose=0)
+
+
+def test_a_loss_does_not_retrace():
+    loss = losses.SparseCategoricalCrossentropy()
+    traces = []
+
+    @tf.function
+    def function(y_true, logits):
+        traces.append(1)
+        return loss(y_true, tf.nn.softmax(logits))
+
+    for _ in range(3):
+        function(tf.constant([1]), tf.constant([[1.0, 2.0]], tf.float16))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_under_a_strategy(reduction):
+    strategy = mirrored(2)
+    y_true, y_pred = case("MeanSquaredError", "float16")
+    with strategy.scope():
+        loss = losses.MeanSquaredError(reduction=reduction)
+    stock = tf.keras.losses.MeanSquaredError(reduction=reduction)
+
+    @tf.function
+    def run(loss, cast):
+        def replica():
+            return loss(y_true, tf.cast(y_pred, cast))
+
+        return tf.stack(strategy.experimental_local_results(strategy.run(replica)))
+
+    np.testing.assert_array_equal(run(loss, tf.float16), run(stock, tf.float32))
+
+
+def test_fit_under_a_strategy_is_what_it_is_without():
+    x, y = digits()
+    results = []
+    for scope in (mirrored(2).scope(), contextlib.nullcontext()):
+        keras_mp.set_global_policy("mixed_bfloat16")
+        with scope:
+            tf.keras.utils.set_random_seed(0)
+            model = tf.keras.Sequential(
+                [tf.keras.Input([64]), tf.keras.layers.Dense(10, activation="softmax")]
+            )
+            model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        history = model.fit(x[:256], y[:256], batch_size=64, shuffle=False, verbose=0).history
+        results.append(history)
+    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-3)
+    assert results[0]["accuracy"] == pytest.approx(results[1]["accuracy"])
+
+
+def test_a_loss_of_ones_own_is_saved_with_its_dtype():
+    loss = Recorder(reduction="sum", name="mine", dtype="float64")
+    config = loss.get_config()
+    assert config == {"name": "mine", "reduction": "sum", "dtype": "float64"}
+    assert Recorder.from_config(config).get_config() == config
+
+
+def test_losses_are_what_keras_api_says():
+    assert issubclass(losses.Loss, keras_api.BaseLoss)
+    assert issubclass(keras_api.BaseLoss, tf.keras.losses.Loss)
+    assert issubclass(losses.Huber, keras_api.LossFunctionWrapper)

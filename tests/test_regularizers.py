@@ -1,0 +1,131 @@
+"""Activity regularizers that do not overflow in float16."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import regularizers
+from tests.common import IS_KERAS_3
+
+K = tf.keras
+X = np.full([4, 8], 200.0, "float32")  # the sum of the squares is 1,280,000
+
+
+def penalty(layer, compiled=True, **kwargs):
+    model = K.Sequential([K.Input([8]), layer])
+    if compiled:
+        model.compile(K.optimizers.SGD(0.0), "mse", **kwargs)
+    target = model(X)
+    return model.evaluate(X, target, verbose=0) if compiled else float(sum(model.losses))
+
+
+def own_penalty(x):
+    return 1e-3 * tf.reduce_sum(tf.square(x))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("regularizer", ["l2", "l1", K.regularizers.L1L2(0.1, 0.1), own_penalty])
+def test_compile_lets_them_compute_in_float32(regularizer, eager):
+    results = {}
+    for policy in ("mixed_float16", "mixed_bfloat16", "float32"):
+        keras_mp.set_global_policy(policy)
+        layer = K.layers.Activation("linear", activity_regularizer=regularizer)
+        results[policy] = penalty(layer, run_eagerly=eager)
+    assert results["float32"] > 10
+    assert results["mixed_float16"] == pytest.approx(results["float32"])
+    assert results["mixed_bfloat16"] == pytest.approx(results["float32"], rel=1e-2)
+
+
+def test_without_it_stock_overflows():
+    keras_mp.set_global_policy("mixed_float16")
+    layer = K.layers.Activation("linear", activity_regularizer="l2")
+    assert np.isinf(penalty(layer, compiled=False))
+    wide = keras_mp.losses.as_float32(K.regularizers.get("l2"))
+    assert np.isfinite(
+        penalty(K.layers.Activation("linear", activity_regularizer=wide), compiled=False)
+    )
+
+
+def test_only_layers_that_run_in_16_bits_are_touched():
+    keras_mp.set_global_policy("mixed_float16")
+    l2 = K.regularizers.L2()
+    half = K.layers.Dense(8, activity_regularizer=l2, kernel_regularizer=l2)
+    single = K.layers.Dense(8, activity_regularizer=l2, dtype="float32")
+    model = K.Sequential([K.Input([8]), half, single])
+    for _ in range(2):  # compiling again changes nothing
+        model.compile("sgd", "mse")
+        assert half.activity_regularizer.regularizer is l2
+        assert half.kernel_regularizer is l2
+        assert single.activity_regularizer is l2
+    model.fit(X / 200, X / 200, verbose=0)
+
+
+def bidirectional(_):
+    return K.layers.Bidirectional(
+        K.layers.LSTM(3, activity_regularizer="l2", return_sequences=True)
+    )
+
+
+@pytest.mark.parametrize("wrap", [K.layers.TimeDistributed, bidirectional])
+def test_wrapped_layers(wrap):
+    x = 100 * np.ones([2, 5, 4], "float32")
+    results = {}
+    for policy in ("mixed_float16", "float32"):
+        keras_mp.set_global_policy(policy)
+        K.utils.set_random_seed(0)
+        wrapped = wrap(K.layers.Dense(3, kernel_initializer="ones", activity_regularizer="l2"))
+        model = K.Sequential([K.Input([5, 4]), wrapped])
+        model.compile("sgd", "mse")
+        results[policy] = model.evaluate(x, np.zeros(model(x).shape), verbose=0)
+    assert results["mixed_float16"] == pytest.approx(results["float32"], rel=1e-2)
+
+
+class Lazy(K.Model):
+    def build(self, shape):
+        self.dense = K.layers.Dense(8, activity_regularizer="l2")
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_a_layer_that_was_made_after_compile_is_not_infinite_in_silence():
+    keras_mp.set_global_policy("mixed_float16")
+    model = Lazy()
+    model.compile("sgd", "mse")
+    if IS_KERAS_3:
+        with pytest.raises(TypeError, match="float16"):
+            model.evaluate(X, X, verbose=0)
+    else:
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="that it computes in float16"):
+            model.evaluate(X, X, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+def test_saved_and_reloaded(tmp_path, suffix):
+    keras_mp.set_global_policy("mixed_float16")
+    model = K.Sequential(
+        [K.Input([8]), K.layers.Dense(8, activity_regularizer=K.regularizers.L2(0.5))]
+    )
+    model.compile("sgd", "mse")
+    model.save(tmp_path / f"model{suffix}")
+    again = K.models.load_model(tmp_path / f"model{suffix}")
+    regularizer = again.layers[-1].activity_regularizer
+    assert isinstance(regularizer, regularizers.Float32Regularizer)
+    assert float(regularizer.regularizer.l2) == 0.5
+    assert again.evaluate(X, X, verbose=0) == model.evaluate(X, X, verbose=0)
+
+
+def test_config_repr_and_bad_input():
+    wide = regularizers.Float32Regularizer(K.regularizers.L1(0.5))
+    again = regularizers.Float32Regularizer.from_config(wide.get_config())
+    assert float(again(tf.constant([-2], "float16"))) == 1
+    assert float(wide(tf.constant([-2.0], "float64"))) == 1
+    assert repr(wide).startswith("<Float32Regularizer(regularizer=")
+    with pytest.raises(ValueError, match="Expected a regularizer.*Received: regularizer=None"):
+        regularizers.Float32Regularizer(None)
+    with pytest.raises(ValueError, match="nonsense"):
+        regularizers.Float32Regularizer("nonsense")
