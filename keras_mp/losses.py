@@ -132,8 +132,11 @@ class _CrossEntropy(_BuiltIn):
 
     @tf.autograph.experimental.do_not_convert
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        axis = self._arguments.get("axis", -1)
-        logits = fusion.logits_of(y_pred, self._activation, axis)
+        logits = None
+        # Keras fills up ragged predictions for dense labels, probabilities with zeros.
+        if isinstance(y_true, tf.RaggedTensor) or not isinstance(y_pred, tf.RaggedTensor):
+            axis = self._arguments.get("axis", -1)
+            logits = fusion.logits_of(y_pred, self._activation, axis)
         if logits is not None:
             if self._arguments["from_logits"]:
                 self._warn(

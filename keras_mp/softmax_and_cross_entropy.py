@@ -7,6 +7,7 @@ not; there Keras leaves the logits with the tensor that its softmax returns, and
 which tensor it has cast.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,7 +209,7 @@ def categorical_focal_crossentropy(
 
     Args:
         y_true: tensor. Probabilities of the classes, of the shape and the dtype of `logits`.
-        logits: floating-point tensor.
+        logits: floating-point tensor, dense or ragged.
         alpha: number or list of numbers. Weight of all classes, or of each.
         gamma: number. Exponent of the focal factor, `1 - probability`.
         label_smoothing: number in [0, 1]. How much of the labels is spread over all classes.
@@ -227,6 +228,10 @@ def categorical_focal_crossentropy(
 
     Source: Lin et al. 2018, "Focal Loss for Dense Object Detection", eq. 5.
     """
+    if isinstance(logits, tf.RaggedTensor):
+        options = {"alpha": alpha, "gamma": gamma, "label_smoothing": label_smoothing, "axis": -1}
+        focal = functools.partial(categorical_focal_crossentropy, **options)
+        return tf.ragged.map_flat_values(focal, y_true, logits)
     if label_smoothing:
         classes = tf.cast(tf.shape(y_true)[-1], y_true.dtype)
         y_true = y_true * (1.0 - label_smoothing) + label_smoothing / classes

@@ -9,6 +9,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import losses
 from keras_mp import softmax_and_cross_entropy as fusion
+from tests.common import IS_KERAS_3
 
 K = tf.keras
 MODES = {
@@ -458,18 +459,29 @@ def test_binary_labels_and_predictions_of_other_ranks(columns, mode):
     assert value == 25  # one of the two is right
 
 
-@pytest.mark.skipif(hasattr(K, "ops"), reason="Ragged losses are of Keras 2.")
-def test_ragged_predictions_are_fused():
-    loss = losses.SparseCategoricalCrossentropy(reduction="none")
+@pytest.mark.skipif(IS_KERAS_3, reason="Ragged losses are of Keras 2.")
+@pytest.mark.parametrize("are_labels_ragged", [True, False])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:.*computed in float16")
+def test_ragged_predictions(name, are_labels_ragged):
+    activation, _, expected, _ = CASES[name]
+    loss = getattr(losses, name)(reduction="none")
+    labels = [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]] if name[:6] != "Sparse" else [1, 0, 1]
+    lengths = [2, 1] if are_labels_ragged else [1, 1, 1]
 
     @tf.function
     def function(flat_logits):
-        logits = tf.RaggedTensor.from_row_lengths(flat_logits, [2, 1])
-        labels = tf.RaggedTensor.from_row_lengths([1, 0, 1], [2, 1])
-        return loss(labels, tf.ragged.map_flat_values(tf.nn.softmax, logits))
+        logits = tf.RaggedTensor.from_row_lengths(flat_logits, lengths)
+        y_true = tf.RaggedTensor.from_row_lengths(labels, lengths)
+        if not are_labels_ragged:
+            y_true = y_true.to_tensor()
+        return loss(y_true, tf.ragged.map_flat_values(getattr(tf.nn, activation), logits))
 
-    value = function(tf.constant([[50, 0], [0, 50], [50, 0]], "float16"))
-    np.testing.assert_array_equal(tf.reshape(value, [-1])[:3], [50, 50, 50])
+    low = 0 if activation == "softmax" else -50
+    value = function(tf.constant([[50, low], [low, 50], [50, low]], "float16"))
+    flat = value.flat_values if are_labels_ragged else tf.reshape(value, [-1])
+    # Keras fills up the others.
+    assert np.all(flat == expected) == are_labels_ragged
 
 
 def test_a_user_who_overrides_call_may_call_the_fused_one():
