@@ -2,6 +2,7 @@
 
 from keras_mp import hardware, layers, loss_scale, losses, regularizers
 from keras_mp._version import __version__
+from keras_mp.conversion import convert
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.messages import MixedPrecisionWarning
@@ -31,6 +32,7 @@ __all__ = [
     "autocast_scope",
     "autocast_variable",
     "cast_once",
+    "convert",
     "global_policy",
     "hardware",
     "in_current_scope",

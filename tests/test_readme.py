@@ -38,7 +38,7 @@ def test_the_blocks_run_in_order(monkeypatch):
     names = {}
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     assert isinstance(names["model"].optimizer, keras_mp.LossScaleOptimizer)
 
 

@@ -66,6 +66,7 @@ LossFunctionWrapper = _module.LossFunctionWrapper
 StockLossScaleOptimizer = _module.StockLossScaleOptimizer
 OPTIMIZER_BASES = _module.OPTIMIZER_BASES
 CROSSENTROPY_NAMES = _module.CROSSENTROPY_NAMES
+GRAPH_MODELS = _module.GRAPH_MODELS
 COMPILE_OWNER = _module.COMPILE_OWNER
 APPLY_TAKES_SCALED_GRADIENTS = _module.APPLY_TAKES_SCALED_GRADIENTS
 arguments_of_loss = _module.arguments_of_loss
@@ -87,6 +88,7 @@ serialize_optimizer = _module.serialize_optimizer
 deserialize_optimizer = _module.deserialize_optimizer
 set_global_policy = _module.set_global_policy
 thread_missed_global_policy = _module.thread_missed_global_policy
+trusted_scope = _module.trusted_scope
 tracks_floatx = _module.tracks_floatx
 
 

@@ -12,6 +12,7 @@ Each of `keras2` and `keras3` defines:
 - `StockLossScaleOptimizer`: `tf.keras.mixed_precision.LossScaleOptimizer`.
 - `OPTIMIZER_BASES`: the classes that Keras takes for an optimizer.
 - `CROSSENTROPY_NAMES`: what `compile(loss=)` takes for the cross entropy that fits the shapes.
+- `GRAPH_MODELS`: the classes of models that are nothing but a graph of layers.
 - `COMPILE_OWNER`: the class on which `Model.compile` is defined.
 - `APPLY_TAKES_SCALED_GRADIENTS`: does the stock wrapper's `apply_gradients` unscale?
 - `arguments_of_loss(loss)`: with which arguments a built-in loss was made.
@@ -27,6 +28,7 @@ Each of `keras2` and `keras3` defines:
 - `why_fit_fails()`: why `Model.fit` cannot work under the current strategy, or None.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
 - `thread_missed_global_policy()`: do stock layers of this thread not know the global policy?
+- `trusted_scope()`: context manager in which layers are made of configs that hold code, too.
 - `tracks_floatx()`: does the global policy follow floatx?
 - `get_optimizer(identifier)`: instance, name or config to optimizer.
 - `optimizer_family(optimizer)`: the `OptimizerFamily` of an optimizer, or None.

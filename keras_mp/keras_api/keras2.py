@@ -8,8 +8,10 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.engine import compile_utils as _compile_utils
 from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
+from tf_keras.src.engine.functional import Functional as _Functional
 from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
 from tf_keras.src.optimizers import utils as _optimizer_utils
+from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
 from keras_mp import messages, softmax_and_cross_entropy, variables
 from keras_mp.keras_api.interface import OptimizerFamily
@@ -21,6 +23,7 @@ _Optimizer = keras.optimizers.Optimizer
 _LegacyOptimizer = keras.optimizers.legacy.Optimizer
 # A wrapper is an instance of both bases, whichever family it wraps, so that it is one class.
 OPTIMIZER_BASES = (_Optimizer, _LegacyOptimizer)
+GRAPH_MODELS = (keras.Sequential, _Functional)
 COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = False
 
@@ -55,6 +58,10 @@ def compile_without_wrapping(
         return stock_compile(*call.args, **call.kwargs)
     finally:
         del vars(model)["_get_optimizer"]
+
+
+def trusted_scope() -> Any:
+    return _SafeModeScope(False)
 
 
 def flatten_layers(model: Any) -> list[Any]:

@@ -1,0 +1,115 @@
+"""The same model, with the same weights, under another policy."""
+
+import functools
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.policy import policy_scope
+
+_16_BIT = ("float16", "bfloat16")
+_FLOATING = (*_16_BIT, "float32", "float64")
+
+
+def convert(model: Any, policy: Any) -> Any:
+    """Makes a model that is the same but for its policy: train mixed, export float32.
+
+    The new model is made from the config of the old one, with other policies in it, and gets its
+    weights. Where the model has layers that compute in 16 bits, these are converted, and layers
+    that were kept in float32 stay there; otherwise all layers are. Layers that do not compute in
+    floating point, and inputs, are left alone. The result is not compiled. The optimizer's state
+    may be carried over with a `tf.train.Checkpoint`.
+
+    Args:
+        model: A model of `tf.keras`: Sequential, functional, or a subclass with a `get_config`.
+        policy: What `set_global_policy` takes: a name, a dtype or a policy.
+
+    Returns:
+        A new model of the same class.
+
+    Raises:
+        TypeError: `model` is not a model of `tf.keras`.
+        ValueError: It cannot be made from its config, which the message has the reason of, or its
+            weights do not fit into what is made from it.
+
+    Example:
+
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([2]), tf.keras.layers.Dense(3, dtype="mixed_bfloat16")]
+    ... )
+    >>> wide = keras_mp.convert(model, "float32")
+    >>> model(tf.ones([1, 2])).dtype, wide(tf.ones([1, 2])).dtype
+    (tf.bfloat16, tf.float32)
+    """
+    if not isinstance(model, tf.keras.Model):
+        raise TypeError(
+            "Expected a model of `tf.keras`, which is "
+            f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
+            f"(of type {type(model)})"
+        )
+    layers = keras_api.flatten_layers(model)
+    classes = {type(layer).__name__: type(layer) for layer in layers}
+    only_16_bit = any(layer.compute_dtype in _16_BIT for layer in layers)
+    try:
+        with (
+            policy_scope(policy) as scoped,
+            tf.keras.utils.custom_object_scope(classes),
+            keras_api.trusted_scope(),
+        ):
+            converted = _remake(model, scoped, _16_BIT if only_16_bit else _FLOATING)
+            if model.built and not converted.built:
+                converted.build_from_config(model.get_build_config())
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The model {model.name!r} cannot be converted, since it cannot be made anew from its "
+            "config: give its class a `get_config` with all arguments of the constructor, or "
+            "build it yourself under the other policy and use `set_weights`. "
+            f"Keras said: {error}"
+        ) from error
+    weights = model.get_weights()
+    shapes = [tuple(weight.shape) for weight in weights]
+    remade_shapes = [tuple(weight.shape) for weight in converted.weights]
+    if shapes != remade_shapes:
+        raise ValueError(
+            f"The model {model.name!r} cannot be converted: what is made from its config has other "
+            "weights. Layers that the constructor does not make have to be in the config. "
+            f"Expected shapes {shapes}. Received: {remade_shapes}"
+        )
+    converted.set_weights(weights)
+    return converted
+
+
+def _remake(layer: Any, policy: Any, dtypes: Collection[str]) -> Any:
+    """Makes a layer anew, with another policy where it computes in one of the dtypes."""
+    if type(layer) in keras_api.GRAPH_MODELS:
+        # Unlike `from_config`, it makes Lambda layers, too.
+        remake = functools.partial(_remake, policy=policy, dtypes=dtypes)
+        return tf.keras.models.clone_model(layer, clone_function=remake)
+    config = layer.get_config()
+    for layer_config in _layer_configs(config):
+        if _compute_dtype(layer_config["dtype"]) in dtypes:
+            layer_config["dtype"] = tf.keras.utils.serialize_keras_object(policy)
+    return type(layer).from_config(config)
+
+
+def _layer_configs(config: Any) -> Iterator[dict[str, Any]]:
+    """Yields the configs of layers in a config, however deep."""
+    if isinstance(config, dict):
+        if {"name", "trainable", "dtype"} <= config.keys():  # an input is not trainable
+            yield config
+        for value in config.values():
+            yield from _layer_configs(value)
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _layer_configs(value)
+
+
+def _compute_dtype(dtype: Any) -> str | None:
+    """What a layer with that `dtype` in its config computes in; None if that is no policy."""
+    if isinstance(dtype, dict):
+        dtype = dtype.get("config", {}).get("name")
+    if not isinstance(dtype, str):
+        return None
+    return dtype.removeprefix("mixed_")

@@ -1,0 +1,201 @@
+"""The same model with the same weights under another policy."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import keras_api
+from tests.common import digits
+
+K = tf.keras
+BOUNDS = {"float64": 1e-6, "float32": 1e-6, "float16": 2e-2, "bfloat16": 2e-1}
+
+
+class Scale(K.layers.Layer):
+    def __init__(self, factor, **kwargs):
+        super().__init__(**kwargs)
+        self.factor = factor
+        self.inner = K.layers.Dense(3, dtype=self.dtype_policy)
+
+    def build(self, shape):
+        self.inner.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.factor * self.inner(x)
+
+    def get_config(self):
+        return {**super().get_config(), "factor": self.factor}
+
+
+class Gain(keras_mp.layers.Layer):
+    def build(self, shape):
+        self.gain = self.add_weight(shape=(shape[-1],), initializer="ones", name="gain")
+
+    def call(self, x):
+        return x * self.gain
+
+
+def functional():
+    """Nested, wrapped, shared, own and Lambda layers, and one that is kept in float32."""
+    inputs = K.Input([4, 5])
+    shared = K.layers.Dense(5, activation="tanh")
+    x = K.layers.TimeDistributed(K.layers.Dense(5))(shared(inputs))
+    x = K.layers.TimeDistributed(K.layers.Lambda(lambda z: z * 2))(shared(x))
+    x = K.layers.Bidirectional(K.layers.LSTM(2))(x)
+    x = K.Sequential([K.Input([4]), K.layers.Dense(2), Gain()])(x)
+    x = K.layers.RNN(K.layers.LSTMCell(2))(K.layers.Reshape([1, 2])(x))
+    x = Scale(2)(K.layers.BatchNormalization()(x))
+    return K.Model(inputs, K.layers.Dense(2, "softmax", dtype="float32")(x))
+
+
+def sequential():
+    return K.Sequential([K.Input([4, 5]), K.layers.Flatten(), K.layers.Dense(3), K.layers.Dense(2)])
+
+
+def unbuilt():
+    return K.Sequential([K.layers.Flatten(), K.layers.Dense(3), K.layers.Dense(2)])
+
+
+@K.utils.register_keras_serializable("tests")
+class Subclassed(K.Model):
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.flatten = K.layers.Flatten()
+        self.hidden = K.layers.Dense(units)
+        self.last = K.layers.Dense(2, dtype="float32")
+
+    def call(self, x):
+        return self.last(self.hidden(self.flatten(x)))
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+MODELS = {
+    "functional": functional,
+    "sequential": sequential,
+    "unbuilt": unbuilt,
+    "subclassed": lambda: Subclassed(3),
+}
+X = np.random.default_rng(0).normal(size=[3, 4, 5]).astype("float32")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("mixed_float16", "float32"),
+        ("mixed_bfloat16", "float32"),
+        ("float32", "mixed_bfloat16"),
+        ("mixed_bfloat16", "mixed_float16"),
+        ("float32", "float64"),
+    ],
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_same_weights_and_nearly_the_same_outputs(model, before, after):
+    keras_mp.set_global_policy(before)
+    original = MODELS[model]()
+    outputs = tf.cast(original(X), "float32")
+    keras_mp.set_global_policy(None)
+    converted = keras_mp.convert(original, after)
+    assert type(converted) is type(original)
+    if model != "subclassed":  # of which Keras 2 does not keep it
+        assert converted.name == original.name
+    assert converted.dtype_policy == keras_mp.Policy(after)
+    assert keras_mp.global_policy().name == "float32"
+    for old, new in zip(original.get_weights(), converted.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    coarsest = max(BOUNDS[name.removeprefix("mixed_")] for name in (before, after))
+    np.testing.assert_allclose(tf.cast(converted(X), "float32"), outputs, atol=coarsest)
+    kept = {layer.name for layer in original.layers if layer.compute_dtype == "float32"}
+    for layer in keras_api.flatten_layers(converted):
+        was_kept = before != "float32" and layer.name in kept
+        was_kept |= layer is getattr(converted, "last", None)  # which the constructor decides
+        expected = "float32" if was_kept else after.removeprefix("mixed_")
+        if not isinstance(layer, K.layers.InputLayer):
+            assert layer.compute_dtype == expected, layer.name
+    converted.compile("sgd", "mse")
+    converted.fit(X, np.zeros(converted(X).shape), verbose=0)
+
+
+def test_trained_mixed_and_exported_in_float32(tmp_path):
+    x, y = digits()
+    keras_mp.set_global_policy("mixed_bfloat16")
+    model = K.Sequential([K.Input([64]), K.layers.Dense(32, "relu"), K.layers.Dense(10, "softmax")])
+    model.compile(K.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(x, y, epochs=5, verbose=0)
+    accuracy = model.evaluate(x, y, verbose=0)[1]
+    keras_mp.set_global_policy(None)
+    wide = keras_mp.convert(model, "float32")
+    predictions = wide.predict(x, verbose=0)
+    assert predictions.dtype == np.float32
+    assert np.mean(predictions.argmax(-1) == y) == pytest.approx(accuracy, abs=0.02)
+    wide.export(str(tmp_path / "exported"))
+    exported = tf.saved_model.load(str(tmp_path / "exported"))
+    np.testing.assert_allclose(exported.serve(tf.constant(x)), predictions, atol=1e-6)
+
+
+def test_integers_are_left_alone():
+    inputs = K.Input([3], dtype="int32")
+    embedded = K.layers.Embedding(2000, 2)(inputs)
+    model = K.Model(inputs, K.layers.Dense(1)(K.layers.Flatten()(embedded)))
+    converted = keras_mp.convert(model, "mixed_float16")
+    ids = np.array([[1, 1999, 0]])
+    assert converted(ids).dtype == tf.float16
+    np.testing.assert_allclose(converted(ids), model(ids), atol=1e-2)
+
+
+def test_the_state_of_the_optimizer_moves_in_a_checkpoint(tmp_path):
+    keras_mp.set_global_policy("mixed_float16")
+    model = sequential()
+    model.compile("adam", "mse")
+    model.fit(X, np.ones([3, 2]), epochs=3, verbose=0)
+    path = tf.train.Checkpoint(optimizer=model.optimizer).save(str(tmp_path / "c"))
+    keras_mp.set_global_policy(None)
+    wide = keras_mp.convert(model, "float32")
+    wide.compile("adam", "mse")
+    wide.optimizer.build(wide.trainable_variables)
+    tf.train.Checkpoint(optimizer=wide.optimizer).restore(path)
+    assert int(wide.optimizer.iterations) == int(model.optimizer.iterations) == 3
+
+
+class WithoutConfig(K.Model):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, x):
+        return self.layer(x)
+
+    def get_config(self):
+        raise NotImplementedError("It has none.")
+
+
+class Forgets(Subclassed):
+    def __init__(self, units=5, **kwargs):
+        super().__init__(units, **kwargs)
+
+    def get_config(self):
+        config = super().get_config()
+        del config["units"]
+        return config
+
+
+def test_what_cannot_be_converted_says_why():
+    with pytest.raises(ValueError, match="cannot be converted.*Keras said: .*It has none"):
+        keras_mp.convert(WithoutConfig(K.layers.Dense(1)), "float32")
+    forgets = Forgets(3)
+    forgets(X)
+    with pytest.raises(ValueError, match="has other weights.*Expected shapes.*Received: "):
+        keras_mp.convert(forgets, "mixed_bfloat16")
+    dense = K.layers.Dense(5)
+    inputs = K.Input([4, 5])
+    shared_with_a_wrapper = K.Model(inputs, dense(K.layers.TimeDistributed(dense)(inputs)))
+    with pytest.raises(ValueError, match="has other weights"):
+        keras_mp.convert(shared_with_a_wrapper, "mixed_bfloat16")
+    with pytest.raises(TypeError, match="Expected a model.*Received: model=3"):
+        keras_mp.convert(3, "float32")
+    with pytest.raises(ValueError, match="Cannot interpret the policy"):
+        keras_mp.convert(sequential(), "nonsense")
