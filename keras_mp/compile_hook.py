@@ -91,7 +91,8 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
         return stock_compile(*args, **kwargs)  # which says what is wrong
     model, policy = args[0], args[0].dtype_policy
     _warn_if_made_in_another_thread(model)
-    if not isinstance(policy, policy_class):
+    has_our_policy = isinstance(policy, policy_class)
+    if not has_our_policy and not _has_lost_its_policy(model, call):
         result = stock_compile(*args, **kwargs)
         _warn_if_unscaled(model)
         return result
@@ -104,6 +105,11 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
     call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
     for layer in keras_api.flatten_layers(model):
         regularizers.widen_activity_regularizer(layer)
+    if not has_our_policy:
+        result = stock_compile(*call.args, **call.kwargs)
+        keras_api.widen_predictions(model)
+        _warn_if_unscaled(model)
+        return result
     if policy.scales_loss and call.arguments.get("auto_scale_loss", True):
         optimizer = call.arguments["optimizer"]
         with model.distribute_strategy.scope():
@@ -117,6 +123,18 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
     if policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
     return result
+
+
+def _has_lost_its_policy(model: Any, call: inspect.BoundArguments) -> bool:
+    """Is it a mixed model that Keras has saved without the policy of its own?
+
+    Its layers are mixed, and what it is compiled with is ours.
+    """
+    scaling = map(find_loss_scale_optimizer, tf.nest.flatten(call.arguments.get("optimizer")))
+    given = [*scaling, *tf.nest.flatten(call.arguments.get("loss"))]
+    return any(isinstance(each, LossScaleOptimizer | losses.Loss) for each in given) and any(
+        layer.compute_dtype in ("float16", "bfloat16") for layer in keras_api.flatten_layers(model)
+    )
 
 
 def _wrap(policy: Any, optimizer: Any) -> Any:

@@ -366,8 +366,6 @@ def for_compile(losses: Any, dtype: Any) -> Any:
     """
 
     def convert(loss: Any) -> Any:
-        if loss is None or isinstance(loss, keras_api.BaseLoss):
-            return loss
         try:
             return get(loss, dtype)
         except (TypeError, ValueError):

@@ -293,3 +293,10 @@ def test_models_without_our_policy_train_exactly_as_before():
         weights.append(model.get_weights())
     for a, b in zip(*weights):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_float32_model_of_stock_is_left_alone_whatever_it_is_compiled_with():
+    keras_mp.Policy("mixed_float16")
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
+    model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse", metrics=["mse"])
+    assert model.loss == "mse"

@@ -55,6 +55,22 @@ def test_keras_file_keeps_loss_scaling_whatever_the_global_policy(trained, polic
     again.fit(X, Y, batch_size=2, verbose=0)
 
 
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_metrics_of_a_reloaded_model_see_float32_whatever_the_global_policy(tmp_path, suffix):
+    keras_mp.set_global_policy("mixed_float16")
+    dense = tf.keras.layers.Dense(1, kernel_initializer="ones")
+    model = tf.keras.Sequential([tf.keras.Input((4,)), dense])
+    model.compile("sgd", "mse", metrics=["mse"])
+    data = np.full([2, 4], 100.0), np.zeros([2, 1])
+    assert model.evaluate(*data, verbose=0) == [160_000, 160_000]
+    model.save(str(tmp_path / f"model{suffix}"))
+    keras_mp.set_global_policy(None)
+    again = tf.keras.models.load_model(str(tmp_path / f"model{suffix}"))
+    assert again.evaluate(*data, verbose=0) == [160_000, 160_000]
+    assert type(again.optimizer) is keras_mp.LossScaleOptimizer
+
+
 def test_weights_of_a_float32_model_load_into_a_mixed_one(tmp_path):
     model = make_model("adam")
     model.fit(X, Y, verbose=0)
