@@ -455,14 +455,23 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             )
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments from which `from_config` makes an equal optimizer."""
-        return {
+        """Returns the arguments from which `from_config` makes an equal optimizer.
+
+        As the config of an optimizer has its learning rate of that moment, this one has the loss
+        scale's state: an `.h5` file has no other place for it.
+        """
+        config = {
             "name": self._name,
             "inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer),
             "loss_scale": loss_scale_lib.serialize(self._loss_scale),
             "aggregate_in_float16": self._aggregate_in_float16,
             "warn_after_skips": self.warn_after_skips,
         }
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                state = {name: tf.convert_to_tensor(v) for name, v in self._state().items()}
+                config["state"] = {name: value.numpy().item() for name, value in state.items()}
+        return config
 
     @classmethod
     def from_config(
@@ -482,7 +491,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
         if isinstance(inner, dict):
             inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
-        return cls(inner, **config)
+        saved = config.pop("state", {})
+        optimizer = cls(inner, **config)
+        for name, variable in optimizer._state().items():
+            if name in saved:
+                variable.assign(saved[name])
+        return optimizer
 
     def _own_children(self) -> dict[str, Any]:
         """What a checkpoint holds of the wrapper, beside the inner optimizer's own children."""

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
@@ -173,9 +174,30 @@ class OptimizerWrapper(
         """Makes the inner optimizer's variables.
 
         Args:
-            var_list: iterable of the model's trainable variables.
+            var_list: iterable of the model's trainable variables. An empty one is none yet: Keras
+                3 passes it for an `.h5` file, of a model that has made its variables.
         """
-        self._family.build(list(var_list))
+        variables = list(var_list)
+        if not variables:
+            return
+        self._family.build(variables)
+        weights = vars(self).pop("_weights_to_come", None)
+        if weights is not None:
+            with tf.init_scope():
+                self.inner_optimizer.set_weights(weights)
+
+    def set_weights(self, weights: Iterable[Any]) -> None:
+        """Sets the values of the inner optimizer's variables.
+
+        Args:
+            weights: iterable of arrays, as `get_weights` returns them. Where Keras 3 has not built
+                the optimizer yet, they are set as soon as it is.
+        """
+        if getattr(self.inner_optimizer, "built", True):
+            self.inner_optimizer.set_weights(weights)
+        else:
+            # Copies, since they may be in a file that will be closed by then.
+            vars(self)["_weights_to_come"] = [np.array(weight) for weight in weights]
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set the final values, where it has any: averages, for one.
