@@ -52,22 +52,22 @@ def convert(model: Any, policy: Any) -> Any:
     layers = keras_api.flatten_layers(model)
     classes = {type(layer).__name__: type(layer) for layer in layers}
     only_16_bit = any(layer.compute_dtype in _16_BIT for layer in layers)
-    try:
-        with (
-            policy_scope(policy) as scoped,
-            tf.keras.utils.custom_object_scope(classes),
-            keras_api.trusted_scope(),
-        ):
+    with (
+        policy_scope(policy) as scoped,
+        tf.keras.utils.custom_object_scope(classes),
+        keras_api.trusted_scope(),
+    ):
+        try:
             converted = _remake(model, scoped, _16_BIT if only_16_bit else _FLOATING)
             if model.built and not converted.built:
                 converted.build_from_config(model.get_build_config())
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"The model {model.name!r} cannot be converted, since it cannot be made anew from its "
-            "config: give its class a `get_config` with all arguments of the constructor, or "
-            "build it yourself under the other policy and use `set_weights`. "
-            f"Keras said: {error}"
-        ) from error
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The model {model.name!r} cannot be converted, since it cannot be made anew from "
+                "its config: give its class a `get_config` with all arguments of the constructor, "
+                "or build it yourself under the other policy and use `set_weights`. "
+                f"Keras said: {error}"
+            ) from error
     weights = model.get_weights()
     shapes = [tuple(weight.shape) for weight in weights]
     remade_shapes = [tuple(weight.shape) for weight in converted.weights]

@@ -197,5 +197,5 @@ def test_what_cannot_be_converted_says_why():
         keras_mp.convert(shared_with_a_wrapper, "mixed_bfloat16")
     with pytest.raises(TypeError, match="Expected a model.*Received: model=3"):
         keras_mp.convert(3, "float32")
-    with pytest.raises(ValueError, match="Cannot interpret the policy"):
+    with pytest.raises(ValueError, match="^Cannot interpret the policy"):
         keras_mp.convert(sequential(), "nonsense")
