@@ -1,3 +1,4 @@
+import contextlib
 import warnings
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, value
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -91,6 +92,105 @@ def test_the_config_has_the_state_of_the_loss_scale(trained):
     del config["state"]  # as older ones are, and stock ones
     fresh = keras_mp.LossScaleOptimizer.from_config(config)
     assert float(fresh.loss_scale()) == 2.0**24
+
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+
+
+def set_policy(name):
+    """Sets the policy, with a scale at which no step is skipped."""
+    scale = keras_mp.DynamicLossScale(2.0**5, increment_period=4)
+    keras_mp.set_global_policy(keras_mp.Policy(name, scale if name == "mixed_float16" else None))
+
+
+def slots(model):
+    """The slots of a model's optimizer, in an order that does not depend on how it was made."""
+    optimizer, variables = model.optimizer, model.trainable_variables
+    if hasattr(optimizer, "get_slot_names") and optimizer.get_slot_names():  # a legacy one
+        names = optimizer.get_slot_names()
+        return [value(optimizer.get_slot(v, name)) for v in variables for name in names]
+    return [value(v) for v in optimizer.variables]
+
+
+def step(model, times=1):
+    for i in range(times):
+        model.train_on_batch(X[4 * i : 4 * i + 4], Y[4 * i : 4 * i + 4])
+
+
+@pytest.mark.parametrize("is_made_before", [True, False])
+@pytest.mark.parametrize("after", POLICIES)
+@pytest.mark.parametrize("before", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_move_between_policies(family, before, after, is_made_before, tmp_path):
+    set_policy(before)
+    model = make_model(make_optimizer(family))
+    step(model, 5)
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(tmp_path / "c"))
+
+    set_policy(after)
+    again = make_model(make_optimizer(family))
+    if is_made_before:
+        step(again)
+    tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(path).expect_partial()
+    if is_made_before:
+        for ours, reference in zip(slots(again), slots(model), strict=True):
+            np.testing.assert_array_equal(ours, reference)
+    assert int(value(again.optimizer.iterations)) == 5
+    for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    if before == after == "mixed_float16":
+        assert float(again.optimizer.loss_scale()) == float(model.optimizer.loss_scale())
+        assert int(again.optimizer.loss_scale.num_good_steps) == 1
+
+    step(again)
+    if before == after:
+        step(model)
+        for ours, reference in zip(slots(again), slots(model), strict=True):
+            np.testing.assert_array_equal(ours, reference)
+        for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(ours, reference)
+    assert int(value(again.optimizer.iterations)) == 6
+
+
+@pytest.mark.parametrize("is_saved_mirrored", [True, False])
+def test_checkpoints_move_into_a_strategy_and_out_of_it(is_saved_mirrored, tmp_path):
+    set_policy("mixed_float16")
+    models = []
+    for is_mirrored in (is_saved_mirrored, not is_saved_mirrored):
+        with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
+            models.append(make_model(make_optimizer(FAMILIES[0])))
+        models[-1].fit(X, Y, batch_size=32, shuffle=False, verbose=0)
+    model, again = models
+    model.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(tmp_path / "c"))
+    tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(path).assert_consumed()
+    for ours, reference in zip(states(again), states(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    again.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
+    assert int(value(again.optimizer.iterations)) == 6
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="That of Keras 3 has another layout.")
+@pytest.mark.parametrize("is_saved_by_us", [True, False])
+def test_checkpoints_are_those_of_the_stock_optimizer(is_saved_by_us, tmp_path):
+    classes = (keras_mp.LossScaleOptimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+    optimizers = []
+    for cls in classes if is_saved_by_us else reversed(classes):
+        variable = tf.Variable([1.0, 2.0])
+        optimizer = cls(tf.keras.optimizers.Adam(0.1), initial_scale=64.0, dynamic_growth_steps=5)
+        for _ in range(7 if not optimizers else 1):
+            with tf.GradientTape() as tape:
+                loss = optimizer.get_scaled_loss(tf.reduce_sum(variable**2))
+            gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [variable]))
+            optimizer.apply_gradients(zip(gradients, [variable]))
+        optimizers.append(optimizer)
+    saved, loaded = optimizers
+    path = tf.train.Checkpoint(optimizer=saved).save(str(tmp_path / "c"))
+    tf.train.Checkpoint(optimizer=loaded).restore(path).expect_partial()
+    assert float(loaded.loss_scale) == float(saved.loss_scale) == 128
+    assert int(loaded.dynamic_counter) == int(saved.dynamic_counter) == 2
+    for ours, reference in zip(loaded.variables, saved.variables, strict=True):
+        np.testing.assert_array_equal(value(ours), value(reference))
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
