@@ -1,4 +1,6 @@
 import contextlib
+import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -191,6 +193,35 @@ def test_checkpoints_are_those_of_the_stock_optimizer(is_saved_by_us, tmp_path):
     assert int(loaded.dynamic_counter) == int(saved.dynamic_counter) == 2
     for ours, reference in zip(loaded.variables, saved.variables, strict=True):
         np.testing.assert_array_equal(value(ours), value(reference))
+
+
+@pytest.mark.parametrize("is_pickled", [True, False])
+def test_copies_of_a_compiled_model_train_on(is_pickled):
+    set_policy("mixed_float16")
+    model = make_model("adam")
+    step(model, 5)
+    again = pickle.loads(pickle.dumps(model)) if is_pickled else copy.deepcopy(model)
+    for one in (model, again):
+        step(one)
+    for ours, reference in zip(states(again), states(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+
+
+def test_model_checkpoint_and_backup(tmp_path):
+    set_policy("mixed_float16")
+    model = make_model("adam")
+    file = str(tmp_path / "model.keras")
+    callbacks = [
+        tf.keras.callbacks.ModelCheckpoint(file),
+        tf.keras.callbacks.BackupAndRestore(str(tmp_path / "backup")),
+    ]
+    model.fit(X, Y, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+    keras_mp.set_global_policy(None)
+    again = tf.keras.models.load_model(file)
+    for one in (model, again):
+        step(one)
+    for ours, reference in zip(states(again), states(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
