@@ -362,3 +362,16 @@ def test_makes_no_variables():
 
 def test_what_keras_calls_its_own_names():
     assert keras_api.BasePolicy is stock.Policy
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="DTypePolicyMap is of Keras 3.")
+def test_a_map_of_policies_round_trips():
+    policies = tf.keras.dtype_policies.DTypePolicyMap(
+        default_policy=keras_mp.Policy("mixed_float16", loss_scale=8)
+    )
+    policies["model/logits"] = keras_mp.Policy("float32")
+    config = tf.keras.dtype_policies.serialize(policies)
+    again = tf.keras.dtype_policies.deserialize(config)
+    assert again["model/logits"] == keras_mp.Policy("float32")
+    assert again.default_policy == keras_mp.Policy("mixed_float16", loss_scale=8)
+    assert tf.keras.layers.Dense(1, dtype=again).compute_dtype == "float16"
