@@ -105,12 +105,7 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
     call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
     for layer in keras_api.flatten_layers(model):
         regularizers.widen_activity_regularizer(layer)
-    if not has_our_policy:
-        result = stock_compile(*call.args, **call.kwargs)
-        keras_api.widen_predictions(model)
-        _warn_if_unscaled(model)
-        return result
-    if policy.scales_loss and call.arguments.get("auto_scale_loss", True):
+    if has_our_policy and policy.scales_loss and call.arguments.get("auto_scale_loss", True):
         optimizer = call.arguments["optimizer"]
         with model.distribute_strategy.scope():
             if isinstance(optimizer, (list, tuple)):
@@ -118,9 +113,12 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
             else:
                 optimizer = _wrap(policy, optimizer)
         call.arguments["optimizer"] = optimizer
-    result = keras_api.compile_without_wrapping(stock_compile, call)
+    if has_our_policy:
+        result = keras_api.compile_without_wrapping(stock_compile, call)
+    else:
+        result = stock_compile(*call.args, **call.kwargs)
     keras_api.widen_predictions(model)
-    if policy.compute_dtype != "float16":
+    if not has_our_policy or policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
     return result
 

@@ -1,7 +1,6 @@
 """The same model, with the same weights, under another policy."""
 
-import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -51,14 +50,20 @@ def convert(model: Any, policy: Any) -> Any:
         )
     layers = keras_api.flatten_layers(model)
     classes = {type(layer).__name__: type(layer) for layer in layers}
-    only_16_bit = any(layer.compute_dtype in _16_BIT for layer in layers)
+    is_in_16_bits = any(layer.compute_dtype in _16_BIT for layer in layers)
+    dtypes = _16_BIT if is_in_16_bits else _FLOATING
     with (
         policy_scope(policy) as scoped,
         tf.keras.utils.custom_object_scope(classes),
         keras_api.trusted_scope(),
     ):
         try:
-            converted = _remake(model, scoped, _16_BIT if only_16_bit else _FLOATING)
+            config = model.get_config()
+            serialized = tf.keras.utils.serialize_keras_object(scoped)
+            for layer_config in _layer_configs(config):
+                if _compute_dtype(layer_config["dtype"]) in dtypes:
+                    layer_config["dtype"] = serialized
+            converted = type(model).from_config(config)
             if model.built and not converted.built:
                 converted.build_from_config(model.get_build_config())
         except (NotImplementedError, TypeError, ValueError) as error:
@@ -79,19 +84,6 @@ def convert(model: Any, policy: Any) -> Any:
         )
     converted.set_weights(weights)
     return converted
-
-
-def _remake(layer: Any, policy: Any, dtypes: Collection[str]) -> Any:
-    """Makes a layer anew, with another policy where it computes in one of the dtypes."""
-    if type(layer) in keras_api.GRAPH_MODELS:
-        # Unlike `from_config`, it makes Lambda layers, too.
-        remake = functools.partial(_remake, policy=policy, dtypes=dtypes)
-        return tf.keras.models.clone_model(layer, clone_function=remake)
-    config = layer.get_config()
-    for layer_config in _layer_configs(config):
-        if _compute_dtype(layer_config["dtype"]) in dtypes:
-            layer_config["dtype"] = tf.keras.utils.serialize_keras_object(policy)
-    return type(layer).from_config(config)
 
 
 def _layer_configs(config: Any) -> Iterator[dict[str, Any]]:

@@ -46,6 +46,14 @@ def value(variable: Any) -> np.ndarray:
     return tf.convert_to_tensor(variable).numpy()
 
 
+def training_state(model: Any) -> list[np.ndarray]:
+    """Everything that a run has: weights, the optimizer's variables, the loss scale's state."""
+    optimizer = model.optimizer
+    scale = optimizer.loss_scale
+    own = [scale.loss_scale, scale.num_good_steps, scale.num_bad_steps, optimizer.steps_skipped]
+    return [value(v) for v in (*model.weights, optimizer.iterations, *optimizer.variables, *own)]
+
+
 @functools.cache
 def mirrored(count: int) -> tf.distribute.MirroredStrategy:
     """A strategy of that many CPU devices, one for all tests.

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, training_state, value
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -58,14 +58,6 @@ def test_keras_file_keeps_loss_scaling_whatever_the_global_policy(trained, polic
     again.fit(X, Y, batch_size=2, verbose=0)
 
 
-def states(model):
-    """Everything that a training run has: weights, the optimizer's variables, the loss scale's."""
-    optimizer = model.optimizer
-    scale = optimizer.loss_scale
-    own = [scale.loss_scale, scale.num_good_steps, scale.num_bad_steps, optimizer.steps_skipped]
-    return [value(v) for v in (*model.weights, optimizer.iterations, *optimizer.variables, *own)]
-
-
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_defect_8_a_run_that_goes_on_from_an_h5_file_is_bitwise_the_same(trained, policy, tmp_path):
@@ -79,7 +71,7 @@ def test_defect_8_a_run_that_goes_on_from_an_h5_file_is_bitwise_the_same(trained
             one.train_on_batch(X[i : i + 2], Y[i : i + 2])
             if i == 0:
                 assert int(value(one.optimizer.iterations)) > 4
-    for ours, reference in zip(states(again), states(model), strict=True):
+    for ours, reference in zip(training_state(again), training_state(model), strict=True):
         np.testing.assert_array_equal(ours, reference)
 
 
@@ -166,7 +158,7 @@ def test_checkpoints_move_into_a_strategy_and_out_of_it(is_saved_mirrored, tmp_p
     model.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
     path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(tmp_path / "c"))
     tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(path).assert_consumed()
-    for ours, reference in zip(states(again), states(model), strict=True):
+    for ours, reference in zip(training_state(again), training_state(model), strict=True):
         np.testing.assert_array_equal(ours, reference)
     again.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
     assert int(value(again.optimizer.iterations)) == 6
@@ -203,7 +195,7 @@ def test_copies_of_a_compiled_model_train_on(is_pickled):
     again = pickle.loads(pickle.dumps(model)) if is_pickled else copy.deepcopy(model)
     for one in (model, again):
         step(one)
-    for ours, reference in zip(states(again), states(model), strict=True):
+    for ours, reference in zip(training_state(again), training_state(model), strict=True):
         np.testing.assert_array_equal(ours, reference)
 
 
@@ -220,7 +212,7 @@ def test_model_checkpoint_and_backup(tmp_path):
     again = tf.keras.models.load_model(file)
     for one in (model, again):
         step(one)
-    for ours, reference in zip(states(again), states(model), strict=True):
+    for ours, reference in zip(training_state(again), training_state(model), strict=True):
         np.testing.assert_array_equal(ours, reference)
 
 

@@ -14,16 +14,9 @@ import tensorflow as tf
 
 import keras_mp
 from tests import saving_in_a_loop
-from tests.common import value
+from tests.common import training_state, value
 
 ROOT = pathlib.Path(__file__).parent.parent
-
-
-def states(model):
-    optimizer = model.optimizer
-    own = [optimizer.loss_scale.loss_scale, optimizer.loss_scale.num_good_steps]
-    variables = (*model.weights, *optimizer.variables, *own, optimizer.steps_skipped)
-    return [value(v) for v in variables]
 
 
 def assert_same(ours, reference):
@@ -55,7 +48,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(seed, tmp_p
     reference, _ = saving_in_a_loop.make()
     for _ in range(steps):
         saving_in_a_loop.step(reference)
-    assert_same(states(model), states(reference))
+    assert_same(training_state(model), training_state(reference))
 
 
 @pytest.mark.parametrize("part", [".index", ".data-00000-of-00001"])
@@ -67,10 +60,10 @@ def test_a_file_that_is_cut_off_is_an_error_and_changes_nothing(part, tmp_path):
     file = pathlib.Path(path + part)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     again, checkpoint = saving_in_a_loop.make()
-    before = states(again)
+    before = training_state(again)
     with pytest.raises((tf.errors.OpError, ValueError, IndexError)):
         checkpoint.restore(path)
-    assert_same(states(again), before)
+    assert_same(training_state(again), before)
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5", ".weights.h5"])
@@ -81,11 +74,11 @@ def test_a_model_file_that_is_cut_off_is_an_error(suffix, tmp_path):
     is_weights = suffix == ".weights.h5"
     (model.save_weights if is_weights else model.save)(str(file))
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    before = states(model)
+    before = training_state(model)
     load = model.load_weights if is_weights else tf.keras.models.load_model
     with pytest.raises((OSError, ValueError)):
         load(str(file))
-    assert_same(states(model), before)
+    assert_same(training_state(model), before)
 
 
 def test_a_checkpoint_of_another_model_names_what_does_not_fit(tmp_path):

@@ -66,7 +66,6 @@ LossFunctionWrapper = _module.LossFunctionWrapper
 StockLossScaleOptimizer = _module.StockLossScaleOptimizer
 OPTIMIZER_BASES = _module.OPTIMIZER_BASES
 CROSSENTROPY_NAMES = _module.CROSSENTROPY_NAMES
-GRAPH_MODELS = _module.GRAPH_MODELS
 COMPILE_OWNER = _module.COMPILE_OWNER
 APPLY_TAKES_SCALED_GRADIENTS = _module.APPLY_TAKES_SCALED_GRADIENTS
 arguments_of_loss = _module.arguments_of_loss

@@ -12,7 +12,6 @@ Each of `keras2` and `keras3` defines:
 - `StockLossScaleOptimizer`: `tf.keras.mixed_precision.LossScaleOptimizer`.
 - `OPTIMIZER_BASES`: the classes that Keras takes for an optimizer.
 - `CROSSENTROPY_NAMES`: what `compile(loss=)` takes for the cross entropy that fits the shapes.
-- `GRAPH_MODELS`: the classes of models that are nothing but a graph of layers.
 - `COMPILE_OWNER`: the class on which `Model.compile` is defined.
 - `APPLY_TAKES_SCALED_GRADIENTS`: does the stock wrapper's `apply_gradients` unscale?
 - `arguments_of_loss(loss)`: with which arguments a built-in loss was made.

@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.engine import compile_utils as _compile_utils
 from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
-from tf_keras.src.engine.functional import Functional as _Functional
 from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
 from tf_keras.src.optimizers import utils as _optimizer_utils
 from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
@@ -23,7 +22,6 @@ _Optimizer = keras.optimizers.Optimizer
 _LegacyOptimizer = keras.optimizers.legacy.Optimizer
 # A wrapper is an instance of both bases, whichever family it wraps, so that it is one class.
 OPTIMIZER_BASES = (_Optimizer, _LegacyOptimizer)
-GRAPH_MODELS = (keras.Sequential, _Functional)
 COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = False
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 from keras.src import backend as _backend
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
-from keras.src.models.functional import Functional as _Functional
 from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 
@@ -23,7 +22,6 @@ keras = tf.keras
 BasePolicy = keras.mixed_precision.Policy
 StockLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES = (keras.optimizers.Optimizer,)
-GRAPH_MODELS = (keras.Sequential, _Functional)
 COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = True
 
