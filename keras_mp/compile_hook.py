@@ -94,6 +94,7 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
     has_our_policy = isinstance(policy, policy_class)
     if not has_our_policy and not _has_lost_its_policy(model, call):
         result = stock_compile(*args, **kwargs)
+        _tell_optimizers(model)
         _warn_if_unscaled(model)
         return result
     with model.distribute_strategy.scope():
@@ -118,9 +119,16 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
     else:
         result = stock_compile(*call.args, **call.kwargs)
     keras_api.widen_predictions(model)
+    _tell_optimizers(model)
     if not has_our_policy or policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
     return result
+
+
+def _tell_optimizers(model: Any) -> None:
+    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
+        if isinstance(optimizer, OptimizerWrapper):
+            optimizer.compiled_for(model)
 
 
 def _has_lost_its_policy(model: Any, call: inspect.BoundArguments) -> bool:

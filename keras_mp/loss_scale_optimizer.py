@@ -424,12 +424,13 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         super().finalize_variable_values(var_list)
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves the loss scale's state; the inner optimizer is saved beside it, by Keras.
+        """Saves the loss scale's state, beside what the inner optimizer saves.
 
         Args:
             store: dict-like, of names and arrays.
         """
         self._collect_reports()
+        super().save_own_variables(store)
         for name, variable in self._state().items():
             store[name] = variable.numpy()
 
@@ -439,10 +440,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Args:
             store: dict-like, of names and arrays. What it does not hold stays as it is, with a
                 warning.
+
+        Raises:
+            ValueError: the variables are those of another optimizer.
         """
+        super().load_own_variables(store)
         saved, state = set(store.keys()), self._state()
-        if saved and saved == {str(i) for i in range(len(self.variables))}:
-            self.inner_optimizer.load_own_variables(store)
         for name in saved & set(state):
             state[name].assign(store[name][()])
         missing = sorted(set(state) - saved)
@@ -497,6 +500,44 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             if name in saved:
                 variable.assign(saved[name])
         return optimizer
+
+    def stock_layout(self) -> Any:
+        """Returns what checkpoints of the stock `LossScaleOptimizer` hold, under their names.
+
+        The stock one of tf_keras lays its checkpoints out as this one does, which is itself
+        returned there. The one of Keras 3 does not, so its checkpoints are read, and are written
+        for it, by way of this.
+
+        Returns:
+            An object for `tf.train.Checkpoint`.
+
+        Example:
+
+        >>> import tempfile
+        >>> sgd = tf.keras.optimizers.SGD()
+        >>> stock = tf.keras.mixed_precision.LossScaleOptimizer(sgd, initial_scale=64.0)
+        >>> _ = stock.apply_gradients([(tf.constant(64.0), tf.Variable(1.0))])
+        >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = tf.train.Checkpoint(optimizer=stock).save(directory + "/checkpoint")
+        ...     checkpoint = tf.train.Checkpoint(optimizer=optimizer.stock_layout())
+        ...     _ = checkpoint.restore(path).expect_partial()
+        >>> float(optimizer.loss_scale()), int(optimizer.iterations)
+        (64.0, 1)
+        """
+        return keras_api.stock_layout(self)
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # What checkpoints call the children that the two layouts share comes before what tells the
+        # layouts apart, and is not restored before all have been looked up.
+        if name == keras_api.STOCK_LAYOUT_CHILD:
+            raise ValueError(
+                "This is a checkpoint of tf.keras's own LossScaleOptimizer, which Keras 3 lays out "
+                "in another way than that of an optimizer. Restore it with "
+                "`tf.train.Checkpoint(optimizer=optimizer.stock_layout()).restore(path)`. Nothing "
+                "was restored."
+            )
+        return super()._lookup_dependency(name, *args, **kwargs)
 
     def _own_children(self) -> dict[str, Any]:
         """What a checkpoint holds of the wrapper, beside the inner optimizer's own children."""

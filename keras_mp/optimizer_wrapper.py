@@ -4,16 +4,19 @@ RFC 293, "OptimizerWrapper" and "LossScaleOptimizer __getattribute__ and __setat
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, messages
 from keras_mp.keras_api import interface
 
 _ALIASES = {"lr": "learning_rate"}
+
+_models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 
 
 class OptimizerWrapper(
@@ -174,17 +177,31 @@ class OptimizerWrapper(
         """Makes the inner optimizer's variables.
 
         Args:
-            var_list: iterable of the model's trainable variables. An empty one is none yet: Keras
-                3 passes it for an `.h5` file, of a model that has made its variables.
+            var_list: iterable of the model's trainable variables. An empty one, which Keras 3
+                passes for an `.h5` file, stands for those of the model that was compiled with this
+                optimizer, or for none yet.
         """
-        variables = list(var_list)
+        variables = list(var_list) or list(self._variables_of_model())
         if not variables:
             return
         self._family.build(variables)
         weights = vars(self).pop("_weights_to_come", None)
         if weights is not None:
             with tf.init_scope():
-                self.inner_optimizer.set_weights(weights)
+                self.set_weights(weights)
+
+    def compiled_for(self, model: Any) -> None:
+        """Remembers the model that is trained.
+
+        Args:
+            model: A model of `tf.keras`.
+        """
+        _models[self] = weakref.ref(model)
+
+    def _variables_of_model(self) -> Sequence[Any]:
+        reference = _models.get(self)
+        model = None if reference is None else reference()
+        return model.trainable_variables if model is not None and model.built else ()
 
     def set_weights(self, weights: Iterable[Any]) -> None:
         """Sets the values of the inner optimizer's variables.
@@ -192,12 +209,46 @@ class OptimizerWrapper(
         Args:
             weights: iterable of arrays, as `get_weights` returns them. Where Keras 3 has not built
                 the optimizer yet, they are set as soon as it is.
+
+        Raises:
+            ValueError: these are weights of an optimizer of another kind or for another model.
         """
-        if getattr(self.inner_optimizer, "built", True):
-            self.inner_optimizer.set_weights(weights)
-        else:
+        weights = list(weights)
+        if not getattr(self.inner_optimizer, "built", True):
             # Copies, since they may be in a file that will be closed by then.
             vars(self)["_weights_to_come"] = [np.array(weight) for weight in weights]
+            return
+        expected = [tuple(variable.shape) for variable in self.variables]
+        received = [tuple(np.shape(weight)) for weight in weights]
+        if expected != received:
+            raise ValueError(
+                "The weights are those of an optimizer of another kind, or for another model. "
+                f"Nothing was set. Expected the shapes {expected}. Received: {received}"
+            )
+        self.inner_optimizer.set_weights(weights)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the inner optimizer's variables, where Keras does not save them beside this.
+
+        Args:
+            store: dict-like, of names and arrays.
+        """
+        if not self._family.is_saved_by_keras:
+            for i, variable in enumerate(self.variables):
+                store[str(i)] = tf.convert_to_tensor(variable).numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
+
+        Args:
+            store: dict-like, of names and arrays.
+
+        Raises:
+            ValueError: the variables are those of another optimizer.
+        """
+        numbers = sorted(int(name) for name in set(store.keys()) if name.isdigit())
+        if numbers:
+            self.set_weights([store[str(number)][()] for number in numbers])
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set the final values, where it has any: averages, for one.
@@ -220,6 +271,13 @@ class OptimizerWrapper(
                 "model as .keras or .h5, leave the optimizer out (`model.save(path, "
                 "include_optimizer=False)`, `model.export(path)`), or use an optimizer of "
                 f"`tf.keras.optimizers`. Received: {self!r}"
+            )
+        if save_type == "savedmodel" and self._family.is_revived_without_state:
+            messages.warn(
+                "tf.keras loads a model from a SavedModel with a new optimizer: without iterations "
+                "and slots. To train on after loading, save the model as .keras or .h5, or "
+                "use a tf.train.Checkpoint. To serve it, leave the optimizer out "
+                "(`model.save(path, include_optimizer=False)`, `model.export(path)`)."
             )
         return super()._trackable_children(save_type, **kwargs)
 

@@ -15,7 +15,7 @@ from keras_mp import loss_scale as loss_scale_lib
 _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
 
-@keras_api.register_serializable
+@keras_api.register_policy
 class Policy(keras_api.BasePolicy):
     """A dtype policy of `tf.keras` that also says how a model's loss is scaled.
 
@@ -85,7 +85,12 @@ class Policy(keras_api.BasePolicy):
         return self.compute_dtype != self.variable_dtype
 
     def get_config(self) -> dict[str, Any]:
-        """Returns `{"name": ..., "loss_scale": ...}`, of Python values."""
+        """Returns the arguments from which `from_config` makes an equal policy.
+
+        An automatic loss scale is left out: what is left is a config of the stock class.
+        """
+        if self._has_automatic_scale:
+            return {"name": self.name}
         return {"name": self.name, "loss_scale": self._loss_scale_config}
 
     @classmethod
@@ -130,9 +135,13 @@ class Policy(keras_api.BasePolicy):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_config, (self.get_config(),)
 
-    def __repr__(self) -> str:
+    @property
+    def _has_automatic_scale(self) -> bool:
         automatic = loss_scale_lib.DEFAULT_DYNAMIC if self.name == "mixed_float16" else None
-        if self._loss_scale_config == automatic:
+        return self._loss_scale_config == automatic
+
+    def __repr__(self) -> str:
+        if self._has_automatic_scale:
             return f'<Policy "{self.name}">'
         return f'<Policy "{self.name}", loss_scale={self.loss_scale!r}>'
 

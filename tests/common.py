@@ -46,6 +46,16 @@ def value(variable: Any) -> np.ndarray:
     return tf.convert_to_tensor(variable).numpy()
 
 
+def slots(model: Any) -> list[np.ndarray]:
+    """The slots of a model's optimizer, in an order that does not depend on how it was made."""
+    optimizer, variables = model.optimizer, model.trainable_variables
+    if hasattr(optimizer, "get_slot_names") and optimizer.get_slot_names():  # a legacy one
+        names = optimizer.get_slot_names()
+        return [value(optimizer.get_slot(v, name)) for v in variables for name in names]
+    variables = optimizer.variables
+    return [value(v) for v in (variables() if callable(variables) else variables)]
+
+
 def training_state(model: Any) -> list[np.ndarray]:
     """Everything that a run has: weights, the optimizer's variables, the loss scale's state."""
     optimizer = model.optimizer

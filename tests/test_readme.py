@@ -78,6 +78,17 @@ def test_the_blocks_about_losses_print_what_they_are_about():
     ]
 
 
+SAVING = (ROOT / "docs" / "saving.md").read_text()
+
+
+def test_the_blocks_about_saving_print_what_they_say():
+    program = "\n".join(re.findall(r"```python\n(.*?)```", SAVING, re.DOTALL))
+    said = re.findall(r"^print.*  # (.*)$", program, re.MULTILINE)
+    assert len(said) == 5
+    lines = run_program(program).split("\n")
+    assert [line for line in lines if line in said] == said
+
+
 def test_the_transformer_without_keras_learns_as_well_as_in_float32():
     *_, program = re.findall(r"```python\n(.*?)```", LAYERS, re.DOTALL)
     results = {}

@@ -32,7 +32,11 @@ Each of `keras2` and `keras3` defines:
 - `get_optimizer(identifier)`: instance, name or config to optimizer.
 - `optimizer_family(optimizer)`: the `OptimizerFamily` of an optimizer, or None.
 - `register_serializable`: decorator.
+- `register_policy`: decorator; of the configs of such a policy `tf.keras` alone makes a stock one.
 - `serialize_optimizer`, `deserialize_optimizer`.
+- `stock_layout(optimizer)`: a trackable of what a `LossScaleOptimizer` of ours shares with the
+  stock one, under the names by which checkpoints of the stock one know it.
+- `STOCK_LAYOUT_CHILD`: what is below an optimizer in checkpoints of the stock one only, or None.
 """
 
 import abc
@@ -50,9 +54,13 @@ class OptimizerFamily(abc.ABC):
 
     Attributes:
         fits_into_saved_model: Could a SavedModel that holds it and its wrapper be loaded again?
+        is_revived_without_state: Does a model that is loaded from one start with new slots?
+        is_saved_by_keras: Does Keras save its variables, in `.keras` and in `.weights.h5` files?
     """
 
     fits_into_saved_model = True
+    is_revived_without_state = False
+    is_saved_by_keras = True
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

@@ -26,6 +26,7 @@ COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls
 APPLY_TAKES_SCALED_GRADIENTS = False
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
+register_policy = register_serializable
 
 BasePolicy = keras.mixed_precision.Policy
 
@@ -199,6 +200,11 @@ def tracks_floatx() -> bool:
 get_optimizer = keras.optimizers.get
 serialize_optimizer = keras.optimizers.serialize
 deserialize_optimizer = keras.optimizers.deserialize
+STOCK_LAYOUT_CHILD = None
+
+
+def stock_layout(optimizer: Any) -> Any:
+    return optimizer
 
 
 def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
@@ -211,6 +217,8 @@ def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
 
 class _NewFamily(OptimizerFamily):
     """`tf.keras.optimizers.*`."""
+
+    is_revived_without_state = True
 
     def build(self, variables: Sequence[Any]) -> None:
         with tf.name_scope(self.optimizer.name), tf.init_scope():
@@ -248,6 +256,7 @@ class _LegacyFamily(OptimizerFamily):
 
     # A SavedModel revives a wrapper as the first of its bases, which cannot take the other's state.
     fits_into_saved_model = False
+    is_saved_by_keras = False
 
     def hyperparameters(self) -> frozenset[str]:
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}

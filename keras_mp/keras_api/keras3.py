@@ -28,6 +28,13 @@ APPLY_TAKES_SCALED_GRADIENTS = True
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
 
 
+def register_policy(cls: type) -> type:
+    # Keras writes the name of the class into configs, and reads this one without keras_mp as well.
+    cls = keras.utils.register_keras_serializable(package="keras_mp", name="Policy")(cls)
+    cls.__name__ = BasePolicy.__name__
+    return cls
+
+
 def init_base_policy(policy: Any, name: Any) -> None:
     BasePolicy.__init__(policy, name)
 
@@ -252,6 +259,14 @@ def _hold(policy: Any) -> None:
 get_optimizer = keras.optimizers.get
 serialize_optimizer = keras.optimizers.serialize
 deserialize_optimizer = keras.optimizers.deserialize
+STOCK_LAYOUT_CHILD = "dynamic_scale"
+
+
+def stock_layout(optimizer: Any) -> Any:
+    layout = tf.Module()
+    layout.inner_optimizer = optimizer.inner_optimizer
+    layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
+    return layout
 
 
 def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
