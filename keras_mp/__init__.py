@@ -1,6 +1,6 @@
 """Mixed precision training for tf.keras, as TensorFlow RFC 293 proposed it."""
 
-from keras_mp import callbacks, hardware, layers, loss_scale, losses, regularizers
+from keras_mp import callbacks, hardware, layers, loss_scale, losses, plots, regularizers
 from keras_mp._version import __version__
 from keras_mp.conversion import convert
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
@@ -40,6 +40,7 @@ __all__ = [
     "layers",
     "loss_scale",
     "losses",
+    "plots",
     "policy_scope",
     "recompute_grad",
     "regularizers",
