@@ -6,6 +6,7 @@ from keras_mp.conversion import convert
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.messages import MixedPrecisionWarning
+from keras_mp.model_summary import summary
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy, global_policy, policy_scope, set_global_policy
 from keras_mp.variables import (
@@ -45,4 +46,5 @@ __all__ = [
     "recompute_grad",
     "regularizers",
     "set_global_policy",
+    "summary",
 ]
