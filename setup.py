@@ -12,7 +12,8 @@ _VERSION = re.search(
 
 _TENSORFLOW_VERSIONS = ">=2.16,<2.22"
 _LEGACY = [f"tf_keras{_TENSORFLOW_VERSIONS}"]
-_TUTORIALS = ["matplotlib", "scikit-learn"]
+# TensorFlow 2.21 no longer brings tensorboard, which tf.summary needs.
+_TUTORIALS = ["matplotlib", "scikit-learn", "tensorboard"]
 
 setuptools.setup(
     name="keras-mp",
