@@ -8,6 +8,7 @@ import abc
 import functools
 import numbers
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,8 @@ import tensorflow as tf
 
 from keras_mp import messages, validation
 
-_LARGEST_FLOAT32 = float(tf.float32.max)
-# Anything smaller may be flushed to zero.
-_SMALLEST_NORMAL_FLOAT32 = 2.0**-126
+# Neither these nor their reciprocals are flushed to zero.
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 # What `serialize` makes of a `DynamicLossScale()`, for those who must not make its variables yet.
 DEFAULT_DYNAMIC = {
@@ -29,7 +29,7 @@ DEFAULT_DYNAMIC = {
         "backoff_multiplier": 0.5,
         "hysteresis": 1,
         "min_loss_scale": 1.0,
-        "max_loss_scale": 2.0**127,
+        "max_loss_scale": _LARGEST,
     },
 }
 
@@ -87,16 +87,36 @@ def next_state(
     Source: RFC 293, "The new LossScale class"; Micikevicius et al., "Mixed Precision Training",
     2018.
     """
+    schedule = {
+        "increment_period": increment_period,
+        "multiplier": multiplier,
+        "backoff_multiplier": backoff_multiplier,
+        "hysteresis": hysteresis,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+    }
+    if not isinstance(finite, bool):
+        cases = [next_state(state, case, **schedule) for case in (True, False)]
+        return LossScaleState(*(tf.where(finite, *values) for values in zip(*cases, strict=True)))
     scale = tf.convert_to_tensor(state.loss_scale, tf.float32)
     zero = tf.constant(0, tf.int64)
-    good = tf.where(finite, state.num_good_steps + 1, zero)
-    bad = tf.where(finite, zero, state.num_bad_steps + 1)
-    grow = good >= increment_period
-    scale = tf.where(grow, tf.minimum(scale * multiplier, max_loss_scale), scale)
-    scale = tf.where(
-        bad >= hysteresis, tf.maximum(scale * backoff_multiplier, min_loss_scale), scale
+    if finite:
+        good = state.num_good_steps + 1
+        grow = good >= increment_period
+        grown = _where(grow, lambda: tf.minimum(scale * multiplier, max_loss_scale), scale)
+        return LossScaleState(grown, _where(grow, lambda: zero, good), zero)
+    bad = state.num_bad_steps + 1
+    backed_off = _where(
+        bad >= hysteresis, lambda: tf.maximum(scale * backoff_multiplier, min_loss_scale), scale
     )
-    return LossScaleState(scale, tf.where(grow, zero, good), bad)
+    return LossScaleState(backed_off, zero, bad)
+
+
+def _where(condition: tf.Tensor, value: Callable[[], tf.Tensor], otherwise: tf.Tensor) -> tf.Tensor:
+    # Eager code computes what it takes, and no more.
+    if tf.executing_eagerly():
+        return value() if condition else otherwise
+    return tf.where(condition, value(), otherwise)
 
 
 class LossScale(tf.Module, abc.ABC):
@@ -212,11 +232,11 @@ class FixedLossScale(LossScale):
     """A loss scale that never changes. It skips no step.
 
     Args:
-        loss_scale_value: int or float, at least 1 and finite. The scale.
+        loss_scale_value: int or float, from 1 to 2**126. The scale.
 
     Raises:
         TypeError: `loss_scale_value` is not a number.
-        ValueError: `loss_scale_value` is below 1, infinite or NaN.
+        ValueError: `loss_scale_value` is below 1, above 2**126 or NaN.
 
     Example:
 
@@ -229,7 +249,7 @@ class FixedLossScale(LossScale):
     def __init__(self, loss_scale_value: float) -> None:
         super().__init__(name="fixed_loss_scale")
         self._loss_scale_value = validation.number(
-            "loss_scale_value", loss_scale_value, at_least=1, at_most=_LARGEST_FLOAT32
+            "loss_scale_value", loss_scale_value, at_least=1, at_most=_LARGEST
         )
 
     @property
@@ -266,8 +286,8 @@ class DynamicLossScale(LossScale):
         hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
             backs off (each of them is skipped all the same). Defaults to 1.
         min_loss_scale: float of at least `2**-126`. The floor. Defaults to 1.
-        max_loss_scale: float. The ceiling, which keeps the scale finite. Defaults to `2**127`, the
-            largest power of two that float32 holds.
+        max_loss_scale: float, at most `2**126`. The ceiling, which keeps the scale and what it is
+            divided by finite. Defaults to `2**126`.
 
     Raises:
         TypeError: an argument is not a number.
@@ -294,17 +314,15 @@ class DynamicLossScale(LossScale):
         backoff_multiplier: float | None = None,
         hysteresis: int = 1,
         min_loss_scale: float = 1.0,
-        max_loss_scale: float = 2.0**127,
+        max_loss_scale: float = _LARGEST,
     ) -> None:
         super().__init__(name="dynamic_loss_scale")
         multiplier = validation.number("multiplier", multiplier, above=1)
         if backoff_multiplier is None:
             backoff_multiplier = 1 / multiplier
-        min_loss_scale = validation.number(
-            "min_loss_scale", min_loss_scale, at_least=_SMALLEST_NORMAL_FLOAT32
-        )
+        min_loss_scale = validation.number("min_loss_scale", min_loss_scale, at_least=_SMALLEST)
         max_loss_scale = validation.number(
-            "max_loss_scale", max_loss_scale, at_least=min_loss_scale, at_most=_LARGEST_FLOAT32
+            "max_loss_scale", max_loss_scale, at_least=min_loss_scale, at_most=_LARGEST
         )
         self._initial_loss_scale = validation.number(
             "initial_loss_scale",
@@ -393,22 +411,19 @@ class DynamicLossScale(LossScale):
 
     def __call__(self) -> tf.Tensor:
         """Returns the current scale, a float32 scalar tensor."""
-        return self.current_loss_scale.read_value()
+        return tf.convert_to_tensor(self.current_loss_scale)
 
-    def next_state(self, loss_scale: tf.Tensor, finite: tf.Tensor) -> LossScaleState:
+    def next_state(self, loss_scale: tf.Tensor, finite: bool | tf.Tensor) -> LossScaleState:
         """The state after a step, which the caller then assigns with `assign`.
 
         Args:
             loss_scale: float32 scalar tensor, the scale that the step was made with.
-            finite: bool scalar tensor. Were all gradients finite?
+            finite: bool, or bool scalar tensor. Were all gradients finite?
 
         Returns:
             LossScaleState of tensors.
         """
-        state = LossScaleState(
-            loss_scale, self.good_steps.read_value(), self.bad_steps.read_value()
-        )
-        return self._next_state(state, finite)
+        return self._next_state(LossScaleState(loss_scale, self.good_steps, self.bad_steps), finite)
 
     def assign(self, state: LossScaleState) -> list[Any]:
         """Assigns the state.

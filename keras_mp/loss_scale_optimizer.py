@@ -15,6 +15,7 @@ from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.scaled_step import ScaledStep
 from keras_mp.step_calls import StepCalls
+from keras_mp.unconverted import unconverted
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -182,7 +183,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     def last_step_skipped(self) -> tf.Tensor:
         """Was the last step skipped? A bool scalar tensor."""
         self._collect_reports()
-        return tf.convert_to_tensor(self._skipped.last)
+        if not self.dynamic:
+            return tf.constant(False)
+        return tf.convert_to_tensor(self._loss_scale.num_bad_steps) > 0
 
     @property
     def warn_after_skips(self) -> int | None:
@@ -250,6 +253,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """The dynamic scale's variable; None for a fixed scale."""
         return self._loss_scale.loss_scale if self.dynamic else None
 
+    @unconverted
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale. `get_unscaled_gradients` is its counterpart.
 
@@ -262,10 +266,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        scaled = self._scale(loss)
-        self._calls.scaled(self._loss_scale(), to_apply=False)
+        loss_scale = self._loss_scale()
+        scaled = self._scale(loss, loss_scale)
+        self._calls.scaled(loss_scale, to_apply=False)
         return scaled
 
+    @unconverted
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale; `apply_gradients` or `apply` then unscale.
 
@@ -278,10 +284,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        scaled = self._scale(loss)
-        self._calls.scaled(self._loss_scale(), to_apply=True)
+        loss_scale = self._loss_scale()
+        scaled = self._scale(loss, loss_scale)
+        self._calls.scaled(loss_scale, to_apply=True)
         return scaled
 
+    @unconverted
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Divides gradients by the loss scale. `get_scaled_loss` is its counterpart.
 
@@ -377,6 +385,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """
         return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
 
+    @unconverted
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
@@ -544,7 +553,6 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         return {
             "loss_scale": self._loss_scale,
             "steps_skipped": self._skipped.total,
-            "last_step_skipped": self._skipped.last,
         }
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
@@ -556,7 +564,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         return children
 
     def _state(self) -> dict[str, tf.Variable]:
-        state = {"steps_skipped": self._skipped.total, "last_step_skipped": self._skipped.last}
+        state = {"steps_skipped": self._skipped.total}
         if self.dynamic:
             scale = self._loss_scale
             state["loss_scale"] = scale.loss_scale
@@ -564,18 +572,19 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             state["num_bad_steps"] = scale.num_bad_steps
         return state
 
-    def _scale(self, loss: Any) -> Any:
+    def _scale(self, loss: Any, loss_scale: tf.Tensor | None = None) -> Any:
         if callable(loss) and not tf.is_tensor(loss):
             return lambda: self._scale(loss())
         self._calls.refuse_results([loss], "get_scaled_loss")
-        loss_scale = self._loss_scale()
+        if loss_scale is None:
+            loss_scale = self._loss_scale()
         scaled = gradients.scale_loss(loss, loss_scale)
         self._calls.saw(tf.convert_to_tensor(loss), loss_scale)
         self._calls.returned([scaled])
         return scaled
 
     def _scaled_by(self) -> tf.Tensor:
-        return self._calls.scaled_by(self._loss_scale())
+        return self._calls.scaled_by(self._loss_scale)
 
     def _unscaled_early(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         pairs = list(pairs)
@@ -599,6 +608,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             loss = scale(loss)
         return super().compute_gradients(loss, var_list, tape, grad_loss)
 
+    @unconverted
     def _step(
         self,
         pairs: list[tuple[Any, Any]],

@@ -218,6 +218,10 @@ class OptimizerWrapper(
             # Copies, since they may be in a file that will be closed by then.
             vars(self)["_weights_to_come"] = [np.array(weight) for weight in weights]
             return
+        self._check_shapes(weights)
+        self.inner_optimizer.set_weights(weights)
+
+    def _check_shapes(self, weights: Sequence[Any]) -> None:
         expected = [tuple(variable.shape) for variable in self.variables]
         received = [tuple(np.shape(weight)) for weight in weights]
         if expected != received:
@@ -225,7 +229,6 @@ class OptimizerWrapper(
                 "The weights are those of an optimizer of another kind, or for another model. "
                 f"Nothing was set. Expected the shapes {expected}. Received: {received}"
             )
-        self.inner_optimizer.set_weights(weights)
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the inner optimizer's variables, where Keras does not save them beside this.
@@ -241,14 +244,25 @@ class OptimizerWrapper(
         """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
 
         Args:
-            store: dict-like, of names and arrays.
+            store: dict-like, of names and arrays. Where they are not as many as the inner
+                optimizer's variables, these stay as they are, with a warning.
 
         Raises:
             ValueError: the variables are those of another optimizer.
         """
-        numbers = sorted(int(name) for name in set(store.keys()) if name.isdigit())
-        if numbers:
-            self.set_weights([store[str(number)][()] for number in numbers])
+        saved = {name for name in set(store.keys()) if name.isdigit()}
+        variables = self.variables
+        if len(saved) == len(variables):
+            weights = [store[str(i)][()] for i in range(len(variables))]
+            self._check_shapes(weights)
+            for variable, weight in zip(variables, weights, strict=True):
+                variable.assign(weight)
+        elif saved:
+            messages.warn(
+                "The optimizer's variables were not loaded: build it before, with "
+                "`model.optimizer.build(model.trainable_variables)`, if it is not of another kind, "
+                f"or for another model. Expected {len(variables)} variables. Received: {len(saved)}"
+            )
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set the final values, where it has any: averages, for one.
@@ -272,7 +286,8 @@ class OptimizerWrapper(
                 "include_optimizer=False)`, `model.export(path)`), or use an optimizer of "
                 f"`tf.keras.optimizers`. Received: {self!r}"
             )
-        if save_type == "savedmodel" and self._family.is_revived_without_state:
+        is_of_a_model = self in _models
+        if save_type == "savedmodel" and is_of_a_model and self._family.is_revived_without_state:
             messages.warn(
                 "tf.keras loads a model from a SavedModel with a new optimizer: without iterations "
                 "and slots. To train on after loading, save the model as .keras or .h5, or "

@@ -138,17 +138,19 @@ class ScaledStep:
     def _judge(
         self, apply: Callable[[], Any], finite: tf.Tensor, losses: Sequence[tf.Tensor]
     ) -> tf.Operation | None:
-        state = self.loss_scale.next_state(self.loss_scale(), finite)
+        # Each branch moves only what such a step moves: a good one has not much to do.
+        def make() -> Any:
+            applied = _operation(apply())
+            state = self.loss_scale.next_state(self.loss_scale(), True)
+            return _operation([applied, *self.loss_scale.assign(state)])
 
-        def skip() -> None:
+        def skip() -> Any:
             self.family.drop_accumulated()
-            if _runs_by_itself():
-                self.skipped.skip(state.num_bad_steps, losses)
+            state = self.loss_scale.next_state(self.loss_scale(), False)
+            moved = self.loss_scale.assign(state)
+            return _operation([*moved, *self.skipped.skip(state.num_bad_steps, losses)])
 
-        applied = tf.cond(finite, lambda: _operation(apply()), lambda: _operation(skip()))
-        moved = self.loss_scale.assign(state)
-        counted = self.skipped.count(tf.logical_not(finite))
-        return _operation([applied, *moved, *counted])
+        return tf.cond(finite, make, skip)
 
 
 def _runs_by_itself() -> bool:

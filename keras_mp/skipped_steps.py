@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from keras_mp import host, messages
+from keras_mp import gradients, host, messages
 
 # Three counts travel as one number.
 _BASE = MOST_IN_A_ROW = 2**20
@@ -19,7 +19,6 @@ class SkippedSteps:
 
     Attributes:
         total: int64 variable, how many steps were skipped.
-        last: bool variable, was the last step skipped?
         warn_after: int or None. Skips in a row after which to warn, once; None never does.
 
     Args:
@@ -30,7 +29,6 @@ class SkippedSteps:
         self.warn_after = warn_after
         with tf.init_scope():
             self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
-            self.last = tf.Variable(False, name="last_step_skipped", trainable=False)
             # Of the steps skipped in a row: with a loss that is not finite, with one that is.
             self._losses = tf.Variable([0, 0], dtype=tf.int64, name="losses", trainable=False)
         self._reports = host.Mailbox(_warn)
@@ -40,19 +38,27 @@ class SkippedSteps:
         if self.warn_after is not None:
             self._reports.watch()
 
-    def skip(self, in_a_row: tf.Tensor, losses: Sequence[tf.Tensor]) -> None:
-        """Looks into a skipped step. Called in the branch that only such a step takes.
+    def skip(self, in_a_row: tf.Tensor, losses: Sequence[tf.Tensor]) -> list[tf.Operation]:
+        """Counts a skipped step, and looks into it. Called in the branch that only it takes.
 
         Args:
             in_a_row: int64 scalar tensor. How many steps were skipped, this one included, since
                 one was not.
             losses: the losses of this step, from every replica at hand; empty where unknown.
+
+        Returns:
+            list of the operations that count.
         """
-        if self.warn_after is None:
-            return
+        counted = [self.total.assign_add(1, read_value=False)]
+        # A graph of TensorFlow 1 runs only what it is asked for.
+        runs_by_itself = tf.compat.v1.executing_eagerly_outside_functions()
+        if self.warn_after is not None and runs_by_itself:
+            self._look_into(in_a_row, losses)
+        return counted
+
+    def _look_into(self, in_a_row: tf.Tensor, losses: Sequence[tf.Tensor]) -> None:
         if losses:
-            finite = tf.stack([tf.reduce_all(tf.math.is_finite(loss)) for loss in losses])
-            is_finite = tf.cast(tf.reduce_all(finite), tf.int64)
+            is_finite = tf.cast(gradients.all_finite(losses), tf.int64)
             seen = tf.stack([1 - is_finite, is_finite])
         else:
             seen = tf.zeros([2], tf.int64)
@@ -65,20 +71,6 @@ class SkippedSteps:
             self._reports.post(tf.reduce_sum(counts * _DIGITS))
 
         tf.cond(tf.equal(in_a_row, self.warn_after), post, lambda: None)
-
-    def count(self, skipped: tf.Tensor) -> list[tf.Operation]:
-        """Counts the step that was made, or was not.
-
-        Args:
-            skipped: bool scalar tensor.
-
-        Returns:
-            list of the operations that do so.
-        """
-        return [
-            self.total.assign_add(tf.cast(skipped, tf.int64), read_value=False),
-            self.last.assign(skipped, read_value=False),
-        ]
 
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""

@@ -7,7 +7,7 @@ import contextlib
 import enum
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -162,13 +162,13 @@ class StepCalls:
         loss, self._mine.loss = self._mine.loss, None
         return loss if _is_of_this_graph(loss) else None
 
-    def scaled_by(self, loss_scale: tf.Tensor) -> tf.Tensor:
+    def scaled_by(self, loss_scale: Callable[[], tf.Tensor]) -> tf.Tensor:
         """What the loss of this step was multiplied by.
 
         The loss scale may have moved since: other steps were made, or a part of this one.
 
         Args:
-            loss_scale: float32 scalar tensor, the current one.
+            loss_scale: returns the current one, a float32 scalar tensor.
 
         Returns:
             float32 scalar tensor; the current scale where no loss was scaled.
@@ -176,10 +176,10 @@ class StepCalls:
         if _is_of_this_graph(self._mine.scaled_by):
             return self._mine.scaled_by
         if not _runs_in_order():
-            return loss_scale
+            return loss_scale()
         was_scaled = {m: m not in (Made.UNKNOWN, Made.ONLY_UNSCALED, *_REPORTED) for m in Made}
         is_known = tf.cast(_look_up(was_scaled, self._made), tf.bool)
-        return tf.where(is_known, self._scaled_by, loss_scale)
+        return tf.where(is_known, self._scaled_by, loss_scale())
 
     def returned(self, results: Iterable[Any]) -> None:
         """Remembers what the user gets."""

@@ -84,8 +84,8 @@ def test_200_nonfinite_steps_leave_a_usable_scale():
 
 
 def test_ceiling_keeps_the_scale_finite():
-    scale = keras_mp.DynamicLossScale(2.0**126, increment_period=1)
-    assert [s for s, _, _ in run(scale, [True] * 3)] == [2.0**127] * 3
+    scale = keras_mp.DynamicLossScale(2.0**125, increment_period=1)
+    assert [s for s, _, _ in run(scale, [True] * 3)] == [2.0**126] * 3
     scale = keras_mp.DynamicLossScale(8, increment_period=1, max_loss_scale=20)
     assert [s for s, _, _ in run(scale, [True] * 3)] == [16, 20, 20]
 

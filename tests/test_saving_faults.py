@@ -94,7 +94,7 @@ def test_a_checkpoint_of_another_model_names_what_does_not_fit(tmp_path):
     unscaled = tf.keras.optimizers.Adam()
     unscaled.build(model.trainable_variables)
     status = tf.train.Checkpoint(model=model, optimizer=unscaled).restore(path)
-    with pytest.raises(AssertionError, match="loss_scale|steps_skipped|last_step_skipped"):
+    with pytest.raises(AssertionError, match="loss_scale|steps_skipped"):
         status.assert_consumed()
     status.expect_partial()
     assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
