@@ -3,6 +3,8 @@
 import pathlib
 import statistics
 
+from benchmarks import fit
+
 _COLORS = {"bare": "0.6", "stock": "tab:orange", "keras_mp": "tab:blue"}
 
 
@@ -42,11 +44,16 @@ def draw(results: dict, machine: str, path: pathlib.Path) -> bool:
     return True
 
 
+def _color(variant):
+    return next((c for wrapper, c in _COLORS.items() if wrapper in variant), _COLORS["bare"])
+
+
 def _overhead(results):
     def panel(keras, cells):
         def draw_panel(axes):
             names = list(cells)
-            for offset, wrapper in ((-0.2, "stock"), (0.2, "keras_mp")):
+            wrapped = [wrapper for wrapper in _COLORS if wrapper != "bare"]
+            for offset, wrapper in zip((-0.2, 0.2), wrapped):
                 percent = [
                     [100 * x / cells[name]["bare"] for x in cells[name][wrapper]] for name in names
                 ]
@@ -62,10 +69,12 @@ def _overhead(results):
             axes.set_yticks(range(len(names)), names, fontsize=8)
             axes.invert_yaxis()
             axes.set_ylim(len(names) - 0.5, -0.5)
-            medians = [100 * c[w][0] / c["bare"] for c in cells.values() for w in _WRAPPED]
+            medians = [
+                100 * c[w][0] / c["bare"] for c in cells.values() for w in ("stock", "keras_mp")
+            ]
             axes.set_xlim(min(0, *medians) - 5, 1.3 * max(medians) + 5)
             axes.axvline(0, color="0.3", linewidth=0.8)
-            axes.set_xlabel("added to a step of the bare optimizer, % (bars: quartiles)")
+            axes.set_xlabel("added to a step of the bare optimizer, % (medians; lines: quartiles)")
             axes.set_title(f"What a LossScaleOptimizer costs, {keras}")
             axes.legend()
 
@@ -74,21 +83,18 @@ def _overhead(results):
     return [panel(keras, cells) for keras, cells in results.items()]
 
 
-_WRAPPED = ("stock", "keras_mp")
-
-
 def _fit(results):
     def panel(keras, models):
         def draw_panel(axes):
             labels, position = [], 0
             for name, seconds in models.items():
                 for variant in seconds:
-                    xla = "XLA, " if variant.startswith("XLA, ") else ""
-                    reference = "matmul float32" if "matmul" in variant else f"{xla}float32"
+                    reference = fit.reference(variant)
+                    if variant == reference:
+                        continue
                     turns = [a / b for a, b in zip(seconds[reference], seconds[variant])]
                     low, median, high = statistics.quantiles(turns, n=4)
-                    color = _COLORS["keras_mp"] if "keras_mp" in variant else "0.6"
-                    color = _COLORS["stock"] if "stock" in variant else color
+                    color = _color(variant)
                     error = [[median - low], [high - median]]
                     axes.barh(position, median, 0.8, xerr=error, color=color, ecolor="0.3")
                     labels.append((position, f"{name}: {variant}"))
@@ -97,7 +103,7 @@ def _fit(results):
             axes.set_yticks(*zip(*labels), fontsize=8)
             axes.set_ylim(position - 0.5, -0.7)
             axes.axvline(1, color="0.3", linewidth=0.8)
-            axes.set_xlabel("times faster than float32 (medians of turns; bars: quartiles)")
+            axes.set_xlabel("times faster than float32 (medians of turns; lines: quartiles)")
             axes.set_title(f"A step of training, {keras}")
 
         return 1.5 + 0.24 * sum(map(len, models.values())), draw_panel
@@ -134,9 +140,8 @@ def _memory(results):
         labels, position = [], 0
         for name, variants in results.items():
             for variant, peaks in variants.items():
-                color = _COLORS["keras_mp"] if "keras_mp" in variant else "0.6"
-                color = _COLORS["stock"] if "stock" in variant else color
-                axes.barh(position, (peaks["peak"] - peaks["before"]) / 1e6, 0.8, color=color)
+                added = peaks["peak"] - peaks["before"]
+                axes.barh(position, added / 1e6, 0.8, color=_color(variant))
                 labels.append((position, f"{name}: {variant}"))
                 position += 1
             position += 0.5
@@ -148,4 +153,4 @@ def _memory(results):
     return [(1.5 + 0.24 * sum(map(len, results.values())), draw_panel)]
 
 
-_PANELS = {"overhead": _overhead, "fit": _fit, "tracing": _tracing, "memory": _memory}
+_PANELS = {"overhead": _overhead, "fit": _fit, "memory": _memory, "tracing": _tracing}

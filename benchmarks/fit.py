@@ -9,7 +9,7 @@ import time
 
 from benchmarks import common, models
 
-TURNS, STEPS = 7, 3
+TURNS, STEPS = 5, 2
 MATMUL = 2048
 REWRITE = "auto_mixed_precision_onednn_bfloat16"
 
@@ -88,9 +88,10 @@ def _rewriting(on):
 
 
 def measure(name: str, keras: str) -> dict[str, list[float]]:
-    """Seconds a step, for each variant of a model and, beside them, for matrix products."""
+    """Seconds a step for each variant of a model; beside the MLP, of matrix products too."""
     fits = {variant: make_fit(name, **how) for variant, how in variants(name, keras).items()}
-    fits.update(_matrix_products())
+    if name == "MLP":  # little else than matrix products
+        fits.update(_matrix_products())
     for fit in fits.values():
         fit(1)
     seconds: dict[str, list[float]] = {variant: [] for variant in fits}
@@ -143,17 +144,22 @@ def run() -> dict:
     return results
 
 
+def reference(variant: str) -> str:
+    """The float32 variant that another is compared with."""
+    if variant.startswith("matmul "):
+        return "matmul float32"
+    return "XLA, float32" if variant.startswith("XLA, ") else "float32"
+
+
 def _columns(seconds, variant):
-    xla = "XLA, " if variant.startswith("XLA, ") else ""
-    reference = "matmul float32" if "matmul" in variant else f"{xla}float32"
-    ours = f"{xla}keras_mp mixed_bfloat16"
     against = ""
-    if ours in seconds and "matmul" not in variant and "float16" not in variant.split("_"):
-        against = common.ratio(seconds, ours, variant)
+    if variant.endswith(("float32", "bfloat16", "rewrite")) and not variant.startswith("matmul "):
+        ours = reference(variant).replace("float32", "keras_mp mixed_bfloat16")
+        against = common.ratio(seconds, ours, variant) if ours in seconds else ""
     return [
         variant,
         f"{statistics.median(seconds[variant]) * 1e3:.1f} ms",
-        common.ratio(seconds, reference, variant),
+        common.ratio(seconds, reference(variant), variant),
         against,
     ]
 

@@ -4,7 +4,7 @@ import json
 import resource
 import sys
 
-from benchmarks import common, models
+from benchmarks import common, fit, models
 
 STEPS = 5
 
@@ -18,8 +18,6 @@ def measure(name: str, variant: str) -> dict[str, int]:
     """Peaks before the model is made, and after it was trained."""
     import tensorflow as tf
 
-    from benchmarks import fit
-
     tf.zeros([1]) + tf.keras.backend.epsilon()
     before = peak()
     fit.make_fit(name, **fit.VARIANTS[variant])(STEPS)
@@ -28,8 +26,6 @@ def measure(name: str, variant: str) -> dict[str, int]:
 
 def run() -> dict:
     """Measures all models, and prints a table."""
-    from benchmarks import fit
-
     results: dict[str, dict[str, dict]] = {}
     for name in models.MODELS:
         for variant in fit.VARIANTS:
