@@ -9,7 +9,7 @@ import time
 
 from benchmarks import common, models
 
-TURNS, STEPS = 5, 2
+TURNS, STEPS = 9, 1
 MATMUL = 2048
 REWRITE = "auto_mixed_precision_onednn_bfloat16"
 
