@@ -43,9 +43,10 @@ class Cell:
 CELLS = {
     1: [
         *(Cell("graph", "SGD", count, 32) for count in (10, 160, 1000)),
-        *(Cell("graph", o, count, 32) for o in ("Adam", "AdamW") for count in (10, 160)),
-        *(Cell("graph", o, 160, 32, clip=True) for o in ("SGD", "Adam")),
-        Cell("graph", "Adam", 10, 32, clip=True),
+        *(Cell("graph", "Adam", count, 32) for count in (10, 160)),
+        *(Cell("graph", "AdamW", count, 32) for count in (10, 60)),
+        Cell("graph", "SGD", 160, 32, clip=True),
+        *(Cell("graph", "Adam", count, 32, clip=True) for count in (10, 60)),
         Cell("graph", "Adam", 60, 32, minimize=True),
         Cell("graph", "SGD", 160, 256),
         Cell("graph", "Adam", 60, 256),
