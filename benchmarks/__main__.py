@@ -1,20 +1,33 @@
-"""Runs the benchmarks, side by side with stock, and writes what they measured as JSON.
+"""Runs the benchmarks, side by side with stock; writes what they measured as JSON and as a PNG.
 
 python -m benchmarks [names]
 """
 
 import argparse
 import json
-import os
 import pathlib
-import platform
 import sys
 
-import tensorflow as tf
-
-from benchmarks import casts, rounding, verdict, wire
+from benchmarks import (
+    casts,
+    common,
+    figure,
+    fit,
+    imports,
+    memory,
+    overhead,
+    rounding,
+    tracing,
+    verdict,
+    wire,
+)
 
 BENCHMARKS = {
+    "overhead": overhead.run,
+    "fit": fit.run,
+    "memory": memory.run,
+    "tracing": tracing.run,
+    "imports": imports.run,
     "casts": casts.run,
     "rounding": rounding.run,
     "verdict": verdict.run,
@@ -31,11 +44,14 @@ def main() -> int:
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"unknown benchmarks {sorted(unknown)}; there are {sorted(BENCHMARKS)}")
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, TensorFlow {tf.__version__}"
-    print(f"On {machine}, Python {platform.python_version()}.")
+    machine = common.machine()
+    print(f"On {machine}.")
     results = {name: BENCHMARKS[name]() for name in arguments.names}
     arguments.output.write_text(json.dumps({"machine": machine, **results}, indent=1))
     print(f"\nAll figures are in {arguments.output}.")
+    picture = arguments.output.with_suffix(".png")
+    if figure.draw(results, machine, picture):
+        print(f"Their picture is {picture}.")
     return 0
 
 

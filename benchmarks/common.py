@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import platform
 import statistics
 import subprocess
 import sys
@@ -11,16 +12,26 @@ from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16")
 KERASES = {"Keras 3": "0", "tf_keras": "1"}
 
 
-def interleaved(steps: dict[str, Callable[[], Any]], repeats: int, warm_up: int = 2) -> dict:
+def interleaved(
+    steps: dict[str, Callable[[], Any]],
+    repeats: int,
+    warm_up: int = 2,
+    block: int = 1,
+    lead_in: int = 0,
+) -> dict:
     """Times functions in turns, so that what else the machine does falls on all of them.
 
     Args:
         steps: dict of names and functions.
         repeats: int. How often each is timed.
         warm_up: int. How often each is called before.
+        block: int. How often each is called in a turn; the time is that of one call.
+        lead_in: int. How often each is called in a turn before it is timed, so that the caches
+            hold what it left there and not what another did.
 
     Returns:
         dict of names and lists of seconds.
@@ -28,10 +39,13 @@ def interleaved(steps: dict[str, Callable[[], Any]], repeats: int, warm_up: int 
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(warm_up + repeats):
         for name, step in steps.items():
+            for _ in range(lead_in):
+                step()
             start = time.perf_counter()
-            step()
+            for _ in range(block):
+                step()
             if i >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start) / block)
     return seconds
 
 
@@ -44,6 +58,22 @@ def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> str:
     pairs = [a / b for a, b in zip(seconds[name], seconds[reference])]
     low, _, high = statistics.quantiles(pairs, n=4)
     return f"{medians:.2f} ({low:.2f}-{high:.2f})"
+
+
+def machine() -> str:
+    """Says what the figures were measured on."""
+    import tensorflow as tf
+
+    model, flags = platform.processor() or platform.machine(), set()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+        fields = {key.strip(): value.strip() for key, _, value in lines}
+        model = fields.get("model name", model)
+        flags = set(fields.get("flags", "").split()) & set(_FLAGS)
+    parts = [model, platform.machine(), *sorted(flags), f"{os.cpu_count()} cores"]
+    versions = f"TensorFlow {tf.__version__}, Python {platform.python_version()}"
+    return f"{', '.join(parts)}; {versions}"
 
 
 def in_own_process(module: str, *arguments: str, keras: str = "Keras 3", prefix: tuple = ()) -> Any:
@@ -76,6 +106,53 @@ def environment(keras: str) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def _stock(optimizer):
+    import tensorflow as tf
+
+    return tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
+
+
+def _keras_mp(optimizer):
+    import keras_mp
+
+    return keras_mp.LossScaleOptimizer(optimizer)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda optimizer: optimizer,
+    "stock": _stock,
+    "keras_mp": _keras_mp,
+}
+
+
+def scaled(optimizer: Any, loss: Any) -> tuple[Any, Callable[[list], list]]:
+    """Scales a loss in the way of the stock optimizer of this Keras; a bare optimizer's stays.
+
+    Returns:
+        The loss, and a function that makes of its gradients what `apply_gradients` takes.
+    """
+    import tensorflow as tf
+
+    if not isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
+        return loss, list
+    if hasattr(tf.keras.mixed_precision.LossScaleOptimizer, "scale_loss"):
+        return optimizer.scale_loss(loss), list
+    return optimizer.get_scaled_loss(loss), optimizer.get_unscaled_gradients
+
+
+def minimize(optimizer: Any, loss: Callable[[], Any], variables: list) -> None:
+    """`optimizer.minimize`, or what it takes in its place with an optimizer of Keras 3."""
+    import tensorflow as tf
+
+    if hasattr(optimizer, "minimize"):
+        optimizer.minimize(loss, variables)
+        return
+    with tf.GradientTape() as tape:
+        value, unscale = scaled(optimizer, loss())
+    gradients = unscale(tape.gradient(value, variables))
+    optimizer.apply_gradients(zip(gradients, variables))
 
 
 def replicas(count: int) -> Any:

@@ -1,0 +1,231 @@
+"""What a LossScaleOptimizer adds to a step of the optimizer that it wraps: ours beside stock's.
+
+The gradients are those of a linear loss, so that a step is little else than the optimizer's.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+
+from benchmarks import common
+
+SECONDS = 2.0  # to measure a cell
+BLOCK_SECONDS = 0.003
+REPEATS = (15, 300)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A step that is measured bare, with stock's LossScaleOptimizer and with ours."""
+
+    mode: str  # "graph", "XLA" or "eager"
+    optimizer: str
+    count: int  # of variables
+    size: int  # of each, which is a square
+    clip: bool = False
+    minimize: bool = False
+
+    def __str__(self) -> str:
+        clip = ", global_clipnorm" if self.clip else ""
+        minimize = ", minimize" if self.minimize else ""
+        of = f"{self.count} of {self.size}x{self.size}"
+        return f"{self.mode}, {self.optimizer}{clip}{minimize}, {of}"
+
+
+# The whole grid would take hours, most of them to trace and compile. What takes longest has fewer
+# variables; 1000 of 256x256 are left out, since with Adam's slots three optimizers take 3 GB.
+CELLS = {
+    1: [
+        *(Cell("graph", "SGD", count, 32) for count in (10, 160, 1000)),
+        *(Cell("graph", "Adam", count, 32) for count in (10, 160)),
+        *(Cell("graph", "AdamW", count, 32) for count in (10, 60)),
+        Cell("graph", "SGD", 160, 32, clip=True),
+        *(Cell("graph", "Adam", count, 32, clip=True) for count in (10, 60)),
+        Cell("graph", "Adam", 60, 32, minimize=True),
+        Cell("graph", "SGD", 160, 256),
+        Cell("graph", "Adam", 60, 256),
+        Cell("XLA", "SGD", 160, 32),
+        Cell("XLA", "Adam", 10, 32),
+        Cell("XLA", "Adam", 60, 32),
+        Cell("XLA", "AdamW", 10, 32),
+        Cell("XLA", "Adam", 10, 32, clip=True),
+        Cell("XLA", "SGD", 60, 256),
+        *(Cell("eager", o, 160, 32) for o in ("SGD", "Adam")),
+        *(Cell("eager", o, 10, 32) for o in ("SGD", "Adam", "AdamW")),
+        Cell("eager", "Adam", 10, 32, clip=True),
+        Cell("eager", "Adam", 10, 32, minimize=True),
+        Cell("eager", "SGD", 160, 256),
+    ],
+    2: [
+        Cell("graph", "SGD", 160, 32),
+        Cell("graph", "Adam", 10, 32),
+        Cell("graph", "Adam", 60, 32),
+        Cell("graph", "AdamW", 10, 32),
+        Cell("graph", "Adam", 10, 32, clip=True),
+        Cell("graph", "SGD", 60, 256),
+        Cell("eager", "SGD", 10, 32),
+    ],
+}
+
+
+def measure(replicas: int, cells: list[Cell], seconds: float) -> dict[str, dict[str, list[float]]]:
+    """Seconds a step, for each cell: bare, stock's and ours."""
+    strategy = common.replicas(replicas) if replicas > 1 else None
+    results = {}
+    for cell in cells:
+        steps = {
+            wrapper: make_step(cell, wrapper, make_variables(cell, strategy), strategy)
+            for wrapper in common.WRAPPERS
+        }
+        results[str(cell)] = _in_blocks(steps, seconds)
+        del steps
+        gc.collect()
+    return results
+
+
+def make_variables(cell: Cell, strategy=None) -> list:
+    """The variables of one cell."""
+    import tensorflow as tf
+
+    shape = [cell.size, cell.size]
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        return [tf.Variable(tf.random.normal(shape)) for _ in range(cell.count)]
+
+
+def make_step(cell: Cell, wrapper: str, variables: list, strategy=None):
+    """A function that makes one step, and its argument, as a `functools.partial`."""
+    import tensorflow as tf
+
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        optimizer = getattr(tf.keras.optimizers, cell.optimizer)(
+            1e-3, global_clipnorm=1.0 if cell.clip else None
+        )
+        optimizer = common.WRAPPERS[wrapper](optimizer)
+        optimizer.build(variables)
+    slopes = [tf.random.normal(v.shape, stddev=1e-3) for v in variables]
+
+    def apply_gradients(factor):
+        # The gradients of `add_n([reduce_sum(v * slope)]) * factor`, which is never computed.
+        factor, unscale = common.scaled(optimizer, factor)
+        gradients = unscale([slope * factor for slope in slopes])
+        optimizer.apply_gradients(zip(gradients, variables))
+
+    def minimize(factor):
+        def loss():
+            return factor * tf.add_n([tf.reduce_sum(v * s) for v, s in zip(variables, slopes)])
+
+        common.minimize(optimizer, loss, variables)
+
+    step = minimize if cell.minimize else apply_gradients
+    if cell.mode == "XLA":
+        step = tf.function(step, jit_compile=True)
+    if strategy:
+        step = _on_replicas(strategy, step)
+    if cell.mode == "graph":
+        step = tf.function(step)
+    return functools.partial(step, tf.constant(1.0))
+
+
+def _on_replicas(strategy, step):
+    return lambda factor: strategy.run(step, [factor])
+
+
+def _in_blocks(steps, seconds):
+    for step in steps.values():
+        step()
+        step()
+    start = time.perf_counter()
+    for step in steps.values():
+        step()
+    turn = time.perf_counter() - start
+    block = max(1, min(50, round(BLOCK_SECONDS * len(steps) / turn)))
+    low, high = REPEATS
+    lead_in = int(block > 1)
+    repeats = max(low, min(high, round(seconds / (turn * (block + lead_in)))))
+    return common.interleaved(steps, repeats, block=block, lead_in=lead_in)
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, float | list[float]]:
+    """Medians and quartiles of one cell.
+
+    Returns:
+        dict: "bare", seconds a step; "stock" and "keras_mp", what they add to it (median and
+        quartiles over the turns); "ratio", keras_mp's part by stock's, with the interval in which
+        it is for 90 % of resamples of the turns; "fastest", the same ratio of the fastest turns;
+        "step", a whole step with keras_mp by one with stock.
+    """
+    turns = list(zip(seconds["bare"], seconds["stock"], seconds["keras_mp"]))
+
+    def added(turns, i):
+        return [turn[i] - turn[0] for turn in turns]
+
+    def ratio(turns):
+        stock = statistics.median(added(turns, 1))
+        return statistics.median(added(turns, 2)) / stock if stock else float("nan")
+
+    generator = random.Random(0)
+    resamples = [ratio(generator.choices(turns, k=len(turns))) for _ in range(200)]
+    cuts = statistics.quantiles(resamples, n=20)
+    return {
+        "bare": statistics.median(seconds["bare"]),
+        "stock": _median_and_quartiles(added(turns, 1)),
+        "keras_mp": _median_and_quartiles(added(turns, 2)),
+        "ratio": [ratio(turns), cuts[0], cuts[-1]],
+        "fastest": ratio([[min(seconds[name]) for name in common.WRAPPERS]]),
+        "step": statistics.median(seconds["keras_mp"]) / statistics.median(seconds["stock"]),
+    }
+
+
+def _median_and_quartiles(values):
+    low, median, high = statistics.quantiles(values, n=4)
+    return [median, low, high]
+
+
+def run() -> dict:
+    """Measures both Kerases on one device and on two, and prints a table."""
+    results, rows = {}, []
+    for keras in common.KERASES:
+        for replicas, cells in CELLS.items():
+            seconds = common.in_own_process("benchmarks.overhead", str(replicas), keras=keras)
+            for cell in map(str, cells):
+                name = cell if replicas == 1 else f"{cell}, {replicas} replicas"
+                of_cell = summary(seconds[cell])
+                results.setdefault(keras, {})[name] = of_cell
+                rows.append([keras, name, *_columns(of_cell)])
+    common.print_table(
+        "What a LossScaleOptimizer adds to a step of the bare optimizer (medians of the "
+        "differences, quartiles; for the ratio, 90 % of resamples)",
+        [
+            *("", "", "bare", "stock adds", "keras_mp adds"),
+            *("keras_mp / stock", "of the fastest", "whole steps"),
+        ],
+        rows,
+    )
+    return results
+
+
+def _columns(of_cell):
+    def added(name):
+        median, low, high = (1e3 * x for x in of_cell[name])
+        return f"{median:.3f} ms ({low:.3f}-{high:.3f})"
+
+    ratio, low, high = of_cell["ratio"]
+    return [
+        f"{of_cell['bare'] * 1e3:.3f} ms",
+        added("stock"),
+        added("keras_mp"),
+        f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+        f"{of_cell['fastest']:.2f}",
+        f"{of_cell['step']:.2f}",
+    ]
+
+
+if __name__ == "__main__":
+    _replicas = int(sys.argv[1])
+    print(json.dumps(measure(_replicas, CELLS[_replicas], SECONDS)))
