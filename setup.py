@@ -12,7 +12,9 @@ _VERSION = re.search(
 
 _TENSORFLOW_VERSIONS = ">=2.16,<2.22"
 _LEGACY = [f"tf_keras{_TENSORFLOW_VERSIONS}"]
-_TUTORIALS = ["matplotlib", "scikit-learn"]
+_DIGITS = ["matplotlib", "scikit-learn"]
+_TUTORIALS = [*_DIGITS, "ipykernel", "nbclient"]
+_DOCS = ["myst-parser", "sphinx"]
 
 setuptools.setup(
     name="keras-mp",
@@ -32,8 +34,9 @@ setuptools.setup(
         "legacy": _LEGACY,
         "gpu": [f"tensorflow[and-cuda]{_TENSORFLOW_VERSIONS}"],
         "tutorials": _TUTORIALS,
-        "bench": [*_TUTORIALS, *_LEGACY],
-        "test": [*_TUTORIALS, *_LEGACY, "hypothesis", "pytest>=8", "ruff"],
+        "docs": _DOCS,
+        "bench": [*_DIGITS, *_LEGACY],
+        "test": [*_TUTORIALS, *_DOCS, *_LEGACY, "hypothesis", "pytest>=8", "ruff"],
     },
     classifiers=[
         "Intended Audience :: Developers",
