@@ -13,7 +13,8 @@ _VERSION = re.search(
 _TENSORFLOW_VERSIONS = ">=2.16,<2.22"
 _LEGACY = [f"tf_keras{_TENSORFLOW_VERSIONS}"]
 _DIGITS = ["matplotlib", "scikit-learn"]
-_TUTORIALS = [*_DIGITS, "ipykernel", "nbclient"]
+# TensorFlow 2.21 no longer brings tensorboard, which tf.summary needs.
+_TUTORIALS = [*_DIGITS, "ipykernel", "nbclient", "tensorboard"]
 _DOCS = ["myst-parser", "sphinx"]
 
 setuptools.setup(

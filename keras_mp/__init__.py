@@ -1,6 +1,6 @@
 """Mixed precision training for tf.keras, as TensorFlow RFC 293 proposed it."""
 
-from keras_mp import hardware, layers, loss_scale, losses, regularizers
+from keras_mp import callbacks, hardware, layers, loss_scale, losses, regularizers
 from keras_mp._version import __version__
 from keras_mp.conversion import convert
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
@@ -31,6 +31,7 @@ __all__ = [
     "autocast_dtype",
     "autocast_scope",
     "autocast_variable",
+    "callbacks",
     "cast_once",
     "convert",
     "global_policy",

@@ -59,6 +59,7 @@ _module = importlib.import_module(
     "keras_mp.keras_api." + {"keras": "keras3", "tf_keras": "keras2"}[ROOT_PACKAGE]
 )
 
+BaseCallback = _module.BaseCallback
 BaseLayer = _module.BaseLayer
 BaseLoss = _module.BaseLoss
 BasePolicy = _module.BasePolicy
@@ -76,6 +77,8 @@ compile_without_wrapping = _module.compile_without_wrapping
 flatten_layers = _module.flatten_layers
 is_symbolic = _module.is_symbolic
 is_weight = _module.is_weight
+layers_inside = _module.layers_inside
+output_layers = _module.output_layers
 widen_predictions = _module.widen_predictions
 why_fit_fails = _module.why_fit_fails
 get_global_policy = _module.get_global_policy

@@ -2,6 +2,8 @@
 
 Each of `keras2` and `keras3` defines:
 
+- `BaseCallback`: `tf.keras`'s own callback, which `RunsFirst`. No batch is waited for because it is
+  there. What `put_in_logs` names, it adds to logs; progress bars show that as it is.
 - `BaseLayer`: `tf.keras`'s own layer, but its inputs are not cast, and `add_weight` takes the name
   of arguments only, of which `autocast` must be there, and makes `AutoCastVariable`s.
 - `BaseLoss`: `tf.keras`'s own loss, with a `dtype` that is a str, and `reduce(y_true, y_pred,
@@ -20,6 +22,8 @@ Each of `keras2` and `keras3` defines:
 - `autocast_variables(weights)`: the `AutoCastVariable`s among the weights of a layer, or in them.
 - `compile_without_wrapping(compile, call)`: stock compile with bound arguments, no stock wrapper.
 - `flatten_layers(model)`: the model and all layers below it.
+- `layers_inside(layer)`: those right below it.
+- `output_layers(model)`: the layers that make a model's outputs, or None where nothing tells.
 - `is_symbolic()`: does Keras only ask for shapes?
 - `is_weight(value)`: is it what layers of `tf.keras` have as weights?
 - `widen_predictions(model)`: lets the metrics of a compiled model see predictions in float32, and
@@ -36,10 +40,34 @@ Each of `keras2` and `keras3` defines:
 """
 
 import abc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+
+class RunsFirst:
+    """Puts a callback before all others: each sees in `logs` what those before it have added.
+
+    Keras runs callbacks in the order in which the user listed them, and never shows that list to
+    them. It is the list that sets the model, so it is found one call further up.
+    """
+
+    def set_model(self, model: Any) -> None:
+        """Sets the model, and moves this callback to the front.
+
+        Args:
+            model: model of `tf.keras`.
+        """
+        super().set_model(model)
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, tf.keras.callbacks.CallbackList):
+            self._move_to_front(caller.callbacks)
+
+    def _move_to_front(self, callbacks: list[Any]) -> None:
+        callbacks.remove(self)
+        callbacks.insert(0, self)
 
 
 class OptimizerFamily(abc.ABC):

@@ -13,7 +13,7 @@ from tf_keras.src.optimizers import utils as _optimizer_utils
 from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
 from keras_mp import messages, softmax_and_cross_entropy, variables
-from keras_mp.keras_api.interface import OptimizerFamily
+from keras_mp.keras_api.interface import OptimizerFamily, RunsFirst
 
 keras = tf.keras
 
@@ -64,6 +64,34 @@ def trusted_scope() -> Any:
 
 def flatten_layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())
+
+
+def layers_inside(layer: Any) -> list[Any]:
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def output_layers(model: Any) -> list[Any] | None:
+    outputs = model.outputs
+    if outputs is None:
+        return None
+    return [output._keras_history.layer for output in tf.nest.flatten(outputs)]
+
+
+class BaseCallback(RunsFirst, keras.callbacks.Callback):
+    """A callback that takes tensors as logs, so that Keras need not wait for a batch."""
+
+    put_in_logs: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._supports_tf_logs = True
+
+    def _move_to_front(self, callbacks: list[Any]) -> None:
+        super()._move_to_front(callbacks)
+        for callback in callbacks:
+            if isinstance(callback, keras.callbacks.ProgbarLogger):
+                # Other values are shown as their means over the epoch.
+                callback.stateful_metrics |= set(self.put_in_logs)
 
 
 def why_fit_fails() -> None:

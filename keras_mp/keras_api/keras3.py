@@ -15,7 +15,7 @@ from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 
 from keras_mp import casts, softmax_and_cross_entropy, variables
-from keras_mp.keras_api.interface import OptimizerFamily
+from keras_mp.keras_api.interface import OptimizerFamily, RunsFirst
 
 keras = tf.keras
 
@@ -45,6 +45,23 @@ def trusted_scope() -> Any:
 
 def flatten_layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())
+
+
+def layers_inside(layer: Any) -> list[Any]:
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def output_layers(model: Any) -> list[Any] | None:
+    outputs = getattr(model, "outputs", None)
+    if outputs is None:
+        return None
+    return [output._keras_history.operation for output in keras.tree.flatten(outputs)]
+
+
+class BaseCallback(RunsFirst, keras.callbacks.Callback):
+    """A callback that runs before all others."""
+
+    put_in_logs: Sequence[str] = ()
 
 
 def why_fit_fails() -> str | None:

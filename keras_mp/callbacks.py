@@ -1,0 +1,206 @@
+"""What the loss scale does while a model trains, for logs, TensorBoard and pictures."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api, messages, validation
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer, find_loss_scale_optimizer
+
+
+class LossScaleMonitor(keras_api.BaseCallback):
+    """Puts `loss_scale` and `steps_skipped` into the logs of `Model.fit`.
+
+    So everything that reads logs shows them: progress bars, `History`, `CSVLogger`, `TensorBoard`,
+    and file names of `ModelCheckpoint` such as `"{epoch}-{loss_scale:.0f}.keras"`. The place in the
+    list of callbacks does not matter: Keras runs this one first.
+
+    The values are read from the device at the end of each epoch, or also every `update_freq`
+    batches, so that nothing waits for the batches in between. With a number, logs of batches have
+    them too, as they were read last.
+
+    `evaluate` and `predict` log nothing. A model that trains without loss scaling is warned about,
+    and its logs stay as they are. Of several optimizers in one model, the first that scales the
+    loss is shown. TensorFlow's own `LossScaleOptimizer` does not count skipped steps, and counts as
+    none.
+
+    Args:
+        update_freq: `"epoch"` (the default), or int, every how many batches to read the values.
+
+    Attributes:
+        history: dict with the lists "step" (int, steps attempted so far, skipped ones among them),
+            "loss_scale" (float) and "steps_skipped" (int, in total): one entry where training
+            starts and one each time the values are read. `keras_mp.plots.loss_scale` draws it. A
+            second `fit` goes on with it, unless the model has made fewer steps by then.
+
+    Raises:
+        TypeError: `update_freq` is neither a str nor an int.
+        ValueError: it is another str than "epoch", or an int below 1.
+
+    Example:
+
+    >>> model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+    >>> optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.01))
+    >>> model.compile(optimizer, "mse")
+    >>> monitor = keras_mp.callbacks.LossScaleMonitor()
+    >>> history = model.fit(
+    ...     tf.ones([8, 1]), tf.ones([8, 1]), 4, epochs=2, callbacks=[monitor], verbose=0
+    ... )
+    >>> history.history["loss_scale"], history.history["steps_skipped"]
+    ([32768.0, 32768.0], [0, 0])
+    >>> monitor.history["step"]
+    [0, 2, 4]
+    """
+
+    put_in_logs = ("loss_scale", "steps_skipped")
+
+    def __init__(self, update_freq: str | int = "epoch") -> None:
+        super().__init__()
+        if isinstance(update_freq, str):
+            if update_freq != "epoch":
+                raise ValueError(
+                    '`update_freq` must be "epoch" or an int. '
+                    f"Received: update_freq={update_freq!r}"
+                )
+        else:
+            update_freq = validation.integer("update_freq", update_freq)
+        self.update_freq = update_freq
+        self.history: dict[str, list[Any]] = {"step": [], "loss_scale": [], "steps_skipped": []}
+        self._latest: dict[str, float | int] = {}
+        self._next_read = update_freq
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Warns if there is nothing to show.
+
+        Args:
+            logs: not used.
+        """
+        self._latest = {}
+        if _scaling(self.model.optimizer) is None:
+            messages.warn(
+                f"LossScaleMonitor has nothing to show: the model {self.model.name!r} is trained "
+                f"without a keras_mp.LossScaleOptimizer. {_CURE} "
+                f"Received: optimizer={self.model.optimizer!r}"
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads the values where training starts.
+
+        Args:
+            epoch: not used.
+            logs: not used.
+        """
+        # Not when training begins: callbacks may restore an interrupted run there.
+        if not self._latest:
+            self._read()
+        self._next_read = self.update_freq
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts the values into the logs, unless that is done for epochs only.
+
+        Args:
+            batch: int. Which batch of the epoch it was, from 0.
+            logs: dict to put them into.
+        """
+        if self.update_freq == "epoch":
+            return
+        if batch + 1 >= self._next_read:
+            self._read()
+            self._next_read = batch + 1 + self.update_freq
+        _update(logs, self._latest)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads the values and puts them into the logs.
+
+        Args:
+            epoch: not used.
+            logs: dict to put them into.
+        """
+        self._read()
+        _update(logs, self._latest)
+
+    def _read(self) -> None:
+        optimizer = _scaling(self.model.optimizer)
+        if optimizer is None:
+            return
+        self._latest = {
+            "loss_scale": float(optimizer.loss_scale()),
+            "steps_skipped": int(optimizer.steps_skipped),
+        }
+        step = int(_steps(optimizer))
+        steps = self.history["step"]
+        if steps and step < steps[-1]:
+            for values in self.history.values():
+                values.clear()
+        if not steps or step > steps[-1]:
+            for name, value in {"step": step, **self._latest}.items():
+                self.history[name].append(value)
+
+
+def write_loss_scale(optimizer: Any, step: Any = None) -> None:
+    """Writes `loss_scale` and `steps_skipped` for TensorBoard, in a training loop of your own.
+
+    They go, as scalars of these names, to the default writer of `tf.summary`. In a `tf.function`
+    nothing waits for the device. Like all of `tf.summary` it needs the package tensorboard, does
+    not run inside of what XLA compiles, and belongs outside of `strategy.run`. Without loss scaling
+    there is a warning, and nothing is written.
+
+    Args:
+        optimizer: A `keras_mp.LossScaleOptimizer`, or an optimizer that wraps one.
+        step: int or int64 scalar tensor. Defaults to TensorFlow's default step
+            (`tf.summary.experimental.set_step`) and, where that is not set, to the number of steps
+            attempted so far, skipped ones among them.
+
+    Raises:
+        TypeError: `optimizer` is not an optimizer of `tf.keras`.
+
+    Example:
+
+    >>> import tempfile
+    >>> optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.01))
+    >>> v = tf.Variable(1.0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with tf.summary.create_file_writer(folder).as_default():
+    ...         for _ in range(3):
+    ...             _ = optimizer.minimize(lambda: v**2, [v])
+    ...             keras_mp.callbacks.write_loss_scale(optimizer)
+    """
+    if not isinstance(optimizer, keras_api.OPTIMIZER_BASES):
+        raise TypeError(
+            f"Expected an optimizer of `tf.keras`, which is {keras_api.ROOT_PACKAGE} in this "
+            f"process. Received: optimizer={optimizer!r} (of type {type(optimizer)})"
+        )
+    scaling = _scaling(optimizer)
+    if scaling is None:
+        messages.warn(
+            "write_loss_scale has nothing to write: the optimizer is not a "
+            f"keras_mp.LossScaleOptimizer. {_CURE} Received: optimizer={optimizer!r}"
+        )
+        return
+    if step is None:
+        step = tf.summary.experimental.get_step()
+    if step is None:
+        step = _steps(scaling)
+    tf.summary.scalar("loss_scale", scaling.loss_scale(), step=step)
+    tf.summary.scalar("steps_skipped", scaling.steps_skipped, step=step)
+
+
+_CURE = (
+    "Only float16 needs one: leave this out for other dtypes, or wrap the optimizer, as "
+    'Model.compile does under keras_mp.set_global_policy("mixed_float16").'
+)
+
+
+def _update(logs: dict[str, Any] | None, values: dict[str, float | int]) -> None:
+    if logs is not None:
+        logs.update(values)
+
+
+def _scaling(optimizers: Any) -> LossScaleOptimizer | None:
+    found = map(find_loss_scale_optimizer, tf.nest.flatten(optimizers))
+    return next((o for o in found if isinstance(o, LossScaleOptimizer)), None)
+
+
+def _steps(optimizer: LossScaleOptimizer) -> tf.Tensor:
+    """How many steps were attempted: a skipped one does not advance `iterations`."""
+    return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64) + optimizer.steps_skipped

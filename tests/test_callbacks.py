@@ -1,0 +1,379 @@
+"""What the loss scale does, in logs and in TensorBoard's files."""
+
+import collections
+import csv
+import math
+import pathlib
+import re
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.callbacks import LossScaleMonitor, write_loss_scale
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored
+
+K = tf.keras
+NAMES = ["loss_scale", "steps_skipped"]
+
+ONES = np.ones([16, 1], "float32")
+# Of four batches, the third overflows with a scale above 3.
+BAD = np.where(np.arange(16)[:, None] // 4 == 2, 1e38, 1).astype("float32")
+
+
+def scaled(optimizer=None, **kwargs):
+    """An optimizer whose scale moves soon: it doubles after 3 good steps."""
+    optimizer = optimizer or K.optimizers.SGD(0.0)
+    scale = keras_mp.DynamicLossScale(initial_loss_scale=64, increment_period=3)
+    return keras_mp.LossScaleOptimizer(optimizer, scale, **kwargs)
+
+
+def linear(optimizer=None, **kwargs):
+    model = K.Sequential([K.Input([1]), K.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(optimizer or scaled(), "mae", **kwargs)
+    return model
+
+
+def fit(model, callbacks, x=BAD, **kwargs):
+    kwargs = {"verbose": 0, "epochs": 3, "shuffle": False, **kwargs}
+    return model.fit(x, ONES, 4, callbacks=callbacks, **kwargs)
+
+
+# Of three epochs. The third step of each is skipped, which halves the scale.
+SCALES = [32.0, 32.0, 32.0]
+SKIPPED = [1, 2, 3]
+
+
+def test_the_numbers_that_the_other_tests_expect():
+    monitor = LossScaleMonitor(update_freq=1)
+    fit(linear(), [monitor])
+    assert monitor.history == {
+        "step": list(range(13)),
+        "loss_scale": [64, 64, 64, 32, 32, 32, 64, 32, 32, 32, 64, 32, 32],
+        "steps_skipped": [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3],
+    }
+
+
+class Recorder(K.callbacks.Callback):
+    """Keeps the logs of batches and epochs as another callback sees them."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches, self.epochs = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(dict(logs))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(dict(logs))
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("update_freq", ["epoch", 1, 3])
+def test_everything_that_reads_logs_shows_them(tmp_path, capsys, place, update_freq):
+    recorder = Recorder()
+    others = [
+        K.callbacks.CSVLogger(str(tmp_path / "log.csv")),
+        K.callbacks.TensorBoard(str(tmp_path / "board"), write_graph=False),
+        K.callbacks.ModelCheckpoint(
+            str(tmp_path / "{epoch}-{loss_scale:.0f}-{steps_skipped}.weights.h5"),
+            save_weights_only=True,
+        ),
+        K.callbacks.History(),
+        recorder,
+    ]
+    monitor = LossScaleMonitor(update_freq)
+    callbacks = [monitor, *others] if place == "before" else [*others, monitor]
+    history = fit(linear(), callbacks, verbose=2, validation_data=(ONES, ONES)).history
+    assert history["loss_scale"] == SCALES
+    assert history["steps_skipped"] == SKIPPED
+    assert {type(value) for value in history["loss_scale"]} == {float}
+    assert {type(value) for value in history["steps_skipped"]} == {int}
+    assert {"loss", "val_loss"} < history.keys()
+    assert not any(name.startswith("val_") and name[4:] in NAMES for name in history)
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [row["loss_scale"] for row in rows] == ["32.0"] * 3
+    assert [row["steps_skipped"] for row in rows] == ["1", "2", "3"]
+    written = scalars(tmp_path / "board" / "train")
+    assert written["epoch_loss_scale"] == dict(enumerate(SCALES))
+    assert written["epoch_steps_skipped"] == dict(enumerate(SKIPPED))
+    names = sorted(path.name for path in tmp_path.glob("*.weights.h5"))
+    assert names == ["1-32-1.weights.h5", "2-32-2.weights.h5", "3-32-3.weights.h5"]
+    printed = capsys.readouterr().out
+    assert re.findall(r"steps_skipped: ([\d.e+]+)", printed) == [f"{n:.4f}" for n in SKIPPED]
+    assert [logs["steps_skipped"] for logs in recorder.epochs] == SKIPPED
+    batches = [[logs.get(name) for name in NAMES] for logs in recorder.batches]
+    if update_freq == "epoch":
+        assert batches == [[None, None]] * 12
+    elif update_freq == 1:
+        assert batches[1:4] == [[64, 0], [32, 1], [32, 1]]
+    else:
+        assert batches[1:4] == [[64, 0], [32, 1], [32, 1]]
+        assert monitor.history["step"] == [0, 3, 4, 7, 8, 11, 12]
+
+
+@pytest.mark.parametrize("update_freq", ["epoch", 1])
+def test_progress_bars_show_the_value_and_not_its_mean(capsys, update_freq):
+    model = linear()
+    model.fit(BAD, ONES, 4, shuffle=False, callbacks=[LossScaleMonitor(update_freq)], verbose=1)
+    shown = re.findall(r"loss_scale: ([\d.]+)", capsys.readouterr().out)
+    assert shown[-1] == "32.0000"
+    assert set(shown) <= {"64.0000", "32.0000"}
+
+
+def scalars(folder):
+    """What TensorBoard would show: {name: {step: value}}."""
+    found = collections.defaultdict(dict)
+    for path in sorted(pathlib.Path(folder).glob("*tfevents*")):
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                assert value.metadata.plugin_data.plugin_name == "scalars"
+                found[value.tag][event.step] = float(tf.make_ndarray(value.tensor))
+    return found
+
+
+def test_tensorboard_of_batches(tmp_path):
+    board = K.callbacks.TensorBoard(str(tmp_path), write_graph=False, update_freq=1)
+    fit(linear(), [board, LossScaleMonitor(1)], epochs=1)
+    written = scalars(tmp_path / "train")
+    assert list(written["batch_loss_scale"].values()) == [64, 64, 32, 32]
+    assert written["epoch_steps_skipped"] == {0: 1}
+
+
+class CountingScale(keras_mp.DynamicLossScale):
+    """Counts how often Python asks for the value, and so waits for the device."""
+
+    reads = 0
+
+    def __call__(self):
+        type(self).reads += tf.executing_eagerly()
+        return super().__call__()
+
+
+@pytest.mark.parametrize(("update_freq", "reads"), [("epoch", 1 + 3), (2, 1 + 3 * (2 + 1))])
+def test_the_device_is_asked_no_more_often_than_promised(monkeypatch, update_freq, reads):
+    monkeypatch.setattr(CountingScale, "reads", 0)
+    model = linear(keras_mp.LossScaleOptimizer(K.optimizers.SGD(0.0), CountingScale()))
+    fit(model, [LossScaleMonitor(update_freq)])
+    assert CountingScale.reads == reads
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 waits for every batch, whoever is there.")
+@pytest.mark.parametrize("update_freq", ["epoch", 2])
+def test_logs_of_batches_stay_tensors(update_freq):
+    class Recorder(K.callbacks.TerminateOnNaN):  # which takes tensors
+        def on_train_batch_end(self, batch, logs=None):
+            assert isinstance(logs["loss"], tf.Tensor)
+
+    fit(linear(), [LossScaleMonitor(update_freq), Recorder()])
+
+
+def nested():
+    class Outer(keras_mp.OptimizerWrapper):
+        pass
+
+    return Outer(scaled(Outer(K.optimizers.SGD(0.0))))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "nested"])
+def test_families_and_nested_wrappers(family):
+    optimizer = nested() if family == "nested" else scaled(make_optimizer(family, 0.0))
+    history = fit(linear(optimizer), [LossScaleMonitor()]).history
+    assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"jit_compile": True}, {"steps_per_execution": 2}, {"run_eagerly": True}],
+    ids=lambda how: next(iter(how)),
+)
+def test_ways_to_run(how):
+    monitor = LossScaleMonitor(update_freq=1)
+    history = fit(linear(**how), [monitor]).history
+    assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
+    steps = [0, 2, 4, 6, 8, 10, 12] if "steps_per_execution" in how else list(range(13))
+    assert monitor.history["step"] == steps
+
+
+def test_replicas():
+    with mirrored(2).scope():
+        model = linear()
+    monitor = LossScaleMonitor(update_freq=2)
+    history = fit(model, [monitor]).history
+    assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
+    assert monitor.history["step"] == [0, 2, 4, 6, 8, 10, 12]
+
+
+def test_compiled_by_a_policy_on_real_data():
+    x, y = digits()
+    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale="dynamic"))
+    model = K.Sequential([K.Input([64]), K.layers.Dense(10, dtype="float32")])
+    model.compile("adam", K.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.optimizer.dynamic_growth_steps = 10
+    monitor = LossScaleMonitor()
+    history = model.fit(x, y, epochs=2, callbacks=[monitor], verbose=0).history
+    assert monitor.history["loss_scale"] == [2.0**15, *history["loss_scale"]]
+    assert history["loss_scale"][-1] > 2**15
+    assert monitor.history["step"] == [0, 57, 114]
+
+
+def test_evaluate_and_predict_are_left_alone():
+    monitor, model = LossScaleMonitor(1), linear()
+    assert model.evaluate(ONES, ONES, callbacks=[monitor], verbose=0, return_dict=True).keys() == {
+        "loss"
+    }
+    model.predict(ONES, callbacks=[monitor], verbose=0)
+    assert monitor.history == {"step": [], "loss_scale": [], "steps_skipped": []}
+
+
+def test_a_second_fit_goes_on_and_another_model_begins_anew():
+    monitor, model = LossScaleMonitor(), linear()
+    fit(model, [monitor], epochs=1)
+    history = fit(model, [monitor], initial_epoch=1, epochs=3)
+    assert history.epoch == [1, 2]
+    assert history.history["steps_skipped"] == [2, 3]
+    assert monitor.history["step"] == [0, 4, 8, 12]
+    assert monitor.history["steps_skipped"] == [0, 1, 2, 3]
+    fit(linear(), [monitor], epochs=1)
+    assert monitor.history == {"step": [0, 4], "loss_scale": [64, 32], "steps_skipped": [0, 1]}
+
+
+def test_an_interrupted_run_starts_where_it_was_restored(tmp_path):
+    class Interrupt(K.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    backup = K.callbacks.BackupAndRestore(str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        fit(linear(), [backup, Interrupt()])
+    monitor = LossScaleMonitor()
+    fit(linear(), [backup, monitor])
+    assert monitor.history["step"] == [4, 8, 12]
+    assert monitor.history["steps_skipped"] == SKIPPED
+
+
+def test_two_monitors():
+    every_epoch, every_batch = LossScaleMonitor(), LossScaleMonitor(1)
+    history = fit(linear(), [every_epoch, every_batch]).history
+    assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
+    assert every_epoch.history["step"] == [0, 4, 8, 12]
+    assert every_batch.history["step"] == list(range(13))
+
+
+def test_a_loop_that_calls_the_callbacks_itself():
+    model, recorder = linear(), Recorder()
+    callbacks = K.callbacks.CallbackList([recorder, LossScaleMonitor(1)], model=model)
+    callbacks.on_epoch_begin(0)
+    for batch in range(2):
+        callbacks.on_train_batch_begin(batch)
+        callbacks.on_train_batch_end(batch, {"loss": 1.0})
+    callbacks.on_epoch_end(0, {"loss": 1.0})
+    expected = {"loss": 1.0, "loss_scale": 64.0, "steps_skipped": 0}
+    assert [*recorder.batches, *recorder.epochs] == [expected] * 3
+
+
+def test_alone_it_needs_no_list_and_no_logs():
+    monitor = LossScaleMonitor(1)
+    monitor.set_model(linear())
+    monitor.on_train_begin()
+    monitor.on_epoch_begin(0)
+    monitor.on_train_batch_begin(0)
+    monitor.on_train_batch_end(0)
+    monitor.on_epoch_end(0)
+    assert monitor.history["loss_scale"] == [64]
+
+
+@pytest.mark.parametrize("kind", ["float32", "stock"])
+def test_without_loss_scaling_it_warns_and_changes_nothing(kind):
+    optimizer = K.optimizers.SGD(0.0)
+    if kind == "stock":
+        optimizer = K.mixed_precision.LossScaleOptimizer(optimizer)
+    monitor = LossScaleMonitor(1)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="nothing to show.*Received") as caught:
+        history = fit(linear(optimizer), [monitor], x=ONES)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert history.history.keys() == {"loss"}
+    assert monitor.history["step"] == []
+
+
+@pytest.mark.parametrize(
+    ("update_freq", "error"),
+    [("batch", ValueError), (0, ValueError), (1.5, TypeError), (True, TypeError)],
+)
+def test_bad_frequencies_are_refused(update_freq, error):
+    with pytest.raises(error, match=f"update_freq.*Received: update_freq={update_freq!r}"):
+        LossScaleMonitor(update_freq)
+
+
+def loop(optimizer, writer, in_function, step=None):
+    """Four steps, of which the third overflows; each is written."""
+    v = tf.Variable(1.0)
+    optimizer.build([v])
+
+    def train_step(factor):
+        optimizer.minimize(lambda: v * factor, [v])
+        write_loss_scale(optimizer, step)
+
+    train_step = tf.function(train_step) if in_function else train_step
+    with writer.as_default():
+        for factor in (1.0, 1.0, math.inf, 1.0):
+            train_step(tf.constant(factor))
+    writer.close()
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+@pytest.mark.parametrize("make", [scaled, nested])
+def test_own_loop(tmp_path, in_function, make):
+    loop(make(), tf.summary.create_file_writer(str(tmp_path)), in_function)
+    assert scalars(tmp_path) == {
+        "loss_scale": {1: 64, 2: 64, 3: 32, 4: 32},
+        "steps_skipped": {1: 0, 2: 0, 3: 1, 4: 1},
+    }
+
+
+def test_own_loop_with_a_step_of_its_own(tmp_path):
+    step = tf.Variable(10, dtype=tf.int64)
+    tf.summary.experimental.set_step(step)
+    try:
+        loop(scaled(), tf.summary.create_file_writer(str(tmp_path / "default")), True)
+    finally:
+        tf.summary.experimental.set_step(None)
+    assert scalars(tmp_path / "default")["loss_scale"] == {10: 32}
+    loop(scaled(), tf.summary.create_file_writer(str(tmp_path / "given")), True, step=7)
+    assert scalars(tmp_path / "given")["steps_skipped"] == {7: 1}
+
+
+def test_own_loop_with_replicas(tmp_path):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v, optimizer = tf.Variable(1.0), scaled()
+        optimizer.build([v])
+
+    @tf.function
+    def train_step(factor):
+        strategy.run(lambda: optimizer.apply_gradients([(tf.constant(factor), v)]))
+        write_loss_scale(optimizer)
+
+    with warnings.catch_warnings():
+        # Of the loss that nobody scaled, which is not what this test is about.
+        warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+        with tf.summary.create_file_writer(str(tmp_path)).as_default() as writer:
+            train_step(1.0)
+            train_step(math.inf)
+            writer.flush()
+    assert scalars(tmp_path)["steps_skipped"] == {1: 0, 2: 1}
+
+
+def test_own_loop_without_loss_scaling(tmp_path):
+    with tf.summary.create_file_writer(str(tmp_path)).as_default() as writer:
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="nothing to write"):
+            write_loss_scale(K.optimizers.SGD())
+        writer.flush()
+    assert not scalars(tmp_path)
+    with pytest.raises(TypeError, match="Expected an optimizer.*Received: optimizer=3"):
+        write_loss_scale(3)
