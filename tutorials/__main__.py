@@ -52,6 +52,7 @@ def _run(notebook: nbformat.NotebookNode) -> None:
             timeout=300,
             kernel_name="python3",
             record_timing=False,
+            coalesce_streams=True,
             # TensorFlow's own log goes to this process's stderr, not into the notebook.
             extra_arguments=[
                 "--IPKernelApp.capture_fd_output=False",
