@@ -1,11 +1,12 @@
 """Mixed precision training for tf.keras, as TensorFlow RFC 293 proposed it."""
 
-from keras_mp import callbacks, hardware, layers, loss_scale, losses, regularizers
+from keras_mp import callbacks, hardware, layers, loss_scale, losses, plots, regularizers
 from keras_mp._version import __version__
 from keras_mp.conversion import convert
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.messages import MixedPrecisionWarning
+from keras_mp.model_summary import summary
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy, global_policy, policy_scope, set_global_policy
 from keras_mp.variables import (
@@ -40,8 +41,10 @@ __all__ = [
     "layers",
     "loss_scale",
     "losses",
+    "plots",
     "policy_scope",
     "recompute_grad",
     "regularizers",
     "set_global_policy",
+    "summary",
 ]

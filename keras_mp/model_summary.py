@@ -1,0 +1,214 @@
+"""A table of the dtypes in a model, and of what is worth a second look."""
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import hardware, keras_api
+
+_DIGITS = {"float16": 3, "bfloat16": 2}
+_UNKNOWN = "-"
+_WIDTH = 100
+
+
+def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
+    """Prints in which dtype each layer of a model computes, keeps its variables and returns.
+
+    Layers inside of others are indented. Numbers in the last column refer to the notes below the
+    table, which are about:
+
+    - a softmax in float16 or bfloat16 whose probabilities are an output of the model;
+    - units or filters of a 16-bit layer that are not a multiple of 8 (for information: tensor
+      cores are fastest with those);
+    - a layer that does not follow the model's policy, or does not cast its inputs.
+
+    Below is said whether this machine is fast in the dtypes that the model computes in.
+
+    Output dtypes are those that Keras found when it connected the layers. (Keras 3 believes that a
+    Lambda returns its compute dtype.) "-" stands for what is not known yet: a subclassed model has
+    no outputs that Keras knows of, and a model that is not built has no parameters.
+
+    Args:
+        model: A model of `tf.keras`: Sequential, functional or subclassed, built or not.
+        print_fn: Called with each line, without its end. Defaults to `print`.
+
+    Raises:
+        TypeError: `model` is not a model of `tf.keras`.
+
+    Example:
+
+    >>> layers = tf.keras.layers
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([8]), layers.Dense(16, name="a"), layers.Dense(8, "softmax", name="b")],
+    ...     name="small",
+    ... )
+    >>> keras_mp.summary(model)
+    Model 'small' (Sequential), policy float32
+    <BLANKLINE>
+    Layer      Compute  Variables  Output   Parameters  Notes
+    a (Dense)  float32  float32    float32         144
+    b (Dense)  float32  float32    float32         136
+    <BLANKLINE>
+    Parameters: 280, trainable: 280
+    """
+    if not isinstance(model, tf.keras.Model):
+        raise TypeError(
+            "Expected a model of `tf.keras`, which is "
+            f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
+            f"(of type {type(model)})"
+        )
+    for line in _lines(model):
+        (print_fn or print)(line)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A layer and where it is.
+
+    Attributes:
+        layer: the layer.
+        depth: int. In how many layers it is, the model not counted.
+        is_output: bool. Is what it returns an output of the model, as far as one can tell?
+    """
+
+    layer: Any
+    depth: int
+    is_output: bool
+
+
+def _lines(model: Any) -> Iterator[str]:
+    yield f"Model {model.name!r} ({type(model).__name__}), policy {model.dtype_policy.name}"
+    yield ""
+    places = list(_places(model))
+    notes: dict[str, int] = {}
+    rows = [("Layer", "Compute", "Variables", "Output", "Parameters", "Notes")]
+    for place in places:
+        marks = [notes.setdefault(note, len(notes) + 1) for note in _notes(place, model)]
+        rows.append((*_cells(place), " ".join(f"[{mark}]" for mark in marks)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        cells[4] = row[4].rjust(widths[4])
+        yield "  ".join(cells).rstrip()
+    yield ""
+    total, trainable = _parameters(model), _parameters(model, "trainable_weights")
+    yield f"Parameters: {_number(total)}, trainable: {_number(trainable)}"
+    for note, mark in notes.items():
+        yield from _wrapped(f"[{mark}] ", note)
+    dtypes = {place.layer.compute_dtype for place in places} & _DIGITS.keys()
+    for dtype in sorted(dtypes):
+        reason = hardware.why_slow(dtype)
+        if reason is None:
+            yield f"This machine is fast in {dtype}."
+        else:
+            yield from _wrapped("", f"This machine is not fast in {dtype}: {reason}")
+
+
+def _places(model: Any) -> Iterator[_Place]:
+    """Yields the layers below a model, each before those inside of it, each once."""
+    seen = {id(model)}
+
+    def inside(layer: Any, depth: int, is_output: bool) -> Iterator[_Place]:
+        outputs = _output_layers(layer) if is_output else []
+        children = layer.layers if isinstance(layer, tf.keras.Model) else None
+        for child in keras_api.layers_inside(layer) if children is None else children:
+            if id(child) not in seen:
+                seen.add(id(child))
+                place = _Place(child, depth, any(child is output for output in outputs))
+                yield place
+                yield from inside(child, depth + 1, place.is_output)
+
+    return inside(model, 0, True)
+
+
+def _output_layers(layer: Any) -> list[Any]:
+    """Those of the layers inside of a layer whose outputs are its own."""
+    if isinstance(layer, tf.keras.Sequential):
+        return layer.layers[-1:]
+    if isinstance(layer, tf.keras.Model):
+        outputs = keras_api.output_layers(layer)
+        # Nothing tells those of a subclassed model.
+        return keras_api.layers_inside(layer) if outputs is None else outputs
+    if isinstance(layer, tf.keras.layers.Wrapper):
+        return keras_api.layers_inside(layer)
+    return []
+
+
+def _cells(place: _Place) -> Iterable[str]:
+    layer = place.layer
+    yield f"{'  ' * place.depth}{layer.name} ({type(layer).__name__})"
+    if isinstance(layer, tf.keras.layers.InputLayer):  # which computes nothing
+        yield from (_UNKNOWN, _UNKNOWN)
+    else:
+        yield from (layer.compute_dtype or _UNKNOWN, layer.variable_dtype or _UNKNOWN)
+    yield _output_dtypes(layer)
+    yield _number(_parameters(layer))
+
+
+def _output_dtypes(layer: Any) -> str:
+    try:
+        outputs = tf.nest.flatten(layer.output)
+    except (AttributeError, ValueError, RuntimeError):
+        return _UNKNOWN
+    return ", ".join(dict.fromkeys(tf.as_dtype(output.dtype).name for output in outputs))
+
+
+def _parameters(layer: Any, which: str = "weights") -> int | None:
+    if not layer.built:
+        return None
+    return sum(math.prod(weight.shape) for weight in getattr(layer, which))
+
+
+def _number(count: int | None) -> str:
+    return _UNKNOWN if count is None else f"{count:,}"
+
+
+def _notes(place: _Place, model: Any) -> Iterator[str]:
+    layer = place.layer
+    if isinstance(layer, tf.keras.layers.InputLayer) or not _is_floating(layer.compute_dtype):
+        return
+    dtype = layer.compute_dtype
+    is_softmax = (
+        isinstance(layer, tf.keras.layers.Softmax)
+        or getattr(layer, "activation", None) is tf.keras.activations.softmax
+    )
+    if place.is_output and is_softmax and dtype in _DIGITS:
+        yield (
+            f"A softmax output in {dtype}: probabilities have about {_DIGITS[dtype]} digits"
+            + (", and those below 3e-8 are 0" if dtype == "float16" else "")
+            + '. Pass dtype="float32" to the layer, or give the softmax one of its own: '
+            'Activation("softmax", dtype="float32").'
+        )
+    size = getattr(layer, "units", None) or getattr(layer, "filters", None)
+    is_leaf = not keras_api.layers_inside(layer)
+    if dtype in _DIGITS and is_leaf and isinstance(size, int) and size % 8:
+        yield f"{size} units or filters: tensor cores of GPUs are fastest with multiples of 8."
+    if (dtype, layer.variable_dtype) != (model.compute_dtype, model.variable_dtype):
+        yield (
+            f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
+            "its own, or made under another global policy."
+        ) + _about_other_policy(place, model)
+    if dtype != layer.variable_dtype and not getattr(layer, "autocast", True):
+        yield "It takes its inputs as they come: it was made with autocast=False."
+
+
+def _about_other_policy(place: _Place, model: Any) -> str:
+    is_narrow = place.layer.compute_dtype in _DIGITS
+    if is_narrow and model.compute_dtype not in _DIGITS:
+        return " Or the model was loaded from a file, in which Keras does not keep its own policy."
+    if place.is_output and not is_narrow and model.compute_dtype in _DIGITS:
+        return " That is right for an output."
+    return ""
+
+
+def _is_floating(dtype: str | None) -> bool:
+    return dtype is not None and tf.as_dtype(dtype).is_floating
+
+
+def _wrapped(start: str, text: str) -> list[str]:
+    indent = " " * len(start)
+    return textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=indent)

@@ -1,0 +1,94 @@
+"""Pictures of a training run. They need matplotlib, which `keras-mp[tutorials]` brings."""
+
+from typing import Any
+
+# More points than these would cover each other.
+_MOST_MARKED = 40
+
+
+def loss_scale(history: Any, ax: Any = None) -> Any:
+    """Draws the loss scale of a run, and marks where steps were skipped.
+
+    The vertical axis is in powers of two. A cross stands where steps were skipped since the point
+    before; where it was more than one, a number says how many. So which step it was is seen only
+    with a monitor that reads at every batch, `LossScaleMonitor(update_freq=1)`.
+
+    Args:
+        history: A `keras_mp.callbacks.LossScaleMonitor`; the `History` of a `fit` that had one,
+            which is drawn over epochs; or the dict `history` of either.
+        ax: Matplotlib's `Axes` to draw into. Defaults to those of a new figure of pyplot.
+
+    Returns:
+        The `Axes`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: `history` has no loss scale.
+
+    Example:
+
+    >>> import matplotlib
+    >>> matplotlib.use("agg")  # without a window
+    >>> history = {"step": [0, 1, 2], "loss_scale": [64, 32, 32], "steps_skipped": [0, 1, 1]}
+    >>> ax = keras_mp.plots.loss_scale(history)
+    >>> ax.get_title()
+    'Loss scale (skipped steps: 1 of 2)'
+    """
+    try:
+        import matplotlib.pyplot as plt
+        from matplotlib import ticker
+    except ImportError as error:
+        raise ImportError(
+            'keras_mp.plots needs matplotlib: pip install "keras-mp[tutorials]"'
+        ) from error
+    values = getattr(history, "history", history)
+    if not isinstance(values, dict) or not values.get("loss_scale"):
+        raise ValueError(
+            "Expected the history of a run with loss scaling, which had a "
+            "keras_mp.callbacks.LossScaleMonitor among its callbacks. "
+            f"Received: {values!r} (of {type(history)})"
+        )
+    scales, totals = values["loss_scale"], values["steps_skipped"]
+    if "step" in values:
+        unit, positions, skipped_before = "step", values["step"], totals[0]
+        attempted = f" of {positions[-1] - positions[0]}"
+        every_step = positions[-1] - positions[0] == len(positions) - 1
+    else:
+        unit, positions, attempted, every_step = "epoch", _epochs(history, scales), "", False
+        # Nothing tells how many it had been before the first epoch.
+        skipped_before = 0 if positions[0] == 1 else totals[0]
+    skipped = [now - before for before, now in zip([skipped_before, *totals], totals)]
+    if ax is None:
+        _, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+    marker = "." if len(scales) <= _MOST_MARKED else None
+    ax.plot(positions, scales, color="tab:blue", marker=marker, label="loss scale")
+    marked = [(x, y, n) for x, y, n in zip(positions, scales, skipped) if n > 0]
+    if marked:
+        ax.plot(
+            *zip(*[(x, y) for x, y, _ in marked]),
+            "x",
+            color="tab:red",
+            markersize=8,
+            label="step skipped" if every_step else "steps skipped since the point before",
+        )
+    for x, y, count in marked if len(marked) <= _MOST_MARKED else []:
+        if count > 1:
+            ax.annotate(
+                str(count), (x, y), (0, 6), textcoords="offset points", ha="center", color="tab:red"
+            )
+    ax.set_yscale("log", base=2)
+    ax.set_ylim(min(scales) / 2, max(scales) * 2)
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    ax.set_xlabel(unit)
+    ax.set_ylabel("loss scale (powers of 2)")
+    ax.set_title(f"Loss scale (skipped steps: {sum(skipped)}{attempted})")
+    ax.legend()
+    ax.grid(alpha=0.3)
+    return ax
+
+
+def _epochs(history: Any, scales: list[float]) -> list[int]:
+    """The epochs as Keras prints them, from 1."""
+    epochs = [epoch + 1 for epoch in getattr(history, "epoch", [])]
+    # A `History` that was used in two calls of `fit` knows those of the last one.
+    return epochs if len(epochs) == len(scales) else list(range(1, len(scales) + 1))

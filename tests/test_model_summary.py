@@ -1,0 +1,254 @@
+"""The table of a model's dtypes."""
+
+import re
+
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import hardware, keras_api
+
+K = tf.keras
+L = K.layers
+
+
+def table(model):
+    """What is printed: {layer as printed: cells}, {mark: note}, other lines."""
+    lines = []
+    assert keras_mp.summary(model, lines.append) is None
+    end = lines.index("", 2)
+    header, *body = lines[2:end]
+    starts = [header.index(name) for name in header.split()]
+    rows = {}
+    for line in body:
+        cells = [line[a:b].rstrip() for a, b in zip(starts, [*starts[1:], None])]
+        rows[cells[0]] = [cell.strip() for cell in cells[1:]]
+    after = "\n".join(lines[end + 1 :])
+    notes = {f"[{m}]": " ".join(n.split()) for m, n in re.findall(_NOTE, after, re.DOTALL)}
+    return rows, notes, [lines[0], *after.split("\n")]
+
+
+_NOTE = r"\[(\d+)\] (.*?)(?=\n\[|\nThis|\Z)"
+
+
+def notes_of(model):
+    """{layer's name: its notes as one text}."""
+    rows, notes, _ = table(model)
+    return {
+        layer.split(" (")[0].strip(): " ".join(notes[mark] for mark in cells[4].split())
+        for layer, cells in rows.items()
+    }
+
+
+def head(**kwargs):
+    return K.Sequential([K.Input([8]), L.Dense(10, "softmax", name="last", **kwargs)], name="head")
+
+
+def functional():
+    inputs = K.Input([8], name="x")
+    x = L.Dense(16, name="hidden")(inputs)
+    x = L.Dense(8, "softmax", name="gate")(x)
+    return K.Model(inputs, head()(x), name="whole")
+
+
+def test_the_table_of_a_nested_model():
+    keras_mp.set_global_policy("mixed_float16")
+    rows, notes, others = table(functional())
+    assert list(rows.items()) == [
+        ("x (InputLayer)", ["-", "-", "float32", "0", ""]),
+        ("hidden (Dense)", ["float16", "float32", "float16", "144", ""]),
+        ("gate (Dense)", ["float16", "float32", "float16", "136", ""]),
+        ("head (Sequential)", ["float16", "float32", "float16", "90", ""]),
+        ("  last (Dense)", ["float16", "float32", "float16", "90", "[1] [2]"]),
+    ]
+    assert notes["[1]"].startswith("A softmax output in float16")
+    assert 'Activation("softmax", dtype="float32")' in notes["[1]"]
+    assert notes["[2]"].startswith("10 units")
+    assert others[0] == "Model 'whole' (Functional), policy mixed_float16"
+    assert others[1] == "Parameters: 370, trainable: 370"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_the_note_about_the_machine(monkeypatch, dtype, is_fast):
+    monkeypatch.setattr(hardware, "why_slow", lambda d: None if is_fast else f"No {d} here.")
+    keras_mp.set_global_policy(f"mixed_{dtype}")
+    *_, last = table(functional())[2]
+    expected = "is fast in {}." if is_fast else "is not fast in {0}: No {0} here."
+    assert last == "This machine " + expected.format(dtype)
+
+
+def test_a_float32_model_is_not_remarked_on():
+    rows, notes, others = table(functional())
+    assert {cells[0] for cells in rows.values()} == {"float32", "-"}
+    assert not notes
+    assert others[1:] == ["Parameters: 370, trainable: 370"]
+
+
+def ends_in(*layers):
+    return K.Sequential([K.Input([8]), L.Dense(8), *layers])
+
+
+@pytest.mark.parametrize(
+    ("make", "is_noted"),
+    [
+        (lambda: ends_in(L.Dense(8, "softmax")), True),
+        (lambda: ends_in(L.Softmax()), True),
+        (lambda: ends_in(L.Activation("softmax")), True),
+        (lambda: K.Sequential([L.Dense(8), L.Softmax()]), True),
+        (lambda: ends_in(head()), True),
+        (lambda: ends_in(L.Reshape([2, 4]), L.TimeDistributed(L.Dense(8, "softmax"))), True),
+        (lambda: ends_in(L.Activation("softmax", dtype="float32")), False),
+        (lambda: ends_in(L.Dense(8, "sigmoid")), False),
+        (lambda: ends_in(L.Softmax(), L.Dense(8)), False),
+    ],
+)
+def test_which_softmax_is_an_output(make, is_noted):
+    keras_mp.set_global_policy("mixed_bfloat16")
+    found = [name for name, text in notes_of(make()).items() if "A softmax output" in text]
+    assert bool(found) == is_noted
+
+
+def test_the_softmax_inside_of_attention_is_no_output():
+    keras_mp.set_global_policy("mixed_float16")
+    inputs = K.Input([4, 8])
+    model = K.Model(inputs, L.MultiHeadAttention(2, 4)(inputs, inputs))
+    assert any(name.startswith("softmax") for name in notes_of(model))
+    assert not any("A softmax" in text for text in notes_of(model).values())
+
+
+def test_sizes_that_tensor_cores_like_less():
+    keras_mp.set_global_policy("mixed_float16")
+    inputs = K.Input([8, 8, 3])
+    x = L.Conv2D(6, 3, name="conv")(inputs)
+    x = L.Conv2D(16, 3, name="even")(x)
+    x = L.TimeDistributed(L.LSTM(5, name="lstm"))(x)
+    x = L.Flatten()(x)
+    model = K.Model(inputs, L.Dense(3, dtype="float32", name="wide")(x))
+    notes = notes_of(model)
+    assert notes["conv"].startswith("6 units or filters")
+    assert notes["lstm_cell"].startswith("5 units or filters")
+    assert not notes["lstm"]
+    assert not notes["even"]
+    assert "filters" not in notes["wide"]
+
+
+def test_layers_that_do_not_follow_the_policy():
+    keras_mp.set_global_policy("mixed_float16")
+    early = L.Dense(8, name="early", dtype="float32")
+    as_they_come = keras_mp.layers.Layer(name="as_they_come", autocast=False)
+    last = L.Dense(8, name="last", dtype="float32")
+    model = ends_in(early, L.Dense(8, name="half", dtype="float16"), as_they_come, last)
+    notes = notes_of(model)
+    assert notes["early"].startswith("Its policy is float32, not the model's")
+    assert "right for an output" not in notes["early"]
+    assert notes["last"].endswith("That is right for an output.")
+    assert notes["half"].startswith("Its policy is float16, not the model's")
+    assert notes["as_they_come"].endswith("autocast=False.")
+
+
+def test_half_of_a_float32_model():
+    notes = notes_of(ends_in(L.Dense(8, name="half", dtype="mixed_float16"), L.Dense(8)))
+    noted = [name for name, text in notes.items() if text]
+    assert noted == ["half"]
+    assert "right for an output" not in notes["half"]
+
+
+class Block(L.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = L.Dense(8, name="inner")
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class Subclassed(K.Model):
+    def __init__(self):
+        super().__init__(name="mine")
+        self.block = Block(name="block")
+        self.rest = [L.Dense(8, name="first"), L.Dense(8, "softmax", name="second")]
+
+    def call(self, x):
+        x = self.block(x)
+        for layer in self.rest:
+            x = layer(x)
+        return x
+
+
+def test_a_subclassed_model_before_and_after_it_is_built():
+    keras_mp.set_global_policy("mixed_float16")
+    model = Subclassed()
+    rows, notes, others = table(model)
+    unknown = ["float16", "float32", "-", "-"]
+    assert {layer: cells[:4] for layer, cells in rows.items()} == {
+        "block (Block)": unknown,
+        "  inner (Dense)": unknown,
+        "first (Dense)": unknown,
+        "second (Dense)": unknown,
+    }
+    assert rows["second (Dense)"][4] == "[1]"
+    assert notes["[1]"].startswith("A softmax output")
+    assert others[:2] == [
+        "Model 'mine' (Subclassed), policy mixed_float16",
+        "Parameters: -, trainable: -",
+    ]
+    model(tf.ones([1, 8]))
+    model.rest[0].trainable = False
+    rows, _, others = table(model)
+    assert [cells[3] for cells in rows.values()] == ["72"] * 4
+    assert others[1] == "Parameters: 216, trainable: 144"
+
+
+def test_shared_layers_appear_once_and_integers_are_left_alone():
+    keras_mp.set_global_policy("mixed_float16")
+    inputs = K.Input([3], dtype="int32", name="ids")
+    shared = L.Dense(8, name="shared")
+    x = L.Embedding(1000, 8, name="embedding")(inputs)
+    x = shared(shared(L.TimeDistributed(shared, name="wrapper")(x)))
+    rows, _, others = table(K.Model(inputs, x))
+    assert rows["ids (InputLayer)"][2] == "int32"
+    assert rows["embedding (Embedding)"][:4] == ["float16", "float32", "float16", "8,000"]
+    assert sum("shared" in layer for layer in rows) == 1
+    assert others[1] == "Parameters: 8,072, trainable: 8,072"
+
+
+def test_several_outputs():
+    keras_mp.set_global_policy("mixed_float16")
+    inputs = K.Input([8])
+    wide = L.Dense(8, "softmax", dtype="float32", name="wide")(inputs)
+    narrow = L.Dense(8, "softmax", name="narrow")(inputs)
+    notes = notes_of(K.Model(inputs, {"a": wide, "b": narrow}))
+    assert "A softmax output" in notes["narrow"]
+    assert "A softmax output" not in notes["wide"]
+
+
+def test_a_trained_and_loaded_model(tmp_path):
+    keras_mp.set_global_policy("mixed_float16")
+    model = head()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    model.fit(tf.ones([4, 8]), tf.zeros([4, 1]), verbose=0)
+    model.save(tmp_path / "model.keras")
+    keras_mp.set_global_policy(None)
+    rows, notes, _ = table(K.models.load_model(tmp_path / "model.keras"))
+    assert rows["last (Dense)"] == ["float16", "float32", "float16", "90", "[1] [2] [3]"]
+    assert notes["[3]"].endswith("Keras does not keep its own policy.")
+
+
+def test_prints_by_default(capsys):
+    keras_mp.summary(head())
+    assert "last (Dense)" in capsys.readouterr().out
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="Expected a model.*Received: model=<"):
+        keras_mp.summary(L.Dense(1))
+
+
+def test_the_private_api_that_tells_layers_apart():
+    inputs, dense = K.Input([8]), L.Dense(8)
+    model = K.Model(inputs, dense(inputs))
+    assert keras_api.output_layers(model) == [dense]
+    assert keras_api.output_layers(Subclassed()) is None
+    block = Block()
+    assert keras_api.layers_inside(block) == [block.inner]

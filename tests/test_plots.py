@@ -1,0 +1,149 @@
+"""Pictures of the loss scale."""
+
+import subprocess
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import plots
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+EVERY_STEP = {
+    "step": [0, 1, 2, 3, 4],
+    "loss_scale": [64.0, 32.0, 32.0, 16.0, 32.0],
+    "steps_skipped": [5, 6, 6, 7, 7],
+}
+EVERY_TEN = {
+    "step": [100, 110, 120, 130],
+    "loss_scale": [64.0, 32.0, 32.0, 8.0],
+    "steps_skipped": [0, 1, 1, 4],
+}
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def lines(ax):
+    return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in ax.lines}
+
+
+def numbers(ax):
+    return {text.xy: text.get_text() for text in ax.texts}
+
+
+def test_each_step_that_was_skipped_is_marked():
+    ax = plots.loss_scale(EVERY_STEP)
+    assert lines(ax) == {
+        "loss scale": [(0, 64), (1, 32), (2, 32), (3, 16), (4, 32)],
+        "step skipped": [(1, 32), (3, 16)],
+    }
+    assert not numbers(ax)
+    assert ax.get_title() == "Loss scale (skipped steps: 2 of 4)"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss scale (powers of 2)")
+    assert ax.get_yscale() == "log"
+    ax.figure.canvas.draw()
+    shown = [label.get_text() for label in ax.get_yticklabels()]
+    assert [f"2^{{{n}}}" in "".join(shown) for n in (4, 5, 6)] == [True] * 3
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(lines(ax))
+
+
+def test_steps_between_two_points_are_counted():
+    ax = plots.loss_scale(EVERY_TEN)
+    assert lines(ax)["steps skipped since the point before"] == [(110, 32), (130, 8)]
+    assert numbers(ax) == {(130, 8.0): "3"}
+    assert ax.get_title() == "Loss scale (skipped steps: 4 of 30)"
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0, 2.0**127])
+def test_a_scale_that_never_moves_has_an_axis_too(scale):
+    ax = plots.loss_scale({"step": [0, 9], "loss_scale": [scale] * 2, "steps_skipped": [0, 0]})
+    ax.figure.canvas.draw()
+    low, high = ax.get_ylim()
+    assert low < scale < high < np.inf
+    assert ax.get_title() == "Loss scale (skipped steps: 0 of 9)"
+    assert list(lines(ax)) == ["loss scale"]
+
+
+def test_long_runs_stay_readable():
+    count = 1000
+    history = {
+        "step": list(range(0, 10 * count, 10)),
+        "loss_scale": [2.0 ** (n % 60) for n in range(count)],
+        "steps_skipped": list(range(0, 3 * count, 3)),
+    }
+    ax = plots.loss_scale(history)
+    assert ax.lines[0].get_marker() == "None"
+    assert not ax.texts
+
+
+def train(epochs, **kwargs):
+    monitor = keras_mp.callbacks.LossScaleMonitor()
+    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+    model.compile(keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.0)), "mae")
+    x = np.array([[1.0], [1e38]], "float32")
+    history = model.fit(
+        x, np.ones_like(x), 1, epochs=epochs, callbacks=[monitor], verbose=0, **kwargs
+    )
+    return monitor, history
+
+
+def test_what_fit_leaves_behind():
+    monitor, history = train(2)
+    by_step = lines(plots.loss_scale(monitor))
+    assert by_step == lines(plots.loss_scale(monitor.history))
+    assert by_step["loss scale"] == [(0, 2**15), (2, 2**14), (4, 2**13)]
+    ax = plots.loss_scale(history)
+    assert lines(ax) == lines(plots.loss_scale(history.history))
+    assert lines(ax)["loss scale"] == [(1, 2**14), (2, 2**13)]
+    assert lines(ax)["steps skipped since the point before"] == [(1, 2**14), (2, 2**13)]
+    assert ax.get_xlabel() == "epoch"
+    assert ax.get_title() == "Loss scale (skipped steps: 2)"
+    _, resumed = train(4, initial_epoch=2)
+    ax = plots.loss_scale(resumed)
+    assert lines(ax)["loss scale"] == [(3, 2**14), (4, 2**13)]
+    assert ax.get_title() == "Loss scale (skipped steps: 1)"
+
+
+def test_axes_of_the_users_own(tmp_path):
+    figure, axes = plt.subplots(2)
+    assert plots.loss_scale(EVERY_STEP, axes[1]) is axes[1]
+    assert plots.loss_scale(EVERY_STEP, ax=axes[0]) is axes[0]
+    assert plt.get_fignums() == [figure.number]
+    figure.savefig(tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize(
+    "history",
+    [{}, {"loss": [1.0]}, {"step": [], "loss_scale": [], "steps_skipped": []}, None, "adam"],
+    ids=repr,
+)
+def test_without_a_loss_scale_it_says_what_it_expects(history):
+    with pytest.raises(ValueError, match="LossScaleMonitor among its callbacks.*Received: "):
+        plots.loss_scale(history)
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r'pip install "keras-mp\[tutorials\]"'):
+        plots.loss_scale(EVERY_STEP)
+
+
+def test_importing_keras_mp_imports_no_matplotlib():
+    code = """
+import sys
+import tensorflow as tf
+before = tf.keras.Model and "matplotlib" in sys.modules
+import keras_mp
+keras_mp.plots
+sys.exit(before != ("matplotlib" in sys.modules))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
