@@ -16,13 +16,13 @@ class LossScaleMonitor(keras_api.BaseCallback):
     list of callbacks does not matter: Keras runs this one first.
 
     The values are read from the device at the end of each epoch, or also every `update_freq`
-    batches, so that nothing waits for the batches in between. With a number, logs of batches have
-    them too, as they were read last.
+    batches; for the batches in between it does not wait. With a number, logs of batches have them
+    too, as they were read last.
 
     `evaluate` and `predict` log nothing. A model that trains without loss scaling is warned about,
     and its logs stay as they are. Of several optimizers in one model, the first that scales the
-    loss is shown. TensorFlow's own `LossScaleOptimizer` does not count skipped steps, and counts as
-    none.
+    loss is shown. The `LossScaleOptimizer` of `tf.keras` does not count skipped steps; it is not
+    shown.
 
     Args:
         update_freq: `"epoch"` (the default), or int, every how many batches to read the values.

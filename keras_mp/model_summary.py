@@ -1,10 +1,9 @@
 """A table of the dtypes in a model, and of what is worth a second look."""
 
-import dataclasses
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -65,8 +64,7 @@ def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
         (print_fn or print)(line)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """A layer and where it is.
 
     Attributes:
@@ -160,7 +158,9 @@ def _output_dtypes(layer: Any) -> str:
 def _parameters(layer: Any, which: str = "weights") -> int | None:
     if not layer.built:
         return None
-    return sum(math.prod(weight.shape) for weight in getattr(layer, which))
+    weights = getattr(layer, which)
+    # Keras 2 has a vocabulary among them.
+    return sum(math.prod(weight.shape) for weight in weights if hasattr(weight, "shape"))
 
 
 def _number(count: int | None) -> str:
@@ -192,7 +192,10 @@ def _notes(place: _Place, model: Any) -> Iterator[str]:
             f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
             "its own, or made under another global policy."
         ) + _about_other_policy(place, model)
-    if dtype != layer.variable_dtype and not getattr(layer, "autocast", True):
+    # Keras has its own reasons, such as the ids that an embedding takes.
+    is_keras_own = type(layer).__module__.startswith(f"{keras_api.ROOT_PACKAGE}.")
+    is_mixed = dtype != layer.variable_dtype
+    if is_mixed and not is_keras_own and not getattr(layer, "autocast", True):
         yield "It takes its inputs as they come: it was made with autocast=False."
 
 

@@ -5,6 +5,7 @@ import csv
 import math
 import pathlib
 import re
+import types
 import warnings
 
 import numpy as np
@@ -285,6 +286,15 @@ def test_alone_it_needs_no_list_and_no_logs():
     monitor.on_train_batch_end(0)
     monitor.on_epoch_end(0)
     assert monitor.history["loss_scale"] == [64]
+
+
+def test_of_several_optimizers_the_first_that_scales():
+    monitor, second = LossScaleMonitor(), scaled()
+    model = types.SimpleNamespace(optimizer=[K.optimizers.SGD(), second, scaled()])
+    second.loss_scale.loss_scale.assign(2)
+    monitor.set_model(model)
+    monitor.on_epoch_end(0)
+    assert monitor.history["loss_scale"] == [2]
 
 
 @pytest.mark.parametrize("kind", ["float32", "stock"])

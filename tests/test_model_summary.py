@@ -208,9 +208,20 @@ def test_shared_layers_appear_once_and_integers_are_left_alone():
     x = shared(shared(L.TimeDistributed(shared, name="wrapper")(x)))
     rows, _, others = table(K.Model(inputs, x))
     assert rows["ids (InputLayer)"][2] == "int32"
-    assert rows["embedding (Embedding)"][:4] == ["float16", "float32", "float16", "8,000"]
+    assert rows["embedding (Embedding)"] == ["float16", "float32", "float16", "8,000", ""]
     assert sum("shared" in layer for layer in rows) == 1
     assert others[1] == "Parameters: 8,072, trainable: 8,072"
+
+
+def test_text():
+    keras_mp.set_global_policy("mixed_float16")
+    text = L.TextVectorization(output_sequence_length=4, name="text")
+    text.adapt(["a few words"])
+    inputs = K.Input([1], dtype="string")
+    rows, notes, _ = table(K.Model(inputs, L.Embedding(10, 8, name="embedding")(text(inputs))))
+    assert rows["text (TextVectorization)"][2] == "int64"
+    assert rows["embedding (Embedding)"][3] == "80"
+    assert not notes
 
 
 def test_several_outputs():
