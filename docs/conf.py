@@ -1,4 +1,4 @@
-"""How Sphinx builds the reference: python -m sphinx docs build/reference."""
+"""How Sphinx builds the reference: python -m sphinx docs FOLDER."""
 
 import pathlib
 import re
