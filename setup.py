@@ -12,8 +12,10 @@ _VERSION = re.search(
 
 _TENSORFLOW_VERSIONS = ">=2.16,<2.22"
 _LEGACY = [f"tf_keras{_TENSORFLOW_VERSIONS}"]
+_DIGITS = ["matplotlib", "scikit-learn"]
 # TensorFlow 2.21 no longer brings tensorboard, which tf.summary needs.
-_TUTORIALS = ["matplotlib", "scikit-learn", "tensorboard"]
+_TUTORIALS = [*_DIGITS, "ipykernel", "nbclient", "tensorboard"]
+_DOCS = ["myst-parser", "sphinx"]
 
 setuptools.setup(
     name="keras-mp",
@@ -33,8 +35,9 @@ setuptools.setup(
         "legacy": _LEGACY,
         "gpu": [f"tensorflow[and-cuda]{_TENSORFLOW_VERSIONS}"],
         "tutorials": _TUTORIALS,
-        "bench": [*_TUTORIALS, *_LEGACY],
-        "test": [*_TUTORIALS, *_LEGACY, "hypothesis", "pytest>=8", "ruff"],
+        "docs": _DOCS,
+        "bench": [*_DIGITS, *_LEGACY],
+        "test": [*_TUTORIALS, *_DOCS, *_LEGACY, "hypothesis", "pytest>=8", "ruff"],
     },
     classifiers=[
         "Intended Audience :: Developers",

@@ -24,6 +24,12 @@ def warn_if_slow(dtype: str) -> None:
 
     Args:
         dtype: str, "float16" or "bfloat16".
+
+    Example:
+
+    >>> keras_mp.hardware.warn_if_slow("float16")
+
+    Source: RFC 293, "Dtype policies overview".
     """
     with _lock:
         if dtype in _warned:
@@ -79,7 +85,13 @@ def why_slow(dtype: str) -> str | None:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Tells whether the CPU multiplies bfloat16 natively (AVX512-BF16, AMX-BF16 or Arm BF16)."""
+    """Tells whether the CPU multiplies bfloat16 natively (AVX512-BF16, AMX-BF16 or Arm BF16).
+
+    Example:
+
+    >>> isinstance(keras_mp.hardware.cpu_has_bfloat16(), bool)
+    True
+    """
     if platform.system() == "Darwin":
         # From the M2 on; neither TensorFlow nor Python says which chip it is without asking sysctl,
         # and TensorFlow's CPU kernels do not use the instructions there.

@@ -43,6 +43,11 @@ class LossScaleState(NamedTuple):
         loss_scale: The scale, a float32 scalar.
         num_good_steps: Finite steps since the scale last moved, an int64 scalar.
         num_bad_steps: Non-finite steps in a row, an int64 scalar.
+
+    Example:
+
+    >>> keras_mp.loss_scale.LossScaleState(64.0, num_good_steps=1, num_bad_steps=0)
+    LossScaleState(loss_scale=64.0, num_good_steps=1, num_bad_steps=0)
     """
 
     loss_scale: Any
@@ -62,6 +67,8 @@ def next_state(
     max_loss_scale: float,
 ) -> LossScaleState:
     """The schedule of dynamic loss scaling, as one pure function.
+
+    ::
 
         finite:      num_good_steps += 1, num_bad_steps = 0
                      at increment_period good steps: scale *= multiplier, num_good_steps = 0
@@ -83,6 +90,17 @@ def next_state(
 
     Returns:
         LossScaleState after the step, of tensors.
+
+    Example:
+
+    >>> from keras_mp import loss_scale
+    >>> state = loss_scale.LossScaleState(64.0, num_good_steps=1, num_bad_steps=0)
+    >>> after = loss_scale.next_state(
+    ...     state, False, increment_period=2, multiplier=2.0, backoff_multiplier=0.5, hysteresis=1,
+    ...     min_loss_scale=1.0, max_loss_scale=2.0**127,
+    ... )
+    >>> float(after.loss_scale), int(after.num_good_steps), int(after.num_bad_steps)
+    (32.0, 0, 1)
 
     Source: RFC 293, "The new LossScale class"; Micikevicius et al., "Mixed Precision Training",
     2018.
@@ -504,6 +522,11 @@ def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
 
     Returns:
         dict with the keys `class_name` and `config`, or None for None.
+
+    Example:
+
+    >>> keras_mp.loss_scale.serialize(keras_mp.FixedLossScale(128))
+    {'class_name': 'FixedLossScale', 'config': {'loss_scale_value': 128.0}}
     """
     if loss_scale is None:
         return None

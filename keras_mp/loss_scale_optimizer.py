@@ -160,7 +160,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale:
-        """The `LossScale`: `optimizer.loss_scale()` is its value, a float32 scalar tensor."""
+        """The `LossScale`. `optimizer.loss_scale()` is its value, a float32 scalar tensor."""
         return self._loss_scale
 
     @property
@@ -201,7 +201,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     @property
     def loss_scale_factor(self) -> None:
-        """None: Keras 3's optimizers have one, which would scale once more."""
+        """None. Keras 3's optimizers have one, which would scale once more."""
         return None
 
     @loss_scale_factor.setter

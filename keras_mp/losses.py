@@ -216,7 +216,8 @@ _DOC = """`tf.keras.losses.{name}`, computed in `dtype`.
 
     It is a subclass of that class and of `keras_mp.losses.Loss`.
 
-    Args: those of `tf.keras.losses.{name}`, and
+    Args:
+        **kwargs: those of `tf.keras.losses.{name}`, which may be passed by position too.
         dtype: The floating-point dtype of the computation, `"float32"` by default.
 
     Example:

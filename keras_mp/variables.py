@@ -291,7 +291,7 @@ class AutoCastVariable(
 
     @property
     def dtype(self) -> tf.DType:
-        """The dtype in which the variable appears: the scope's, or else the true one."""
+        """The dtype in which the variable appears, which is the scope's or else the true one."""
         return autocast_dtype() or self.true_dtype
 
     @property

@@ -1,0 +1,1 @@
+"""Notebooks with their outputs, and the program of RFC 293."""
