@@ -9,6 +9,10 @@ sys.path.insert(0, str(_ROOT))
 
 import keras_mp  # noqa: E402
 
+# Keras 3 writes the name of the class into files, where it is stock's; a page about one of another
+# name would say that it is an alias.
+keras_mp.Policy.__name__ = "Policy"
+
 project = "keras_mp"
 copyright = "The keras_mp authors. Apache License 2.0"
 version = release = keras_mp.__version__

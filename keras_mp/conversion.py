@@ -48,8 +48,20 @@ def convert(model: Any, policy: Any) -> Any:
             f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
             f"(of type {type(model)})"
         )
+    try:
+        weights = model.get_weights()
+    except ValueError as error:
+        raise ValueError(
+            f"The model {model.name!r} has no weights yet: build it, or call it, before it is "
+            f"converted. Keras said: {error}"
+        ) from error
     layers = keras_api.flatten_layers(model)
-    classes = {type(layer).__name__: type(layer) for layer in layers}
+    # Not those of Keras, which has a layer `Add` and an operation of that name.
+    classes = {
+        type(layer).__name__: type(layer)
+        for layer in layers
+        if type(layer).__module__.partition(".")[0] != keras_api.ROOT_PACKAGE
+    }
     is_in_16_bits = any(layer.compute_dtype in _16_BIT for layer in layers)
     dtypes = _16_BIT if is_in_16_bits else _FLOATING
     with (
@@ -73,7 +85,6 @@ def convert(model: Any, policy: Any) -> Any:
                 "or build it yourself under the other policy and use `set_weights`. "
                 f"Keras said: {error}"
             ) from error
-    weights = model.get_weights()
     shapes = [tuple(weight.shape) for weight in weights]
     remade_shapes = [tuple(weight.shape) for weight in converted.weights]
     if shapes != remade_shapes:

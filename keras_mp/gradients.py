@@ -4,6 +4,7 @@ RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". This modul
 only. A gradient is a tensor, a `tf.IndexedSlices` (which stays sparse) or None (which stays None).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -104,7 +105,7 @@ def scale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradient
     Returns:
         list of gradients.
     """
-    return _multiply(gradients, loss_scale)
+    return _multiply(gradients, lambda dtype: tf.cast(loss_scale, dtype))
 
 
 def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradient]:
@@ -119,7 +120,7 @@ def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradie
         in the last place of them otherwise.
     """
     # A product takes half the time of a quotient.
-    return _multiply(gradients, 1.0 / loss_scale)
+    return _multiply(gradients, lambda dtype: 1 / tf.cast(loss_scale, dtype))
 
 
 def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -304,18 +305,19 @@ def _map(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
     return fn(tf.convert_to_tensor(gradient))
 
 
-def _multiply(gradients: Sequence[Gradient], factor: tf.Tensor) -> list[Gradient]:
-    # A loss scale above 65504 has no finite float16 value, so narrow gradients meet it in float32.
-    # In eager the raw operation takes less than half of the operator's time.
-    factors = {tf.float32: factor}
+def _multiply(
+    gradients: Sequence[Gradient], factor_in: Callable[[tf.DType], tf.Tensor]
+) -> list[Gradient]:
+    factor = functools.cache(factor_in)
 
     def multiply(gradient: tf.Tensor) -> tf.Tensor:
         dtype = gradient.dtype
+        # A loss scale above 65504 has no finite float16 value, so narrow gradients meet it in
+        # float32.
         if dtype.size < tf.float32.size:
-            return tf.cast(tf.cast(gradient, tf.float32) * factor, dtype)
-        if dtype not in factors:
-            factors[dtype] = tf.cast(factor, dtype)
-        return tf.raw_ops.Mul(x=gradient, y=factors[dtype])
+            return tf.cast(tf.cast(gradient, tf.float32) * factor(tf.float32), dtype)
+        # In eager the raw operation takes less than half of the operator's time.
+        return tf.raw_ops.Mul(x=gradient, y=factor(dtype))
 
     return [_map(multiply, gradient) for gradient in gradients]
 

@@ -19,6 +19,7 @@ _ALIASES = {"lr": "learning_rate"}
 _models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 
 
+@keras_api.register_serializable
 class OptimizerWrapper(
     tf.__internal__.tracking.DelegatingTrackableMixin, *keras_api.OPTIMIZER_BASES
 ):
@@ -229,6 +230,32 @@ class OptimizerWrapper(
                 "The weights are those of an optimizer of another kind, or for another model. "
                 f"Nothing was set. Expected the shapes {expected}. Received: {received}"
             )
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` makes an equal wrapper.
+
+        A subclass with arguments of its own adds them.
+        """
+        return {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer)}
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "OptimizerWrapper":
+        """Makes a wrapper, and the optimizer in it.
+
+        Args:
+            config: dict that `get_config` returned.
+            custom_objects: dict of names and the classes they stand for, for the inner optimizer.
+
+        Returns:
+            A wrapper.
+        """
+        config = dict(config)
+        inner = keras_api.deserialize_optimizer(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        return cls(inner, **config)
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the inner optimizer's variables, where Keras does not save them beside this.
@@ -472,12 +499,11 @@ def _delegate_rest() -> None:
     for base in keras_api.OPTIMIZER_BASES:
         for name in dir(base):
             is_method = callable(getattr(base, name))
-            is_ours = name in vars(OptimizerWrapper) or name in _NOT_DELEGATED
+            is_ours = name in vars(OptimizerWrapper)
             if is_method and not is_ours and (not name.startswith("_") or name in _CHECKPOINTS):
                 setattr(OptimizerWrapper, name, _delegate(name))
 
 
-_NOT_DELEGATED = ("from_config", "get_config")
 # What tf.train.Checkpoint calls on an optimizer that has slots.
 _CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
 

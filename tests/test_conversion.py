@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
-from tests.common import digits
+from tests.common import IS_KERAS_3, digits
 
 K = tf.keras
 BOUNDS = {"float64": 1e-6, "float32": 1e-6, "float16": 2e-2, "bfloat16": 2e-1}
@@ -199,3 +199,20 @@ def test_what_cannot_be_converted_says_why():
         keras_mp.convert(3, "float32")
     with pytest.raises(ValueError, match="^Cannot interpret the policy"):
         keras_mp.convert(sequential(), "nonsense")
+
+
+def test_a_layer_of_the_name_of_an_operation():
+    inputs = tf.keras.Input((4,))
+    added = tf.keras.layers.Add()([inputs, inputs]) + 1.0
+    model = tf.keras.Model(inputs, tf.keras.layers.Dense(2)(added))
+    converted = keras_mp.convert(model, "mixed_bfloat16")
+    assert converted.layers[-1].compute_dtype == "bfloat16"
+    np.testing.assert_allclose(
+        tf.cast(converted(tf.ones([1, 4])), tf.float32), model(tf.ones([1, 4])), rtol=2.0**-5
+    )
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 makes an unbuilt model of one.")
+def test_a_model_without_weights_yet():
+    with pytest.raises(ValueError, match="has no weights yet: build it"):
+        keras_mp.convert(tf.keras.Sequential([tf.keras.layers.Dense(3)]), "float32")

@@ -72,6 +72,50 @@ def test_all_finite_of_the_rest():
     assert not bool(gradients.all_finite([tf.constant([complex(1, INF)])]))
 
 
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+def test_all_finite_looks_at_sums(mode):
+    def judge(*grads):
+        return gradients.all_finite(grads)
+
+    if mode != "eager":
+        judge = tf.function(judge, jit_compile=mode == "jit")
+    # More than float16 holds, as is each sum of two of them.
+    assert bool(judge(tf.fill([1000], tf.constant(65504.0, tf.float16)), tf.ones([2])))
+    # What cancels is not finite: neither in one gradient, nor in two.
+    assert not bool(judge(tf.constant([INF, -INF])))
+    assert not bool(judge(tf.constant([INF, 1.0]), tf.constant([[-INF]])))
+    # Of unscaled gradients, nobody needs them.
+    assert not bool(judge(tf.fill([10], 1e38)))
+    assert bool(judge(tf.fill([10], 1e37), tf.constant(1e300, tf.float64), tf.constant(1.0)))
+    assert not bool(judge(tf.ones([2]), tf.constant([NAN], tf.float64)))
+
+
+def test_all_finite_where_the_rank_is_not_known():
+    @tf.function(input_signature=[tf.TensorSpec(None, tf.float32)])
+    def judge(gradient):
+        return gradients.all_finite([gradient, tf.ones([2, 2])])
+
+    assert bool(judge(tf.ones([2, 3])))
+    assert not bool(judge(tf.constant(INF)))
+
+
+@pytest.mark.parametrize("loss_scale", [3.0, 1000.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_unscale_is_as_precise_as_the_gradient(loss_scale, dtype):
+    gradient = np.array([1.1, 2.3, -777.7], dtype)
+    (unscaled,) = gradients.unscale([tf.constant(gradient)], tf.constant(loss_scale))
+    precision = np.finfo(dtype).eps
+    np.testing.assert_allclose(unscaled, gradient / loss_scale, rtol=2 * precision)
+
+
+@pytest.mark.parametrize("loss_scale", [2.0**126, 2.0**-126, 3.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_unscale_at_the_ends_of_the_range(loss_scale, dtype):
+    gradient = tf.constant([loss_scale, -1.5 * loss_scale, 0.0], dtype)
+    (unscaled,) = gradients.unscale([gradient], tf.constant(loss_scale))
+    np.testing.assert_allclose(tf.cast(unscaled, tf.float64), [1, -1.5, 0], rtol=2.0**-22)
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "large"), [("float16", 40000.0), ("float32", 2e38), ("float64", 1e308)]

@@ -13,7 +13,7 @@ from tests.common import IS_KERAS_3, mirrored
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-*BLOCKS, PROGRAM = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PROGRAM, *BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def run_program(program, *args):
@@ -38,7 +38,7 @@ def test_the_blocks_run_in_order(monkeypatch):
     names = {}
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     assert isinstance(names["model"].optimizer, keras_mp.LossScaleOptimizer)
 
 

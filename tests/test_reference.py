@@ -78,6 +78,10 @@ def test_every_public_method_has_a_docstring():
         for name, value in PUBLIC.items()
         if inspect.isclass(value)
         for method, function in vars(value).items()
-        if not method.startswith("_") and callable(function) and not inspect.getdoc(function)
+        if not method.startswith("_")
+        and callable(function)
+        and not inspect.getdoc(function)
+        # `layers.Layer` runs the `call` of Keras in its policy, once somebody has made one.
+        and function.__module__.startswith("keras_mp")
     }
     assert without == set()

@@ -360,3 +360,29 @@ def test_ways_to_load(suffix, tmp_path):
     for one in (bare, safe, named, clone, again):
         assert one.layers[-1].compute_dtype == "float16"
         np.testing.assert_array_equal(one.predict(X, verbose=0), expected)
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_wrapper_among_wrappers_is_saved(family, is_outside, suffix, tmp_path):
+    set_policy("mixed_float16")
+    inner = make_optimizer(family)
+    if is_outside:
+        optimizer = keras_mp.OptimizerWrapper(keras_mp.LossScaleOptimizer(inner))
+    else:
+        optimizer = keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(inner))
+    model = make_model(optimizer)
+    step(model, 3)
+    model.save(str(tmp_path / f"model{suffix}"))
+    again = tf.keras.models.load_model(str(tmp_path / f"model{suffix}"))
+    assert type(again.optimizer) is type(optimizer)
+    assert type(again.optimizer.inner_optimizer) is type(optimizer.inner_optimizer)
+    for one in (model, again):
+        step(one)
+    assert int(value(again.optimizer.iterations)) == int(value(model.optimizer.iterations)) > 0
+    for ours, reference in zip(slots(again), slots(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, reference)

@@ -227,8 +227,15 @@ def tracks_floatx() -> bool:
 
 get_optimizer = keras.optimizers.get
 serialize_optimizer = keras.optimizers.serialize
-deserialize_optimizer = keras.optimizers.deserialize
 STOCK_LAYOUT_CHILD = None
+
+
+def deserialize_optimizer(
+    config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+) -> Any:
+    # While an .h5 file is loaded, Keras looks for a class that was registered in no other place.
+    class_name = config.get("registered_name") or config["class_name"]
+    return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
 
 
 def stock_layout(optimizer: Any) -> Any:
