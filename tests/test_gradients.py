@@ -90,6 +90,16 @@ def test_all_finite_looks_at_sums(mode):
     assert not bool(judge(tf.ones([2]), tf.constant([NAN], tf.float64)))
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_all_finite_sees_what_a_cast_to_float16_made_infinite(jit_compile):
+    @tf.function(jit_compile=jit_compile)
+    def judge(gradient):
+        return gradients.all_finite([tf.cast(gradient, tf.float16)])
+
+    assert not bool(judge(tf.constant([80000.0])))
+    assert bool(judge(tf.constant([60000.0, 60000.0])))
+
+
 def test_all_finite_where_the_rank_is_not_known():
     @tf.function(input_signature=[tf.TensorSpec(None, tf.float32)])
     def judge(gradient):
