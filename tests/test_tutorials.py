@@ -9,7 +9,6 @@ import tempfile
 
 import nbformat
 import pytest
-import tensorflow as tf
 
 from tests.common import IS_KERAS_3
 
@@ -42,7 +41,6 @@ def text_of(cells):
     return re.sub(r"'image/png': '[^']*'", "'a picture'", outputs)
 
 
-@pytest.mark.skipif(tf.__version__ < "2.17", reason="They are run on the newest TensorFlow.")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, tmp_path):
     done = run("tutorials", path.stem, "--output", str(tmp_path))
