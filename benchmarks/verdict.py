@@ -18,12 +18,8 @@ def measure(count: int) -> dict[str, list[float]]:
 
     import keras_mp
 
-    stock = tf.keras.mixed_precision.LossScaleOptimizer
-    scale_loss = "scale_loss" if hasattr(stock, "scale_loss") else "get_scaled_loss"
     wraps = {
-        "bare": lambda optimizer: optimizer,
-        "stock": stock,
-        "keras_mp": keras_mp.LossScaleOptimizer,
+        **common.WRAPPERS,
         "keras_mp, float32": lambda optimizer: keras_mp.LossScaleOptimizer(
             optimizer, aggregate_in_float16=False
         ),
@@ -38,11 +34,8 @@ def measure(count: int) -> dict[str, list[float]]:
         def replica_step():
             with tf.GradientTape() as tape:
                 loss = tf.add_n([tf.reduce_sum(v) for v in variables]) * 1e-4
-                if isinstance(optimizer, stock):
-                    loss = getattr(optimizer, scale_loss)(loss)
-            gradients = tape.gradient(loss, variables)
-            if isinstance(optimizer, stock) and scale_loss == "get_scaled_loss":
-                gradients = optimizer.get_unscaled_gradients(gradients)
+                loss, unscale = common.scaled(optimizer, loss)
+            gradients = unscale(tape.gradient(loss, variables))
             optimizer.apply_gradients(zip(gradients, variables))
 
         return tf.function(lambda: strategy.run(replica_step))

@@ -131,7 +131,8 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     passes the largest float32, they are not worth more.
 
     Args:
-        gradients: sequence of gradients, unscaled.
+        gradients: sequence of gradients, unscaled. Of a sparse one, the sums over equal indices
+            have to be finite too, since an optimizer adds these up.
 
     Returns:
         bool scalar tensor; True where there is nothing to look at.

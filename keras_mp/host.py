@@ -105,6 +105,11 @@ def is_compiled_by_xla() -> bool:
     return tf.__internal__.get_enclosing_xla_context() is not None
 
 
+def runs_by_itself() -> bool:
+    """Does what is called run, in its order? A graph of TensorFlow 1 runs what it is asked for."""
+    return tf.compat.v1.executing_eagerly_outside_functions()
+
+
 def current_graph() -> Any:
     """Returns the graph that is being built, or None in eager."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import gradients
+from keras_mp import gradients, host
 from keras_mp.keras_api.interface import OptimizerFamily
 from keras_mp.loss_scale import DynamicLossScale, LossScale
 from keras_mp.skipped_steps import SkippedSteps
@@ -153,13 +153,8 @@ class ScaledStep:
         return tf.cond(finite, make, skip)
 
 
-def _runs_by_itself() -> bool:
-    """Not so in a graph of TensorFlow 1, which runs only what it is asked for."""
-    return tf.compat.v1.executing_eagerly_outside_functions()
-
-
 def _operation(result: Any) -> tf.Operation | None:
     """What both branches of `tf.cond` return: an operation, which only TensorFlow 1 has to run."""
-    if _runs_by_itself():
+    if host.runs_by_itself():
         return None
     return tf.no_op() if result is None else tf.group(result)

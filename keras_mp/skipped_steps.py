@@ -50,9 +50,7 @@ class SkippedSteps:
             list of the operations that count.
         """
         counted = [self.total.assign_add(1, read_value=False)]
-        # A graph of TensorFlow 1 runs only what it is asked for.
-        runs_by_itself = tf.compat.v1.executing_eagerly_outside_functions()
-        if self.warn_after is not None and runs_by_itself:
+        if self.warn_after is not None and host.runs_by_itself():
             self._look_into(in_a_row, losses)
         return counted
 

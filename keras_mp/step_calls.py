@@ -116,7 +116,7 @@ class StepCalls:
         mine.is_interleaved = is_under_way and (mine.made is Made.SCALED_TO_APPLY) != to_apply
         mine.applied = frozenset()
         self._open(Made.SCALED_TO_APPLY if to_apply else Made.SCALED)
-        if _runs_in_order():
+        if host.runs_by_itself():
             self._scaled_by.assign(scaled_by, read_value=False)
 
     def unscaled(self) -> None:
@@ -175,7 +175,7 @@ class StepCalls:
         """
         if _is_of_this_graph(self._mine.scaled_by):
             return self._mine.scaled_by
-        if not _runs_in_order():
+        if not host.runs_by_itself():
             return loss_scale()
         was_scaled = {m: m not in (Made.UNKNOWN, Made.ONLY_UNSCALED, *_REPORTED) for m in Made}
         is_known = tf.cast(_look_up(was_scaled, self._made), tf.bool)
@@ -275,7 +275,7 @@ class StepCalls:
             return self._read()
         if mine.graph is not None and mine.graph() is graph and mine.made is not None:
             return mine.made
-        return None if _runs_in_order() else Made.UNKNOWN
+        return None if host.runs_by_itself() else Made.UNKNOWN
 
     def _read(self) -> Made:
         return _ALL[int(tf.convert_to_tensor(self._made))]
@@ -296,7 +296,7 @@ class StepCalls:
         graph = host.current_graph()
         self._mine.graph = None if graph is None else weakref.ref(graph)
         self._mine.made = made if isinstance(made, Made) else None
-        if _runs_in_order():
+        if host.runs_by_itself():
             value = int(made) if isinstance(made, Made) else made
             self._made.assign(value, read_value=False)
 
@@ -309,11 +309,6 @@ class StepCalls:
 
 def _is_of_this_graph(tensor: tf.Tensor | None) -> bool:
     return tensor is not None and getattr(tensor, "graph", None) is host.current_graph()
-
-
-def _runs_in_order() -> bool:
-    """Not in a graph of TensorFlow 1, which runs what it is asked for."""
-    return tf.compat.v1.executing_eagerly_outside_functions()
 
 
 def _look_up(table: dict[Made, int], made: Any) -> tf.Tensor:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from benchmarks import casts, common, figure, fit, memory, models, overhead, tracing
 from keras_mp import keras_api
+from tests.common import mirrored
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -76,7 +77,7 @@ def test_overhead_is_measured_in_every_mode(monkeypatch):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("minimize", [False, True])
 def test_the_steps_that_are_compared_do_the_same(replicas, minimize):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if replicas > 1 else None
+    strategy = mirrored(replicas) if replicas > 1 else None
     cell = Cell("graph", "SGD", 1, 4, minimize=minimize)
     moved = []
     for wrapper in common.WRAPPERS:
