@@ -8,8 +8,9 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
+
+from keras_mp import host
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -126,9 +127,9 @@ def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradie
 def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     """Tells whether every value of every gradient is finite.
 
-    It is the sums that are looked at (but for float16), in a fraction of the time of looking at
-    each value. A sum is not finite where a value is not; where only the sum of unscaled gradients
-    passes the largest float32, they are not worth more.
+    Where it can, it looks at sums, in a fraction of the time of looking at each value. A sum is not
+    finite where a value is not; where only the sum of unscaled gradients passes the largest
+    float32, they are not worth more.
 
     Args:
         gradients: sequence of gradients, unscaled. Of a sparse one, the sums over equal indices
@@ -137,29 +138,26 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     Returns:
         bool scalar tensor; True where there is nothing to look at.
     """
-    verdicts = []
-    sums: dict[tf.DType, list[tf.Tensor]] = {}
-    axes: dict[int, tf.Tensor] = {}
+    of_one_kind: dict[Any, list[tf.Tensor]] = {}
     for gradient in gradients:
         if gradient is None or gradient.dtype.is_integer:
             continue
         values = _magnitudes_of_sums(gradient) if _is_sparse(gradient) else gradient
-        if values.dtype == tf.float16:
-            # Sums pass 65504. In float32 XLA would not see what is infinite: it leaves out a cast
-            # to float16 that is followed by one back.
-            verdicts.append(tf.reduce_all(tf.math.is_finite(values)))
-            continue
-        rank = values.shape.rank
-        if rank is None:
-            total = tf.reduce_sum(values)
+        if values.dtype.is_complex:
+            values = tf.math.real(values) + tf.math.imag(values)
+        shape = tuple(values.shape) if values.shape.is_fully_defined() else id(values)
+        of_one_kind.setdefault((values.dtype, shape), []).append(values)
+    verdicts = []
+    totals: dict[tf.DType, list[tf.Tensor]] = {}
+    for (dtype, _), values in of_one_kind.items():
+        # Sums of float16 pass 65504, and in float32 XLA would not see what is infinite: it leaves
+        # out a cast to float16 that is followed by one back. On CPUs it adds up one by one.
+        if dtype == tf.float16 or host.is_compiled_by_xla():
+            verdicts += [tf.reduce_all(tf.math.is_finite(v)) for v in values]
         else:
-            if rank not in axes:
-                axes[rank] = tf.constant(np.arange(rank), tf.int32)
-            total = tf.raw_ops.Sum(input=values, axis=axes[rank])
-        if total.dtype.is_complex:
-            total = tf.math.real(total) + tf.math.imag(total)
-        sums.setdefault(total.dtype, []).append(total)
-    verdicts += [tf.math.is_finite(tf.add_n(totals)) for totals in sums.values()]
+            # One operation adds up what has the same shape.
+            totals.setdefault(dtype, []).append(tf.reduce_sum(_add(values)))
+    verdicts += [tf.math.is_finite(_add(of_dtype)) for of_dtype in totals.values()]
     if len(verdicts) == 1:
         return verdicts[0]
     return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
@@ -191,6 +189,37 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
     """
     pairs = zip(gradients, models, strict=True)
     return [_cast(g, model.dtype) if g is not None else None for g, model in pairs]
+
+
+def pack(
+    gradients: Sequence[Gradient],
+) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]]]:
+    """Joins gradients of one dtype end to end: what is done to all of them is done once.
+
+    Args:
+        gradients: sequence of gradients.
+
+    Returns:
+        tuple of a list of gradients, of which sparse ones and None are as they were, and of a
+        function that turns such a list back into one gradient for each of `gradients`.
+    """
+    positions: dict[tf.DType, list[int]] = {}
+    for i, gradient in enumerate(gradients):
+        if gradient is not None and not _is_sparse(gradient):
+            positions.setdefault(gradient.dtype, []).append(i)
+    joined = [group for group in positions.values() if len(group) > 1]
+    alone = [i for i in range(len(gradients)) if not any(i in group for group in joined)]
+    packed = [tf.concat([tf.reshape(gradients[i], [-1]) for i in group], 0) for group in joined]
+
+    def unpack(packed: list[Gradient]) -> list[Gradient]:
+        unpacked = dict(zip(alone, packed[len(joined) :], strict=True))
+        for group, values in zip(joined, packed):
+            parts = tf.split(values, [_size(gradients[i]) for i in group])
+            for i, part in zip(group, parts, strict=True):
+                unpacked[i] = tf.reshape(part, _shape(gradients[i]))
+        return [unpacked[i] for i in range(len(gradients))]
+
+    return [*packed, *(gradients[i] for i in alone)], unpack
 
 
 def all_reduce(gradients: Sequence[Gradient], in_float16: bool) -> list[Gradient]:
@@ -273,6 +302,19 @@ def decide_for_all_replicas(
 
     context = tf.distribute.get_replica_context()
     return context.merge_call(cross_replica, args=(gradients, finite, loss))
+
+
+def _shape(tensor: tf.Tensor) -> Any:
+    return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+
+
+def _size(tensor: tf.Tensor) -> Any:
+    size = tensor.shape.num_elements()
+    return tf.size(tensor) if size is None else size
+
+
+def _add(tensors: list[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _is_sparse(gradient: Gradient) -> bool:

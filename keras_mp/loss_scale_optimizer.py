@@ -53,8 +53,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     replicas; find out whether they are finite; divide them by the loss scale; let the inner
     optimizer clip and apply them. Where a dynamic scale made a gradient overflow, the step is
     skipped on every replica instead: weights, slots, averages and `iterations` stay as they are,
-    and the scale backs off. A fixed scale skips nothing. A gradient counts as finite if the sum of
-    its values is, unscaled and in its own dtype, or if each value is for one of float16.
+    and the scale backs off. A fixed scale skips nothing. Gradients count as finite if their sums
+    are, unscaled; those of float16, and all where XLA compiles the step, if each value is.
 
     `minimize` and `Model.fit` do all of it, and `Model.compile` wraps the optimizer itself under a
     `keras_mp.Policy` with a loss scale. Loops with a `tf.GradientTape` call `get_scaled_loss` and

@@ -65,17 +65,10 @@ class ScaledStep:
             if scaled:
                 grads, scaled = gradients.unscale(grads, scaled_by), False
             grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
-        elif aggregate and replicas > 1 and self._can_skip:
-            if self.in_float16 and not scaled:
-                grads, scaled = gradients.scale(grads, scaled_by), True
-            grads = gradients.all_reduce(grads, self.in_float16)
         elif aggregate and replicas > 1:
-            # What overflows in float16 is harmless only where a step can be skipped.
-            before = grads
-            grads = gradients.all_reduce(gradients.widen(grads), in_float16=False)
-            if scaled:
-                grads, scaled = gradients.unscale(grads, scaled_by), False
-            grads = gradients.cast_as(grads, before)
+            grads, unpack = gradients.pack(grads)
+            grads = unpack(self._sum_and_unscale(grads, scaled, scaled_by))
+            scaled = False
         if scaled:
             grads = gradients.unscale(grads, scaled_by)
         grads = [new_values.get(i, g) for i, g in enumerate(grads)]
@@ -97,6 +90,18 @@ class ScaledStep:
     @property
     def _can_skip(self) -> bool:
         return isinstance(self.loss_scale, DynamicLossScale)
+
+    def _sum_and_unscale(self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor) -> list[Any]:
+        if self._can_skip:
+            if self.in_float16 and not scaled:
+                grads, scaled = gradients.scale(grads, scaled_by), True
+            grads = gradients.all_reduce(grads, self.in_float16)
+            return gradients.unscale(grads, scaled_by) if scaled else grads
+        # What overflows in float16 is harmless only where a step can be skipped.
+        summed = gradients.all_reduce(gradients.widen(grads), in_float16=False)
+        if scaled:
+            summed = gradients.unscale(summed, scaled_by)
+        return gradients.cast_as(summed, grads)
 
     def _take_new_values(
         self,
