@@ -14,6 +14,8 @@ from keras_mp import host
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
+# Gradients of this many values are added up faster each by itself than all of one shape together.
+_MANY = 2**13
 
 # Those whose replicas sum gradients and update together. On a TPU nothing was tested.
 _SUPPORTED_STRATEGIES = (
@@ -138,24 +140,30 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     Returns:
         bool scalar tensor; True where there is nothing to look at.
     """
-    of_one_kind: dict[Any, list[tf.Tensor]] = {}
+    for_xla = host.is_compiled_by_xla()
+    alike: dict[Any, list[tf.Tensor]] = {}
     for gradient in gradients:
         if gradient is None or gradient.dtype.is_integer:
             continue
         values = _magnitudes_of_sums(gradient) if _is_sparse(gradient) else gradient
         if values.dtype.is_complex:
             values = tf.math.real(values) + tf.math.imag(values)
-        shape = tuple(values.shape) if values.shape.is_fully_defined() else id(values)
-        of_one_kind.setdefault((values.dtype, shape), []).append(values)
+        size = values.shape.num_elements()
+        together = size is not None and (for_xla or size < _MANY)
+        kind = values.dtype, tuple(values.shape) if together else id(values)
+        alike.setdefault(kind, []).append(values)
     verdicts = []
     totals: dict[tf.DType, list[tf.Tensor]] = {}
-    for (dtype, _), values in of_one_kind.items():
-        # Sums of float16 pass 65504, and in float32 XLA would not see what is infinite: it leaves
-        # out a cast to float16 that is followed by one back. On CPUs it adds up one by one.
-        if dtype == tf.float16 or host.is_compiled_by_xla():
+    for (dtype, _), values in alike.items():
+        if for_xla:
+            # One loop for all of them. On CPUs XLA adds up one value after the other; and in
+            # float32 it would not see what is infinite in float16, since it leaves out a cast to
+            # float16 that is followed by one back.
+            are_finite = functools.reduce(tf.logical_and, map(tf.math.is_finite, values))
+            verdicts.append(tf.reduce_all(are_finite))
+        elif dtype == tf.float16:  # the sums of which pass 65504
             verdicts += [tf.reduce_all(tf.math.is_finite(v)) for v in values]
         else:
-            # One operation adds up what has the same shape.
             totals.setdefault(dtype, []).append(tf.reduce_sum(_add(values)))
     verdicts += [tf.math.is_finite(_add(of_dtype)) for of_dtype in totals.values()]
     if len(verdicts) == 1:

@@ -33,16 +33,18 @@ class Mailbox:
         self.letter = local_variable("letter", 0)
         self._is_watched = False
 
-    def post(self, number: tf.Tensor) -> None:
-        """Sends a number. Called where the rare thing has happened: in a branch of `tf.cond`.
+    def post(self, number: tf.Tensor, when: tf.Tensor) -> None:
+        """Sends a number, where the rare thing has happened.
 
         Args:
             number: int64 scalar tensor, not zero.
+            when: bool scalar tensor. Has it happened?
         """
         if is_compiled_by_xla():
-            self.letter.assign(number, read_value=False)
+            # Not in a branch: one that holds none is no branch any more once XLA has compiled it.
+            self.letter.assign(tf.where(when, number, self.letter), read_value=False)
         else:
-            self._tell(number, messages.users_line())
+            tf.cond(when, lambda: self._tell(number, messages.users_line()), lambda: None)
 
     def watch(self) -> None:
         """Makes sure that what `post` leaves behind is found. Called outside of the branch."""

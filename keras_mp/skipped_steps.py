@@ -63,12 +63,9 @@ class SkippedSteps:
         before = tf.convert_to_tensor(self._losses) * tf.cast(in_a_row > 1, tf.int64)
         losses_seen = before + seen
         self._losses.assign(losses_seen, read_value=False)
-
-        def post() -> None:
-            counts = tf.stack([in_a_row, *tf.unstack(losses_seen)])
-            self._reports.post(tf.reduce_sum(counts * _DIGITS))
-
-        tf.cond(tf.equal(in_a_row, self.warn_after), post, lambda: None)
+        counts = tf.stack([in_a_row, *tf.unstack(losses_seen)])
+        is_time = tf.equal(in_a_row, self.warn_after)
+        self._reports.post(tf.reduce_sum(counts * _DIGITS), when=is_time)
 
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""

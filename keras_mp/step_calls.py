@@ -245,11 +245,7 @@ class StepCalls:
         after = _look_up({m: _after_applying(m, goes_on) for m in Made}, made)
         is_news = {m: _misses_a_call(m, goes_on) and m not in _REPORTED for m in Made}
         self._reports.watch()
-        tf.cond(
-            tf.cast(_look_up(is_news, made), tf.bool),
-            lambda: _nothing(self._reports.post(made)),
-            lambda: None,
-        )
+        self._reports.post(made, when=tf.cast(_look_up(is_news, made), tf.bool))
         self._close(after)
         return tf.cast(_look_up(_IS_SCALED, made), tf.bool)
 
@@ -314,11 +310,6 @@ def _is_of_this_graph(tensor: tf.Tensor | None) -> bool:
 def _look_up(table: dict[Made, int], made: Any) -> tf.Tensor:
     values = [int(table[m]) for m in Made]
     return tf.gather(tf.constant(values, tf.int64), tf.convert_to_tensor(made))
-
-
-def _nothing(_: Any) -> None:
-    """What both branches of a `tf.cond` return."""
-    return
 
 
 def _missing(made: Made) -> str:
