@@ -13,9 +13,8 @@ TURNS, STEPS = 9, 1
 MATMUL = 2048
 REWRITE = "auto_mixed_precision_onednn_bfloat16"
 
-# Where there is a GPU, Keras 3 compiles what it can with XLA, unless it is told not to. On CPUs that
-# has to be asked for, and the rewrite has no part in it, so it is measured for one model, beside the
-# others.
+# Where there is a GPU, Keras 3 compiles what it can with XLA, unless it is told not to. On CPUs it
+# has to be asked for, and the rewrite has no part in it, so it is measured for one model.
 VARIANTS = {
     "float32": {},
     "stock mixed_bfloat16": {"stock": "mixed_bfloat16"},

@@ -14,7 +14,7 @@ from keras_mp import host
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
-# Gradients of this many values are added up faster each by itself than all of one shape together.
+# So many values of a gradient take longer than an operation of its own costs (2 cores).
 _MANY = 2**13
 
 # Those whose replicas sum gradients and update together. On a TPU nothing was tested.
@@ -148,8 +148,7 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         values = _magnitudes_of_sums(gradient) if _is_sparse(gradient) else gradient
         if values.dtype.is_complex:
             values = tf.math.real(values) + tf.math.imag(values)
-        size = values.shape.num_elements()
-        together = size is not None and (for_xla or size < _MANY)
+        together = values.shape.is_fully_defined() and (for_xla or _is_small(values))
         kind = values.dtype, tuple(values.shape) if together else id(values)
         alike.setdefault(kind, []).append(values)
     verdicts = []
@@ -202,18 +201,18 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
 def pack(
     gradients: Sequence[Gradient],
 ) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]]]:
-    """Joins gradients of one dtype end to end: what is done to all of them is done once.
+    """Joins small gradients of one dtype end to end: what is done to all of them is done once.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        tuple of a list of gradients, of which sparse ones and None are as they were, and of a
-        function that turns such a list back into one gradient for each of `gradients`.
+        tuple of a list of gradients, of which large ones, sparse ones and None are as they were,
+        and of a function that turns such a list back into one gradient for each of `gradients`.
     """
     positions: dict[tf.DType, list[int]] = {}
     for i, gradient in enumerate(gradients):
-        if gradient is not None and not _is_sparse(gradient):
+        if gradient is not None and not _is_sparse(gradient) and _is_small(gradient):
             positions.setdefault(gradient.dtype, []).append(i)
     joined = [group for group in positions.values() if len(group) > 1]
     alone = [i for i in range(len(gradients)) if not any(i in group for group in joined)]
@@ -222,9 +221,9 @@ def pack(
     def unpack(packed: list[Gradient]) -> list[Gradient]:
         unpacked = dict(zip(alone, packed[len(joined) :], strict=True))
         for group, values in zip(joined, packed):
-            parts = tf.split(values, [_size(gradients[i]) for i in group])
+            parts = tf.split(values, [gradients[i].shape.num_elements() for i in group])
             for i, part in zip(group, parts, strict=True):
-                unpacked[i] = tf.reshape(part, _shape(gradients[i]))
+                unpacked[i] = tf.reshape(part, gradients[i].shape)
         return [unpacked[i] for i in range(len(gradients))]
 
     return [*packed, *(gradients[i] for i in alone)], unpack
@@ -312,13 +311,10 @@ def decide_for_all_replicas(
     return context.merge_call(cross_replica, args=(gradients, finite, loss))
 
 
-def _shape(tensor: tf.Tensor) -> Any:
-    return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
-
-
-def _size(tensor: tf.Tensor) -> Any:
+def _is_small(tensor: tf.Tensor) -> bool:
+    """Would an operation for it alone take longer than what it does?"""
     size = tensor.shape.num_elements()
-    return tf.size(tensor) if size is None else size
+    return size is not None and size < _MANY
 
 
 def _add(tensors: list[tf.Tensor]) -> tf.Tensor:

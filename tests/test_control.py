@@ -1,8 +1,8 @@
 """A float32 model trained plainly, and the same one through loss scaling: equal to the bit.
 
-A power-of-two scale changes exponents only, so nothing that is finite may differ. (Where XLA compiles
-the step, it is equal to the bit to one with stock's wrapper.) One runner trains both; a case is the
-way in which the step is made.
+A power-of-two scale changes exponents only, so nothing that is finite may differ. (Where XLA
+compiles the step, it is one with stock's wrapper that it equals.) One runner trains both; a case is
+the way in which the step is made.
 """
 
 import numpy as np

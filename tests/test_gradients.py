@@ -101,13 +101,15 @@ def test_all_finite_sees_what_a_cast_to_float16_made_infinite(jit_compile):
     assert bool(judge(tf.constant([60000.0, 60000.0])))
 
 
-def test_all_finite_where_the_rank_is_not_known():
-    @tf.function(input_signature=[tf.TensorSpec(None, tf.float32)])
-    def judge(gradient):
-        return gradients.all_finite([gradient, tf.ones([2, 2])])
+@pytest.mark.parametrize("shape", [None, [None]])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_all_finite_where_the_shape_is_not_known(shape, jit_compile):
+    @tf.function(input_signature=[tf.TensorSpec(shape)] * 2, jit_compile=jit_compile)
+    def judge(one, other):
+        return gradients.all_finite([one, tf.ones([2, 2]), other])
 
-    assert bool(judge(tf.ones([2, 3])))
-    assert not bool(judge(tf.constant(INF)))
+    assert bool(judge(tf.ones([2]), tf.ones([3])))
+    assert not bool(judge(tf.ones([2]), tf.constant([INF, 1.0, 1.0])))
 
 
 @pytest.mark.parametrize("loss_scale", [3.0, 1000.0])
@@ -182,8 +184,8 @@ def on_replicas(fn, count=2):
     return strategy.experimental_local_results(run())
 
 
-@pytest.mark.parametrize("mode", ["eager", "function", "unknown shapes", "jit"])
-def test_pack_joins_what_has_one_dtype(mode):
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+def test_pack_joins_what_is_small_and_has_one_dtype(mode):
     half = tf.constant([7.0], tf.float16)
     sparse = slices([[5.0]], [1])
     dense = [tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant(6.0), tf.zeros([0, 3])]
@@ -200,12 +202,7 @@ def test_pack_joins_what_has_one_dtype(mode):
         return doubled[0], doubled[2], doubled[3], doubled[4].values, doubled[5]
 
     if mode != "eager":
-        unknown = [tf.TensorSpec(None, tf.float32)] * 3
-        double = tf.function(
-            double,
-            input_signature=unknown if mode == "unknown shapes" else None,
-            jit_compile=mode == "jit",
-        )
+        double = tf.function(double, jit_compile=mode == "jit")
     expected = [dense[0], half, dense[1], sparse.values, dense[2]]
     for result, gradient in zip(double(*dense), expected, strict=True):
         assert result.shape == gradient.shape
@@ -219,6 +216,14 @@ def test_pack_leaves_alone_what_is_alone():
         assert all(a is b for a, b in zip(result, grads, strict=True))
     packed, unpack = gradients.pack([])
     assert (packed, unpack(packed)) == ([], [])
+
+
+def test_pack_leaves_alone_what_is_large_or_of_unknown_shape():
+    @tf.function(input_signature=[tf.TensorSpec([None])] * 2)
+    def pack(a, b):
+        return gradients.pack([a, b, tf.ones([100, 100]), tf.zeros([2**14])])[0]
+
+    assert [len(g) for g in pack(tf.ones([3]), tf.ones([4]))] == [3, 4, 100, 2**14]
 
 
 @pytest.mark.parametrize("in_float16", [False, True])
