@@ -36,7 +36,7 @@ setuptools.setup(
         "gpu": [f"tensorflow[and-cuda]{_TENSORFLOW_VERSIONS}"],
         "tutorials": _TUTORIALS,
         "docs": _DOCS,
-        "bench": [*_DIGITS, *_LEGACY],
+        "bench": [*_DIGITS, *_LEGACY, "torch"],
         "test": [*_TUTORIALS, *_DOCS, *_LEGACY, "hypothesis", "pytest>=8", "ruff"],
     },
     classifiers=[
