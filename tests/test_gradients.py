@@ -91,6 +91,24 @@ def test_all_finite_looks_at_sums(mode):
     assert not bool(judge(tf.ones([2]), tf.constant([NAN], tf.float64)))
 
 
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+def test_all_finite_finds_one_bad_value_among_many_gradients(dtype, mode):
+    def judge(grads):
+        return gradients.all_finite(grads)
+
+    if mode != "eager":
+        judge = tf.function(judge, jit_compile=mode == "jit")
+    shapes = [[2], [2], [], [2], [100, 100], [100, 100], [3, 0], [2, 1], []]
+    good = [tf.ones(shape, dtype) for shape in shapes]
+    assert bool(judge(good))
+    for i, gradient in enumerate(good):
+        for bad in (INF, NAN) if tf.size(gradient) else ():
+            value = tf.concat([tf.reshape(gradient, [-1])[1:], [tf.cast(bad, dtype)]], 0)
+            spoilt = tf.reshape(value, gradient.shape)
+            assert not bool(judge([*good[:i], spoilt, *good[i + 1 :]])), i
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_all_finite_sees_what_a_cast_to_float16_made_infinite(jit_compile):
     @tf.function(jit_compile=jit_compile)

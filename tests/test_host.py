@@ -46,6 +46,12 @@ def test_a_function_that_has_nothing_to_say_runs_no_python():
     }
 
 
+def test_what_xla_compiles_has_no_branch():
+    function = tf.function(Reader().step, jit_compile=True)
+    graph = function.get_concrete_function(tf.constant(0, tf.int64)).graph
+    assert not {"If", "StatelessIf"} & {op.type for op in graph.get_operations()}
+
+
 def test_compiled_by_xla_alone():
     reader = Reader()
     function = tf.function(reader.step, jit_compile=True)
