@@ -215,7 +215,7 @@ def pack(
         if gradient is not None and not _is_sparse(gradient) and _is_small(gradient):
             positions.setdefault(gradient.dtype, []).append(i)
     joined = [group for group in positions.values() if len(group) > 1]
-    alone = [i for i in range(len(gradients)) if not any(i in group for group in joined)]
+    alone = sorted(set(range(len(gradients))).difference(*joined))
     packed = [tf.concat([tf.reshape(gradients[i], [-1]) for i in group], 0) for group in joined]
 
     def unpack(packed: list[Gradient]) -> list[Gradient]:
