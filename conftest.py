@@ -1,5 +1,6 @@
 """What every test, and every doctest, starts from."""
 
+import os
 import warnings
 from collections.abc import Iterator
 
@@ -7,6 +8,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+
+# Also in the processes that tests start. What is measured differs from run to run.
+os.environ["KERAS_MP_MEASURE"] = "0"
 
 # The module of the Keras that is not there.
 _UNUSED = {"keras": "keras2", "tf_keras": "keras3"}[keras_mp.keras_api.ROOT_PACKAGE]

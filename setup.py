@@ -10,7 +10,32 @@ _VERSION = re.search(
     r'__version__ = "(.+)"', (_ROOT / "keras_mp" / "_version.py").read_text()
 ).group(1)
 
+# Where the files are that the README points at, without a slash at the end. As long as the project
+# has no public address, links to them are plain text on the package index rather than dead.
+_REPOSITORY = ""
+
+
+def _long_description() -> str:
+    """The README as it reads away from the repository."""
+    parts = re.split(r"(^```.*?^```$)", (_ROOT / "README.md").read_text(), flags=re.M | re.S)
+    parts[::2] = [
+        re.sub(r"(!?)\[([^]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", _absolute_link, text)
+        for text in parts[::2]
+    ]
+    return "".join(parts)
+
+
+def _absolute_link(link: re.Match) -> str:
+    mark, text, path = link.groups()
+    if not _REPOSITORY:
+        return text
+    kind = "raw" if mark else "blob"
+    return f"{mark}[{text}]({_REPOSITORY}/{kind}/v{_VERSION}/{path})"
+
+
 _TENSORFLOW_VERSIONS = ">=2.16,<2.22"
+# TensorFlow brings Keras 3 in any case, but any of it. Who uses tf_keras does not import it.
+_KERAS_VERSIONS = ">=3.12,<3.16"
 _LEGACY = [f"tf_keras{_TENSORFLOW_VERSIONS}"]
 _DIGITS = ["matplotlib", "scikit-learn"]
 # TensorFlow 2.21 no longer brings tensorboard, which tf.summary needs.
@@ -21,14 +46,19 @@ setuptools.setup(
     name="keras-mp",
     version=_VERSION,
     description="Mixed precision training for tf.keras, on Keras 3 and on Keras 2",
-    long_description=(_ROOT / "README.md").read_text(),
+    long_description=_long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=setuptools.find_packages(include=["keras_mp", "keras_mp.*"]),
     package_data={"keras_mp": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=[f"tensorflow{_TENSORFLOW_VERSIONS}", "numpy", "absl-py"],
+    install_requires=[
+        f"tensorflow{_TENSORFLOW_VERSIONS}",
+        f"keras{_KERAS_VERSIONS}",
+        "numpy",
+        "absl-py",
+    ],
     # Where file names ignore case, a folder `build` could not stand beside Bazel's file `BUILD`.
     options={"build": {"build_base": ".build"}},
     extras_require={
@@ -37,7 +67,17 @@ setuptools.setup(
         "tutorials": _TUTORIALS,
         "docs": _DOCS,
         "bench": [*_DIGITS, *_LEGACY, "torch"],
-        "test": [*_TUTORIALS, *_DOCS, *_LEGACY, "hypothesis", "pytest>=8", "ruff"],
+        # Hugging Face's models for TensorFlow, which are made with tf_keras, end with version 4.
+        "third-party": [*_LEGACY, "keras-hub", "transformers<5"],
+        "test": [
+            *_TUTORIALS,
+            *_DOCS,
+            *_LEGACY,
+            "coverage>=7.10",
+            "hypothesis",
+            "pytest>=8",
+            "ruff",
+        ],
     },
     classifiers=[
         "Intended Audience :: Developers",

@@ -17,6 +17,8 @@ from benchmarks import (
     memory,
     overhead,
     rounding,
+    sums,
+    third_party,
     tracing,
     verdict,
     wire,
@@ -30,8 +32,10 @@ BENCHMARKS = {
     "imports": imports.run,
     "casts": casts.run,
     "rounding": rounding.run,
+    "sums": sums.run,
     "verdict": verdict.run,
     "wire": wire.run,
+    "third_party": third_party.run,
 }
 
 

@@ -105,6 +105,8 @@ def environment(keras: str) -> dict[str, str]:
         "TF_USE_LEGACY_KERAS": KERASES[keras],
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
+        # It would take time and memory where only the variants of keras_mp are made.
+        "KERAS_MP_MEASURE": "0",
     }
 
 

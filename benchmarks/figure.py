@@ -153,4 +153,28 @@ def _memory(results):
     return [(1.5 + 0.24 * sum(map(len, results.values())), draw_panel)]
 
 
-_PANELS = {"overhead": _overhead, "fit": _fit, "memory": _memory, "tracing": _tracing}
+def _sums(results):
+    def panel(keras, curves):
+        def draw_panel(axes):
+            styles = {"float32": "-", "stock": "-", "keras_mp": "--"}
+            for variant, losses in curves.items():
+                style = styles[variant.partition(" ")[0]]
+                axes.semilogy(range(1, len(losses) + 1), losses, style, color=_color(variant))
+            axes.legend(curves)
+            axes.set_xlabel("steps of SGD")
+            axes.set_ylabel("loss")
+            axes.set_title(f"A linear model whose biases carry the signal, {keras}")
+            axes.grid(alpha=0.3)
+
+        return 4.5, draw_panel
+
+    return [panel(keras, curves) for keras, curves in results["losses"].items()]
+
+
+_PANELS = {
+    "overhead": _overhead,
+    "fit": _fit,
+    "memory": _memory,
+    "tracing": _tracing,
+    "sums": _sums,
+}

@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 import time
+import warnings
 
 from benchmarks import common, models
 
@@ -50,11 +51,14 @@ def make_fit(name: str, stock=None, keras_mp=None, rewrite=False, jit_compile=Fa
     else:
         tf.keras.mixed_precision.set_global_policy(stock or "float32")
     model, inputs, labels = models.make(name)
-    model.compile(
-        "adam",
-        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile=jit_compile,
-    )
+    with warnings.catch_warnings():
+        # Where keras_mp is imported too, it says that it does nothing for a stock policy.
+        warnings.filterwarnings("ignore", "The global policy")
+        model.compile(
+            "adam",
+            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile=jit_compile,
+        )
     if keras_mp:
         package.set_global_policy(None)
 

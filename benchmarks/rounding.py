@@ -20,7 +20,7 @@ def measure(count: int) -> dict[int, dict[str, float]]:
     import numpy as np
     import tensorflow as tf
 
-    from keras_mp import gradients
+    from keras_mp.step import gradients
 
     generator = np.random.default_rng(0)
     directions = generator.normal(size=(count, SIZE))

@@ -1,14 +1,25 @@
 """Mixed precision training for tf.keras, as TensorFlow RFC 293 proposed it."""
 
-from keras_mp import callbacks, hardware, layers, loss_scale, losses, plots, regularizers
+from keras_mp import (
+    callbacks,
+    compile_hook,
+    hardware,
+    layers,
+    loss_scale,
+    losses,
+    plots,
+    regularizers,
+)
 from keras_mp._version import __version__
 from keras_mp.conversion import convert
+from keras_mp.kernels.sums import enable_float32_sums
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
-from keras_mp.messages import MixedPrecisionWarning
 from keras_mp.model_summary import summary
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy, global_policy, policy_scope, set_global_policy
+from keras_mp.step.forward_writes import training_step
+from keras_mp.support.messages import MixedPrecisionWarning
 from keras_mp.variables import (
     AutoCastVariable,
     autocast_dtype,
@@ -35,6 +46,7 @@ __all__ = [
     "callbacks",
     "cast_once",
     "convert",
+    "enable_float32_sums",
     "global_policy",
     "hardware",
     "in_current_scope",
@@ -47,4 +59,12 @@ __all__ = [
     "regularizers",
     "set_global_policy",
     "summary",
+    "training_step",
 ]
+
+compile_hook.install(Policy)
+
+
+def __dir__() -> list[str]:
+    # Importing them has put the package's own modules beside the public names.
+    return __all__

@@ -4,34 +4,40 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api, messages, validation
-from keras_mp.loss_scale_optimizer import LossScaleOptimizer, find_loss_scale_optimizer
+from keras_mp import keras_api
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
+from keras_mp.support import messages, validation
 
 
 class LossScaleMonitor(keras_api.BaseCallback):
     """Puts `loss_scale` and `steps_skipped` into the logs of `Model.fit`.
 
-    So everything that reads logs shows them: progress bars, `History`, `CSVLogger`, `TensorBoard`,
-    and file names of `ModelCheckpoint` such as `"{epoch}-{loss_scale:.0f}.keras"`. The place in the
-    list of callbacks does not matter: Keras runs this one first.
+    Everything that reads logs then shows them: progress bars, `History`, `CSVLogger`,
+    `TensorBoard`, and file names of `ModelCheckpoint` such as
+    `"{epoch}-{loss_scale:.0f}.keras"`. Put it first in the list of callbacks: Keras runs them in
+    that order, and those before it do not see the values. The progress bar and the `History` that
+    `fit` returns run last, unless they are in the list.
 
-    The values are read from the device at the end of each epoch, or also every `update_freq`
-    batches; for the batches in between it does not wait. With a number, logs of batches have them
-    too, as they were read last.
+    The values are read from the device at the end of each epoch. If `update_freq` is a number, they
+    are also read every `update_freq` batches, and the logs of every batch have the values that were
+    read last; the batches in between do not wait for the device. The progress bars of Keras 2 and
+    of Keras 3 before 3.15 then show their means over the epoch; with Keras 2, unless `callbacks`
+    has a `tf.keras.callbacks.ProgbarLogger("steps", stateful_metrics=["loss_scale",
+    "steps_skipped"])`.
 
-    `evaluate` and `predict` log nothing. A model that trains without loss scaling is warned about,
-    and its logs stay as they are. Of several optimizers in one model, the first that scales the
-    loss is shown. The `LossScaleOptimizer` of `tf.keras` does not count skipped steps; it is not
-    shown.
+    `evaluate` and `predict` log nothing. If a model trains without loss scaling, there is a
+    warning, and its logs stay as they are. If a model has several optimizers, the first that scales
+    the loss is shown. The `LossScaleOptimizer` of `tf.keras` is not shown, since it does not count
+    skipped steps.
 
     Args:
-        update_freq: `"epoch"` (the default), or int, every how many batches to read the values.
+        update_freq: `"epoch"` (the default), or an int, the number of batches between reads.
 
     Attributes:
         history: dict with the lists "step" (int, steps attempted so far, skipped ones among them),
-            "loss_scale" (float) and "steps_skipped" (int, in total): one entry where training
+            "loss_scale" (float) and "steps_skipped" (int, in total): one entry when training
             starts and one each time the values are read. `keras_mp.plots.loss_scale` draws it. A
-            second `fit` goes on with it, unless the model has made fewer steps by then.
+            second `fit` continues it, unless the model has made fewer steps by then.
 
     Raises:
         TypeError: `update_freq` is neither a str nor an int.
@@ -51,8 +57,6 @@ class LossScaleMonitor(keras_api.BaseCallback):
     >>> monitor.history["step"]
     [0, 2, 4]
     """
-
-    put_in_logs = ("loss_scale", "steps_skipped")
 
     def __init__(self, update_freq: str | int = "epoch") -> None:
         super().__init__()
@@ -140,16 +144,16 @@ class LossScaleMonitor(keras_api.BaseCallback):
 def write_loss_scale(optimizer: Any, step: Any = None) -> None:
     """Writes `loss_scale` and `steps_skipped` for TensorBoard, in a training loop of your own.
 
-    They go, as scalars of these names, to the default writer of `tf.summary`. In a `tf.function`
-    nothing waits for the device. Like all of `tf.summary` it needs the package tensorboard, does
-    not run inside of what XLA compiles, and belongs outside of `strategy.run`. Without loss scaling
-    there is a warning, and nothing is written.
+    It writes them as scalars of these names to the default writer of `tf.summary`. In a
+    `tf.function` nothing waits for the device. Like everything in `tf.summary`, it needs the
+    package tensorboard, does not run in functions that XLA compiles, and belongs outside
+    `strategy.run`. Without loss scaling there is a warning, and nothing is written.
 
     Args:
         optimizer: A `keras_mp.LossScaleOptimizer`, or an optimizer that wraps one.
         step: int or int64 scalar tensor. Defaults to TensorFlow's default step
-            (`tf.summary.experimental.set_step`) and, where that is not set, to the number of steps
-            attempted so far, skipped ones among them.
+            (`tf.summary.experimental.set_step`) and, if that is not set, to the number of steps
+            attempted so far, including skipped ones.
 
     Raises:
         TypeError: `optimizer` is not an optimizer of `tf.keras`.
@@ -197,8 +201,7 @@ def _update(logs: dict[str, Any] | None, values: dict[str, float | int]) -> None
 
 
 def _scaling(optimizers: Any) -> LossScaleOptimizer | None:
-    found = map(find_loss_scale_optimizer, tf.nest.flatten(optimizers))
-    return next((o for o in found if isinstance(o, LossScaleOptimizer)), None)
+    return next(iter(wrappers_among(optimizers)), None)
 
 
 def _steps(optimizer: LossScaleOptimizer) -> tf.Tensor:

@@ -1,13 +1,14 @@
-"""The one hook on `Model.compile`, the only place where keras_mp changes anything of Keras.
+"""The one hook on `Model.compile`.
 
-RFC 293, "A policy's loss scale". The hook is installed when the first `keras_mp.Policy` is made and
-leaves alone every model whose policy is not one.
+RFC 293, "A policy's loss scale". The hook is installed by `import keras_mp`, since somebody has to
+notice a policy that was set with `tf.keras`'s own function. It leaves alone every model that has to
+do with neither a `keras_mp.Policy` nor a `keras_mp.LossScaleOptimizer`. A model that scales its
+loss gets a `train_step` of its own, around the one of its class. `docs/changes_to_keras.md` lists
+what else keras_mp changes.
 """
 
 import copy
 import functools
-import importlib.abc
-import importlib.util
 import inspect
 import sys
 import threading
@@ -15,20 +16,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api, losses, messages, regularizers
+from keras_mp import hardware, keras_api, losses, model_summary, regularizers
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.loss_scale_optimizer import (
     LossScaleOptimizer,
     find_loss_scale_optimizer,
     wrapper_of,
+    wrappers_among,
 )
 from keras_mp.optimizer_wrapper import OptimizerWrapper
+from keras_mp.step.forward_writes import training_step
+from keras_mp.support import messages
 
 _lock = threading.Lock()
 
 
 def install(policy_class: type) -> None:
-    """Hooks `Model.compile`, once.
+    """Hooks `Model.compile`, once, and that of the other Keras once it has been imported.
 
     Args:
         policy_class: class of the policies whose models are to be given loss scaling.
@@ -37,8 +41,6 @@ def install(policy_class: type) -> None:
         _hook(keras_api.COMPILE_OWNER, functools.partial(_compile, policy_class))
         if keras_api.OTHER_PACKAGE in sys.modules:
             _guard_other_keras(policy_class)
-        elif not any(isinstance(finder, _OtherKerasWatch) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _OtherKerasWatch(policy_class))
 
 
 def _guard_other_keras(policy_class: type) -> None:
@@ -46,29 +48,6 @@ def _guard_other_keras(policy_class: type) -> None:
     if model_class is not None:
         owner = next(cls for cls in model_class.__mro__ if "compile" in vars(cls))
         _hook(owner, functools.partial(_refuse_other_keras, policy_class))
-
-
-class _OtherKerasWatch(importlib.abc.MetaPathFinder):
-    """Guards the other Keras once it is imported, where that is after the first policy."""
-
-    def __init__(self, policy_class: type) -> None:
-        self._policy_class = policy_class
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Finds the other Keras with the finders after this one, and waits until it is loaded."""
-        if fullname != keras_api.OTHER_PACKAGE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_guard(module: Any) -> None:
-                load(module)
-                _guard_other_keras(self._policy_class)
-
-            spec.loader.exec_module = load_and_guard
-        return spec
 
 
 def _hook(owner: type, replacement: Any) -> None:
@@ -90,9 +69,19 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
     except TypeError:
         return stock_compile(*args, **kwargs)  # which says what is wrong
     model, policy = args[0], args[0].dtype_policy
-    _warn_if_made_in_another_thread(model)
+    hardware.warn_if_slow()
+    not_followed = model_summary.policy_not_followed(model)
+    # Others may well be in float32 on purpose.
+    if not_followed and _is_compiled_with_ours(model, call):
+        messages.warn(f"The model {model.name!r}: {not_followed}")
     has_our_policy = isinstance(policy, policy_class)
-    if not has_our_policy and not _has_lost_its_policy(model, call):
+    if not _warn_if_made_in_another_thread(model) and not has_our_policy:
+        _warn_if_set_too_late(model)
+    if has_our_policy and policy.scales_loss:
+        _remember_weights(model)
+    before = _scaling_before(model)
+    if not has_our_policy and before is None and not _has_lost_its_policy(model, call):
+        _warn_if_set_with_stock(policy_class, model, call)
         result = stock_compile(*args, **kwargs)
         _tell_optimizers(model)
         _warn_if_unscaled(model)
@@ -106,13 +95,14 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
     call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
     for layer in keras_api.flatten_layers(model):
         regularizers.widen_activity_regularizer(layer)
-    if has_our_policy and policy.scales_loss and call.arguments.get("auto_scale_loss", True):
+    scaling = _how_to_scale(model, policy if has_our_policy else None, before)
+    if scaling is not None and call.arguments.get("auto_scale_loss", True):
         optimizer = call.arguments["optimizer"]
         with model.distribute_strategy.scope():
             if isinstance(optimizer, (list, tuple)):
-                optimizer = type(optimizer)(_wrap(policy, one) for one in optimizer)
+                optimizer = type(optimizer)(_wrap(scaling, one) for one in optimizer)
             else:
-                optimizer = _wrap(policy, optimizer)
+                optimizer = _wrap(scaling, optimizer)
         call.arguments["optimizer"] = optimizer
     if has_our_policy:
         result = keras_api.compile_without_wrapping(stock_compile, call)
@@ -129,53 +119,110 @@ def _tell_optimizers(model: Any) -> None:
     for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
         if isinstance(optimizer, OptimizerWrapper):
             optimizer.compiled_for(model)
+    if wrappers_among(getattr(model, "optimizer", None)):
+        _remember_weights(model)
+
+
+def _remember_weights(model: Any) -> None:
+    """Lets steps of `fit` that are skipped put back what the forward pass has written."""
+    of_instance = vars(model).get("train_step")
+    if getattr(of_instance, "func", None) is not _train_step:
+        vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
+
+
+def _train_step(model: Any, of_instance: Any, *args: Any, **kwargs: Any) -> Any:
+    cls = type(model)
+    train_step = of_instance or cls.train_step.__get__(model, cls)
+    for optimizer in wrappers_among(model.optimizer):
+        optimizer.begin_step()
+    with training_step(model, keras_api.states(model)):
+        return train_step(*args, **kwargs)
 
 
 def _has_lost_its_policy(model: Any, call: inspect.BoundArguments) -> bool:
-    """Is it a mixed model that Keras has saved without the policy of its own?
-
-    Its layers are mixed, and what it is compiled with is ours.
-    """
-    scaling = map(find_loss_scale_optimizer, tf.nest.flatten(call.arguments.get("optimizer")))
-    given = [*scaling, *tf.nest.flatten(call.arguments.get("loss"))]
-    return any(isinstance(each, LossScaleOptimizer | losses.Loss) for each in given) and any(
+    """Is it a mixed model that Keras has saved without the policy of its own?"""
+    return _is_compiled_with_ours(model, call) and any(
         layer.compute_dtype in ("float16", "bfloat16") for layer in keras_api.flatten_layers(model)
     )
 
 
-def _wrap(policy: Any, optimizer: Any) -> Any:
+def _is_compiled_with_ours(model: Any, call: inspect.BoundArguments) -> bool:
+    """Is the optimizer or the loss, now or before, here or in the model's file, one of ours?"""
+    optimizers = [call.arguments.get("optimizer"), getattr(model, "optimizer", None)]
+    of_call, of_model = call.arguments.get("loss"), getattr(model, "loss", None)
+    given = [*tf.nest.flatten(of_call), *tf.nest.flatten(of_model)]
+    return bool(wrappers_among(optimizers)) or any(isinstance(each, losses.Loss) for each in given)
+
+
+def _scaling_before(model: Any) -> LossScaleOptimizer | None:
+    """What scales the loss of a model as it was compiled before, here or in its file, if ours."""
+    return next(iter(wrappers_among(getattr(model, "optimizer", None))), None)
+
+
+def _how_to_scale(
+    model: Any, policy: Any, before: LossScaleOptimizer | None
+) -> dict[str, Any] | None:
+    """How a model's loss is scaled: as its policy says, else as before.
+
+    Args:
+        model: the model.
+        policy: the model's own, None if it is not one of ours.
+        before: what has scaled the model's loss so far, or None.
+
+    Returns:
+        Arguments of the `LossScaleOptimizer`, or None for no such thing.
+    """
+    if policy is not None and policy.scales_loss:
+        return {"loss_scale": policy.loss_scale}
+    # Layers from a file need not follow the policy that was in force when they were loaded.
+    has_a_say = policy is not None and (policy.compute_dtype == "float16" or not _in_half(model))
+    if before is None or has_a_say:
+        return None
+    return {
+        "loss_scale": loss_scale_lib.get(loss_scale_lib.serialize(before.loss_scale)),
+        "aggregate_in_float16": before.aggregate_in_float16,
+        "warn_after_skips": before.warn_after_skips,
+    }
+
+
+def _wrap(scaling: dict[str, Any], optimizer: Any) -> Any:
     optimizer = keras_api.get_optimizer(optimizer)
-    scaling = find_loss_scale_optimizer(optimizer)
-    if scaling is not None and not isinstance(scaling, LossScaleOptimizer):
+    own = find_loss_scale_optimizer(optimizer)
+    if own is not None and not isinstance(own, LossScaleOptimizer):
         messages.warn(
             "The model is compiled with tf.keras's own LossScaleOptimizer, which is left as it is. "
             "keras_mp.LossScaleOptimizer is safer: it judges gradients of all replicas, keeps the "
             "scale between a floor and a ceiling and leaves `iterations` alone on a skipped step. "
             "Pass the inner optimizer to compile() to get it."
         )
-    if optimizer is None or scaling is not None:
+    if optimizer is None or own is not None:
         return optimizer
-    wrapper = wrapper_of(optimizer)
+    wrapper, loss_scale = wrapper_of(optimizer), scaling["loss_scale"]
     if wrapper is None:
-        return LossScaleOptimizer(optimizer, copy.deepcopy(policy.loss_scale))
-    if loss_scale_lib.serialize(wrapper.loss_scale) != loss_scale_lib.serialize(policy.loss_scale):
+        return LossScaleOptimizer(optimizer, **{**scaling, "loss_scale": copy.deepcopy(loss_scale)})
+    if loss_scale_lib.serialize(wrapper.loss_scale) != loss_scale_lib.serialize(loss_scale):
         messages.warn(
             "The optimizer has been compiled before and keeps the loss scale of that time, "
-            f"{wrapper.loss_scale!r}, not the one of the model's policy, {policy.loss_scale!r}. "
-            "Pass a new optimizer to compile() to get the latter."
+            f"{wrapper.loss_scale!r}, not the one of the model, {loss_scale!r}. Pass a new "
+            "optimizer to compile() to get the latter."
         )
     return wrapper
+
+
+def _in_half(model: Any) -> list[str]:
+    """Names of the layers that compute in float16 with float32 variables."""
+    return [
+        layer.name
+        for layer in keras_api.flatten_layers(model)
+        if layer.compute_dtype == "float16" and layer.variable_dtype == "float32"
+    ]
 
 
 def _warn_if_unscaled(model: Any) -> None:
     optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
     if all(find_loss_scale_optimizer(optimizer) is not None for optimizer in optimizers):
         return
-    half = [
-        layer.name
-        for layer in keras_api.flatten_layers(model)
-        if layer.compute_dtype == "float16" and layer.variable_dtype == "float32"
-    ]
+    half = _in_half(model)
     if half:
         messages.warn(
             f"The model {model.name!r} trains without loss scaling although {len(half)} of its "
@@ -186,15 +233,48 @@ def _warn_if_unscaled(model: Any) -> None:
         )
 
 
-def _warn_if_made_in_another_thread(model: Any) -> None:
+def _warn_if_made_in_another_thread(model: Any) -> bool:
     if not keras_api.thread_missed_global_policy():
-        return
+        return False
     made_with, policy = model.dtype_policy.name, keras_api.get_global_policy().name
     if made_with != policy:
         messages.warn(
             f"The model {model.name!r} was made with the policy {made_with!r}, not with the global "
             f"one, {policy!r}: Keras 3 keeps a global policy for each thread, and this thread has "
             "not asked for ours. Call keras_mp.global_policy() in it before making the model."
+        )
+    return made_with != policy
+
+
+def _warn_if_set_too_late(model: Any) -> None:
+    """Warns of a global policy that no part of the model has, for which nobody has asked."""
+    policy = keras_api.get_global_policy()
+    dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
+    if policy.compute_dtype in ("float16", "bfloat16") and not dtypes & {"float16", "bfloat16"}:
+        messages.warn(
+            f"The model {model.name!r} computes in {model.compute_dtype}, since it was made before "
+            f"the global policy was set to {policy.name!r}: a layer keeps the policy that it was "
+            f'made with. Move the line keras_mp.set_global_policy("{policy.name}") up, above '
+            "those that make the model. (A model that is to stay as it is can be made under "
+            f'keras_mp.policy_scope("{model.dtype_policy.name}").)'
+        )
+
+
+def _warn_if_set_with_stock(policy_class: type, model: Any, call: inspect.BoundArguments) -> None:
+    """Warns of a mixed global policy that is not ours, unless stock's wrapper was asked for."""
+    policy, own = keras_api.get_global_policy(), model.dtype_policy
+    optimizers = tf.nest.flatten(call.arguments.get("optimizer"))
+    if (
+        not isinstance(policy, policy_class)
+        and own.name == policy.name
+        and own.compute_dtype != own.variable_dtype
+        and not any(isinstance(each, keras_api.StockLossScaleOptimizer) for each in optimizers)
+    ):
+        messages.warn(
+            f"The global policy {policy.name!r} was set with the function of tf.keras, so the "
+            f"model {model.name!r} gets stock's mixed precision, and neither the loss scaling nor "
+            f'the losses of keras_mp. Call keras_mp.set_global_policy("{policy.name}") in its '
+            "place. (To keep stock's, wrap the optimizer yourself, or ignore this.)"
         )
 
 

@@ -30,8 +30,8 @@ def convert(model: Any, policy: Any) -> Any:
 
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
-        ValueError: It cannot be made from its config, which the message has the reason of, or its
-            weights do not fit into what is made from it.
+        ValueError: It cannot be made from its config, or its weights do not fit into what is made
+            from it. The message names the layer that is to blame, and has its error.
 
     Example:
 
@@ -62,7 +62,11 @@ def convert(model: Any, policy: Any) -> Any:
         for layer in layers
         if type(layer).__module__.partition(".")[0] != keras_api.ROOT_PACKAGE
     }
-    is_in_16_bits = any(layer.compute_dtype in _16_BIT for layer in layers)
+    # Models and inputs that were loaded may have a policy that nothing which computes has.
+    not_asked = (tf.keras.Model, tf.keras.layers.InputLayer)
+    is_in_16_bits = any(
+        layer.compute_dtype in _16_BIT for layer in layers if not isinstance(layer, not_asked)
+    )
     dtypes = _16_BIT if is_in_16_bits else _FLOATING
     with (
         policy_scope(policy) as scoped,
@@ -78,12 +82,14 @@ def convert(model: Any, policy: Any) -> Any:
             converted = type(model).from_config(config)
             if model.built and not converted.built:
                 converted.build_from_config(model.get_build_config())
-        except (NotImplementedError, TypeError, ValueError) as error:
+        except Exception as error:  # the classes of users raise what they like
+            culprit, error = _culprit(model) or (model, error)
+            what = "it" if culprit is model else f"its layer {culprit.name!r}"
             raise ValueError(
-                f"The model {model.name!r} cannot be converted, since it cannot be made anew from "
-                "its config: give its class a `get_config` with all arguments of the constructor, "
-                "or build it yourself under the other policy and use `set_weights`. "
-                f"Keras said: {error}"
+                f"The model {model.name!r} cannot be converted, since {what} cannot be made anew "
+                f"from a config: give the class {type(culprit).__name__} a `get_config` with all "
+                "arguments of the constructor, or build the model yourself under the other policy "
+                f"and use `set_weights`. Received: {type(error).__name__}: {error}"
             ) from error
     shapes = [tuple(weight.shape) for weight in weights]
     remade_shapes = [tuple(weight.shape) for weight in converted.weights]
@@ -95,6 +101,21 @@ def convert(model: Any, policy: Any) -> Any:
         )
     converted.set_weights(weights)
     return converted
+
+
+def _culprit(layer: Any) -> tuple[Any, Exception] | None:
+    """Finds the layer that cannot be made from its config, and why, in a layer or inside of it."""
+    try:
+        type(layer).from_config(layer.get_config())
+        return None
+    except Exception as error:
+        found = (layer, error)
+    # Of others the constructor makes what is inside of them, so its configs do not matter.
+    is_model = isinstance(layer, tf.keras.Model) and keras_api.output_layers(layer) is not None
+    if is_model or isinstance(layer, (tf.keras.Sequential, tf.keras.layers.Wrapper)):
+        inside = map(_culprit, keras_api.layers_inside(layer))
+        return next((culprit for culprit in inside if culprit is not None), found)
+    return found
 
 
 def _layer_configs(config: Any) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The base class of layers that need not cast (RFC 293, "Layers")."""
+"""The base class for layers that need no casts (RFC 293, "Layers")."""
 
 import collections
 import contextlib
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, messages, type_errors, variables
+from keras_mp import hardware, keras_api, variables
+from keras_mp.support import messages
+from keras_mp.variables import type_errors
 
 variables.share_scope(keras_api.autocast_dtype, keras_api.autocast_scope)
 
@@ -31,20 +33,20 @@ _warned_of: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 class Layer(keras_api.BaseLayer):
-    """A `tf.keras.layers.Layer` whose author writes no cast.
+    """A `tf.keras.layers.Layer` whose author writes no casts.
 
     Before `call` runs, the floating-point tensors in all of its arguments are cast to the layer's
     compute dtype: positional, keyword, nested in lists, tuples and dicts, ragged, sparse, and NumPy
     arrays. Integers, booleans and strings stay. While it runs, weights made by `add_weight` appear
-    in the compute dtype. It gets lists and dicts of its own, so that the caller's never change. All
-    of it also holds if somebody calls `call` itself, as recomputation does.
+    in the compute dtype. Lists and dicts are copied, so that those of the caller never change. All
+    this also holds if `call` is called directly, as recomputation does.
 
     An `InputSpec` with a dtype is checked before the cast. Regularizers see weights in the variable
-    dtype. A layer made inside of another should get its policy:
+    dtype. Give a layer that you make inside another one its policy:
     `Dense(10, dtype=self.dtype_policy)`.
 
     A bare `tf.Variable` attribute does not cast itself: in a mixed layer a `MixedPrecisionWarning`
-    says so, once for each class. An error about dtypes inside of `call` is raised again as a
+    says so, once for each class. An error about dtypes inside `call` is raised again as a
     `TypeError` that names the layer, the line, both dtypes and the likely cure.
 
     Args:
@@ -61,7 +63,7 @@ class Layer(keras_api.BaseLayer):
         dtype: the same as `variable_dtype`.
 
     Raises:
-        ValueError: where a class is made whose `keep_dtype` names what is no argument of `call`.
+        ValueError: when a class is defined whose `keep_dtype` has a name that `call` does not.
 
     Example:
 
@@ -95,13 +97,13 @@ class Layer(keras_api.BaseLayer):
         experimental_autocast: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Makes a weight that appears in the compute dtype inside of `call`.
+        """Makes a weight that appears in the compute dtype inside `call`.
 
         Args:
             *args: by position either `name, shape, dtype, initializer, regularizer, trainable,
                 constraint`, where a string comes first, or `shape, initializer, dtype`.
-            autocast: bool. Does the weight cast itself, if the layer is mixed? Defaults to True;
-                False is for weights whose float32 value the layer works with, such as statistics.
+            autocast: bool. Whether the weight casts itself if the layer is mixed. Defaults to True;
+                False is for weights that the layer needs in float32, such as statistics.
             experimental_autocast: bool. TensorFlow 2's name of `autocast`.
             **kwargs: what `tf.keras.layers.Layer.add_weight` takes. `dtype` defaults to
                 `variable_dtype`.
@@ -128,7 +130,10 @@ class Layer(keras_api.BaseLayer):
                 "`experimental_autocast` is the older name of `autocast`; pass one of them. "
                 f"Received: {autocast=}, {experimental_autocast=}"
             )
-        return super().add_weight(autocast=casts.pop() if casts else True, **given, **kwargs)
+        weight = super().add_weight(autocast=casts.pop() if casts else True, **given, **kwargs)
+        # It has initialized the devices.
+        hardware.warn_if_slow()
+        return weight
 
     @property
     def losses(self) -> Any:
@@ -140,9 +145,9 @@ class Layer(keras_api.BaseLayer):
     def weights_cast_once(self) -> Iterator[None]:
         """Inside, each weight of the layer is cast once, loops included.
 
-        Those of sublayers too, if they are `keras_mp.layers.Layer`s. For `call`s that read their
-        weights in `tf.while_loop`, or many times in eager. See `keras_mp.cast_once`: no weight may
-        be assigned to inside.
+        This includes the weights of sublayers that are `keras_mp.layers.Layer`s. Use it in a `call`
+        that reads its weights in a `tf.while_loop`, or many times in eager code. As with
+        `keras_mp.cast_once`, no weight may be assigned to inside.
 
         Example:
 

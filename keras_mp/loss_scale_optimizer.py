@@ -10,12 +10,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import gradients, keras_api, messages, older_spellings, skipped_steps, validation
+from keras_mp import hardware, keras_api, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.compat import older_spellings
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.scaled_step import ScaledStep
-from keras_mp.step_calls import StepCalls
-from keras_mp.unconverted import unconverted
+from keras_mp.step import gradients, skipped_steps
+from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.step.step_calls import StepCalls
+from keras_mp.support import messages, validation
+from keras_mp.support.unconverted import unconverted
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -45,6 +48,16 @@ def find_loss_scale_optimizer(optimizer: Any) -> Any:
     return next(scaling, None)
 
 
+def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
+    """Returns those of our class that scale the loss of a model.
+
+    Args:
+        optimizers: An optimizer, None, or a structure of them: what a model was compiled with.
+    """
+    found = map(find_loss_scale_optimizer, tf.nest.flatten(optimizers))
+    return [optimizer for optimizer in found if isinstance(optimizer, LossScaleOptimizer)]
+
+
 @keras_api.register_serializable
 class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     """An optimizer that applies loss scaling, so that float16 gradients do not underflow.
@@ -53,8 +66,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     replicas; find out whether they are finite; divide them by the loss scale; let the inner
     optimizer clip and apply them. Where a dynamic scale made a gradient overflow, the step is
     skipped on every replica instead: weights, slots, averages and `iterations` stay as they are,
-    and the scale backs off. A fixed scale skips nothing. Gradients count as finite if their sums
-    are, unscaled; those of float16, and all where XLA compiles the step, if each value is.
+    and the scale backs off. What the forward pass assigned to weights, such as moving statistics,
+    is put back in `Model.fit`, and elsewhere in a `keras_mp.training_step`. A fixed scale skips
+    nothing. Gradients count as finite if their sums are, unscaled; those of float16, and all where
+    XLA compiles the step, if each value is.
 
     `minimize` and `Model.fit` do all of it, and `Model.compile` wraps the optimizer itself under a
     `keras_mp.Policy` with a loss scale. Loops with a `tf.GradientTape` call `get_scaled_loss` and
@@ -153,6 +168,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             self._track_trackable(child, child_name, overwrite=True)
         for optimizer in wrapped:
             _wrappers[optimizer] = weakref.ref(self)
+            if not isinstance(optimizer, OptimizerWrapper):
+                keras_api.refuse_stock_wrapper(optimizer, self)
+        # Its variables have initialized the devices.
+        hardware.warn_if_slow()
 
     @property
     def name(self) -> str:
@@ -161,7 +180,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale:
-        """The `LossScale`. `optimizer.loss_scale()` is its value, a float32 scalar tensor."""
+        """The `LossScale`. `optimizer.loss_scale()` is its value, a float32 scalar tensor.
+
+        On Keras 3, who reads it between two steps may have multiplied the loss by it, so
+        `apply_gradients` then divides gradients of a loss that was not scaled otherwise.
+        """
+        self._note_reading()
         return self._loss_scale
 
     @property
@@ -221,6 +245,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     @property
     def initial_scale(self) -> float:
         """Where a dynamic scale started, or the fixed scale."""
+        self._note_reading()
         if self.dynamic:
             return self._loss_scale.initial_loss_scale
         return float(self._loss_scale)
@@ -252,6 +277,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     @property
     def dynamic_scale(self) -> tf.Variable | None:
         """The dynamic scale's variable; None for a fixed scale."""
+        self._note_reading()
         return self._loss_scale.loss_scale if self.dynamic else None
 
     @unconverted
@@ -323,7 +349,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
         Args:
             loss: float tensor, or a callable without arguments that returns one. Not scaled.
-            var_list: list of variables, or a callable that returns it.
+            var_list: list of variables, one variable, or a callable that returns either.
             tape: `tf.GradientTape` under which a tensor `loss` was computed.
             grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
             name: str. Name of the operation.
@@ -333,7 +359,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, var_list, tape, grad_loss, name)
-        with self._calls.beside_the_step():
+        with self._calls.one_whole_step():
             pairs = _checked(self._gradients(self._scale, loss, var_list, tape, grad_loss))
             if not pairs:
                 return self.iterations
@@ -350,7 +376,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
         Args:
             loss: float tensor, or a callable without arguments that returns one. Not scaled.
-            var_list: list of variables, or a callable that returns it.
+            var_list: list of variables, one variable, or a callable that returns either.
             tape: `tf.GradientTape` under which a tensor `loss` was computed.
             grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
 
@@ -419,6 +445,13 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         scaled = self._calls.resolve(variable for _, variable in pairs)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         return self._step(pairs, scaled=scaled, aggregate=aggregate, name=name)
+
+    def begin_step(self) -> None:
+        """Says that a step begins: nobody has scaled its loss by what was read before.
+
+        `Model.fit` says so itself; so callbacks may log the loss scale.
+        """
+        self._calls.begin()
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
         """Not on the TensorFlow backend: says what Keras says."""
@@ -547,6 +580,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "`tf.train.Checkpoint(optimizer=optimizer.stock_layout()).restore(path)`. Nothing "
                 "was restored."
             )
+        if name == older_spellings.INNER_CHILD:
+            return self.inner_optimizer
         return super()._lookup_dependency(name, *args, **kwargs)
 
     def _own_children(self) -> dict[str, Any]:
@@ -583,6 +618,11 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         self._calls.saw(tf.convert_to_tensor(loss), loss_scale)
         self._calls.returned([scaled])
         return scaled
+
+    def _note_reading(self) -> None:
+        wrappers = __file__, optimizer_wrapper.__file__
+        if keras_api.APPLY_TAKES_SCALED_GRADIENTS and messages.is_users_call(*wrappers):
+            self._calls.read()
 
     def _scaled_by(self) -> tf.Tensor:
         return self._calls.scaled_by(self._loss_scale)
@@ -671,4 +711,4 @@ def _boolean(value: bool) -> bool:
 def _skips(value: int | None) -> int | None:
     if value is None:
         return None
-    return validation.integer("warn_after_skips", value, below=skipped_steps.MOST_IN_A_ROW)
+    return validation.integer("warn_after_skips", value)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, messages, regularizers
-from keras_mp import softmax_and_cross_entropy as fusion
+from keras_mp import keras_api, regularizers
+from keras_mp.kernels import softmax_and_cross_entropy as fusion
+from keras_mp.support import messages
 
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 
@@ -146,7 +147,14 @@ class _CrossEntropy(_BuiltIn):
                 )
             logits = fusion.cast(fusion.finite(logits), self.dtype)
             return self._of_logits.call(y_true, logits)
-        if not self._arguments["from_logits"] and fusion.ran_in_float16(y_pred, self._activation):
+        # Keras would take any logits that are noted on a tensor, those of another activation too.
+        own = tf.identity(y_pred) if tf.is_tensor(y_pred) else y_pred
+        result = super().call(y_true, own)
+        if not self._arguments["from_logits"] and (
+            fusion.ran_in_float16(y_pred, self._activation)
+            # Only then is it worth a look at the values, and where these come from cannot be seen.
+            or (not self._has_warned and fusion.lost_to_float16(y_true, y_pred, result))
+        ):
             self._warn(
                 f"{type(self).__name__} was given probabilities that were computed in float16 and "
                 "have lost the small ones, and could not find the logits that they were made of. "
@@ -154,8 +162,7 @@ class _CrossEntropy(_BuiltIn):
                 f'layer with the {self._activation.lower()} dtype="float32", and put nothing '
                 "between it and the loss."
             )
-        # Keras would take any logits that are noted on a tensor, those of another activation too.
-        return super().call(y_true, tf.identity(y_pred) if tf.is_tensor(y_pred) else y_pred)
+        return result
 
     def _make_of_logits(self) -> Any:
         arguments = {**self._arguments, "from_logits": True}

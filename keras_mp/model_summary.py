@@ -13,6 +13,9 @@ _DIGITS = {"float16": 3, "bfloat16": 2}
 _UNKNOWN = "-"
 _WIDTH = 100
 
+# An output layer with a smaller share of the parameters takes too little time to be worth a note.
+_LARGE_SHARE = 0.1
+
 
 def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
     """Prints in which dtype each layer of a model computes, keeps its variables and returns.
@@ -21,11 +24,13 @@ def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
     table, which are about:
 
     - a softmax in float16 or bfloat16 whose probabilities are an output of the model;
-    - units or filters of a 16-bit layer that are not a multiple of 8 (for information: tensor
-      cores are fastest with those);
+    - units or filters of a 16-bit layer that are not a multiple of 8, where this machine has
+      tensor cores, which are fastest with those (not of an output layer, a head for a few classes
+      say, unless a tenth of the model's parameters are in it);
     - a layer that does not follow the model's policy, or does not cast its inputs.
 
-    Below is said whether this machine is fast in the dtypes that the model computes in.
+    Below is said whether no layer follows the model's policy, and whether this machine is fast in
+    the dtypes that the model computes in.
 
     Output dtypes are those that Keras found when it connected the layers. (Keras 3 believes that a
     Lambda returns its compute dtype.) "-" stands for what is not known yet: a subclassed model has
@@ -64,6 +69,35 @@ def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
         (print_fn or print)(line)
 
 
+def policy_not_followed(model: Any) -> str | None:
+    """Says so where a model's own policy computes in 16 bits and none of its layers does.
+
+    Args:
+        model: A model of `tf.keras`.
+
+    Returns:
+        What is wrong, and the cure, or None.
+    """
+    if keras_api.output_layers(model) is not None:
+        return (
+            None  # A Sequential or functional model, whose config holds the dtypes of its layers.
+        )
+    no_layers = (tf.keras.Model, tf.keras.layers.InputLayer, tf.keras.metrics.Metric)
+    layers = [each for each in keras_api.flatten_layers(model) if not isinstance(each, no_layers)]
+    dtypes = {layer.compute_dtype for layer in layers if _is_floating(layer.compute_dtype)}
+    if model.compute_dtype not in _DIGITS or not dtypes or dtypes & _DIGITS.keys():
+        return None
+    name = model.dtype_policy.name
+    return (
+        f"Its own policy is {name!r}, but none of its layers computes in 16 bits. A model that was "
+        f"saved under {name!r} and comes back like this has a class whose config does not hold the "
+        f'dtypes of its layers: load it under keras_mp.policy_scope("{name}"), or pass '
+        "dtype=self.dtype_policy to the layers that the class makes. A model that was saved in "
+        "another dtype keeps it: "
+        f'keras_mp.convert(model, "{name}") changes it.'
+    )
+
+
 class _Place(NamedTuple):
     """A layer and where it is.
 
@@ -97,6 +131,9 @@ def _lines(model: Any) -> Iterator[str]:
     yield f"Parameters: {_number(total)}, trainable: {_number(trainable)}"
     for note, mark in notes.items():
         yield from _wrapped(f"[{mark}] ", note)
+    not_followed = policy_not_followed(model)
+    if not_followed:
+        yield from _wrapped("", not_followed)
     dtypes = {place.layer.compute_dtype for place in places} & _DIGITS.keys()
     for dtype in sorted(dtypes):
         reason = hardware.why_slow(dtype)
@@ -183,10 +220,8 @@ def _notes(place: _Place, model: Any) -> Iterator[str]:
             + '. Pass dtype="float32" to the layer, or give the softmax one of its own: '
             'Activation("softmax", dtype="float32").'
         )
-    size = getattr(layer, "units", None) or getattr(layer, "filters", None)
-    is_leaf = not keras_api.layers_inside(layer)
-    if dtype in _DIGITS and is_leaf and isinstance(size, int) and size % 8:
-        yield f"{size} units or filters: tensor cores of GPUs are fastest with multiples of 8."
+    if dtype in _DIGITS and _size_costs_time(place, model):
+        yield f"{_size(layer)} units or filters: tensor cores are fastest with multiples of 8."
     if (dtype, layer.variable_dtype) != (model.compute_dtype, model.variable_dtype):
         yield (
             f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
@@ -197,6 +232,20 @@ def _notes(place: _Place, model: Any) -> Iterator[str]:
     is_mixed = dtype != layer.variable_dtype
     if is_mixed and not is_keras_own and not getattr(layer, "autocast", True):
         yield "It takes its inputs as they come: it was made with autocast=False."
+
+
+def _size(layer: Any) -> Any:
+    return getattr(layer, "units", None) or getattr(layer, "filters", None)
+
+
+def _size_costs_time(place: _Place, model: Any) -> bool:
+    """Would another number of units or filters make this machine faster?"""
+    layer, size = place.layer, _size(place.layer)
+    is_odd = isinstance(size, int) and size % 8 and not keras_api.layers_inside(layer)
+    if not is_odd or not hardware.has_tensor_cores(layer.compute_dtype):
+        return False
+    own, all_of_them = _parameters(layer), _parameters(model)
+    return not place.is_output or bool(own and own >= _LARGE_SHARE * (all_of_them or own))
 
 
 def _about_other_policy(place: _Place, model: Any) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, messages
-from keras_mp.keras_api import interface
+from keras_mp import keras_api
+from keras_mp.step.optimizer_family import OptimizerFamily
+from keras_mp.support import messages
 
 _ALIASES = {"lr": "learning_rate"}
 
@@ -23,10 +24,10 @@ _models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDic
 class OptimizerWrapper(
     tf.__internal__.tracking.DelegatingTrackableMixin, *keras_api.OPTIMIZER_BASES
 ):
-    """An optimizer that stands in front of another and looks like it.
+    """An optimizer that wraps another one and looks like it.
 
-    A wrapper has the inner optimizer's hyperparameters, read and write, its variables, and, for
-    `tf.train.Checkpoint`, its place: a checkpoint of the wrapper is one of the inner optimizer.
+    A wrapper has the hyperparameters of the inner optimizer, which can be read and written, and its
+    variables. A `tf.train.Checkpoint` of the wrapper is one of the inner optimizer.
 
     Hyperparameters are, for `tf.keras.optimizers.legacy` optimizers, what they registered as such
     and `clipnorm`, `clipvalue`, `global_clipnorm`; for all others the keys of their config.
@@ -34,9 +35,9 @@ class OptimizerWrapper(
     an AttributeError that says so, and so is setting it. Methods that only an inner optimizer's
     class has are not delegated, since they would go around the wrapper.
 
-    A subclass overrides `apply_gradients`, and `minimize` where computing gradients changes too. It
-    gets gradients unscaled, whichever way the loss was scaled, inside a `LossScaleOptimizer` and
-    around one.
+    A subclass overrides `apply_gradients`, and also `minimize` if it computes gradients
+    differently. The gradients that it gets are unscaled, however the loss was scaled, whether it is
+    inside a `LossScaleOptimizer` or around one.
 
     Args:
         inner_optimizer: An optimizer of `tf.keras`.
@@ -335,7 +336,7 @@ class OptimizerWrapper(
 
         Args:
             loss: scalar tensor, or a callable without arguments that returns one.
-            var_list: list of variables, or a callable that returns it.
+            var_list: list of variables, one variable, or a callable that returns either.
             tape: `tf.GradientTape` under which a tensor `loss` was computed.
             grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
             name: str. Name of the operation.
@@ -357,7 +358,7 @@ class OptimizerWrapper(
 
         Args:
             loss: scalar tensor, or a callable without arguments that returns one.
-            var_list: list of variables, or a callable that returns it.
+            var_list: list of variables, one variable, or a callable that returns either.
             tape: `tf.GradientTape` under which a tensor `loss` was computed.
             grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
 
@@ -421,7 +422,7 @@ def chain(optimizer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
-class _WrapperFamily(interface.OptimizerFamily):
+class _WrapperFamily(OptimizerFamily):
     """A wrapper that is wrapped itself."""
 
     def hyperparameters(self) -> frozenset[str]:

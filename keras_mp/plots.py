@@ -1,4 +1,4 @@
-"""Pictures of a training run. They need matplotlib, which `keras-mp[tutorials]` brings."""
+"""Pictures of a training run. They need matplotlib, which `keras-mp[tutorials]` installs."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ _MOST_MARKED = 40
 def loss_scale(history: Any, ax: Any = None) -> Any:
     """Draws the loss scale of a run, and marks where steps were skipped.
 
-    The vertical axis is in powers of two. A cross stands where steps were skipped since the point
-    before; where it was more than one, a number says how many. So which step it was is seen only
-    with a monitor that reads at every batch, `LossScaleMonitor(update_freq=1)`.
+    The vertical axis is in powers of two. A cross means that steps were skipped since the previous
+    point; if there was more than one, a number says how many. To see which step it was, use a
+    monitor that reads the scale at every batch, `LossScaleMonitor(update_freq=1)`.
 
     Args:
         history: A `keras_mp.callbacks.LossScaleMonitor`; the `History` of a `fit` that had one,
             which is drawn over epochs; or the dict `history` of either.
-        ax: Matplotlib's `Axes` to draw into. Defaults to those of a new figure of pyplot.
+        ax: Matplotlib's `Axes` to draw into. Defaults to those of a new pyplot figure.
 
     Returns:
         The `Axes`.
@@ -44,7 +44,7 @@ def loss_scale(history: Any, ax: Any = None) -> Any:
     values = getattr(history, "history", history)
     if not isinstance(values, dict) or not values.get("loss_scale"):
         raise ValueError(
-            "Expected the history of a run with loss scaling, which had a "
+            "Expected the history of a run with loss scaling that had a "
             "keras_mp.callbacks.LossScaleMonitor among its callbacks. "
             f"Received: {values!r} (of {type(history)})"
         )

@@ -9,8 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import compile_hook, hardware, keras_api, messages
+from keras_mp import compile_hook, hardware, keras_api
 from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.kernels import sums
+from keras_mp.support import messages
 
 _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
@@ -19,12 +21,14 @@ _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 class Policy(keras_api.BasePolicy):
     """A dtype policy of `tf.keras` that also says how a model's loss is scaled.
 
-    It is a real `tf.keras.mixed_precision.Policy`, so stock layers and models take it as `dtype=`
-    and as the global policy. A policy never changes. Two policies are equal where their names and
+    It is a real `tf.keras.mixed_precision.Policy`, so Keras's layers and models take it as `dtype=`
+    and as the global policy. A policy never changes. Two policies are equal if their names and
     their loss scales are.
 
-    Making the first one hooks `tf.keras.Model.compile`: a model that has a `keras_mp.Policy` gets
-    its optimizer wrapped in `keras_mp.LossScaleOptimizer`, with a copy of the policy's loss scale.
+    `tf.keras.Model.compile`, which `import keras_mp` hooks, gives a model that has a
+    `keras_mp.Policy` an optimizer wrapped in `keras_mp.LossScaleOptimizer`, with a copy of the
+    policy's loss scale. The first policy that computes in 16 bits does what
+    `keras_mp.enable_float32_sums` says.
 
     Args:
         name: str or dtype. `"mixed_float16"` or `"mixed_bfloat16"` (16-bit computations, float32
@@ -34,7 +38,7 @@ class Policy(keras_api.BasePolicy):
             scale), or a `keras_mp.LossScale`.
 
     Raises:
-        TypeError: `name` or `loss_scale` is of a type that stands for neither.
+        TypeError: `name` or `loss_scale` is of a wrong type.
         ValueError: no such policy, or a loss scale out of range.
 
     Example:
@@ -64,8 +68,9 @@ class Policy(keras_api.BasePolicy):
             self._loss_scale_config = loss_scale_lib.serialize(self._loss_scale)
         self._is_complete = True
         if self.name in _MIXED:
-            hardware.warn_if_slow(_MIXED[self.name])
-        compile_hook.install(Policy)
+            hardware.warn_if_slow(_MIXED[self.name], wait=True)
+        if self.compute_dtype in _MIXED.values():
+            sums.install()
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale | None:
@@ -87,7 +92,7 @@ class Policy(keras_api.BasePolicy):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal policy.
 
-        An automatic loss scale is left out: what is left is a config of the stock class.
+        An automatic loss scale is left out, so that the config is one of Keras's own class.
         """
         if self._has_automatic_scale:
             return {"name": self.name}
@@ -95,7 +100,7 @@ class Policy(keras_api.BasePolicy):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "Policy":
-        """Makes a policy from what `get_config` returned, or the stock class's `get_config`.
+        """Makes a policy from what `get_config` returned, here or for Keras's own class.
 
         Args:
             config: dict with the key `name`, and `loss_scale` unless it is `"auto"`.
@@ -143,7 +148,10 @@ class Policy(keras_api.BasePolicy):
     def __repr__(self) -> str:
         if self._has_automatic_scale:
             return f'<Policy "{self.name}">'
-        return f'<Policy "{self.name}", loss_scale={self.loss_scale!r}>'
+        # Not the property: it would make variables, and so initialize the devices.
+        is_to_be_made = self._loss_scale is None and self.scales_loss
+        loss_scale = "dynamic" if is_to_be_made else self._loss_scale
+        return f'<Policy "{self.name}", loss_scale={loss_scale!r}>'
 
 
 def global_policy() -> Any:
@@ -170,11 +178,11 @@ def set_global_policy(policy: Any) -> None:
 
     Set it before the model is made; layers keep the policy that they were made with. It holds in
     all threads, except that with Keras 3 a thread other than this one has to call
-    `keras_mp.global_policy()` (or anything that does) before it makes stock layers.
+    `keras_mp.global_policy()` (or anything that does) before it makes Keras's own layers.
 
     Args:
         policy: A policy's name, a dtype, a `keras_mp.Policy`, a policy of `tf.keras`, or None to
-            follow `floatx` again.
+            follow `floatx` again. A quantized one of Keras 3 may be given by its name too.
 
     Raises:
         ValueError: The policy does not compute in floating point.
@@ -201,12 +209,13 @@ def set_global_policy(policy: Any) -> None:
                 f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "
                 f"models train poorly. Use 'mixed_{policy.name}', which keeps them in float32."
             )
+        compile_hook.install(Policy)
     keras_api.set_global_policy(policy)
 
 
 @contextlib.contextmanager
 def policy_scope(policy: Any) -> Iterator[Any]:
-    """Sets the global policy for a block and restores the one before, whatever happens inside.
+    """Sets the global policy for a block, and restores the previous one even after an error.
 
     Args:
         policy: As for `set_global_policy`.
@@ -250,4 +259,5 @@ def _to_policy(policy: Any) -> Any:
     if isinstance(policy, keras_api.BasePolicy):
         # A quantized policy is a subclass of the stock one and has no counterpart here.
         return Policy(policy.name) if type(policy) is keras_api.BasePolicy else policy
-    return Policy(policy)
+    quantized = keras_api.quantized_policy(policy) if isinstance(policy, str) else None
+    return Policy(policy) if quantized is None else quantized

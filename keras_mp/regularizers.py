@@ -1,7 +1,7 @@
 """Activity regularizers that compute in float32 (RFC 293, "Loss dtype").
 
-Regularizers of weights need none of this: Keras gives them the float32 variable. The output of a
-layer is float16 in a mixed model, and the sum of its squares soon more than float16 can hold.
+Regularizers of weights do not need this: Keras gives them the float32 variable. But the output of a
+layer is float16 in a mixed model, and the sum of its squares soon exceeds what float16 can hold.
 """
 
 import contextlib
@@ -10,15 +10,15 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp import softmax_and_cross_entropy as fusion
+from keras_mp.kernels import softmax_and_cross_entropy as fusion
 
 
 @keras_api.register_serializable
 class Float32Regularizer(tf.keras.regularizers.Regularizer):
-    """A regularizer that gives another one float32 in the place of 16-bit tensors.
+    """A regularizer that casts 16-bit tensors to float32 for another one.
 
-    `Model.compile` puts it around the activity regularizers of layers that compute in 16 bits, if
-    the model has a `keras_mp.Policy`. In a training loop of your own put it there yourself.
+    If a model has a `keras_mp.Policy`, `Model.compile` wraps the activity regularizers of its
+    16-bit layers in this class. In a training loop of your own, wrap them yourself.
 
     Args:
         regularizer: A `tf.keras.regularizers.Regularizer`, or what `tf.keras.regularizers.get`

@@ -1,9 +1,12 @@
 """What several tests share."""
 
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 import sklearn.datasets
 import tensorflow as tf
 
@@ -15,8 +18,30 @@ _NAMES = ("SGD", "Adam", "RMSprop")
 _NAMESPACES = {"new": "optimizers"} if IS_KERAS_3 else {"new": "optimizers", "legacy": "legacy"}
 
 # Every optimizer family of this Keras, with plain and with stateful optimizers.
+NAMESPACES = list(_NAMESPACES)
 OPTIMIZERS = [f"{family}.{name}" for family in _NAMESPACES for name in _NAMES]
 FAMILIES = [f"{family}.SGD" for family in _NAMESPACES]
+
+once = pytest.mark.skipif(not IS_KERAS_3, reason="Which Keras it is makes no difference.")
+
+
+def pairs(*parameters: Iterable[Any]) -> list[tuple]:
+    """Cases in which every two values of two parameters meet, instead of all with all.
+
+    For what acts together, two at a time. Where three have to meet, stack `parametrize`.
+    """
+    lists = [list(values) for values in parameters]
+
+    def met(case: tuple[int, ...]) -> set:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    candidates = {case: met(case) for case in itertools.product(*map(range, map(len, lists)))}
+    missing, cases = set().union(*candidates.values()), []
+    while missing:
+        best = max(candidates, key=lambda case: len(candidates[case] & missing))
+        missing -= candidates[best]
+        cases.append(tuple(values[i] for values, i in zip(lists, best)))
+    return cases
 
 
 def make_optimizer(name: str, learning_rate: float = 0.01, **kwargs: Any) -> Any:

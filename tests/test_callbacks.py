@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import inspect
 import math
 import pathlib
 import re
@@ -31,9 +32,10 @@ def scaled(optimizer=None, **kwargs):
     return keras_mp.LossScaleOptimizer(optimizer, scale, **kwargs)
 
 
-def linear(optimizer=None, **kwargs):
+def linear(optimizer=None, run_eagerly=True, **kwargs):
+    """A model; in eager, since tracing it takes longer than what most tests do with it."""
     model = K.Sequential([K.Input([1]), K.layers.Dense(1, kernel_initializer="ones")])
-    model.compile(optimizer or scaled(), "mae", **kwargs)
+    model.compile(optimizer or scaled(), "mae", run_eagerly=run_eagerly, **kwargs)
     return model
 
 
@@ -49,7 +51,7 @@ SKIPPED = [1, 2, 3]
 
 def test_the_numbers_that_the_other_tests_expect():
     monitor = LossScaleMonitor(update_freq=1)
-    fit(linear(), [monitor])
+    fit(linear(run_eagerly=False), [monitor])
     assert monitor.history == {
         "step": list(range(13)),
         "loss_scale": [64, 64, 64, 32, 32, 32, 64, 32, 32, 32, 64, 32, 32],
@@ -71,9 +73,8 @@ class Recorder(K.callbacks.Callback):
         self.epochs.append(dict(logs))
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
 @pytest.mark.parametrize("update_freq", ["epoch", 1, 3])
-def test_everything_that_reads_logs_shows_them(tmp_path, capsys, place, update_freq):
+def test_everything_that_reads_logs_shows_them(tmp_path, capsys, update_freq):
     recorder = Recorder()
     others = [
         K.callbacks.CSVLogger(str(tmp_path / "log.csv")),
@@ -86,7 +87,7 @@ def test_everything_that_reads_logs_shows_them(tmp_path, capsys, place, update_f
         recorder,
     ]
     monitor = LossScaleMonitor(update_freq)
-    callbacks = [monitor, *others] if place == "before" else [*others, monitor]
+    callbacks = [monitor, *others]
     history = fit(linear(), callbacks, verbose=2, validation_data=(ONES, ONES)).history
     assert history["loss_scale"] == SCALES
     assert history["steps_skipped"] == SKIPPED
@@ -115,11 +116,29 @@ def test_everything_that_reads_logs_shows_them(tmp_path, capsys, place, update_f
         assert monitor.history["step"] == [0, 3, 4, 7, 8, 11, 12]
 
 
+def test_the_order_is_the_users(capsys):
+    recorder, monitor = Recorder(), LossScaleMonitor(1)
+    callbacks = [recorder, monitor]
+    history = fit(linear(), callbacks, verbose=2).history
+    assert callbacks == [recorder, monitor]
+    assert not any(logs.keys() & set(NAMES) for logs in (*recorder.batches, *recorder.epochs))
+    assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
+    assert capsys.readouterr().out.count("steps_skipped: ") == 3
+
+
+PROGBAR_ARGUMENTS = inspect.signature(K.utils.Progbar).parameters
+
+
 @pytest.mark.parametrize("update_freq", ["epoch", 1])
 def test_progress_bars_show_the_value_and_not_its_mean(capsys, update_freq):
-    model = linear()
-    model.fit(BAD, ONES, 4, shuffle=False, callbacks=[LossScaleMonitor(update_freq)], verbose=1)
+    model, callbacks = linear(), [LossScaleMonitor(update_freq)]
+    if update_freq == 1 and not IS_KERAS_3:
+        callbacks.append(K.callbacks.ProgbarLogger("steps", stateful_metrics=NAMES))
+    model.fit(BAD, ONES, 4, shuffle=False, callbacks=callbacks, verbose=1)
     shown = re.findall(r"loss_scale: ([\d.]+)", capsys.readouterr().out)
+    if update_freq == 1 and IS_KERAS_3 and "stateless_metrics" not in PROGBAR_ARGUMENTS:
+        assert shown[0] == "64.0000"  # Keras 3 before 3.15 shows means.
+        return
     assert shown[-1] == "32.0000"
     assert set(shown) <= {"64.0000", "32.0000"}
 
@@ -138,7 +157,7 @@ def scalars(folder):
 
 def test_tensorboard_of_batches(tmp_path):
     board = K.callbacks.TensorBoard(str(tmp_path), write_graph=False, update_freq=1)
-    fit(linear(), [board, LossScaleMonitor(1)], epochs=1)
+    fit(linear(), [LossScaleMonitor(1), board], epochs=1)
     written = scalars(tmp_path / "train")
     assert list(written["batch_loss_scale"].values()) == [64, 64, 32, 32]
     assert written["epoch_steps_skipped"] == {0: 1}
@@ -157,7 +176,8 @@ class CountingScale(keras_mp.DynamicLossScale):
 @pytest.mark.parametrize(("update_freq", "reads"), [("epoch", 1 + 3), (2, 1 + 3 * (2 + 1))])
 def test_the_device_is_asked_no_more_often_than_promised(monkeypatch, update_freq, reads):
     monkeypatch.setattr(CountingScale, "reads", 0)
-    model = linear(keras_mp.LossScaleOptimizer(K.optimizers.SGD(0.0), CountingScale()))
+    optimizer = keras_mp.LossScaleOptimizer(K.optimizers.SGD(0.0), CountingScale())
+    model = linear(optimizer, run_eagerly=False)
     fit(model, [LossScaleMonitor(update_freq)])
     assert CountingScale.reads == reads
 
@@ -169,7 +189,7 @@ def test_logs_of_batches_stay_tensors(update_freq):
         def on_train_batch_end(self, batch, logs=None):
             assert isinstance(logs["loss"], tf.Tensor)
 
-    fit(linear(), [LossScaleMonitor(update_freq), Recorder()])
+    fit(linear(run_eagerly=False), [LossScaleMonitor(update_freq), Recorder()])
 
 
 def nested():
@@ -193,7 +213,7 @@ def test_families_and_nested_wrappers(family):
 )
 def test_ways_to_run(how):
     monitor = LossScaleMonitor(update_freq=1)
-    history = fit(linear(**how), [monitor]).history
+    history = fit(linear(**{"run_eagerly": False, **how}), [monitor]).history
     assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
     steps = [0, 2, 4, 6, 8, 10, 12] if "steps_per_execution" in how else list(range(13))
     assert monitor.history["step"] == steps
@@ -201,7 +221,7 @@ def test_ways_to_run(how):
 
 def test_replicas():
     with mirrored(2).scope():
-        model = linear()
+        model = linear(run_eagerly=False)
     monitor = LossScaleMonitor(update_freq=2)
     history = fit(model, [monitor]).history
     assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
@@ -267,7 +287,7 @@ def test_two_monitors():
 
 def test_a_loop_that_calls_the_callbacks_itself():
     model, recorder = linear(), Recorder()
-    callbacks = K.callbacks.CallbackList([recorder, LossScaleMonitor(1)], model=model)
+    callbacks = K.callbacks.CallbackList([LossScaleMonitor(1), recorder], model=model)
     callbacks.on_epoch_begin(0)
     for batch in range(2):
         callbacks.on_train_batch_begin(batch)

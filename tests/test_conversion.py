@@ -84,16 +84,20 @@ X = np.random.default_rng(0).normal(size=[3, 4, 5]).astype("float32")
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("model", "before", "after"),
     [
-        ("mixed_float16", "float32"),
-        ("mixed_bfloat16", "float32"),
-        ("float32", "mixed_bfloat16"),
-        ("mixed_bfloat16", "mixed_float16"),
-        ("float32", "float64"),
+        ("functional", "mixed_float16", "float32"),
+        ("functional", "float32", "mixed_bfloat16"),
+        ("functional", "mixed_bfloat16", "mixed_float16"),
+        ("sequential", "mixed_bfloat16", "float32"),
+        ("sequential", "float32", "float64"),
+        ("unbuilt", "mixed_float16", "float32"),
+        ("unbuilt", "float32", "mixed_bfloat16"),
+        ("subclassed", "mixed_bfloat16", "float32"),
+        ("subclassed", "float32", "mixed_bfloat16"),
+        ("subclassed", "float32", "float64"),
     ],
 )
-@pytest.mark.parametrize("model", MODELS)
 def test_same_weights_and_nearly_the_same_outputs(model, before, after):
     keras_mp.set_global_policy(before)
     original = MODELS[model]()
@@ -116,7 +120,8 @@ def test_same_weights_and_nearly_the_same_outputs(model, before, after):
         expected = "float32" if was_kept else after.removeprefix("mixed_")
         if not isinstance(layer, K.layers.InputLayer):
             assert layer.compute_dtype == expected, layer.name
-    converted.compile("sgd", "mse")
+    # In eager: tracing the model takes longer than all of the above.
+    converted.compile("sgd", "mse", run_eagerly=True)
     converted.fit(X, np.zeros(converted(X).shape), verbose=0)
 
 
@@ -184,7 +189,7 @@ class Forgets(Subclassed):
 
 
 def test_what_cannot_be_converted_says_why():
-    with pytest.raises(ValueError, match="cannot be converted.*Keras said: .*It has none"):
+    with pytest.raises(ValueError, match="since it cannot .*Received: .*It has none"):
         keras_mp.convert(WithoutConfig(K.layers.Dense(1)), "float32")
     forgets = Forgets(3)
     forgets(X)
@@ -199,6 +204,44 @@ def test_what_cannot_be_converted_says_why():
         keras_mp.convert(3, "float32")
     with pytest.raises(ValueError, match="^Cannot interpret the policy"):
         keras_mp.convert(sequential(), "nonsense")
+
+
+class NeedsUnits(K.layers.Layer):
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = K.layers.Dense(units)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class LosesUnits(NeedsUnits):
+    def get_config(self):
+        return {"name": self.name, "dtype": "float32"}
+
+
+class RaisesInConfig(NeedsUnits):
+    def get_config(self):
+        raise KeyError("no such setting")
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (LosesUnits, "TypeError: .*missing 1 required positional argument: 'units'"),
+        (RaisesInConfig, "KeyError: 'no such setting'"),
+    ],
+)
+def test_the_layer_that_is_to_blame_is_named(cls, reason):
+    culprit = cls(2, name="culprit")
+    sequential = K.Sequential([K.Input([3]), K.layers.Dense(4), culprit])
+    inputs = K.Input([5, 3])
+    functional = K.Model(inputs, K.layers.TimeDistributed(sequential)(inputs))
+    expected = f"since its layer 'culprit' cannot .* the class {cls.__name__} a `get_config`"
+    for model in (sequential, functional):
+        with pytest.raises(ValueError, match=rf"(?s){expected}.* Received: {reason}") as raised:
+            keras_mp.convert(model, "mixed_bfloat16")
+        assert isinstance(raised.value.__cause__, (TypeError, KeyError))
 
 
 def test_a_layer_of_the_name_of_an_operation():

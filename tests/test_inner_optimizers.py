@@ -42,9 +42,9 @@ def step_function(optimizer, v, mode, calls="keras_3"):
 @keras_3_only
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc"])
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_accumulated_gradients_are_one_step_with_one_verdict(mode, calls, bad):
-    windows = [[1, 2, 3], [bad, 1, 1], [4, 5, 6], [1, bad, 1], [1, 1, bad], [7, 8, 9], [bad] * 3]
+def test_accumulated_gradients_are_one_step_with_one_verdict(mode, calls):
+    inf, nan = np.inf, np.nan
+    windows = [[1, 2, 3], [nan, 1, 1], [4, 5, 6], [1, inf, 1], [1, 1, nan], [7, 8, 9], [inf] * 3]
 
     def make():
         kwargs = {"momentum": 0.9, "gradient_accumulation_steps": 3, "clipnorm": 4.0}

@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import keras_api, layers, type_errors
-from tests.common import IS_KERAS_3, digits, mirrored
+from keras_mp import keras_api, layers
+from keras_mp.variables import type_errors
+from tests.common import IS_KERAS_3, digits, mirrored, pairs
 
 POLICIES = ["float32", "float64", "mixed_float16", "mixed_bfloat16"]
 MODES = ["eager", "function", "jit"]
@@ -69,10 +70,11 @@ class DenseWrapper(layers.Layer):
         return self.dense(inputs)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "make", [SimpleDense, AddRandom, TwoArguments, MatMulWithInputBias, DenseWrapper]
+    ("make", "policy", "mode"),
+    pairs(
+        [SimpleDense, AddRandom, TwoArguments, MatMulWithInputBias, DenseWrapper], POLICIES, MODES
+    ),
 )
 def test_the_layers_of_the_rfc(make, policy, mode):
     layer = make(dtype=policy)
@@ -913,13 +915,17 @@ WIDE = tf.constant([1.0, 2.0])
 WIDE_VARIABLE = tf.Variable([1.0, 2.0])
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mistake", sorted(MISTAKES))
+@pytest.mark.parametrize(
+    ("mistake", "mode", "policy"),
+    [
+        case
+        for case in pairs(sorted(MISTAKES), MODES, ["mixed_float16", "mixed_bfloat16"])
+        # TensorFlow multiplies bfloat16 with float32.
+        if (case[0], case[-1]) != ("matmul", "mixed_bfloat16")
+    ],
+)
 def test_an_error_about_dtypes_names_layer_line_dtypes_and_cure(mistake, mode, policy):
     function, cure = MISTAKES[mistake]
-    if mistake == "matmul" and policy == "mixed_bfloat16":
-        pytest.skip("TensorFlow multiplies bfloat16 with float32.")
     layer = layer_that_calls(function)(dtype=policy, name="mine")
     call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
     with pytest.raises(TypeError, match=cure) as caught:

@@ -108,6 +108,15 @@ def test_wrapping_twice_is_refused(name):
         keras_mp.LossScaleOptimizer(Stock(sgd(name)))
 
 
+def test_stock_does_not_wrap_what_ours_wraps(name):
+    inner = sgd(name)
+    ours = keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(inner))
+    with pytest.raises(ValueError, match="wrapped by a .*LossScaleOptimizer already|already wrapp"):
+        Stock(inner)
+    assert float(ours.learning_rate) == 1.0
+    assert isinstance(Stock(sgd(name)).inner_optimizer, type(inner))  # another one
+
+
 @pytest.mark.parametrize("bad", [None, 3, object(), tf.keras.optimizers.SGD])
 def test_what_is_no_optimizer_is_refused(bad):
     with pytest.raises(TypeError, match="Expected an optimizer of `tf.keras`"):
@@ -191,6 +200,26 @@ def test_var_list_as_a_callable(name):
 
     optimizer.minimize(loss, lambda: made)
     assert float(made[0]) == 0.5
+
+
+@pytest.mark.parametrize("wrap", [keras_mp.LossScaleOptimizer, keras_mp.OptimizerWrapper])
+def test_var_list_as_one_variable(name, wrap):
+    v = tf.Variable(1.0)
+    optimizer = wrap(sgd(name))
+    optimizer.minimize(lambda: v * 0.25, v)
+    optimizer.minimize(lambda: v * 0.25, lambda: v)
+    with tf.GradientTape() as tape:
+        loss = v * 0.25
+    optimizer.minimize(loss, var_list=v, tape=tape)
+
+    @tf.function
+    def step():
+        optimizer.minimize(lambda: v * 0.25, var_list=v)
+
+    step()
+    assert float(v) == 0.0
+    [(_, variable)] = optimizer.compute_gradients(lambda: v * 0.25, v)
+    assert variable is v
 
 
 def test_a_tensor_loss_needs_its_tape(name):
@@ -340,11 +369,11 @@ def test_a_missing_call_is_reported_each_time(name, calls, update, message, trac
         assert before - float(v) == pytest.approx(0.5 * update)
 
 
-def test_no_call_at_all_is_what_stock_takes_it_for(name):
+def test_without_any_call_gradients_are_applied_as_they_are(name):
     optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="not scaled|Neither get_scaled_loss"):
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither get_scaled_loss"):
         loop_step(optimizer, v, ())
-    assert 1 - float(v) == (0.5 / SCALE if IS_KERAS_3 else 0.5)
+    assert 1 - float(v) == 0.5
 
 
 @pytest.mark.parametrize("calls", RIGHT[:2])
@@ -523,6 +552,36 @@ def test_takes_a_config_of_tensorflow_2_3():
     again = keras_mp.LossScaleOptimizer.from_config(config)
     assert (again.initial_scale, again.dynamic_growth_steps) == (64, 7)
     assert again.loss_scale.multiplier == 4
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="TensorFlow 2.3 had Keras 2.")
+@pytest.mark.parametrize("has_slots", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_checkpoint_of_tensorflow_2_3_has_slots(has_slots, traced, tmp_path):
+    inner, v = make_optimizer("legacy.SGD", 0.5, momentum=0.5), tf.Variable(1.0, name="v")
+    inner.apply_gradients([(tf.constant(4.0), v)])
+    older = tf.Module()
+    older.base_optimizer = inner
+    older.loss_scale = tf.Module()
+    older.loss_scale.current_loss_scale = tf.Variable(64.0)
+    older.loss_scale.good_steps = tf.Variable(3, dtype=tf.int64)
+    path = tf.train.Checkpoint(v=v, optimizer=older).save(str(tmp_path / "checkpoint"))
+
+    again, w = make_optimizer("legacy.SGD", 0.5, momentum=0.5), tf.Variable(0.0, name="v")
+    optimizer = keras_mp.LossScaleOptimizer(again)
+    if has_slots:
+        optimizer.minimize(lambda: w * 1.0, [w])
+    checkpoint = tf.train.Checkpoint(v=w, optimizer=optimizer)
+    checkpoint.restore(path).expect_partial()
+    step = tf.function(optimizer.minimize) if traced else optimizer.minimize
+    step(lambda: w * 0.0, [w])
+    assert float(optimizer.loss_scale()) == 64.0
+    assert int(optimizer.loss_scale.num_good_steps) == 4
+    assert int(optimizer.iterations) == 2
+    assert float(again.get_slot(w, "momentum")) == -1.0  # half of what it was
+    assert float(w) == -2.0
+    names = [name for name, _ in tf.train.list_variables(checkpoint.save(str(tmp_path / "new")))]
+    assert not any("base_optimizer" in name for name in names)  # a new one is not laid out so
 
 
 def test_checkpoint(name, tmp_path):

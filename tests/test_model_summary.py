@@ -59,11 +59,10 @@ def test_the_table_of_a_nested_model():
         ("hidden (Dense)", ["float16", "float32", "float16", "144", ""]),
         ("gate (Dense)", ["float16", "float32", "float16", "136", ""]),
         ("head (Sequential)", ["float16", "float32", "float16", "90", ""]),
-        ("  last (Dense)", ["float16", "float32", "float16", "90", "[1] [2]"]),
+        ("  last (Dense)", ["float16", "float32", "float16", "90", "[1]"]),
     ]
     assert notes["[1]"].startswith("A softmax output in float16")
     assert 'Activation("softmax", dtype="float32")' in notes["[1]"]
-    assert notes["[2]"].startswith("10 units")
     assert others[0] == "Model 'whole' (Functional), policy mixed_float16"
     assert others[1] == "Parameters: 370, trainable: 370"
 
@@ -117,7 +116,26 @@ def test_the_softmax_inside_of_attention_is_no_output():
     assert not any("A softmax" in text for text in notes_of(model).values())
 
 
-def test_sizes_that_tensor_cores_like_less():
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    monkeypatch.setattr(hardware, "has_tensor_cores", lambda dtype: True)
+
+
+def test_sizes_cost_nothing_without_tensor_cores(monkeypatch):
+    monkeypatch.setattr(hardware, "has_tensor_cores", lambda dtype: dtype == "bfloat16")
+    keras_mp.set_global_policy("mixed_float16")
+    model = K.Sequential([K.Input([8]), L.Dense(9), L.Dense(5)])
+    assert not any("units" in text for text in notes_of(model).values())
+
+
+@pytest.mark.parametrize(("units", "is_noted"), [(10, False), (1001, True)])
+def test_a_head_is_noted_where_much_is_in_it(tensor_cores, units, is_noted):
+    keras_mp.set_global_policy("mixed_float16")
+    model = K.Sequential([K.Input([64]), L.Dense(64), L.Dense(64), L.Dense(units, name="last")])
+    assert notes_of(model)["last"].startswith(f"{units} units") == is_noted
+
+
+def test_sizes_that_tensor_cores_like_less(tensor_cores):
     keras_mp.set_global_policy("mixed_float16")
     inputs = K.Input([8, 8, 3])
     x = L.Conv2D(6, 3, name="conv")(inputs)
@@ -242,8 +260,8 @@ def test_a_trained_and_loaded_model(tmp_path):
     model.save(tmp_path / "model.keras")
     keras_mp.set_global_policy(None)
     rows, notes, _ = table(K.models.load_model(tmp_path / "model.keras"))
-    assert rows["last (Dense)"] == ["float16", "float32", "float16", "90", "[1] [2] [3]"]
-    assert notes["[3]"].endswith("Keras does not keep its own policy.")
+    assert rows["last (Dense)"] == ["float16", "float32", "float16", "90", "[1] [2]"]
+    assert notes["[2]"].endswith("Keras does not keep its own policy.")
 
 
 def test_prints_by_default(capsys):

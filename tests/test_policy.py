@@ -114,6 +114,14 @@ def test_repr():
     )
 
 
+def test_repr_makes_no_variables():
+    policy = keras_mp.Policy("mixed_bfloat16", "dynamic")
+    assert repr(policy) == "<Policy \"mixed_bfloat16\", loss_scale='dynamic'>"
+    assert vars(policy)["_loss_scale"] is None
+    policy.loss_scale.loss_scale.assign(4)
+    assert "loss_scale=DynamicLossScale(loss_scale=4.0, " in repr(policy)
+
+
 POLICIES = [
     ("mixed_float16", "auto"),
     ("mixed_float16", None),
@@ -287,7 +295,7 @@ def test_later_changes_reach_threads_that_ask_again():
     ]:
         keras_mp.set_global_policy(policy)
         asked.put(True)
-        assert answers.get(timeout=30) == (name, name)
+        assert answers.get(timeout=3600) == (name, name)
     asked.put(False)
     thread.join()
     thread = threading.Thread(target=keras_mp.set_global_policy, args=("float64",))
@@ -330,6 +338,47 @@ def test_quantized_policies_pass_through():
     keras_mp.set_global_policy(quantized)
     assert keras_mp.global_policy() is quantized
     assert stock.global_policy() is quantized
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Quantized policies are of Keras 3.")
+@pytest.mark.parametrize(
+    "name", ["int8_from_mixed_bfloat16", "int8_from_float32", "float8_from_mixed_bfloat16"]
+)
+def test_quantized_policies_go_by_their_names_too(name):
+    keras_mp.set_global_policy(name)
+    assert stock.global_policy() == tf.keras.dtype_policies.get(name)
+    assert keras_mp.global_policy() is stock.global_policy()
+    assert tf.keras.layers.Dense(1).quantization_mode == name.partition("_")[0]
+    keras_mp.set_global_policy("float32")
+    with keras_mp.policy_scope(name) as policy:
+        assert policy.name == stock.global_policy().name == name
+    assert keras_mp.global_policy().name == "float32"
+
+
+@pytest.mark.parametrize("name", ["int8", "int9_from_float32", "int8_from_", "a_from_b"])
+def test_what_only_looks_like_a_quantized_policy_is_refused(name):
+    before = keras_mp.global_policy()
+    with pytest.raises(ValueError, match="polic|quantiz"):
+        keras_mp.set_global_policy(name)
+    assert keras_mp.global_policy() == before
+
+
+def test_none_stays_none_in_keras():
+    keras_mp.set_global_policy("mixed_bfloat16")
+    for floatx in ("float64", "float32", "float64"):
+        keras_mp.set_global_policy(None)
+        keras_mp.global_policy()
+        tf.keras.backend.set_floatx(floatx)
+        assert tf.keras.layers.Dense(1).dtype_policy.name == floatx
+        assert keras_mp.global_policy().name == floatx
+    # Keras 3 has made a policy of float64 for the layer and kept it, until somebody looks.
+    tf.keras.backend.set_floatx("float32")
+    assert keras_mp.global_policy() == keras_mp.Policy("float32")
+    assert tf.keras.layers.Dense(1).dtype_policy.name == "float32"
+    # With the stock function somebody has asked for it.
+    stock.set_global_policy("mixed_bfloat16")
+    tf.keras.backend.set_floatx("float64")
+    assert keras_mp.global_policy().name == "mixed_bfloat16"
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Policy(None) is of Keras 3.")

@@ -24,8 +24,10 @@ def own_penalty(x):
     return 1e-3 * tf.reduce_sum(tf.square(x))
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("regularizer", ["l2", "l1", K.regularizers.L1L2(0.1, 0.1), own_penalty])
+@pytest.mark.parametrize(
+    ("regularizer", "eager"),
+    [("l2", False), ("l1", True), (K.regularizers.L1L2(0.1, 0.1), True), (own_penalty, True)],
+)
 def test_compile_lets_them_compute_in_float32(regularizer, eager):
     results = {}
     for policy in ("mixed_float16", "mixed_bfloat16", "float32"):

@@ -49,7 +49,7 @@ def _run(notebook: nbformat.NotebookNode) -> None:
     with tempfile.TemporaryDirectory() as folder:
         client = nbclient.NotebookClient(
             notebook,
-            timeout=300,
+            timeout=None,  # A machine that is busy may take long.
             kernel_name="python3",
             record_timing=False,
             coalesce_streams=True,

@@ -6,12 +6,20 @@ like are those of the module that fits. Nothing outside this folder asks which K
 
 import importlib
 import os
+import sys
 
 import tensorflow as tf
 
 _OLDEST_TENSORFLOW = (2, 16)
+_OLDEST_KERAS_3 = (3, 12)
+
+_INSTALL_KERAS = '`pip install "keras>={}.{}"`'.format(*_OLDEST_KERAS_3)
 
 _OTHER = {"keras": "tf_keras", "tf_keras": "keras"}
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _what_to_install() -> str:
@@ -22,15 +30,14 @@ def _what_to_install() -> str:
             f"`pip install tf_keras=={version}.*`, or unset TF_USE_LEGACY_KERAS."
         )
     return (
-        "Keras 3 cannot be imported. Install it (`pip install keras`), and if KERAS_BACKEND or "
+        f"Keras 3 cannot be imported. Install it ({_INSTALL_KERAS}), and if KERAS_BACKEND or "
         "keras.json names another backend, set KERAS_BACKEND=tensorflow."
     )
 
 
 def _root_package() -> str:
     """Returns "keras" (3) or "tf_keras" (2), after checking that we can work with it."""
-    version = tuple(int(part) for part in tf.__version__.split(".")[:2])
-    if version < _OLDEST_TENSORFLOW:
+    if _minor(tf.__version__) < _OLDEST_TENSORFLOW:
         raise ImportError(
             "keras_mp needs TensorFlow {}.{} or later. ".format(*_OLDEST_TENSORFLOW)
             + f"Received: tensorflow {tf.__version__}"
@@ -42,6 +49,12 @@ def _root_package() -> str:
             f"keras_mp cannot use `tf.keras`: {_what_to_install()} TensorFlow said: {error}"
         ) from error
     if root == "keras":
+        version = sys.modules[root].__version__
+        if _minor(version) < _OLDEST_KERAS_3:
+            raise ImportError(
+                "keras_mp needs Keras {}.{} or later. ".format(*_OLDEST_KERAS_3)
+                + f"Run {_INSTALL_KERAS}. Received: keras {version}"
+            )
         backend = tf.keras.backend.backend()
         if backend != "tensorflow":
             raise ImportError(
@@ -86,9 +99,12 @@ get_global_policy = _module.get_global_policy
 get_optimizer = _module.get_optimizer
 init_base_policy = _module.init_base_policy
 optimizer_family = _module.optimizer_family
+quantized_policy = _module.quantized_policy
+refuse_stock_wrapper = _module.refuse_stock_wrapper
 register_policy = _module.register_policy
 register_serializable = _module.register_serializable
 serialize_optimizer = _module.serialize_optimizer
+states = _module.states
 stock_layout = _module.stock_layout
 deserialize_optimizer = _module.deserialize_optimizer
 set_global_policy = _module.set_global_policy

@@ -12,8 +12,10 @@ from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
 from tf_keras.src.optimizers import utils as _optimizer_utils
 from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
-from keras_mp import messages, softmax_and_cross_entropy, variables
-from keras_mp.keras_api.interface import OptimizerFamily, RunsFirst
+from keras_mp import variables
+from keras_mp.kernels import softmax_and_cross_entropy
+from keras_mp.step.optimizer_family import OptimizerFamily
+from keras_mp.support import messages
 
 keras = tf.keras
 
@@ -71,6 +73,12 @@ def layers_inside(layer: Any) -> list[Any]:
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
+def states(model: Any) -> list[Any]:
+    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
+    values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
+    return [value for value in values if hasattr(value, "assign")]
+
+
 def output_layers(model: Any) -> list[Any] | None:
     outputs = model.outputs
     if outputs is None:
@@ -78,21 +86,12 @@ def output_layers(model: Any) -> list[Any] | None:
     return [output._keras_history.layer for output in tf.nest.flatten(outputs)]
 
 
-class BaseCallback(RunsFirst, keras.callbacks.Callback):
+class BaseCallback(keras.callbacks.Callback):
     """A callback that takes tensors as logs, so that Keras need not wait for a batch."""
-
-    put_in_logs: Sequence[str] = ()
 
     def __init__(self) -> None:
         super().__init__()
         self._supports_tf_logs = True
-
-    def _move_to_front(self, callbacks: list[Any]) -> None:
-        super()._move_to_front(callbacks)
-        for callback in callbacks:
-            if isinstance(callback, keras.callbacks.ProgbarLogger):
-                # Other values are shown as their means over the epoch.
-                callback.stateful_metrics |= set(self.put_in_logs)
 
 
 def why_fit_fails() -> None:
@@ -212,6 +211,10 @@ def get_global_policy() -> Any:
     return keras.mixed_precision.global_policy()
 
 
+def quantized_policy(name: str) -> None:
+    del name
+
+
 def thread_missed_global_policy() -> bool:
     return False
 
@@ -240,6 +243,11 @@ def deserialize_optimizer(
 
 def stock_layout(optimizer: Any) -> Any:
     return optimizer
+
+
+def refuse_stock_wrapper(optimizer: Any, wrapper: Any) -> None:
+    del wrapper
+    optimizer._is_wrapped_by_loss_scale_optimizer = True  # which stock sets and looks at
 
 
 def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
@@ -271,7 +279,10 @@ class _NewFamily(OptimizerFamily):
                 "`grad_loss` is for tf.keras.optimizers.legacy optimizers; multiply the loss by it "
                 f"instead. Received: grad_loss={grad_loss!r} with {type(self.optimizer)}"
             )
-        return self.optimizer.compute_gradients(loss, var_list, tape=tape)
+        # The stock one takes a list only, not the variable alone that all others take.
+        flat = tf.nest.flatten
+        as_list = (lambda: flat(var_list())) if callable(var_list) else flat(var_list)
+        return self.optimizer.compute_gradients(loss, as_list, tape=tape)
 
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
         if type(self.optimizer).aggregate_gradients is _Optimizer.aggregate_gradients:

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import inspect
+import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,11 +16,14 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_sym
 from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 
-from keras_mp import casts, softmax_and_cross_entropy, variables
-from keras_mp.keras_api.interface import OptimizerFamily, RunsFirst
+from keras_mp import variables
+from keras_mp.kernels import softmax_and_cross_entropy
+from keras_mp.step.optimizer_family import OptimizerFamily
+from keras_mp.variables import casts
 
 keras = tf.keras
 
+BaseCallback = keras.callbacks.Callback
 BasePolicy = keras.mixed_precision.Policy
 StockLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES = (keras.optimizers.Optimizer,)
@@ -58,17 +63,17 @@ def layers_inside(layer: Any) -> list[Any]:
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
+def states(model: Any) -> list[Any]:
+    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
+    values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
+    return [value for value in values if hasattr(value, "assign")]
+
+
 def output_layers(model: Any) -> list[Any] | None:
     outputs = getattr(model, "outputs", None)
     if outputs is None:
         return None
     return [output._keras_history.operation for output in keras.tree.flatten(outputs)]
-
-
-class BaseCallback(RunsFirst, keras.callbacks.Callback):
-    """A callback that runs before all others."""
-
-    put_in_logs: Sequence[str] = ()
 
 
 def why_fit_fails() -> str | None:
@@ -226,29 +231,35 @@ def widen_predictions(model: Any) -> None:
 # Keras 3 keeps one global policy for each thread and lets a fresh thread start from floatx. We keep
 # the one that was set last, by whichever thread, in `_process`, None standing for floatx. In
 # `_thread` is what this thread holds on our account: if it holds something else, the stock function
-# told it so.
+# told it so. None is held as None, of which Keras makes a policy when it needs one, and keeps it.
 _process: dict[str, Any] = {"policy": None, "version": 0}
 
 
 class _Thread(threading.local):
     holds = None
     version = 0
-    tracks_floatx = False
+    floatx: str | None = None
 
 
 _thread = _Thread()
 
 
 def get_global_policy() -> Any:
-    current = keras.mixed_precision.global_policy()
-    untouched = type(current) is BasePolicy and current.name == keras.backend.floatx()
-    if current is not _thread.holds and not (_thread.holds is None and untouched):
+    # Not the public function, which would make a policy of floatx and keep it.
+    current = _global_state.get_global_attribute("dtype_policy")
+    if current is not _thread.holds and not (_thread.holds is None and _is_floatx(current)):
         set_global_policy(current)
-    elif _thread.holds is None or thread_missed_global_policy():
+    elif thread_missed_global_policy():
         _hold(_process["policy"])
-    elif _thread.tracks_floatx and not untouched:
+    elif _thread.holds is None:
         _hold(None)
-    return _thread.holds
+    return BasePolicy(keras.backend.floatx()) if _thread.holds is None else _thread.holds
+
+
+def _is_floatx(policy: Any) -> bool:
+    """Has Keras made it of floatx, of today's or of when we last looked?"""
+    names = (keras.backend.floatx(), _thread.floatx)
+    return policy is None or (type(policy) is BasePolicy and policy.name in names)
 
 
 def set_global_policy(policy: Any) -> None:
@@ -263,14 +274,20 @@ def thread_missed_global_policy() -> bool:
 
 def tracks_floatx() -> bool:
     get_global_policy()
-    return _thread.tracks_floatx
+    return _thread.holds is None
 
 
 def _hold(policy: Any) -> None:
-    _thread.tracks_floatx = policy is None
-    _thread.holds = BasePolicy(keras.backend.floatx()) if policy is None else policy
+    _thread.holds, _thread.floatx = policy, keras.backend.floatx()
     _thread.version = _process["version"]
-    keras.mixed_precision.set_global_policy(_thread.holds)
+    _global_state.set_global_attribute("dtype_policy", policy)
+
+
+def quantized_policy(name: str) -> Any:
+    if not re.search("._from_.", name):
+        return None
+    policy = keras.dtype_policies.get(name)
+    return None if type(policy) is BasePolicy else policy
 
 
 get_optimizer = keras.optimizers.get
@@ -284,6 +301,34 @@ def stock_layout(optimizer: Any) -> Any:
     layout.inner_optimizer = optimizer.inner_optimizer
     layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
     return layout
+
+
+# Who scales the loss of an optimizer already, by optimizer.
+_scaled_by: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
+
+
+def refuse_stock_wrapper(optimizer: Any, wrapper: Any) -> None:
+    _scaled_by[optimizer] = weakref.ref(wrapper)
+    _check_in_stock_wrapper()
+
+
+@functools.cache
+def _check_in_stock_wrapper() -> None:
+    """Lets the stock wrapper look at what it wraps: in Keras 3 it tells nobody that it does."""
+    stock_init = StockLossScaleOptimizer.__init__
+
+    @functools.wraps(stock_init)
+    def __init__(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        reference = _scaled_by.get(inner_optimizer)
+        if reference is not None and reference() is not None:
+            raise ValueError(
+                "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already (Model.compile "
+                "may have done so: look at `model.optimizer`), and would be scaled by two. Use "
+                f"that one, or make a new optimizer. Received: inner_optimizer={inner_optimizer!r}"
+            )
+        stock_init(self, inner_optimizer, *args, **kwargs)
+
+    StockLossScaleOptimizer.__init__ = __init__
 
 
 def optimizer_family(optimizer: Any) -> OptimizerFamily | None:

@@ -1,0 +1,1 @@
+"""How other systems, and older versions, spell what is here."""

@@ -1,0 +1,97 @@
+"""How TensorFlow 2.4-2.15 and Keras 3 spell the arguments of LossScaleOptimizer.
+
+RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place. And what checkpoints of
+TensorFlow 2.2 and 2.3 call the inner optimizer.
+"""
+
+from typing import Any
+
+from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, get
+
+# What the inner optimizer is called in checkpoints of TensorFlow 2.2 and 2.3, where it is a child.
+INNER_CHILD = "base_optimizer"
+
+# What says nothing, and is found in configs that older versions of Keras 3 wrote.
+_LEFT_ALONE = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+
+
+def loss_scale_from_arguments(
+    loss_scale: Any,
+    dynamic: bool | None,
+    initial_scale: float | None,
+    dynamic_growth_steps: int | None,
+) -> LossScale:
+    """Brings the RFC's `loss_scale` and the older keywords together, or refuses."""
+    older = {
+        "dynamic": dynamic,
+        "initial_scale": initial_scale,
+        "dynamic_growth_steps": dynamic_growth_steps,
+    }
+    older = {key: value for key, value in older.items() if value is not None}
+    if not older:
+        result = get(loss_scale)
+        if result is None:
+            raise ValueError(
+                "A LossScaleOptimizer needs a loss scale; without one, use the inner optimizer "
+                "itself. Received: loss_scale=None"
+            )
+        return result
+    received = ", ".join(f"{k}={v!r}" for k, v in {"loss_scale": loss_scale, **older}.items())
+    if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
+        raise ValueError(
+            f"Give `loss_scale`, or the older {', '.join(older)}, not both. Received: {received}"
+        )
+    if not isinstance(older.get("dynamic", True), bool):
+        raise TypeError(f"`dynamic` must be a bool. Received: {received}")
+    if older.get("dynamic", True):
+        given = {
+            "initial_loss_scale": initial_scale,
+            "increment_period": whole(dynamic_growth_steps),
+        }
+        return DynamicLossScale(**{k: v for k, v in given.items() if v is not None})
+    if initial_scale is None or dynamic_growth_steps is not None:
+        raise ValueError(
+            "With dynamic=False, `initial_scale` is the fixed scale and must be given, and "
+            f"`dynamic_growth_steps` must not. Received: {received}"
+        )
+    return FixedLossScale(initial_scale)
+
+
+def refuse_arguments_of_inner_optimizers(kwargs: dict[str, Any]) -> None:
+    """Refuses what a wrapper has no use for.
+
+    Args:
+        kwargs: dict of keyword arguments that the constructor does not know.
+
+    Raises:
+        ValueError: there is one, and it says something.
+    """
+    strangers = {k: v for k, v in kwargs.items() if k not in _LEFT_ALONE or v != _LEFT_ALONE[k]}
+    if strangers:
+        received = ", ".join(f"{key}={value!r}" for key, value in strangers.items())
+        raise ValueError(
+            "LossScaleOptimizer does not take these arguments; pass them to the inner "
+            f"optimizer. Received: {received}"
+        )
+
+
+def whole(number: Any) -> Any:
+    """Makes an int of a whole float: the stock classes take one, and their configs may hold one.
+
+    Args:
+        number: Any.
+
+    Returns:
+        An int for a whole float; everything else as it is.
+    """
+    return int(number) if isinstance(number, float) and number.is_integer() else number

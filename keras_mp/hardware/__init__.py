@@ -1,0 +1,183 @@
+"""Is this machine fast with float16 or bfloat16? If not, say so once.
+
+RFC 293, "Dtype policies overview": a warning where "mixed_float16" or "mixed_bfloat16" meets
+hardware that does not support it. Of Nvidia GPUs and of TPUs a table tells. Of CPUs, and of other
+GPUs, only a clock does: CPUs with the same flags are twice as fast in bfloat16 as in float32, or
+half as fast. `python -m keras_mp.hardware` prints what it tells here. It needs TensorFlow only.
+"""
+
+import threading
+
+from keras_mp.hardware import tables, verdicts
+from keras_mp.hardware.stopwatch import Speeds
+from keras_mp.support import host, messages
+
+_lock = threading.Lock()
+# Of policies that were made before anything could be measured.
+_waiting: set[str] = set()
+_settled: set[str] = set()
+
+
+def best_policy() -> str:
+    """Returns the name of the policy that is fastest on this machine and sound.
+
+    "mixed_float16" where the slowest GPU has a compute capability of 7; "mixed_bfloat16" from 8 on
+    and on TPUs; elsewhere "mixed_bfloat16" if it is measured to be faster than float32, as `speeds`
+    says, and else "float32".
+
+    It is a function that returns a name, and not a policy "mixed_auto": what a model or a
+    checkpoint means must not depend on the machine that loads it.
+
+    Returns:
+        "mixed_float16", "mixed_bfloat16" or "float32".
+
+    Example:
+
+    >>> keras_mp.set_global_policy(keras_mp.hardware.best_policy())
+    """
+    return verdicts.best_policy()[0]
+
+
+def warn_if_slow(dtype: str | None = None, wait: bool = False) -> None:
+    """Warns, once per process and dtype, where computing in `dtype` brings no speed here.
+
+    A `keras_mp.Policy` calls it with `wait=True`, since it is made in a program's first line, when
+    devices may still be configured. `Model.compile`, `keras_mp.LossScaleOptimizer` and the weights
+    of a `keras_mp.layers.Layer` call it for the dtypes that wait, when they are made.
+
+    Args:
+        dtype: str, "float16" or "bfloat16"; or None (the default) for those that wait.
+        wait: bool. Where only a measurement tells that nobody has made on this machine, or where
+            nothing is wrong so far, lets the dtype wait. Initializes nothing. Defaults to False.
+
+    Raises:
+        ValueError: `dtype` is another one.
+
+    Example:
+
+    >>> keras_mp.hardware.warn_if_slow("float16")
+
+    Source: RFC 293, "Dtype policies overview".
+    """
+    if dtype is None and not _waiting:
+        return
+    with _lock:
+        asked = (_waiting if dtype is None else {_checked(dtype)}) - _settled
+        if wait:
+            asked -= _waiting
+        _waiting.update(asked)
+    for each in sorted(asked):
+        figures = None
+        if verdicts.wants_figures():
+            figures = verdicts.speeds(measure=not wait)
+            if figures is None:
+                continue
+        reason = verdicts.why_slow(each, figures)
+        if reason is None and (wait or not host.runs_by_itself()):
+            continue  # Devices may still be hidden, or a graph of TensorFlow 1 be left.
+        with _lock:
+            is_first = each not in _settled
+            _settled.add(each)
+            _waiting.discard(each)
+        if reason is not None and is_first:
+            messages.warn(
+                f"mixed_{each} may run slower than float32 on this machine: {reason} Results are "
+                "right all the same. Ignore this if the computation runs on devices that are not "
+                "attached to this machine."
+            )
+
+
+def why_slow(dtype: str) -> str | None:
+    """Says why computing in `dtype` is not fast on this machine.
+
+    Args:
+        dtype: str, "float16" or "bfloat16".
+
+    Returns:
+        A sentence, or None where it is fast: float16 on GPUs of compute capability 7.0 and above;
+        bfloat16 on GPUs of 8.0 and above and on TPUs. On CPUs and on other GPUs, where neither
+        matrix products nor convolutions are slower than 0.85 times float32's speed, as `speeds`
+        says. If that says nothing, bfloat16 counts as fast on CPUs that have instructions for it.
+
+    Raises:
+        ValueError: `dtype` is another one.
+
+    Example:
+
+    >>> keras_mp.hardware.why_slow("float16") is None or "float16" in (
+    ...     keras_mp.hardware.why_slow("float16"))
+    True
+    """
+    _checked(dtype)
+    return verdicts.why_slow(
+        dtype, verdicts.speeds(measure=True) if verdicts.wants_figures() else None
+    )
+
+
+def speeds(anew: bool = False) -> Speeds | None:
+    """Returns how fast the first GPU, or else the CPU, multiplies matrices and convolves.
+
+    That is measured once, in part of a second, and remembered for later programs in
+    `$XDG_CACHE_HOME/keras_mp` (`~/.cache/keras_mp`), for this CPU, device, TensorFlow and number of
+    threads. Measuring initializes TensorFlow: configure devices and threads before.
+
+    With the environment variable `KERAS_MP_MEASURE=0` nothing but this function measures, and
+    nothing is remembered for later programs.
+
+    Args:
+        anew: bool. Measures even if something is remembered, and replaces that. Defaults to False.
+
+    Returns:
+        dict of dicts: floating-point operations a second by operation, "matrix product" and
+        "convolution", and dtype, "float32", "bfloat16" and "float16". None on a TPU, in a graph of
+        TensorFlow 1, in a replica's thread, and where the device cannot compute one of them.
+
+    Example:
+
+    >>> speeds = keras_mp.hardware.speeds()
+    >>> list(speeds), list(speeds["convolution"])
+    (['matrix product', 'convolution'], ['float32', 'bfloat16', 'float16'])
+    """
+    return verdicts.speeds(measure=True, anew=anew)
+
+
+def has_tensor_cores(dtype: str) -> bool:
+    """Tells whether a GPU of this machine multiplies matrices of `dtype` in tensor cores.
+
+    Devices are listed, not initialized.
+
+    Args:
+        dtype: str, "float16" or "bfloat16".
+
+    Raises:
+        ValueError: `dtype` is another one.
+
+    Example:
+
+    >>> keras_mp.hardware.has_tensor_cores("float16") == (
+    ...     bool(tf.config.list_physical_devices("GPU"))
+    ...     and keras_mp.hardware.why_slow("float16") is None)
+    True
+    """
+    needed = tables.COMPUTE_CAPABILITY[_checked(dtype)]
+    found = [gpu.capability for gpu in tables.gpus()]
+    return any(capability is not None and capability >= needed for capability in found)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Tells whether the CPU has instructions for bfloat16 (AVX512-BF16, AMX-BF16 or Arm BF16).
+
+    That does not make it fast: see `speeds`.
+
+    Example:
+
+    >>> isinstance(keras_mp.hardware.cpu_has_bfloat16(), bool)
+    True
+    """
+    return tables.cpu_has_bfloat16()
+
+
+def _checked(dtype: str) -> str:
+    if dtype not in tables.COMPUTE_CAPABILITY:
+        raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
+    return dtype

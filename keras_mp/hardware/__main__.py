@@ -1,0 +1,78 @@
+"""Measures how fast this machine is in each dtype, and says which policy suits it.
+
+python -m keras_mp.hardware
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from keras_mp import hardware
+from keras_mp.hardware import stopwatch, tables, verdicts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, remembers what was measured, and prints it.
+
+    Args:
+        argv: Arguments of the command line; None for the process's own.
+
+    Returns:
+        The exit status, 0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m keras_mp.hardware",
+        description="Times a matrix product and a convolution in float32, bfloat16 and float16 on "
+        "the device that TensorFlow computes on, remembers that for later programs, and says "
+        "which policy is the fastest here.",
+    )
+    parser.parse_args(argv)
+    speeds = hardware.speeds(anew=True)
+    for line in _lines(speeds):
+        print(line)
+    return 0
+
+
+def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
+    yield f"{_device()}; TensorFlow {tf.version.VERSION}"
+    yield ""
+    if speeds is None:
+        yield "Nothing could be measured."
+    else:
+        yield from _table(speeds)
+    yield ""
+    for dtype in ("bfloat16", "float16"):
+        reason = hardware.why_slow(dtype)
+        yield f"{dtype} is fast here." if reason is None else f"{dtype} is slow here: {reason}"
+    name, reason = verdicts.best_policy()
+    yield f"Best policy: {name}, since {reason}"
+
+
+def _device() -> str:
+    gpus = tables.gpus()
+    if tables.has_tpu() or gpus:
+        return "TPU" if tables.has_tpu() else ", ".join(map(str, gpus))
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
+    return f"{tables.cpu_name()}, {threads} threads"
+
+
+def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
+    header = ("GF/s (times float32)", *stopwatch.DTYPES)
+    rows = [header] + [
+        (operation, *(_cell(by_dtype, dtype) for dtype in stopwatch.DTYPES))
+        for operation, by_dtype in speeds.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        yield "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+
+
+def _cell(by_dtype: dict[str, float], dtype: str) -> str:
+    return f"{by_dtype[dtype] / 1e9:,.0f} ({by_dtype[dtype] / by_dtype['float32']:.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The file in which a machine's speeds are remembered, so that only the first program measures.
+
+A file for each machine, as far as speeds depend on it: a home folder may be shared by many. What
+cannot be read, or is no such file, is as good as missing; where nothing can be written, nothing is.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pathlib
+import platform
+import tempfile
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.hardware.stopwatch import DTYPES, OPERATIONS, Speeds
+
+_CPU_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
+# They say which kernels TensorFlow chooses.
+_ENVIRONMENT = ("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Describes all that speeds depend on. Initializes nothing.
+
+    Args:
+        device: str. What TensorFlow says of the device.
+
+    Returns:
+        dict of what JSON can hold.
+    """
+    return {
+        "device": device,
+        "cpu": {"machine": platform.machine(), "processor": platform.processor(), **cpu_info()},
+        "cores": _cores(),
+        "threads": tf.config.threading.get_intra_op_parallelism_threads(),
+        "tensorflow": [tf.version.VERSION, tf.version.GIT_VERSION],
+        "tf32": tf.config.experimental.tensor_float_32_execution_enabled(),
+        "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+    }
+
+
+def cpu_info() -> dict[str, str]:
+    """What Linux says of the first CPU: model and flags. Empty elsewhere."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    pairs = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    return {name: fields[name] for name in _CPU_FIELDS if name in fields}
+
+
+def read(machine: dict[str, Any]) -> Speeds | None:
+    """Returns the speeds of a machine, or None if they are not known.
+
+    Args:
+        machine: what `describe` returned.
+    """
+    try:
+        stored = json.loads(_path(machine).read_text())
+        speeds = {
+            operation: {dtype: float(stored["speeds"][operation][dtype]) for dtype in DTYPES}
+            for operation in OPERATIONS
+        }
+        is_same = stored["machine"] == machine
+    except (OSError, RuntimeError, ValueError, TypeError, LookupError):
+        return None
+    numbers = [number for by_dtype in speeds.values() for number in by_dtype.values()]
+    are_speeds = all(math.isfinite(number) and number > 0 for number in numbers)
+    return speeds if is_same and are_speeds else None
+
+
+def write(machine: dict[str, Any], speeds: Speeds) -> None:
+    """Remembers the speeds of a machine, if there is a place for it.
+
+    Args:
+        machine: what `describe` returned.
+        speeds: what `read` is to return.
+    """
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _path(machine)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all, whoever else reads or writes.
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = pathlib.Path(folder) / path.name
+            whole.write_text(json.dumps({"machine": machine, "speeds": speeds}, indent=1))
+            whole.replace(path)
+
+
+def _path(machine: dict[str, Any]) -> pathlib.Path:
+    key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative one is to be ignored, says the XDG Base Directory Specification.
+    cache = pathlib.Path(folder) if os.path.isabs(folder) else pathlib.Path.home() / ".cache"
+    return cache / "keras_mp" / f"hardware-{key}.json"
+
+
+def _cores() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()

@@ -1,0 +1,400 @@
+"""Where did these probabilities come from? What fuses a cross entropy with its softmax.
+
+RFC 293, "Softmax and cross entropy". The logarithm of a softmax is exact when it is computed from
+the logits, and lost when the softmax has been rounded to 0 or 1 in between. A tensor of a graph
+knows the operation that made it, so the way back to the logits can be walked. An eager tensor does
+not; there Keras leaves the logits with the tensor that its softmax returns, and `cast` remembers
+which tensor it has cast.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# Keras's own, where it keeps probabilities from 0 and 1.
+_EPSILON = 1e-7
+# The loss of a class with a probability of 0; as Keras rounds it on its way, a little less.
+_CUT_OFF = -0.99 * math.log(_EPSILON)
+# What changes no value, or only rounds it.
+_KEEPS_VALUES = ("Cast", "Identity", "IdentityN", "CheckNumerics", "EnsureShape")
+_KEEPS_ORDER = ("Reshape", "Squeeze", "ExpandDims")
+_ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
+_STATIC = {
+    "AddV2": np.add,
+    "ConcatV2": lambda *inputs: np.concatenate(inputs[:-1]),
+    "Pack": lambda *inputs: np.stack(inputs),
+    "Range": np.arange,
+    "Sub": np.subtract,
+}
+# What people do to probabilities after the softmax and before the loss.
+_ADJUSTS = (
+    *_KEEPS_VALUES,
+    *_KEEPS_ORDER,
+    *("Add", "AddN", "AddV2", "AvgPool", "BroadcastTo", "ClipByValue", "ConcatV2", "DivNoNan"),
+    *("Exp", "GatherNd", "GatherV2", "Log", "Log1p", "Max", "MaxPool", "Maximum", "Mean", "Min"),
+    *("Minimum", "MirrorPad", "Mul", "Neg", "Pack", "Pad", "PadV2", "Pow", "Prod", "RealDiv"),
+    *("ResizeBilinear", "ResizeNearestNeighbor", "ReverseV2", "SelectV2", "Slice", "Split"),
+    *("SplitV", "Sqrt", "Square", "StopGradient", "StridedSlice", "Sub", "Sum", "Tile"),
+    *("Transpose", "Unpack"),
+)
+
+
+def cast(prediction: Any, dtype: str) -> Any:
+    """Casts a floating-point tensor; what Keras has noted on it stays with it.
+
+    Args:
+        prediction: a tensor (a ragged, sparse or symbolic one, too), an array, or None.
+        dtype: str. The floating-point dtype to cast to.
+
+    Returns:
+        A tensor of that dtype with the mask and the logits of `prediction`. None, and a tensor that
+        is not of a floating-point dtype, come back as they are.
+
+    Example:
+
+    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> softmax_and_cross_entropy.cast(tf.constant([0.5], tf.float16), "float32").dtype
+    tf.float32
+
+    Source: RFC 293, "Softmax and cross entropy".
+    """
+    if prediction is None:
+        return None
+    if not tf.is_tensor(prediction):
+        prediction = tf.convert_to_tensor(prediction)
+    if not prediction.dtype.is_floating or prediction.dtype == dtype:
+        return prediction
+    result = tf.cast(prediction, dtype)
+    if _is_eager(result):
+        result._keras_mp_cast_of = prediction
+    if hasattr(prediction, "_keras_mask"):
+        result._keras_mask = prediction._keras_mask
+    if hasattr(prediction, "_keras_logits"):
+        # Metrics of cross entropy look for it, as they do in a float32 model.
+        result._keras_logits = tf.cast(prediction._keras_logits, dtype)
+    return result
+
+
+def widen(prediction: Any, dtype: str = "float32") -> Any:
+    """Casts as `cast` does, but never to a narrower dtype.
+
+    Args:
+        prediction: as for `cast`.
+        dtype: str. The floating-point dtype that is wide enough.
+
+    Returns:
+        `prediction` in `dtype`, or in its own dtype if that is as wide.
+
+    Example:
+
+    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> softmax_and_cross_entropy.widen(tf.constant([0.5], tf.float64)).dtype
+    tf.float64
+    """
+    own = getattr(prediction, "dtype", None)
+    if own is None or tf.as_dtype(own).size >= tf.as_dtype(dtype).size:
+        return prediction
+    return cast(prediction, dtype)
+
+
+def logits_of(predictions: Any, activation: str, axis: int = -1) -> tf.Tensor | None:
+    """Finds the tensor of which an activation made the predictions.
+
+    Casts, identities, transpositions, and reshapes, stacks and concatenations that keep the axis of
+    the classes may lie between the activation and the predictions; the logits are returned as if
+    they had gone the same way.
+
+    Args:
+        predictions: tensor, dense or ragged. What a loss was given.
+        activation: str. `"Softmax"` or `"Sigmoid"`.
+        axis: int. The axis along which the softmax must have been taken.
+
+    Returns:
+        A tensor of the shape of `predictions` and of the dtype in which the activation ran, or None
+        if it was another activation, along another axis, or cannot be found.
+
+    Example:
+
+    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> @tf.function
+    ... def back_to_logits(logits):
+    ...     probabilities = tf.cast(tf.nn.softmax(logits), "float16")
+    ...     return softmax_and_cross_entropy.logits_of(probabilities, "Softmax")
+    >>> back_to_logits(tf.constant([50.0, 0.0])).numpy()
+    array([50.,  0.], dtype=float32)
+
+    Source: RFC 293, "Softmax and cross entropy".
+    """
+    if isinstance(predictions, tf.RaggedTensor):
+        is_last = axis in (
+            -1,
+            None if predictions.shape.rank is None else predictions.shape.rank - 1,
+        )
+        logits = logits_of(predictions.flat_values, activation) if is_last else None
+        return None if logits is None else predictions.with_flat_values(logits)
+    if not isinstance(predictions, tf.Tensor) or predictions.shape.rank is None:
+        return None
+    axis %= predictions.shape.rank or 1
+    if _is_eager(predictions):
+        return _logits_in_eager(predictions, activation, axis)
+    logits, along = _logits_in_graph(predictions, activation)
+    return None if activation == "Softmax" and along != axis else logits
+
+
+def ran_in_float16(predictions: Any, activation: str) -> bool:
+    """Were the predictions, or the softmax or sigmoid that they were made of, in float16?
+
+    Args:
+        predictions: tensor, dense or ragged. What a loss was given.
+        activation: str. `"Softmax"` or `"Sigmoid"`.
+
+    Returns:
+        bool. In eager only what `cast` has cast is known; False where nothing is.
+
+    Example:
+
+    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> half = tf.constant([0.5], tf.float16)
+    >>> wide = softmax_and_cross_entropy.cast(half, "float32")
+    >>> softmax_and_cross_entropy.ran_in_float16(wide, "Softmax")
+    True
+    """
+    if isinstance(predictions, tf.RaggedTensor):
+        predictions = predictions.flat_values
+    if not isinstance(predictions, tf.Tensor):
+        return False
+    if _is_eager(predictions):
+        return _before_cast(predictions).dtype == tf.float16
+    same = predictions
+    while same is not None:
+        if same.dtype == tf.float16:
+            return True
+        same = _before(same)
+    return any(
+        tensor.dtype == tf.float16 and tensor.op.type == activation
+        for tensor in _adjusted(predictions)
+    )
+
+
+def lost_to_float16(labels: Any, predictions: Any, losses: Any) -> bool:
+    """Do the values say that a cross entropy was cut off since its probabilities are of float16?
+
+    An eager tensor that a layer has cast does not tell what it was before. But where a true class
+    has a probability of 0 and all others are numbers of float16, a wider softmax made none of them.
+
+    Args:
+        labels: tensor. Class ids, or what has the shape of `predictions`.
+        predictions: tensor of probabilities, dense or ragged, of float32 or float64.
+        losses: tensor. The cross entropies that were computed from them.
+
+    Returns:
+        bool. False in a graph, whose tensors have no values yet.
+
+    Example:
+
+    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> lost, label = tf.constant([[1.0, 0.0]]), tf.constant([[0.0, 1.0]])
+    >>> softmax_and_cross_entropy.lost_to_float16(label, lost, tf.constant([16.118]))
+    True
+    """
+    if not (_is_eager(predictions) and _is_eager(losses)) or predictions.dtype.size < 4:
+        return False
+    is_cut_off = tf.reduce_any(losses >= _CUT_OFF)
+    if _is_eager(labels) and labels.shape == predictions.shape and labels.dtype.is_floating:
+        is_cut_off |= tf.reduce_any(tf.abs(labels - tf.cast(predictions, labels.dtype)) == 1)
+    if not is_cut_off:
+        return False
+    return bool(
+        tf.reduce_all(tf.cast(tf.cast(predictions, "float16"), predictions.dtype) == predictions)
+    )
+
+
+def finite(logits: Any) -> Any:
+    """Makes the lowest finite number of a logit of -inf, the -1e9 of a mask in float16.
+
+    A class that a mask excludes costs 0 times its logit, which is NaN where the logit is infinite.
+
+    Args:
+        logits: floating-point tensor, dense or ragged.
+
+    Returns:
+        Tensor of the same dtype without -inf.
+
+    Example:
+
+    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> softmax_and_cross_entropy.finite(tf.constant([-1e9, 1], tf.float16)).numpy()
+    array([-6.55e+04,  1.00e+00], dtype=float16)
+    """
+    return tf.maximum(logits, tf.constant(logits.dtype.min, logits.dtype))
+
+
+def categorical_focal_crossentropy(
+    y_true: tf.Tensor,
+    logits: tf.Tensor,
+    alpha: Any,
+    gamma: float,
+    label_smoothing: float,
+    axis: int,
+) -> tf.Tensor:
+    """The focal cross entropy of `tf.keras`, computed from logits and never from their softmax.
+
+    Args:
+        y_true: tensor. Probabilities of the classes, of the shape and the dtype of `logits`.
+        logits: floating-point tensor, dense or ragged.
+        alpha: number or list of numbers. Weight of all classes, or of each.
+        gamma: number. Exponent of the focal factor, `1 - probability`.
+        label_smoothing: number in [0, 1]. How much of the labels is spread over all classes.
+        axis: int. Axis of the classes.
+
+    Returns:
+        Tensor of the shape of `logits` without the axis of the classes.
+
+    Example:
+
+    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> softmax_and_cross_entropy.categorical_focal_crossentropy(
+    ...     tf.constant([[0.0, 1.0]]), tf.constant([[50.0, 0.0]]), 0.25, 2.0, 0.0, axis=-1
+    ... ).numpy()
+    array([12.5], dtype=float32)
+
+    Source: Lin et al. 2018, "Focal Loss for Dense Object Detection", eq. 5.
+    """
+    if isinstance(logits, tf.RaggedTensor):
+        options = {"alpha": alpha, "gamma": gamma, "label_smoothing": label_smoothing, "axis": -1}
+        focal = functools.partial(categorical_focal_crossentropy, **options)
+        return tf.ragged.map_flat_values(focal, y_true, logits)
+    if label_smoothing:
+        classes = tf.cast(tf.shape(y_true)[-1], y_true.dtype)
+        y_true = y_true * (1.0 - label_smoothing) + label_smoothing / classes
+    log_probabilities = tf.nn.log_softmax(logits, axis)
+    # Below 1, so that an exponent below 1 has a finite gradient.
+    probabilities = tf.minimum(tf.exp(log_probabilities), 1.0 - _EPSILON)
+    factor = alpha * (1.0 - probabilities) ** gamma
+    return -tf.reduce_sum(factor * log_probabilities * y_true, axis)
+
+
+def _is_eager(tensor: Any) -> bool:
+    return isinstance(tensor, tf.__internal__.EagerTensor)
+
+
+def _before_cast(tensor: tf.Tensor) -> tf.Tensor:
+    return getattr(tensor, "_keras_mp_cast_of", tensor)
+
+
+def _logits_in_eager(predictions: tf.Tensor, activation: str, axis: int) -> tf.Tensor | None:
+    predictions = _before_cast(predictions)
+    logits = getattr(predictions, "_keras_logits", None)
+    if logits is None or logits.shape != predictions.shape:
+        return None
+    # Keras notes logits in the same way for both activations, and not along which axis.
+    along = {"axis": axis} if activation == "Softmax" else {}
+    again = tf.cast(_ACTIVATIONS[activation](logits, **along), predictions.dtype)
+    is_same = (again == predictions) | tf.math.is_nan(predictions)
+    return logits if tf.reduce_all(is_same) else None
+
+
+def _logits_in_graph(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | None, int | None]:
+    """Returns the logits of a tensor in its shape, and along which axis the softmax went.
+
+    The axis is None where a reshape has broken it up. A sigmoid has none, so nobody asks.
+    """
+    op, rank = tensor.op, tensor.shape.rank
+    if rank is None:
+        return None, None
+    if op.type == activation:
+        return op.inputs[0], rank - 1
+    if op.type in ("Pack", "ConcatV2"):
+        return _logits_of_parts(tensor, activation)
+    before = _before(tensor)
+    if before is None:
+        return None, None
+    logits, axis = _logits_in_graph(before, activation)
+    if logits is None:
+        return None, None
+    if op.type == "Transpose":
+        permutation = _static_value(op.inputs[1])
+        if permutation is None:
+            return None, None
+        logits = tf.transpose(logits, permutation)
+        axis = None if axis is None else list(permutation).index(axis)
+    elif op.type in _KEEPS_ORDER:
+        axis = _axis_after(before.shape, tensor.shape, axis)
+        logits = tf.reshape(logits, tf.shape(tensor))
+    return tf.ensure_shape(logits, tensor.shape), axis
+
+
+def _logits_of_parts(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | None, int | None]:
+    """Does what `_logits_in_graph` does, for a tensor that was put together from several."""
+    op, rank = tensor.op, tensor.shape.rank
+    is_stack = op.type == "Pack"
+    along = op.get_attr("axis") if is_stack else _static_value(op.inputs[-1])
+    parts = op.inputs if is_stack else list(op.inputs)[:-1]
+    if along is None:
+        return None, None
+    along = int(along) % rank
+    logits, axes = zip(*(_logits_in_graph(part, activation) for part in parts))
+    dtypes = {None if each is None else each.dtype for each in logits}
+    if None in dtypes or len(dtypes) > 1:
+        return None, None
+    axis = axes[0] if len(set(axes)) == 1 else None
+    if is_stack:
+        axis = None if axis is None else axis + (along <= axis)
+        return tf.stack(logits, along), axis
+    return tf.concat(logits, along), None if axis == along else axis
+
+
+def _before(tensor: tf.Tensor) -> tf.Tensor | None:
+    """What a tensor of a graph is only a cast, or another shape, of."""
+    op = tensor.op
+    is_same = op.type in (*_KEEPS_VALUES, *_KEEPS_ORDER, "Transpose")
+    if not is_same or _has_own_gradient(op):
+        return None
+    before = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
+    return before if before.dtype.is_floating else None
+
+
+def _has_own_gradient(op: tf.Operation) -> bool:
+    try:
+        op.get_attr("_gradient_op_type")
+    except ValueError:
+        return False
+    return True
+
+
+def _static_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """The value of a tensor of a graph, if it is the same in each run."""
+    value = tf.get_static_value(tensor)
+    if value is not None or tensor.op.type not in _STATIC:
+        return value
+    # TensorFlow's own way of exchanging two axes, when a softmax is not along the last one.
+    inputs = [_static_value(each) for each in tensor.op.inputs]
+    return None if any(each is None for each in inputs) else _STATIC[tensor.op.type](*inputs)
+
+
+def _axis_after(before: tf.TensorShape, after: tf.TensorShape, axis: int | None) -> int | None:
+    """Where is an axis after a reshape? None if it is not there any more, or nobody knows."""
+    if axis is None or before.rank is None or after.rank is None or before[axis] is None:
+        return None
+    inner = before[axis + 1 :].num_elements()
+    for candidate in range(after.rank):
+        if after[candidate] == before[axis] and after[candidate + 1 :].num_elements() == inner:
+            return candidate if inner is not None else None
+    return None
+
+
+def _adjusted(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+    """Yields the tensors that a tensor was made of by arithmetic alone."""
+    waiting, seen = [tensor], set()
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.ref() in seen:
+            continue
+        seen.add(tensor.ref())
+        yield tensor
+        if tensor.op.type in _ADJUSTS:
+            waiting.extend(tensor.op.inputs)

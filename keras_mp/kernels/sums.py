@@ -1,0 +1,380 @@
+"""Sums of 16-bit numbers, added up in float32 where TensorFlow's kernel stops short of the sum.
+
+A kernel that keeps its running sum in bfloat16 stops at 256, since 256 + 1 rounds to 256; in
+float16 it stops at 2048. TensorFlow has several: the gradient of a bias, of an embedding, of
+whatever was broadcast, and some reductions themselves. Whoever needs one of them, gradient
+functions included, calls the Python function that TensorFlow generates for it. Those few functions
+are replaced here, so one table reaches forward and backward passes, eager code and graphs. Each
+replacement asks the running TensorFlow whether its kernel is wrong, and steps aside where it is
+right or has not been given 16-bit numbers.
+
+This module needs TensorFlow only.
+"""
+
+import functools
+import importlib
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.support import messages
+from keras_mp.support.unconverted import unconverted
+
+_HALF = (tf.bfloat16, tf.float16)
+# So many that 16 bits stop short of their sum, even shared out among dozens of lanes and threads.
+_TERMS = 2**17
+# Enough for what adds one term after the other.
+_FEW_TERMS = 2**13
+
+
+class _Kernel(NamedTuple):
+    """A kernel that may add up in 16 bits.
+
+    Attributes:
+        module: of `tensorflow.python.ops`, where its Python function is generated.
+        names: of that function. The first is the one in `module`, others are exported names.
+        probe: takes a dtype and what `pattern` returned; returns a sum and what it should be.
+        pattern: takes the function's arguments and returns what the answer depends on.
+        right: takes the function and its arguments; adds up in float32 and rounds once.
+    """
+
+    module: str
+    names: tuple[str, ...]
+    probe: Callable[[tf.DType, Any], tuple[tf.Tensor, float]]
+    pattern: Callable[..., Any] = lambda *args, **kwargs: None
+    right: Callable[..., Any] | None = None
+
+
+class _State:
+    """Of this process."""
+
+    enabled = True
+    installed = False
+
+
+_lock = threading.Lock()
+
+
+def enable_float32_sums(enabled: bool = True) -> None:
+    """Turns on or off that 16-bit numbers are added up in float32 where TensorFlow's sum is wrong.
+
+    It is on, in the whole process, once a policy that computes in 16 bits has been made or an
+    `autocast_scope` of 16 bits entered. A `tf.function` keeps what it was traced with.
+
+    Args:
+        enabled: bool. False gives TensorFlow's own sums.
+
+    Example:
+
+    >>> x = tf.zeros([10_000, 1], tf.bfloat16)
+    >>> with keras_mp.autocast_scope("bfloat16"), tf.GradientTape() as tape:
+    ...     bias = tf.zeros([1], tf.bfloat16)
+    ...     tape.watch(bias)
+    ...     y = tf.nn.bias_add(x, bias)
+    >>> tape.gradient(y, bias).numpy().item()  # 10,000 in bfloat16
+    9984.0
+
+    TensorFlow's own answer on CPUs is 256.
+    """
+    _State.enabled = enabled
+
+
+def install() -> None:
+    """Replaces TensorFlow's functions, once in a process. Computes nothing."""
+    if _State.installed:
+        return
+    with _lock:
+        if _State.installed:
+            return
+        for op, kernel in KERNELS.items():
+            module = importlib.import_module(f"tensorflow.python.ops.{kernel.module}")
+            stock = vars(module).get(kernel.names[0])
+            if stock is None:
+                messages.warn(
+                    f"TensorFlow {tf.__version__} has no `{kernel.module}.{kernel.names[0]}`, so "
+                    f"its kernel {op!r} is left as it is, and may stop short of sums in 16 bits."
+                )
+                continue
+            _replace(stock, kernel.names, _mended(op, stock))
+        _State.installed = True
+
+
+def is_wrong(op: str, dtype: Any, pattern: Any = None, device: str | None = None) -> bool:
+    """Asks the running TensorFlow whether a kernel stops short of a sum.
+
+    Args:
+        op: str. A key of `KERNELS`.
+        dtype: DType or str. Of the terms.
+        pattern: what the kernel's `pattern` returned.
+        device: str. The type of the device; by default that on which TensorFlow would compute.
+
+    Returns:
+        bool. False also where TensorFlow cannot compute it at all.
+
+    Example:
+
+    >>> from keras_mp.kernels import sums
+    >>> sums.is_wrong("BiasAddGrad", "float32")
+    False
+    """
+    dtype = tf.as_dtype(dtype)
+    return dtype in _HALF and _ask(op, dtype, pattern, device or _usual_device())
+
+
+def _replace(stock: Any, names: tuple[str, ...], mended: Any) -> None:
+    """Wherever TensorFlow has put the function: modules import it from one another by name."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "tensorflow":
+            for name in names:
+                if vars(module).get(name) is stock:
+                    setattr(module, name, mended)
+
+
+def _mended(op: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    kernel = KERNELS[op]
+    right = kernel.right or _in_float32
+
+    @functools.wraps(stock)
+    @unconverted
+    def call(*args: Any, **kwargs: Any) -> Any:
+        half = _first_half(args, kwargs)
+        if half is None or not _State.enabled:
+            return stock(*args, **kwargs)
+        pattern = kernel.pattern(*args, **kwargs)
+        if not is_wrong(op, half.dtype, pattern, _device_type(half)):
+            return stock(*args, **kwargs)
+        return right(stock, *args, **kwargs)
+
+    return call
+
+
+def _is_half(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and (tf.bfloat16 == dtype or tf.float16 == dtype)
+
+
+def _first_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return next((x for x in (*args, *kwargs.values()) if _is_half(x)), None)
+
+
+def _in_float32(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Computes with float32 in the place of what is 16-bit, and rounds the result."""
+    dtype = tf.as_dtype(_first_half(args, kwargs).dtype)
+
+    def widen(value: Any) -> Any:
+        return tf.cast(value, tf.float32) if _is_half(value) else value
+
+    result = stock(*map(widen, args), **{name: widen(x) for name, x in kwargs.items()})
+    return tf.cast(result, dtype)
+
+
+def _device_type(tensor: Any) -> str | None:
+    device = getattr(tensor, "device", None)
+    return tf.DeviceSpec.from_string(device).device_type if isinstance(device, str) else None
+
+
+@functools.cache
+def _usual_device() -> str:
+    return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+
+
+@functools.cache
+def _ask(op: str, dtype: tf.DType, pattern: Any, device: str) -> bool:
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return True  # TensorFlow 1's graph mode cannot be asked, and a right sum harms nobody.
+        try:
+            with tf.device(f"{device}:0"):
+                found, expected = KERNELS[op].probe(dtype, pattern)
+            # Wrong ones are off by a half or more, and NaN is not right.
+            return not abs(float(found) / expected - 1) < 0.05
+        except (tf.errors.OpError, ValueError):
+            return False
+
+
+def _reduction(input: Any, axis: Any, *args: Any, **kwargs: Any) -> tuple[bool, ...]:
+    """Which groups of neighbouring axes are added up: (True, False) are rows, added together."""
+    del args, kwargs
+    shape, axes = tf.TensorShape(getattr(input, "shape", None)), tf.get_static_value(axis)
+    if shape.rank is None or axes is None:
+        return True, False  # the layout for which most kernels are wrong
+    reduced = {int(a) % shape.rank for a in np.ravel(axes)} if shape.rank else set()
+    flags = [i in reduced for i, size in enumerate(shape.as_list()) if size != 1]
+    return tuple(flag for flag, _ in itertools.groupby(flags))
+
+
+def _probe_reduction(reduce: Callable[..., tf.Tensor], expected: float) -> Callable[..., Any]:
+    def probe(dtype: tf.DType, pattern: tuple[bool, ...]) -> tuple[tf.Tensor, float]:
+        axes = [i for i, reduced in enumerate(pattern) if reduced]
+        if not axes:
+            return tf.constant(1.0), 1.0
+        sizes = [2] * len(pattern)  # so that many groups take no more memory than few
+        if not pattern[-1]:
+            sizes[-1] = 8
+        sizes[axes[0]] = _TERMS // 2 ** (len(axes) - 1)
+        terms = tf.fill(sizes, tf.constant(1 / 32, dtype))
+        return _first(reduce(input=terms, axis=axes)), expected
+
+    return probe
+
+
+def _first(result: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(result, [-1])[0]
+
+
+def _ones(dtype: tf.DType, *shape: int) -> tf.Tensor:
+    return tf.ones(shape or [_FEW_TERMS], dtype)
+
+
+def _all_to_one(*shape: int) -> tf.Tensor:
+    """The place to which all terms belong."""
+    return tf.zeros([_FEW_TERMS, *shape], tf.int32)
+
+
+def _bias_format(out_backprop: Any, data_format: Any = None, name: Any = None) -> str:
+    del out_backprop, name
+    return tf.compat.as_str(data_format or "NHWC")
+
+
+def _sum_of_all_but_channels(
+    stock: Callable[..., Any], out_backprop: Any, data_format: Any = None, name: Any = None
+) -> Any:
+    """A sum of the same terms, itself mended where it is wrong; else it needs no float32 copy."""
+    rank = out_backprop.shape.rank
+    if rank is None:
+        return _in_float32(stock, out_backprop, data_format=data_format, name=name)
+    channels = 1 if _bias_format(out_backprop, data_format) == "NCHW" else rank - 1
+    return tf.reduce_sum(out_backprop, [i for i in range(rank) if i != channels], name=name)
+
+
+def _probe_bias(dtype: tf.DType, data_format: str) -> tuple[tf.Tensor, float]:
+    shape = [_TERMS // 64, 4, 8, 8] if data_format == "NCHW" else [_TERMS, 4]
+    terms = tf.fill(shape, tf.constant(1 / 32, dtype))
+    return _first(tf.raw_ops.BiasAddGrad(out_backprop=terms, data_format=data_format)), _TERMS / 32
+
+
+# What each adds up is a vector of ones or of 1/32, so that right sums are powers of two.
+KERNELS: dict[str, _Kernel] = {
+    "BiasAddGrad": _Kernel(
+        "gen_nn_ops", ("bias_add_grad",), _probe_bias, _bias_format, _sum_of_all_but_channels
+    ),
+    "Sum": _Kernel(
+        "gen_math_ops", ("_sum",), _probe_reduction(tf.raw_ops.Sum, _TERMS / 32), _reduction
+    ),
+    "Mean": _Kernel(
+        "gen_math_ops", ("mean",), _probe_reduction(tf.raw_ops.Mean, 1 / 32), _reduction
+    ),
+    "EuclideanNorm": _Kernel(
+        "gen_math_ops",
+        ("euclidean_norm",),
+        _probe_reduction(tf.raw_ops.EuclideanNorm, _TERMS**0.5 / 32),
+        _reduction,
+    ),
+    "Cumsum": _Kernel(
+        "gen_math_ops",
+        ("cumsum",),
+        lambda dtype, _: (tf.raw_ops.Cumsum(x=_ones(dtype), axis=0)[-1], _FEW_TERMS),
+    ),
+    "SegmentSum": _Kernel(
+        "gen_math_ops",
+        ("segment_sum",),
+        lambda dtype, _: (
+            tf.raw_ops.SegmentSum(data=_ones(dtype), segment_ids=_all_to_one())[0],
+            _FEW_TERMS,
+        ),
+    ),
+    "SegmentMean": _Kernel(
+        "gen_math_ops",
+        ("segment_mean",),
+        lambda dtype, _: (
+            tf.raw_ops.SegmentMean(data=_ones(dtype), segment_ids=_all_to_one())[0],
+            1,
+        ),
+    ),
+    "UnsortedSegmentSum": _Kernel(
+        "gen_math_ops",
+        ("unsorted_segment_sum",),
+        lambda dtype, _: (
+            tf.raw_ops.UnsortedSegmentSum(
+                data=_ones(dtype), segment_ids=_all_to_one(), num_segments=1
+            )[0],
+            _FEW_TERMS,
+        ),
+    ),
+    "ScatterNd": _Kernel(
+        "gen_array_ops",
+        ("scatter_nd",),
+        lambda dtype, _: (
+            tf.raw_ops.ScatterNd(indices=_all_to_one(1), updates=_ones(dtype), shape=[1])[0],
+            _FEW_TERMS,
+        ),
+    ),
+    "TensorScatterAdd": _Kernel(
+        "gen_array_ops",
+        ("tensor_scatter_add", "tensor_scatter_nd_add"),
+        lambda dtype, _: (
+            tf.raw_ops.TensorScatterAdd(
+                tensor=tf.zeros([1], dtype), indices=_all_to_one(1), updates=_ones(dtype)
+            )[0],
+            _FEW_TERMS,
+        ),
+    ),
+    "TensorScatterSub": _Kernel(
+        "gen_array_ops",
+        ("tensor_scatter_sub", "tensor_scatter_nd_sub"),
+        lambda dtype, _: (
+            tf.raw_ops.TensorScatterSub(
+                tensor=tf.zeros([1], dtype), indices=_all_to_one(1), updates=_ones(dtype)
+            )[0],
+            -_FEW_TERMS,
+        ),
+    ),
+    "SparseTensorDenseMatMul": _Kernel(
+        "gen_sparse_ops",
+        ("sparse_tensor_dense_mat_mul",),
+        lambda dtype, _: (
+            _first(
+                tf.raw_ops.SparseTensorDenseMatMul(
+                    a_indices=[[0, i] for i in range(_FEW_TERMS)],
+                    a_values=_ones(dtype),
+                    a_shape=[1, _FEW_TERMS],
+                    b=_ones(dtype, _FEW_TERMS, 1),
+                )
+            ),
+            _FEW_TERMS,
+        ),
+    ),
+    "DepthwiseConv2dNativeBackpropFilter": _Kernel(
+        "gen_nn_ops",
+        ("depthwise_conv2d_native_backprop_filter",),
+        lambda dtype, _: (
+            _first(
+                tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
+                    input=_ones(dtype, _FEW_TERMS, 3, 3, 1),
+                    filter_sizes=[3, 3, 1, 1],
+                    out_backprop=_ones(dtype, _FEW_TERMS, 1, 1, 1),
+                    strides=[1, 1, 1, 1],
+                    padding="VALID",
+                )
+            ),
+            _FEW_TERMS,
+        ),
+    ),
+    "ResizeNearestNeighborGrad": _Kernel(
+        "gen_image_ops",
+        ("resize_nearest_neighbor_grad",),
+        lambda dtype, _: (
+            _first(
+                tf.raw_ops.ResizeNearestNeighborGrad(
+                    grads=_ones(dtype, 1, _FEW_TERMS // 64, 64, 1), size=[1, 1]
+                )
+            ),
+            _FEW_TERMS,
+        ),
+    ),
+}

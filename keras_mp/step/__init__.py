@@ -1,0 +1,5 @@
+"""One training step: loss scale, calls, gradients, verdict, and what happens to a skipped one.
+
+RFC 293, "LossScaleOptimizer Overview" and "The new LossScale class". No optimizer is known here; an
+`OptimizerFamily` drives it.
+"""

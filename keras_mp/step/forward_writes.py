@@ -1,0 +1,311 @@
+"""What the forward pass writes to weights, and puts back if the step is skipped.
+
+Batch normalization moves its statistics while the loss is computed, before anybody can know that
+the step will be skipped. What was read before an assignment is the old buffer, which the assignment
+replaces, so that keeping it costs no copy. In a graph each weight is read where the step begins;
+when gradients are applied, the graph tells which weights were written since, and reads that nobody
+needs are pruned. In eager nobody can tell who writes, so all is kept until the verdict.
+
+This module needs TensorFlow only; it asks a model for its `weights`.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_mp.support import host, messages
+from keras_mp.support.unconverted import unconverted
+from keras_mp.variables import casts, scope
+
+
+class Weight(NamedTuple):
+    """A variable in this replica.
+
+    Attributes:
+        variable: the variable.
+        handle: its handle.
+        dtype: in which its value is kept.
+        is_trained: bool. Do optimizers change it? Then one that does not leaves it alone.
+    """
+
+    variable: Any
+    handle: tf.Tensor
+    dtype: tf.DType
+    is_trained: bool
+
+    def read(self) -> tf.Tensor:
+        """Returns its value in this replica, not cast, in any context."""
+        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+
+    @property
+    def name(self) -> str:
+        """What the user knows it by: Keras 3 has paths, which tell layers apart."""
+        return getattr(self.variable, "path", None) or self.variable.name.partition(":")[0]
+
+
+class Kept:
+    """What a replica has to put back if the step is skipped.
+
+    Attributes:
+        weights: all that the step is about: those that are trained and those that were remembered.
+
+    Args:
+        weights: sequence of Weight.
+        old: list of handles and the values that the variables had.
+    """
+
+    def __init__(self, weights: Sequence[Weight], old: list[tuple[tf.Tensor, tf.Tensor]]) -> None:
+        self.weights = weights
+        self._old = old
+
+    def __bool__(self) -> bool:
+        return bool(self._old)
+
+    def put_back(self) -> list[tf.Operation]:
+        """Gives the weights the values that they had; in any context, also of all replicas."""
+        ops = [tf.raw_ops.AssignVariableOp(resource=h, value=value) for h, value in self._old]
+        return [op for op in ops if op is not None]
+
+    def let_go(self) -> None:
+        """Says that the step is made: what is held in eager would be copied by an update."""
+        if tf.executing_eagerly():
+            self._old.clear()
+
+
+class _Mine(threading.local):
+    """The step that is under way in a thread. MirroredStrategy runs each replica in its own."""
+
+    step: "_Step | None" = None
+
+
+_mine = _Mine()
+
+
+@unconverted
+@contextlib.contextmanager
+def training_step(*models: Any) -> Iterator[None]:
+    """Makes a skipped step leave no trace in a model, in a training loop of your own.
+
+    A layer such as `BatchNormalization` assigns to its weights in the forward pass. If the step is
+    skipped then, since the gradients are not finite, each weight gets the value back that it had
+    where the context began, or where the last step was made in it. `Model.fit` enters it by itself
+    for each batch, and so does `train_on_batch`.
+
+    It goes around the forward pass *and* `apply_gradients` or `minimize`; where these are in a
+    `tf.function`, into that function, and under a `tf.distribute.Strategy` into what
+    `strategy.run` calls. All optimizers that make a step inside share it. Weights that a good step
+    has changed keep the change. Random generators and metrics are left alone.
+
+    In the graph mode of TensorFlow 1 it does nothing. A model that is built by its first batch has
+    no weights before, so nothing is known that could be put back after that batch.
+
+    Args:
+        *models: models, layers, `tf.Module`s, variables, or lists of them.
+
+    Raises:
+        TypeError: there is something else among them.
+        ValueError: it is entered in a cross-replica context.
+
+    Example:
+
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+    ... )
+    >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
+    >>> @tf.function
+    ... def train_step(x):
+    ...     with keras_mp.training_step(model):
+    ...         with tf.GradientTape() as tape:
+    ...             scaled_loss = optimizer.get_scaled_loss(tf.reduce_mean(model(x, training=True)))
+    ...         gradients = tape.gradient(scaled_loss, model.trainable_variables)
+    ...         gradients = optimizer.get_unscaled_gradients(gradients)
+    ...         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    >>> train_step(tf.fill([4, 2], float("nan")))
+    >>> bool(optimizer.last_step_skipped), model.layers[0].moving_mean.numpy().tolist()
+    (True, [0.0, 0.0])
+    """
+    if not host.runs_by_itself():
+        yield
+        return
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "keras_mp.training_step is entered in a replica context: inside the function that is "
+            f"passed to `strategy.run`. Received: models={models!r}"
+        )
+    outer, variables = _mine.step, _variables(models)
+    if outer is not None and outer.graph is host.current_graph():
+        outer.add(variables)
+        yield
+        return
+    _mine.step = _Step(variables)
+    try:
+        yield
+    finally:
+        _mine.step = outer
+
+
+def keep(trained: Iterable[Any]) -> Kept:
+    """Returns what has to be put back if the step that is about to be made is skipped.
+
+    Called in a replica context, before anything is applied.
+
+    Args:
+        trained: iterable of the variables that the step trains. Of other trainable weights it is
+            not known whether the forward pass wrote them or another step did.
+    """
+    if not host.runs_by_itself():
+        return Kept((), [])
+    weights = _by_handle((variable, True) for variable in trained)
+    if _mine.step is None:
+        return Kept(list(weights.values()), [])
+    old = _mine.step.old_values(weights)
+    return Kept(list({**weights, **_mine.step.weights}.values()), old)
+
+
+def step_is_over() -> None:
+    """Notes that a step was made or skipped: from here on a new one is under way."""
+    if _mine.step is not None:
+        _mine.step.begin()
+
+
+class _Step:
+    """What is known about the weights since a step began.
+
+    Attributes:
+        graph: where it began; None is eager.
+        weights: what is remembered, by the id of the handle.
+
+    Args:
+        variables: iterable of variables, and whether each is trained.
+    """
+
+    def __init__(self, variables: Iterable[tuple[Any, bool]]) -> None:
+        self.graph = host.current_graph()
+        self.weights: dict[int, Weight] = {}
+        # What was read in eager, by the id of the handle.
+        self._values: dict[int, tf.Tensor] = {}
+        # By graph, how many operations it had when the step began there.
+        self._starts: dict[Any, int] = {}
+        if self.graph is not None:
+            self._starts[self.graph] = len(self.graph.get_operations())
+        self.add(variables)
+
+    def add(self, variables: Iterable[tuple[Any, bool]]) -> None:
+        """Remembers the values of more variables."""
+        weights = _by_handle(variables)
+        self._read({key: w for key, w in weights.items() if key not in self.weights})
+        self.weights = {**weights, **self.weights}
+
+    def begin(self) -> None:
+        """Remembers the values anew, in this graph or in eager."""
+        graph = host.current_graph()
+        if graph is not None:
+            self._starts[graph] = len(graph.get_operations())
+        self._read(self.weights)
+
+    def old_values(self, trained: dict[int, Weight]) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Returns handles and old values of the variables that may have been written since."""
+        weights = {key: w for key, w in self.weights.items() if key in trained or not w.is_trained}
+        if tf.executing_eagerly():
+            values, self._values = self._values, {}
+            return [(w.handle, values[key]) for key, w in weights.items() if key in values]
+        histories = [
+            _History(graph, self._starts.get(graph, 0))
+            for graph in casts.graphs_of_branches(host.current_graph())
+        ]
+        old, unknown = [], []
+        for weight in weights.values():
+            value, is_written = _before_first_write(histories, weight.handle)
+            if is_written and value is not None:
+                old.append((weight.handle, value))
+            elif is_written:
+                unknown.append(weight.name)
+        if unknown:
+            messages.warn(
+                "If this step is skipped, these weights keep what the forward pass assigns to "
+                f"them: {', '.join(map(repr, unknown))}. They are assigned in a tf.function that "
+                "has not read them before. Enter keras_mp.training_step(model) in the function "
+                "that applies the gradients."
+            )
+        return old
+
+    def _read(self, weights: dict[int, Weight]) -> None:
+        values = {key: weight.read() for key, weight in weights.items()}
+        if tf.executing_eagerly():
+            self._values.update(values)
+
+
+class _History:
+    """What was done to variables in a graph, in its order.
+
+    Args:
+        graph: the graph.
+        start: int, which operation is the first to look at.
+    """
+
+    def __init__(self, graph: Any, start: int) -> None:
+        self._handles = {id(outside): inside for outside, inside in graph.captures}
+        self._places = {op.name: i for i, op in enumerate(graph.get_operations())}
+        self._start = start
+
+    def uses(self, handle: tf.Tensor) -> Iterator[tuple[tf.Operation, bool]]:
+        """Yields each operation that takes the handle, and whether it may write."""
+        inside = self._handles.get(id(handle))
+        if inside is None:
+            return
+        uses = {self._places[op.name]: op for op in inside.consumers()}
+        for place in sorted(uses):
+            if place >= self._start:
+                yield uses[place], not casts.only_reads(uses[place], inside)
+
+
+def _before_first_write(
+    histories: Sequence[_History], handle: tf.Tensor
+) -> tuple[tf.Tensor | None, bool]:
+    """What was read from a variable before it was written, or None; and was it written?"""
+    value = None
+    for history in histories:
+        for op, writes in history.uses(handle):
+            if writes:
+                return value, True
+            if value is None and op.type == "ReadVariableOp":
+                value = op.outputs[0]
+    return value, False
+
+
+def _by_handle(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
+    weights = {}
+    with scope.autocast_scope(None):  # where variables say what they are
+        for variable, is_trained in variables:
+            handle = getattr(variable, "handle", None)
+            if handle is not None:  # as in a variable of Keras 3 that is not built yet
+                dtype = tf.as_dtype(variable.dtype)
+                weights[id(handle)] = Weight(variable, handle, dtype, is_trained)
+    return weights
+
+
+def _variables(models: Any) -> list[tuple[Any, bool]]:
+    """The variables of models, layers and modules, and whether they are trained; not of metrics.
+
+    A variable that is given by itself is a state of the user's.
+    """
+    if hasattr(type(models), "weights"):
+        try:
+            weights = models.weights
+        except ValueError:  # as models of Keras 2 that are not built yet have none
+            return []
+        of_metrics = {id(v) for m in getattr(models, "metrics", ()) for v in m.variables}
+        return [(v, v.trainable) for v in weights if id(v) not in of_metrics]
+    if isinstance(models, tf.Module):
+        return [(v, v.trainable) for v in models.variables]
+    if hasattr(models, "handle"):
+        return [(models, False)]
+    if isinstance(models, (str, dict)) or tf.is_tensor(models) or not isinstance(models, Iterable):
+        raise TypeError(
+            "Expected models, layers, tf.Modules, variables, or lists of them. "
+            f"Received: {models!r} (of type {type(models)})"
+        )
+    return [variable for model in models for variable in _variables(model)]

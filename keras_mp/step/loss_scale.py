@@ -1,0 +1,489 @@
+"""Loss scales: the number that the loss is multiplied by, and how it moves.
+
+RFC 293, "The new LossScale class". This module needs TensorFlow only. It knows the schedule
+(`next_state`) and the state; who looks at the gradients is `LossScaleOptimizer`.
+"""
+
+import abc
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.support import validation
+
+# Neither these nor their reciprocals are flushed to zero.
+_SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
+CLASSES: dict[str, type["LossScale"]] = {}
+
+
+class LossScaleState(NamedTuple):
+    """What a dynamic loss scale remembers between two steps.
+
+    Attributes:
+        loss_scale: The scale, a float32 scalar.
+        num_good_steps: Finite steps since the scale last moved, an int64 scalar.
+        num_bad_steps: Non-finite steps in a row, an int64 scalar.
+
+    Example:
+
+    >>> keras_mp.loss_scale.LossScaleState(64.0, num_good_steps=1, num_bad_steps=0)
+    LossScaleState(loss_scale=64.0, num_good_steps=1, num_bad_steps=0)
+    """
+
+    loss_scale: Any
+    num_good_steps: Any
+    num_bad_steps: Any
+
+
+def next_state(
+    state: LossScaleState,
+    finite: Any,
+    *,
+    increment_period: int,
+    multiplier: float,
+    backoff_multiplier: float,
+    hysteresis: int,
+    min_loss_scale: float,
+    max_loss_scale: float,
+) -> LossScaleState:
+    """The schedule of dynamic loss scaling, as one pure function.
+
+    ::
+
+        finite:      num_good_steps += 1, num_bad_steps = 0
+                     at increment_period good steps: scale *= multiplier, num_good_steps = 0
+        not finite:  num_bad_steps += 1, num_good_steps = 0
+                     at hysteresis bad steps or more in a row: scale *= backoff_multiplier
+
+    The scale never leaves `[min_loss_scale, max_loss_scale]`.
+
+    Args:
+        state: LossScaleState before the step.
+        finite: bool scalar tensor, or bool. Were all gradients of the step finite?
+        increment_period: int. Good steps after which the scale grows. The counter is compared with
+            `>=`, so a period that was lowered below the counter takes effect on the next good step.
+        multiplier: float above 1. Growth factor.
+        backoff_multiplier: float between 0 and 1. Back-off factor.
+        hysteresis: int. Consecutive bad steps that are needed before the scale backs off.
+        min_loss_scale: float. Floor.
+        max_loss_scale: float. Ceiling.
+
+    Returns:
+        LossScaleState after the step, of tensors.
+
+    Example:
+
+    >>> from keras_mp import loss_scale
+    >>> state = loss_scale.LossScaleState(64.0, num_good_steps=1, num_bad_steps=0)
+    >>> after = loss_scale.next_state(
+    ...     state, False, increment_period=2, multiplier=2.0, backoff_multiplier=0.5, hysteresis=1,
+    ...     min_loss_scale=1.0, max_loss_scale=2.0**127,
+    ... )
+    >>> float(after.loss_scale), int(after.num_good_steps), int(after.num_bad_steps)
+    (32.0, 0, 1)
+
+    Source: RFC 293, "The new LossScale class"; Micikevicius et al., "Mixed Precision Training",
+    2018.
+    """
+    schedule = {
+        "increment_period": increment_period,
+        "multiplier": multiplier,
+        "backoff_multiplier": backoff_multiplier,
+        "hysteresis": hysteresis,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+    }
+    if not isinstance(finite, bool):
+        cases = [next_state(state, case, **schedule) for case in (True, False)]
+        return LossScaleState(*(tf.where(finite, *values) for values in zip(*cases, strict=True)))
+    scale = tf.convert_to_tensor(state.loss_scale, tf.float32)
+    zero = tf.constant(0, tf.int64)
+    if finite:
+        good = state.num_good_steps + 1
+        grow = good >= increment_period
+        grown = _where(grow, lambda: tf.minimum(scale * multiplier, max_loss_scale), scale)
+        return LossScaleState(grown, _where(grow, lambda: zero, good), zero)
+    bad = state.num_bad_steps + 1
+    backed_off = _where(
+        bad >= hysteresis, lambda: tf.maximum(scale * backoff_multiplier, min_loss_scale), scale
+    )
+    return LossScaleState(backed_off, zero, bad)
+
+
+def _where(condition: tf.Tensor, value: Callable[[], tf.Tensor], otherwise: tf.Tensor) -> tf.Tensor:
+    # Eager code computes what it takes, and no more.
+    if tf.executing_eagerly():
+        return value() if condition else otherwise
+    return tf.where(condition, value(), otherwise)
+
+
+class LossScale(tf.Module, abc.ABC):
+    """Base class of loss scales: call one to get the scale as a float32 scalar tensor.
+
+    A loss scale also converts to a tensor, an array and a `float`, and takes part in arithmetic and
+    comparisons (but for `==`, which is identity), so code written for TensorFlow 2.4 and later,
+    where `optimizer.loss_scale` is a tensor, goes on working.
+
+    A subclass that is not a `DynamicLossScale` is used as a fixed scale is: no step is skipped.
+
+    Example:
+
+    >>> scale = keras_mp.FixedLossScale(128)
+    >>> scale()
+    <tf.Tensor: shape=(), dtype=float32, numpy=128.0>
+    >>> float(scale)
+    128.0
+    >>> tf.constant(0.5) * scale
+    <tf.Tensor: shape=(), dtype=float32, numpy=64.0>
+    >>> f"the scale is {scale}"
+    'the scale is 128.0'
+
+    Source: RFC 293, "The new LossScale class".
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        CLASSES[cls.__name__] = cls
+
+    @abc.abstractmethod
+    def __call__(self) -> tf.Tensor:
+        """Returns the current loss scale, a float32 scalar tensor."""
+
+    @abc.abstractmethod
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments as a dict of Python values."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "LossScale":
+        """Makes a loss scale from what `get_config` returned.
+
+        Args:
+            config: dict of constructor arguments.
+
+        Returns:
+            A new loss scale, in its initial state.
+        """
+        return cls(**config)
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The tensor's dtype, float32."""
+        return tf.float32
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The tensor's shape, that of a scalar."""
+        return tf.TensorShape([])
+
+    def __float__(self) -> float:
+        return float(self())
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+    def __format__(self, specification: str) -> str:
+        current = _current_value(self)
+        if current is None:
+            # In a graph there is no number to format; as TensorFlow does with its tensors.
+            return format(self(), specification) if specification else repr(self)
+        return format(current, specification)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self().numpy(), dtype)
+
+    def numpy(self) -> Any:
+        """Returns the current loss scale as a NumPy float32 scalar (eager only)."""
+        return self().numpy()
+
+    def __repr__(self) -> str:
+        current = _current_value(self)
+        shown = {} if current is None else {"loss_scale": current}
+        shown |= self.get_config()
+        arguments = ", ".join(f"{key}={value!r}" for key, value in shown.items())
+        return f"{type(self).__name__}({arguments})"
+
+
+def _current_value(loss_scale: LossScale) -> float | None:
+    """Returns the scale as a number, or None where none can be read."""
+    if not tf.executing_eagerly():
+        return None
+    try:
+        return float(loss_scale())
+    except Exception:  # whatever a subclass or a device raises: a repr is for finding errors
+        return None
+
+
+_REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+
+
+def _delegate_operator(name: str) -> None:
+    fn = getattr(operator, name)
+
+    def operate(self: LossScale, *others: Any) -> Any:
+        # As when the tensor comes first: the scale takes its dtype.
+        dtype = others[0].dtype if others and tf.is_tensor(others[0]) else None
+        return fn(tf.convert_to_tensor(self, dtype), *others)
+
+    def operate_reflected(self: LossScale, other: Any) -> Any:
+        return fn(tf.convert_to_tensor(other, tf.float32), self())
+
+    setattr(LossScale, f"__{name}__", operate)
+    if name in _REFLECTED:
+        setattr(LossScale, f"__r{name}__", operate_reflected)
+
+
+for _name in (*_REFLECTED, "neg", "abs", "lt", "le", "gt", "ge"):
+    _delegate_operator(_name)
+
+
+def _to_tensor(value: LossScale, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+    del name, as_ref
+    scale = value()
+    return scale if dtype is None else tf.cast(scale, dtype)
+
+
+tf.register_tensor_conversion_function(LossScale, _to_tensor)
+
+
+class FixedLossScale(LossScale):
+    """A loss scale that never changes. It skips no step.
+
+    Args:
+        loss_scale_value: int or float, from 1 to 2**126. The scale.
+
+    Raises:
+        TypeError: `loss_scale_value` is not a number.
+        ValueError: `loss_scale_value` is below 1, above 2**126 or NaN.
+
+    Example:
+
+    >>> keras_mp.FixedLossScale(1024)
+    FixedLossScale(loss_scale_value=1024.0)
+
+    Source: RFC 293, "The new LossScale class".
+    """
+
+    def __init__(self, loss_scale_value: float) -> None:
+        super().__init__(name="fixed_loss_scale")
+        self._loss_scale_value = validation.number(
+            "loss_scale_value", loss_scale_value, at_least=1, at_most=LARGEST
+        )
+
+    @property
+    def loss_scale_value(self) -> float:
+        """The scale as a Python float."""
+        return self._loss_scale_value
+
+    def __call__(self) -> tf.Tensor:
+        """Returns the scale, a float32 scalar tensor."""
+        return tf.constant(self._loss_scale_value, tf.float32)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns `{"loss_scale_value": ...}`."""
+        return {"loss_scale_value": self._loss_scale_value}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(loss_scale_value={self._loss_scale_value!r})"
+
+
+class DynamicLossScale(LossScale):
+    """A loss scale that stays just below what makes gradients overflow.
+
+    It doubles after 2,000 steps with finite gradients and halves at a step with a non-finite one,
+    which is skipped. The object holds the state; `LossScaleOptimizer` moves it. The exact rules are
+    the pure function `keras_mp.loss_scale.next_state`. The state may be assigned:
+    `scale.loss_scale.assign(256.)`.
+
+    Args:
+        initial_loss_scale: int or float, at least 1. Where the scale starts. Too high is put right
+            within a few steps, too low takes thousands. Defaults to `2**15`.
+        increment_period: int, at least 1. Finite steps after which the scale grows. Defaults to
+            2000.
+        multiplier: float above 1. The factor by which the scale grows. Powers of two cost no
+            precision. Defaults to 2.
+        backoff_multiplier: float between 0 and 1. The factor at a non-finite step. Defaults to
+            `1 / multiplier`.
+        hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
+            backs off (each of them is skipped all the same). Defaults to 1.
+        min_loss_scale: float of at least `2**-126`. The floor. Defaults to 1.
+        max_loss_scale: float, at most `2**126`. The ceiling, which keeps the scale and what it is
+            divided by finite. Defaults to `2**126`.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument is outside its range.
+
+    Example:
+
+    >>> scale = keras_mp.DynamicLossScale(initial_loss_scale=1024)
+    >>> _ = scale.loss_scale.assign(256.0)
+    >>> scale()
+    <tf.Tensor: shape=(), dtype=float32, numpy=256.0>
+    >>> int(scale.num_good_steps)
+    0
+
+    Source: RFC 293, "The new LossScale class".
+    """
+
+    def __init__(
+        self,
+        initial_loss_scale: float = 2**15,
+        increment_period: int = 2000,
+        multiplier: float = 2.0,
+        *,
+        backoff_multiplier: float | None = None,
+        hysteresis: int = 1,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = LARGEST,
+    ) -> None:
+        super().__init__(name="dynamic_loss_scale")
+        multiplier = validation.number("multiplier", multiplier, above=1)
+        if backoff_multiplier is None:
+            backoff_multiplier = 1 / multiplier
+        min_loss_scale = validation.number("min_loss_scale", min_loss_scale, at_least=_SMALLEST)
+        max_loss_scale = validation.number(
+            "max_loss_scale", max_loss_scale, at_least=min_loss_scale, at_most=LARGEST
+        )
+        self._initial_loss_scale = validation.number(
+            "initial_loss_scale",
+            initial_loss_scale,
+            at_least=max(1.0, min_loss_scale),
+            at_most=max_loss_scale,
+        )
+        # A partial, since TensorFlow would make a dict part of the checkpoint.
+        self._next_state = functools.partial(
+            next_state,
+            increment_period=validation.integer("increment_period", increment_period),
+            multiplier=multiplier,
+            backoff_multiplier=validation.number(
+                "backoff_multiplier", backoff_multiplier, above=0, below=1
+            ),
+            hysteresis=validation.integer("hysteresis", hysteresis),
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+        )
+        with tf.init_scope():
+            # The attribute names are the checkpoint's keys, and those are the ones that
+            # TensorFlow's own loss scales have written since 2.2.
+            self.current_loss_scale = _state_variable(
+                self._initial_loss_scale, tf.float32, "current_loss_scale"
+            )
+            self.good_steps = _state_variable(0, tf.int64, "good_steps")
+            self.bad_steps = _state_variable(0, tf.int64, "bad_steps")
+
+    @property
+    def initial_loss_scale(self) -> float:
+        """Where the scale started."""
+        return self._initial_loss_scale
+
+    @property
+    def increment_period(self) -> int:
+        """Finite steps after which the scale grows.
+
+        A `tf.function` that was traced before it was set keeps the old number.
+        """
+        return self._next_state.keywords["increment_period"]
+
+    @increment_period.setter
+    def increment_period(self, value: int) -> None:
+        period = validation.integer("increment_period", value)
+        self._next_state = functools.partial(self._next_state, increment_period=period)
+
+    @property
+    def multiplier(self) -> float:
+        """The factor by which the scale grows."""
+        return self._next_state.keywords["multiplier"]
+
+    @property
+    def backoff_multiplier(self) -> float:
+        """The factor by which the scale backs off."""
+        return self._next_state.keywords["backoff_multiplier"]
+
+    @property
+    def hysteresis(self) -> int:
+        """Consecutive non-finite steps before the scale backs off."""
+        return self._next_state.keywords["hysteresis"]
+
+    @property
+    def min_loss_scale(self) -> float:
+        """The floor."""
+        return self._next_state.keywords["min_loss_scale"]
+
+    @property
+    def max_loss_scale(self) -> float:
+        """The ceiling."""
+        return self._next_state.keywords["max_loss_scale"]
+
+    @property
+    def loss_scale(self) -> tf.Variable:
+        """The scale, a float32 variable."""
+        return self.current_loss_scale
+
+    @property
+    def num_good_steps(self) -> tf.Variable:
+        """Finite steps since the scale last moved, an int64 variable."""
+        return self.good_steps
+
+    @property
+    def num_bad_steps(self) -> tf.Variable:
+        """Non-finite steps in a row, an int64 variable."""
+        return self.bad_steps
+
+    def __call__(self) -> tf.Tensor:
+        """Returns the current scale, a float32 scalar tensor."""
+        return tf.convert_to_tensor(self.current_loss_scale)
+
+    def next_state(self, loss_scale: tf.Tensor, finite: bool | tf.Tensor) -> LossScaleState:
+        """The state after a step, which the caller then assigns with `assign`.
+
+        Args:
+            loss_scale: float32 scalar tensor, the scale that the step was made with.
+            finite: bool, or bool scalar tensor. Were all gradients finite?
+
+        Returns:
+            LossScaleState of tensors.
+        """
+        return self._next_state(LossScaleState(loss_scale, self.good_steps, self.bad_steps), finite)
+
+    def assign(self, state: LossScaleState) -> list[Any]:
+        """Assigns the state.
+
+        Args:
+            state: LossScaleState of scalars.
+
+        Returns:
+            The list of the three assignments (operations, where there is a graph).
+        """
+        return [
+            self.current_loss_scale.assign(state.loss_scale, read_value=False),
+            self.good_steps.assign(state.num_good_steps, read_value=False),
+            self.bad_steps.assign(state.num_bad_steps, read_value=False),
+        ]
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments; the state is not among them."""
+        return {"initial_loss_scale": self._initial_loss_scale, **self._next_state.keywords}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DynamicLossScale":
+        # New variables rather than copied ones: only they belong to the strategy in whose scope the
+        # copy is made. A graph has no values to copy yet, so there a copy starts afresh.
+        copied = memo[id(self)] = type(self).from_config(self.get_config())
+        if tf.executing_eagerly():
+            copied.assign(LossScaleState(self.current_loss_scale, self.good_steps, self.bad_steps))
+        return copied
+
+
+def _state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
+    # Not aggregated: every replica assigns the same value, which one common decision gave.
+    return tf.Variable(
+        value,
+        dtype=dtype,
+        name=name,
+        trainable=False,
+        aggregation=tf.VariableAggregation.NONE,
+    )

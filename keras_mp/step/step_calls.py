@@ -1,0 +1,413 @@
+"""Was the loss scaled, and were the gradients unscaled? Exactly once each, or somebody hears of it.
+
+RFC 293, "LossScaleOptimizer Overview": the four steps, and who performs them.
+"""
+
+import contextlib
+import enum
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.support import host, messages
+
+
+class Facts(enum.IntFlag):
+    """What is known of the step that is made next. No fact: nothing has happened yet.
+
+    A call adds a fact. Applying ends the step: it leaves `APPLIED`, beside which the facts of the
+    next step gather, until a call shows that the next step has begun::
+
+        get_scaled_loss            LOSS_SCALED
+        scale_loss                 LOSS_SCALED, APPLY_UNSCALES
+        get_unscaled_gradients     UNSCALED
+        optimizer.loss_scale       SCALE_READ
+        apply_gradients            APPLIED; APPLIED_SCALED if it was given scaled gradients;
+                                   REPORTED if it warned that no call had been made
+
+    A step is right with LOSS_SCALED and one of APPLY_UNSCALES and UNSCALED.
+    """
+
+    LOSS_SCALED = enum.auto()
+    APPLY_UNSCALES = enum.auto()
+    UNSCALED = enum.auto()
+    SCALE_READ = enum.auto()
+    APPLIED = enum.auto()
+    APPLIED_SCALED = enum.auto()
+    REPORTED = enum.auto()
+
+
+_NOTHING = Facts(0)
+_OF_THE_LAST_STEP = Facts.APPLIED | Facts.APPLIED_SCALED | Facts.REPORTED
+
+# Indexed rather than called: AutoGraph converts what a tf.function calls, and fails on the latter.
+_ALL = tuple(map(Facts, range(2 ** len(Facts))))
+
+
+def _misses_a_call(facts: Facts, goes_on: bool) -> bool:
+    """Is it wrong to apply now? `goes_on` says that it is another part of the step just applied."""
+    if Facts.LOSS_SCALED in facts:
+        return not facts & (Facts.APPLY_UNSCALES | Facts.UNSCALED)
+    return not (goes_on and facts & (Facts.APPLIED | Facts.UNSCALED))
+
+
+def _is_scaled(facts: Facts, goes_on: bool) -> bool:
+    """Are the gradients still scaled that are applied now?"""
+    if Facts.UNSCALED in facts or Facts.LOSS_SCALED in facts:
+        return Facts.UNSCALED not in facts
+    if goes_on and Facts.APPLIED in facts:
+        return Facts.APPLIED_SCALED in facts
+    # Who has not read the scale cannot have multiplied the loss by it.
+    return Facts.SCALE_READ in facts
+
+
+def _after_applying(facts: Facts, goes_on: bool) -> Facts:
+    after = Facts.APPLIED
+    if _is_scaled(facts, goes_on):
+        after |= Facts.APPLIED_SCALED
+    if _misses_a_call(facts, goes_on) and not facts & (Facts.LOSS_SCALED | Facts.UNSCALED):
+        after |= Facts.REPORTED
+    return after
+
+
+def _is_news(facts: Facts, goes_on: bool) -> bool:
+    """Is something wrong that was not said of the last step?"""
+    was_said = Facts.REPORTED in facts and (
+        (Facts.APPLIED_SCALED in facts) == _is_scaled(facts, goes_on)
+    )
+    return _misses_a_call(facts, goes_on) and not was_said
+
+
+def _after_unscaling(facts: Facts) -> Facts:
+    return facts & ~_OF_THE_LAST_STEP | Facts.UNSCALED
+
+
+def _after_unscaling_early(facts: Facts) -> Facts:
+    return facts | Facts.UNSCALED if _apply_unscales(facts) else facts
+
+
+def _apply_unscales(facts: Facts) -> bool:
+    return Facts.APPLY_UNSCALES in facts and Facts.UNSCALED not in facts
+
+
+def _knows_its_scale(facts: Facts) -> bool:
+    """Was the loss of this step, or of the one of which another part may come, scaled by us?"""
+    return Facts.LOSS_SCALED in facts or (Facts.APPLIED in facts and Facts.REPORTED not in facts)
+
+
+class _Mine(threading.local):
+    """What one thread remembers. MirroredStrategy runs each replica in a thread of its own.
+
+    Attributes:
+        graph: reference to the graph in which the last call was made; None for eager.
+        facts: what that call led to; None where that is known only at run time.
+        has_read: has it read the scale since the last step, in eager?
+        applied: ids of the variables of the step so far.
+        is_interleaved: was it begun while one of the other way was under way?
+        loss: the loss of the step under way.
+        scaled_by: what it was multiplied by.
+        results: what the last call returned.
+    """
+
+    graph: weakref.ref[Any] | None = None
+    facts: Facts | None = _NOTHING
+    has_read = False
+    applied: frozenset[int] = frozenset()
+    is_interleaved = False
+    loss: tf.Tensor | None = None
+    scaled_by: tf.Tensor | None = None
+    results: tuple[weakref.ref[Any], ...] = ()
+
+
+class StepCalls:
+    """Which of the calls that belong to one step were made since the last step.
+
+    Each thread remembers what it did itself, in eager or in the graph that it is building, which
+    decides where the step is made there too. Where gradients come from another function, Python may
+    not have run since; so a variable remembers as well, and decides when the step is made.
+    """
+
+    def __init__(self) -> None:
+        self._mine = _Mine()
+        self._facts = host.local_variable("facts", 0)
+        self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
+        # Graphs in which calls were made and gradients were not applied.
+        self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._some_function_only_applies = False
+        self._reports = host.Mailbox(
+            lambda numbers, line: messages.warn(_missing(_ALL[numbers[0]]), line), size=1
+        )
+
+    def scaled(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
+        """Notes that the loss was scaled, which begins a step.
+
+        Args:
+            scaled_by: float32 scalar tensor.
+            to_apply: bool. Will `apply_gradients` unscale, rather than `get_unscaled_gradients`?
+        """
+        mine = self._mine
+        is_under_way = mine.facts is not None and Facts.LOSS_SCALED in mine.facts
+        mine.is_interleaved = is_under_way and _apply_unscales(mine.facts) != to_apply
+        mine.applied = frozenset()
+        self._open(Facts.LOSS_SCALED | Facts.APPLY_UNSCALES if to_apply else Facts.LOSS_SCALED)
+        if host.runs_by_itself():
+            self._scaled_by.assign(scaled_by, read_value=False)
+
+    def unscaled(self) -> None:
+        """Notes that gradients were unscaled."""
+        facts = self._facts_here()
+        if facts is not None:
+            self._open(_after_unscaling(facts))
+        else:
+            self._open(_look_up(_after_unscaling, self._facts))
+
+    def begin(self) -> None:
+        """Notes that a step begins, so that what was read in eager before it does not count."""
+        self._mine.has_read = False
+
+    def read(self) -> None:
+        """Notes that the user has read the scale, and so may multiply the loss by it.
+
+        What is read in eager counts for what is applied in eager, in the same thread: to log the
+        scale between two steps must not change how a `tf.function` makes them.
+        """
+        if tf.executing_eagerly():
+            self._mine.has_read = True
+            return
+        facts = self._facts_here()
+        if facts is not None:
+            self._open(facts | Facts.SCALE_READ)
+        else:
+            self._open(tf.convert_to_tensor(self._facts) | int(Facts.SCALE_READ))
+
+    def unscale_early(self) -> bool | tf.Tensor:
+        """Notes that gradients are unscaled which `apply_gradients` would, before others see them.
+
+        Returns:
+            Has that to be done? A bool scalar tensor where it is known only when the function runs.
+        """
+        facts = self._facts_here()
+        if facts is None:
+            before = tf.convert_to_tensor(self._facts)
+            self._note(_look_up(_after_unscaling_early, before))
+            return tf.cast(_look_up(_apply_unscales, before), tf.bool)
+        if _apply_unscales(facts):
+            self._open(_after_unscaling_early(facts))
+        return _apply_unscales(facts)
+
+    @contextlib.contextmanager
+    def one_whole_step(self) -> Iterator[None]:
+        """A context in which one call, `minimize`, makes a step from its loss to its end.
+
+        It may come between the calls of another step, which goes on afterwards as if nothing had
+        been.
+        """
+        mine = self._mine
+        kept = mine.loss, mine.scaled_by, mine.results
+        try:
+            yield
+        finally:
+            mine.loss, mine.scaled_by, mine.results = kept
+            mine.applied = frozenset()
+
+    def saw(self, loss: tf.Tensor, scaled_by: tf.Tensor) -> None:
+        """Remembers the loss of this step as it is before it is scaled, and the scale."""
+        self._mine.loss, self._mine.scaled_by = loss, scaled_by
+
+    def take_loss(self) -> tf.Tensor | None:
+        """The loss of this step, if it is known here. Only once."""
+        loss, self._mine.loss = self._mine.loss, None
+        return loss if _is_of_this_graph(loss) else None
+
+    def scaled_by(self, loss_scale: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """What the loss of this step was multiplied by.
+
+        The loss scale may have moved since: other steps were made, or a part of this one.
+
+        Args:
+            loss_scale: returns the current one, a float32 scalar tensor.
+
+        Returns:
+            float32 scalar tensor; the current scale where no loss was scaled.
+        """
+        if _is_of_this_graph(self._mine.scaled_by):
+            return self._mine.scaled_by
+        if not host.runs_by_itself():
+            return loss_scale()
+        is_known = tf.cast(_look_up(_knows_its_scale, self._facts), tf.bool)
+        return tf.where(is_known, self._scaled_by, loss_scale())
+
+    def returned(self, results: Iterable[Any]) -> None:
+        """Remembers what the user gets."""
+        self._mine.results = tuple(weakref.ref(r) for r in results if r is not None)
+
+    def refuse_results(self, values: Iterable[Any], method: str) -> None:
+        """Refuses to do the same once more.
+
+        Args:
+            values: iterable of what the user passed.
+            method: str. The method's name.
+
+        Raises:
+            ValueError: one of them is what the last call returned.
+        """
+        results = {id(ref()) for ref in self._mine.results}
+        if any(value is not None and id(value) in results for value in values):
+            raise ValueError(
+                f"{method}() was given what is scaled, or unscaled, already: do so once. "
+                f"Received: {values!r}"
+            )
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """The variables of which a checkpoint knows nothing, by name."""
+        return {
+            "facts": self._facts,
+            "scaled_by": self._scaled_by,
+            "call_report": self._reports.letter,
+        }
+
+    def resolve(self, variables: Iterable[Any]) -> bool | tf.Tensor:
+        """Ends the step; warns of missing calls.
+
+        Args:
+            variables: iterable of what the gradients are applied to.
+
+        Returns:
+            Are the gradients still scaled? A bool scalar tensor where that is known only when the
+            function runs.
+        """
+        applied, before = frozenset(id(v) for v in variables), self._mine.applied
+        # Other variables than just before: the same step may go on.
+        goes_on = bool(before) and before.isdisjoint(applied) and not self._mine.is_interleaved
+        self._mine.applied = before | applied if goes_on else applied
+        facts = self._facts_here()
+        if facts is None:
+            return self._resolve_at_run_time(goes_on)
+        if self._mine.has_read and tf.executing_eagerly():
+            facts |= Facts.SCALE_READ
+            self._mine.has_read = False
+        if _misses_a_call(facts, goes_on):
+            messages.warn(_missing(facts))
+            self._mine.applied, self._mine.scaled_by = frozenset(), None
+        self._close(_after_applying(facts, goes_on))
+        return _is_scaled(facts, goes_on)
+
+    def collect_reports(self) -> None:
+        """Says what functions that XLA compiled had to say."""
+        self._reports.collect()
+
+    def _resolve_at_run_time(self, goes_on: bool) -> tf.Tensor:
+        self._some_function_only_applies = True
+        if host.is_compiled_by_xla():
+            self._report_while_tracing(goes_on)
+        facts = tf.convert_to_tensor(self._facts)
+        after = _look_up(_after_applying, facts, goes_on)
+        self._reports.watch()
+        is_news = tf.cast(_look_up(_is_news, facts, goes_on), tf.bool)
+        self._reports.post(facts[tf.newaxis], when=is_news)
+        self._close(after)
+        return tf.cast(_look_up(_is_scaled, facts, goes_on), tf.bool)
+
+    def _report_while_tracing(self, goes_on: bool) -> None:
+        """Says now what is known now, since a compiled function cannot say it when it runs."""
+        mine = self._mine.facts
+        if mine is None or mine & (Facts.LOSS_SCALED | Facts.UNSCALED):
+            return
+        with tf.init_scope():
+            if not tf.executing_eagerly():
+                return
+            facts = self._read_variable()
+            if _misses_a_call(facts, goes_on):
+                messages.warn(_missing(facts))
+                after = _after_applying(facts, goes_on)
+                self._facts.assign(int(after), read_value=False)
+
+    def _facts_here(self) -> Facts | None:
+        """What is known so far, or None where only the variable knows, at run time."""
+        graph, mine = host.current_graph(), self._mine
+        if graph is None:
+            crosses = self._some_function_only_applies or bool(self._open_graphs)
+            has_called = mine.facts is not None and mine.facts & ~_OF_THE_LAST_STEP
+            if mine.graph is None and has_called and not crosses:
+                return mine.facts
+            return self._read_variable()
+        if mine.graph is not None and mine.graph() is graph and mine.facts is not None:
+            return mine.facts
+        return None if host.runs_by_itself() else _NOTHING
+
+    def _read_variable(self) -> Facts:
+        return _ALL[int(tf.convert_to_tensor(self._facts))]
+
+    def _open(self, facts: Facts | tf.Tensor) -> None:
+        graph = host.current_graph()
+        if graph is not None:
+            self._open_graphs.add(graph)
+        self._note(facts)
+
+    def _close(self, facts: Facts | tf.Tensor) -> None:
+        graph = host.current_graph()
+        if graph is not None:
+            self._open_graphs.discard(graph)
+        self._note(facts)
+
+    def _note(self, facts: Facts | tf.Tensor) -> None:
+        graph = host.current_graph()
+        self._mine.graph = None if graph is None else weakref.ref(graph)
+        self._mine.facts = facts if isinstance(facts, Facts) else None
+        if host.runs_by_itself():
+            value = int(facts) if isinstance(facts, Facts) else facts
+            self._facts.assign(value, read_value=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepCalls":
+        return StepCalls()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepCalls, ()
+
+
+def _is_of_this_graph(tensor: tf.Tensor | None) -> bool:
+    return tensor is not None and getattr(tensor, "graph", None) is host.current_graph()
+
+
+def _look_up(answer: Callable[..., int], facts: Any, *args: Any) -> tf.Tensor:
+    """Asks in a graph what a function of `Facts` answers; an int64 scalar tensor."""
+    answers = [int(answer(each, *args)) for each in _ALL]
+    return tf.gather(tf.constant(answers, tf.int64), tf.convert_to_tensor(facts))
+
+
+def _missing(facts: Facts) -> str:
+    if Facts.LOSS_SCALED in facts:
+        return (
+            "get_scaled_loss() was called and get_unscaled_gradients() was not; "
+            "apply_gradients() has divided the gradients by the loss scale instead. If they "
+            f"were divided by hand too, this step is too small. Call both:{_EXAMPLE}"
+        )
+    if Facts.UNSCALED in facts:
+        return (
+            "get_unscaled_gradients() was called and get_scaled_loss() was not, so the "
+            "gradients of this step are too small by the loss scale, unless the loss was "
+            f"multiplied by hand. Call both:{_EXAMPLE}"
+        )
+    if Facts.SCALE_READ in facts:
+        return (
+            "The loss scale was read and the loss was not scaled with scale_loss() or "
+            "get_scaled_loss(), so apply_gradients() has divided the gradients by the loss scale, "
+            "as it does in Keras 3: this step is too small, unless the loss was multiplied by "
+            f"hand. Scale the loss where the gradients are computed:{_EXAMPLE}"
+        )
+    return (
+        "Neither get_scaled_loss() nor get_unscaled_gradients() was called before "
+        "apply_gradients(), nor was the loss scale read, so the gradients were applied as they "
+        "are: this step was made without loss scaling, and small float16 gradients may have "
+        f"vanished. Call both, or `minimize`:{_EXAMPLE}"
+    )
+
+
+_EXAMPLE = """
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(loss_fn())
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+    optimizer.apply_gradients(zip(gradients, variables))"""

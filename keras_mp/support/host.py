@@ -1,0 +1,124 @@
+"""Telling Python, from inside a graph, about something that happens rarely.
+
+This module needs TensorFlow only. What does not happen costs nothing, but for one comparison a step
+in functions that are called from one that XLA compiles.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.support import messages
+
+
+class Mailbox:
+    """Carries a few numbers from a graph to a Python function.
+
+    Eager code and ordinary graphs call the function at once. A graph that XLA compiles cannot call
+    Python, so there the numbers are left in a variable, the letter, which is looked at by the
+    function around the compiled one, if there is one (`Model.fit` of Keras 3 has one), the next
+    time it runs, and by `collect`.
+
+    Attributes:
+        letter: int64 variable. First, has something been left? Then the numbers.
+
+    Args:
+        read: called with the numbers, a list of int, and the line of the program that they are
+            about, or None where XLA compiled the function.
+        size: int. How many numbers.
+    """
+
+    def __init__(
+        self, read: Callable[[list[int], messages.Line | None], None], *, size: int
+    ) -> None:
+        self._read = read
+        self.letter = local_variable("letter", [0] * (1 + size))
+        self._is_watched = False
+
+    def post(self, numbers: tf.Tensor, when: tf.Tensor) -> None:
+        """Sends numbers, where the rare thing has happened.
+
+        Args:
+            numbers: int64 tensor of shape [size].
+            when: bool scalar tensor. Has it happened?
+        """
+        if is_compiled_by_xla():
+            # Not in a branch: one that holds none is no branch any more once XLA has compiled it.
+            letter = tf.concat([[1], numbers], 0)
+            self.letter.assign(tf.where(when, letter, self.letter), read_value=False)
+        else:
+            tf.cond(when, lambda: self._tell(numbers, messages.users_line()), lambda: None)
+
+    def watch(self) -> None:
+        """Makes sure that what `post` leaves behind is found. Called outside of the branch."""
+        if not is_compiled_by_xla():
+            return
+        self._is_watched = True
+        graph = tf.compat.v1.get_default_graph().outer_graph
+        while isinstance(graph, tf.__internal__.FuncGraph):
+            # The graph that calls a compiled function is marked as compiled meanwhile;
+            # `control_dependencies(None)` takes the mark away.
+            with graph.as_default(), tf.control_dependencies(None):
+                if not is_compiled_by_xla():
+                    self._look_into()
+                    return
+            graph = graph.outer_graph
+
+    def collect(self) -> None:
+        """Delivers numbers that are waiting. Free where no function was compiled by XLA."""
+        if self._is_watched and tf.executing_eagerly():
+            self._look_into()
+
+    def _tell(self, numbers: tf.Tensor, line: messages.Line | None) -> None:
+        def read(numbers: tf.Tensor) -> None:
+            self._read(numbers.numpy().tolist(), line)
+
+        if tf.executing_eagerly():
+            read(numbers)
+        else:
+            tf.py_function(read, [numbers], [])
+
+    def _look_into(self) -> None:
+        letter = tf.convert_to_tensor(self.letter)
+
+        def deliver() -> None:
+            # In the graph, which so knows that it comes before the next letter.
+            self.letter.assign(tf.zeros_like(letter), read_value=False)
+            self._tell(letter[1:], None)
+
+        tf.cond(tf.not_equal(letter[0], 0), deliver, lambda: None)
+
+
+def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Variable:
+    """Makes a variable that each replica reads and writes for itself.
+
+    Args:
+        name: str.
+        value: number or list of numbers. The initial value.
+        dtype: DType. Defaults to int64.
+    """
+    with tf.init_scope():
+        return tf.Variable(
+            value,
+            dtype=dtype,
+            name=name,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+
+def is_compiled_by_xla() -> bool:
+    """Does XLA compile the function that is being traced?"""
+    return tf.__internal__.get_enclosing_xla_context() is not None
+
+
+def runs_by_itself() -> bool:
+    """Does what is called run, in its order? A graph of TensorFlow 1 runs what it is asked for."""
+    return tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def current_graph() -> Any:
+    """Returns the graph that is being built, or None in eager."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

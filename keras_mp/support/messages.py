@@ -1,0 +1,86 @@
+"""How keras_mp speaks to the user: one warning category, raised at the user's own line."""
+
+import contextlib
+import os
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+_PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras")
+_AUTOGRAPH = "__autograph_generated_file"
+_BY_AUTOGRAPH = os.path.join("tensorflow", "python", "autograph")
+
+# By which Python's default filter knows what it has shown.
+_registry: dict[Any, Any] = {}
+
+
+class MixedPrecisionWarning(UserWarning):
+    """Everything keras_mp warns about, so that one filter reaches all of it.
+
+    Example:
+
+    >>> import warnings
+    >>> warnings.filterwarnings("ignore", category=keras_mp.MixedPrecisionWarning)
+    """
+
+
+class Line(NamedTuple):
+    """A line of somebody's program.
+
+    Attributes:
+        file: name of the file.
+        number: number of the line.
+    """
+
+    file: str
+    number: int
+
+
+def users_line() -> Line:
+    """Returns the line of the first caller outside the libraries."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def is_users_call(*files: str) -> bool:
+    """Was what is in these files called by somebody's program?
+
+    Rather than by TensorFlow, or by Keras, which reads every attribute of what it saves, or by
+    another module of keras_mp.
+
+    Args:
+        *files: names of files whose functions are on the stack now.
+    """
+    frame = sys._getframe(1)
+    file = frame.f_code.co_filename
+    # AutoGraph calls in its own way what it does not convert, such as `getattr`.
+    while frame.f_back is not None and (file in files or file == __file__ or _BY_AUTOGRAPH in file):
+        frame = frame.f_back
+        file = frame.f_code.co_filename
+    return _AUTOGRAPH in file or not is_library(file)
+
+
+def warn(message: str, line: Line | None = None) -> None:
+    """Warns with `MixedPrecisionWarning`, pointing at the user's line.
+
+    Args:
+        message: str. What happened and what cures it.
+        line: Line. Where it happened; by default the line that is being executed.
+    """
+    file, number = line or users_line()
+    warnings.warn_explicit(message, MixedPrecisionWarning, file, number, registry=_registry)
+
+
+def is_library(filename: str) -> bool:
+    """Is it a file of TensorFlow, of Keras, of this package or of AutoGraph, not of the user?"""
+    if filename.endswith("__main__.py"):
+        return False
+    loaded = (sys.modules.get(package) for package in _PACKAGES)
+    folders = [os.path.dirname(module.__file__) for module in loaded if module is not None]
+    return (
+        _AUTOGRAPH in filename
+        or filename == contextlib.__file__
+        or any(filename.startswith(folder + os.sep) for folder in folders)
+    )

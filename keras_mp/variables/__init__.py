@@ -1,0 +1,24 @@
+"""Variables that cast themselves, when they do, and what is said where two dtypes meet.
+
+RFC 293, "AutoCastVariable API" and "TypeErrors". What is here needs TensorFlow only.
+"""
+
+from keras_mp.variables.autocast_variable import AutoCastVariable, autocast_variable, cast_once
+from keras_mp.variables.scope import (
+    autocast_dtype,
+    autocast_scope,
+    in_current_scope,
+    recompute_grad,
+    share_scope,
+)
+
+__all__ = [
+    "AutoCastVariable",
+    "autocast_dtype",
+    "autocast_scope",
+    "autocast_variable",
+    "cast_once",
+    "in_current_scope",
+    "recompute_grad",
+    "share_scope",
+]

@@ -1,0 +1,389 @@
+"""Variables that cast themselves (RFC 293, "AutoCastVariable API").
+
+This module needs TensorFlow only. How often a read is cast is decided in `casts`.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.variables import casts
+from keras_mp.variables.scope import autocast_dtype
+
+
+def autocast_variable(variable: Any) -> "AutoCastVariable":
+    """Wraps a variable so that it casts itself in an `autocast_scope`.
+
+    Args:
+        variable: tf.Variable of a floating-point dtype. One that casts itself already is returned
+            as it is.
+
+    Returns:
+        An `AutoCastVariable`.
+
+    Raises:
+        TypeError: it is not a `tf.Variable`, or one of TensorFlow 1's reference variables.
+        ValueError: its dtype is not floating.
+
+    Example:
+
+    >>> class Dense(tf.Module):
+    ...     def __init__(self, inputs, outputs):
+    ...         kernel = tf.Variable(tf.random.normal([inputs, outputs]))
+    ...         self.kernel = keras_mp.autocast_variable(kernel)
+    ...     def __call__(self, x):
+    ...         return x @ self.kernel
+    >>> dense = Dense(3, 2)
+    >>> with keras_mp.autocast_scope("bfloat16"):
+    ...     dense(tf.ones([1, 3], "bfloat16")).dtype
+    tf.bfloat16
+    >>> dense.kernel.dtype
+    tf.float32
+
+    Source: RFC 293, "AutoCastVariable API".
+    """
+    return variable if isinstance(variable, AutoCastVariable) else AutoCastVariable(variable)
+
+
+@contextlib.contextmanager
+def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
+    """Casts variables now, for all reads until the end of the context.
+
+    In a graph the second read of a variable reuses the cast of the first one anyway. That stops at
+    the body of a loop, which runs many times and might write to the variable, and in eager, where
+    nobody sees who writes. Here you promise that nothing does, and so a recurrent cell in
+    `tf.while_loop` casts its kernel once instead of once a time step. Gradients still are summed in
+    the true dtype. A `tf.function` that is traced inside casts for itself, since it may be called
+    again outside.
+
+    Args:
+        variables: variables that cast themselves; others are ignored. They are cast to the dtype in
+            force; where none is, nothing happens.
+
+    Raises:
+        RuntimeError: inside, at an assignment to one of the variables.
+
+    Example:
+
+    >>> v = keras_mp.autocast_variable(tf.Variable(1.5))
+    >>> with keras_mp.autocast_scope("float16"), keras_mp.cast_once([v]):
+    ...     tf.while_loop(lambda i, x: i < 9, lambda i, x: (i + 1, x * v), (0, v.value()))[1].dtype
+    tf.float16
+    """
+    made = {
+        id(variable._variable): tf.cast(variable._variable, variable.dtype)
+        for variable in variables
+        if isinstance(variable, AutoCastVariable) and variable.dtype != variable.true_dtype
+    }
+    with casts.hold(made):
+        yield
+
+
+def _updates(name: str) -> Callable[..., Any]:
+    """A method that writes through the wrapped variable's method, in the true dtype."""
+
+    @functools.wraps(getattr(tf.Variable, name))
+    def update(self: "AutoCastVariable", *args: Any, **kwargs: Any) -> Any:
+        return self._update(name, *args, **kwargs)
+
+    return update
+
+
+class AutoCastVariable(
+    tf.__internal__.tracking.DelegatingTrackableMixin,
+    tf.Variable,
+    tf.__internal__.types.Tensor,
+):
+    """A variable that appears in another dtype inside of a scope.
+
+    It wraps a `tf.Variable` and behaves as that variable does, outside of an `autocast_scope` in
+    every respect. Inside, everything that reads it (`value`, `read_value`, `sparse_read`,
+    `gather_nd`, conversion to a tensor, hence operators, slicing and every operation) gives a
+    tensor of the scope's dtype. Assignments are made in the true dtype, and take values of either.
+    Gradients have the true dtype. `numpy()` and `repr` show the true value.
+
+    A wrapped variable of `tf.distribute` is an instance of its own class too.
+
+    Args:
+        variable: tf.Variable of a floating-point dtype.
+
+    Raises:
+        TypeError: it is not a `tf.Variable`, or one of TensorFlow 1's reference variables.
+        ValueError: its dtype is not floating.
+
+    Example:
+
+    >>> v = keras_mp.AutoCastVariable(tf.Variable(0.5, name="v"))
+    >>> with keras_mp.autocast_scope("float16"):
+    ...     print(v.dtype.name, v.true_dtype.name, tf.identity(v).dtype.name)
+    float16 float32 float16
+    >>> v
+    <AutoCastVariable cast_to=None of <tf.Variable 'v:0' shape=() dtype=float32, numpy=0.5>>
+
+    Source: RFC 293, "AutoCastVariable API".
+    """
+
+    def __new__(cls, variable: Any) -> "AutoCastVariable":
+        """Makes an instance of the class that fits the class of the wrapped variable."""
+        _check(variable)
+        return super().__new__(_class_for(type(variable)))
+
+    def __init__(self, variable: Any) -> None:
+        object.__setattr__(self, "_variable", variable)
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The dtype in which the variable appears, which is the scope's or else the true one."""
+        return autocast_dtype() or self.true_dtype
+
+    @property
+    def true_dtype(self) -> tf.DType:
+        """The dtype in which the value is kept."""
+        return self._variable.dtype
+
+    def value(self) -> tf.Tensor:
+        """Returns the value, in the dtype in which the variable appears."""
+        return casts.read(self._variable, self.dtype)
+
+    def read_value(self) -> tf.Tensor:
+        """Returns a copy of the value, in the dtype in which the variable appears."""
+        return self._cast(self._variable.read_value())
+
+    def read_value_no_copy(self) -> tf.Tensor:
+        """Returns the value without ever copying it, in the dtype in which the variable appears."""
+        return self._cast(self._variable.read_value_no_copy())
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """Returns some rows, which alone are cast."""
+        return self._cast(self._variable.sparse_read(indices, name=name))
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """Returns some elements or slices, which alone are cast."""
+        return self._cast(self._variable.gather_nd(indices, name=name))
+
+    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
+        """Converts to a tensor of the dtype in which the variable appears."""
+        del name
+        if dtype is not None and not dtype.is_compatible_with(self.dtype):
+            raise ValueError(
+                f"Cannot convert a variable that appears as {self.dtype.name} to a tensor of "
+                f"{dtype.name}; `tf.cast` does. Received: {self!r}"
+            )
+        # Of a variable that is summed over replicas when it is read, `value` is not always there.
+        return casts.read(self._variable, self.dtype, tf.convert_to_tensor)
+
+    def _cast(self, value: tf.Tensor) -> tf.Tensor:
+        return casts.cast(value, self.dtype)
+
+    assign = _updates("assign")
+    assign_add = _updates("assign_add")
+    assign_sub = _updates("assign_sub")
+    batch_scatter_update = _updates("batch_scatter_update")
+    load = _updates("load")
+    scatter_add = _updates("scatter_add")
+    scatter_div = _updates("scatter_div")
+    scatter_max = _updates("scatter_max")
+    scatter_min = _updates("scatter_min")
+    scatter_mul = _updates("scatter_mul")
+    scatter_nd_add = _updates("scatter_nd_add")
+    scatter_nd_sub = _updates("scatter_nd_sub")
+    scatter_nd_update = _updates("scatter_nd_update")
+    scatter_sub = _updates("scatter_sub")
+    scatter_update = _updates("scatter_update")
+
+    def scatter_nd_max(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Keeps the greater of an element and its update."""
+        return self._update("scatter_nd_max", indices, updates, name=name)
+
+    def scatter_nd_min(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Keeps the smaller of an element and its update."""
+        return self._update("scatter_nd_min", indices, updates, name=name)
+
+    def _strided_slice_assign(self, *args: Any, **kwargs: Any) -> Any:
+        # What `variable[1:].assign(...)` calls.
+        return self._update("_strided_slice_assign", *args, **kwargs)
+
+    def _update(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        casts.refuse_if_held(self._variable)
+        args = [self._in_true_dtype(arg) for arg in args]
+        kwargs = {key: self._in_true_dtype(arg) for key, arg in kwargs.items()}
+        result = getattr(self._variable, method)(*args, **kwargs)
+        reads = kwargs.get("read_value", args[3] if len(args) > 3 else True)
+        if result is self._variable or (reads and self._is_updated_on_replicas()):
+            return self
+        return AutoCastVariable(result) if isinstance(result, tf.Variable) else result
+
+    def _is_updated_on_replicas(self) -> bool:
+        """Does an update return a value on one replica or on each, and not the variable?"""
+        is_tensorflow_2 = tf.compat.v1.executing_eagerly_outside_functions()
+        return _is_distributed(type(self._variable)) and is_tensorflow_2
+
+    def _in_true_dtype(self, value: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            values = self._in_true_dtype(value.values)
+            return tf.IndexedSlices(values, value.indices, value.dense_shape)
+        if self.dtype == self.true_dtype or not tf.is_tensor(value) or value.dtype != self.dtype:
+            return value
+        # Of another such variable nothing is rounded on the way.
+        value = value._variable if isinstance(value, AutoCastVariable) else value
+        return tf.cast(value, self.true_dtype)
+
+    # As the wrapped variable, which is what is copied, saved and restored.
+
+    def _should_act_as_resource_variable(self) -> None:
+        # That it is there is how TensorFlow knows a resource variable of a foreign class.
+        return
+
+    @property
+    def _trackable(self) -> Any:
+        return self._variable
+
+    def _export_to_saved_model_graph(self, object_map: Any, *args: Any, **kwargs: Any) -> Any:
+        exported = self._variable._export_to_saved_model_graph(object_map, *args, **kwargs)
+        object_map[self] = object_map[self._variable]
+        return exported
+
+    def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+        self._variable._copy_trackable_to_cpu(object_map)
+        if self not in object_map:
+            object_map[self] = AutoCastVariable(object_map[self._variable])
+
+    def __tf_tracing_type__(self, context: Any) -> tf.types.experimental.TraceType:
+        del context
+        return _AutoCastType(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_variable":
+            raise AttributeError(name)  # It is being copied or unpickled.
+        return getattr(self._variable, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._variable, name, value)
+
+    def __copy__(self) -> "AutoCastVariable":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AutoCastVariable":
+        return AutoCastVariable(copy.deepcopy(self._variable, memo))
+
+    def __reduce__(self) -> Any:
+        return autocast_variable, (self._variable,)
+
+    # Above those of `tf.distribute`, which would not cast.
+    __eq__ = tf.Variable.__eq__
+    __ne__ = tf.Variable.__ne__
+    __hash__ = tf.Variable.__hash__
+
+    def __repr__(self) -> str:
+        dtype = autocast_dtype()
+        cast_to = None if dtype is None else dtype.name
+        return f"<AutoCastVariable cast_to={cast_to} of {self._variable!r}>"
+
+
+class _AutoCastType(tf.types.experimental.TraceType):
+    """What `tf.function` knows of an argument: which variable it is, and the dtype in force.
+
+    So a function is traced for each variable, as for a Python object, and again for another dtype.
+    One trace for all variables of a shape, as plain variables have it, is open to TensorFlow's own
+    classes only.
+    """
+
+    def __init__(self, variable: AutoCastVariable) -> None:
+        self._dtype = variable.dtype
+        self._wrapped = weakref.ref(variable._variable)
+        self._hash = hash((id(variable._variable), self._dtype))
+
+    def is_subtype_of(self, other: Any) -> bool:
+        return self == other
+
+    def most_specific_common_supertype(self, others: Any) -> Any:
+        return self if all(self == other for other in others) else None
+
+    def placeholder_value(self, placeholder_context: Any) -> AutoCastVariable:
+        del placeholder_context
+        return AutoCastVariable(self._wrapped())
+
+    def to_tensors(self, value: Any) -> list[tf.Tensor]:
+        del value
+        return []
+
+    def cast(self, value: Any, cast_context: Any) -> Any:
+        del cast_context
+        return value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: Any) -> bool:
+        return (
+            isinstance(other, _AutoCastType)
+            and self._dtype == other._dtype
+            and self._wrapped() is other._wrapped() is not None
+        )
+
+
+class _AsWrapped:
+    """An attribute that is the wrapped variable's: a property, a method or a special method."""
+
+    def __init__(self, name: str, documentation: str | None) -> None:
+        self._name = name
+        self.__doc__ = documentation
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else getattr(instance._variable, self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        setattr(instance._variable, self._name, value)
+
+
+# What `tf.Variable` does through `value()`, and so casts: operators, slicing, iteration.
+_THROUGH_VALUE = frozenset(
+    name for name in vars(tf.Variable) if name.startswith("__") and name not in vars(object)
+) - {"__module__", "__dict__", "__weakref__", "__abstractmethods__"}
+
+# What stays with the object that the user holds, and what would make it a composite tensor.
+_OWN = frozenset(("ref", "experimental_ref", "_type_spec"))
+
+
+@functools.cache
+def _class_for(wrapped_class: type) -> type[AutoCastVariable]:
+    """Makes the class of what wraps a variable of that class."""
+    namespace: dict[str, Any] = {"__module__": __name__, "__doc__": AutoCastVariable.__doc__}
+    explicit = dir(object) + [name for base in AutoCastVariable.__mro__[:2] for name in vars(base)]
+    for name in dir(wrapped_class):
+        attribute = inspect.getattr_static(wrapped_class, name)
+        if name in _THROUGH_VALUE:
+            namespace[name] = getattr(tf.Variable, name)
+        elif name in _OWN or name in explicit:
+            continue
+        elif inspect.isfunction(attribute) or inspect.isdatadescriptor(attribute):
+            namespace[name] = _AsWrapped(name, inspect.getdoc(attribute))
+    bases = (AutoCastVariable, *([wrapped_class] if _is_distributed(wrapped_class) else []))
+    name = "AutoCast" + wrapped_class.__name__.lstrip("_")
+    return types.new_class(name, bases, {}, lambda body: body.update(namespace))
+
+
+def _is_distributed(variable_class: type) -> bool:
+    """Is it a class of `tf.distribute`, which asks for its own classes by `isinstance`?"""
+    return "distribute" in variable_class.__module__.split(".")
+
+
+def _check(variable: Any) -> None:
+    is_resource = tf.__internal__.ops.is_resource_variable(variable)
+    if not isinstance(variable, tf.Variable) or not is_resource:
+        raise TypeError(
+            "Only a `tf.Variable` can be made to cast itself (weights of Keras layers do so by "
+            f"themselves). Received: {variable!r} (of type {type(variable)})"
+        )
+    if not variable.dtype.is_floating:
+        raise ValueError(
+            "Only a variable of a floating-point dtype can be cast. "
+            f"Received: {variable!r} with dtype={variable.dtype.name!r}"
+        )

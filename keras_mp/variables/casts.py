@@ -1,0 +1,230 @@
+"""Casting what was read from a variable: once where that is sound, else each time.
+
+This module needs TensorFlow only. In a graph, a second read of a variable gets the cast of the
+first one, if nothing can have written to the variable in between. That can be seen there: who
+writes needs the variable's handle, so it is a consumer of it. In eager nobody can tell, since an
+operation may write to a handle without asking the variable; there, and from one graph to the next
+(the body of a loop runs many times), only `hold` saves casts: the user says that nothing is
+written.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
+
+from keras_mp.support import host
+
+# Graphs that run where they are built. Nothing public tells them from those of functions.
+_CONTROL_FLOW = (
+    _func_graphs.CondBranchFuncGraph,
+    _func_graphs.WhileBodyFuncGraph,
+    _func_graphs.WhileCondFuncGraph,
+)
+
+# Operations that take the handle of a variable and leave its value alone.
+_READS = frozenset(
+    ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp")
+)
+# On operations that call a function: which of their inputs the function only reads.
+_READ_ONLY_INPUTS = "_read_only_resource_inputs"
+
+
+class _Cast(NamedTuple):
+    """A cast that was made: the name of its tensor, and who had written to the variable by then."""
+
+    name: str
+    writers: frozenset[str]
+
+
+# By graph, then by handle, dtype and device. Their names, since a tensor would keep its graph.
+_Key = tuple[str, str, str]
+_made: weakref.WeakKeyDictionary[Any, dict[_Key, _Cast]] = weakref.WeakKeyDictionary()
+
+
+class _Held(NamedTuple):
+    """A cast that `hold` holds, and the graph in which it does; None is eager."""
+
+    cast: tf.Tensor
+    graph: Any
+
+
+class _ByThread(threading.local):
+    """What `hold` holds in this thread, by the id of the variable."""
+
+    def __init__(self) -> None:
+        self.held: Mapping[int, _Held] = {}
+
+
+_mine = _ByThread()
+
+
+def read(variable: Any, dtype: tf.DType, by: Callable[[Any], tf.Tensor] | None = None) -> tf.Tensor:
+    """Returns the value of a variable in a dtype.
+
+    Args:
+        variable: a `tf.Variable`, not one that casts itself.
+        dtype: DType.
+        by: what reads the variable; by default its `value`.
+    """
+    value = variable.value() if by is None else by(variable)
+    held = _mine.held.get(id(variable))
+    if held is not None and held.cast.dtype == dtype and _is_within(held.graph):
+        return read_as(value, held.cast)
+    return cast(value, dtype)
+
+
+def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Casts what was read from a variable.
+
+    The gradient of each read comes back in the dtype of `value`, so that the gradients of many
+    reads of one cast are summed as precisely as those of many casts.
+
+    Args:
+        value: tensor that was read.
+        dtype: DType.
+
+    Returns:
+        A tensor of that dtype; `value` itself if it has it.
+    """
+    if value.dtype == dtype:
+        return value
+    graph = host.current_graph()
+    handle = _handle_that_was_read(value) if isinstance(graph, tf.__internal__.FuncGraph) else None
+    if handle is None:
+        return tf.cast(value, dtype)
+    made = _made.setdefault(graph, {})
+    # One handle may stand for a variable on each of several devices.
+    key = handle.name, dtype.name, value.device
+    writers = _writers(handle)
+    if writers is None:
+        return tf.cast(value, dtype)
+    if key in made and made[key].writers == writers:
+        return read_as(value, graph.get_tensor_by_name(made[key].name))
+    result = tf.cast(value, dtype)
+    made[key] = _Cast(result.name, writers)
+    return result
+
+
+def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
+    """Returns the cast of `value` that was made before; gradients go to `value`, in its dtype."""
+    if tf.executing_eagerly():
+        return _read_as_in_eager(value, cast_before)
+    # What `tf.custom_gradient` does in a graph, but that keeps each graph until the process ends.
+    graph = tf.compat.v1.get_default_graph()
+    tensors = [value, cast_before]
+    types = [tensor.dtype.as_datatype_enum for tensor in tensors]
+    attrs = {"T": tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))}
+    gradient = _register_gradient(value.dtype, str(value.shape))
+    with graph.gradient_override_map({"IdentityN": gradient}):
+        op = graph.create_op("IdentityN", tensors, [t.dtype for t in tensors], attrs=attrs)
+    tf.__internal__.record_gradient(gradient, list(op.inputs), (), op.outputs)
+    return op.outputs[1]
+
+
+@functools.cache
+def _register_gradient(dtype: tf.DType, shape: str) -> str:
+    """Returns a name of the gradient. A SavedModel keeps one function for each name."""
+    name = f"KerasMpReadAs_{dtype.name}_{shape}"
+
+    @tf.RegisterGradient(name)
+    def gradient(op: Any, of_value: Any, of_cast: tf.Tensor) -> list[Any]:
+        del op, of_value  # They are None in a SavedModel and zeros elsewhere.
+        return [tf.cast(of_cast, dtype), None]
+
+    return name
+
+
+@tf.custom_gradient
+def _read_as_in_eager(value: tf.Tensor, cast_before: tf.Tensor) -> Any:
+    return cast_before, lambda gradient: (tf.cast(gradient, value.dtype), None)
+
+
+def refuse_if_held(variable: Any) -> None:
+    """Raises an error where `hold` has promised that nothing writes to the variable.
+
+    Args:
+        variable: a `tf.Variable`, not one that casts itself.
+
+    Raises:
+        RuntimeError: it is held.
+    """
+    if id(variable) in _mine.held:
+        raise RuntimeError(
+            "A variable was assigned to inside of `keras_mp.cast_once`, where its cast is kept. "
+            f"Assign outside of it, or leave it out of the list. Received: {variable!r}"
+        )
+
+
+@contextlib.contextmanager
+def hold(made: Mapping[int, tf.Tensor]) -> Iterator[None]:
+    """Makes reads of variables take casts that were made before.
+
+    Args:
+        made: the casts, by the id of the variable.
+    """
+    before, graph = _mine.held, host.current_graph()
+    _mine.held = {**before, **{key: _Held(cast, graph) for key, cast in made.items()}}
+    try:
+        yield
+    finally:
+        _mine.held = before
+
+
+def graphs_of_branches(graph: Any) -> list[Any]:
+    """Returns a graph and, if it is a branch of a condition, those around it, outermost first.
+
+    Each of them runs once where the others do.
+    """
+    graphs = [graph]
+    while isinstance(graphs[0], _func_graphs.CondBranchFuncGraph):
+        graphs.insert(0, graphs[0].outer_graph)
+    return graphs
+
+
+def _is_within(outer: Any) -> bool:
+    """Is what is built now a part of that graph, such as the body of a loop?
+
+    What is traced for a `tf.function` or a dataset is not: it may run when nothing is held.
+    """
+    graph = host.current_graph()
+    while graph is not outer:
+        if not isinstance(graph, _CONTROL_FLOW):
+            return False
+        graph = graph.outer_graph
+    return True
+
+
+def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
+    """The handle whose plain value this is, or None: a slice, a sum over replicas, ...
+
+    None also where the user says, by control dependencies, what a read is to come after.
+    """
+    op = value.op
+    while op.type == "Identity" and not op.control_inputs:
+        op = op.inputs[0].op
+    return op.inputs[0] if op.type == "ReadVariableOp" and not op.control_inputs else None
+
+
+def _writers(handle: tf.Tensor) -> frozenset[str] | None:
+    """Who may have written to the variable, or None if that may be done through another tensor."""
+    writers = [op for op in handle.consumers() if not only_reads(op, handle)]
+    if any(output.dtype == tf.resource for op in writers for output in op.outputs):
+        return None
+    return frozenset(op.name for op in writers)
+
+
+def only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:
+    """Does an operation that takes the handle of a variable leave its value alone?"""
+    if op.type in _READS:
+        return True
+    try:
+        read_only = set(op.get_attr(_READ_ONLY_INPUTS))
+    except ValueError:
+        return False
+    return all(i in read_only for i, given in enumerate(op.inputs) if given is handle)

@@ -1,0 +1,167 @@
+"""When a variable that casts itself appears in another dtype (RFC 293, "AutoCastVariable API").
+
+This module needs TensorFlow only.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.kernels import sums
+
+
+class _ThreadsDtype(threading.local):
+    """Which dtype variables are cast to in this thread; None if they are not cast."""
+
+    value: tf.DType | None = None
+
+    @contextlib.contextmanager
+    def set_to(self, dtype: tf.DType | None) -> Iterator[None]:
+        before = self.value
+        self.value = dtype
+        try:
+            yield
+        finally:
+            self.value = before
+
+
+_threads_dtype = _ThreadsDtype()
+
+
+class _Scope:
+    """Where the dtype in force is kept: here, or in Keras, which `share_scope` arranges."""
+
+    dtype: Callable[[], tf.DType | None] = staticmethod(lambda: _threads_dtype.value)
+    enter: Callable[[tf.DType | None], Any] = staticmethod(_threads_dtype.set_to)
+
+
+def share_scope(
+    dtype: Callable[[], tf.DType | None], enter: Callable[[tf.DType | None], Any]
+) -> None:
+    """Keeps the dtype in force where somebody else keeps it, so that each casts the other's.
+
+    Args:
+        dtype: returns the DType in force in this thread, or None.
+        enter: takes a DType or None and returns the context manager that puts it in force.
+    """
+    _Scope.dtype = staticmethod(dtype)
+    _Scope.enter = staticmethod(enter)
+
+
+def autocast_scope(dtype: Any) -> Any:
+    """Makes variables that cast themselves appear in a dtype.
+
+    It holds in the thread that enters it, until it exits, also by an exception. It is what a layer
+    enters before it runs `call`, and what code without Keras enters by hand. It reaches the weights
+    of Keras layers too.
+
+    `tf.function` does not know it: a function that was traced inside of the scope and reads a
+    variable that it was not given as an argument goes on casting when it is called outside. Passed
+    as an argument, the variable makes the function trace again for another dtype.
+
+    Args:
+        dtype: DType, string, or anything else that `tf.as_dtype` takes, floating; or None, which
+            turns casting off.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ValueError: `dtype` is not floating.
+
+    Example:
+
+    >>> v = keras_mp.autocast_variable(tf.Variable(1.5))
+    >>> with keras_mp.autocast_scope("bfloat16"):
+    ...     (v + 1).dtype
+    tf.bfloat16
+    >>> (v + 1).dtype
+    tf.float32
+
+    Source: RFC 293, "AutoCastVariable API".
+    """
+    if dtype is not None:
+        dtype = tf.as_dtype(dtype)
+        if not dtype.is_floating:
+            raise ValueError(
+                "Variables can be cast to a floating-point dtype only. Expected a floating-point "
+                f"dtype or None. Received: dtype={dtype.name!r}"
+            )
+        if dtype.size == 2:
+            sums.install()
+    return _Scope.enter(dtype)
+
+
+def autocast_dtype() -> tf.DType | None:
+    """Returns the dtype that variables are cast to in this thread, or None.
+
+    Example:
+
+    >>> with keras_mp.autocast_scope("float16"):
+    ...     keras_mp.autocast_dtype()
+    tf.float16
+    """
+    return _Scope.dtype()
+
+
+def in_current_scope(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function run in the scope that is in force now, whenever and wherever it is called.
+
+    For functions that are called later (`tf.recompute_grad` calls its function again when gradients
+    are computed) or in another thread.
+
+    Args:
+        function: callable.
+
+    Returns:
+        A callable with the same arguments and results.
+
+    Example:
+
+    >>> v = keras_mp.autocast_variable(tf.Variable(1.5))
+    >>> with keras_mp.autocast_scope("float16"):
+    ...     double = keras_mp.in_current_scope(lambda: v * 2)
+    >>> double().dtype
+    tf.float16
+    """
+    dtype = autocast_dtype()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with autocast_scope(dtype):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def recompute_grad(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`tf.recompute_grad` that reads variables in the dtype in which they were read the first time.
+
+    When gradients are computed, the layer that called the function has returned, so the function of
+    `tf.recompute_grad` would read float32 variables.
+
+    Args:
+        function: callable whose results are to be computed again instead of being kept.
+
+    Returns:
+        A callable with the same arguments and results.
+
+    Example:
+
+    >>> v = keras_mp.autocast_variable(tf.Variable(1.5))
+    >>> double = keras_mp.recompute_grad(lambda x: x * v)
+    >>> with tf.GradientTape() as tape, keras_mp.autocast_scope("float16"):
+    ...     y = double(tf.constant(2.0, tf.float16))
+    >>> tape.gradient(y, v)
+    <tf.Tensor: shape=(), dtype=float32, numpy=2.0>
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return tf.recompute_grad(in_current_scope(function))(*args, **kwargs)
+
+    return call

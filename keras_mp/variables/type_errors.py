@@ -1,0 +1,124 @@
+"""Explains an error about dtypes that a layer ran into (RFC 293, "TypeErrors").
+
+This module needs TensorFlow only.
+"""
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from keras_mp.support import messages
+
+# What TensorFlow raises where it meets two dtypes: in eager, in a graph, on conversion.
+ERRORS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
+
+_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
+_NAMES.update({name: name for name in ("float16", "bfloat16", "float32", "float64")})
+# A dtype's name, but not within another word, a path or a name of a tensor.
+_DTYPE = re.compile(r"(?<![\w./:-])(?:tf\.)?(" + "|".join(_NAMES) + r")(?![\w/:(-]|\.\w)")
+# What TensorFlow says where two dtypes meet; the user's own errors are not touched.
+_ABOUT_DTYPES = re.compile(
+    r"was expected to be a \S+ tensor but is a \S+ tensor|"  # in eager
+    r"has type \S+ that does not match type|"  # in a graph
+    r"have types \[.*\] that don't all match|"  # lists of tensors
+    r"`x` and `y` must have the same dtype|"  # division
+    r"Tensor conversion requested dtype \S+ for Tensor with dtype|"
+    r"Incompatible type conversion requested to type|"  # of a variable
+    r"Cannot convert a variable that appears as|"  # of one that casts itself
+    r"enters the loop with type .* but has type|"  # loops
+    r"TensorArray dtype is \S+ but Op is trying to write dtype|"
+    r"Tensor\(.*\) and Tensor\(.*\) have different types|"  # branches
+    r"`x.dtype` must be compatible with `rate.dtype`|"  # dropout
+    r"Cannot convert a list containing a tensor of dtype|"
+    r"Can not cast TensorSpec\(|"  # input_signature of a function
+    r"has dtype \S+ (?:in the main branch|before the loop), but"  # AutoGraph's
+)
+# Functions that make a float32 tensor if no dtype is passed.
+_MAKERS = re.compile(
+    r"\btf\.((?:random\.(?:stateless_)?\w+|constant|ones|zeros|fill|eye|linspace|range|one_hot|"
+    r"convert_to_tensor|cast))\("
+)
+
+
+# By which an outer layer knows that an inner one has said what there is to say.
+_EXPLANATION = (
+    "A layer's inputs and the weights of `add_weight` are cast to its compute dtype, other tensors "
+    "are not."
+)
+
+
+def dtypes_in(error: Exception) -> list[str]:
+    """Returns the floating dtypes that a TensorFlow error is about.
+
+    Args:
+        error: what was raised.
+
+    Returns:
+        The names of two different dtypes, in the order of the message; an empty list if the error
+        is not about two floating dtypes.
+    """
+    lines = str(getattr(error, "message", error)).splitlines()
+    # Not other lines: Keras lists the arguments of a layer inside, dtypes included.
+    about = "".join(line for line in lines if _ABOUT_DTYPES.search(line))
+    names = list(dict.fromkeys(_NAMES[name] for name in _DTYPE.findall(about)))
+    return names[:2] if len(names) >= 2 else []
+
+
+def explain(
+    error: Exception, layer: str, compute_dtype: str, bare_variables: Iterable[str]
+) -> TypeError | None:
+    """Returns an error that names the layer, the dtypes and the likely cure.
+
+    Args:
+        error: what `call` raised.
+        layer: str. How to call the layer.
+        compute_dtype: str. The layer's compute dtype.
+        bare_variables: names of the layer's attributes that are variables and do not cast
+            themselves.
+
+    Returns:
+        An exception to be raised from `error`, or None if it is about something else.
+    """
+    dtypes = dtypes_in(error)
+    if not dtypes or _EXPLANATION in str(error):
+        return None
+    line = _users_last_line(error)
+    source = linecache.getline(*line).strip() if line else ""
+    where = f"in line {line.number} of {line.file} (`{source}`)" if line else "in it"
+    return TypeError(
+        f"{layer} computes in {compute_dtype}, and its `call` met {dtypes[0]} and {dtypes[1]} "
+        f"{where}. {_EXPLANATION} {_cure(source, list(bare_variables))} TensorFlow said: "
+        f"{getattr(error, 'message', error)}"
+    )
+
+
+def _users_last_line(error: Exception) -> messages.Line | None:
+    # AutoGraph runs a copy of the program, and notes to which lines of it the copy's belong.
+    converted = getattr(error, "ag_error_metadata", None)
+    stack = list(converted.translated_stack)[::-1] if converted else []
+    frames = [*traceback.extract_tb(error.__traceback__), *stack]
+    lines = [messages.Line(frame.filename, frame.lineno or 0) for frame in frames]
+    return next((line for line in lines[::-1] if not messages.is_library(line.file)), None)
+
+
+def _cure(source: str, bare_variables: list[str]) -> str:
+    used = [name for name in bare_variables if re.search(rf"\bself\.{name}\b", source)]
+    maker = _MAKERS.search(source)
+    if used or (bare_variables and not source):
+        name = (used or bare_variables)[0]
+        return (
+            f"Likely cure: `self.{name}` is a bare tf.Variable; make it with `self.add_weight`, or "
+            f"wrap it: `self.{name} = keras_mp.autocast_variable(...)`."
+        )
+    if maker and maker[1] in ("cast", "convert_to_tensor"):
+        return f"Likely cure: let `tf.{maker[1]}` make a tensor of `self.compute_dtype`."
+    if maker:
+        return f"Likely cure: pass the dtype: `tf.{maker[1]}(..., dtype=self.compute_dtype)`."
+    return (
+        "Likely cures: pass `dtype=self.compute_dtype` to what makes a tensor (`tf.constant`, "
+        "`tf.random.normal`, ...), make variables with `self.add_weight`, or cast: "
+        "`tf.cast(x, self.compute_dtype)`."
+    )

@@ -1,0 +1,114 @@
+import json
+import pathlib
+
+import pytest
+import tensorflow as tf
+
+from keras_mp.hardware import remembered
+from tests.hardware.machines import EPYC, XEON
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "keras_mp"
+
+
+def test_what_was_written_is_read_by_the_same_machine_only(cache):
+    this, other = remembered.describe("CPU"), remembered.describe("A GPU")
+    assert remembered.read(this) is None
+    remembered.write(this, XEON)
+    assert remembered.read(this) == XEON
+    assert remembered.read(other) is None
+    remembered.write(other, EPYC)
+    remembered.write(this, EPYC)
+    assert remembered.read(this) == EPYC
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.setattr(remembered, "cpu_info", lambda: {"flags": "fpu"}),
+        lambda m: m.setattr(remembered, "_cores", lambda: 99),
+        lambda m: m.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 99),
+        lambda m: m.setattr(tf.version, "VERSION", "2.99"),
+        lambda m: m.setenv("TF_ENABLE_ONEDNN_OPTS", "0"),
+        lambda m: m.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    ],
+)
+def test_what_speeds_depend_on_makes_another_machine(cache, monkeypatch, change):
+    remembered.write(remembered.describe("CPU"), XEON)
+    change(monkeypatch)
+    assert remembered.read(remembered.describe("CPU")) is None
+
+
+def with_speed(value):
+    speeds = json.loads(json.dumps(XEON))
+    speeds["convolution"]["bfloat16"] = value
+    return json.dumps({"machine": remembered.describe("CPU"), "speeds": speeds})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        lambda: "",
+        lambda: '{"machine": ',
+        lambda: "\x00\xff",
+        lambda: "[]",
+        lambda: "null",
+        lambda: '{"speeds": 1}',
+        lambda: json.dumps({"machine": {}, "speeds": XEON}),
+        lambda: json.dumps({"machine": remembered.describe("CPU"), "speeds": {}}),
+        lambda: with_speed(0),
+        lambda: with_speed(-1),
+        lambda: with_speed("fast"),
+        lambda: with_speed(None),
+        lambda: with_speed(float("nan")),
+        lambda: with_speed(float("inf")),
+    ],
+)
+def test_a_file_that_is_no_such_file_is_as_good_as_none(cache, text):
+    machine = remembered.describe("CPU")
+    remembered.write(machine, XEON)
+    [path] = cache.iterdir()
+    path.write_text(text(), encoding="latin-1")
+    assert remembered.read(machine) is None
+    remembered.write(machine, EPYC)
+    assert remembered.read(machine) == EPYC
+
+
+@pytest.mark.parametrize("kind", ["a file where a folder should be", "a folder in the way", "home"])
+def test_where_nothing_can_be_written_nothing_is(tmp_path, monkeypatch, kind):
+    machine = remembered.describe("CPU")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if kind == "a file where a folder should be":
+        (tmp_path / "keras_mp").touch()
+    elif kind == "a folder in the way":
+        remembered._path(machine).mkdir(parents=True)
+    else:
+
+        def no_home():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(pathlib.Path, "home", no_home)
+    remembered.write(machine, XEON)
+    assert remembered.read(machine) is None
+    assert not list(tmp_path.glob("keras_mp/tmp*"))
+
+
+def test_the_usual_cache_folder(monkeypatch, tmp_path):
+    machine = remembered.describe("CPU")
+    monkeypatch.setattr(pathlib.Path, "home", lambda: tmp_path)
+    for folder in (None, "", "relative"):
+        if folder is None:
+            monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        else:
+            monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        assert remembered._path(machine).parent == tmp_path / ".cache" / "keras_mp"
+
+
+def test_a_machine_is_described_in_what_json_can_hold():
+    machine = remembered.describe("CPU")
+    assert json.loads(json.dumps(machine)) == machine

@@ -1,0 +1,68 @@
+import math
+
+import pytest
+import tensorflow as tf
+
+from keras_mp.hardware import stopwatch
+from keras_mp.hardware.stopwatch import Turn
+
+
+def test_every_dtype_gets_a_speed_for_every_operation(monkeypatch):
+    monkeypatch.setattr(stopwatch, "_SECONDS", 0)
+    speeds = stopwatch.measure("CPU:0")
+    assert list(speeds) == ["matrix product", "convolution"]
+    for by_dtype in speeds.values():
+        assert list(by_dtype) == ["float32", "bfloat16", "float16"]
+        assert all(math.isfinite(speed) and speed > 0 for speed in by_dtype.values())
+
+
+def test_what_is_computed_is_what_is_counted():
+    product, image = next(stopwatch._matrix_products()), next(stopwatch._convolutions())
+    a, b = product.arguments
+    assert product.count == 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    x, kernel = image.arguments
+    out = image.operation(x, kernel)
+    assert image.count == 2 * out.shape.num_elements() * math.prod(kernel.shape[:3])
+
+
+def test_a_problem_grows_until_it_is_large_enough_or_a_dtype_much_slower(monkeypatch):
+    def chosen(seconds):
+        """The problem that is chosen, where a turn takes seconds(size, dtype), and the turns."""
+
+        def take_turns(problem, arguments, count):
+            assert [arguments[d][0].dtype.name for d in arguments] == list(stopwatch.DTYPES)
+            return {d: [Turn(seconds(problem.count, d), 0)] * count for d in stopwatch.DTYPES}
+
+        monkeypatch.setattr(stopwatch, "_take_turns", take_turns)
+        problems = [stopwatch._Problem(tf.add, (tf.zeros([]),), size) for size in (1, 8, 64)]
+        size, turns = stopwatch._race(iter(problems))
+        return size, len(turns["float16"])
+
+    assert chosen(lambda size, dtype: 1e-3 * size) == (8, 9)
+    assert chosen(lambda size, dtype: 1e-4 * size) == (64, 10)
+    assert chosen(lambda size, dtype: 1.0) == (8, 6)
+    assert chosen(lambda size, dtype: 1e-4 * (90 if dtype == "float16" else 1)) == (1, 19)
+
+
+def turns(**seconds):
+    return {dtype: [Turn(*each) for each in of_dtype] for dtype, of_dtype in seconds.items()}
+
+
+def test_on_a_calm_machine_the_fastest_turn_counts():
+    calm = turns(float32=[(1.0, 1.9), (1.1, 2.0)], bfloat16=[(4.2, 5.0), (4.0, 4.0)])
+    assert stopwatch.undisturbed(calm) == {"float32": 1.0, "bfloat16": 4.0}
+
+
+def test_on_a_busy_machine_it_is_what_was_computed_that_tells():
+    # Both threads of the first turn of float32 had a core of their own; nobody else had.
+    busy = turns(
+        float32=[(1.0, 2.0), (3.0, 2.0), (5.0, 2.0)],
+        bfloat16=[(9.0, 6.0), (9.0, 6.2), (8.0, 6.0)],
+    )
+    assert stopwatch.undisturbed(busy) == pytest.approx({"float32": 1.0, "bfloat16": 3.0})
+    assert stopwatch.fastest(busy) == {"float32": 1.0, "bfloat16": 8.0}
+
+
+def test_a_clock_of_cpu_time_that_stands_still_is_not_asked():
+    coarse = turns(float32=[(1.0, 0.0), (3.0, 0.0)], bfloat16=[(2.0, 0.0), (2.0, 15.0)])
+    assert stopwatch.undisturbed(coarse) == {"float32": 1.0, "bfloat16": 2.0}

@@ -1,0 +1,260 @@
+"""Choosing a Keras, in processes of their own; and the private API that keras_mp leans on."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import keras_api
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer
+
+OTHER = {"TF_USE_LEGACY_KERAS": "1" if IS_KERAS_3 else "0"}
+
+
+def python(code, **environment):
+    """Runs code in a new process; returns what it printed, on both streams."""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return run.stdout
+
+
+HIDE_TF_KERAS = """
+import sys
+sys.modules["tf_keras"] = None
+import keras_mp
+"""
+
+# No other backend is installed for the tests; keras_mp sees no more of one than its name.
+OTHER_BACKEND = """
+import tensorflow as tf
+tf.keras.backend.backend = lambda: "jax"
+import keras_mp
+"""
+
+OLD_TENSORFLOW = """
+import tensorflow as tf
+tf.__version__ = "2.15.1"
+import keras_mp
+"""
+
+OLD_KERAS = """
+import keras
+keras.__version__ = "3.4.1"
+import keras_mp
+"""
+
+# Not even importable as what it pretends to be: the version is looked at first.
+OLDER_KERAS = """
+import sys
+import keras
+keras.__version__ = "3.3.0"
+sys.modules["keras.src.backend.common.symbolic_scope"] = None
+import keras_mp
+"""
+
+
+def test_bound_to_what_tf_keras_is():
+    assert keras_api.ROOT_PACKAGE == tf.keras.Model.__module__.split(".")[0]
+    assert keras_api.OTHER_PACKAGE != keras_api.ROOT_PACKAGE
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="The answer does not depend on this process's Keras.")
+@pytest.mark.parametrize(
+    ("code", "environment", "message"),
+    [
+        ("import keras_mp", {"KERAS_BACKEND": "jax"}, "set KERAS_BACKEND=tensorflow"),
+        (OTHER_BACKEND, {}, "Set KERAS_BACKEND=tensorflow"),
+        (HIDE_TF_KERAS, {"TF_USE_LEGACY_KERAS": "1"}, "pip install tf_keras=="),
+        (OLD_TENSORFLOW, {}, "keras_mp needs TensorFlow 2.16 or later"),
+        (OLD_KERAS, {}, 'Run `pip install "keras>=3.12"`. Received: keras 3.4.1'),
+        (OLDER_KERAS, {}, "keras_mp needs Keras 3.12 or later"),
+    ],
+    ids=[
+        "backend not installed",
+        "backend",
+        "no tf_keras",
+        "old TensorFlow",
+        "old Keras",
+        "Keras without what we import",
+    ],
+)
+def test_what_cannot_work_says_what_to_set(code, environment, message):
+    output = python(code, **environment)
+    assert "ImportError" in output
+    assert message in output
+
+
+WRONG_MODEL = """
+import sys
+import tensorflow as tf
+import keras_mp
+{early}
+keras_mp.set_global_policy("{policy}")
+finders = list(sys.meta_path)
+import {other}
+assert sys.meta_path == finders
+{again}
+model = {other}.Sequential([{other}.layers.Dense(1)])
+optimizer = {optimizer}
+try:
+    model.compile(optimizer, "mse")
+    print("COMPILED")
+except ValueError as error:
+    print("REFUSED", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "early", "refused"),
+    [
+        ("mixed_float16", "'sgd'", True, True),
+        # Nobody watches imports: it is seen when the next policy is set.
+        ("mixed_float16", "'sgd'", False, True),
+        ("float32", "keras_mp.LossScaleOptimizer('sgd')", True, True),
+        ("float32", "'sgd'", False, False),
+    ],
+)
+def test_a_model_of_the_other_keras(policy, optimizer, early, refused):
+    other = keras_api.OTHER_PACKAGE
+    again = "" if early else "keras_mp.set_global_policy(keras_mp.global_policy())"
+    early = f"import {other}" if early else ""
+    output = python(
+        WRONG_MODEL.format(
+            other=other, policy=policy, optimizer=optimizer, early=early, again=again
+        )
+    )
+    if refused:
+        assert (
+            f"REFUSED keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE}" in output
+        )
+        assert keras_api.switch_hint() in output
+    else:
+        assert "COMPILED" in output
+
+
+WRONG_OPTIMIZER = """
+import tensorflow as tf
+import {other}
+import keras_mp
+try:
+    keras_mp.LossScaleOptimizer({other}.optimizers.SGD())
+except TypeError as error:
+    print("REFUSED", error)
+"""
+
+
+def test_an_optimizer_of_the_other_keras():
+    output = python(WRONG_OPTIMIZER.format(other=keras_api.OTHER_PACKAGE))
+    assert "REFUSED Expected an optimizer of `tf.keras`" in output
+    assert keras_api.switch_hint() in output
+
+
+def test_compile_owner_defines_compile():
+    assert "compile" in vars(keras_api.COMPILE_OWNER)
+    assert issubclass(tf.keras.Model, keras_api.COMPILE_OWNER)
+
+
+def test_flatten_layers_goes_all_the_way_down():
+    inner = tf.keras.Sequential([tf.keras.layers.Dense(1, name="deep")])
+    names = [layer.name for layer in keras_api.flatten_layers(tf.keras.Sequential([inner]))]
+    assert "deep" in names
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_built_variables(name):
+    variables = [tf.Variable(1.0)]
+    family = keras_api.optimizer_family(make_optimizer(name))
+    with pytest.raises(ValueError, match="Pass the variables together with the gradients"):
+        family.built_variables()
+    family.build(variables)
+    if IS_KERAS_3:
+        assert family.built_variables()[0] is variables[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_own_aggregation_is_recognized(name):
+    optimizer = make_optimizer(name)
+    assert keras_api.optimizer_family(optimizer).custom_aggregation() is None
+    if IS_KERAS_3:
+        return
+
+    method = "_aggregate_gradients" if name.startswith("legacy") else "aggregate_gradients"
+    own = type("Own", (type(optimizer),), {method: lambda self, pairs: pairs})
+    aggregation = keras_api.optimizer_family(own(0.1)).custom_aggregation()
+    assert aggregation([(1, 2)]) == [(1, 2)]
+
+
+def test_autocast_scope_is_the_one_of_keras():
+    layer = tf.keras.layers.Dense(1, dtype="mixed_float16")
+    layer.build([None, 1])
+    assert keras_api.autocast_dtype() is None
+    with keras_api.autocast_scope(tf.float16):
+        assert keras_api.autocast_dtype() == tf.float16
+        assert tf.convert_to_tensor(layer.kernel).dtype == tf.float16
+        with keras_api.autocast_scope(None):
+            assert keras_api.autocast_dtype() is None
+            assert tf.convert_to_tensor(layer.kernel).dtype == tf.float32
+            wide = tf.keras.layers.Dense(1, dtype="float64")
+            wide.build([None, 1])
+            assert wide.kernel.dtype == tf.float64
+
+
+class Weights(keras_api.BaseLayer):
+    def call(self, x):
+        return x
+
+
+def test_base_layer_casts_no_inputs_and_makes_variables_that_cast_themselves():
+    layer = Weights(dtype="mixed_float16")
+    weights = [layer.add_weight(shape=(2,), autocast=autocast) for autocast in (True, False)]
+    assert layer(tf.ones([2])).dtype == tf.float32
+    assert layer.weights[0] is weights[0]
+    (inner,) = keras_api.autocast_variables(weights)
+    assert isinstance(inner, keras_mp.AutoCastVariable)
+    inner.assign([3.0, 4.0])
+    assert weights[0].numpy().tolist() == [3, 4]
+
+
+def test_arguments_of_a_loss_are_all_there():
+    arguments = keras_api.arguments_of_loss(tf.keras.losses.Huber(delta=2.0, reduction="sum"))
+    dtype = {"dtype": "float32"} if IS_KERAS_3 else {}
+    assert arguments == {"delta": 2.0, "reduction": "sum", "name": "huber_loss", **dtype}
+
+
+def test_every_built_in_loss_wraps_a_function():
+    assert "fn" in vars(keras_api.LossFunctionWrapper(len))
+    assert keras_api.LossFunctionWrapper.__mro__[1] is tf.keras.losses.Loss
+
+
+def test_predictions_are_widened_by_the_containers_of_keras():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    keras_api.widen_predictions(model)
+    names = ("_compile_metrics",) if IS_KERAS_3 else ("compiled_loss", "compiled_metrics")
+    for name in names:
+        container = getattr(model, name)
+        assert type(container).__name__.startswith("_Wide")
+        assert type(container).__mro__[1].__module__.endswith("compile_utils")
+
+
+def test_is_symbolic():
+    asked = []
+
+    class Asks(tf.keras.layers.Layer):
+        def call(self, x):
+            asked.append(keras_api.is_symbolic())
+            return x
+
+    layer = Asks()
+    layer(tf.keras.Input([1]))
+    layer(tf.ones([1, 1]))
+    assert asked == [IS_KERAS_3, False]

@@ -1,0 +1,618 @@
+"""Fused where the logits can be found, the stock value and one warning where not."""
+
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import losses
+from keras_mp.kernels import softmax_and_cross_entropy as fusion
+from tests.common import IS_KERAS_3, pairs
+
+K = tf.keras
+MODES = {
+    "eager": lambda function: function,
+    "function": tf.function,
+    "jit": lambda function: tf.function(function, jit_compile=True),
+}
+GRAPHS = ["function", "jit"]
+DTYPES = ["float16", "bfloat16", "float32"]
+
+# Logits, the wrong label, and the loss that it costs with its gradient.
+ONE_HOT, SPARSE = [[0.0, 1.0]], [1]
+CASES = {
+    "CategoricalCrossentropy": ("softmax", ONE_HOT, 50, [1, -1]),
+    "SparseCategoricalCrossentropy": ("softmax", SPARSE, 50, [1, -1]),
+    "CategoricalFocalCrossentropy": ("softmax", ONE_HOT, 12.5, [0.25, -0.25]),
+    "BinaryCrossentropy": ("sigmoid", ONE_HOT, 50, [0.5, -0.5]),
+    "BinaryFocalCrossentropy": ("sigmoid", ONE_HOT, 50, [0.5, -0.5]),
+}
+
+
+def loss_and_gradient(loss, y_true, logits, predict, mode):
+    @MODES[mode]
+    def function(logits):
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            value = loss(y_true, predict(logits))
+        return value, tape.gradient(value, logits)
+
+    return [None if each is None else each.numpy() for each in function(logits)]
+
+
+def wrong(name, dtype):
+    """Logits that are sure of the wrong class, in both directions for a sigmoid."""
+    return tf.constant([[50, 0 if CASES[name][0] == "softmax" else -50]], dtype)
+
+
+@pytest.mark.parametrize(("name", "mode", "dtype"), pairs(CASES, MODES, DTYPES))
+def test_exact_at_logits_of_50(name, dtype, mode):
+    activation, y_true, expected, expected_gradient = CASES[name]
+    value, gradient = loss_and_gradient(
+        getattr(losses, name)(),
+        tf.constant(y_true),
+        wrong(name, dtype),
+        K.activations.get(activation),
+        mode,
+    )
+    assert value.dtype == np.float32
+    assert value == expected
+    np.testing.assert_array_equal(gradient[0].astype("float32"), expected_gradient)
+
+
+def flat(p):
+    return tf.reshape(p, [-1, 1, p.shape[-1]])
+
+
+BETWEEN = {
+    "cast": lambda p: tf.cast(p, "float32"),
+    "casts": lambda p: tf.cast(tf.cast(p, "float32"), "float16"),
+    "identity": tf.identity,
+    "linear": K.layers.Activation("linear", dtype="float32"),
+    "reshape": lambda p: tf.reshape(flat(p), [-1, p.shape[-1]]),
+    "expand and squeeze": lambda p: tf.squeeze(tf.expand_dims(p, 1), 1),
+    "transpose twice": lambda p: tf.transpose(tf.transpose(p)),
+    "check": lambda p: tf.debugging.check_numerics(p, "not finite"),
+    "ensure shape": lambda p: tf.ensure_shape(p, [None, 2]),
+    "stack": lambda p: tf.squeeze(tf.stack([p]), 0),
+    "identity of many": lambda p: tf.identity_n([p * 0, p])[1],
+    "the TensorFlow function": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("between", "name", "dtype", "mode"),
+    [
+        case
+        for case in pairs(
+            BETWEEN,
+            ["CategoricalCrossentropy", "BinaryCrossentropy"],
+            ["float16", "bfloat16"],
+            GRAPHS,
+        )
+        if (case[0], case[-1]) != ("check", "jit")  # XLA leaves the check out.
+    ],
+)
+def test_what_may_lie_between_in_a_graph(name, between, dtype, mode):
+    activation, y_true, expected, _ = CASES[name]
+
+    def predict(logits):
+        if BETWEEN[between] is None:
+            return getattr(tf.nn, activation)(logits)
+        return BETWEEN[between](K.activations.get(activation)(logits))
+
+    loss = getattr(losses, name)()
+    value, _ = loss_and_gradient(loss, tf.constant(y_true), wrong(name, dtype), predict, mode)
+    assert value == expected
+
+
+def layers_after(activation):
+    return {
+        "nothing": [K.layers.Activation(activation)],
+        "linear": [K.layers.Activation(activation), K.layers.Activation("linear", dtype="float32")],
+        "in float32": [K.layers.Activation(activation, dtype="float32")],
+        "reshape": [
+            K.layers.Activation(activation),
+            K.layers.Reshape([1, 2]),
+            K.layers.Reshape([2]),
+        ],
+        "dense": [K.layers.Dense(2, activation, kernel_initializer="identity")],
+        "dense in float32": [
+            K.layers.Dense(2, activation, kernel_initializer="identity", dtype="float32")
+        ],
+        **({"a layer": [K.layers.Softmax()]} if activation == "softmax" else {}),
+    }
+
+
+class Subclassed(K.Model):
+    def __init__(self, layers):
+        super().__init__()
+        self.all = layers
+
+    def call(self, x):
+        for layer in self.all:
+            x = layer(x)
+        return x
+
+
+def nested(layers):
+    inputs = K.Input([2])
+    return K.Model(inputs, K.Sequential([K.Input([2]), *layers])(inputs))
+
+
+MODELS = {
+    "sequential": lambda layers: K.Sequential([K.Input([2]), *layers]),
+    "nested": nested,
+    "subclassed": Subclassed,
+}
+
+
+def fitted(name, model, layers, **run):
+    """The loss that `fit` and `evaluate` agree on, and how many warnings there were."""
+    compiled = MODELS[model](layers)
+    compiled.compile(K.optimizers.SGD(0.0), getattr(K.losses, name)(), **run)
+    x, y = wrong(name, "float32"), tf.constant(CASES[name][1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        values = compiled.fit(x, y, verbose=0, epochs=2).history["loss"]
+        (value,) = {*values, compiled.evaluate(x, y, verbose=0)}
+    return value, sum(issubclass(w.category, keras_mp.MixedPrecisionWarning) for w in caught)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "run"),
+    [
+        ("CategoricalCrossentropy", "mixed_float16", {}),
+        ("SparseCategoricalCrossentropy", "mixed_bfloat16", {}),
+        ("BinaryCrossentropy", "mixed_float16", {"run_eagerly": True}),
+        ("BinaryFocalCrossentropy", "mixed_bfloat16", {"run_eagerly": True}),
+        ("CategoricalFocalCrossentropy", "mixed_float16", {"jit_compile": True}),
+        ("CategoricalCrossentropy", "mixed_bfloat16", {"jit_compile": True}),
+    ],
+    ids=str,
+)
+def test_defect_6_through_fit(name, policy, run):
+    keras_mp.set_global_policy(policy)
+    activation, _, expected, _ = CASES[name]
+    layers = layers_after(activation)
+    is_eager = "run_eagerly" in run
+    assert fitted(name, "sequential", layers["nothing"], **run) == (expected, 0)
+    value, warned = fitted(name, "sequential", layers["linear"], **run)
+    # An eager tensor does not know how it was made.
+    assert (value == expected) == (not is_eager)
+    assert warned == (is_eager and policy == "mixed_float16")
+    value, warned = fitted(name, "sequential", layers["reshape"], **run)
+    assert (value == expected) == (not is_eager)
+    assert warned == (is_eager and policy == "mixed_float16")
+
+
+@pytest.mark.parametrize(
+    ("between", "model", "activation"),
+    [
+        case
+        for case in pairs(layers_after("softmax"), MODELS, ["softmax", "sigmoid"])
+        if case[0] in layers_after(case[-1])
+    ],
+)
+def test_through_all_kinds_of_models(between, model, activation):
+    keras_mp.set_global_policy("mixed_float16")
+    name = {"softmax": "SparseCategoricalCrossentropy", "sigmoid": "BinaryCrossentropy"}[activation]
+    assert fitted(name, model, layers_after(activation)[between]) == (50, 0)
+
+
+@pytest.mark.parametrize(("mode", "dtype"), list(zip(["function", "jit", "function"], DTYPES)))
+def test_the_axis_of_the_classes(dtype, mode):
+    logits = np.zeros([3, 2, 4], dtype="float32")
+    logits[:, 0] = 50
+    labels = np.zeros_like(logits)
+    labels[:, 1] = 1
+    loss = losses.CategoricalCrossentropy(axis=1)
+    predictions = {
+        "along 1": lambda x: tf.nn.softmax(x, axis=1),
+        "Keras along 1": lambda x: K.activations.softmax(x, axis=1),
+        "permuted": lambda x: tf.transpose(tf.nn.softmax(tf.transpose(x, [0, 2, 1])), [0, 2, 1]),
+        "reshaped": lambda x: tf.reshape(
+            tf.nn.softmax(tf.reshape(x, [3, 2, 2, 2]), axis=1), [3, 2, 4]
+        ),
+    }
+    for predict in predictions.values():
+        value, _ = loss_and_gradient(
+            loss, tf.constant(labels), tf.constant(logits, dtype), predict, mode
+        )
+        assert value == 50
+
+
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_the_axis_is_not_mixed_up_with_one_of_the_same_size(mode):
+    logits = tf.tile([[[50, 0, 0]]], [1, 3, 1])
+    labels = tf.one_hot([1, 1, 1], 3)
+    value, _ = loss_and_gradient(
+        losses.CategoricalCrossentropy(),
+        labels,
+        tf.cast(logits, "float16"),
+        lambda x: tf.reshape(tf.nn.softmax(x), [3, 3]),
+        mode,
+    )
+    assert value == 50
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:.*computed in float16.*")
+def test_a_softmax_along_another_axis_is_not_fused(mode):
+    logits = tf.random.normal([3, 4, 4])
+    labels = tf.one_hot([[0, 1, 2, 3]] * 3, 4)
+    loss = losses.CategoricalCrossentropy(axis=1)
+    value, _ = loss_and_gradient(loss, labels, logits, K.activations.softmax, mode)
+    probabilities = K.activations.softmax(logits).numpy()
+    expected = K.losses.CategoricalCrossentropy(axis=1)(labels, probabilities)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("CategoricalCrossentropy", "sigmoid"), ("BinaryCrossentropy", "softmax")],
+)
+def test_another_activation_is_not_fused(name, activation, mode):
+    logits = tf.constant([[1.0, -2.0]])
+    loss, stock = (getattr(each, name)() for each in (losses, K.losses))
+    value, _ = loss_and_gradient(
+        loss, tf.constant(ONE_HOT), logits, K.activations.get(activation), mode
+    )
+    probabilities = K.activations.get(activation)(logits).numpy()
+    np.testing.assert_allclose(value, stock(tf.constant(ONE_HOT), probabilities), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_temporal_outputs(mode):
+    logits = tf.constant([[[50, 0], [0, 50], [0, 0]]], tf.float16)
+    for loss, labels in [
+        (losses.SparseCategoricalCrossentropy(reduction="none"), [[1, 1, 0]]),
+        (losses.SparseCategoricalCrossentropy(reduction="none", ignore_class=0), [[1, 1, 0]]),
+        (losses.CategoricalCrossentropy(reduction="none"), tf.one_hot([[1, 1, 0]], 2)),
+    ]:
+        value = MODES[mode](lambda x: loss(tf.constant(labels), K.activations.softmax(x)))(logits)
+        last = 0 if loss.get_config().get("ignore_class") == 0 else np.log(2)
+        np.testing.assert_allclose(value, [[50, 0, last]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_shapes_that_are_known_only_when_it_runs(mode):
+    loss = losses.SparseCategoricalCrossentropy()
+
+    def function(logits, shape):
+        return loss(tf.constant([[1]]), tf.reshape(tf.nn.softmax(logits), shape))
+
+    def fixed(logits):
+        return function(logits, [-1, 1, 2])
+
+    assert MODES[mode](fixed)(tf.constant([[50, 0]], tf.float16)) == 50
+    signature = [tf.TensorSpec([None, None], tf.float16)]
+    free = tf.function(
+        lambda logits: loss(tf.constant([1]), tf.nn.softmax(logits)),
+        input_signature=signature,
+        jit_compile=mode == "jit",
+    )
+    assert free(tf.constant([[50, 0]], tf.float16)) == 50
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *zip(list(CASES)[1:], [*GRAPHS, "eager", "function"]),
+        *(("CategoricalCrossentropy", mode) for mode in MODES),
+    ],
+)
+def test_from_logits_by_mistake(name, mode):
+    activation, y_true, expected, _ = CASES[name]
+    loss = getattr(losses, name)(from_logits=True)
+    predict = K.activations.get(activation)
+    arguments = (loss, tf.constant(y_true), wrong(name, "float16"), predict, mode)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="was given probabilities, the output"):
+        assert loss_and_gradient(*arguments)[0] == expected
+    assert loss_and_gradient(*arguments)[0] == expected  # and is not said again
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "mode"),
+    [
+        *zip(list(CASES)[1:], [*DTYPES, "float16"], [*GRAPHS, "eager", "function"]),
+        *pairs(["CategoricalCrossentropy"], DTYPES, MODES),
+    ],
+)
+def test_logits_are_not_warned_about(name, dtype, mode):
+    _, y_true, _, _ = CASES[name]
+    arguments = tf.constant(y_true), wrong(name, dtype)
+    ours = loss_and_gradient(getattr(losses, name)(from_logits=True), *arguments, tf.identity, mode)
+    wide = (arguments[0], tf.cast(arguments[1], tf.float32))
+    stock = loss_and_gradient(getattr(K.losses, name)(from_logits=True), *wide, tf.identity, mode)
+    assert ours[0] == stock[0]
+
+
+NOT_FUSIBLE = {
+    "clip": lambda p: tf.clip_by_value(p, 1e-3, 1 - 1e-3),
+    "clip after cast": lambda p: tf.clip_by_value(tf.cast(p, "float32"), 1e-3, 1 - 1e-3),
+    "temperature": lambda p: p**0.5 / tf.reduce_sum(p**0.5, -1, keepdims=True),
+    "stop gradient": tf.stop_gradient,
+    "a mean": lambda p: (p + tf.ones_like(p) / 2) / 2,
+    "concatenated classes": lambda p: tf.concat([p[:, :1], p[:, 1:]], -1),
+    "gather": lambda p: tf.gather(tf.cast(p, "float32"), [0, 1], axis=-1),
+    "slice": lambda p: tf.slice(tf.cast(p, "float32"), [0, 0], [2, 2]),
+    "own gradient": tf.custom_gradient(lambda p: (tf.identity(p), lambda g: g)),
+    "half of the classes": lambda p: tf.reshape(p, [-1, 1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("between", "dtype", "mode"),
+    # float16 is what is warned about.
+    [
+        *zip(NOT_FUSIBLE, ["float16"] * 10, GRAPHS * 5),
+        *zip(NOT_FUSIBLE, DTYPES * 4, GRAPHS[::-1] * 5),
+    ],
+)
+def test_what_cannot_be_fused_is_the_stock_value_and_one_warning(between, dtype, mode):
+    loss, stock = losses.CategoricalCrossentropy(), K.losses.CategoricalCrossentropy()
+    logits = tf.constant([[1, -2], [3, 0]], dtype)
+
+    def predict(logits):
+        return NOT_FUSIBLE[between](K.activations.softmax(logits))
+
+    probabilities = MODES[mode](predict)(logits)
+    labels = tf.one_hot([0, 1], 2)
+    if between == "half of the classes":
+        loss, stock = losses.BinaryCrossentropy(), K.losses.BinaryCrossentropy()
+        labels = tf.reshape(labels, [-1, 1])
+    expected = stock(labels, tf.constant(probabilities.numpy().astype("float32")))
+    for repeat in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            value, _ = loss_and_gradient(loss, labels, logits, predict, mode)
+        # Constant folding computes in the dtype, XLA may keep more.
+        np.testing.assert_allclose(value, expected, rtol=1e-5 if dtype == "float32" else 1e-2)
+        assert len(caught) == (dtype == "float16" and repeat == 0)
+    for warning in caught:
+        assert "pass from_logits=True" in str(warning.message)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_softmax_in_another_function(dtype):
+    loss = losses.SparseCategoricalCrossentropy()
+    softmax = tf.function(K.activations.softmax)
+    for outer in (tf.function, lambda function: function):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            value = outer(lambda x: loss([1], softmax(x)))(tf.constant([[50, 0]], dtype))
+            assert float(value) == pytest.approx(16.118, rel=1e-4)
+        assert len(caught) == (dtype == "float16" and outer is tf.function)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eager_predictions_without_a_past(dtype):
+    loss = losses.SparseCategoricalCrossentropy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss([1], tf.constant([[0.75, 0.25]], dtype))
+    assert len(caught) == (dtype == "float16")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_float16_activation_behind_a_float32_layer_in_eager(name):
+    # 16.118 for 50, which only the values themselves tell of.
+    activation, y_true, _, _ = CASES[name]
+    with keras_mp.policy_scope("mixed_float16"):
+        half = K.layers.Activation(activation)
+    linear = K.layers.Activation("linear", dtype="float32")
+    wide = K.layers.Activation(activation, dtype="float32")
+    logits = tf.constant([[50.0, -50.0]])
+    loss = getattr(losses, name)()
+    certain = [0] if y_true is SPARSE else [[1.0, 0.0]]
+    for right, layer in ((certain, half), (y_true, wide), (certain, wide)):
+        loss(tf.constant(right), linear(layer(logits)))
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="probabilities that were computed in"):
+        loss(tf.constant(y_true), linear(half(logits)))
+    loss(tf.constant(y_true), linear(half(logits)))  # says so once
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_warning_from_a_float32_softmax_of_float16_logits(mode):
+    loss = losses.CategoricalCrossentropy()
+
+    def predict(logits):
+        return tf.clip_by_value(K.activations.softmax(tf.cast(logits, "float32")), 1e-5, 1.0)
+
+    loss_and_gradient(loss, tf.constant(ONE_HOT), tf.constant([[1, 2]], "float16"), predict, mode)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "options", "mode"),
+    pairs([0.0, 0.5, 2.0], [{}, {"alpha": [0.1, 0.2, 0.7]}, {"label_smoothing": 0.1}], MODES),
+    ids=str,
+)
+def test_the_fused_focal_loss_is_the_stock_one_where_that_is_exact(gamma, options, mode):
+    logits = tf.constant([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]])
+    labels = tf.one_hot([1, 2], 3)
+    ours, stock = (
+        loss_and_gradient(
+            module.CategoricalFocalCrossentropy(gamma=gamma, **options),
+            labels,
+            logits,
+            predict,
+            mode,
+        )
+        for module, predict in [
+            (losses, K.activations.softmax),
+            (K.losses, lambda x: tf.nn.softmax(x) * 1.0),
+        ]
+    )
+    for one, other in zip(ours, stock, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradient_of_a_focal_loss_is_finite_where_it_is_certain(mode):
+    loss = losses.CategoricalFocalCrossentropy(gamma=0.5)
+    logits = tf.constant([[50.0, 0.0]])
+    result = loss_and_gradient(loss, tf.constant([[1.0, 0.0]]), logits, K.activations.softmax, mode)
+    assert result[0] == 0
+    np.testing.assert_allclose(result[1], [[0, 0]], atol=1e-20)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "mode"),
+    [
+        *zip(["CategoricalCrossentropy"] * 3, DTYPES, MODES),
+        *zip(["CategoricalFocalCrossentropy"] * 3, DTYPES, [*GRAPHS, "eager"]),
+    ],
+)
+def test_a_class_that_a_mask_excludes(name, dtype, mode):
+    labels = tf.constant([[0.0, 1.0, 0.0]])
+    for mask in (-1e9, -np.inf):  # the same in float16
+        logits = tf.constant([[50, 0, mask]], dtype)
+        loss = getattr(losses, name)()
+        value, gradient = loss_and_gradient(loss, labels, logits, K.activations.softmax, mode)
+        assert value == CASES[name][2]
+        np.testing.assert_array_equal(gradient[0].astype("float32"), [*CASES[name][3], 0])
+        smooth = getattr(losses, name)(label_smoothing=0.1)
+        value, gradient = loss_and_gradient(smooth, labels, logits, K.activations.softmax, mode)
+        assert np.isfinite(value)
+        assert np.isfinite(gradient.astype("float32")).all()
+
+
+def test_a_mask_through_fit():
+    keras_mp.set_global_policy("mixed_float16")
+    keep = tf.constant([True, True, False])
+    mask = K.layers.Lambda(lambda x: tf.where(keep, x, tf.cast(-1e9, x.dtype)))
+    model = K.Sequential([K.Input([3]), mask, K.layers.Activation("softmax")])
+    model.compile("sgd", "categorical_crossentropy")
+    value = model.evaluate(np.array([[1.0, 2.0, 3.0]]), np.array([[0.0, 1.0, 0.0]]), verbose=0)
+    assert value == pytest.approx(np.log(1 + np.exp(-1)), rel=1e-6)
+
+
+def test_nan_logits_stay_nan_and_say_nothing_of_float16():
+    for mode in MODES:
+        value, _ = loss_and_gradient(
+            losses.CategoricalCrossentropy(),
+            tf.constant(ONE_HOT),
+            tf.constant([[np.nan, 0]], "float16"),
+            K.activations.softmax,
+            mode,
+        )
+        assert np.isnan(value)
+
+
+def test_a_cast_keeps_what_keras_has_noted():
+    probabilities = K.activations.softmax(tf.constant([[1, 2]], "float16"))
+    probabilities._keras_mask = tf.constant([True])
+    wide = fusion.cast(probabilities, "float32")
+    assert wide._keras_mask is probabilities._keras_mask
+    assert wide._keras_logits.dtype == tf.float32
+    assert fusion.cast(wide, "float32") is wide
+    assert fusion.cast(tf.constant(1), "float32").dtype == tf.int32
+    assert fusion.cast(None, "float32") is None
+    for dtype in ("float32", "float64"):
+        already = tf.constant([1.0], dtype)
+        assert fusion.widen(already) is already
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_labels_smoothed_and_fused(mode):
+    logits, labels = tf.constant([[50, 0]], "float16"), tf.constant(ONE_HOT)
+    loss = losses.CategoricalCrossentropy(label_smoothing=0.5)
+    value, _ = loss_and_gradient(loss, labels, logits, K.activations.softmax, mode)
+    assert value == 37.5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("columns", [True, False])
+def test_binary_labels_and_predictions_of_other_ranks(columns, mode):
+    labels = tf.constant([[0.0], [1.0]]) if columns else tf.constant([0.0, 1.0])
+    loss = losses.BinaryCrossentropy()
+    logits = tf.constant([[50], [50]], "float16")
+    value, _ = loss_and_gradient(loss, labels, logits, K.activations.sigmoid, mode)
+    assert value == 25  # one of the two is right
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Ragged losses are of Keras 2.")
+@pytest.mark.parametrize("are_labels_ragged", [True, False])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:.*computed in float16")
+def test_ragged_predictions(name, are_labels_ragged):
+    activation, _, expected, _ = CASES[name]
+    loss = getattr(losses, name)(reduction="none")
+    labels = [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]] if name[:6] != "Sparse" else [1, 0, 1]
+    lengths = [2, 1] if are_labels_ragged else [1, 1, 1]
+
+    @tf.function
+    def function(flat_logits):
+        logits = tf.RaggedTensor.from_row_lengths(flat_logits, lengths)
+        y_true = tf.RaggedTensor.from_row_lengths(labels, lengths)
+        if not are_labels_ragged:
+            y_true = y_true.to_tensor()
+        return loss(y_true, tf.ragged.map_flat_values(getattr(tf.nn, activation), logits))
+
+    low = 0 if activation == "softmax" else -50
+    value = function(tf.constant([[50, low], [low, 50], [50, low]], "float16"))
+    flat = value.flat_values if are_labels_ragged else tf.reshape(value, [-1])
+    # Keras fills up the others.
+    assert np.all(flat == expected) == are_labels_ragged
+
+
+def test_a_user_who_overrides_call_may_call_the_fused_one():
+    class Twice(losses.SparseCategoricalCrossentropy):
+        def call(self, y_true, y_pred):
+            return 2 * super().call(y_true, y_pred)
+
+    for mode in MODES:
+        value, _ = loss_and_gradient(
+            Twice(), tf.constant([1]), tf.constant([[50, 0]], "half"), K.activations.softmax, mode
+        )
+        assert value == 100
+
+
+@pytest.mark.parametrize("name", ["CategoricalCrossentropy", "BinaryCrossentropy"])
+@pytest.mark.parametrize("mode", GRAPHS)
+@pytest.mark.filterwarnings("ignore:.*computed in float16")
+def test_parts_that_are_put_together(name, mode):
+    activation, labels, expected, _ = CASES[name]
+    activate, loss = K.activations.get(activation), getattr(losses, name)()
+    for together, shape in [
+        (lambda p: tf.concat([p, p], 0), [2, 1]),
+        (lambda p: tf.stack([p, p]), [2, 1, 1]),
+        (lambda p: tf.stack([p, p], 1), [1, 2, 1]),
+        (lambda p: tf.concat([p, p], -1), [1, 2]),
+    ]:
+        value, _ = loss_and_gradient(
+            loss,
+            tf.tile([labels] if len(shape) > 2 else labels, shape),
+            wrong(name, "float16"),
+            lambda x, together=together: together(activate(x)),
+            mode,
+        )
+        if shape == [1, 2] and activation == "softmax":
+            expected = 2 * -np.log(1e-7)  # not fused: those are two distributions
+        assert value == pytest.approx(expected, rel=1e-2)
+
+
+def test_time_distributed():
+    keras_mp.set_global_policy("mixed_float16")
+    dense = K.layers.Dense(2, activation="softmax", kernel_initializer="identity")
+    model = K.Sequential([K.Input([3, 2]), K.layers.TimeDistributed(dense)])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    x, y = np.tile([50.0, 0.0], [1, 3, 1]), np.ones([1, 3], "int32")
+    assert model.evaluate(x, y, verbose=0) == 50
+
+
+def test_a_float16_gate_over_float32_softmaxes_is_not_warned_about():
+    loss = losses.CategoricalCrossentropy()
+
+    @tf.function
+    def function(x):
+        gate = tf.cast(tf.nn.sigmoid(x), tf.float32)
+        a, b = tf.nn.softmax(tf.cast(x, tf.float32)), tf.nn.softmax(-tf.cast(x, tf.float32))
+        return loss(tf.constant(ONE_HOT), gate * a + (1 - gate) * b)
+
+    function(tf.constant([[1, 2]], "float16"))

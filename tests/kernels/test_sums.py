@@ -1,0 +1,310 @@
+"""Sums of 16-bit numbers are what a float32 sum, rounded once, would be."""
+
+import importlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.kernels import sums
+from tests.common import mirrored
+
+K = tf.keras
+ROWS = 10_000
+DTYPES = ("bfloat16", "float16")
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-10}
+# What CPUs get wrong. Where this fails, TensorFlow has mended a kernel: take it out of the table.
+OUTER = (True, False)
+WRONG = {
+    *(("BiasAddGrad", "bfloat16", data_format) for data_format in ("NHWC", "NCHW")),
+    *((op, "float16", OUTER) for op in ("Sum", "Mean", "EuclideanNorm")),
+    ("Mean", "float16", (True,)),
+    ("DepthwiseConv2dNativeBackpropFilter", "float16", None),
+    *(
+        (op, dtype, None)
+        for op in ("Cumsum", "SegmentSum", "SegmentMean", "UnsortedSegmentSum", "ScatterNd")
+        for dtype in DTYPES
+    ),
+    *(
+        (op, dtype, None)
+        for op in ("TensorScatterAdd", "TensorScatterSub", "ResizeNearestNeighborGrad")
+        for dtype in DTYPES
+    ),
+    ("SparseTensorDenseMatMul", "bfloat16", None),
+}
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    sums.install()
+    yield
+    keras_mp.enable_float32_sums()
+
+
+def in_mode(function, mode):
+    if mode == "eager":
+        return function
+    return tf.function(function, jit_compile=mode == "compiled")
+
+
+def gradients(layer, *inputs, mode="eager"):
+    def step(*inputs):
+        with tf.GradientTape() as tape:
+            y = layer(*inputs)
+        found = tape.gradient(y, layer.trainable_variables, tf.ones_like(y))
+        return [tf.convert_to_tensor(g) for g in found]
+
+    return [g.numpy() for g in in_mode(step, mode)(*inputs)]
+
+
+def bias_gradient(dtype, x=None):
+    x = tf.ones([ROWS, 4], dtype) if x is None else x
+    bias = tf.zeros([4], dtype)
+    with tf.GradientTape() as tape:
+        tape.watch(bias)
+        y = tf.nn.bias_add(x, bias)
+    return tape.gradient(y, bias)
+
+
+LAYERS = {
+    "Dense": (lambda **kw: K.layers.Dense(2, **kw), [ROWS, 1]),
+    "Conv1D": (lambda **kw: K.layers.Conv1D(2, 1, **kw), [100, 100, 1]),
+    "Conv2D": (lambda **kw: K.layers.Conv2D(2, 1, **kw), [4, 50, 50, 1]),
+    "Conv3D": (lambda **kw: K.layers.Conv3D(2, 1, **kw), [4, 50, 50, 1, 1]),
+    "DepthwiseConv2D": (lambda **kw: K.layers.DepthwiseConv2D(2, **kw), [ROWS, 2, 2, 2]),
+    "EinsumDense": (
+        lambda **kw: K.layers.EinsumDense("abc,cd->abd", [None, 2], bias_axes="d", **kw),
+        [100, 100, 1],
+    ),
+    "LSTM": (lambda **kw: K.layers.LSTM(1, **kw), [ROWS, 1, 1]),
+    "MultiHeadAttention": (
+        lambda **kw: K.layers.MultiHeadAttention(1, 2, **kw),
+        [ROWS // 2, 2, 2],
+    ),
+    "LayerNormalization": (lambda **kw: K.layers.LayerNormalization(**kw), [ROWS, 4]),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_stock_layers(name):
+    make, shape = LAYERS[name]
+    x = tf.random.stateless_uniform(shape, [1, 2], 0.5, 1.5)
+    inputs = (x, x) if name == "MultiHeadAttention" else (x,)
+    exact = make(dtype="float32")
+    exact(*inputs)
+    exact.set_weights([np.full(w.shape, 0.5) for w in exact.get_weights()])
+    expected = gradients(exact, *inputs, mode="graph")
+    largest = max(abs(g).max() for g in expected)
+    modes = ("eager", "graph", "compiled") if name == "Dense" else ("graph",)
+    # float16 stops where something is broadcast; the LSTM's bias is added by `BiasAdd`.
+    for dtype in DTYPES if name != "LSTM" else ["bfloat16"]:
+        layer = make(dtype=keras_mp.Policy(f"mixed_{dtype}"))
+        layer(*inputs)
+        layer.set_weights(exact.get_weights())
+        for mode in modes:
+            for found, right in zip(gradients(layer, *inputs, mode=mode), expected):
+                # Rounding of what is added up does not grow with the number of terms.
+                np.testing.assert_allclose(found, right, rtol=0.03, atol=0.03 * largest)
+        if name == "Dense":
+            assert found[0] == tf.cast(ROWS, dtype)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_the_switch_and_that_tensorflow_is_still_wrong(mode):
+    keras_mp.enable_float32_sums(False)
+    assert in_mode(lambda: bias_gradient("bfloat16"), mode)()[0] == 256
+    keras_mp.enable_float32_sums()
+    assert in_mode(lambda: bias_gradient("bfloat16"), mode)()[0] == 9984
+
+
+def test_what_tensorflow_gets_wrong():
+    patterns = {"BiasAddGrad": ("NHWC", "NCHW")}
+    patterns |= dict.fromkeys(("Sum", "Mean", "EuclideanNorm"), ((True,), OUTER))
+    found = {
+        (op, dtype, pattern)
+        for op in sums.KERNELS
+        for dtype in DTYPES
+        for pattern in patterns.get(op, (None,))
+        if sums.is_wrong(op, dtype, pattern, "CPU")
+    }
+    assert found == WRONG
+    assert not sums.is_wrong("Sum", "float16", ())
+    assert not sums.is_wrong("Cumsum", "float64")
+
+
+def test_the_private_functions_are_where_tensorflow_calls_them():
+    for kernel in sums.KERNELS.values():
+        module = importlib.import_module(f"tensorflow.python.ops.{kernel.module}")
+        assert vars(module)[kernel.names[0]].__wrapped__.__name__ == kernel.names[0]
+    for public in (tf.math.segment_sum, tf.math.unsorted_segment_sum, tf.tensor_scatter_nd_add):
+        assert hasattr(public, "__wrapped__")
+
+
+def test_asking_takes_no_more_memory_for_many_axes(monkeypatch):
+    asked = []
+
+    def fill(sizes, value):
+        asked.append(np.prod(sizes))
+        return tf.ones([1] * len(sizes))
+
+    monkeypatch.setattr(tf, "fill", fill)
+    for pattern in ((True, False), (False, True) * 4, (True, False) * 5):
+        sums.KERNELS["Sum"].probe(tf.float16, pattern)
+    assert max(asked) <= 2**24
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_scattered_or_multiplied_sparsely(dtype):
+    ones = tf.ones([10_000], dtype)
+    at = tf.zeros([10_000, 1], tf.int64)
+    difference = tf.tensor_scatter_nd_sub(tf.zeros([1], dtype), at, ones)
+    row = tf.concat([at, tf.range(10_000, dtype=tf.int64)[:, None]], 1)
+    sparse = tf.SparseTensor(row, ones, [1, 10_000])
+    product = tf.sparse.sparse_dense_matmul(sparse, ones[:, None])
+    for found, expected in ((difference[0], -10_000), (product[0, 0], 10_000)):
+        assert float(found) == pytest.approx(expected, rel=ROUNDING[dtype])
+
+
+def test_a_function_that_has_gone_is_reported(monkeypatch):
+    gone = sums.KERNELS["Cumsum"]._replace(names=("gone",))
+    monkeypatch.setattr(sums, "KERNELS", {"Cumsum": gone})
+    monkeypatch.setattr(sums._State, "installed", False)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=r"no `gen_math_ops.gone`"):
+        sums.install()
+
+
+def test_nothing_changes_where_tensorflow_is_right():
+    def operations(dtype, enabled):
+        keras_mp.enable_float32_sums(enabled)
+        step = tf.function(
+            lambda: (bias_gradient(dtype), tf.reduce_mean(tf.ones([9, 4], dtype), 1))
+        )
+        return [op.type for op in step.get_concrete_function().graph.get_operations()]
+
+    for dtype in ("float32", "float64"):
+        assert operations(dtype, True) == operations(dtype, False)
+    assert "BiasAddGrad" in operations("float16", True)
+    assert "BiasAddGrad" not in operations("bfloat16", True)
+
+
+IDS = np.zeros(ROWS, "int32")
+FUNCTIONS = {
+    "sum": lambda x: tf.reduce_sum(x, 0)[0],
+    "mean": lambda x: tf.reduce_mean(x, 0)[0] * 64,
+    "euclidean norm": lambda x: tf.math.reduce_euclidean_norm(x, 0)[0] * 32,
+    "cumsum": lambda x: tf.cumsum(x)[-1, 0],
+    "segment_sum": lambda x: tf.math.segment_sum(x, IDS)[0, 0],
+    "segment_mean": lambda x: tf.math.segment_mean(x, IDS)[0, 0] * 64,
+    "unsorted_segment_sum": lambda x: tf.math.unsorted_segment_sum(x, IDS, 2)[0, 0],
+    "scatter_nd": lambda x: tf.scatter_nd(IDS[:, None], x, [2, 3])[0, 0],
+    "tensor_scatter_nd_add": lambda x: tf.tensor_scatter_nd_add(
+        tf.zeros([2, 3], x.dtype), IDS[:, None], x
+    )[0, 0],
+    "IndexedSlices": lambda x: tf.convert_to_tensor(tf.IndexedSlices(x, tf.constant(IDS), [2, 3]))[
+        0, 0
+    ],
+    "gather": lambda x: of_zeros(lambda table: tf.gather(table, IDS), [2, 3], x)[0, 0],
+    "broadcast": lambda x: of_zeros(lambda offset: x + offset, [3], x)[0],
+    "scale": lambda x: of_zeros(lambda scale: tf.ones_like(x) * scale, [3], x)[0],
+    "tile": lambda x: of_zeros(lambda offset: tf.tile(offset, [ROWS, 1]), [1, 3], x)[0, 0],
+    "bias, channels first": lambda x: of_zeros(
+        lambda bias: tf.nn.bias_add(x[..., None], bias, data_format="NCHW"), [3], x[..., None]
+    )[0],
+    "upsampling": lambda x: of_zeros(
+        lambda image: tf.image.resize(image, [100, 100], "nearest"),
+        [1, 1, 1, 3],
+        tf.reshape(x, [1, 100, 100, 3]),
+    )[0, 0, 0, 0],
+}
+
+
+def of_zeros(function, shape, upstream):
+    argument = tf.zeros(shape, upstream.dtype)
+    with tf.GradientTape() as tape:
+        tape.watch(argument)
+        y = function(argument)
+    return tf.convert_to_tensor(tape.gradient(y, argument, upstream))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_random_numbers(name, dtype):
+    x = tf.cast(tf.random.stateless_uniform([ROWS, 3], [1, 2]), dtype)
+    exact = x.numpy().astype("float64")[:, 0]
+    right = {"mean": 64 * exact.mean(), "segment_mean": 64 * exact.mean()}.get(name, exact.sum())
+    if name == "euclidean norm":
+        right = 32 * np.sqrt((exact**2).sum())
+    for mode in ("eager", "graph"):
+        found = float(in_mode(FUNCTIONS[name], mode)(x))
+        assert found == pytest.approx(right, rel=ROUNDING[dtype])
+
+
+def test_shapes_that_are_not_known():
+    for shape in ([None, None], None):
+        signature = [tf.TensorSpec(shape, "bfloat16")]
+        step = tf.function(lambda x: bias_gradient("bfloat16", x), input_signature=signature)
+        assert step(tf.ones([ROWS, 4], "bfloat16"))[0] == 9984
+        signature = [tf.TensorSpec(shape, "float16")]
+        step = tf.function(lambda x: tf.reduce_sum(x, 0), input_signature=signature)
+        assert step(tf.ones([ROWS, 4], "float16"))[0] == ROWS
+
+
+def test_two_replicas():
+    strategy = mirrored(2)
+    with strategy.scope():
+        layer = K.layers.Dense(2, dtype=keras_mp.Policy("mixed_bfloat16"))
+        layer.build([None, 1])
+
+    @tf.function
+    def step():
+        def replica_step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer(tf.ones([ROWS, 1])))
+            gradient = tape.gradient(loss, layer.trainable_variables)[-1]
+            return tf.distribute.get_replica_context().all_reduce("SUM", gradient)
+
+        return strategy.experimental_local_results(strategy.run(replica_step))[0]
+
+    assert step()[0] == 2 * 9984
+
+
+def test_fit_of_a_model_from_a_file(tmp_path):
+    keras_mp.set_global_policy("mixed_bfloat16")
+    bias = K.initializers.Constant(4.0)
+    dense = K.layers.Dense(1, kernel_initializer="zeros", bias_initializer=bias)
+    model = K.Sequential([K.Input([1]), dense])
+    loss = K.losses.MeanAbsoluteError(reduction="sum")
+    model.compile(K.optimizers.SGD(1 / ROWS), loss, jit_compile=False)
+    model.save(tmp_path / "model.keras")
+    keras_mp.set_global_policy(None)
+    loaded = K.models.load_model(tmp_path / "model.keras")
+    for one in (model, loaded):
+        one.fit(np.ones([ROWS, 1]), np.zeros([ROWS, 1]), ROWS, verbose=0)
+        assert one.layers[-1].get_weights()[1] == pytest.approx(3, abs=0.01)
+
+
+def test_a_step_that_is_exported(tmp_path):
+    module = tf.Module()
+    module.step = tf.function(lambda x: bias_gradient("bfloat16", x))
+    x = tf.ones([ROWS, 4], "bfloat16")
+    module.step(x)
+    tf.saved_model.save(module, str(tmp_path))
+    keras_mp.enable_float32_sums(False)
+    assert tf.saved_model.load(str(tmp_path)).step(x)[0] == 9984
+
+
+def test_a_graph_of_tensorflow_1():
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        bias = tf.zeros([4], tf.bfloat16)
+        y = tf.nn.bias_add(tf.ones([ROWS, 4], tf.bfloat16), bias)
+        assert session.run(tf.gradients(y, bias)[0])[0] == 9984
+
+
+def test_second_derivatives():
+    x = tf.ones([300, 2], tf.bfloat16)
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        of_bias = of_zeros(lambda bias: tf.nn.bias_add(tf.zeros_like(x), bias), [2], x)
+        squares = tf.reduce_sum(of_bias**2)
+    np.testing.assert_array_equal(outer.gradient(squares, x).numpy().astype("float32"), 600)

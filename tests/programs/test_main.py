@@ -1,0 +1,217 @@
+"""`python -m keras_mp`, as a user starts it."""
+
+import io
+import math
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import __main__ as program
+from keras_mp.__main__ import ProgressBar, StepRecorder, main
+from tests.common import once
+
+_ROOT = pathlib.Path(__file__).parent.parent.parent
+_STEPS_PER_EPOCH = 44
+_EPOCHS = 5  # the default
+_ROW = re.compile(
+    r"^(?P<policy>\w+) +(?P<accuracy>[\d.]+) +(?P<loss_scale>none|\d+) +"
+    r"(?P<skipped>\d+) of (?P<steps>\d+) +(?P<milliseconds>[\d.]+) +(?P<activation_bytes>\d+)$",
+    re.MULTILINE,
+)
+
+
+def run_program(*arguments):
+    """Returns what the program printed and its table: {policy: {column: text}}."""
+    command = [sys.executable, "-m", "keras_mp", *map(str, arguments)]
+    process = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout, {row["policy"]: row.groupdict() for row in _ROW.finditer(process.stdout)}
+
+
+def check_picture(path):
+    """A PNG of a size that a person can read."""
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:])
+    assert width >= 800
+    assert height >= 400
+
+
+def check_scaled(row, epochs):
+    """The loss scale has grown from its default of 2**15, and few steps were the price."""
+    assert int(row["steps"]) == epochs * _STEPS_PER_EPOCH
+    exponent = math.log2(int(row["loss_scale"]))
+    assert exponent == int(exponent) > 15
+    assert int(row["skipped"]) < 0.1 * int(row["steps"])
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """A run with all three policies: what it printed, its table, its picture, how long it took."""
+    picture = tmp_path_factory.mktemp("picture") / "digits.png"
+    start = time.monotonic()
+    printed, table = run_program("--output", picture)
+    return types.SimpleNamespace(
+        printed=printed, table=table, picture=picture, seconds=time.monotonic() - start
+    )
+
+
+def test_all_policies_reach_the_same_accuracy(comparison):
+    assert list(comparison.table) == ["float32", "mixed_float16", "mixed_bfloat16"]
+    accuracies = [float(row["accuracy"]) for row in comparison.table.values()]
+    # A guess gets 0.1. Five epochs in float32 with five seeds got 0.969 to 0.975.
+    assert min(accuracies) > 0.95
+    assert max(accuracies) - min(accuracies) <= 0.02
+
+
+def test_only_float16_has_a_loss_scale(comparison):
+    check_scaled(comparison.table["mixed_float16"], _EPOCHS)
+    assert int(comparison.table["mixed_float16"]["skipped"]) > 0
+    for policy in ("float32", "mixed_bfloat16"):
+        assert comparison.table[policy]["loss_scale"] == "none"
+        assert comparison.table[policy]["skipped"] == "0"
+
+
+def test_activations_take_half_the_bytes_but_for_the_logits(comparison):
+    # Two convolutions at 8x8, pooling, a convolution and flattening at 4x4; for a batch of 32.
+    hidden, logits = 32 * (64 * 16 + 64 * 32 + 3 * 16 * 32), 32 * 10
+    assert {policy: int(row["activation_bytes"]) for policy, row in comparison.table.items()} == {
+        "float32": 4 * hidden + 4 * logits,
+        "mixed_float16": 2 * hidden + 4 * logits,
+        "mixed_bfloat16": 2 * hidden + 4 * logits,
+    }
+
+
+def test_time_per_step_fits_into_the_run(comparison):
+    for row in comparison.table.values():
+        # At least half of the steps take the median or longer.
+        assert 0 < float(row["milliseconds"]) / 1000 * int(row["steps"]) / 2 < comparison.seconds
+
+
+def test_progress(comparison):
+    shown = re.findall(r"^\[[=.]+\] +(\d+)%, about \d+ s left: (\w+)", comparison.printed, re.M)
+    total = 3 * _EPOCHS
+    assert [int(percent) for percent, _ in shown] == [
+        round(100 * epochs / total) for epochs in range(1, total + 1)
+    ]
+    assert list(dict.fromkeys(policy for _, policy in shown)) == list(comparison.table)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_progress_says_how_long_is_left(stream):
+    now = 0.0
+    progress = ProgressBar(2, 4, stream, clock=lambda: now)
+    for run in ("one", "two"):
+        progress.begin(run)
+        for step in range(4):
+            now += 1.0 if step else 5.0
+            progress.on_train_batch_end(step % 2)
+            if step % 2:
+                progress.on_epoch_end(step // 2)
+        progress.on_train_end()
+    shown = re.findall(r"(\d+)%, about (\d+) s left: (\w+) ", stream.getvalue())
+    is_terminal = stream.isatty()
+    last_of_epochs = [("25", "10", "one"), ("50", "8", "one"), ("75", "2", "two")]
+    assert [each for each in dict.fromkeys(shown) if each in last_of_epochs] == last_of_epochs
+    assert shown[-1] == ("100", "0", "two")
+    assert stream.getvalue().count("\n") == (1 if is_terminal else 4)
+    assert stream.getvalue().count("\r") == (len(shown) if is_terminal else 0)
+    assert len(shown) > 8 if is_terminal else len(shown) == 4
+
+
+def test_picture(comparison):
+    check_picture(comparison.picture)
+    assert f"picture is in {comparison.picture}" in comparison.printed
+
+
+@once
+def test_mirrored_strategy(tmp_path):
+    epochs, picture = 3, tmp_path / "digits.png"
+    printed, table = run_program(
+        "--strategy=mirrored", "--policy=mixed_float16", "--epochs", epochs, "--output", picture
+    )
+    replicas = int(re.search(r"MirroredStrategy with (\d+) replicas", printed)[1])
+    assert replicas == (len(tf.config.list_physical_devices("GPU")) or 2)
+    assert list(table) == ["mixed_float16"]
+    assert float(table["mixed_float16"]["accuracy"]) > 0.9
+    check_scaled(table["mixed_float16"], epochs)
+    check_picture(picture)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "float8"], "invalid choice: 'float8'"),
+        (["--strategy", "parameter_server"], "invalid choice: 'parameter_server'"),
+        (["--epochs", "0"], "must be at least 1, received 0"),
+        (["--output", "no/such/folder/digits.png"], "must be a file in an existing folder"),
+    ],
+)
+def test_bad_option(arguments, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_best_policy_gets_its_name_once(monkeypatch):
+    monkeypatch.setattr(keras_mp.hardware, "best_policy", lambda: "mixed_bfloat16")
+    options = program._parse(["--policy=float32", "--policy=best", "--policy=mixed_bfloat16"])
+    assert program._named(options.policy) == ["float32", "mixed_bfloat16"]
+    assert program._named(program._parse([]).policy) == list(program._POLICIES)
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "sklearn"])
+def test_missing_extra(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match=r'pip install "keras-mp\[tutorials\]"'):
+        main([])
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_recorder_keeps_each_batch_s_own_loss(policy):
+    inputs = np.arange(12, dtype="float32").reshape(6, 2)
+    targets = np.array([[0.0], [5.0], [0.0], [-5.0], [1.0], [2.0]], "float32")
+    keras_mp.set_global_policy(policy)
+    model = tf.keras.Sequential(
+        [tf.keras.layers.Input((2,)), tf.keras.layers.Dense(1, dtype="float32")]
+    )
+    model.compile(tf.keras.optimizers.SGD(0.0), "mse")
+    steps = StepRecorder()
+    batches = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(2)
+    model.fit(batches, epochs=2, shuffle=False, verbose=0, callbacks=[steps])
+    errors = (model.predict(inputs, verbose=0) - targets) ** 2
+    expected = errors.reshape(3, 2).mean(axis=1)
+    np.testing.assert_allclose(steps.losses, [*expected, *expected], rtol=1e-4)
+    assert len(steps.seconds) == 6
+    assert steps.loss_scales == ([] if policy == "float32" else [2.0**15] * 6)
+    assert steps.skipped_steps == []
+
+
+def test_recorder_notes_the_scale_of_a_skipped_step():
+    scale = keras_mp.DynamicLossScale(initial_loss_scale=2.0**100, increment_period=100)
+    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale=scale))
+    dense = tf.keras.layers.Dense(1, dtype="float32", kernel_initializer="zeros")
+    model = tf.keras.Sequential([tf.keras.layers.Input((1,)), dense])
+    model.compile(tf.keras.optimizers.SGD(0.0), "mse")
+    steps = StepRecorder()
+    # The middle batch's gradient is -2 * 3e4 * 3e4, which 2**100 makes infinite in float32.
+    inputs = np.array([[1.0], [3e4], [1.0]], "float32")
+    batches = tf.data.Dataset.from_tensor_slices((inputs, inputs)).batch(1)
+    model.fit(batches, shuffle=False, verbose=0, callbacks=[steps])
+    assert steps.loss_scales == [2.0**100, 2.0**100, 2.0**99]
+    assert steps.skipped_steps == [2]

@@ -1,0 +1,140 @@
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+
+import matplotlib
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import IS_KERAS_3, mirrored, once
+
+matplotlib.use("agg")
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PROGRAM = BLOCKS.pop(1)
+
+
+def run_program(program, *args):
+    with tempfile.TemporaryDirectory() as folder:
+        # A file, since AutoGraph wants to read the source.
+        path = pathlib.Path(folder) / "program.py"
+        path.write_text(program)
+        run = subprocess.run(
+            [sys.executable, str(path), *args],
+            cwd=ROOT,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    return run.stdout.strip() or run.stderr
+
+
+def test_the_blocks_run_in_order(monkeypatch, tmp_path):
+    strategy = mirrored(2)
+    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in BLOCKS:
+        exec(compile(block, "README.md", "exec"), names)
+    assert len(BLOCKS) == 6
+    assert isinstance(names["model"].optimizer, keras_mp.LossScaleOptimizer)
+    assert isinstance(names["loaded"].optimizer, keras_mp.LossScaleOptimizer)
+    assert (names["loaded"].compute_dtype, names["served"].compute_dtype) == ("float16", "float32")
+    assert (tmp_path / "loss_scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_links_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_program_prints_what_the_readme_says():
+    assert run_program(PROGRAM) == "[1. 2.]"
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="It is Keras 3 that loses the model.")
+def test_stock_keras_3_does_what_the_readme_says():
+    stock = "tf.keras.mixed_precision.LossScaleOptimizer"
+    assert run_program(PROGRAM.replace("keras_mp.LossScaleOptimizer", stock)) == "[-inf -inf]"
+
+
+LAYERS = (ROOT / "docs" / "layers.md").read_text()
+
+
+def printed_by_the_blocks_of(page, tmp_path, capfd, which=slice(None)):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    program = tmp_path / "program.py"  # a file, as in `run_program`
+    program.write_text("\n".join(blocks[which]))
+    runpy.run_path(str(program))
+    return capfd.readouterr().out.splitlines()
+
+
+def test_the_blocks_about_layers_print_what_they_are_about(tmp_path, capfd):
+    # The last one is a program with an argument.
+    assert printed_by_the_blocks_of("layers.md", tmp_path, capfd, slice(-1)) == [
+        "float32: weights in float32, outputs in float32",
+        "mixed_bfloat16: weights in float32, outputs in bfloat16",
+        "bfloat16",
+    ]
+
+
+def test_the_blocks_about_losses_print_what_they_are_about(tmp_path, capfd):
+    reduction = "sum_over_batch_size" if IS_KERAS_3 else "auto"
+    assert printed_by_the_blocks_of("losses.md", tmp_path, capfd) == [
+        "50.0",
+        "float32 [[ 1. -1.]]",
+        f"<Huber(delta=1.0, reduction={reduction!r}, name='huber', dtype='float32')>",
+        "0.0",
+    ]
+
+
+def test_the_blocks_about_saving_print_what_they_say(tmp_path, capfd):
+    text = (ROOT / "docs" / "saving.md").read_text()
+    said = re.findall(r"^print.*  # (.*)$", text, re.MULTILINE)
+    assert len(said) == 5
+    lines = printed_by_the_blocks_of("saving.md", tmp_path, capfd)
+    assert [line for line in lines if line in said] == said
+
+
+def test_each_train_step_of_the_page_trains_as_that_of_keras(tmp_path, capfd):
+    lines = printed_by_the_blocks_of("train_step.md", tmp_path, capfd)
+    results = {name: list(map(float, values)) for name, *values in map(str.split, lines)}
+    assert list(results) == ["Regressor", "ScaledRegressor", "ClippedRegressor"]
+    loss, error = results["Regressor"]
+    assert 0 < loss < 1  # from about 4
+    assert results["ScaledRegressor"] == pytest.approx([loss, error], rel=1e-3)
+    assert results["ClippedRegressor"] == pytest.approx([loss, error], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated:UserWarning")
+def test_what_the_page_about_serving_exports_gives_the_answers_of_the_model(tmp_path, capfd):
+    lines = printed_by_the_blocks_of("serving.md", tmp_path, capfd)
+    assert [line for line in lines if line in ("True", "False")] == ["True"] * 3
+
+
+@once
+def test_the_transformer_without_keras_learns_as_well_as_in_float32():
+    *_, program = re.findall(r"```python\n(.*?)```", LAYERS, re.DOTALL)
+    results = {}
+    for dtype in ("bfloat16", "float32"):
+        true_dtype, *rest = run_program(program, dtype).split()
+        results[dtype] = float(rest[-1])
+        assert [true_dtype, rest[0]] == ["float32", dtype]
+    # Of 261 images; three standard errors of the difference of two such accuracies.
+    assert results["bfloat16"] == pytest.approx(results["float32"], abs=0.1)
+    assert results["bfloat16"] > 0.75
+
+
+def test_the_commands_are_those_of_ci():
+    command = 'pip install ".[test]" && python -m tests'
+    assert command in README
+    assert command in (ROOT / ".ci" / "run").read_text()

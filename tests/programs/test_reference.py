@@ -1,0 +1,92 @@
+"""The reference is built without a warning, and holds every public name."""
+
+import doctest
+import inspect
+import os
+import pathlib
+import pkgutil
+import subprocess
+import sys
+import zlib
+
+import pytest
+
+import keras_mp
+from tests.common import once
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+VALUES = {name: getattr(keras_mp, name) for name in keras_mp.__all__}
+PUBLIC = {f"keras_mp.{name}": value for name, value in VALUES.items() if callable(value)}
+# Of the submodules: what they list, or else define, and is not in `keras_mp` too.
+PUBLIC |= {
+    f"{module.__name__}.{name}": value
+    for module in VALUES.values()
+    if inspect.ismodule(module)
+    for name, value in vars(module).items()
+    if (
+        name in module.__all__
+        if hasattr(module, "__all__")
+        else not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    )
+    and value not in PUBLIC.values()
+}
+PLACES = {name: f"{value.__module__}.{value.__qualname__}" for name, value in PUBLIC.items()}
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory):
+    """The names in a reference that was built just now."""
+    folder = tmp_path_factory.mktemp("reference")
+    run = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    # The format of Sphinx's inventories: four lines, then compressed ones of a name, a kind, a
+    # priority (-1 for the place where something is defined that is public elsewhere) and more.
+    inventory = zlib.decompress((folder / "objects.inv").read_bytes().split(b"\n", 4)[4])
+    entries = [line.split() for line in inventory.decode().splitlines()]
+    kinds = ("py:class", "py:exception", "py:function")
+    return {name for name, kind, priority, *_ in entries if kind in kinds and priority != "-1"}
+
+
+@once
+def test_the_reference_lists_every_public_name_and_no_other(listed):
+    assert listed == set(PUBLIC)
+    assert {"keras_mp.Policy", "keras_mp.layers.Layer", "keras_mp.losses.Huber"} <= listed
+
+
+def test_every_public_name_has_an_example_that_the_tests_run(pytestconfig):
+    assert pytestconfig.getoption("doctestmodules")
+    assert "keras_mp" in pytestconfig.getini("testpaths")
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    modules = [m.name for m in pkgutil.walk_packages(keras_mp.__path__, "keras_mp.")]
+    run = {
+        test.name
+        for module in modules
+        if module in sys.modules
+        for test in finder.find(sys.modules[module])
+        if test.examples
+    }
+    assert {name for name, place in PLACES.items() if place not in run} == set()
+
+
+def test_every_public_method_has_a_docstring():
+    without = {
+        f"{name}.{method}"
+        for name, value in PUBLIC.items()
+        if inspect.isclass(value)
+        for method, function in vars(value).items()
+        if not method.startswith("_")
+        and callable(function)
+        and not inspect.getdoc(function)
+        # `layers.Layer` runs the `call` of Keras in its policy, once somebody has made one.
+        and function.__module__.startswith("keras_mp")
+    }
+    assert without == set()

@@ -1,0 +1,394 @@
+"""Replicas are logical CPU devices; they are as real to TensorFlow as GPUs are."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, pairs, value
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request):
+    return request.param
+
+
+def replica_id():
+    return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+
+def rfc(optimizer, variables, loss_fn):
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(loss_fn())
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+    optimizer.apply_gradients(zip(gradients, variables))
+
+
+def keras_3(optimizer, variables, loss_fn):
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(loss_fn())
+    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+
+
+def minimize(optimizer, variables, loss_fn):
+    optimizer.minimize(loss_fn, variables)
+
+
+WAYS = [rfc, keras_3, minimize]
+
+
+def everywhere(variable):
+    """The value on each replica."""
+    if not isinstance(variable, tf.Variable):
+        variable = variable.value
+    return [v.numpy() for v in getattr(variable, "values", [variable])]
+
+
+def assert_same_everywhere(variables):
+    for variable in variables:
+        first, *others = everywhere(variable)
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_one_bad_replica_skips_the_step_on_all(name, way):
+    # Defect 1: Keras 3 looks at the first replica only and writes [-inf, -inf].
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable([1.0, 2.0])
+        optimizer = keras_mp.LossScaleOptimizer(
+            make_optimizer(name, 0.25), keras_mp.DynamicLossScale(64)
+        )
+
+    @tf.function
+    def step(factors):
+        def replica_step():
+            factor = tf.gather(factors, replica_id())
+            way(optimizer, [v], lambda: tf.reduce_sum(v * factor))
+
+        strategy.run(replica_step)
+
+    step(tf.constant([0.5, 0.5]))
+    for i, (bad, bad_replica) in enumerate(itertools.product([INF, -INF, NAN], [0, 1])):
+        before = [everywhere(x) for x in (v, *optimizer.variables)]
+        factors = [0.5, 0.5]
+        factors[bad_replica] = bad
+        step(tf.constant(factors))
+        after = [everywhere(x) for x in (v, *optimizer.variables)]
+        np.testing.assert_equal(before, after)
+        assert int(value(optimizer.iterations)) == i + 1
+        assert int(optimizer.steps_skipped) == i + 1
+        assert optimizer.last_step_skipped
+        assert float(optimizer.loss_scale) == 64 / 2 ** (i + 1)
+        step(tf.constant([0.5, 0.5]))
+        assert not optimizer.last_step_skipped
+        assert_same_everywhere([v, *optimizer.variables, optimizer.loss_scale.loss_scale])
+        assert int(optimizer.steps_skipped) == i + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [(FAMILIES[-1], 2), ("new.Adam", 4), (FAMILIES[-1].replace("SGD", "RMSprop"), 2)],
+)
+def test_replicas_equal_one_device_with_the_whole_batch(name, replicas):
+    # Defect 2: Keras 3 clips each replica's gradient before the sum.
+    images, labels = digits()
+    clip = {"clipnorm": 0.05}
+    if name.endswith("RMSprop"):
+        clip["epsilon"] = 1e-3  # with less, RMSprop amplifies the rounding of the sum
+
+    def train(strategy, wrap):
+        with strategy.scope():
+            w = tf.Variable(tf.zeros([64, 10]))
+            optimizer = wrap(make_optimizer(name, 0.01, **clip))
+
+        def step(x, y):
+            count = tf.distribute.get_strategy().num_replicas_in_sync
+
+            def loss_fn():
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=x @ w)
+                return tf.reduce_mean(losses) / count
+
+            with tf.GradientTape() as tape:
+                loss = loss_fn()
+                scale = getattr(optimizer, "get_scaled_loss", lambda x: x)
+                loss = scale(loss)
+            gradients = tape.gradient(loss, [w])
+            unscale = getattr(optimizer, "get_unscaled_gradients", lambda x: x)
+            optimizer.apply_gradients(zip(unscale(gradients), [w]))
+
+        run = tf.function(lambda x, y: strategy.run(step, (x, y)))
+        for i in range(5):
+            x, y = images[64 * i : 64 * i + 64], labels[64 * i : 64 * i + 64]
+            n = strategy.num_replicas_in_sync
+            parts = [
+                strategy.experimental_distribute_values_from_function(
+                    lambda c, a=a: tf.constant(np.split(a, n)[c.replica_id_in_sync_group])
+                )
+                for a in (x, y)
+            ]
+            run(*parts)
+        assert_same_everywhere([w])
+        return value(w)
+
+    control = train(tf.distribute.get_strategy(), lambda optimizer: optimizer)
+    ours = train(
+        mirrored(replicas),
+        lambda optimizer: keras_mp.LossScaleOptimizer(optimizer, aggregate_in_float16=False),
+    )
+    # Sums of 2 to 4 float32 numbers in another order: a few ulps (6e-8) of each gradient, which
+    # Adam's and RMSprop's division by the gradient's own size turns into as many of the step.
+    np.testing.assert_allclose(ours, control, rtol=1e-4, atol=2e-6)
+    assert np.abs(control).max() > 5e-4
+    in_float16 = train(mirrored(replicas), keras_mp.LossScaleOptimizer)
+    # float16 rounds gradients to 2**-11, 5e-4 of their size, and of a small one Adam makes a
+    # whole step; the bound is what 5 steps of 0.01 times that rounding can come to.
+    assert np.abs(in_float16 - control).mean() < 1e-4
+
+
+def collective_dtypes(function, *args):
+    """The dtypes that the all-reduces of a traced function send."""
+    graph = function.get_concrete_function(*args).graph
+    return {
+        op.get_attr("T")
+        for op in graph.get_operations()
+        if op.type in ("CollectiveReduceV2", "NcclAllReduce")
+    }
+
+
+SENT = [
+    ("dynamic", True, tf.float16),
+    ("dynamic", False, tf.float32),
+    # With a fixed scale nothing is skipped, so nothing may overflow on the way.
+    (64, True, tf.float32),
+]
+
+
+@pytest.mark.parametrize(("name", "way", "case"), pairs(FAMILIES, WAYS, SENT))
+def test_what_crosses_the_wire(name, way, case):
+    loss_scale, in_float16, sent = case
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable([1.0, 2.0])
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), loss_scale)
+    optimizer.aggregate_in_float16 = in_float16
+
+    @tf.function
+    def step():
+        strategy.run(lambda: way(optimizer, [v], lambda: tf.reduce_sum(v**2)))
+
+    assert collective_dtypes(step) == {sent}
+
+
+def test_small_gradients_survive_the_float16_reduction(name):
+    # 1e-9 is zero in float16; scaled by 2**15 it is not.
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 2.0**20, momentum=0.0))
+    for way in WAYS:
+        v.assign(1.0)
+        tf.function(lambda: strategy.run(lambda: way(optimizer, [v], lambda: v * 1e-9)))()
+        assert 1 - value(v) == pytest.approx(2 * 2**20 * 1e-9, rel=1e-2)
+
+
+def test_an_overflow_of_the_float16_sum_skips_the_step(name):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        optimizer = keras_mp.LossScaleOptimizer(
+            make_optimizer(name, 1.0, momentum=0.0), keras_mp.DynamicLossScale(2.0**16)
+        )
+
+    @tf.function
+    def step():
+        strategy.run(lambda: rfc(optimizer, [v], lambda: v * 0.75))
+
+    # 0.75 * 2**16 fits into float16, twice that does not.
+    step()
+    assert value(v) == 1
+    assert float(optimizer.loss_scale) == 2**15
+    step()
+    assert value(v) == -0.5
+
+
+@pytest.mark.parametrize(
+    "how", [{"skip_gradients_aggregation": True}, {"experimental_aggregate_gradients": False}]
+)
+def test_gradients_that_the_user_has_summed(name, how):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable([1.0])
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0), 64)
+
+    @tf.function
+    def step():
+        def replica_step():
+            with tf.GradientTape() as tape:
+                loss = optimizer.get_scaled_loss(tf.reduce_sum(v * 0.125))
+            gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [v]))
+            context = tf.distribute.get_replica_context()
+            gradients = context.all_reduce("sum", gradients)
+            optimizer.apply_gradients(zip(gradients, [v]), **how)
+
+        strategy.run(replica_step)
+
+    step()
+    np.testing.assert_array_equal(value(v), [0.75])
+
+
+def test_not_summed_but_one_verdict_all_the_same(name):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable([1.0])
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
+
+    @tf.function
+    def step(bad):
+        def replica_step():
+            optimizer.scale_loss(tf.constant(1.0))
+            gradient = tf.where(tf.equal(replica_id(), bad), tf.constant([NAN]), [0.5])
+            optimizer.apply_gradients([(gradient, v)], skip_gradients_aggregation=True)
+
+        strategy.run(replica_step)
+
+    for bad in (0, 1):
+        step(tf.constant(bad))
+        assert everywhere(v) == [[1], [1]]
+    assert int(optimizer.steps_skipped) == 2
+
+
+def test_sparse_gradients(name):
+    strategy = mirrored(2)
+    with strategy.scope():
+        table = tf.Variable(tf.ones([4, 1]))
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
+
+    @tf.function
+    def step(factor):
+        def replica_step():
+            row = tf.stack([replica_id(), 3])
+            rfc(optimizer, [table], lambda: tf.reduce_sum(tf.gather(table, row)) * factor)
+
+        strategy.run(replica_step)
+
+    step(tf.constant(0.25))
+    expected = [[0.75], [0.75], [1], [0.5]]
+    np.testing.assert_array_equal(value(table), expected)
+    step(tf.constant(INF))
+    np.testing.assert_array_equal(value(table), expected)
+    assert_same_everywhere([table])
+
+
+def test_fit(name):
+    images, labels = digits()
+    keras_mp.set_global_policy("mixed_float16")
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = tf.keras.Sequential(
+            [
+                tf.keras.Input((64,)),
+                tf.keras.layers.Dense(32, activation="relu"),
+                tf.keras.layers.Dense(10, dtype="float32"),
+            ]
+        )
+        model.compile(
+            make_optimizer(name, 0.1),
+            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    model.fit(images, labels, batch_size=64, epochs=4, verbose=0)
+    assert model.evaluate(images, labels, verbose=0)[1] > 0.9
+    assert_same_everywhere(model.trainable_variables)
+    optimizer = model.optimizer
+    steps = 4 * -(-len(labels) // 64)
+    assert int(value(optimizer.iterations)) + int(optimizer.steps_skipped) == steps
+
+
+def test_cross_replica_context_is_refused(name):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
+        optimizer.scale_loss(tf.constant(1.0))
+        with pytest.raises(ValueError, match="inside the function that is passed to"):
+            optimizer.apply_gradients([(tf.constant(1.0), v)])
+
+
+def test_central_storage_is_refused(name):
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
+    outside = keras_mp.LossScaleOptimizer(make_optimizer(name))
+    with strategy.scope():
+        with pytest.raises(ValueError, match="does not work under this strategy"):
+            keras_mp.LossScaleOptimizer(make_optimizer(name))
+        v = tf.Variable(1.0)
+    with pytest.raises(ValueError, match="does not work under this strategy"):
+        strategy.run(lambda: outside.minimize(lambda: v * 1.0, [v]))
+
+
+def test_a_strategy_that_nobody_knows_is_refused(name):
+    class Strategy(tf.distribute.Strategy):
+        def __init__(self):
+            super().__init__(tf.distribute.OneDeviceStrategy("CPU:0").extended)
+
+    with (
+        Strategy().scope(),
+        pytest.raises(ValueError, match="MirroredStrategy, OneDeviceStrategy") as raised,
+    ):
+        keras_mp.LossScaleOptimizer(make_optimizer(name))
+    assert "Received: " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tf.distribute.OneDeviceStrategy("CPU:0"), lambda: mirrored(1)]
+)
+def test_strategies_of_one_device(name, make):
+    strategy = make()
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
+    step = tf.function(lambda: strategy.run(lambda: rfc(optimizer, [v], lambda: v * 0.5)))
+    step()
+    assert value(v) == 0.5
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_fixed_scale_sums_float16_gradients_in_float32(name, way):
+    # 2 * 40 * 1024 has no float16 value; 80 has.
+    with mirrored(2).scope():
+        v = tf.Variable(tf.constant([1.0, 2.0], tf.float16))
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.125, momentum=0.0), 1024)
+        optimizer.build([v])
+
+    @tf.function
+    def step():
+        mirrored(2).run(lambda: way(optimizer, [v], lambda: tf.reduce_sum(v) * 40))
+
+    step()
+    assert_same_everywhere([v])
+    np.testing.assert_array_equal(value(v), [-9, -8])
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras copes with it.")
+def test_an_optimizer_made_outside_of_the_scope_is_refused(name):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
+    with mirrored(2).scope():
+        v = tf.Variable([1.0, 2.0])
+    optimizer.build([v])
+    with pytest.raises(ValueError, match="in the scope of the strategy"):
+        mirrored(2).run(lambda: optimizer.minimize(lambda: tf.reduce_sum(v), [v]))
+    assert_same_everywhere([v])
+    np.testing.assert_array_equal(value(v), [1, 2])
+
+
+@pytest.mark.parametrize("bad", ["yes", 2, None])
+def test_aggregate_in_float16_is_a_bool(name, bad):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
+    with pytest.raises(TypeError, match="Received: aggregate_in_float16="):
+        optimizer.aggregate_in_float16 = bad
+    assert optimizer.aggregate_in_float16 is True

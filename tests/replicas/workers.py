@@ -1,0 +1,124 @@
+"""Runs functions in several processes that are the workers of one MultiWorkerMirroredStrategy.
+
+python -m tests.replicas.workers index ports calls result
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import pathlib
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+# Only for what hangs: a machine that is busy may take long.
+_TIMEOUT = 3600
+# For the others to go on where one has died. They cannot, so that more seconds would be lost.
+_GRACE = 2
+
+
+def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) -> list[list]:
+    """Calls functions, one after the other, in each of `count` worker processes on 127.0.0.1.
+
+    Args:
+        calls: functions of modules, and arguments that JSON can hold. A function is called with
+            the strategy, the worker's index and its arguments.
+        count: int. How many workers.
+
+    Returns:
+        list, for each call, of lists, for each worker, of what the function returned; None for one
+        that did not get that far. Once one worker was killed, the others are, too.
+    """
+    ports = ",".join(str(port) for port in free_ports(count))
+    with tempfile.TemporaryDirectory() as folder:
+        results = [pathlib.Path(folder) / f"{index}.pickle" for index in range(count)]
+        logs = [path.with_suffix(".log") for path in results]
+        processes = [
+            _start(index, ports, calls, results[index], logs[index]) for index in range(count)
+        ]
+        _wait(processes)
+        outputs = "\n".join(f"--- worker {i}\n{log.read_text()}" for i, log in enumerate(logs))
+        print(outputs)  # pytest shows it where a test fails
+        returned = [pickle.loads(p.read_bytes()) if p.exists() else [] for p in results]
+    return [[r[i] if i < len(r) else None for r in returned] for i in range(len(calls))]
+
+
+def tf_config(index: int, ports: list[int]) -> str:
+    """What TF_CONFIG says to a worker."""
+    workers = [f"127.0.0.1:{port}" for port in ports]
+    return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _start(
+    index: int,
+    ports: str,
+    calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]],
+    result: pathlib.Path,
+    log: pathlib.Path,
+) -> subprocess.Popen:
+    names = json.dumps([(f.__module__, f.__name__, arguments) for f, arguments in calls])
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.replicas.workers", str(index), ports, names, str(result)],
+            cwd=_ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _wait(processes: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + _TIMEOUT
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() not in (None, 0) for process in processes):
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        if time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+        time.sleep(0.1)
+
+
+def main() -> None:
+    """Is one of the workers."""
+    index, ports, calls, result = sys.argv[1:]
+    os.environ["TF_CONFIG"] = tf_config(int(index), [int(port) for port in ports.split(",")])
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    # Before anything else that TensorFlow does.
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    import keras_mp
+
+    returned = []
+    for module, name, arguments in json.loads(calls):
+        keras_mp.set_global_policy(None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
+            function = getattr(importlib.import_module(module), name)
+            returned.append(function(strategy, int(index), **arguments))
+        partial = pathlib.Path(result).with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(returned))
+        partial.rename(result)
+
+
+if __name__ == "__main__":
+    main()

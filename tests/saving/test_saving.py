@@ -1,0 +1,431 @@
+import contextlib
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    make_optimizer,
+    mirrored,
+    slots,
+    training_state,
+    value,
+)
+
+X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def make_model(optimizer):
+    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+@pytest.fixture(params=FAMILIES)
+def trained(request):
+    """A model that was trained under mixed_float16, some of its steps skipped."""
+    keras_mp.set_global_policy(
+        keras_mp.Policy("mixed_float16", keras_mp.DynamicLossScale(2.0**24, increment_period=9))
+    )
+    model = make_model(make_optimizer(request.param))
+    model.fit(X, Y, batch_size=2, verbose=0)
+    assert int(model.optimizer.steps_skipped) > 3
+    assert int(value(model.optimizer.iterations)) > 3
+    keras_mp.set_global_policy(None)
+    return request.param, model
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_keras_file_keeps_loss_scaling_whatever_the_global_policy(trained, policy, tmp_path):
+    # Defect 8: Keras 3 loads the model without loss scaling and without the optimizer's state.
+    _, model = trained
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    keras_mp.set_global_policy(policy)
+    again = tf.keras.models.load_model(path)
+    ours, theirs = again.optimizer, model.optimizer
+    assert type(ours) is keras_mp.LossScaleOptimizer
+    assert ours.loss_scale.get_config() == theirs.loss_scale.get_config()
+    assert float(ours.loss_scale) == float(theirs.loss_scale)
+    for counter in ("num_good_steps", "num_bad_steps"):
+        assert int(getattr(ours.loss_scale, counter)) == int(getattr(theirs.loss_scale, counter))
+    assert int(ours.steps_skipped) == int(theirs.steps_skipped)
+    assert bool(ours.last_step_skipped) == bool(theirs.last_step_skipped)
+    for a, b in zip(ours.variables, theirs.variables, strict=True):
+        np.testing.assert_array_equal(value(a), value(b))
+    assert int(value(ours.iterations)) == int(value(theirs.iterations)) > 0
+    again.fit(X, Y, batch_size=2, verbose=0)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_defect_8_a_run_that_goes_on_from_an_h5_file_is_bitwise_the_same(trained, policy, tmp_path):
+    # Stock reloads at iteration 0, and on Keras 3 does not train at all.
+    _, model = trained
+    model.save(str(tmp_path / "model.h5"))
+    keras_mp.set_global_policy(policy)
+    again = tf.keras.models.load_model(str(tmp_path / "model.h5"))
+    for one in (again, model):
+        for i in range(0, len(X), 2):
+            one.train_on_batch(X[i : i + 2], Y[i : i + 2])
+            if i == 0:
+                assert int(value(one.optimizer.iterations)) > 4
+    for ours, reference in zip(training_state(again), training_state(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_loaded_model_stays_scaled_when_it_is_compiled_again(trained, suffix, tmp_path):
+    # To fine-tune, for one: not by plain Adam, nor with a loss that float16 cannot hold.
+    _, model = trained
+    model.optimizer.warn_after_skips = 7
+    model.save(str(tmp_path / f"model{suffix}"))
+    again = tf.keras.models.load_model(str(tmp_path / f"model{suffix}"))
+    for _ in range(2):
+        again.compile(tf.keras.optimizers.Adam(1e-4), "mse")
+        ours = again.optimizer
+        assert type(ours) is keras_mp.LossScaleOptimizer
+        assert "Adam" in type(ours.inner_optimizer).__name__
+        assert ours.loss_scale.get_config() == model.optimizer.loss_scale.get_config()
+        assert float(ours.loss_scale()) == 2.0**24  # the settings: it starts afresh
+        assert ours.warn_after_skips == 7
+        assert again.loss.dtype == "float32"
+    loss = again.train_on_batch(X[:2], np.full((2, 1), 300, "float32"))
+    assert 80_000 < float(np.ravel(loss)[0]) < 100_000
+    # Who says so gets the optimizer as it is.
+    stock = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="tf.keras's own LossScaleOptimizer"):
+        again.compile(stock, "mse")
+    assert again.optimizer is stock
+
+
+def test_a_loaded_bfloat16_model_keeps_float32_losses_when_it_is_compiled_again(tmp_path):
+    keras_mp.set_global_policy("mixed_bfloat16")
+    make_model("sgd").save(str(tmp_path / "model.keras"))
+    keras_mp.set_global_policy(None)
+    again = tf.keras.models.load_model(str(tmp_path / "model.keras"))
+    again.compile("adam", "mse")
+    assert again.loss.dtype == "float32"
+    assert not isinstance(again.optimizer, keras_mp.LossScaleOptimizer)
+
+
+def test_the_config_has_the_state_of_the_loss_scale(trained):
+    _, model = trained
+    optimizer = model.optimizer
+    again = keras_mp.LossScaleOptimizer.from_config(optimizer.get_config())
+    assert float(again.loss_scale()) == float(optimizer.loss_scale())
+    assert int(again.steps_skipped) == int(optimizer.steps_skipped)
+    assert again.get_config() == optimizer.get_config()
+    config = optimizer.get_config()
+    del config["state"]  # as older ones are, and stock ones
+    fresh = keras_mp.LossScaleOptimizer.from_config(config)
+    assert float(fresh.loss_scale()) == 2.0**24
+
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+
+
+def set_policy(name):
+    """Sets the policy, with a scale at which no step is skipped."""
+    scale = keras_mp.DynamicLossScale(2.0**5, increment_period=4)
+    keras_mp.set_global_policy(keras_mp.Policy(name, scale if name == "mixed_float16" else None))
+
+
+def step(model, times=1):
+    for i in range(times):
+        model.train_on_batch(X[4 * i : 4 * i + 4], Y[4 * i : 4 * i + 4])
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        (FAMILIES[-1], "float32", "mixed_float16"),
+        (FAMILIES[0], "float32", "mixed_bfloat16"),
+        (FAMILIES[0], "mixed_float16", "mixed_float16"),
+        (FAMILIES[-1], "mixed_float16", "mixed_bfloat16"),
+        (FAMILIES[0], "mixed_bfloat16", "float32"),
+    ],
+)
+def test_checkpoints_restore_at_once_what_was_made_before(family, before, after, tmp_path):
+    set_policy(before)
+    model = make_model(make_optimizer(family))
+    step(model, 5)
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(tmp_path / "c"))
+
+    set_policy(after)
+    again = make_model(make_optimizer(family))
+    step(again)
+    tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(path).expect_partial()
+    for ours, reference in zip(slots(again), slots(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    assert int(value(again.optimizer.iterations)) == 5
+    for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    if before == after == "mixed_float16":
+        assert float(again.optimizer.loss_scale()) == float(model.optimizer.loss_scale())
+        assert int(again.optimizer.loss_scale.num_good_steps) == 1
+
+
+@pytest.mark.parametrize("is_saved_mirrored", [True, False])
+def test_checkpoints_move_into_a_strategy_and_out_of_it(is_saved_mirrored, tmp_path):
+    set_policy("mixed_float16")
+    models = []
+    for is_mirrored in (is_saved_mirrored, not is_saved_mirrored):
+        with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
+            models.append(make_model(make_optimizer(FAMILIES[0])))
+        models[-1].fit(X, Y, batch_size=32, shuffle=False, verbose=0)
+    model, again = models
+    model.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(tmp_path / "c"))
+    tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(path).assert_consumed()
+    for ours, reference in zip(training_state(again), training_state(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    again.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
+    assert int(value(again.optimizer.iterations)) == 6
+
+
+STOCK = tf.keras.mixed_precision.LossScaleOptimizer
+
+
+def trained_optimizer(cls, steps):
+    variable = tf.Variable([1.0, 2.0])
+    optimizer = cls(tf.keras.optimizers.Adam(0.1), initial_scale=64.0, dynamic_growth_steps=5)
+    for _ in range(steps):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable**2)
+            loss = optimizer.scale_loss(loss) if IS_KERAS_3 else optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(loss, [variable])
+        if not IS_KERAS_3:
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, [variable]))
+    return optimizer, variable
+
+
+def in_stock_layout(optimizer):
+    is_ours = isinstance(optimizer, keras_mp.LossScaleOptimizer)
+    return optimizer.stock_layout() if is_ours else optimizer
+
+
+# What both Kerases' stock class calls it, and ours.
+SCALE, COUNTER = (
+    ("dynamic_scale", "step_counter") if IS_KERAS_3 else ("loss_scale", "dynamic_counter")
+)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("is_saved_by_us", [True, False])
+def test_checkpoints_move_to_and_from_the_stock_optimizer(is_saved_by_us, steps, tmp_path):
+    if IS_KERAS_3 and is_saved_by_us and not steps:
+        pytest.skip("Stock of Keras 3 restores no scale before it is built, its own neither.")
+    classes = [STOCK, keras_mp.LossScaleOptimizer]
+    before, after = reversed(classes) if is_saved_by_us else classes
+    (saved, _), (loaded, variable) = trained_optimizer(before, 7), trained_optimizer(after, steps)
+    path = tf.train.Checkpoint(optimizer=in_stock_layout(saved)).save(str(tmp_path / "c"))
+    tf.train.Checkpoint(optimizer=in_stock_layout(loaded)).restore(path).expect_partial()
+    if not steps:
+        loaded.build([variable])
+    assert float(value(getattr(loaded, SCALE))) == float(value(getattr(saved, SCALE))) == 128
+    assert int(value(getattr(loaded, COUNTER))) == int(value(getattr(saved, COUNTER))) == 2
+    assert int(value(loaded.iterations)) == 7
+    inner = [optimizer.inner_optimizer.variables for optimizer in (loaded, saved)]
+    inner = [v() if callable(v) else v for v in inner]
+    for ours, reference in zip(*inner, strict=True):
+        np.testing.assert_array_equal(value(ours), value(reference))
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="That of Keras 2 has our layout.")
+def test_a_checkpoint_of_the_stock_optimizer_says_how_to_read_it(tmp_path):
+    saved, _ = trained_optimizer(STOCK, 7)
+    path = tf.train.Checkpoint(optimizer=saved).save(str(tmp_path / "c"))
+    optimizer, _ = trained_optimizer(keras_mp.LossScaleOptimizer, 1)
+    before = [value(v) for v in optimizer.variables]
+    with pytest.raises(ValueError, match="stock_layout()"):
+        tf.train.Checkpoint(optimizer=optimizer).restore(path)
+    for ours, reference in zip(optimizer.variables, before, strict=True):
+        np.testing.assert_array_equal(value(ours), reference)
+    assert float(optimizer.loss_scale()) == 64
+
+
+@pytest.mark.parametrize("is_pickled", [True, False])
+def test_copies_of_a_compiled_model_train_on(is_pickled):
+    set_policy("mixed_float16")
+    model = make_model("adam")
+    step(model, 5)
+    again = pickle.loads(pickle.dumps(model)) if is_pickled else copy.deepcopy(model)
+    for one in (model, again):
+        step(one)
+    for ours, reference in zip(training_state(again), training_state(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+
+
+def test_model_checkpoint_and_backup(tmp_path):
+    set_policy("mixed_float16")
+    model = make_model("adam")
+    file = str(tmp_path / "model.keras")
+    callbacks = [
+        tf.keras.callbacks.ModelCheckpoint(file),
+        tf.keras.callbacks.BackupAndRestore(str(tmp_path / "backup")),
+    ]
+    model.fit(X, Y, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+    keras_mp.set_global_policy(None)
+    again = tf.keras.models.load_model(file)
+    for one in (model, again):
+        step(one)
+    for ours, reference in zip(training_state(again), training_state(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_metrics_of_a_reloaded_model_see_float32_whatever_the_global_policy(tmp_path, suffix):
+    keras_mp.set_global_policy("mixed_float16")
+    dense = tf.keras.layers.Dense(1, kernel_initializer="ones")
+    model = tf.keras.Sequential([tf.keras.Input((4,)), dense])
+    model.compile("sgd", "mse", metrics=["mse"])
+    data = np.full([2, 4], 100.0), np.zeros([2, 1])
+    assert model.evaluate(*data, verbose=0) == [160_000, 160_000]
+    model.save(str(tmp_path / f"model{suffix}"))
+    keras_mp.set_global_policy(None)
+    again = tf.keras.models.load_model(str(tmp_path / f"model{suffix}"))
+    assert again.evaluate(*data, verbose=0) == [160_000, 160_000]
+    assert type(again.optimizer) is keras_mp.LossScaleOptimizer
+
+
+def test_weights_of_a_float32_model_load_into_a_mixed_one(tmp_path):
+    model = make_model("adam")
+    model.fit(X, Y, verbose=0)
+    path = str(tmp_path / "model.weights.h5")
+    model.save_weights(path)
+    keras_mp.set_global_policy("mixed_float16")
+    again = make_model("adam")
+    again.optimizer.build(again.trainable_variables)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again.load_weights(path)
+    # Keras 3 looks for the inner optimizer's state once more, where there is none, and warns too.
+    ours = [w for w in caught if w.category is keras_mp.MixedPrecisionWarning]
+    assert len(ours) == 1
+    assert "The file holds no" in str(ours[0].message)
+    for a, b in zip(again.get_weights(), model.get_weights()):
+        np.testing.assert_array_equal(a, b)
+    assert int(value(again.optimizer.iterations)) == int(value(model.optimizer.iterations)) > 0
+    assert float(again.optimizer.loss_scale) == 2**15
+    again.fit(X, Y, verbose=0)
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 loads a SavedModel as a model.")
+def test_saved_model(trained, tmp_path):
+    name, model = trained
+    path = str(tmp_path / "model")
+    if name.startswith("legacy"):
+        with pytest.raises(ValueError, match="Save the model as .keras or .h5"):
+            model.save(path, save_format="tf")
+        model.save(path, save_format="tf", include_optimizer=False)
+        again = tf.keras.models.load_model(path)
+        np.testing.assert_array_equal(again.predict(X, verbose=0), model.predict(X, verbose=0))
+        return
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="with a new optimizer"):
+        model.save(path, save_format="tf")
+    again = tf.keras.models.load_model(path)
+    assert type(again.optimizer) is keras_mp.LossScaleOptimizer
+    assert again.optimizer.loss_scale.get_config() == model.optimizer.loss_scale.get_config()
+    np.testing.assert_array_equal(again.predict(X, verbose=0), model.predict(X, verbose=0))
+    again.fit(X, Y, verbose=0)
+
+
+def test_weights_of_another_optimizer_are_refused(tmp_path):
+    keras_mp.set_global_policy("mixed_float16")
+    model = make_model(keras_mp.LossScaleOptimizer("adam"))
+    step(model)
+    before = [value(v) for v in model.optimizer.variables]
+    for weights in (before[:-1], [*before[:-1], np.zeros([7])]):
+        with pytest.raises(ValueError, match="of another kind, or for another model"):
+            model.optimizer.set_weights(weights)
+    for ours, reference in zip(model.optimizer.variables, before, strict=True):
+        np.testing.assert_array_equal(value(ours), reference)
+    model.optimizer.set_weights([weight + 1 for weight in before])
+    for ours, reference in zip(model.optimizer.variables, before, strict=True):
+        np.testing.assert_array_equal(value(ours), (reference + 1).astype(reference.dtype))
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 has no such optimizers.")
+def test_any_wrapper_saves_what_keras_saves_of_no_legacy_optimizer(tmp_path):
+    model = make_model(keras_mp.OptimizerWrapper(tf.keras.optimizers.legacy.Adam()))
+    step(model, 3)
+    store = {}
+    model.optimizer.save_own_variables(store)
+    assert len(store) == len(model.optimizer.variables) > 3
+    again = keras_mp.OptimizerWrapper(tf.keras.optimizers.legacy.Adam())
+    again.build(model.trainable_variables)
+    again.load_own_variables(store)
+    for ours, reference in zip(again.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(value(ours), value(reference))
+
+
+@tf.keras.utils.register_keras_serializable(package="tests")
+class Doubled(tf.keras.layers.Layer):
+    def call(self, inputs):
+        return 2 * inputs
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_ways_to_load(suffix, tmp_path):
+    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", 128))
+    model = tf.keras.Sequential([tf.keras.Input((4,)), Doubled(), tf.keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    step(model)
+    path = str(tmp_path / f"model{suffix}")
+    # Before it is saved: as .h5, Keras 3 takes the optimizer out of what it makes a clone of.
+    clone = tf.keras.models.clone_model(model)
+    model.save(path)
+    keras_mp.set_global_policy(None)
+    expected = model.predict(X, verbose=0)
+    assert expected.dtype == np.float16
+    bare = tf.keras.models.load_model(path, compile=False)
+    assert getattr(bare, "optimizer", None) is None
+    safe = tf.keras.models.load_model(path, safe_mode=True)
+    assert float(safe.optimizer.loss_scale()) == 128
+    scope = {"Doubled": Doubled, "LossScaleOptimizer": keras_mp.LossScaleOptimizer}
+    named = tf.keras.models.load_model(path, custom_objects=scope)
+    assert type(named.optimizer) is keras_mp.LossScaleOptimizer
+    clone.set_weights(model.get_weights())
+    again = type(model).from_config(model.get_config())
+    again.set_weights(model.get_weights())
+    for one in (bare, safe, named, clone, again):
+        assert one.layers[-1].compute_dtype == "float16"
+        np.testing.assert_array_equal(one.predict(X, verbose=0), expected)
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_wrapper_among_wrappers_is_saved(family, is_outside, suffix, tmp_path):
+    set_policy("mixed_float16")
+    inner = make_optimizer(family)
+    if is_outside:
+        optimizer = keras_mp.OptimizerWrapper(keras_mp.LossScaleOptimizer(inner))
+    else:
+        optimizer = keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(inner))
+    model = make_model(optimizer)
+    step(model, 3)
+    model.save(str(tmp_path / f"model{suffix}"))
+    again = tf.keras.models.load_model(str(tmp_path / f"model{suffix}"))
+    assert type(again.optimizer) is type(optimizer)
+    assert type(again.optimizer.inner_optimizer) is type(optimizer.inner_optimizer)
+    for one in (model, again):
+        step(one)
+    assert int(value(again.optimizer.iterations)) == int(value(model.optimizer.iterations)) > 0
+    for ours, reference in zip(slots(again), slots(model), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, reference)

@@ -1,0 +1,99 @@
+"""Processes that die while they save, files that are cut off, checkpoints of other models."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import training_state, value
+from tests.saving import saving_in_a_loop
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def assert_same(ours, reference):
+    for one, other in zip(ours, reference, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.saving.saving_in_a_loop", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout.readline() == b"saved\n"
+        time.sleep(random.uniform(0, 0.3))  # At another moment in each run.
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+    model, checkpoint = saving_in_a_loop.make()
+    manager = tf.train.CheckpointManager(checkpoint, str(tmp_path), max_to_keep=2)
+    assert manager.restore_or_initialize() is not None
+    steps = int(value(model.optimizer.iterations)) + int(model.optimizer.steps_skipped)
+    assert steps >= 1
+    reference, _ = saving_in_a_loop.make()
+    for _ in range(steps):
+        saving_in_a_loop.step(reference)
+    assert_same(training_state(model), training_state(reference))
+
+
+@pytest.mark.parametrize("part", [".index", ".data-00000-of-00001"])
+def test_a_file_that_is_cut_off_is_an_error_and_changes_nothing(part, tmp_path):
+    model, checkpoint = saving_in_a_loop.make()
+    for _ in range(8):
+        saving_in_a_loop.step(model)
+    path = checkpoint.save(str(tmp_path / "c"))
+    file = pathlib.Path(path + part)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    again, checkpoint = saving_in_a_loop.make()
+    before = training_state(again)
+    with pytest.raises((tf.errors.OpError, ValueError, IndexError)):
+        checkpoint.restore(path)
+    assert_same(training_state(again), before)
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5", ".weights.h5"])
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_model_file_that_is_cut_off_is_an_error(suffix, tmp_path):
+    model, _ = saving_in_a_loop.make()
+    file = tmp_path / f"model{suffix}"
+    is_weights = suffix == ".weights.h5"
+    (model.save_weights if is_weights else model.save)(str(file))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    before = training_state(model)
+    load = model.load_weights if is_weights else tf.keras.models.load_model
+    with pytest.raises((OSError, ValueError)):
+        load(str(file))
+    assert_same(training_state(model), before)
+
+
+def test_a_checkpoint_of_another_model_names_what_does_not_fit(tmp_path):
+    model, checkpoint = saving_in_a_loop.make()
+    path = checkpoint.save(str(tmp_path / "c"))
+    other = tf.keras.Sequential([tf.keras.Input([64]), tf.keras.layers.Dense(3, name="narrow")])
+    other.compile("adam", "mse")
+    other.optimizer.build(other.trainable_variables)
+    with pytest.raises(
+        ValueError, match="ncompatible.* shape .64.*(narrow|layer_with_weights)|64, 64"
+    ):
+        tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
+    unscaled = tf.keras.optimizers.Adam()
+    unscaled.build(model.trainable_variables)
+    status = tf.train.Checkpoint(model=model, optimizer=unscaled).restore(path)
+    with pytest.raises(AssertionError, match="loss_scale|steps_skipped"):
+        status.assert_consumed()
+    status.expect_partial()
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)

@@ -1,0 +1,204 @@
+"""Saved under one policy, loaded under another, in every format: the run goes on.
+
+Each run is compared, step by step, with the one that was never interrupted.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import FAMILIES, IS_KERAS_3, digits, slots, value
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+OPTIMIZERS = [name.replace("SGD", "Adam") for name in FAMILIES]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file"),
+    # Files that hold weights only have no loss scale for those that were not scaled, and say so.
+    pytest.mark.filterwarnings("ignore:The file holds no"),
+    pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer"),
+    pytest.mark.filterwarnings("ignore:tf.keras loads a model from a SavedModel"),
+]
+
+
+def set_policy(name, initial_scale):
+    # A scale that moves: it grows every third step.
+    scale = keras_mp.DynamicLossScale(initial_scale, increment_period=3)
+    keras_mp.set_global_policy(keras_mp.Policy(name, scale if name == "mixed_float16" else None))
+
+
+def make_model(optimizer):
+    tf.keras.utils.set_random_seed(0)
+    family, name = optimizer.split(".")
+    namespace = tf.keras.optimizers.legacy if family == "legacy" else tf.keras.optimizers
+    layers = [
+        tf.keras.Input((64,)),
+        tf.keras.layers.Dense(8, activation="relu"),
+        tf.keras.layers.BatchNormalization(),
+        tf.keras.layers.Dense(10),
+    ]
+    model = tf.keras.Sequential(layers)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    # What is saved does not depend on it, and tracing each of these models takes most of the time.
+    model.compile(getattr(namespace, name)(0.01), loss, run_eagerly=True)
+    return model
+
+
+def step(model, i):
+    x, y = digits()
+    model.train_on_batch(x[32 * i : 32 * i + 32], y[32 * i : 32 * i + 32])
+
+
+def checkpoint(model):
+    return tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+
+def save(model, form, path):
+    if form == "checkpoint":
+        return checkpoint(model).save(path)
+    path += {"weights": ".weights.h5", "keras": ".keras", "h5": ".h5", "saved_model": ""}[form]
+    if form == "weights":
+        model.save_weights(path)
+    elif form == "saved_model":
+        model.save(path, save_format="tf")
+    else:
+        model.save(path)
+    return path
+
+
+def load(path, form, optimizer):
+    if form not in ("checkpoint", "weights"):
+        model = tf.keras.models.load_model(path)
+        model.run_eagerly = True  # .h5 files do not say so.
+        return model
+    model = make_model(optimizer)
+    if form == "checkpoint":
+        checkpoint(model).restore(path).expect_partial()
+    else:
+        model.optimizer.build(model.trainable_variables)
+        model.load_weights(path)
+    return model
+
+
+def state(model):
+    """All that a step changes: weights, iterations, slots and, where there is one, the scale."""
+    own = []
+    if isinstance(model.optimizer, keras_mp.LossScaleOptimizer):
+        scale = model.optimizer.loss_scale
+        own = [scale.loss_scale, scale.num_good_steps, model.optimizer.steps_skipped]
+    variables = [*model.weights, model.optimizer.iterations, *own]
+    return [value(v) for v in variables] + slots(model)
+
+
+def assert_equal(model, reference):
+    for ours, theirs in zip(state(model), state(reference), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def with_optimizers(forms, works):
+    """Each policy before and after, in each form that works, with the optimizers in turn."""
+    cases = []
+    for i, (before, after) in enumerate(itertools.product(POLICIES, POLICIES)):
+        for j, form in enumerate(forms):
+            optimizers = [o for o in OPTIMIZERS if works(o, before, after, form)]
+            if optimizers:
+                cases.append((optimizers[(i + j) % len(optimizers)], before, after, form))
+    return cases
+
+
+def trains_on(optimizer, before, after, form):
+    if before == "mixed_float16":
+        return True
+    if form == "h5":  # Models of Keras 3 with an optimizer of its own do not train on after it.
+        return not IS_KERAS_3
+    # Keras 2 saves nothing of a legacy optimizer of its own in its new formats.
+    return not optimizer.startswith("legacy")
+
+
+def loads_weights(optimizer, before, after, form):
+    if form != "weights":
+        return True
+    # Keras loads no optimizer of a wrapped one's file, and says so.
+    return trains_on(optimizer, before, after, form) and not before == "mixed_float16" != after
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after", "form"), with_optimizers(["keras", "h5"], trains_on)
+)
+@pytest.mark.filterwarnings("ignore:The model .*Its own policy")  # which no layer follows
+def test_a_saved_model_goes_on_bitwise_whatever_the_policy_at_loading(
+    optimizer, before, after, form, tmp_path
+):
+    set_policy(before, 2.0**20)  # The first steps overflow.
+    model = make_model(optimizer)
+    for i in range(5):
+        step(model, i)
+    path = save(model, form, str(tmp_path / "model"))
+    set_policy(after, 2.0**10)
+    again = load(path, form, optimizer)
+    is_scaled = [isinstance(m.optimizer, keras_mp.LossScaleOptimizer) for m in (model, again)]
+    if before == "mixed_float16":
+        assert is_scaled == [True, True]
+        assert int(again.optimizer.steps_skipped) > 0
+        # What was loaded can be saved at once.
+        again.save(str(tmp_path / "again.keras"))
+        assert_equal(tf.keras.models.load_model(str(tmp_path / "again.keras")), model)
+    for i in range(5, 9):
+        for one in (model, again):
+            step(one, i)
+        if is_scaled[0] == is_scaled[1]:
+            assert_equal(again, model)
+        else:  # A float32 model that got a loss scale, in powers of two, from the global policy.
+            for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
+                np.testing.assert_array_equal(ours, reference)
+            for ours, reference in zip(slots(again), slots(model), strict=True):
+                np.testing.assert_array_equal(ours, reference)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after", "form"),
+    with_optimizers(["checkpoint", "weights"], loads_weights),
+)
+def test_weights_go_on_under_another_policy(optimizer, before, after, form, tmp_path):
+    # The first steps overflow, but not where a run that skips none is to be compared with.
+    initial_scale = 2.0**20 if before == after else 2.0**10
+    set_policy(before, initial_scale)
+    model = make_model(optimizer)
+    for i in range(5):
+        step(model, i)
+    path = save(model, form, str(tmp_path / "model"))
+    set_policy(after, initial_scale)
+    again = load(path, form, optimizer)
+    for i in range(5, 9):
+        for one in (model, again):
+            step(one, i)
+        if before == after:
+            assert_equal(again, model)
+            continue
+        assert int(value(again.optimizer.iterations)) == int(value(model.optimizer.iterations))
+        # The runs differ by what 16 bits round. Adam moves a weight by the learning rate at most
+        # where it has its slots, and from new slots by all of it in the first step.
+        for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_allclose(ours, reference, atol=0.004 * (i - 4))
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 loads a SavedModel as a model.")
+@pytest.mark.parametrize("after", POLICIES)
+@pytest.mark.parametrize("before", POLICIES)
+def test_a_saved_model_of_keras_2_keeps_its_weights_and_its_loss_scale(before, after, tmp_path):
+    set_policy(before, 2.0**20)
+    model = make_model("new.Adam")
+    for i in range(5):
+        step(model, i)
+    path = save(model, "saved_model", str(tmp_path / "model"))
+    set_policy(after, 2.0**10)
+    again = load(path, "saved_model", "new.Adam")
+    for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    if before == "mixed_float16":
+        assert float(again.optimizer.loss_scale()) == float(model.optimizer.loss_scale())
+        assert int(again.optimizer.steps_skipped) == int(model.optimizer.steps_skipped) > 0
+    step(again, 5)

@@ -1,0 +1,280 @@
+"""A float32 model trained plainly, and the same one through loss scaling: equal to the bit.
+
+A power-of-two scale changes exponents only, so nothing that is finite may differ. (Where XLA
+compiles the step, it is one with stock's wrapper that it equals.) One runner trains both; a case is
+the way in which the step is made.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import FAMILIES, IS_KERAS_3, NAMESPACES, digits, make_optimizer, pairs, state
+
+STEPS = 12
+BAD_STEPS = {2: np.inf, 5: np.nan, 6: -np.inf}
+
+
+class Run:
+    """A small network on the digits, and an optimizer."""
+
+    def __init__(self, optimizer):
+        generator = np.random.default_rng(0)
+        self.optimizer = optimizer
+        self.variables = [
+            tf.Variable(generator.normal(0, 0.1, shape).astype("float32"), name=f"v{i}")
+            for i, shape in enumerate([(64, 16), (16,), (16, 10), (10,)])
+        ]
+
+    def loss(self, x, y, factor):
+        w1, b1, w2, b2 = self.variables
+        logits = tf.nn.relu(x @ w1 + b1) @ w2 + b2
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+        return tf.reduce_mean(losses) * factor
+
+    def train(self, step, mode, spoil=(), skip=()):
+        """Makes STEPS steps, less those to skip; spoil maps steps to a factor on the loss."""
+        compiled = {
+            "eager": lambda f: f,
+            "function": tf.function,
+            "jit": lambda f: tf.function(f, jit_compile=True),
+        }[mode](lambda *batch: step(self, *batch))
+        images, labels = digits()
+        for i in set(range(STEPS)) - set(skip):
+            batch = slice(32 * i, 32 * i + 32)
+            factor = tf.constant(dict(spoil).get(i, 1.0), tf.float32)
+            compiled(tf.constant(images[batch]), tf.constant(labels[batch]), factor)
+        return self
+
+
+def plain(run, x, y, factor):
+    with tf.GradientTape() as tape:
+        loss = run.loss(x, y, factor)
+    run.optimizer.apply_gradients(zip(tape.gradient(loss, run.variables), run.variables))
+
+
+def minimize_callable(run, x, y, factor):
+    run.optimizer.minimize(lambda: run.loss(x, y, factor), run.variables)
+
+
+def minimize_tensor(run, x, y, factor):
+    with tf.GradientTape() as tape:
+        loss = run.loss(x, y, factor)
+    run.optimizer.minimize(loss, run.variables, tape=tape)
+
+
+def rfc(run, x, y, factor):
+    with tf.GradientTape() as tape:
+        loss = run.optimizer.get_scaled_loss(run.loss(x, y, factor))
+    gradients = run.optimizer.get_unscaled_gradients(tape.gradient(loss, run.variables))
+    run.optimizer.apply_gradients(zip(gradients, run.variables))
+
+
+def rfc_callable(run, x, y, factor):
+    scaled = run.optimizer.get_scaled_loss(lambda: run.loss(x, y, factor))
+    with tf.GradientTape() as tape:
+        loss = scaled()
+    gradients = run.optimizer.get_unscaled_gradients(tape.gradient(loss, run.variables))
+    run.optimizer.apply_gradients(zip(gradients, run.variables))
+
+
+def keras_3(run, x, y, factor):
+    with tf.GradientTape() as tape:
+        loss = run.optimizer.scale_loss(run.loss(x, y, factor))
+    run.optimizer.apply_gradients(zip(tape.gradient(loss, run.variables), run.variables))
+
+
+def keras_3_apply(run, x, y, factor):
+    with tf.GradientTape() as tape:
+        loss = run.optimizer.scale_loss(run.loss(x, y, factor))
+    run.optimizer.apply(tape.gradient(loss, run.variables), run.variables)
+
+
+def compute_gradients(run, x, y, factor):
+    pairs = run.optimizer.compute_gradients(lambda: run.loss(x, y, factor), run.variables)
+    run.optimizer.apply_gradients(pairs)
+
+
+WAYS = [
+    minimize_callable,
+    minimize_tensor,
+    rfc,
+    rfc_callable,
+    keras_3,
+    keras_3_apply,
+    compute_gradients,
+]
+
+
+@functools.cache
+def train_control(name, mode, skip=()):
+    """Trains without us."""
+    optimizer = make_optimizer(name)
+    run = Run(optimizer).train(plain, mode, skip=skip)
+    if mode != "jit":
+        return run
+    # Where an update may be skipped XLA rounds it in other places, with stock's wrapper too.
+    stock_optimizer = make_optimizer(name)
+    stock = Run(tf.keras.mixed_precision.LossScaleOptimizer(stock_optimizer))
+    stock.train(keras_3 if IS_KERAS_3 else rfc, mode, skip=skip)
+    stock.optimizer = stock_optimizer
+    for ours, theirs in zip(stock.variables, run.variables):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=0, atol=1e-7)
+    return stock
+
+
+def assert_equal(run, control):
+    for ours, theirs in zip(run.variables, control.variables):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    for ours, theirs in zip(state(run.optimizer), state(control.optimizer)):
+        np.testing.assert_array_equal(ours, theirs)
+    assert len(state(run.optimizer)) == len(state(control.optimizer))
+
+
+def scaled(name, loss_scale="dynamic", **kwargs):
+    return Run(keras_mp.LossScaleOptimizer(make_optimizer(name, **kwargs), loss_scale))
+
+
+MODES = ["eager", "function", "jit"]
+NAMES = ["SGD", "Adam", "RMSprop"]
+
+
+def cases(*parameters):
+    """Pairs with an optimizer's name first, of this Keras's families."""
+    return [(f"{family}.{name}", *rest) for family, name, *rest in pairs(NAMESPACES, *parameters)]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [(FAMILIES[-1], "jit"), ("new.Adam", "eager"), ("new.RMSprop", "function")]
+)
+def test_every_optimizer(name, mode):
+    control = train_control(name, mode)
+    run = scaled(name).train(rfc, mode)
+    assert_equal(run, control)
+    assert int(run.optimizer.loss_scale.num_good_steps.numpy()) == STEPS
+    # The training did something.
+    assert np.abs(run.variables[0].numpy() - Run(None).variables[0].numpy()).max() > 1e-3
+
+
+LOSS_SCALES = {
+    "dynamic": lambda: "dynamic",
+    "fixed": lambda: 1024,
+    "growing": lambda: keras_mp.DynamicLossScale(2, increment_period=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "loss_scale", "mode"), pairs(FAMILIES, WAYS, LOSS_SCALES, ["eager", "function"])
+)
+def test_every_way_of_making_a_step(name, way, loss_scale, mode):
+    control = train_control(name, "function")
+    assert_equal(scaled(name, LOSS_SCALES[loss_scale]()).train(way, mode), control)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "way"),
+    cases(NAMES, MODES, [minimize_tensor, rfc, keras_3]),
+)
+def test_nonfinite_steps_are_skipped(name, mode, way):
+    control = train_control(name, mode, skip=tuple(BAD_STEPS))
+    run = scaled(name, keras_mp.DynamicLossScale(2.0**10, increment_period=3))
+    run.train(way, mode, spoil=BAD_STEPS)
+    assert_equal(run, control)
+    assert int(run.optimizer.steps_skipped) == len(BAD_STEPS)
+    assert not bool(run.optimizer.last_step_skipped)
+    assert int(run.optimizer.iterations) == STEPS - len(BAD_STEPS)
+    # steps: 0 1 |2 bad| 3 4 |5 6 bad| 7 8 9 grow, 10 11
+    assert float(run.optimizer.loss_scale) == 2.0**10 / 2 / 4 * 2
+    assert int(run.optimizer.loss_scale.num_good_steps) == 2
+
+
+@pytest.mark.parametrize(
+    "clip", [{"clipnorm": 0.01}, {"global_clipnorm": 0.01}, {"clipvalue": 1e-3}], ids=repr
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_clipping_sees_unscaled_gradients(name, clip):
+    # Eager: in a graph, Keras 3's global norm is fused differently and moves by one ulp.
+    control = Run(make_optimizer(name, **clip)).train(plain, "eager")
+    run = scaled(name, **clip).train(keras_3, "eager")
+    assert_equal(run, control)
+
+
+def make_model():
+    tf.keras.utils.set_random_seed(1)
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input((64,)),
+            tf.keras.layers.Dense(16, activation="relu"),
+            tf.keras.layers.Dense(10),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "jit_compile"), [(FAMILIES[-1], True), (FAMILIES[-1], False), ("new.Adam", True)]
+)
+def test_fit(name, jit_compile):
+    images, labels = digits()
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    models = []
+    for policy in (None, keras_mp.Policy("float32", loss_scale=1024)):
+        keras_mp.set_global_policy(policy)
+        model = make_model()
+        model.compile(make_optimizer(name), loss, jit_compile=jit_compile)
+        model.fit(images[:256], labels[:256], batch_size=32, shuffle=False, verbose=0)
+        models.append(model)
+    control, ours = models
+    assert isinstance(ours.optimizer, keras_mp.LossScaleOptimizer)
+    assert not isinstance(control.optimizer, keras_mp.LossScaleOptimizer)
+    for a, b in zip(control.get_weights(), ours.get_weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_fit_then_own_loop_then_fit():
+    images, labels = digits()
+    images, labels = images[:256], labels[:256]
+    loss_fn = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    results = []
+    for policy in (None, keras_mp.Policy("float32", loss_scale="dynamic")):
+        keras_mp.set_global_policy(policy)
+        model = make_model()
+        model.compile(make_optimizer("new.Adam"), loss_fn)
+        fit = {"batch_size": 32, "shuffle": False, "verbose": 0}
+        model.fit(images, labels, **fit)
+        optimizer = model.optimizer
+        variables = model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = loss_fn(labels, model(images))
+            if policy is not None:
+                loss = optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(loss, variables)
+        if policy is not None:
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, variables))
+        model.fit(images, labels, **fit)
+        results.append(model.get_weights())
+    for control, ours in zip(*results):
+        np.testing.assert_array_equal(control, ours)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float16_gradients_that_would_underflow_survive(name):
+    # 1e-9 is zero in float16. Scaled by 2**15 it is a subnormal float16 and so survives.
+    def update(optimizer, scale):
+        variable = tf.Variable(1.0)
+        with tf.GradientTape() as tape:
+            loss = scale(tf.cast(tf.cast(variable, tf.float16) * 1, tf.float32) * 1e-9)
+        optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+        return 1 - float(variable.numpy())
+
+    sgd = {"learning_rate": 2.0**20, "momentum": 0.0}
+    assert update(make_optimizer(name, **sgd), scale=lambda loss: loss) == 0
+    ours = keras_mp.LossScaleOptimizer(make_optimizer(name, **sgd))
+    assert update(ours, ours.scale_loss) == pytest.approx(2**20 * 1e-9, rel=1e-2)
+
+
+def test_this_module_ran_all_families():
+    assert len(FAMILIES) == (1 if IS_KERAS_3 else 2)

@@ -1,0 +1,449 @@
+"""A skipped step leaves no trace in weights that the forward pass assigns to."""
+
+import gc
+import pathlib
+import re
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import compile_hook
+from keras_mp.step import forward_writes
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, value
+
+layers = tf.keras.layers
+FLOAT32 = "float32"
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request):
+    return request.param
+
+
+class Seen(layers.Layer):
+    """Assigns in `call`: with an addition that reads nothing before, and with a whole value."""
+
+    def build(self, shape):
+        self.count = self.add_weight(
+            shape=(), dtype="int64", initializer="zeros", trainable=False, name="count"
+        )
+        self.total = self.add_weight(
+            shape=(), dtype=FLOAT32, initializer="zeros", trainable=False, name="total"
+        )
+        self.last = self.add_weight(
+            shape=(), dtype=FLOAT32, initializer="zeros", trainable=False, name="last"
+        )
+
+    def call(self, inputs):
+        self.count.assign_add(1)
+        self.total.assign_add(tf.reduce_sum(tf.cast(inputs, FLOAT32)))
+        self.last.assign(tf.reduce_max(tf.cast(inputs, FLOAT32)))
+        return inputs
+
+
+def make_model(cls=tf.keras.Sequential, between=()):
+    tf.keras.utils.set_random_seed(0)
+    head = [tf.keras.Input([4]), layers.Dense(4), layers.BatchNormalization(momentum=0.5), Seen()]
+    return cls([*head, *(make() for make in between), layers.Dense(1)])
+
+
+def normalized():
+    """One that assigns to a weight that is trained, too."""
+    return layers.SpectralNormalization(layers.Dense(3))
+
+
+def data(batches=4, bad=()):
+    """Batches of 4, of which some hold a NaN."""
+    x = np.random.default_rng(0).normal(size=(4 * batches, 4)).astype(FLOAT32)
+    x[[4 * i for i in bad], 0] = np.nan
+    return x, x[:, :1]
+
+
+def without(batches, bad):
+    """The same data without the batches that have a NaN."""
+    x, y = data(batches)
+    keep = np.repeat([i not in bad for i in range(batches)], 4)
+    return x[keep], y[keep]
+
+
+def fit(model, x, y, name="new.SGD", policy="mp", **options):
+    if policy == "mp":
+        optimizer = keras_mp.LossScaleOptimizer(
+            make_optimizer(name), keras_mp.DynamicLossScale(2.0**10)
+        )
+    else:
+        optimizer = make_optimizer(name)
+    model.compile(optimizer, "mse", **options)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    return model
+
+
+def assert_same(model, expected):
+    got, expected = ([value(w) for w in m.weights] for m in (model, expected))
+    for weight, a, b in zip(model.weights, got, expected, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=weight.name)
+
+
+MODES = [{}, {"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_fit_as_if_the_batch_had_not_been_seen(mode):
+    model = fit(make_model(), *data(4, bad=[1, 2]), **mode)
+    assert int(model.optimizer.steps_skipped) == 2
+    assert_same(model, fit(make_model(), *without(4, [1, 2]), **mode))
+    assert int(value(model.layers[2].count)) == 2
+
+
+def test_spectral_normalization():
+    model = fit(make_model(between=[normalized]), *data(3, bad=[1]))
+    assert_same(model, fit(make_model(between=[normalized]), *without(3, [1])))
+
+
+def test_good_steps_write_what_stock_writes(name):
+    # The last step is made with momentum, or slots, of the ones before.
+    assert_same(
+        fit(make_model(), *data(3, bad=[1]), name),
+        fit(make_model(), *without(3, [1]), name, policy="stock"),
+    )
+
+
+def test_under_the_policy():
+    keras_mp.set_global_policy("mixed_float16")
+    model = make_model()
+    model.compile("sgd", "mse")
+    before = [value(w) for w in model.weights]
+    model.train_on_batch(*data(1, bad=[0]))
+    assert bool(model.optimizer.last_step_skipped)
+    for weight, old in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(value(weight), old, err_msg=weight.name)
+
+
+def test_layers_that_the_first_batch_builds():
+    model = tf.keras.Sequential([layers.BatchNormalization(), layers.Dense(1)])
+    fit(model, *data(1, bad=[0]))
+    np.testing.assert_array_equal(model.get_weights()[2:4], [np.zeros(4), np.ones(4)])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_nan_on_one_replica_of_two(eager):
+    weights = []
+    for x, y in (data(6, bad=[3]), without(6, [2, 3])):
+        with mirrored(2).scope():
+            model = make_model()
+            optimizer = keras_mp.LossScaleOptimizer(
+                make_optimizer("new.SGD"), keras_mp.DynamicLossScale(2.0**10), False
+            )
+            model.compile(optimizer, "mse", run_eagerly=eager)
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        weights.append([value(v) for v in of_replicas(model)])
+    assert len(weights[0]) == 2 * len(model.weights)
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def of_replicas(model):
+    weights = [w.value if IS_KERAS_3 else w for w in model.weights]
+    return [v for w in weights for v in mirrored(2).experimental_local_results(w)]
+
+
+class Counting(tf.keras.Sequential):
+    """Has a `train_step` and a metric of its own."""
+
+    traces = 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.mean = tf.keras.metrics.Mean(name="mean")
+
+    def train_step(self, data):
+        Counting.traces += 1
+        self.mean.update_state(1.0)
+        return super().train_step(data)
+
+
+def test_train_step_of_ones_own(monkeypatch):
+    traces, models = [], []
+    for hook in (compile_hook._remember_weights, lambda model: None):
+        monkeypatch.setattr(compile_hook, "_remember_weights", hook)
+        Counting.traces = 0
+        model = fit(make_model(Counting), *data(4, bad=[1, 3]))
+        model.fit(*data(4), batch_size=4, verbose=0)
+        traces.append(Counting.traces)
+        models.append(model)
+    assert traces[0] == traces[1]
+    assert [int(value(model.layers[2].count)) for model in models] == [6, 8]
+    assert [float(model.mean.count) for model in models] == [4, 4]  # Metrics tell what happened.
+    models[0].compile(models[0].optimizer, "mse")
+    assert vars(models[0])["train_step"].args[1] is None  # not wrapped twice
+
+
+class Function(tf.keras.Sequential):
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_train_step_that_is_a_function():
+    # What is assigned to there without having been read is not known.
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="seen.*/last'.* in a tf.function"):
+        model = fit(make_model(Function), *data(2, bad=[1]))
+    expected = fit(make_model(), *without(2, [1]))
+    for layer, other in zip(model.layers[:2], expected.layers[:2], strict=True):
+        assert_same(layer, other)
+
+
+def own_loop(model, optimizer, calls="rfc"):
+    def step(x, y):
+        with keras_mp.training_step(model):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+                if calls == "rfc":
+                    loss = optimizer.get_scaled_loss(loss)
+                elif calls == "keras_3":
+                    loss = optimizer.scale_loss(loss)
+            variables = model.trainable_variables
+            if calls == "minimize":
+                optimizer.minimize(loss, variables, tape=tape)
+                return
+            gradients = tape.gradient(loss, variables)
+            if calls == "rfc":
+                gradients = optimizer.get_unscaled_gradients(gradients)
+            optimizer.apply_gradients(zip(gradients, variables))
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [("eager", "rfc"), ("function", "minimize"), ("function", "keras_3"), ("jit", "rfc")],
+)
+def test_own_loops(mode, calls):
+    models = []
+    for x, y in (data(4, bad=[1, 2]), without(4, [1, 2])):
+        model = make_model(between=[normalized] if mode == "eager" else [])
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
+        optimizer.build(model.trainable_variables)
+        step = own_loop(model, optimizer, calls)
+        if mode != "eager":
+            step = tf.function(step, jit_compile=mode == "jit")
+        for i in range(0, len(x), 4):
+            step(tf.constant(x[i : i + 4]), tf.constant(y[i : i + 4]))
+        models.append(model)
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_two_optimizers_in_one_step(eager):
+    first, second = layers.BatchNormalization(), layers.BatchNormalization()
+    for layer in (first, second):
+        layer.build([None, 1])
+    optimizers = [keras_mp.LossScaleOptimizer("sgd") for _ in range(2)]
+    factors = [tf.Variable(1.0), tf.Variable(1.0)]
+    for optimizer, layer, factor in zip(optimizers, (first, second), factors):
+        optimizer.build([*layer.trainable_variables, factor])
+
+    def step(x, bad):
+        with keras_mp.training_step([first, second]):
+            for i, (optimizer, factor) in enumerate(zip(optimizers, factors)):
+                with tf.GradientTape() as tape:
+                    y = second(first(x, training=True), training=True)
+                    loss = tf.reduce_sum(y) * factor * tf.where(bad == i, np.nan, 1.0)
+                optimizer.minimize(loss, [factor], tape=tape)
+
+    step = step if eager else tf.function(step)
+    x = tf.constant([[1.0], [3.0]])
+    for bad in (0, 1):  # Each of the two is skipped once.
+        step(x, tf.constant(bad))
+    control = layers.BatchNormalization()
+    control.build([None, 1])
+    for _ in range(2):
+        control(x, training=True)
+    for name in ("moving_mean", "moving_variance"):
+        np.testing.assert_array_equal(value(getattr(first, name)), value(getattr(control, name)))
+    assert [int(optimizer.steps_skipped) for optimizer in optimizers] == [1, 1]
+
+
+def test_a_step_in_a_branch():
+    v, seen = tf.Variable(1.0), tf.Variable(1.0, trainable=False)
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    optimizer.build([v])
+
+    @tf.function
+    def step(x, apply):
+        with keras_mp.training_step(v, seen):
+            with tf.GradientTape() as tape:
+                seen.assign_add(x)
+                loss = optimizer.get_scaled_loss(v * x)
+            gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [v]))
+            if apply:
+                optimizer.apply_gradients(zip(gradients, [v]))
+
+    for x, apply in ((1.0, True), (np.inf, True), (2.0, False), (4.0, True)):
+        step(tf.constant(x), tf.constant(apply))
+    assert float(seen) == 8
+    assert int(optimizer.steps_skipped) == 1
+
+
+def test_a_step_in_the_body_of_a_loop():
+    v, seen = tf.Variable(1.0), tf.Variable(1.0, trainable=False)
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    optimizer.build([v])
+
+    @tf.function
+    def steps(xs):
+        for x in xs:
+            with keras_mp.training_step([v, seen]):
+                seen.assign_add(x)
+                optimizer.minimize(lambda x=x: v * x, [v])
+
+    steps(tf.constant([1.0, np.nan, 2.0, np.inf, 4.0]))
+    assert float(seen) == 8
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="only Keras 3 accumulates gradients")
+@pytest.mark.parametrize("eager", [True, False])
+def test_gradients_that_are_accumulated(eager):
+    model = make_model()
+    sgd = tf.keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+    model.compile(keras_mp.LossScaleOptimizer(sgd), "mse", run_eagerly=eager)
+    # The second batch of the first step, and the first one of the third.
+    model.fit(*data(6, bad=[1, 4]), batch_size=4, shuffle=False, verbose=0)
+    assert int(model.optimizer.steps_skipped) == 2
+    assert all(np.isfinite(value(w)).all() for w in model.weights)
+    assert int(value(model.layers[2].count)) == 3
+
+
+def test_a_fixed_scale_skips_nothing():
+    model = make_model()
+    model.compile(keras_mp.LossScaleOptimizer("sgd", 1), "mse")
+    model.fit(*data(1, bad=[0]), verbose=0)
+    assert int(value(model.layers[2].count)) == 1
+
+
+def test_only_what_was_written_is_held():
+    # A buffer that is held is copied when it is updated: that must not be all weights.
+    model = make_model()
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
+    optimizer.build(model.trainable_variables)
+    step = tf.function(own_loop(model, optimizer))
+    graph = step.get_concrete_function(*map(tf.constant, data(1))).graph
+    branches = next(op for op in graph.get_operations() if op.type == "If")
+    reads = [t.op.inputs[0] for t in branches.inputs if t.op.type == "ReadVariableOp"]
+    moving = [v.handle for v in model.layers[1].non_trainable_variables]
+    captured = {id(outside): inside for outside, inside in graph.captures}
+    assert {t.name for t in reads} >= {captured[id(h)].name for h in moving}
+    trained = {captured[id(v.handle)].name for v in model.trainable_variables}
+    assert not trained & {t.name for t in reads}
+
+
+def test_nothing_is_held_in_eager_while_a_step_is_made(monkeypatch):
+    model = make_model()
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
+    optimizer.build(model.trainable_variables)
+    held, sizes = [], []
+    keep, let_go = forward_writes.keep, forward_writes.Kept.let_go
+    monkeypatch.setattr(forward_writes, "keep", lambda v: held.append(keep(v)) or held[-1])
+    monkeypatch.setattr(forward_writes.Kept, "let_go", lambda k: sizes.append(bool(k)) or let_go(k))
+    own_loop(model, optimizer)(*map(tf.constant, data(1)))
+    assert sizes == [True]
+    assert not held[0]
+
+
+def test_a_model_is_not_kept_alive():
+    model = make_model()
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
+    optimizer.build(model.trainable_variables)
+    own_loop(model, optimizer)(*map(tf.constant, data(1, bad=[0])))
+    handle = weakref.ref(model.layers[1].moving_mean.handle)
+    del model
+    gc.collect()
+    assert handle() is None
+
+
+def test_takes_what_has_variables():
+    module = tf.Module()
+    module.v = tf.Variable(1.0, trainable=False)
+    layer = layers.Dense(1)
+    layer.build([None, 1])
+    for models in ((module,), (module.v,), ([module, layer], layer), ()):
+        with keras_mp.training_step(*models), keras_mp.training_step(layer):
+            pass
+    for bad in ("model", tf.constant(1.0), None, {"model": layer}, [None]):
+        with pytest.raises(TypeError, match="Received: "), keras_mp.training_step(bad):
+            pass
+    with (
+        mirrored(2).scope(),
+        pytest.raises(ValueError, match="replica context"),
+        keras_mp.training_step(layer),
+    ):
+        pass
+
+
+def test_the_warning_names_weights_that_are_not_finite():
+    model = make_model()
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"), warn_after_skips=2)
+    optimizer.build(model.trainable_variables)
+    kernel = model.layers[0].kernel
+    kernel.assign(kernel * np.nan)
+    for mode in ("eager", "function", "jit"):
+        step = own_loop(model, optimizer)
+        if mode != "eager":
+            step = tf.function(step, jit_compile=mode == "jit")
+        batch = [tf.constant(a) for a in data(1)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
+            for _ in range(2):
+                step(*batch)
+            optimizer.steps_skipped  # noqa: B018
+        (text,) = (str(w.message) for w in caught)
+        names = text.partition("Weights that are not finite already: ")[2]
+        assert names.startswith("'" + getattr(kernel, "path", kernel.name.partition(":")[0]) + "'.")
+        kernel.assign(tf.ones_like(kernel))
+        step(*batch)
+        kernel.assign(kernel * np.nan)
+
+
+def test_the_page_about_normalization(capsys):
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "normalization.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(program, "normalization.md", "exec"), {})
+    assert capsys.readouterr().out == re.search(r"^print.*  # (.*\n)", program, re.M)[1]
+
+
+def test_which_stock_layers_normalize_in_float32():
+    x = tf.constant(np.random.default_rng(0).normal(size=(8, 6, 6, 16)) * 300, "float16")
+    errors = {}
+    for cls, *args in (
+        (layers.BatchNormalization,),
+        (layers.LayerNormalization,),
+        (layers.GroupNormalization, 4),
+        (layers.UnitNormalization,),
+    ):
+        kwargs = {"training": True} if cls is layers.BatchNormalization else {}
+        ours = cls(*args, dtype="mixed_float16")(x, **kwargs)
+        exact = cls(*args, dtype=FLOAT32)(tf.cast(x, FLOAT32), **kwargs)
+        errors[cls.__name__] = float(tf.reduce_max(tf.abs(tf.cast(ours, FLOAT32) - exact)))
+    bad = {name for name, error in errors.items() if error > 0.01}
+    assert bad == {"UnitNormalization"} | (set() if IS_KERAS_3 else {"GroupNormalization"})
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_states_of_recurrent_layers_are_put_back(run_eagerly):
+    rnn = layers.SimpleRNN(3, stateful=True)
+    inputs = tf.keras.Input(batch_shape=(4, 3, 2))
+    model = tf.keras.Model(inputs, layers.Dense(1)(rnn(inputs)))
+    optimizer = keras_mp.LossScaleOptimizer("sgd", keras_mp.DynamicLossScale(8.0))
+    model.compile(optimizer, "mse", run_eagerly=run_eagerly)
+    x, y = np.ones([4, 3, 2], "float32"), np.ones([4, 1], "float32")
+    model.train_on_batch(x, y)
+    before = [value(state) for state in tf.nest.flatten(rnn.states)]
+    model.train_on_batch(np.where(np.arange(2) == 1, np.nan, x), y)
+    for state, array in zip(tf.nest.flatten(rnn.states), before):
+        np.testing.assert_array_equal(value(state), array)
+    model.train_on_batch(x, y)
+    assert int(model.optimizer.steps_skipped) == 1

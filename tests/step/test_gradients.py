@@ -1,0 +1,293 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_mp.step import gradients
+from tests.common import mirrored
+
+INF, NAN = float("inf"), float("nan")
+
+
+def slices(values, indices, dtype=tf.float32):
+    values = tf.constant(values, dtype)
+    return tf.IndexedSlices(values, tf.constant(indices), tf.constant([9, values.shape[1]]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (tf.float16, tf.float32),
+        (tf.bfloat16, tf.float32),
+        (tf.float32, tf.float32),
+        (tf.float64, tf.float64),
+    ],
+)
+def test_scaled_loss_has_room_for_the_scale(dtype, expected):
+    scaled = gradients.scale_loss(tf.constant(2.0, dtype), tf.constant(2.0**20))
+    assert scaled.dtype == expected
+    assert float(scaled) == 2.0**21
+
+
+@pytest.mark.parametrize("loss", [[1.0, 2.0], (tf.constant(1.0),), {"a": 1.0}, tf.constant(3)])
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(TypeError, match="Received: loss="):
+        gradients.scale_loss(loss, tf.constant(8.0))
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+def test_unscale_keeps_dtype_none_and_sparsity(dtype):
+    dense, none, sparse = gradients.unscale(
+        [tf.constant([4.0, INF], dtype), None, slices([[8.0]], [3], dtype)], tf.constant(2.0)
+    )
+    assert dense.dtype == sparse.dtype == dtype
+    assert [float(x) for x in dense] == [2, INF]
+    assert none is None
+    assert isinstance(sparse, tf.IndexedSlices)
+    assert float(sparse.values[0, 0]) == 4
+    assert int(sparse.indices[0]) == 3
+
+
+def test_scales_that_float16_cannot_hold_do_not_zero_float16_gradients():
+    (unscaled,) = gradients.unscale([tf.constant([65504.0], tf.float16)], tf.constant(2.0**17))
+    assert float(unscaled[0]) == np.float16(65504 / 2**17)
+    (scaled,) = gradients.scale([tf.constant([2.0**-14], tf.float16)], tf.constant(2.0**17))
+    assert float(scaled[0]) == 8
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+def test_all_finite(bad, dtype):
+    good = tf.constant([1.0, -2.0, 0.0], dtype)
+    assert bool(gradients.all_finite([good, None, slices([[1.0]], [0], dtype)]))
+    assert not bool(gradients.all_finite([good, tf.constant([0.0, bad], dtype)]))
+    assert not bool(gradients.all_finite([good, slices([[bad]], [0], dtype)]))
+
+
+def test_all_finite_of_the_rest():
+    assert bool(gradients.all_finite([]))
+    assert bool(gradients.all_finite([None]))
+    assert bool(gradients.all_finite([tf.constant([1, 2])]))
+    assert bool(gradients.all_finite([tf.zeros([0, 3])]))
+    assert bool(gradients.all_finite([tf.constant([1 + 2j])]))
+    assert not bool(gradients.all_finite([tf.constant([complex(1, INF)])]))
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+def test_all_finite_looks_at_sums(mode):
+    def judge(*grads):
+        return gradients.all_finite(grads)
+
+    if mode != "eager":
+        judge = tf.function(judge, jit_compile=mode == "jit")
+    # More than float16 holds, as is each sum of two of them.
+    assert bool(judge(tf.fill([1000], tf.constant(65504.0, tf.float16)), tf.ones([2])))
+    # What cancels is not finite: neither in one gradient, nor in two.
+    assert not bool(judge(tf.constant([INF, -INF])))
+    assert not bool(judge(tf.constant([INF, 1.0]), tf.constant([[-INF]])))
+    assert not bool(judge(tf.constant([INF, 1.0]), tf.constant([-INF, 1.0])))
+    # Of unscaled gradients, nobody needs them. XLA adds up more slowly than it looks at each.
+    assert bool(judge(tf.fill([10], 1e38))) == (mode == "jit")
+    assert bool(judge(tf.fill([10], 1e37), tf.constant(1e300, tf.float64), tf.constant(1.0)))
+    assert not bool(judge(tf.ones([2]), tf.constant([NAN], tf.float64)))
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+def test_all_finite_finds_one_bad_value_among_many_gradients(dtype, mode):
+    def judge(grads):
+        return gradients.all_finite(grads)
+
+    if mode != "eager":
+        judge = tf.function(judge, jit_compile=mode == "jit")
+    shapes = [[2], [2], [], [2], [100, 100], [100, 100], [3, 0], [2, 1], []]
+    good = [tf.ones(shape, dtype) for shape in shapes]
+    assert bool(judge(good))
+    for i, gradient in enumerate(good):
+        for bad in (INF, NAN) if tf.size(gradient) else ():
+            value = tf.concat([tf.reshape(gradient, [-1])[1:], [tf.cast(bad, dtype)]], 0)
+            spoilt = tf.reshape(value, gradient.shape)
+            assert not bool(judge([*good[:i], spoilt, *good[i + 1 :]])), i
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_all_finite_sees_what_a_cast_to_float16_made_infinite(jit_compile):
+    @tf.function(jit_compile=jit_compile)
+    def judge(gradient):
+        return gradients.all_finite([tf.cast(gradient, tf.float16)])
+
+    assert not bool(judge(tf.constant([80000.0])))
+    assert bool(judge(tf.constant([60000.0, 60000.0])))
+
+
+@pytest.mark.parametrize("shape", [None, [None]])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_all_finite_where_the_shape_is_not_known(shape, jit_compile):
+    @tf.function(input_signature=[tf.TensorSpec(shape)] * 2, jit_compile=jit_compile)
+    def judge(one, other):
+        return gradients.all_finite([one, tf.ones([2, 2]), other])
+
+    assert bool(judge(tf.ones([2]), tf.ones([3])))
+    assert not bool(judge(tf.ones([2]), tf.constant([INF, 1.0, 1.0])))
+
+
+@pytest.mark.parametrize("loss_scale", [3.0, 1000.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_unscale_is_as_precise_as_the_gradient(loss_scale, dtype):
+    gradient = np.array([1.1, 2.3, -777.7], dtype)
+    (unscaled,) = gradients.unscale([tf.constant(gradient)], tf.constant(loss_scale))
+    precision = np.finfo(dtype).eps
+    np.testing.assert_allclose(unscaled, gradient / loss_scale, rtol=2 * precision)
+
+
+@pytest.mark.parametrize("loss_scale", [2.0**126, 2.0**-126, 3.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_unscale_at_the_ends_of_the_range(loss_scale, dtype):
+    gradient = tf.constant([loss_scale, -1.5 * loss_scale, 0.0], dtype)
+    (unscaled,) = gradients.unscale([gradient], tf.constant(loss_scale))
+    np.testing.assert_allclose(tf.cast(unscaled, tf.float64), [1, -1.5, 0], rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [("float16", 40000.0), ("float32", 2e38), ("float64", 1e308)]
+)
+def test_all_finite_adds_equal_indices_up_as_an_optimizer_does(dtype, large, jit_compile):
+    judge = tf.function(lambda g: gradients.all_finite([g]), jit_compile=jit_compile)
+    twice = slices([[large, 0.0], [0.0, 1.0], [large, 0.0]], [3, 1, 3], dtype)
+    assert np.isinf(tf.convert_to_tensor(twice).numpy()).any()
+    assert not bool(judge(twice))
+    # They meet on the way to a finite sum, in an order that nobody knows.
+    assert not bool(judge(slices([[large], [large], [-large]], [3, 3, 3], dtype)))
+    assert bool(judge(slices([[large, 1.0], [0.0, 1.0]], [3, 3], dtype)))
+    assert not bool(judge(slices([[large, 1.0], [np.nan, 1.0]], [3, 3], dtype)))
+    assert bool(judge(slices([[large * 0.4], [large * 0.4]], [3, 3], dtype)))
+
+
+def test_all_finite_of_many_float16_rows_that_only_together_overflow():
+    assert bool(gradients.all_finite([slices([[4e4], [4e4], [4e4]], [3, 1, 2], "float16")]))
+    assert bool(gradients.all_finite([slices(np.zeros([0, 1]), np.zeros([0], int), "float16")]))
+
+
+def test_convert():
+    dense, sparse, none = gradients.convert([np.ones(2, "float32"), slices([[1.0]], [0]), None])
+    assert tf.is_tensor(dense)
+    assert isinstance(sparse, tf.IndexedSlices)
+    assert none is None
+    with pytest.raises(TypeError, match="Received: "):
+        gradients.convert([[tf.constant(1.0)]])
+
+
+def test_all_finite_does_not_densify():
+    # A dense gradient of this shape would take 4 TB.
+    huge = tf.IndexedSlices(
+        tf.ones([1, 1024]), tf.constant([7], tf.int64), tf.constant([2**30, 1024], tf.int64)
+    )
+    assert bool(gradients.all_finite([huge]))
+    (unscaled,) = gradients.unscale([huge], tf.constant(2.0))
+    assert float(unscaled.values[0, 0]) == 0.5
+
+
+def replica_id():
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def on_replicas(fn, count=2):
+    """Runs fn(replica id) on logical devices; returns the replicas' results."""
+    strategy = mirrored(count)
+
+    @tf.function
+    def run():
+        return strategy.run(lambda: fn(tf.convert_to_tensor(replica_id())))
+
+    return strategy.experimental_local_results(run())
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+def test_pack_joins_what_is_small_and_has_one_dtype(mode):
+    half = tf.constant([7.0], tf.float16)
+    sparse = slices([[5.0]], [1])
+    dense = [tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant(6.0), tf.zeros([0, 3])]
+
+    def double(a, b, c):
+        packed, unpack = gradients.pack([a, None, half, b, sparse, c])
+        dtypes = [None if g is None else g.dtype for g in packed]
+        assert dtypes == [tf.float32, None, tf.float16, tf.float32]
+        assert packed[3] is sparse
+        doubled = unpack(gradients.scale(packed, tf.constant(2.0)))
+        assert doubled[1] is None
+        assert isinstance(doubled[4], tf.IndexedSlices)
+        assert doubled[2].dtype == tf.float16
+        return doubled[0], doubled[2], doubled[3], doubled[4].values, doubled[5]
+
+    if mode != "eager":
+        double = tf.function(double, jit_compile=mode == "jit")
+    expected = [dense[0], half, dense[1], sparse.values, dense[2]]
+    for result, gradient in zip(double(*dense), expected, strict=True):
+        assert result.shape == gradient.shape
+        np.testing.assert_array_equal(result, 2 * gradient)
+
+
+def test_pack_leaves_alone_what_is_alone():
+    grads = [None, tf.constant([1.0]), tf.constant([2.0], tf.float64)]
+    packed, unpack = gradients.pack(grads)
+    for result in (packed, unpack(packed)):
+        assert all(a is b for a, b in zip(result, grads, strict=True))
+    packed, unpack = gradients.pack([])
+    assert (packed, unpack(packed)) == ([], [])
+
+
+def test_pack_leaves_alone_what_is_large_or_of_unknown_shape():
+    @tf.function(input_signature=[tf.TensorSpec([None])] * 2)
+    def pack(a, b):
+        return gradients.pack([a, b, tf.ones([100, 100]), tf.zeros([2**14])])[0]
+
+    assert [len(g) for g in pack(tf.ones([3]), tf.ones([4]))] == [3, 4, 100, 2**14]
+
+
+@pytest.mark.parametrize("in_float16", [False, True])
+def test_all_reduce_sums_each_gradient_in_its_own_dtype(in_float16):
+    dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
+
+    def reduce(replica):
+        grads = [tf.cast(replica + 1, dtype) for dtype in dtypes]
+        return gradients.all_reduce([grads[0], None, *grads[1:]], in_float16)
+
+    for result in on_replicas(reduce):
+        assert result[1] is None
+        present = [g for g in result if g is not None]
+        assert [g.dtype for g in present] == dtypes
+        assert [float(g) for g in present] == [3, 3, 3, 3]
+
+
+def test_float16_reduction_rounds_and_overflows_as_float16_does():
+    def reduce(in_float16):
+        def fn(replica):
+            big = tf.constant([65504.0, 1.0 + 2.0**-12])
+            return gradients.all_reduce([big], in_float16)[0]
+
+        return on_replicas(fn)[0].numpy()
+
+    np.testing.assert_array_equal(reduce(False), [2 * 65504, 2 * (1 + 2.0**-12)])
+    np.testing.assert_array_equal(reduce(True), [INF, 2])
+
+
+def test_all_reduce_keeps_sparse_gradients_sparse():
+    def reduce(replica):
+        grad = tf.IndexedSlices(
+            tf.cast([[replica + 1]], tf.float32), tf.stack([replica]), tf.constant([4, 1])
+        )
+        (reduced,) = gradients.all_reduce([grad], True)
+        assert isinstance(reduced, tf.IndexedSlices)
+        assert reduced.values.dtype == tf.float32
+        return tf.convert_to_tensor(reduced)
+
+    for result in on_replicas(reduce):
+        np.testing.assert_array_equal(result, [[1], [2], [0], [0]])
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1, 3])
+def test_agree(bad):
+    def fn(replica):
+        return gradients.agree(tf.not_equal(replica, -1 if bad is None else bad))
+
+    assert [bool(r) for r in on_replicas(fn, 4)] == [bad is None] * 4

@@ -1,0 +1,380 @@
+import copy
+import math
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import loss_scale as loss_scale_lib
+from tests.common import mirrored
+
+
+def run(scale, verdicts):
+    """Moves a scale through the verdicts; returns (scale, good steps, bad steps) after each."""
+    history = []
+    for finite in verdicts:
+        scale.assign(scale.next_state(scale(), tf.constant(finite)))
+        history.append(
+            (float(scale), int(scale.num_good_steps.numpy()), int(scale.num_bad_steps.numpy()))
+        )
+    return history
+
+
+def test_defaults_are_the_rfcs():
+    scale = keras_mp.DynamicLossScale()
+    assert (scale.initial_loss_scale, scale.increment_period, scale.multiplier) == (2**15, 2000, 2)
+    assert float(scale) == 2**15
+    assert scale().dtype == tf.float32
+    assert scale().shape == ()
+
+
+def test_growth_at_exactly_the_period():
+    scale = keras_mp.DynamicLossScale(8, increment_period=3)
+    assert run(scale, [True] * 7) == [
+        (8, 1, 0), (8, 2, 0), (16, 0, 0), (16, 1, 0), (16, 2, 0), (32, 0, 0), (32, 1, 0),
+    ]  # fmt: skip
+
+
+def test_growth_every_step_with_period_one():
+    scale = keras_mp.DynamicLossScale(8, increment_period=1, multiplier=4)
+    assert [s for s, _, _ in run(scale, [True] * 3)] == [32, 128, 512]
+
+
+def test_back_off_resets_the_good_steps():
+    scale = keras_mp.DynamicLossScale(8, increment_period=3)
+    assert run(scale, [True, True, False, True, True, True]) == [
+        (8, 1, 0), (8, 2, 0), (4, 0, 1), (4, 1, 0), (4, 2, 0), (8, 0, 0),
+    ]  # fmt: skip
+
+
+def test_back_off_multiplier():
+    scale = keras_mp.DynamicLossScale(1024, multiplier=2, backoff_multiplier=0.25)
+    assert [s for s, _, _ in run(scale, [False, False])] == [256, 64]
+
+
+def test_back_off_multiplier_defaults_to_the_inverse_of_the_multiplier():
+    assert keras_mp.DynamicLossScale(multiplier=8).backoff_multiplier == 0.125
+
+
+def test_hysteresis_tolerates_isolated_overflows():
+    scale = keras_mp.DynamicLossScale(64, hysteresis=2)
+    verdicts = [False, True, False, False, False, True, False]
+    assert [(s, bad) for s, _, bad in run(scale, verdicts)] == [
+        (64, 1), (64, 0), (64, 1), (32, 2), (16, 3), (16, 0), (16, 1),
+    ]  # fmt: skip
+
+
+def test_hysteresis_restarts_the_growth_period():
+    scale = keras_mp.DynamicLossScale(64, increment_period=2, hysteresis=5)
+    assert run(scale, [True, False, True])[-1] == (64, 1, 0)
+
+
+def test_floor():
+    scale = keras_mp.DynamicLossScale(4)
+    assert [s for s, _, _ in run(scale, [False] * 4)] == [2, 1, 1, 1]
+    scale = keras_mp.DynamicLossScale(32, min_loss_scale=10)
+    assert [s for s, _, _ in run(scale, [False] * 3)] == [16, 10, 10]
+
+
+def test_200_nonfinite_steps_leave_a_usable_scale():
+    # Defect 3: Keras 3's scale becomes 0.0, and the next good step writes -inf into the weights.
+    scale = keras_mp.DynamicLossScale()
+    assert run(scale, [False] * 200)[-1] == (1, 0, 200)
+
+
+def test_ceiling_keeps_the_scale_finite():
+    scale = keras_mp.DynamicLossScale(2.0**125, increment_period=1)
+    assert [s for s, _, _ in run(scale, [True] * 3)] == [2.0**126] * 3
+    scale = keras_mp.DynamicLossScale(8, increment_period=1, max_loss_scale=20)
+    assert [s for s, _, _ in run(scale, [True] * 3)] == [16, 20, 20]
+
+
+def test_a_period_lowered_below_the_counter_grows_at_once():
+    scale = keras_mp.DynamicLossScale(8, increment_period=10)
+    scale.num_good_steps.assign(1500)
+    assert run(scale, [True, True]) == [(16, 0, 0), (16, 1, 0)]
+
+
+def test_next_state_is_pure_and_traces():
+    state = loss_scale_lib.LossScaleState(
+        tf.constant(8.0), tf.constant(2, tf.int64), tf.constant(0, tf.int64)
+    )
+    schedule = keras_mp.DynamicLossScale(increment_period=3)._next_state
+    for jit_compile in (False, True):
+        traced = tf.function(schedule, jit_compile=jit_compile)
+        assert [float(x) for x in traced(state, tf.constant(True))] == [16, 0, 0]
+        assert [float(x) for x in traced(state, tf.constant(False))] == [4, 0, 1]
+    assert [float(x) for x in state] == [8, 2, 0]
+
+
+def test_state_is_assignable_and_not_replaceable():
+    scale = keras_mp.DynamicLossScale(8)
+    scale.loss_scale.assign(256.0)
+    assert float(scale()) == 256
+    for name in ("loss_scale", "num_good_steps", "initial_loss_scale", "multiplier", "hysteresis"):
+        with pytest.raises(AttributeError):
+            setattr(scale, name, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras_mp.FixedLossScale(128),
+        lambda: keras_mp.DynamicLossScale(),
+        lambda: keras_mp.DynamicLossScale(
+            64, 10, 4.0, backoff_multiplier=0.3, hysteresis=3, min_loss_scale=2, max_loss_scale=99
+        ),
+    ],
+)
+def test_config_round_trip(make):
+    scale = make()
+    again = type(scale).from_config(scale.get_config())
+    assert again.get_config() == scale.get_config()
+    assert repr(again) == repr(scale)
+    serialized = loss_scale_lib.serialize(scale)
+    assert loss_scale_lib.serialize(loss_scale_lib.get(serialized)) == serialized
+
+
+def test_the_default_config_is_the_default():
+    serialized = loss_scale_lib.serialize(keras_mp.DynamicLossScale())
+    assert serialized == loss_scale_lib.DEFAULT_DYNAMIC
+
+
+def test_checkpoint_restores_the_state_with_a_floor(tmp_path):
+    scale = keras_mp.DynamicLossScale(64, increment_period=5, min_loss_scale=16)
+    run(scale, [False, False, True, False])
+    path = tf.train.Checkpoint(scale=scale).save(str(tmp_path / "ckpt"))
+    again = keras_mp.DynamicLossScale(64, increment_period=5, min_loss_scale=16)
+    tf.train.Checkpoint(scale=again).restore(path).assert_consumed()
+    assert (float(again), int(again.num_bad_steps.numpy())) == (16, 1)
+    assert run(again, [False])[-1] == (16, 0, 2)
+
+
+def test_checkpoint_keys_are_those_of_stock(tmp_path):
+    path = tf.train.Checkpoint(scale=keras_mp.DynamicLossScale()).save(str(tmp_path / "ckpt"))
+    keys = {key for key, _ in tf.train.list_variables(path)}
+    assert {
+        "scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE",
+        "scale/good_steps/.ATTRIBUTES/VARIABLE_VALUE",
+    } <= keys
+
+
+def test_deepcopy_has_its_own_state():
+    scale = keras_mp.DynamicLossScale(64, increment_period=7)
+    run(scale, [True, False, False])
+    copied = copy.deepcopy(scale)
+    assert (float(copied), int(copied.num_bad_steps.numpy())) == (16, 2)
+    copied.loss_scale.assign(1.0)
+    assert float(scale) == 16
+    assert copied.increment_period == 7
+
+
+def test_made_inside_a_function_that_is_traced():
+    scales = []
+
+    @tf.function
+    def trace():
+        if not scales:
+            scales.append(keras_mp.DynamicLossScale(4))
+        return scales[0]()
+
+    assert float(trace()) == 4
+
+
+@pytest.mark.parametrize("make", [keras_mp.FixedLossScale, keras_mp.DynamicLossScale])
+def test_stands_for_its_tensor(make):
+    scale = make(8)
+    assert float(scale) == 8
+    assert scale.numpy() == 8
+    assert float(tf.convert_to_tensor(scale)) == 8
+    assert tf.cast(scale, tf.float64).dtype == tf.float64
+    loss = tf.constant([0.5, 1.0])
+    np.testing.assert_array_equal(loss * scale, [4, 8])
+    np.testing.assert_array_equal(scale * loss, [4, 8])
+    np.testing.assert_array_equal(loss / scale, [1 / 16, 1 / 8])
+    assert float(2.0 * scale) == 16
+    assert float(1.0 / scale) == 0.125
+    assert float(scale**2 - 1) == 63
+    assert float(-scale) == -8
+    assert bool(scale > 7)
+    assert bool(scale <= 8)
+    assert int(scale) == float(abs(scale)) == 8
+    assert f"{scale:.1f}" == "8.0"
+    assert scale.dtype == tf.float32
+    assert scale.shape == ()
+    np.testing.assert_array_equal(np.asarray(scale), np.float32(8))
+    np.testing.assert_array_equal(np.array([1.0, 2.0]) * scale, [8, 16])
+    np.testing.assert_allclose(scale, 8)
+    assert np.sqrt(scale) == np.sqrt(8).astype("float32")
+
+
+def test_follows_the_dtype_of_what_it_multiplies():
+    for dtype in (tf.float16, tf.bfloat16, tf.float64):
+        product = tf.constant(0.5, dtype) * keras_mp.FixedLossScale(8)
+        assert product.dtype == dtype
+        assert float(product) == 4
+        assert (keras_mp.FixedLossScale(8) * tf.constant(0.5, dtype)).dtype == dtype
+
+
+def test_get_converts_what_stands_for_a_loss_scale():
+    assert loss_scale_lib.get(None) is None
+    fixed = keras_mp.FixedLossScale(2)
+    assert loss_scale_lib.get(fixed) is fixed
+    assert isinstance(loss_scale_lib.get("dynamic"), keras_mp.DynamicLossScale)
+    for number in (1, 64, 64.0, np.float32(64), np.int64(64)):
+        scale = loss_scale_lib.get(number)
+        assert isinstance(scale, keras_mp.FixedLossScale)
+        assert scale.loss_scale_value == float(number)
+
+
+def test_get_converts_the_old_objects_and_warns():
+    old = tf.compat.v1.mixed_precision
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="FixedLossScale was converted"):
+        fixed = loss_scale_lib.get(old.FixedLossScale(32))
+    assert fixed.loss_scale_value == 32
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="DynamicLossScale was converted"):
+        dynamic = loss_scale_lib.get(old.DynamicLossScale(64, increment_period=9, multiplier=4.0))
+    assert (dynamic.initial_loss_scale, dynamic.increment_period, dynamic.multiplier) == (64, 9, 4)
+
+
+BAD = [
+    (ValueError, 0.5),
+    (ValueError, 0),
+    (ValueError, -1),
+    (ValueError, math.nan),
+    (ValueError, math.inf),
+    (ValueError, 1e39),
+    (ValueError, 10**400),
+    (ValueError, "fixed"),
+    (TypeError, True),
+    (TypeError, [1]),
+    (ValueError, {"class_name": "Nope", "config": {}}),
+]
+
+
+@pytest.mark.parametrize(("error", "value"), BAD, ids=repr)
+def test_get_refuses_and_shows_the_value(error, value):
+    with pytest.raises(error, match=re.escape(repr(value))):
+        loss_scale_lib.get(value)
+
+
+@pytest.mark.parametrize(
+    ("error", "kwargs"),
+    [
+        (ValueError, {"initial_loss_scale": 0.5}),
+        (ValueError, {"initial_loss_scale": math.nan}),
+        (ValueError, {"initial_loss_scale": math.inf}),
+        (TypeError, {"initial_loss_scale": "8"}),
+        (TypeError, {"initial_loss_scale": True}),
+        (ValueError, {"increment_period": 0}),
+        (TypeError, {"increment_period": 2.5}),
+        (TypeError, {"increment_period": True}),
+        (ValueError, {"multiplier": 1}),
+        (ValueError, {"multiplier": 0.5}),
+        (ValueError, {"multiplier": math.inf}),
+        (ValueError, {"backoff_multiplier": 1.0}),
+        (ValueError, {"backoff_multiplier": 0.0}),
+        (ValueError, {"hysteresis": 0}),
+        (ValueError, {"increment_period": 2**63}),
+        (ValueError, {"min_loss_scale": 1e-60}),
+        (ValueError, {"min_loss_scale": 0}),
+        (ValueError, {"min_loss_scale": 2.0**16}),
+        (ValueError, {"max_loss_scale": 2.0**14}),
+        (ValueError, {"max_loss_scale": math.inf}),
+    ],
+    ids=repr,
+)
+def test_dynamic_refuses_and_shows_the_value(error, kwargs):
+    with pytest.raises(error, match=r"Received: .*="):
+        keras_mp.DynamicLossScale(**kwargs)
+
+
+def test_own_subclass_survives_serialization():
+    class Doubling(keras_mp.LossScale):
+        def __init__(self, start):
+            super().__init__()
+            self.start = start
+
+        def __call__(self):
+            return tf.constant(self.start * 2.0)
+
+        def get_config(self):
+            return {"start": self.start}
+
+    again = loss_scale_lib.get(loss_scale_lib.serialize(Doubling(4)))
+    assert type(again) is Doubling
+    assert float(again) == 8
+
+
+def test_base_class_is_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        keras_mp.LossScale()
+
+
+def test_text_shows_the_current_value():
+    scale = keras_mp.DynamicLossScale(64, increment_period=3)
+    run(scale, [False])
+    assert f"{scale}" == str(np.float32(32))
+    assert f"{scale:.2e}" == "3.20e+01"
+    assert repr(scale).startswith("DynamicLossScale(loss_scale=32.0, initial_loss_scale=64.0, ")
+    assert repr(scale) in str([scale])
+    fixed = keras_mp.FixedLossScale(128)
+    assert (f"{fixed}", repr(fixed)) == ("128.0", "FixedLossScale(loss_scale_value=128.0)")
+
+
+def test_text_of_an_optimizer_s_loss_scale():
+    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1))
+    v = tf.Variable(1.0)
+    optimizer.minimize(lambda: v * float("nan"), [v])
+    assert f"{optimizer.loss_scale}" == "16384.0"
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_text_in_a_graph_says_what_does_not_change(jit_compile):
+    scale, texts = keras_mp.DynamicLossScale(64), []
+
+    @tf.function(jit_compile=jit_compile)
+    def traced():
+        texts.extend([repr(scale), f"{scale}"])
+        return scale() * 2
+
+    assert float(traced()) == 128
+    assert texts == [texts[0]] * 2
+    assert texts[0].startswith("DynamicLossScale(initial_loss_scale=64.0, ")
+    with tf.Graph().as_default():
+        assert repr(scale) == texts[0]
+
+
+def test_text_of_replicas():
+    strategy = mirrored(2)
+    with strategy.scope():
+        scale = keras_mp.DynamicLossScale(64)
+        scale.loss_scale.assign(8)
+        assert f"{scale}" == "8.0"
+    texts = []
+    strategy.run(lambda: texts.append(f"{scale}"))
+    assert texts == ["8.0"] * 2
+
+
+class Unreadable(keras_mp.LossScale):
+    def __call__(self):
+        raise RuntimeError("not now")
+
+    def get_config(self):
+        return {}
+
+
+class Halving(keras_mp.LossScale):
+    def __call__(self):
+        return tf.constant(0.5)
+
+    def get_config(self):
+        return {"by": 2}
+
+
+def test_text_of_loss_scales_of_one_s_own():
+    assert repr(Unreadable()) == f"{Unreadable()}" == "Unreadable()"
+    assert repr(Halving()) == "Halving(loss_scale=0.5, by=2)"
+    assert f"{Halving()}" == "0.5"

@@ -1,0 +1,237 @@
+"""Many skipped steps in a row are one warning, which says where to look."""
+
+import contextlib
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, value
+
+pytestmark = pytest.mark.parametrize("name", FAMILIES)
+
+LOSS, GRADIENTS = "The loss itself was Inf or NaN in all", "The loss was finite in all"
+
+
+@contextlib.contextmanager
+def caught_warnings():
+    """Collects the texts of keras_mp's warnings."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
+        yield texts
+    texts += [str(w.message) for w in caught]
+
+
+def skipping(name, mode, warn_after_skips=3):
+    """Returns an optimizer and a function that makes a step with a given loss and gradient."""
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), warn_after_skips=warn_after_skips)
+    v = tf.Variable(1.0)
+    optimizer.build([v])
+
+    @tf.custom_gradient
+    def loss_with_gradient(v, loss, gradient):
+        return v * 0 + loss, lambda upstream: (upstream * gradient, None, None)
+
+    def step(loss, gradient):
+        optimizer.minimize(lambda: loss_with_gradient(v, loss, gradient), [v])
+
+    if mode != "eager":
+        step = tf.function(step, jit_compile="jit" in mode)
+    if mode == "jit in function":
+        compiled = step
+        step = tf.function(lambda loss, gradient: compiled(loss, gradient))
+    return optimizer, lambda loss, gradient: step(tf.constant(loss), tf.constant(gradient))
+
+
+BAD = {
+    "loss": ([(np.nan, 1.0)] * 3, LOSS),
+    "both": ([(np.inf, np.inf)] * 3, LOSS),
+    "gradients": ([(1.0, np.inf)] * 3, GRADIENTS),
+    "mixed": ([(1.0, np.nan), (np.nan, np.nan), (1.0, np.inf)], "In 1 of them the loss"),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit", "jit in function"])
+def test_tells_the_loss_from_its_gradients(name, mode):
+    optimizer, step = skipping(name, mode)
+    for i, (kind, (steps, expected)) in enumerate(BAD.items()):
+        steps = [(loss, loss if np.isnan(loss) else gradient) for loss, gradient in steps]
+        # A streak that ends too early, with the other kind of bad step, must leave no trace.
+        with caught_warnings() as texts:
+            step(1.0, 1.0)
+            step(1.0, np.inf)
+            step(np.nan, np.nan)
+            step(1.0, 1.0)
+            for loss, gradient in steps[:2]:
+                step(loss, gradient)
+            optimizer.steps_skipped  # noqa: B018
+        assert texts == [], kind
+        with caught_warnings() as texts:
+            step(*steps[2])
+            if mode == "jit in function":
+                step(1.0, 1.0)  # the function around is where Python is next
+            elif mode == "jit":
+                optimizer.steps_skipped  # noqa: B018
+        assert len(texts) == 1, kind
+        assert texts[0].startswith("3 steps in a row were skipped."), kind
+        assert expected in texts[0], kind
+        assert int(optimizer.steps_skipped) == (i + 1) * 5
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_once_for_each_time_that_many_are_skipped_in_a_row(name, mode):
+    _, step = skipping(name, mode)
+    with caught_warnings() as texts:
+        for _ in range(10):
+            step(1.0, np.inf)
+    assert len(texts) == 1
+    step(1.0, 1.0)
+    with caught_warnings() as texts:
+        for _ in range(3):
+            step(1.0, np.inf)
+    assert len(texts) == 1
+
+
+def test_fifty_by_default(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable(1.0)
+    with caught_warnings() as texts:
+        for _ in range(49):
+            optimizer.minimize(lambda: v * np.inf, [v])
+    assert texts == []
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="50 steps in a row"):
+        optimizer.minimize(lambda: v * np.inf, [v])
+
+
+def test_never_if_so_wished(name):
+    _, step = skipping(name, "eager", warn_after_skips=None)
+    with caught_warnings() as texts:
+        for _ in range(60):
+            step(1.0, np.inf)
+    assert texts == []
+
+
+def test_can_be_set(name):
+    optimizer, step = skipping(name, "eager")
+    optimizer.warn_after_skips = 1
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="1 steps in a row"):
+        step(1.0, np.inf)
+    config = optimizer.get_config()
+    assert keras_mp.LossScaleOptimizer.from_config(config).warn_after_skips == 1
+    for bad in (0, -1, 2.5, True, "3"):
+        with pytest.raises((TypeError, ValueError), match="Received: warn_after_skips="):
+            optimizer.warn_after_skips = bad
+        with pytest.raises((TypeError, ValueError), match="Received: warn_after_skips="):
+            keras_mp.LossScaleOptimizer(make_optimizer(name), warn_after_skips=bad)
+    assert optimizer.warn_after_skips == 1
+
+
+def test_the_warning_is_about_its_own_step(name):
+    # What is told must not be read from variables, which may lag behind.
+    for _ in range(10):
+        _, step = skipping(name, "function", warn_after_skips=1)
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="in all 1 that were looked at"):
+            step(np.nan, np.nan)
+
+
+@pytest.mark.parametrize("calls", ["rfc", "keras_3"])
+def test_own_loops(name, calls):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), warn_after_skips=2)
+    v = tf.Variable(1.0)
+    optimizer.build([v])
+
+    @tf.function
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = v * factor
+            scaled = getattr(optimizer, "get_scaled_loss" if calls == "rfc" else "scale_loss")(loss)
+        gradients = tape.gradient(scaled, [v])
+        if calls == "rfc":
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, [v]))
+
+    step(tf.constant(np.nan))
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=LOSS):
+        step(tf.constant(np.nan))
+
+
+def test_a_loss_of_another_function_is_unknown(name):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), warn_after_skips=2)
+    v = tf.Variable(1.0)
+    optimizer.build([v])
+    scale = tf.function(lambda: optimizer.scale_loss(v))
+    apply = tf.function(lambda g: optimizer.apply_gradients([(g, v)]))
+    scale()
+    apply(tf.constant(np.inf))
+    scale()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="could not be looked at"):
+        apply(tf.constant(np.inf))
+
+
+def test_one_replica_of_two(name):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), warn_after_skips=2)
+        optimizer.build([v])
+
+    @tf.function
+    def step():
+        def replica_step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            factor = tf.gather([1.0, np.nan], replica)
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(v * factor)
+            optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+
+        strategy.run(replica_step)
+
+    step()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=LOSS) as caught:
+        step()
+    assert len([w for w in caught if w.category is keras_mp.MixedPrecisionWarning]) == 1
+    assert float(value(v)) == 1
+
+
+@pytest.mark.parametrize("jit_compile", ["auto", False, True] if IS_KERAS_3 else [False, True])
+def test_fit_warns_while_it_runs(name, jit_compile):
+    images, labels = digits()
+    images = images[:256] * np.nan
+    keras_mp.set_global_policy(keras_mp.Policy("float32", loss_scale="dynamic"))
+    model = tf.keras.Sequential([tf.keras.Input((64,)), tf.keras.layers.Dense(10)])
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(make_optimizer(name), loss, jit_compile=jit_compile)
+    model.optimizer.warn_after_skips = 5
+    after_epochs = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
+        count = tf.keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: after_epochs.append(
+                sum(w.category is keras_mp.MixedPrecisionWarning for w in caught)
+            )
+        )
+        model.fit(images, labels[:256], batch_size=64, epochs=4, verbose=0, callbacks=[count])
+    assert after_epochs == [0, 1, 1, 1]  # Four steps make an epoch.
+    texts = [str(w.message) for w in caught if w.category is keras_mp.MixedPrecisionWarning]
+    assert len(texts) == 1
+    assert LOSS in texts[0]
+
+
+def test_good_steps_run_nothing_of_it(name):
+    optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable(1.0)
+    optimizer.build([v])
+
+    @tf.function
+    def step():
+        optimizer.minimize(lambda: v * 1.0, [v])
+
+    graph = step.get_concrete_function().graph
+    main = {op.type for op in graph.get_operations()}
+    branches = {n.op for f in graph.as_graph_def().library.function for n in f.node_def}
+    assert "EagerPyFunc" not in main
+    assert "EagerPyFunc" in branches
+    is_finite = [op for op in graph.get_operations() if op.type == "IsFinite"]
+    assert len(is_finite) == 1  # of the gradient; of the loss only in the branch

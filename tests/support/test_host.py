@@ -1,0 +1,116 @@
+"""From a graph to Python: at once where that is possible, else the next time somebody looks."""
+
+import pytest
+import tensorflow as tf
+
+from keras_mp.support import host
+
+
+class Reader:
+    def __init__(self):
+        self.numbers, self.lines = [], []
+        self.mailbox = host.Mailbox(self.read, size=1)
+
+    def read(self, numbers, line):
+        self.numbers += numbers
+        self.lines.append(line)
+
+    def step(self, number):
+        """Sends a number that is not zero."""
+        self.mailbox.watch()
+        self.mailbox.post(number[tf.newaxis], when=tf.not_equal(number, 0))
+
+
+def test_eager():
+    reader = Reader()
+    for number in (0, 3, 0, 4):
+        reader.step(tf.constant(number, tf.int64))
+    assert reader.numbers == [3, 4]
+
+
+def test_function():
+    reader = Reader()
+    function = tf.function(reader.step)
+    for number in (0, 3, 0, 4):
+        function(tf.constant(number, tf.int64))
+    assert reader.numbers == [3, 4]
+    assert {line.file for line in reader.lines} == {__file__}
+
+
+def test_a_function_that_has_nothing_to_say_runs_no_python():
+    function = tf.function(Reader().step)
+    graph = function.get_concrete_function(tf.constant(0, tf.int64)).graph
+    assert "EagerPyFunc" not in {op.type for op in graph.get_operations()}
+    assert "EagerPyFunc" in {
+        n.op for f in graph.as_graph_def().library.function for n in f.node_def
+    }
+
+
+def test_what_xla_compiles_has_no_branch():
+    function = tf.function(Reader().step, jit_compile=True)
+    graph = function.get_concrete_function(tf.constant(0, tf.int64)).graph
+    assert not {"If", "StatelessIf"} & {op.type for op in graph.get_operations()}
+
+
+def test_compiled_by_xla_alone():
+    reader = Reader()
+    function = tf.function(reader.step, jit_compile=True)
+    for number in (0, 3, 0):
+        function(tf.constant(number, tf.int64))
+    assert reader.numbers == []
+    reader.mailbox.collect()
+    reader.mailbox.collect()
+    assert reader.numbers == [3]
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_compiled_by_xla_inside_a_function(loop):
+    reader = Reader()
+    compiled = tf.function(reader.step, jit_compile=True)
+
+    @tf.function
+    def around(number):
+        if loop:
+            for _ in tf.range(2):
+                compiled(number)
+        else:
+            compiled(number)
+
+    for number in (3, 0, 5):
+        around(tf.constant(number, tf.int64))
+    reader.mailbox.collect()
+    assert reader.numbers == ([3, 3, 5, 5] if loop else [3, 5])
+
+
+def test_compiled_by_xla_inside_what_xla_compiles():
+    reader = Reader()
+    inner = tf.function(reader.step)
+    middle = tf.function(lambda number: inner(number), jit_compile=True)
+    around = tf.function(lambda number: middle(number))
+    for number in (3, 0):
+        around(tf.constant(number, tf.int64))
+    assert reader.numbers == [3]
+
+
+def test_collecting_is_free_where_nothing_was_compiled():
+    reader = Reader()
+    tf.function(reader.step)(tf.constant(3, tf.int64))
+    # Reads no variable: it is not even there any more.
+    del reader.mailbox.letter
+    reader.mailbox.collect()
+
+
+def test_tensorflow_tells_what_xla_compiles():
+    # Not public API of TensorFlow's; this fails when it moves.
+    seen = []
+
+    def function(x):
+        seen.append(tf.__internal__.get_enclosing_xla_context() is not None)
+        return x
+
+    for jit_compile in (True, False):
+        tf.function(function, jit_compile=jit_compile)(1.0)
+    assert seen == [True, False]
+    assert issubclass(
+        type(tf.function(function).get_concrete_function(1.0).graph), tf.__internal__.FuncGraph
+    )

@@ -1,0 +1,199 @@
+"""Every private name of TensorFlow and Keras is in one table, and is where the table says."""
+
+import ast
+import functools
+import importlib
+import inspect
+import pathlib
+import re
+import sys
+import types
+from typing import NamedTuple
+
+import pytest
+import tensorflow as tf
+
+from tests import private_names
+from tests.common import IS_KERAS_3
+
+K = tf.keras
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "private_names.md"
+HERE = {"TensorFlow", "Python", "both Kerases", "Keras 3" if IS_KERAS_3 else "Keras 2"}
+ELSEWHERE = {"Keras 2" if IS_KERAS_3 else "Keras 3"}
+
+# Names of the package's own that a base class of another class of the package has as well, or that
+# it gives to functions of the user's.
+OWN = {"_dtype", "_runs_in_the_policy"}
+
+
+class Row(NamedTuple):
+    name: str
+    of: str
+    why: str
+    tried_by: str
+
+
+ROWS = [
+    Row(*(cell.strip().strip("`") for cell in line.split("|")[1:-1]))
+    for line in re.findall(r"^\| `.*$", PAGE.read_text(), re.MULTILINE)
+]
+
+
+@functools.cache
+def found():
+    return {name: where for name, where in private_names.find().items() if name not in OWN}
+
+
+def test_the_table_has_every_name():
+    missing = {name: where for name, where in found().items() if name not in {r.name for r in ROWS}}
+    assert not missing, f"Add to {PAGE.name}: {missing}"
+
+
+def test_the_table_has_no_name_that_is_not_used():
+    assert not [row.name for row in ROWS if row.of in HERE and row.name not in found()]
+
+
+def test_rows_are_complete_and_sorted():
+    assert {row.of for row in ROWS} == HERE | ELSEWHERE
+    assert [row.name for row in ROWS] == sorted({row.name for row in ROWS})
+    assert all(row.why and (row.tried_by or "." in row.name) for row in ROWS)
+
+
+def test_own_names_are_used():
+    assert OWN <= private_names.find().keys()
+
+
+# What expressions in the table use.
+
+
+def source(of):
+    """The source of an object, or of the module of that name."""
+    if isinstance(of, str):
+        return inspect.getsource(importlib.import_module(of))
+    return inspect.getsource(inspect.unwrap(of))
+
+
+def built(optimizer):
+    optimizer.build([K.Variable([1.0])])
+    return optimizer
+
+
+def compiled():
+    model = K.Sequential([K.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+def attributes(function):
+    """Names of the attributes of all operations in the graph of a function of a number."""
+    graph = tf.function(function).get_concrete_function(tf.TensorSpec([])).graph
+    return {name for op in graph.get_operations() for name in op.node_def.attr}
+
+
+VARIABLE = tf.Variable(1.0)
+
+
+def reads_in_a_branch(x):
+    return tf.cond(x > 0, lambda: x * VARIABLE, lambda: x)
+
+
+def resolve(path):
+    """What a dotted path stands for."""
+    parts = path.split(".")
+    if parts[0] == "tf":
+        return functools.reduce(getattr, parts[1:], tf)
+    return getattr(importlib.import_module(".".join(parts[:-1])), parts[-1])
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.of in HERE], ids=lambda row: row.name)
+def test_it_is_where_it_was(row):
+    result = eval(row.tried_by, {**globals(), "sys": sys}) if row.tried_by else resolve(row.name)
+    assert result is not None
+    assert result is not False
+    assert not isinstance(result, list) or result
+
+
+# The finder itself.
+
+SAMPLE = """
+import tensorflow as tf
+from keras.src.trainers import epoch_iterator as _iterators
+from tensorflow.python.framework import ops
+from keras.src.backend import AutocastScope as _Scope
+
+
+class Model(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self._compute_dtype_object = self._ours = 3
+
+    def _flatten_modules(self, *args):
+        return self._ours, self._helper()
+
+    def _helper(self):
+        return super()._trackable_children()
+
+    def _called_by_others(self):
+        return getattr(self.other, "_by_string"), vars(self.other)["_by_item"]
+
+
+def function(x, scope=_Scope):
+    x._set_by_us = ops.Tensor
+    return x._of_others._ours + tf.__internal__.tracking.AutoTrackable, _iterators.EpochIterator
+"""
+
+
+def test_the_finder(tmp_path, monkeypatch):
+    (tmp_path / "sample_of_names.py").write_text(SAMPLE.replace("keras.src", "tf_keras.src.sample"))
+    monkeypatch.setattr(private_names, "ROOT", tmp_path)
+    model = type("Model", (K.Model,), {})
+    monkeypatch.setattr(private_names, "_module", lambda path: types.SimpleNamespace(Model=model))
+    expected = {
+        "_flatten_modules",
+        "_trackable_children",
+        "_called_by_others",
+        "_by_string",
+        "_by_item",
+        "_of_others",
+        "_set_by_us",
+        "tensorflow.python.framework.ops.Tensor",
+        "tf.__internal__.tracking.AutoTrackable",
+        "tf_keras.src.sample.trainers.epoch_iterator.EpochIterator",
+        "tf_keras.src.sample.backend.AutocastScope",
+    }
+    names = private_names.find().keys()
+    assert expected <= names
+    assert not names & {"_ours", "_helper", "_iterators", "_Scope"}
+
+
+# What keras_mp changes of others.
+
+
+def changes():
+    """Private attributes, and classes, that the package sets on objects that are not its own."""
+    for path in sorted(private_names.ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_set = isinstance(getattr(node, "ctx", None), ast.Store)
+            if isinstance(node, ast.Attribute) and is_set and ast.unparse(node.value) != "self":
+                if node.attr == "__class__":
+                    yield getattr(node.value, "attr", "AutoCastWeight")
+                elif node.attr.startswith("_") and not node.attr.startswith("__"):
+                    yield node.attr
+            elif isinstance(node, ast.Subscript) and is_set:
+                of = re.fullmatch(r"vars\((\w+)\)", ast.unparse(node.value))
+                if of and of[1] != "self":
+                    yield node.slice.value
+
+
+def test_the_page_of_changes_has_each():
+    page = PAGE.with_name("changes_to_keras.md").read_text()
+    names = set(changes())
+    assert {"_get_optimizer", "_all_reduce_sum_gradients", "_keras_mp_hook"} < names
+    assert {"AutoCastWeight", "compiled_loss"} < names
+    assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+def test_what_a_maintainer_of_keras_would_refuse_is_not_there():
+    source = "".join(path.read_text() for path in private_names.ROOT.rglob("*.py"))
+    assert "meta_path" not in source
+    assert "f_locals" not in source

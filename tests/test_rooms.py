@@ -1,0 +1,47 @@
+"""Imports go one way, as docs/structure.md draws them."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent / "keras_mp"
+
+# What each room may import of the package; the rooms that need TensorFlow only name no Keras.
+ROOMS = {
+    "support": {"support"},
+    "variables": {"variables", "support", "kernels"},
+    "kernels": {"kernels", "support"},
+    "step": {"step", "variables", "support"},
+    "hardware": {"hardware", "support"},
+    "keras_api": {"keras_api", "step", "variables", "kernels", "support"},
+}
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_is_below_it(room):
+    paths = [path for path in (ROOT / room).glob("*.py") if path.name != "__main__.py"]
+    assert paths
+    for path in paths:
+        names = [name.split(".") for name in imported(path)]
+        ours = {parts[1] for parts in names if parts[0] == "keras_mp" and len(parts) > 1}
+        assert ours <= ROOMS[room], path
+        if room != "keras_api":
+            assert not {"keras", "tf_keras"} & {parts[0] for parts in names}, path
+            code = ast.walk(ast.parse(path.read_text()))
+            assert "tf.keras" not in {
+                ast.unparse(node) for node in code if isinstance(node, ast.Attribute)
+            }, path
+
+
+def test_every_room_is_checked():
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert rooms == {*ROOMS, "compat"}
