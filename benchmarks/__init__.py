@@ -1,1 +1,1 @@
-"""Benchmarks: side by side with stock, as ratios. `python -m benchmarks`."""
+"""Benchmarks: side by side with Keras's own classes, as ratios. `python -m benchmarks`."""

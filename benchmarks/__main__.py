@@ -1,4 +1,4 @@
-"""Runs the benchmarks, side by side with stock; writes what they measured as JSON and as a PNG.
+"""Runs the benchmarks, side by side with Keras's own classes; writes JSON and a PNG.
 
 python -m benchmarks [names]
 """

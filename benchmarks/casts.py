@@ -1,4 +1,4 @@
-"""What casting a weight once saves: layers that read one many times, beside stock's."""
+"""What casting a weight once saves: layers that read one many times, Keras's own and ours."""
 
 import json
 import statistics
@@ -53,11 +53,11 @@ def measure() -> dict[str, dict]:
 
         return step
 
-    stock, ours = tf.keras.layers.Layer, keras_mp.layers.Layer
+    own, ours = tf.keras.layers.Layer, keras_mp.layers.Layer
     variants = {
-        f"{READS} reads in a row": {"stock": (stock, in_a_row), "keras_mp": (ours, in_a_row)},
+        f"{READS} reads in a row": {"Keras": (own, in_a_row), "keras_mp": (ours, in_a_row)},
         f"a loop of {READS} steps": {
-            "stock": (stock, in_a_loop),
+            "Keras": (own, in_a_loop),
             "keras_mp": (ours, in_a_loop),
             "keras_mp, weights_cast_once": (ours, in_a_loop_once),
         },
@@ -91,14 +91,14 @@ def run() -> dict:
             seconds = {name: variant["seconds"] for name, variant in variants.items()}
             for name, variant in variants.items():
                 milliseconds = statistics.median(seconds[name]) * 1e3
-                against = common.ratio(seconds, name, "stock")
+                against = common.ratio(seconds, name, "Keras")
                 rows.append(
                     [keras, case, name, str(variant["casts"]), f"{milliseconds:.1f} ms", against]
                 )
     common.print_table(
         f"A weight of {WIDTH}x{WIDTH} in mixed_bfloat16, forward and backward (ratios of medians, "
         "quartiles; one of the casts is the input's)",
-        ["", "", "", "casts", "step", "in terms of stock"],
+        ["", "", "", "casts", "step", "in terms of Keras"],
         rows,
     )
     return results

@@ -110,7 +110,7 @@ def environment(keras: str) -> dict[str, str]:
     }
 
 
-def _stock(optimizer):
+def _keras(optimizer):
     import tensorflow as tf
 
     return tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
@@ -124,13 +124,13 @@ def _keras_mp(optimizer):
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "bare": lambda optimizer: optimizer,
-    "stock": _stock,
+    "Keras": _keras,
     "keras_mp": _keras_mp,
 }
 
 
 def scaled(optimizer: Any, loss: Any) -> tuple[Any, Callable[[list], list]]:
-    """Scales a loss in the way of the stock optimizer of this Keras; a bare optimizer's stays.
+    """Scales a loss as the optimizer of this Keras does; a bare optimizer's stays.
 
     Returns:
         The loss, and a function that makes of its gradients what `apply_gradients` takes.

@@ -5,7 +5,7 @@ import statistics
 
 from benchmarks import fit
 
-_COLORS = {"bare": "0.6", "stock": "tab:orange", "keras_mp": "tab:blue"}
+_COLORS = {"bare": "0.6", "Keras": "tab:orange", "keras_mp": "tab:blue"}
 
 
 def draw(results: dict, machine: str, path: pathlib.Path) -> bool:
@@ -38,7 +38,7 @@ def draw(results: dict, machine: str, path: pathlib.Path) -> bool:
     grid = figure.add_gridspec(rows, 2, height_ratios=heights)
     for i, (_, draw_panel) in enumerate(panels):
         draw_panel(figure.add_subplot(grid[i // 2, i % 2]))
-    figure.suptitle(f"keras_mp beside stock\n{machine}", fontsize=11)
+    figure.suptitle(f"keras_mp beside Keras's own classes\n{machine}", fontsize=11)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
@@ -70,7 +70,7 @@ def _overhead(results):
             axes.invert_yaxis()
             axes.set_ylim(len(names) - 0.5, -0.5)
             medians = [
-                100 * c[w][0] / c["bare"] for c in cells.values() for w in ("stock", "keras_mp")
+                100 * c[w][0] / c["bare"] for c in cells.values() for w in ("Keras", "keras_mp")
             ]
             axes.set_xlim(min(0, *medians) - 5, 1.3 * max(medians) + 5)
             axes.axvline(0, color="0.3", linewidth=0.8)
@@ -156,9 +156,8 @@ def _memory(results):
 def _sums(results):
     def panel(keras, curves):
         def draw_panel(axes):
-            styles = {"float32": "-", "stock": "-", "keras_mp": "--"}
             for variant, losses in curves.items():
-                style = styles[variant.partition(" ")[0]]
+                style = "--" if variant.startswith("keras_mp") else "-"
                 axes.semilogy(range(1, len(losses) + 1), losses, style, color=_color(variant))
             axes.legend(curves)
             axes.set_xlabel("steps of SGD")

@@ -1,4 +1,4 @@
-"""How long `fit` takes in mixed precision: ours beside stock, a graph rewrite and PyTorch."""
+"""How long `fit` takes in mixed precision: ours, Keras's own, a graph rewrite and PyTorch."""
 
 import contextlib
 import importlib.util
@@ -18,17 +18,17 @@ REWRITE = "auto_mixed_precision_onednn_bfloat16"
 # has to be asked for, and the rewrite has no part in it, so it is measured for one model.
 VARIANTS = {
     "float32": {},
-    "stock mixed_bfloat16": {"stock": "mixed_bfloat16"},
+    "Keras mixed_bfloat16": {"own": "mixed_bfloat16"},
     "keras_mp mixed_bfloat16": {"keras_mp": "mixed_bfloat16"},
     "graph rewrite": {"rewrite": True},
 }
 ONLY_MLP = {
-    "stock mixed_float16": {"stock": "mixed_float16"},
+    "Keras mixed_float16": {"own": "mixed_float16"},
     "keras_mp mixed_float16": {"keras_mp": "mixed_float16"},
 }
 ONLY_MLP_KERAS_3 = {
     "XLA, float32": {"jit_compile": True},
-    "XLA, stock mixed_bfloat16": {"stock": "mixed_bfloat16", "jit_compile": True},
+    "XLA, Keras mixed_bfloat16": {"own": "mixed_bfloat16", "jit_compile": True},
     "XLA, keras_mp mixed_bfloat16": {"keras_mp": "mixed_bfloat16", "jit_compile": True},
 }
 
@@ -40,7 +40,7 @@ def variants(model: str, keras: str) -> dict[str, dict]:
     return {**VARIANTS, **ONLY_MLP, **(ONLY_MLP_KERAS_3 if keras == "Keras 3" else {})}
 
 
-def make_fit(name: str, stock=None, keras_mp=None, rewrite=False, jit_compile=False):
+def make_fit(name: str, own=None, keras_mp=None, rewrite=False, jit_compile=False):
     """A function that calls `fit` for some steps and returns the seconds of each but the first."""
     import tensorflow as tf
 
@@ -49,10 +49,10 @@ def make_fit(name: str, stock=None, keras_mp=None, rewrite=False, jit_compile=Fa
 
         package.set_global_policy(keras_mp)
     else:
-        tf.keras.mixed_precision.set_global_policy(stock or "float32")
+        tf.keras.mixed_precision.set_global_policy(own or "float32")
     model, inputs, labels = models.make(name)
     with warnings.catch_warnings():
-        # Where keras_mp is imported too, it says that it does nothing for a stock policy.
+        # Where keras_mp is imported too, it says that it does nothing for Keras's own policy.
         warnings.filterwarnings("ignore", "The global policy")
         model.compile(
             "adam",

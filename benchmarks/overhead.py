@@ -1,4 +1,4 @@
-"""What a LossScaleOptimizer adds to a step of the optimizer that it wraps: ours beside stock's.
+"""What a LossScaleOptimizer adds to a step of the optimizer that it wraps: Keras's own and ours.
 
 The gradients are those of a linear loss, so that a step is little else than the optimizer's.
 """
@@ -22,7 +22,7 @@ REPEATS = (15, 300)
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A step that is measured bare, with stock's LossScaleOptimizer and with ours."""
+    """A step that is measured bare, with Keras's LossScaleOptimizer and with ours."""
 
     mode: str  # "graph", "XLA" or "eager"
     optimizer: str
@@ -75,7 +75,7 @@ CELLS = {
 
 
 def measure(replicas: int, cells: list[Cell], seconds: float) -> dict[str, dict[str, list[float]]]:
-    """Seconds a step, for each cell: bare, stock's and ours."""
+    """Seconds a step, for each cell: bare, Keras's and ours."""
     strategy = common.replicas(replicas) if replicas > 1 else None
     results = {}
     for cell in cells:
@@ -155,30 +155,30 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, float | list[float]]:
     """Medians and quartiles of one cell.
 
     Returns:
-        dict: "bare", seconds a step; "stock" and "keras_mp", what they add to it (median and
-        quartiles over the turns); "ratio", keras_mp's part by stock's, with the interval in which
+        dict: "bare", seconds a step; "Keras" and "keras_mp", what they add to it (median and
+        quartiles over the turns); "ratio", keras_mp's part by Keras's, with the interval in which
         it is for 90 % of resamples of the turns; "fastest", the same ratio of the fastest turns;
-        "step", a whole step with keras_mp by one with stock.
+        "step", a whole step with keras_mp by one with Keras's.
     """
-    turns = list(zip(seconds["bare"], seconds["stock"], seconds["keras_mp"]))
+    turns = list(zip(seconds["bare"], seconds["Keras"], seconds["keras_mp"]))
 
     def added(turns, i):
         return [turn[i] - turn[0] for turn in turns]
 
     def ratio(turns):
-        stock = statistics.median(added(turns, 1))
-        return statistics.median(added(turns, 2)) / stock if stock else float("nan")
+        of_keras = statistics.median(added(turns, 1))
+        return statistics.median(added(turns, 2)) / of_keras if of_keras else float("nan")
 
     generator = random.Random(0)
     resamples = [ratio(generator.choices(turns, k=len(turns))) for _ in range(200)]
     cuts = statistics.quantiles(resamples, n=20)
     return {
         "bare": statistics.median(seconds["bare"]),
-        "stock": _median_and_quartiles(added(turns, 1)),
+        "Keras": _median_and_quartiles(added(turns, 1)),
         "keras_mp": _median_and_quartiles(added(turns, 2)),
         "ratio": [ratio(turns), cuts[0], cuts[-1]],
         "fastest": ratio([[min(seconds[name]) for name in common.WRAPPERS]]),
-        "step": statistics.median(seconds["keras_mp"]) / statistics.median(seconds["stock"]),
+        "step": statistics.median(seconds["keras_mp"]) / statistics.median(seconds["Keras"]),
     }
 
 
@@ -202,8 +202,8 @@ def run() -> dict:
         "What a LossScaleOptimizer adds to a step of the bare optimizer (medians of the "
         "differences, quartiles; for the ratio, 90 % of resamples)",
         [
-            *("", "", "bare", "stock adds", "keras_mp adds"),
-            *("keras_mp / stock", "of the fastest", "whole steps"),
+            *("", "", "bare", "Keras adds", "keras_mp adds"),
+            *("keras_mp / Keras", "of the fastest", "whole steps"),
         ],
         rows,
     )
@@ -218,7 +218,7 @@ def _columns(of_cell):
     ratio, low, high = of_cell["ratio"]
     return [
         f"{of_cell['bare'] * 1e3:.3f} ms",
-        added("stock"),
+        added("Keras"),
         added("keras_mp"),
         f"{ratio:.2f} ({low:.2f}-{high:.2f})",
         f"{of_cell['fastest']:.2f}",

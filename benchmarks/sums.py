@@ -235,7 +235,7 @@ def measure() -> dict[str, dict[str, dict[str, dict[str, float | None]]]]:
     for name, case in cases().items():
         results[name] = {dtype: {} for dtype in EQUAL}
         for dtype in EQUAL:
-            for variant in ("stock", "keras_mp"):
+            for variant in ("TensorFlow", "keras_mp"):
                 keras_mp.enable_float32_sums(variant == "keras_mp")
                 results[name][dtype][variant] = {m: errors(case, dtype, m) for m in MODES}
     keras_mp.enable_float32_sums()
@@ -256,16 +256,14 @@ def train() -> dict[str, list[float]]:
     losses = {}
     for variant, policy in (
         ("float32", "float32"),
-        ("stock mixed_bfloat16", "mixed_bfloat16"),
+        ("Keras mixed_bfloat16", "mixed_bfloat16"),
         ("keras_mp mixed_bfloat16", "mixed_bfloat16"),
     ):
-        keras_mp.enable_float32_sums(variant != "stock mixed_bfloat16")
+        keras_mp.enable_float32_sums(variant != "Keras mixed_bfloat16")
         tf.keras.utils.set_random_seed(0)
         ours = variant.startswith("keras_mp")
-        stock_policy = tf.keras.mixed_precision.Policy
-        tf.keras.mixed_precision.set_global_policy(
-            (keras_mp.Policy if ours else stock_policy)(policy)
-        )
+        make_policy = keras_mp.Policy if ours else tf.keras.mixed_precision.Policy
+        tf.keras.mixed_precision.set_global_policy(make_policy(policy))
         model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(4)])
         with warnings.catch_warnings():
             # keras_mp says that it does nothing for Keras's own policy.
@@ -290,13 +288,13 @@ def run() -> dict:
     rows = []
     for name, by_dtype in errors_of.items():
         for dtype, by_variant in by_dtype.items():
-            *stock, saturates = percent(by_variant["stock"])
+            *theirs, saturates = percent(by_variant["TensorFlow"])
             *ours, still = percent(by_variant["keras_mp"])
             verdict = "no" if not saturates else "**yes**" if still else "mended"
-            rows.append([name, dtype, *stock, " / ".join(ours), verdict])
+            rows.append([name, dtype, *theirs, " / ".join(ours), verdict])
     common.print_table(
         f"Relative error of sums of {TERMS:,} numbers, against float64",
-        ["sum", "dtype", *(f"stock, {m}" for m in MODES), "keras_mp", "saturates"],
+        ["sum", "dtype", *(f"TensorFlow, {m}" for m in MODES), "keras_mp", "saturates"],
         rows,
     )
     losses = {

@@ -26,9 +26,9 @@ RESUMED = 1e-3
 VARIANTS = {
     "float32": (None, "float32"),
     "keras_mp mixed_float16": ("keras_mp", "float16"),
-    "stock mixed_float16": ("stock", "float16"),
+    "Keras mixed_float16": ("Keras", "float16"),
     "keras_mp mixed_bfloat16": ("keras_mp", "bfloat16"),
-    "stock mixed_bfloat16": ("stock", "bfloat16"),
+    "Keras mixed_bfloat16": ("Keras", "bfloat16"),
 }
 
 
@@ -109,7 +109,7 @@ def _policy(who, dtype):
 
     before = tf.keras.mixed_precision.global_policy()
     with warnings.catch_warnings():
-        # Both say that 16 bits are slow here, and keras_mp that stock's policy is not its own.
+        # Both say that 16 bits are slow here, and keras_mp that the policy is not one of its own.
         warnings.filterwarnings("ignore", "mixed_.* may run slower")
         warnings.filterwarnings("ignore", "The global policy")
         if who == "keras_mp":
@@ -164,7 +164,7 @@ def _skipped(optimizer):
     """How many steps an optimizer has skipped."""
     if hasattr(optimizer, "steps_skipped"):
         return int(optimizer.steps_skipped)
-    # Stock halves the scale for each, and does not double it in as few steps as these.
+    # Keras's own halves the scale for each, and does not double it in as few steps as these.
     for name in ("dynamic_scale", "loss_scale"):
         if hasattr(optimizer, name):
             return round(math.log2(optimizer.initial_scale / float(getattr(optimizer, name))))

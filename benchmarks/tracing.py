@@ -58,7 +58,7 @@ def run() -> dict:
                     f"{s[2] / s[1]:.2f}",
                 ]
             )
-    wrappers = [*common.WRAPPERS, "keras_mp / stock"]
+    wrappers = [*common.WRAPPERS, "keras_mp / Keras"]
     common.print_table(
         "The graph of a step of SGD: operations, and how long it takes to trace (medians)",
         ["", "variables", *(f"ops, {w}" for w in wrappers), *(f"time, {w}" for w in wrappers)],

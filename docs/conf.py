@@ -9,8 +9,8 @@ sys.path.insert(0, str(_ROOT))
 
 import keras_mp  # noqa: E402
 
-# Keras 3 writes the name of the class into files, where it is stock's; a page about one of another
-# name would say that it is an alias.
+# Keras 3 writes the name of the class into files, where it is that of Keras's own; a page about one
+# of another name would say that it is an alias.
 keras_mp.Policy.__name__ = "Policy"
 
 project = "keras_mp"

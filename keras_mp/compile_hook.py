@@ -81,7 +81,7 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
         _remember_weights(model)
     before = _scaling_before(model)
     if not has_our_policy and before is None and not _has_lost_its_policy(model, call):
-        _warn_if_set_with_stock(policy_class, model, call)
+        _warn_if_set_with_keras(policy_class, model, call)
         result = stock_compile(*args, **kwargs)
         _tell_optimizers(model)
         _warn_if_unscaled(model)
@@ -260,8 +260,8 @@ def _warn_if_set_too_late(model: Any) -> None:
         )
 
 
-def _warn_if_set_with_stock(policy_class: type, model: Any, call: inspect.BoundArguments) -> None:
-    """Warns of a mixed global policy that is not ours, unless stock's wrapper was asked for."""
+def _warn_if_set_with_keras(policy_class: type, model: Any, call: inspect.BoundArguments) -> None:
+    """Warns of a mixed global policy that is not ours, unless Keras's wrapper was asked for."""
     policy, own = keras_api.get_global_policy(), model.dtype_policy
     optimizers = tf.nest.flatten(call.arguments.get("optimizer"))
     if (
@@ -272,9 +272,9 @@ def _warn_if_set_with_stock(policy_class: type, model: Any, call: inspect.BoundA
     ):
         messages.warn(
             f"The global policy {policy.name!r} was set with the function of tf.keras, so the "
-            f"model {model.name!r} gets stock's mixed precision, and neither the loss scaling nor "
-            f'the losses of keras_mp. Call keras_mp.set_global_policy("{policy.name}") in its '
-            "place. (To keep stock's, wrap the optimizer yourself, or ignore this.)"
+            f"model {model.name!r} gets Keras's own mixed precision, and neither the loss scaling "
+            f'nor the losses of keras_mp. Call keras_mp.set_global_policy("{policy.name}") in its '
+            "place. (To keep Keras's own, wrap the optimizer yourself, or ignore this.)"
         )
 
 

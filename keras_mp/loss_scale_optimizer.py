@@ -42,7 +42,7 @@ def find_loss_scale_optimizer(optimizer: Any) -> Any:
         optimizer: An optimizer of `tf.keras`, or None.
 
     Returns:
-        A `LossScaleOptimizer`, ours or the stock one, or None.
+        A `LossScaleOptimizer`, ours or Keras's own, or None.
     """
     scaling = (o for o in chain(optimizer) if isinstance(o, keras_api.StockLossScaleOptimizer))
     return next(scaling, None)
@@ -76,7 +76,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     `get_unscaled_gradients` (the RFC's way), or `scale_loss` and then `apply_gradients` or `apply`
     with the gradients as they are (Keras 3's way); on both Kerases either works.
 
-    Everything that the stock class offers works too: `dynamic`, `initial_scale`,
+    Everything that Keras's own class offers works too: `dynamic`, `initial_scale`,
     `dynamic_growth_steps` and `dynamic_counter` of TensorFlow 2.4-2.15, `dynamic_scale` and
     `step_counter` of Keras 3. `loss_scale` is a `LossScale`: call it, or use it as the tensor it
     was in TensorFlow 2.4.
@@ -523,7 +523,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> "LossScaleOptimizer":
-        """Makes an optimizer from a config of this class, or of any stock one.
+        """Makes an optimizer from a config of this class, or of Keras's own.
 
         Args:
             config: dict that `get_config` returned, here, on tf_keras, on Keras 3 or in TensorFlow
@@ -545,11 +545,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         return optimizer
 
     def stock_layout(self) -> Any:
-        """Returns what checkpoints of the stock `LossScaleOptimizer` hold, under their names.
+        """Returns what checkpoints of Keras's own `LossScaleOptimizer` hold, under their names.
 
-        The stock one of tf_keras lays its checkpoints out as this one does, which is itself
-        returned there. The one of Keras 3 does not, so its checkpoints are read, and are written
-        for it, by way of this.
+        That of tf_keras lays its checkpoints out as this one does, which is itself returned there.
+        That of Keras 3 does not, so its checkpoints are read, and written for it, by way of this.
 
         Returns:
             An object for `tf.train.Checkpoint`.
@@ -558,11 +557,11 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
         >>> import tempfile
         >>> sgd = tf.keras.optimizers.SGD()
-        >>> stock = tf.keras.mixed_precision.LossScaleOptimizer(sgd, initial_scale=64.0)
-        >>> _ = stock.apply_gradients([(tf.constant(64.0), tf.Variable(1.0))])
+        >>> other = tf.keras.mixed_precision.LossScaleOptimizer(sgd, initial_scale=64.0)
+        >>> _ = other.apply_gradients([(tf.constant(64.0), tf.Variable(1.0))])
         >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = tf.train.Checkpoint(optimizer=stock).save(directory + "/checkpoint")
+        ...     path = tf.train.Checkpoint(optimizer=other).save(directory + "/checkpoint")
         ...     checkpoint = tf.train.Checkpoint(optimizer=optimizer.stock_layout())
         ...     _ = checkpoint.restore(path).expect_partial()
         >>> float(optimizer.loss_scale()), int(optimizer.iterations)

@@ -116,7 +116,7 @@ class _OfClassIds(_BuiltIn):
 
 class _Huber(_BuiltIn):
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        # Stock Keras 2 casts to floatx, also from float64.
+        # Keras 2 itself casts to floatx, also from float64.
         huber = keras_api.LossFunctionWrapper(_huber, delta=self._arguments["delta"])
         return huber.call(y_true, y_pred)
 
@@ -185,7 +185,7 @@ class _SparseCrossEntropy(_OfClassIds, _CrossEntropy):
 
 class _FocalCrossEntropy(_CrossEntropy):
     def _make_of_logits(self) -> Any:
-        # The stock one takes the softmax of the logits and then its logarithm.
+        # Keras's own takes the softmax of the logits and then its logarithm.
         names = ("alpha", "gamma", "label_smoothing", "axis")
         return keras_api.LossFunctionWrapper(
             fusion.categorical_focal_crossentropy,
@@ -237,7 +237,7 @@ _DOC = """`tf.keras.losses.{name}`, computed in `dtype`.
 
 
 def _signature(stock: type) -> inspect.Signature:
-    """The arguments of a stock loss, and `dtype`."""
+    """The arguments of a loss of `tf.keras`, and `dtype`."""
     signature = inspect.signature(stock)
     others = [p for name, p in signature.parameters.items() if name != "dtype"]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -257,7 +257,7 @@ def _to_policy(policy: Any) -> Any:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, keras_api.BasePolicy):
-        # A quantized policy is a subclass of the stock one and has no counterpart here.
+        # A quantized policy is a subclass of Keras's own and has no counterpart here.
         return Policy(policy.name) if type(policy) is keras_api.BasePolicy else policy
     quantized = keras_api.quantized_policy(policy) if isinstance(policy, str) else None
     return Policy(policy) if quantized is None else quantized

@@ -1,4 +1,4 @@
-"""Every built-in loss beside stock's; labels, own losses, compile, saving."""
+"""Every built-in loss beside Keras's own; labels, own losses, compile, saving."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""What users of the stock class do with it, done with ours in its place."""
+"""What users of Keras's own class do with it, done with ours in its place."""
 
 import numpy as np
 import pytest

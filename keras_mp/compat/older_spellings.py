@@ -86,7 +86,7 @@ def refuse_arguments_of_inner_optimizers(kwargs: dict[str, Any]) -> None:
 
 
 def whole(number: Any) -> Any:
-    """Makes an int of a whole float: the stock classes take one, and their configs may hold one.
+    """Makes an int of a whole float: Keras's own classes take one, and their configs may hold one.
 
     Args:
         number: Any.

@@ -6,7 +6,7 @@ Each of `keras2` and `keras3` defines:
 - `BaseLayer`: `tf.keras`'s own layer, but its inputs are not cast, and `add_weight` takes the name
   of arguments only, of which `autocast` must be there, and makes `AutoCastVariable`s.
 - `BaseLoss`: `tf.keras`'s own loss, with a `dtype` that is a str, and `reduce(y_true, y_pred,
-  sample_weight)`, which is what the stock `__call__` does but passes labels to `call` as they are.
+  sample_weight)`, which does what Keras's own `__call__` does, but passes labels on as they are.
 - `BasePolicy`: `tf.keras`'s own dtype policy class.
 - `init_base_policy(policy, name)`: what a subclass of it calls first.
 - `LossFunctionWrapper`: the loss that computes a function.
@@ -14,12 +14,12 @@ Each of `keras2` and `keras3` defines:
 - `OPTIMIZER_BASES`: the classes that Keras takes for an optimizer.
 - `CROSSENTROPY_NAMES`: what `compile(loss=)` takes for the cross entropy that fits the shapes.
 - `COMPILE_OWNER`: the class on which `Model.compile` is defined.
-- `APPLY_TAKES_SCALED_GRADIENTS`: does the stock wrapper's `apply_gradients` unscale?
+- `APPLY_TAKES_SCALED_GRADIENTS`: does the wrapper of `tf.keras` unscale in `apply_gradients`?
 - `arguments_of_loss(loss)`: with which arguments a built-in loss was made.
 - `autocast_dtype()`: the dtype that `tf.keras` casts variables to in this thread, or None.
 - `autocast_scope(dtype)`: context manager that sets it.
 - `autocast_variables(weights)`: the `AutoCastVariable`s among the weights of a layer, or in them.
-- `compile_without_wrapping(compile, call)`: stock compile with bound arguments, no stock wrapper.
+- `compile_without_wrapping(compile, call)`: Keras's own, with bound arguments; wraps nothing.
 - `flatten_layers(model)`: the model and all layers below it.
 - `layers_inside(layer)`: those right below it.
 - `output_layers(model)`: the layers that make a model's outputs, or None where nothing tells.
@@ -29,19 +29,20 @@ Each of `keras2` and `keras3` defines:
   keeps labels from being narrowed to the predictions' dtype before our losses see them.
 - `why_fit_fails()`: why `Model.fit` cannot work under the current strategy, or None.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
-- `thread_missed_global_policy()`: do stock layers of this thread not know the global policy?
+- `thread_missed_global_policy()`: does this thread's Keras not know the global policy?
 - `trusted_scope()`: context manager in which layers are made of configs that hold code, too.
 - `tracks_floatx()`: does the global policy follow floatx?
 - `get_optimizer(identifier)`: instance, name or config to optimizer.
 - `optimizer_family(optimizer)`: the `OptimizerFamily` of an optimizer, or None.
 - `quantized_policy(name)`: the quantized policy of that name, or None.
-- `refuse_stock_wrapper(optimizer, wrapper)`: keeps the stock `LossScaleOptimizer` from wrapping an
-  optimizer that a wrapper of ours scales the loss of.
+- `refuse_stock_wrapper(optimizer, wrapper)`: keeps Keras's own `LossScaleOptimizer` from wrapping
+  an optimizer whose loss a wrapper of ours scales.
 - `register_serializable`: decorator.
-- `register_policy`: decorator; of the configs of such a policy `tf.keras` alone makes a stock one.
+- `register_policy`: decorator; without keras_mp, `tf.keras` makes a policy of its own of such a
+  policy's config.
 - `serialize_optimizer`, `deserialize_optimizer`.
 - `states(model)`: the variables of stateful layers, which are not among the model's weights.
-- `stock_layout(optimizer)`: a trackable of what a `LossScaleOptimizer` of ours shares with the
-  stock one, under the names by which checkpoints of the stock one know it.
-- `STOCK_LAYOUT_CHILD`: what is below an optimizer in checkpoints of the stock one only, or None.
+- `stock_layout(optimizer)`: a trackable of what a `LossScaleOptimizer` of ours shares with
+  Keras's own, under the names by which checkpoints of the latter know it.
+- `STOCK_LAYOUT_CHILD`: what is below an optimizer in checkpoints of Keras's own only, or None.
 """

@@ -34,7 +34,7 @@ BasePolicy = keras.mixed_precision.Policy
 
 
 def init_base_policy(policy: Any, name: Any) -> None:
-    # The stock class logs its own word on the hardware; keras_mp has one for both Kerases.
+    # Keras's own class logs its word on the hardware; keras_mp has one for both Kerases.
     logger = tf.get_logger()
     logger.addFilter(_is_not_compatibility_check)
     try:
@@ -107,7 +107,7 @@ def autocast_scope(dtype: tf.DType | None) -> Any:
 
 
 class BaseLayer(keras.layers.Layer):
-    """What `layers.Layer` is made of: the stock layer, without the casting of its inputs."""
+    """What `layers.Layer` is made of: Keras's own layer, without the casting of its inputs."""
 
     def __init__(self, *args: Any, autocast: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, autocast=False, **kwargs)
@@ -139,7 +139,7 @@ CROSSENTROPY_NAMES = ()
 
 
 class BaseLoss(keras.losses.Loss):
-    """What `losses.Loss` is made of: the stock loss, which casts nothing, with a dtype."""
+    """What `losses.Loss` is made of: Keras's own loss, which casts nothing, with a dtype."""
 
     def __init__(self, *args: Any, dtype: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -151,7 +151,7 @@ class BaseLoss(keras.losses.Loss):
         return self._dtype
 
     def reduce(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
-        """Does what the stock `__call__` does."""
+        """Does what Keras's own `__call__` does."""
         return super().__call__(y_true, y_pred, sample_weight)
 
 
@@ -164,7 +164,7 @@ def is_symbolic() -> bool:
 
 
 class _WideLosses(_compile_utils.LossesContainer):
-    """Shows predictions to our losses as they cast them: the stock one casts labels to fit."""
+    """Shows predictions to our losses as they cast them: Keras's own casts labels to fit."""
 
     def __call__(
         self,
@@ -247,7 +247,7 @@ def stock_layout(optimizer: Any) -> Any:
 
 def refuse_stock_wrapper(optimizer: Any, wrapper: Any) -> None:
     del wrapper
-    optimizer._is_wrapped_by_loss_scale_optimizer = True  # which stock sets and looks at
+    optimizer._is_wrapped_by_loss_scale_optimizer = True  # which Keras's own sets and looks at
 
 
 def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
@@ -279,7 +279,7 @@ class _NewFamily(OptimizerFamily):
                 "`grad_loss` is for tf.keras.optimizers.legacy optimizers; multiply the loss by it "
                 f"instead. Received: grad_loss={grad_loss!r} with {type(self.optimizer)}"
             )
-        # The stock one takes a list only, not the variable alone that all others take.
+        # Keras's own method takes a list only, not the variable alone that all others take.
         flat = tf.nest.flatten
         as_list = (lambda: flat(var_list())) if callable(var_list) else flat(var_list)
         return self.optimizer.compute_gradients(loss, as_list, tape=tape)
@@ -343,5 +343,5 @@ class _LegacyFamily(OptimizerFamily):
 
 
 def _named(name: str | None) -> dict[str, str]:
-    # An optimizer of the user's may have left `name` out, as stock wrappers allow.
+    # An optimizer of the user's may have left `name` out, as Keras's own wrappers allow.
     return {} if name is None else {"name": name}

@@ -105,7 +105,7 @@ def autocast_scope(dtype: tf.DType | None) -> Iterator[None]:
 
 
 class BaseLayer(keras.layers.Layer):
-    """What `layers.Layer` is made of: the stock layer, without the casting of its inputs."""
+    """What `layers.Layer` is made of: Keras's own layer, without the casting of its inputs."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -113,7 +113,7 @@ class BaseLayer(keras.layers.Layer):
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Converts arrays to tensors, which the stock layer no longer does, and runs the layer."""
+        """Converts arrays to tensors, which Keras's own no longer does, and runs the layer."""
         args = [self._as_tensors(arg) for arg in args]
         kwargs = {name: self._as_tensors(arg) for name, arg in kwargs.items()}
         return super().__call__(*args, **kwargs)
@@ -188,10 +188,10 @@ CROSSENTROPY_NAMES = ("crossentropy", "ce")
 
 
 class BaseLoss(keras.losses.Loss):
-    """What `losses.Loss` is made of: the stock loss, without the casting of labels."""
+    """What `losses.Loss` is made of: Keras's own loss, without the casting of labels."""
 
     def reduce(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
-        """Does what the stock `__call__` does, which would cast labels to floats."""
+        """Does what Keras's own `__call__` does, which would cast labels to floats."""
         return _WithLabels(self, y_true)((), y_pred, sample_weight)
 
 
@@ -230,8 +230,9 @@ def widen_predictions(model: Any) -> None:
 
 # Keras 3 keeps one global policy for each thread and lets a fresh thread start from floatx. We keep
 # the one that was set last, by whichever thread, in `_process`, None standing for floatx. In
-# `_thread` is what this thread holds on our account: if it holds something else, the stock function
-# told it so. None is held as None, of which Keras makes a policy when it needs one, and keeps it.
+# `_thread` is what this thread holds on our account: if it holds something else, Keras's own
+# function told it so. None is held as None, of which Keras makes a policy when it needs one, and
+# keeps it.
 _process: dict[str, Any] = {"policy": None, "version": 0}
 
 
@@ -314,7 +315,7 @@ def refuse_stock_wrapper(optimizer: Any, wrapper: Any) -> None:
 
 @functools.cache
 def _check_in_stock_wrapper() -> None:
-    """Lets the stock wrapper look at what it wraps: in Keras 3 it tells nobody that it does."""
+    """Lets Keras's own wrapper look at what it wraps: in Keras 3 it tells nobody that it does."""
     stock_init = StockLossScaleOptimizer.__init__
 
     @functools.wraps(stock_init)

@@ -193,7 +193,7 @@ def test_slow_is_what_takes_more_than_float32_in_either_operation(
     assert hardware.why_slow("bfloat16") is None
 
 
-# It may be the only thing that a loop of one's own with stock layers calls of keras_mp.
+# It may be the only thing that a loop of one's own with layers of Keras calls of keras_mp.
 def test_a_policy_warns_itself_once_the_machine_was_measured(fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_MP_MEASURE", "1")
     pretend(XEON, tmp_path, monkeypatch)

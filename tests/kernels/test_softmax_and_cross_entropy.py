@@ -1,4 +1,4 @@
-"""Fused where the logits can be found, the stock value and one warning where not."""
+"""Fused where the logits can be found, Keras's own value and one warning where not."""
 
 import warnings
 

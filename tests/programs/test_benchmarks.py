@@ -60,8 +60,8 @@ def test_a_weight_that_is_read_often_is_cast_once(monkeypatch):
     }
     # One is the cast of the input.
     assert counts == {
-        "50 reads in a row": {"stock": 51, "keras_mp": 2},
-        "a loop of 50 steps": {"stock": 51, "keras_mp": 51, "keras_mp, weights_cast_once": 2},
+        "50 reads in a row": {"Keras": 51, "keras_mp": 2},
+        "a loop of 50 steps": {"Keras": 51, "keras_mp": 51, "keras_mp, weights_cast_once": 2},
     }
 
 
@@ -71,16 +71,16 @@ def test_sums_are_held_against_float64(monkeypatch):
     monkeypatch.setattr(sums, "cases", lambda: {name: case})
     monkeypatch.setattr(sums, "MODES", ("eager",))
     for by_variant in sums.measure()[name].values():
-        assert by_variant["stock"]["eager"] > 0.9
+        assert by_variant["TensorFlow"]["eager"] > 0.9
         assert by_variant["keras_mp"]["eager"] < 2**-8
 
 
 def test_biases_learn_as_in_float32(monkeypatch):
     monkeypatch.setattr(sums, "STEPS", 10)
     curves = sums.train()
-    exact, stock, ours = (curve[-1] for curve in curves.values())
+    exact, of_keras, ours = (curve[-1] for curve in curves.values())
     assert ours == pytest.approx(exact, rel=0.02)
-    assert stock > 2 * exact
+    assert of_keras > 2 * exact
 
 
 Cell = overhead.Cell
@@ -104,7 +104,7 @@ def test_overhead_is_measured_in_every_mode(monkeypatch):
     for of_cell in results.values():
         assert {name: len(seconds) for name, seconds in of_cell.items()} == {
             "bare": 2,
-            "stock": 2,
+            "Keras": 2,
             "keras_mp": 2,
         }
 
@@ -122,9 +122,9 @@ def test_the_steps_that_are_compared_do_the_same(replicas, minimize):
         before = tf.convert_to_tensor(variables[0])
         step()
         moved.append(tf.convert_to_tensor(variables[0]) - before)
-    bare, stock, ours = moved
+    bare, of_keras, ours = moved
     assert tf.reduce_max(tf.abs(bare)) > 1e-6
-    tf.debugging.assert_near(stock, bare, atol=1e-7)
+    tf.debugging.assert_near(of_keras, bare, atol=1e-7)
     tf.debugging.assert_near(ours, bare, atol=1e-7)
 
 
@@ -133,13 +133,13 @@ def test_overhead_is_what_is_added_to_the_bare_step():
     of_cell = overhead.summary(
         {
             "bare": turns,
-            "stock": [t + 0.5 for t in turns],
+            "Keras": [t + 0.5 for t in turns],
             "keras_mp": [t + 0.125 for t in turns],
         }
     )
     assert of_cell == {
         "bare": 2.0,
-        "stock": [0.5, 0.5, 0.5],
+        "Keras": [0.5, 0.5, 0.5],
         "keras_mp": [0.125, 0.125, 0.125],
         "ratio": [0.25, 0.25, 0.25],
         "fastest": 0.25,
@@ -166,8 +166,8 @@ def test_fit_is_measured_for_every_variant(tiny, monkeypatch):
     monkeypatch.setattr(fit, "MATMUL", 8)
     seconds = fit.measure("MLP", KERAS)
     assert list(seconds) == [
-        *("float32", "stock mixed_bfloat16", "keras_mp mixed_bfloat16", "graph rewrite"),
-        *("stock mixed_float16", "keras_mp mixed_float16"),
+        *("float32", "Keras mixed_bfloat16", "keras_mp mixed_bfloat16", "graph rewrite"),
+        *("Keras mixed_float16", "keras_mp mixed_float16"),
         *(fit.ONLY_MLP_KERAS_3 if KERAS == "Keras 3" else ()),
         *("matmul float32", "matmul bfloat16"),
     ]
@@ -203,12 +203,12 @@ def test_models_of_others_are_held_against_float32(monkeypatch):
     monkeypatch.setattr(third_party, "VARIANTS", variants)
     results = third_party.measure(KERAS)
     dense = results["dense"]
-    exact, ours, stock = dense.values()
-    # On Keras 2 stock is too far: it counts the skipped step, which shortens Adam's next one.
+    exact, ours, of_keras = dense.values()
+    # On Keras 2 its own is too far: it counts the skipped step, which shortens Adam's next one.
     assert {third_party.verdict(dense, variant) for variant in list(variants)[:2]} == {"ok"}
-    assert ours["deviation"] <= stock["deviation"]
+    assert ours["deviation"] <= of_keras["deviation"]
     assert (exact["skipped"], exact["deviation"]) == (0, 0)
-    assert ours["skipped"] == stock["skipped"] > 0
+    assert ours["skipped"] == of_keras["skipped"] > 0
     assert ours["deviation"] > 0
     assert ours["converted"] > 0
     assert third_party.verdict(results["broken"], "float32") == "KeyError: 'vocabulary'"
@@ -244,7 +244,7 @@ def test_tracing_counts_the_operations_of_each_wrapper(monkeypatch):
     results = tracing.measure()
     assert list(results) == ["2", "4"]
     assert [len(results["4"][wrapper]["seconds"]) for wrapper in common.WRAPPERS] == [2, 2, 2]
-    for wrapper in ("stock", "keras_mp"):
+    for wrapper in ("Keras", "keras_mp"):
         for count in results:
             of_count = results[count]
             assert of_count[wrapper]["operations"] > of_count["bare"]["operations"]
@@ -261,11 +261,11 @@ def test_imports_are_timed_in_a_process_of_their_own():
 @once
 def test_what_was_measured_becomes_a_picture(tmp_path):
     turns = [1.0, 1.5, 2.0]
-    of_cell = overhead.summary({"bare": turns, "stock": [2, 3, 4], "keras_mp": [2, 2, 3]})
+    of_cell = overhead.summary({"bare": turns, "Keras": [2, 3, 4], "keras_mp": [2, 2, 3]})
     of_count = {w: {"operations": 9, "seconds": [0.1]} for w in common.WRAPPERS}
     results = {
         "overhead": {"Keras 3": {"graph": of_cell}, "tf_keras": {"graph": of_cell}},
-        "fit": {"Keras 3": {"MLP": {"float32": turns, "stock mixed_bfloat16": turns}}},
+        "fit": {"Keras 3": {"MLP": {"float32": turns, "Keras mixed_bfloat16": turns}}},
         "tracing": {"Keras 3": {"10": of_count, "100": of_count}},
         "memory": {"MLP": {"float32": {"before": 10**9, "peak": 2 * 10**9}}},
         "wire": None,

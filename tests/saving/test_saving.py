@@ -67,7 +67,7 @@ def test_keras_file_keeps_loss_scaling_whatever_the_global_policy(trained, polic
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_defect_8_a_run_that_goes_on_from_an_h5_file_is_bitwise_the_same(trained, policy, tmp_path):
-    # Stock reloads at iteration 0, and on Keras 3 does not train at all.
+    # Keras's own reloads at iteration 0, and on Keras 3 does not train at all.
     _, model = trained
     model.save(str(tmp_path / "model.h5"))
     keras_mp.set_global_policy(policy)
@@ -125,7 +125,7 @@ def test_the_config_has_the_state_of_the_loss_scale(trained):
     assert int(again.steps_skipped) == int(optimizer.steps_skipped)
     assert again.get_config() == optimizer.get_config()
     config = optimizer.get_config()
-    del config["state"]  # as older ones are, and stock ones
+    del config["state"]  # as older ones are, and those of Keras's own class
     fresh = keras_mp.LossScaleOptimizer.from_config(config)
     assert float(fresh.loss_scale()) == 2.0**24
 
@@ -214,7 +214,7 @@ def in_stock_layout(optimizer):
     return optimizer.stock_layout() if is_ours else optimizer
 
 
-# What both Kerases' stock class calls it, and ours.
+# What both Kerases' own class calls it, and ours.
 SCALE, COUNTER = (
     ("dynamic_scale", "step_counter") if IS_KERAS_3 else ("loss_scale", "dynamic_counter")
 )
@@ -224,7 +224,7 @@ SCALE, COUNTER = (
 @pytest.mark.parametrize("is_saved_by_us", [True, False])
 def test_checkpoints_move_to_and_from_the_stock_optimizer(is_saved_by_us, steps, tmp_path):
     if IS_KERAS_3 and is_saved_by_us and not steps:
-        pytest.skip("Stock of Keras 3 restores no scale before it is built, its own neither.")
+        pytest.skip("That of Keras 3 restores no scale before it is built, its own neither.")
     classes = [STOCK, keras_mp.LossScaleOptimizer]
     before, after = reversed(classes) if is_saved_by_us else classes
     (saved, _), (loaded, variable) = trained_optimizer(before, 7), trained_optimizer(after, steps)

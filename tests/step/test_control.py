@@ -1,7 +1,7 @@
 """A float32 model trained plainly, and the same one through loss scaling: equal to the bit.
 
 A power-of-two scale changes exponents only, so nothing that is finite may differ. (Where XLA
-compiles the step, it is one with stock's wrapper that it equals.) One runner trains both; a case is
+compiles the step, it is one with Keras's wrapper that it equals.) One runner trains both; a case is
 the way in which the step is made.
 """
 
@@ -116,7 +116,7 @@ def train_control(name, mode, skip=()):
     run = Run(optimizer).train(plain, mode, skip=skip)
     if mode != "jit":
         return run
-    # Where an update may be skipped XLA rounds it in other places, with stock's wrapper too.
+    # Where an update may be skipped XLA rounds it in other places, with Keras's wrapper too.
     stock_optimizer = make_optimizer(name)
     stock = Run(tf.keras.mixed_precision.LossScaleOptimizer(stock_optimizer))
     stock.train(keras_3 if IS_KERAS_3 else rfc, mode, skip=skip)
