@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.saved_model.registration import register_serializable
+from tensorflow.python.saved_model.revived_types import serialize as serialize_revived
 
 from keras_mp import keras_api
 from keras_mp.step.optimizer_family import OptimizerFamily
@@ -200,9 +202,12 @@ class OptimizerWrapper(
         """
         _models[self] = weakref.ref(model)
 
-    def _variables_of_model(self) -> Sequence[Any]:
+    def _model(self) -> Any:
         reference = _models.get(self)
-        model = None if reference is None else reference()
+        return None if reference is None else reference()
+
+    def _variables_of_model(self) -> Sequence[Any]:
+        model = self._model()
         return model.trainable_variables if model is not None and model.built else ()
 
     def set_weights(self, weights: Iterable[Any]) -> None:
@@ -307,13 +312,6 @@ class OptimizerWrapper(
         return inner.get_slot_names() if hasattr(inner, "get_slot_names") else []
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        if save_type == "savedmodel" and not self._family.fits_into_saved_model:
-            raise ValueError(
-                "A SavedModel with a wrapped legacy optimizer could not be loaded again. Save the "
-                "model as .keras or .h5, leave the optimizer out (`model.save(path, "
-                "include_optimizer=False)`, `model.export(path)`), or use an optimizer of "
-                f"`tf.keras.optimizers`. Received: {self!r}"
-            )
         is_of_a_model = self in _models
         if save_type == "savedmodel" and is_of_a_model and self._family.is_revived_without_state:
             messages.warn(
@@ -323,6 +321,16 @@ class OptimizerWrapper(
                 "(`model.save(path, include_optimizer=False)`, `model.export(path)`)."
             )
         return super()._trackable_children(save_type, **kwargs)
+
+    def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
+        # A SavedModel says of which family an optimizer is, and only that takes its slots when it
+        # is loaded. Of a wrapper, which may be an instance of several bases, it says the inner's.
+        del kwargs
+        *_, innermost = chain(self)
+        revived = serialize_revived(innermost)
+        if revived is not None:
+            object_proto.user_object.CopyFrom(revived)
+        object_proto.registered_name = ""  # which would be looked up at loading, without us too
 
     def minimize(
         self,
@@ -411,6 +419,11 @@ class OptimizerWrapper(
         return self._family.apply(list(grads_and_vars), name, aggregate)
 
 
+register_serializable("keras_mp", predicate=lambda value: isinstance(value, OptimizerWrapper))(
+    OptimizerWrapper
+)
+
+
 def chain(optimizer: Any) -> Iterator[Any]:
     """Yields an optimizer and, as long as it is one that wraps another, the inner ones.
 
@@ -424,6 +437,10 @@ def chain(optimizer: Any) -> Iterator[Any]:
 
 class _WrapperFamily(OptimizerFamily):
     """A wrapper that is wrapped itself."""
+
+    @property
+    def is_revived_without_state(self) -> bool:
+        return self.optimizer._family.is_revived_without_state
 
     def hyperparameters(self) -> frozenset[str]:
         return self.optimizer._hyperparameters

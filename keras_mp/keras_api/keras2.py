@@ -22,7 +22,8 @@ keras = tf.keras
 StockLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 _Optimizer = keras.optimizers.Optimizer
 _LegacyOptimizer = keras.optimizers.legacy.Optimizer
-# A wrapper is an instance of both bases, whichever family it wraps, so that it is one class.
+# A wrapper is an instance of both bases, whichever family it wraps: Keras saves in `.keras` files
+# what the new ones have, and nothing of legacy ones.
 OPTIMIZER_BASES = (_Optimizer, _LegacyOptimizer)
 COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = False
@@ -245,9 +246,14 @@ def stock_layout(optimizer: Any) -> Any:
     return optimizer
 
 
+def is_in_stock_wrapper(optimizer: Any) -> bool:
+    return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False) is True
+
+
 def refuse_stock_wrapper(optimizer: Any, wrapper: Any) -> None:
     del wrapper
-    optimizer._is_wrapped_by_loss_scale_optimizer = True  # which Keras's own sets and looks at
+    # Keras's own sets it to True, and refuses whatever is true.
+    optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"
 
 
 def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
@@ -300,8 +306,7 @@ class _NewFamily(OptimizerFamily):
 class _LegacyFamily(OptimizerFamily):
     """`tf.keras.optimizers.legacy.*`, also in the graph mode of TensorFlow 1."""
 
-    # A SavedModel revives a wrapper as the first of its bases, which cannot take the other's state.
-    fits_into_saved_model = False
+    is_revived_without_state = True
     is_saved_by_keras = False
 
     def hyperparameters(self) -> frozenset[str]:

@@ -14,12 +14,10 @@ class OptimizerFamily(abc.ABC):
         optimizer: The optimizer that is driven.
 
     Attributes:
-        fits_into_saved_model: Could a SavedModel that holds it and its wrapper be loaded again?
-        is_revived_without_state: Does a model that is loaded from one start with new slots?
+        is_revived_without_state: Does a model that is loaded from a SavedModel have new slots?
         is_saved_by_keras: Does Keras save its variables, in `.keras` and in `.weights.h5` files?
     """
 
-    fits_into_saved_model = True
     is_revived_without_state = False
     is_saved_by_keras = True
 
