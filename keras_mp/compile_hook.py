@@ -70,15 +70,10 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
         return stock_compile(*args, **kwargs)  # which says what is wrong
     model, policy = args[0], args[0].dtype_policy
     hardware.warn_if_slow()
-    not_followed = model_summary.policy_not_followed(model)
-    # Others may well be in float32 on purpose.
-    if not_followed and _is_compiled_with_ours(model, call):
-        messages.warn(f"The model {model.name!r}: {not_followed}")
     has_our_policy = isinstance(policy, policy_class)
     if not _warn_if_made_in_another_thread(model) and not has_our_policy:
         _warn_if_set_too_late(model)
-    if has_our_policy and policy.scales_loss:
-        _remember_weights(model)
+    _warn_if_policy_is_not_followed(model, call)
     before = _scaling_before(model)
     if not has_our_policy and before is None and not _has_lost_its_policy(model, call):
         _warn_if_set_with_keras(policy_class, model, call)
@@ -109,17 +104,24 @@ def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) 
     else:
         result = stock_compile(*call.args, **call.kwargs)
     keras_api.widen_predictions(model)
-    _tell_optimizers(model)
+    _tell_optimizers(model, is_scaled=has_our_policy and policy.scales_loss)
     if not has_our_policy or policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
     return result
 
 
-def _tell_optimizers(model: Any) -> None:
+def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
+    """Connects a model and what scales its loss, once Keras has compiled it.
+
+    Args:
+        model: the model.
+        is_scaled: bool. Is its loss scaled by whichever optimizers it has, though `compile` was
+            given others?
+    """
     for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
         if isinstance(optimizer, OptimizerWrapper):
             optimizer.compiled_for(model)
-    if wrappers_among(getattr(model, "optimizer", None)):
+    if is_scaled or wrappers_among(getattr(model, "optimizer", None)):
         _remember_weights(model)
 
 
@@ -244,6 +246,16 @@ def _warn_if_made_in_another_thread(model: Any) -> bool:
             "not asked for ours. Call keras_mp.global_policy() in it before making the model."
         )
     return made_with != policy
+
+
+def _warn_if_policy_is_not_followed(model: Any, call: inspect.BoundArguments) -> None:
+    problem = model_summary.policy_not_followed(model, call.arguments.get("optimizer"))
+    if problem is None:
+        return
+    # Under the policy in force, layers may well be in float32 on purpose.
+    is_of_another = model.dtype_policy.name != keras_api.get_global_policy().name
+    if is_of_another or _is_compiled_with_ours(model, call):
+        messages.warn(f"The model {model.name!r}: {problem}")
 
 
 def _warn_if_set_too_late(model: Any) -> None:

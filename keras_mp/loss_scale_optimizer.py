@@ -154,6 +154,13 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "done so: look at `model.optimizer`). Use that one, or make a new optimizer. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
+        if any(keras_api.is_in_stock_wrapper(optimizer) for optimizer in wrapped):
+            raise ValueError(
+                "The optimizer is wrapped by tf.keras's own LossScaleOptimizer already "
+                "(Model.compile wraps it under a mixed_float16 policy of tf.keras: look at "
+                "`model.optimizer`), and would be scaled by two. Use that one, or make a new "
+                f"optimizer. Received: inner_optimizer={inner_optimizer!r}"
+            )
         loss_scale = older_spellings.loss_scale_from_arguments(
             loss_scale, dynamic, initial_scale, dynamic_growth_steps
         )
@@ -223,6 +230,11 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
         self._skipped.warn_after = _skips(value)
+
+    @property
+    def policy_in_file(self) -> str | None:
+        """The 16-bit policy that layers of the model had when both were saved, if it was."""
+        return vars(self).get("_policy_in_file")
 
     @property
     def loss_scale_factor(self) -> None:
@@ -517,6 +529,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             if tf.executing_eagerly():
                 state = {name: tf.convert_to_tensor(v) for name, v in self._state().items()}
                 config["state"] = {name: value.numpy().item() for name, value in state.items()}
+                config["state"]["policy"] = self._policy_of_model()
         return config
 
     @classmethod
@@ -539,6 +552,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
         saved = config.pop("state", {})
         optimizer = cls(inner, **config)
+        vars(optimizer)["_policy_in_file"] = saved.get("policy")
         for name, variable in optimizer._state().items():
             if name in saved:
                 variable.assign(saved[name])
@@ -606,6 +620,15 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             state["num_good_steps"] = scale.num_good_steps
             state["num_bad_steps"] = scale.num_bad_steps
         return state
+
+    def _policy_of_model(self) -> str | None:
+        """The policy of the layers that compute in 16 bits; of the file where there is no model."""
+        model = self._model()
+        if model is None:
+            return self.policy_in_file
+        layers = [each for each in keras_api.flatten_layers(model) if each is not model]
+        half = (each for each in layers if each.compute_dtype in ("float16", "bfloat16"))
+        return next((each.dtype_policy.name for each in half), None)
 
     def _scale(self, loss: Any, loss_scale: tf.Tensor | None = None) -> Any:
         if callable(loss) and not tf.is_tensor(loss):

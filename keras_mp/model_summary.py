@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import hardware, keras_api
+from keras_mp.loss_scale_optimizer import wrappers_among
 
 _DIGITS = {"float16": 3, "bfloat16": 2}
 _UNKNOWN = "-"
@@ -69,11 +70,15 @@ def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
         (print_fn or print)(line)
 
 
-def policy_not_followed(model: Any) -> str | None:
-    """Says so where a model's own policy computes in 16 bits and none of its layers does.
+def policy_not_followed(model: Any, optimizers: Any) -> str | None:
+    """Says so where a model is one of 16 bits, and none of its layers computes in them.
+
+    It is one by its own policy, or because it was saved as one. Keras 2 does not save its policy,
+    but what it was compiled with knows.
 
     Args:
         model: A model of `tf.keras`.
+        optimizers: An optimizer, None, or a structure of them: what it is compiled with.
 
     Returns:
         What is wrong, and the cure, or None.
@@ -85,15 +90,22 @@ def policy_not_followed(model: Any) -> str | None:
     no_layers = (tf.keras.Model, tf.keras.layers.InputLayer, tf.keras.metrics.Metric)
     layers = [each for each in keras_api.flatten_layers(model) if not isinstance(each, no_layers)]
     dtypes = {layer.compute_dtype for layer in layers if _is_floating(layer.compute_dtype)}
-    if model.compute_dtype not in _DIGITS or not dtypes or dtypes & _DIGITS.keys():
+    if not dtypes or dtypes & _DIGITS.keys():
         return None
-    name = model.dtype_policy.name
+    if model.compute_dtype in _DIGITS:
+        name = model.dtype_policy.name
+        problem = f"Its own policy is {name!r}, but"
+    else:
+        saved_under = (optimizer.policy_in_file for optimizer in wrappers_among(optimizers))
+        name = next(filter(None, saved_under), None)
+        if name is None:
+            return None
+        problem = f"It was saved under {name!r}, and now"
     return (
-        f"Its own policy is {name!r}, but none of its layers computes in 16 bits. A model that was "
-        f"saved under {name!r} and comes back like this has a class whose config does not hold the "
-        f'dtypes of its layers: load it under keras_mp.policy_scope("{name}"), or pass '
-        "dtype=self.dtype_policy to the layers that the class makes. A model that was saved in "
-        "another dtype keeps it: "
+        f"{problem} none of its layers computes in 16 bits. A model that was saved under {name!r} "
+        "and comes back like this has a class whose config does not hold the dtypes of its "
+        f'layers: load it under keras_mp.policy_scope("{name}"), or pass dtype=self.dtype_policy '
+        "to the layers that the class makes. A model that was saved in another dtype keeps it: "
         f'keras_mp.convert(model, "{name}") changes it.'
     )
 
@@ -131,7 +143,7 @@ def _lines(model: Any) -> Iterator[str]:
     yield f"Parameters: {_number(total)}, trainable: {_number(trainable)}"
     for note, mark in notes.items():
         yield from _wrapped(f"[{mark}] ", note)
-    not_followed = policy_not_followed(model)
+    not_followed = policy_not_followed(model, getattr(model, "optimizer", None))
     if not_followed:
         yield from _wrapped("", not_followed)
     dtypes = {place.layer.compute_dtype for place in places} & _DIGITS.keys()

@@ -182,12 +182,55 @@ def test_saved_mixed_and_loaded_float32(tmp_path):
     keras_mp.summary(model, lines.append)
     assert "Its own policy is 'mixed_float16', but none of its layers" in " ".join(lines)
 
+    # Nor was it made under the policy that is in force if it has not been compiled with ours.
+    model = tf.keras.models.load_model(path, custom_objects=classes, compile=False)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="'subclassed': " + "Its own policy"):
+        model.compile("sgd", "mse")
+
     with keras_mp.policy_scope("mixed_float16"):  # the cure
         model = tf.keras.models.load_model(path, custom_objects=classes)
     assert model.layers[0].compute_dtype == "float16"
     lines.clear()
     keras_mp.summary(model, lines.append)
     assert "Its own policy" not in " ".join(lines)
+
+
+class LosesItsPolicy(Subclassed):
+    def get_config(self):
+        return {"name": self.name}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
+
+
+def test_saved_mixed_and_loaded_without_any_policy(tmp_path):
+    path = str(tmp_path / "model.keras")
+    classes = {"LosesItsPolicy": LosesItsPolicy}
+
+    def save(policy):
+        keras_mp.set_global_policy(policy)
+        model = LosesItsPolicy(name="subclassed")
+        model.compile("sgd", "mse")
+        model.train_on_batch(X, Y)
+        model.save(path)
+        keras_mp.set_global_policy(None)
+
+    save("mixed_float16")
+    message = "It was saved under 'mixed_float16', and now none of its layers"
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="'subclassed': " + message):
+        model = tf.keras.models.load_model(path, custom_objects=classes)
+    lines = []
+    keras_mp.summary(model, lines.append)
+    assert message in " ".join(lines)
+    with keras_mp.policy_scope("mixed_float16"):  # the cure
+        model = tf.keras.models.load_model(path, custom_objects=classes)
+    assert model.layers[0].compute_dtype == "float16"
+    assert model.optimizer.policy_in_file == "mixed_float16"
+
+    save(keras_mp.Policy("float32", loss_scale="dynamic"))
+    model = tf.keras.models.load_model(path, custom_objects=classes)
+    assert model.optimizer.policy_in_file is None
 
 
 def test_each_model_has_its_own_loss_scale():

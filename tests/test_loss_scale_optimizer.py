@@ -1,3 +1,4 @@
+import gc
 import re
 import threading
 import warnings
@@ -115,6 +116,21 @@ def test_stock_does_not_wrap_what_ours_wraps(name):
         Stock(inner)
     assert float(ours.learning_rate) == 1.0
     assert isinstance(Stock(sgd(name)).inner_optimizer, type(inner))  # another one
+
+
+def test_what_keras_wraps_is_not_wrapped_again(name):
+    inner = sgd(name)
+    keras_own = Stock(inner)
+    for optimizer in (inner, keras_mp.OptimizerWrapper(inner)):
+        with pytest.raises(ValueError, match="wrapped by tf.keras's own LossScaleOptimizer"):
+            keras_mp.LossScaleOptimizer(optimizer)
+    v = tf.Variable(1.0)
+    keras_own.apply_gradients([(tf.constant(0.0), v)])
+    # What was ours may be wrapped by another of ours.
+    inner = sgd(name)
+    keras_mp.LossScaleOptimizer(inner)
+    gc.collect()
+    assert keras_mp.LossScaleOptimizer(inner).inner_optimizer is inner
 
 
 @pytest.mark.parametrize("bad", [None, 3, object(), tf.keras.optimizers.SGD])

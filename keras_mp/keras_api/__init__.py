@@ -89,6 +89,7 @@ autocast_scope = _module.autocast_scope
 autocast_variables = _module.autocast_variables
 compile_without_wrapping = _module.compile_without_wrapping
 flatten_layers = _module.flatten_layers
+is_in_stock_wrapper = _module.is_in_stock_wrapper
 is_symbolic = _module.is_symbolic
 is_weight = _module.is_weight
 layers_inside = _module.layers_inside

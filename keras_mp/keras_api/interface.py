@@ -23,6 +23,8 @@ Each of `keras2` and `keras3` defines:
 - `flatten_layers(model)`: the model and all layers below it.
 - `layers_inside(layer)`: those right below it.
 - `output_layers(model)`: the layers that make a model's outputs, or None where nothing tells.
+- `is_in_stock_wrapper(optimizer)`: does Keras's own `LossScaleOptimizer` wrap it, as far as one can
+  tell?
 - `is_symbolic()`: does Keras only ask for shapes?
 - `is_weight(value)`: is it what layers of `tf.keras` have as weights?
 - `widen_predictions(model)`: lets the metrics of a compiled model see predictions in float32, and

@@ -304,32 +304,43 @@ def stock_layout(optimizer: Any) -> Any:
     return layout
 
 
-# Who scales the loss of an optimizer already, by optimizer.
-_scaled_by: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
+# Who scales the loss of an optimizer already, by optimizer: ours, and Keras's own wrappers.
+_Wrappers = weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"]
+_ours, _keras_own = _Wrappers(), _Wrappers()
+
+
+def _is_in(wrappers: _Wrappers, optimizer: Any) -> bool:
+    reference = wrappers.get(optimizer)
+    return reference is not None and reference() is not None
+
+
+def is_in_stock_wrapper(optimizer: Any) -> bool:
+    return _is_in(_keras_own, optimizer)
 
 
 def refuse_stock_wrapper(optimizer: Any, wrapper: Any) -> None:
-    _scaled_by[optimizer] = weakref.ref(wrapper)
-    _check_in_stock_wrapper()
+    _ours[optimizer] = weakref.ref(wrapper)
 
 
-@functools.cache
-def _check_in_stock_wrapper() -> None:
+def _watch_stock_wrapper() -> None:
     """Lets Keras's own wrapper look at what it wraps: in Keras 3 it tells nobody that it does."""
     stock_init = StockLossScaleOptimizer.__init__
 
     @functools.wraps(stock_init)
     def __init__(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        reference = _scaled_by.get(inner_optimizer)
-        if reference is not None and reference() is not None:
+        if _is_in(_ours, inner_optimizer):
             raise ValueError(
                 "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already (Model.compile "
                 "may have done so: look at `model.optimizer`), and would be scaled by two. Use "
                 f"that one, or make a new optimizer. Received: inner_optimizer={inner_optimizer!r}"
             )
         stock_init(self, inner_optimizer, *args, **kwargs)
+        _keras_own[inner_optimizer] = weakref.ref(self)
 
     StockLossScaleOptimizer.__init__ = __init__
+
+
+_watch_stock_wrapper()
 
 
 def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
