@@ -95,6 +95,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         initial_scale: number. Older spelling of the (initial) scale.
         dynamic_growth_steps: int. Older spelling of the scale's `increment_period`.
 
+    Attributes:
+        policy_in_file: str or None. The policy of the 16-bit layers of the model that it was saved
+            with, where it comes from a file.
+
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or is a
             LossScaleOptimizer itself.
@@ -170,6 +174,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             _aggregate_in_float16=_boolean(aggregate_in_float16),
             _skipped=skipped_steps.SkippedSteps(_skips(warn_after_skips)),
             _calls=StepCalls(),
+            policy_in_file=None,
         )
         for child_name, child in self._own_children().items():
             self._track_trackable(child, child_name, overwrite=True)
@@ -230,11 +235,6 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
         self._skipped.warn_after = _skips(value)
-
-    @property
-    def policy_in_file(self) -> str | None:
-        """The 16-bit policy that layers of the model had when both were saved, if it was."""
-        return vars(self).get("_policy_in_file")
 
     @property
     def loss_scale_factor(self) -> None:
@@ -552,7 +552,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
         saved = config.pop("state", {})
         optimizer = cls(inner, **config)
-        vars(optimizer)["_policy_in_file"] = saved.get("policy")
+        optimizer.policy_in_file = saved.get("policy")
         for name, variable in optimizer._state().items():
             if name in saved:
                 variable.assign(saved[name])
