@@ -162,8 +162,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             raise ValueError(
                 "The optimizer is wrapped by tf.keras's own LossScaleOptimizer already "
                 "(Model.compile wraps it under a mixed_float16 policy of tf.keras: look at "
-                "`model.optimizer`), and would be scaled by two. Use that one, or make a new "
-                f"optimizer. Received: inner_optimizer={inner_optimizer!r}"
+                "`model.optimizer`), so the loss would be scaled twice. Use that one, or make a "
+                f"new optimizer. Received: inner_optimizer={inner_optimizer!r}"
             )
         loss_scale = older_spellings.loss_scale_from_arguments(
             loss_scale, dynamic, initial_scale, dynamic_growth_steps
@@ -588,8 +588,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         # layouts apart, and is not restored before all have been looked up.
         if name == keras_api.STOCK_LAYOUT_CHILD:
             raise ValueError(
-                "This is a checkpoint of tf.keras's own LossScaleOptimizer, which Keras 3 lays out "
-                "in another way than that of an optimizer. Restore it with "
+                "This is a checkpoint of tf.keras's own LossScaleOptimizer, whose layout in Keras "
+                "3 is not that of other optimizers. Restore it with "
                 "`tf.train.Checkpoint(optimizer=optimizer.stock_layout()).restore(path)`. Nothing "
                 "was restored."
             )

@@ -83,10 +83,8 @@ def policy_not_followed(model: Any, optimizers: Any) -> str | None:
     Returns:
         What is wrong, and the cure, or None.
     """
-    if keras_api.output_layers(model) is not None:
-        return (
-            None  # A Sequential or functional model, whose config holds the dtypes of its layers.
-        )
+    if keras_api.output_layers(model) is not None:  # Then its config holds its layers' dtypes.
+        return None
     no_layers = (tf.keras.Model, tf.keras.layers.InputLayer, tf.keras.metrics.Metric)
     layers = [each for each in keras_api.flatten_layers(model) if not isinstance(each, no_layers)]
     dtypes = {layer.compute_dtype for layer in layers if _is_floating(layer.compute_dtype)}
@@ -95,18 +93,18 @@ def policy_not_followed(model: Any, optimizers: Any) -> str | None:
     if model.compute_dtype in _DIGITS:
         name = model.dtype_policy.name
         problem = f"Its own policy is {name!r}, but"
+        cure = "pass dtype=self.dtype_policy to the layers that its class makes"
     else:
         saved_under = (optimizer.policy_in_file for optimizer in wrappers_among(optimizers))
         name = next(filter(None, saved_under), None)
         if name is None:
             return None
         problem = f"It was saved under {name!r}, and now"
+        cure = "let its class return the dtype in `get_config`"
     return (
-        f"{problem} none of its layers computes in 16 bits. A model that was saved under {name!r} "
-        "and comes back like this has a class whose config does not hold the dtypes of its "
-        f'layers: load it under keras_mp.policy_scope("{name}"), or pass dtype=self.dtype_policy '
-        "to the layers that the class makes. A model that was saved in another dtype keeps it: "
-        f'keras_mp.convert(model, "{name}") changes it.'
+        f"{problem} none of its layers computes in 16 bits. If it comes from a file, load it under "
+        f'keras_mp.policy_scope("{name}"), or {cure}. (If it was saved in float32, '
+        f'keras_mp.convert(model, "{name}") changes its dtype.)'
     )
 
 

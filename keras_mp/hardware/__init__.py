@@ -82,7 +82,7 @@ def warn_if_slow(dtype: str | None = None, wait: bool = False) -> None:
         if reason is not None and is_first:
             messages.warn(
                 f"mixed_{each} may run slower than float32 on this machine: {reason} Results are "
-                "right all the same. Ignore this if the computation runs on devices that are not "
+                "right either way. Ignore this if the computation runs on devices that are not "
                 "attached to this machine."
             )
 

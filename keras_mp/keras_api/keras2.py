@@ -186,9 +186,9 @@ class _WideLosses(_compile_utils.LossesContainer):
                 predictions[i] = softmax_and_cross_entropy.widen(prediction, dtype)
         if any(loss.dtype == tf.float16 for loss in regularization_losses or ()):
             messages.warn(
-                "A layer adds a loss that it computes in float16, which ends at 65,504, and is "
-                "infinite beyond. Compute it in float32; an activity regularizer of a layer that "
-                "was made after the model was compiled with "
+                "A layer adds a loss that it computes in float16, in which anything above 65,504 "
+                "is infinite. Compute it in float32. If it comes from an activity regularizer of a "
+                "layer that was made after the model was compiled, wrap that: "
                 "keras_mp.losses.as_float32(regularizer)."
             )
         y_pred = tf.nest.pack_sequence_as(y_pred, predictions)

@@ -331,8 +331,9 @@ def _watch_stock_wrapper() -> None:
         if _is_in(_ours, inner_optimizer):
             raise ValueError(
                 "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already (Model.compile "
-                "may have done so: look at `model.optimizer`), and would be scaled by two. Use "
-                f"that one, or make a new optimizer. Received: inner_optimizer={inner_optimizer!r}"
+                "may have done so: look at `model.optimizer`), so the loss would be scaled twice. "
+                "Use that one, or make a new optimizer. "
+                f"Received: inner_optimizer={inner_optimizer!r}"
             )
         stock_init(self, inner_optimizer, *args, **kwargs)
         _keras_own[inner_optimizer] = weakref.ref(self)

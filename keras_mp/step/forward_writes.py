@@ -132,7 +132,7 @@ def training_step(*models: Any) -> Iterator[None]:
         return
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
-            "keras_mp.training_step is entered in a replica context: inside the function that is "
+            "Enter keras_mp.training_step in a replica context: inside the function that is "
             f"passed to `strategy.run`. Received: models={models!r}"
         )
     outer, variables = _mine.step, _variables(models)

@@ -309,7 +309,7 @@ class DynamicLossScale(LossScale):
         backoff_multiplier: float between 0 and 1. The factor at a non-finite step. Defaults to
             `1 / multiplier`.
         hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
-            backs off (each of them is skipped all the same). Defaults to 1.
+            backs off (each of them is skipped in any case). Defaults to 1.
         min_loss_scale: float of at least `2**-126`. The floor. Defaults to 1.
         max_loss_scale: float, at most `2**126`. The ceiling, which keeps the scale and what it is
             divided by finite. Defaults to `2**126`.

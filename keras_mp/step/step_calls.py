@@ -257,7 +257,7 @@ class StepCalls:
         results = {id(ref()) for ref in self._mine.results}
         if any(value is not None and id(value) in results for value in values):
             raise ValueError(
-                f"{method}() was given what is scaled, or unscaled, already: do so once. "
+                f"{method}() was given values that are already scaled or unscaled: call it once. "
                 f"Received: {values!r}"
             )
 

@@ -166,7 +166,7 @@ def test_compile_warns_with_figures_where_bfloat16_is_measured_to_be_slower(meas
         (
             "mixed_bfloat16 may run slower than float32 on this machine: bfloat16 matrix products "
             "take 1.8 times as long as float32 ones on this CPU (154 against 275 GF/s), and "
-            "convolutions 1.6 times as long (53 against 84 GF/s). Results are right all the same. "
+            "convolutions 1.6 times as long (53 against 84 GF/s). Results are right either way. "
             "Ignore this if the computation runs on devices that are not attached to this machine.",
             __file__,
         )
