@@ -27,7 +27,7 @@ class Loss(keras_api.BaseLoss):
 
     - floating-point predictions cast to `dtype`;
     - floating-point labels cast to `dtype`;
-    - integer, bool and string labels as they are: there is no float that class ids must pass.
+    - integer, bool and string labels as they are, so that class ids are not rounded.
 
     Reduction, masks, sample weights and what happens under a distribution strategy are Keras's.
 
@@ -383,7 +383,7 @@ def for_compile(losses: Any, dtype: Any) -> Any:
 
 
 def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function get float32 where it would get another floating-point dtype.
+    """Gives a function float32 in place of any other floating-point dtype.
 
     It is a decorator for your own losses, metrics and regularizers, whose arguments keras_mp
     leaves alone: under `"mixed_float16"` Keras 2 hands them float16. A decorated function keeps its

@@ -71,10 +71,10 @@ def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
 
 
 def policy_not_followed(model: Any, optimizers: Any) -> str | None:
-    """Says so where a model is one of 16 bits, and none of its layers computes in them.
+    """Says so if none of the layers of a 16-bit model computes in 16 bits.
 
-    It is one by its own policy, or because it was saved as one. Keras 2 does not save its policy,
-    but what it was compiled with knows.
+    What makes it one is its own policy, or the one that it was saved under: a class may save none,
+    but the optimizer's config names it.
 
     Args:
         model: A model of `tf.keras`.

@@ -1,9 +1,10 @@
 """Is this machine fast with float16 or bfloat16? If not, say so once.
 
 RFC 293, "Dtype policies overview": a warning where "mixed_float16" or "mixed_bfloat16" meets
-hardware that does not support it. Of Nvidia GPUs and of TPUs a table tells. Of CPUs, and of other
-GPUs, only a clock does: CPUs with the same flags are twice as fast in bfloat16 as in float32, or
-half as fast. `python -m keras_mp.hardware` prints what it tells here. It needs TensorFlow only.
+hardware that does not support it. For Nvidia GPUs and for TPUs there is a table. CPUs and
+other GPUs have to be timed: of two CPUs with the same flags, one is twice as fast in bfloat16 as in
+float32, and the other half as fast. `python -m keras_mp.hardware` prints what it finds here. It
+needs TensorFlow only.
 """
 
 import threading
@@ -47,8 +48,8 @@ def warn_if_slow(dtype: str | None = None, wait: bool = False) -> None:
 
     Args:
         dtype: str, "float16" or "bfloat16"; or None (the default) for those that wait.
-        wait: bool. Where only a measurement tells that nobody has made on this machine, or where
-            nothing is wrong so far, lets the dtype wait. Initializes nothing. Defaults to False.
+        wait: bool. Postpones the question if this machine would have to be measured first, or if
+            nothing has been found wrong so far. Initializes nothing. Defaults to False.
 
     Raises:
         ValueError: `dtype` is another one.

@@ -73,7 +73,7 @@ def measure(device: str) -> Speeds:
 
 
 def fastest(turns: dict[str, list[Turn]]) -> dict[str, float]:
-    """Seconds of each dtype's fastest turn. What else a machine does makes none faster."""
+    """Seconds of each dtype's fastest turn. Other load can only make a turn slower."""
     return {dtype: min(turn.wall for turn in of_dtype) for dtype, of_dtype in turns.items()}
 
 

@@ -62,7 +62,7 @@ def cpu_has_bfloat16() -> bool:
 
 
 def why_slow(dtype: str) -> str | None:
-    """Says what a dtype needs to be fast, if that is not here. Of CPUs it is the flags that tell.
+    """Says what a dtype needs to be fast, if that is not here. CPUs are judged by flags.
 
     Args:
         dtype: str, "float16" or "bfloat16".

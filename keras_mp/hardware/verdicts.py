@@ -20,7 +20,7 @@ _known: dict[str, Speeds | None] = {}
 
 
 def wants_figures() -> bool:
-    """Can only a clock tell, and may it be asked in this program?"""
+    """Does the device have to be timed, and may this program do so?"""
     return not tables.tell() and _is_on() and host.runs_by_itself()
 
 

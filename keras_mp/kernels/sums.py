@@ -62,7 +62,7 @@ _lock = threading.Lock()
 
 
 def enable_float32_sums(enabled: bool = True) -> None:
-    """Turns on or off that 16-bit numbers are added up in float32 where TensorFlow's sum is wrong.
+    """Switches the float32 sums of 16-bit numbers on or off.
 
     It is on, in the whole process, once a policy that computes in 16 bits has been made or an
     `autocast_scope` of 16 bits entered. A `tf.function` keeps what it was traced with.
