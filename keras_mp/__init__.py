@@ -16,7 +16,7 @@ from keras_mp.kernels.sums import enable_float32_sums
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.model_summary import summary
-from keras_mp.op_autocast import autocast, autocast_ops, autocast_state
+from keras_mp.op_autocast import autocast, autocast_inputs, autocast_ops, autocast_state
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy, global_policy, policy_scope, set_global_policy
 from keras_mp.step.forward_writes import training_step
@@ -43,6 +43,7 @@ __all__ = [
     "__version__",
     "autocast",
     "autocast_dtype",
+    "autocast_inputs",
     "autocast_ops",
     "autocast_scope",
     "autocast_state",

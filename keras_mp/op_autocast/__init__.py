@@ -3,11 +3,12 @@
 What is here needs TensorFlow only, and takes hold of TensorFlow when a region is entered first.
 """
 
-from keras_mp.op_autocast.autocast import (
+from keras_mp.op_autocast.context_manager import (
     AutocastState,
     autocast,
+    autocast_inputs,
     autocast_ops,
     autocast_state,
 )
 
-__all__ = ["AutocastState", "autocast", "autocast_ops", "autocast_state"]
+__all__ = ["AutocastState", "autocast", "autocast_inputs", "autocast_ops", "autocast_state"]

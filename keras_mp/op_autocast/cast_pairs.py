@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.op_autocast.visible import NAME
+
 _HALF = (tf.bfloat16, tf.float16)
 
 
@@ -37,9 +39,9 @@ def left_out(graph: Any) -> Iterator[None]:
                     if given is cast:
                         replaced.append((consumer, index, cast))
                         consumer._update_input(index, original)
-            for index, output in enumerate(graph.outputs):
-                if output is cast:
-                    graph.outputs[index] = original
+            # What the backward pass keeps; a user's own output has a name, and stays.
+            if op.name.rpartition("/")[2].startswith(NAME):
+                graph.outputs[:] = [original if each is cast else each for each in graph.outputs]
         yield
     finally:
         for consumer, index, cast in reversed(replaced):

@@ -257,7 +257,10 @@ def _expect_in_eager() -> None:
     _expect(visible.origin(result).narrow is not None, "a float32 Relu of it, in eager")
     for source, expected in ((x, 6.0), (product, 1.0)):
         gradient = tape.gradient(result, source)
-        _expect(gradient is not None and gradient.numpy().item() == expected, "a wrong gradient, in eager")
+        _expect(
+            gradient is not None and gradient.numpy().item() == expected,
+            "a wrong gradient, in eager",
+        )
 
 
 def _expect_in_functions() -> None:
@@ -273,13 +276,17 @@ def _expect_in_functions() -> None:
     with regions.entered(_TRIAL):
         inside = function(x)
         concrete = function.get_concrete_function(x)
-    _expect(outside.numpy().item() == inside.numpy().item() == 6.0, "a wrong gradient, in a function")
+    _expect(
+        outside.numpy().item() == inside.numpy().item() == 6.0, "a wrong gradient, in a function"
+    )
     traces = function.experimental_get_tracing_count()
     _expect(traces == 2, f"{traces} traces of a function that was called inside and outside")
     nodes = concrete.function_def.node_def
     products = [node for node in nodes if node.op == "MatMul"]
     half = tf.bfloat16.as_datatype_enum
-    _expect(all(node.attr["T"].type == half for node in products), "a float32 product, in a function")
+    _expect(
+        all(node.attr["T"].type == half for node in products), "a float32 product, in a function"
+    )
     casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
     relus = [node for node in nodes if node.op == "Relu"]
     _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")

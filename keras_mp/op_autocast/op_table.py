@@ -147,9 +147,8 @@ SLOW_ON_CPU = frozenset(("Elu", "Selu", "Tanh", "Sigmoid", "Erf", "Erfc"))
 WHY_SLOW_ON_CPU = "on CPUs its 16-bit kernel is slower than the float32 one"
 
 # What they make of a variable's value is still as good as the variable.
-VIEWS = frozenset(
-    ("EnsureShape", "ExpandDims", "Identity", "Reshape", "Slice", "Squeeze", "StridedSlice")
-    + ("Transpose",)
+VIEWS = frozenset(("EnsureShape", "ExpandDims", "Identity", "Reshape", "Slice")) | frozenset(
+    ("Squeeze", "StridedSlice", "Transpose")
 )
 
 # Where the gradient of an operation needs a kernel of another one.

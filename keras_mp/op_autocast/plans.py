@@ -11,10 +11,9 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_defs
 
+from keras_mp.kernels import sums
 from keras_mp.op_autocast import op_table
 from keras_mp.support.regions import Region
-
-_HALF = (tf.bfloat16, tf.float16)
 
 
 class Plan(NamedTuple):
@@ -155,7 +154,15 @@ def check_names(argument: str, ops: Any, dtype: tf.DType | None) -> frozenset[st
                 f"TensorFlow has no operation {op!r}; `tf.raw_ops` has their names.{hint} "
                 f"Received: {argument}={sorted(map(str, names))}"
             )
-        if dtype is not None and dtype_attr(op, dtype) is None:
+        if dtype is None:
+            continue
+        if op in sums.KERNELS:
+            raise ValueError(
+                f"The operation {op!r} adds up in the dtype of what it is given, and some of "
+                f"TensorFlow's kernels stop short of a sum in 16 bits. Expected other operations. "
+                f"Received: {argument}={sorted(names)}"
+            )
+        if dtype_attr(op, dtype) is None:
             raise ValueError(
                 f"The operation {op!r} does not take tensors of {dtype.name}. Expected one that "
                 f"takes float32 and {dtype.name}. Received: {argument}={sorted(names)}"

@@ -18,6 +18,7 @@ from tensorflow.python.eager import record as _record
 from keras_mp.support import host
 from keras_mp.variables import casts
 
+_FLOATS = (tf.float32, tf.bfloat16, tf.float16)
 _ORIGIN = "_keras_mp_origin"
 # What casts are called, in graphs and on tapes.
 NAME = "autocast"
@@ -98,6 +99,20 @@ def widened(narrow: tf.Tensor) -> tf.Tensor:
     return visible
 
 
+def cast(value: Any, dtype: tf.DType) -> Any:
+    """Casts a float32 or 16-bit tensor or variable; returns anything else as it is.
+
+    Args:
+        value: anything.
+        dtype: DType, float32 or of 16 bits.
+    """
+    if not isinstance(value, tf.Tensor | tf.Variable) or value.dtype not in _FLOATS:
+        return value
+    if value.dtype == tf.float32 != dtype:
+        return narrowed(tf.convert_to_tensor(value), dtype)
+    return value if value.dtype == dtype else tf.cast(value, dtype)
+
+
 def _record_cast(given: tf.Tensor, result: tf.Tensor) -> None:
     """Tells tapes of a cast. Recorded as the operation Cast, tapes would keep `given` alive."""
     dtype = given.dtype
@@ -120,6 +135,6 @@ def _narrowed_in_graph(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     made = _hoisted.setdefault(graph, {})
     key = tensor.name, dtype.name
     if key not in made:
-        with graph.as_default(), tf.control_dependencies(None), _record.stop_recording():
+        with graph.as_default(), _record.stop_recording():
             made[key] = tf.cast(tensor, dtype, name=NAME).name
     return casts.read_as(tensor, graph.get_tensor_by_name(made[key]))

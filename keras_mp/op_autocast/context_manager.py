@@ -8,7 +8,7 @@ import difflib
 import functools
 import importlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -21,7 +21,7 @@ from keras_mp.support.regions import Region
 _NAMES = ("bfloat16", "float16")
 
 
-class autocast(contextlib.ContextDecorator):  # noqa: N801
+class autocast(contextlib.ContextDecorator):
     """Runs matrix products and convolutions in 16 bits, and what follows them where that is sound.
 
     A context manager, and a decorator. The code inside is float32 code, and stays so: what it sees
@@ -80,8 +80,7 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801
     ) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(
-                "`enabled` must be a bool. "
-                f"Received: enabled={enabled!r} (of type {type(enabled)})"
+                f"`enabled` must be a bool. Received: enabled={enabled!r} (of type {type(enabled)})"
             )
         self._is_enabled = enabled
         self._dtype = None if dtype is None else _checked(dtype)
@@ -116,6 +115,54 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801
         dtype = None if self._dtype is None else self._dtype.name
         lists = f", allow={sorted(self._allow)}, deny={sorted(self._deny)}"
         return f"autocast({dtype!r}, enabled={self._is_enabled}{lists})"
+
+
+def autocast_inputs(dtype: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Pins the dtype of a function that is to choose its dtypes itself, such as a custom operation.
+
+    In a region of `autocast`, the function gets float32, bfloat16 and float16 tensors in `dtype`,
+    and nothing inside of it is autocast. What it returns in 16 bits is cast to float32. That holds
+    for the gradient function of `tf.custom_gradient` as well: it runs as the forward pass did.
+    Outside of a region the function is called as it is.
+
+    Args:
+        dtype: DType or str, "float32", "bfloat16" or "float16".
+
+    Returns:
+        A decorator.
+
+    Raises:
+        ValueError: `dtype` is another one.
+
+    Example:
+
+    >>> @keras_mp.autocast_inputs("float32")
+    ... @tf.custom_gradient
+    ... def cube(x):
+    ...     return x * x * x, lambda upstream: upstream * 3 * x * x
+    >>> with keras_mp.autocast("float16"):
+    ...     cube(tf.constant([[100.0]]) @ tf.constant([[1.0]])).numpy().item()
+    1000000.0
+
+    Source: PyTorch's `torch.amp.custom_fwd(cast_inputs=)` and `custom_bwd`.
+    """
+    wanted = tf.float32 if dtype in ("float32", tf.float32) else _checked(dtype)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            region = regions.current()
+            if region is None:
+                return function(*args, **kwargs)
+            cast = _machinery("visible").cast
+            args, kwargs = tf.nest.map_structure(lambda x: cast(x, wanted), (args, kwargs))
+            with regions.none():
+                results = function(*args, **kwargs)
+            return tf.nest.map_structure(lambda x: cast(x, tf.float32), results)
+
+        return call
+
+    return decorate
 
 
 class AutocastState(NamedTuple):
@@ -228,9 +275,7 @@ def _checked(dtype: Any) -> tf.DType:
 
 
 def _fast_dtype() -> tf.DType | None:
-    # What is measured must not be autocast by a region around this one.
-    with regions.none():
-        policy = hardware.best_policy()
+    policy = hardware.best_policy()
     if policy != "float32":
         return tf.as_dtype(policy.removeprefix("mixed_"))
     _say_once()
