@@ -41,9 +41,15 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
         given = _read([args[i] for i in plan.positions])
         values = _values(given)
         dtype = None if values is None else decisions.dtype_for(plan, values, region.dtype)
-        if dtype is None:
-            return _noted(execute(context, op, name, *args), plan, values)
+        if dtype is None and not plan.is_view:
+            return execute(context, op, name, *args)
         cast = list(args)
+        for i, wanted in plan.others:
+            # Given lists, TensorFlow would leave this function, and run the operation elsewhere.
+            if isinstance(args[i], list | tuple):
+                cast[i] = tf.convert_to_tensor(args[i], wanted)
+        if dtype is None:
+            return _noted(execute(context, op, name, *cast), plan, values)
         for i, value in zip(plan.positions, given):
             cast[i] = _cast(value, dtype)
         try:

@@ -24,18 +24,18 @@ class Plan(NamedTuple):
         verdict: str. A key of `op_table.VERDICTS`; those that change nothing have no plan.
         names: of all inputs, in their order.
         positions: of the inputs that share the dtype in question.
+        others: positions of other inputs, such as shapes and indices, and their dtypes, or None.
         is_bounded: bool. Are results at most 1?
         is_view: bool. Is the result as good as a variable if the input is?
-        device: str. The type of the device for which it was made.
     """
 
     op: str
     verdict: str
     names: tuple[str, ...]
     positions: tuple[int, ...]
+    others: tuple[tuple[int, tf.DType | None], ...]
     is_bounded: bool
     is_view: bool
-    device: str
 
 
 class Plans(dict):
@@ -101,9 +101,13 @@ def _make(op: str, region: Region, device: str) -> Plan | None:
         verdict=row.verdict,
         names=tuple(arg.name for arg in op_def.input_arg),
         positions=tuple(i for i, arg in enumerate(op_def.input_arg) if arg.type_attr == attr),
+        others=tuple(
+            (i, tf.as_dtype(arg.type) if arg.type else None)
+            for i, arg in enumerate(op_def.input_arg)
+            if arg.type_attr != attr and not arg.number_attr and not arg.type_list_attr
+        ),
         is_bounded=op in op_table.BOUNDED,
         is_view=op in op_table.VIEWS,
-        device=device,
     )
 
 
