@@ -38,3 +38,16 @@ def operations(graph, *types):
         for node in nodes
         if node.op in types and node.attr["T"].type
     ]
+
+
+def casts(function_def):
+    """How often a function casts; what nothing needs does not run."""
+    nodes = {node.name: node for node in function_def.node_def}
+    waiting = [*function_def.ret.values(), *function_def.control_ret.values()]
+    needed = set()
+    while waiting:
+        name = waiting.pop().lstrip("^").partition(":")[0]
+        if name in nodes and name not in needed:
+            needed.add(name)
+            waiting.extend(nodes[name].input)
+    return [nodes[name].op for name in needed].count("Cast")
