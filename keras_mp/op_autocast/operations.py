@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import core as _core
 
@@ -43,15 +44,16 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
         dtype = None if values is None else decisions.dtype_for(plan, values, region.dtype)
         if dtype is None and not plan.is_view:
             return execute(context, op, name, *args)
+        # Given lists or variables, TensorFlow may leave this function, and run the operation
+        # in another one.
         cast = list(args)
         for i, wanted in plan.others:
-            # Given lists, TensorFlow would leave this function, and run the operation elsewhere.
             if isinstance(args[i], list | tuple):
                 cast[i] = tf.convert_to_tensor(args[i], wanted)
+        for i, value in zip(plan.positions, given):
+            cast[i] = value if dtype is None else _cast(value, dtype)
         if dtype is None:
             return _noted(execute(context, op, name, *cast), plan, values)
-        for i, value in zip(plan.positions, given):
-            cast[i] = _cast(value, dtype)
         try:
             results = execute(context, op, name, *cast)
         except _core._NotOkStatusException:
@@ -122,10 +124,14 @@ def on_tape(record: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read(given: Any) -> Any:
-    """Inputs with tensors in the place of variables."""
+    """Inputs with tensors in the place of variables, TensorFlow's and Keras's, and of arrays."""
     if isinstance(given, list | tuple):
         return [_read(each) for each in given]
-    return tf.convert_to_tensor(given) if isinstance(given, tf.Variable) else given
+    if isinstance(given, tf.Variable | np.ndarray):
+        return tf.convert_to_tensor(given)
+    if hasattr(given, "__tf_tensor__") and not isinstance(given, tf.Tensor):
+        return tf.convert_to_tensor(given)
+    return given
 
 
 def _values(given: Sequence[Any]) -> list[Any] | None:

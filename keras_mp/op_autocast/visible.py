@@ -19,7 +19,6 @@ from keras_mp.support import host
 from keras_mp.variables import casts
 
 _FLOATS = (tf.float32, tf.bfloat16, tf.float16)
-_ORIGIN = "_keras_mp_origin"
 # What casts are called, in graphs and on tapes.
 NAME = "autocast"
 
@@ -43,12 +42,12 @@ _UNKNOWN = Origin()
 
 def origin(tensor: Any) -> Origin:
     """Returns what is known of a tensor."""
-    return getattr(tensor, _ORIGIN, _UNKNOWN)
+    return getattr(tensor, "_keras_mp_origin", _UNKNOWN)
 
 
 def mark(tensor: tf.Tensor, known: Origin) -> None:
     """Notes what is known of a tensor."""
-    setattr(tensor, _ORIGIN, known)
+    tensor._keras_mp_origin = known
 
 
 def narrow_of(tensor: Any, dtype: tf.DType) -> tf.Tensor | None:

@@ -70,20 +70,20 @@ def test_fit(make):
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_products_run_in_16_bits(run_eagerly, monkeypatch):
-    dtypes = set()
-    narrow = operations.visible.widened
+def test_what_runs_in_16_bits(run_eagerly, monkeypatch):
+    found = set()
+    own = operations._widened
 
-    def widened(result):
-        dtypes.add(result.dtype.name)
-        return narrow(result)
+    def widened(result, dtype, plan):
+        found.add((plan.op, dtype.name))
+        return own(result, dtype, plan)
 
-    monkeypatch.setattr(operations.visible, "widened", widened)
-    x, y = (each[:64] for each in digits())
-    model = compiled(mlp, run_eagerly=run_eagerly)
+    monkeypatch.setattr(operations, "_widened", widened)
+    x, y = (each[:32] for each in digits())
+    model = compiled(convolutions, run_eagerly=run_eagerly)
     with keras_mp.autocast("bfloat16"):
         model.train_on_batch(x, y)
-    assert dtypes == {"bfloat16"}
+    assert found >= {(op, "bfloat16") for op in ("Conv2D", "MatMul", "Relu")}
 
 
 def test_within_a_mixed_policy_nothing_changes():
