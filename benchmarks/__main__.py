@@ -9,6 +9,7 @@ import pathlib
 import sys
 
 from benchmarks import (
+    autocast,
     casts,
     common,
     figure,
@@ -26,6 +27,7 @@ from benchmarks import (
 )
 
 BENCHMARKS = {
+    "autocast": autocast.run,
     "overhead": overhead.run,
     "fit": fit.run,
     "memory": memory.run,

@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
 from benchmarks import common, models
 
@@ -40,7 +41,7 @@ def variants(model: str, keras: str) -> dict[str, dict]:
     return {**VARIANTS, **ONLY_MLP, **(ONLY_MLP_KERAS_3 if keras == "Keras 3" else {})}
 
 
-def make_fit(name: str, own=None, keras_mp=None, rewrite=False, jit_compile=False):
+def make_fit(name: str, own=None, keras_mp=None, rewrite=False, autocast=None, jit_compile=False):
     """A function that calls `fit` for some steps and returns the seconds of each but the first."""
     import tensorflow as tf
 
@@ -71,7 +72,7 @@ def make_fit(name: str, own=None, keras_mp=None, rewrite=False, jit_compile=Fals
 
     def fit(steps):
         clock.ends = []
-        with _rewriting(rewrite):
+        with _rewriting(rewrite), _autocasting(autocast):
             model.fit(
                 batches, steps_per_epoch=1 + steps, shuffle=False, verbose=0, callbacks=[clock]
             )
@@ -91,11 +92,24 @@ def _rewriting(on):
         tf.config.optimizer.set_experimental_options({REWRITE: False})
 
 
+def _autocasting(dtype):
+    if dtype is None:
+        return contextlib.nullcontext()
+    import keras_mp
+
+    return keras_mp.autocast(dtype)
+
+
 def measure(name: str, keras: str) -> dict[str, list[float]]:
     """Seconds a step for each variant of a model; beside the MLP, of matrix products too."""
     fits = {variant: make_fit(name, **how) for variant, how in variants(name, keras).items()}
     if name == "MLP":  # little else than matrix products
         fits.update(_matrix_products())
+    return take_turns(fits)
+
+
+def take_turns(fits: dict[str, Callable[[int], list[float]]]) -> dict[str, list[float]]:
+    """Seconds a step of each, which take turns at being first."""
     for fit in fits.values():
         fit(1)
     seconds: dict[str, list[float]] = {variant: [] for variant in fits}

@@ -18,6 +18,7 @@ from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.model_summary import summary
+from keras_mp.op_autocast import autocast, autocast_inputs, autocast_ops, autocast_state
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy, global_policy, policy_scope, set_global_policy
 from keras_mp.step.forward_writes import training_step
@@ -44,8 +45,12 @@ __all__ = [
     "OptimizerWrapper",
     "Policy",
     "__version__",
+    "autocast",
     "autocast_dtype",
+    "autocast_inputs",
+    "autocast_ops",
     "autocast_scope",
+    "autocast_state",
     "autocast_variable",
     "callbacks",
     "cast_once",

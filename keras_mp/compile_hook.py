@@ -26,7 +26,7 @@ from keras_mp.loss_scale_optimizer import (
 )
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step.forward_writes import training_step
-from keras_mp.support import messages
+from keras_mp.support import messages, regions
 
 _lock = threading.Lock()
 
@@ -224,7 +224,13 @@ def _warn_if_unscaled(model: Any) -> None:
     optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
     if all(find_loss_scale_optimizer(optimizer) is not None for optimizer in optimizers):
         return
-    half = _in_half(model)
+    half, region = _in_half(model), regions.current()
+    if region is not None and region.dtype == tf.float16 and not half:
+        messages.warn(
+            f"The model {model.name!r} is compiled in a region of `keras_mp.autocast` with "
+            "float16, and without loss scaling: small gradients may vanish. Compile it with "
+            "keras_mp.LossScaleOptimizer(optimizer), or use bfloat16."
+        )
     if half:
         messages.warn(
             f"The model {model.name!r} trains without loss scaling although {len(half)} of its "

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_mp.hardware import remembered, stopwatch, tables
 from keras_mp.hardware.stopwatch import OPERATIONS, Speeds
-from keras_mp.support import host
+from keras_mp.support import host, regions
 
 # Figures have some noise, and in a model there are casts, which take time too.
 _SLOW, _FAST = 0.85, 1 / 0.85
@@ -61,7 +61,8 @@ def _can_measure_now() -> bool:
 
 def _measure(device: str) -> Speeds | None:
     try:
-        with tf.init_scope():
+        # In a region of `keras_mp.autocast` float32 would not be float32.
+        with tf.init_scope(), regions.none():
             return stopwatch.measure(device)
     except tf.errors.OpError:  # No kernel, or no memory: then nothing can be said.
         return None

@@ -200,6 +200,21 @@ def _is_within(outer: Any) -> bool:
     return True
 
 
+def is_in_a_loop_of(graph: Any) -> bool:
+    """Is what is built now in the body of a loop, or its condition, and the loop in that graph?
+
+    Args:
+        graph: a graph other than the current one, or the current one, which gives False.
+    """
+    inner, has_loop = host.current_graph(), False
+    while inner is not graph:
+        if not isinstance(inner, _CONTROL_FLOW):
+            return False
+        has_loop |= not isinstance(inner, _func_graphs.CondBranchFuncGraph)
+        inner = inner.outer_graph
+    return has_loop
+
+
 def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
     """The handle whose plain value this is, or None: a slice, a sum over replicas, ...
 

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from benchmarks import (
+    autocast,
     casts,
     common,
     figure,
@@ -175,6 +176,21 @@ def test_fit_is_measured_for_every_variant(tiny, monkeypatch):
     assert not tf.config.optimizer.get_experimental_options().get(fit.REWRITE)
 
 
+def test_autocast_is_measured_for_every_variant(tiny, monkeypatch):
+    monkeypatch.setattr(fit, "TURNS", 2)
+    monkeypatch.setattr(autocast, "EAGER_REPEATS", 2)
+    monkeypatch.setattr(autocast, "EAGER_BLOCK", 1)
+    seconds = autocast.measure_time("MLP")
+    assert seconds.keys() == autocast.VARIANTS.keys()
+    assert {len(turns) for turns in seconds.values()} == {2}
+    casts = autocast.measure_casts("MLP")
+    assert casts["float32"] == 0 < casts["policy"]
+    # In terms of the policy, the last layer is autocast as well.
+    assert 0 < casts["autocast"] <= casts["policy"] + 6
+    assert autocast.measure_memory("MLP", "autocast") >= 0
+    assert {len(turns) for turns in autocast.measure_eager().values()} == {2}
+
+
 def test_the_graph_rewrite_computes_in_bfloat16(tiny):
     a = 1 + tf.random.uniform([64, 64])
     multiply = tf.function(lambda a: tf.nn.relu(a @ a))
@@ -302,7 +318,7 @@ def test_models_of_pytorch_have_the_same_weights(name):
 def test_a_wrong_name_is_refused():
     done = run("speed")
     assert done.returncode == 2
-    assert "there are ['casts', 'fit', 'guards', 'imports', " in done.stderr
+    assert "there are ['autocast', 'casts', 'fit', 'guards', 'imports', " in done.stderr
 
 
 def test_a_guard_is_held_against_a_step_without_it(tiny, monkeypatch):

@@ -1,0 +1,60 @@
+"""Takes casts out of a graph that cancel: from 16 bits to float32 and back.
+
+They stand between two 16-bit operations of a region, and, in the backward pass, between their
+gradients. Nothing is lost by the pair, so nothing changes but the time it takes. Grappler leaves
+them in. This module needs TensorFlow only.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.op_autocast.visible import NAME
+
+_HALF = (tf.bfloat16, tf.float16)
+
+
+@contextlib.contextmanager
+def left_out(graph: Any) -> Iterator[None]:
+    """Leaves out such pairs for as long as a function is being made of the graph.
+
+    After that they are back. The graph is what gradients are built from, and with the pairs each
+    of them has the place, and the float32 sum, that it has in eager.
+
+    Args:
+        graph: FuncGraph.
+    """
+    replaced = []
+    outputs = list(graph.outputs)
+    try:
+        for op in graph.get_operations():
+            original = _undone_by(op)
+            if original is None:
+                continue
+            cast = op.outputs[0]
+            for consumer in cast.consumers():
+                for index, given in enumerate(consumer.inputs):
+                    if given is cast:
+                        replaced.append((consumer, index, cast))
+                        consumer._update_input(index, original)
+            # What the backward pass keeps; a user's own output has a name, and stays.
+            if op.name.rpartition("/")[2].startswith(NAME):
+                graph.outputs[:] = [original if each is cast else each for each in graph.outputs]
+        yield
+    finally:
+        for consumer, index, cast in reversed(replaced):
+            consumer._update_input(index, cast)
+        graph.outputs[:] = outputs
+
+
+def _undone_by(op: tf.Operation) -> tf.Tensor | None:
+    """The 16-bit tensor that a cast to 16 bits gives back, if it does."""
+    if op.type != "Cast" or op.control_inputs or op.outputs[0].dtype not in _HALF:
+        return None
+    wide = op.inputs[0].op
+    if wide.type != "Cast" or wide.outputs[0].dtype != tf.float32:
+        return None
+    original = wide.inputs[0]
+    return original if original.dtype == op.outputs[0].dtype else None

@@ -1,0 +1,291 @@
+"""`keras_mp.autocast`: a region in which any TensorFlow code runs in mixed precision.
+
+This module needs TensorFlow only, and of its private names none until a region is entered.
+"""
+
+import contextlib
+import difflib
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_mp import hardware
+from keras_mp.op_autocast import op_table
+from keras_mp.support import messages, regions
+from keras_mp.support.regions import Region
+
+_NAMES = ("bfloat16", "float16")
+
+
+class autocast(contextlib.ContextDecorator):
+    """Runs matrix products and convolutions in 16 bits, and what follows them where that is sound.
+
+    A context manager, and a decorator. The code inside is float32 code, and stays so: what it sees
+    is float32, so nothing that it does can meet another dtype. Weights, optimizers and files are
+    float32, too. Operations cast what they take, and what they return is cast back; where one
+    16-bit operation follows another, no cast is left in a graph. `docs/autocast.md` has the
+    operations.
+
+    The backward pass of what ran inside runs in the same dtypes, wherever gradients are computed. A
+    `tf.function` has a trace for each region that it is called in, and keeps the one for outside.
+    Regions nest, and are their thread's own; replicas of `tf.distribute` inherit them. Tensors that
+    are not float32 are left alone, but where a 16-bit one meets float32 ones, and the dtype error
+    is spared.
+
+    With float16, gradients need loss scaling: `keras_mp.LossScaleOptimizer` or another one.
+
+    Args:
+        dtype: DType or str, "bfloat16" or "float16". None (the default) takes what is fast on this
+            machine, as `keras_mp.hardware.best_policy` says; if nothing is, all stays in float32,
+            and a warning says so once.
+        enabled: bool. False runs what is inside in float32, also within another region. Defaults
+            to True.
+        allow: list of str. Names of operations, as in `tf.raw_ops`, that run in 16 bits in any
+            case.
+        deny: list of str. Names of operations that run in float32.
+
+    Raises:
+        ValueError: the dtype is another one, TensorFlow has no such operation, or an operation is
+            in both lists or cannot run in 16 bits.
+        TypeError: `enabled` is no bool, or a list is none.
+        RuntimeError: on entering, if this version of TensorFlow is not known.
+
+    Example:
+
+    >>> x, w = tf.random.normal([8, 16]), tf.Variable(tf.random.normal([16, 4]))
+    >>> with tf.GradientTape() as tape, keras_mp.autocast("bfloat16"):
+    ...     y = tf.nn.relu(x @ w)
+    >>> y.dtype
+    tf.float32
+    >>> exact = tf.nn.relu(x @ w)
+    >>> 0 < float(tf.reduce_max(abs(y - exact))) < 0.1
+    True
+    >>> tape.gradient(y, w).dtype
+    tf.float32
+
+    Source: PyTorch's `torch.autocast`; the lists of operations are TensorFlow's
+    (`auto_mixed_precision_lists.h`), with the differences that `docs/autocast.md` names.
+    """
+
+    def __init__(
+        self,
+        dtype: Any = None,
+        enabled: bool = True,
+        allow: Iterable[str] = (),
+        deny: Iterable[str] = (),
+    ) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(
+                f"`enabled` must be a bool. Received: enabled={enabled!r} (of type {type(enabled)})"
+            )
+        self._is_enabled = enabled
+        self._dtype = None if dtype is None else _checked(dtype)
+        self._allow, self._deny = frozenset(), frozenset()
+        if allow or deny:
+            plans = _machinery("plans")
+            self._allow = plans.check_names("allow", allow, self._dtype or tf.bfloat16)
+            self._deny = plans.check_names("deny", deny, None)
+        both = sorted(self._allow & self._deny)
+        if both:
+            raise ValueError(
+                "An operation is either allowed or denied. "
+                f"Received: allow={sorted(self._allow)}, deny={sorted(self._deny)}; both: {both}"
+            )
+
+    def __enter__(self) -> "autocast":
+        scope = _machinery("hooks").entered(self._region())
+        scope.__enter__()
+        _mine.scopes.append(scope)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _mine.scopes.pop().__exit__(*error)
+
+    def _region(self) -> Region | None:
+        if not self._is_enabled:
+            return None
+        dtype = _fast_dtype() if self._dtype is None else self._dtype
+        return None if dtype is None else Region(dtype, self._allow, self._deny)
+
+    def __repr__(self) -> str:
+        dtype = None if self._dtype is None else self._dtype.name
+        lists = f", allow={sorted(self._allow)}, deny={sorted(self._deny)}"
+        return f"autocast({dtype!r}, enabled={self._is_enabled}{lists})"
+
+
+def autocast_inputs(dtype: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Pins the dtype of a function that is to choose its dtypes itself, such as a custom operation.
+
+    In a region of `autocast`, the function gets float32, bfloat16 and float16 tensors in `dtype`,
+    and nothing inside of it is autocast. What it returns in 16 bits is cast to float32. That holds
+    for the gradient function of `tf.custom_gradient` as well: it runs as the forward pass did.
+    Outside of a region the function is called as it is.
+
+    Args:
+        dtype: DType or str, "float32", "bfloat16" or "float16".
+
+    Returns:
+        A decorator.
+
+    Raises:
+        ValueError: `dtype` is another one.
+
+    Example:
+
+    >>> @keras_mp.autocast_inputs("float32")
+    ... @tf.custom_gradient
+    ... def cube(x):
+    ...     return x * x * x, lambda upstream: upstream * 3 * x * x
+    >>> with keras_mp.autocast("float16"):
+    ...     cube(tf.constant([[100.0]]) @ tf.constant([[1.0]])).numpy().item()
+    1000000.0
+
+    Source: PyTorch's `torch.amp.custom_fwd(cast_inputs=)` and `custom_bwd`.
+    """
+    wanted = tf.float32 if dtype in ("float32", tf.float32) else _checked(dtype)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            region = regions.current()
+            if region is None:
+                return function(*args, **kwargs)
+            cast = _machinery("visible").cast
+            args, kwargs = tf.nest.map_structure(lambda x: cast(x, wanted), (args, kwargs))
+            with regions.none():
+                results = function(*args, **kwargs)
+            return tf.nest.map_structure(lambda x: cast(x, tf.float32), results)
+
+        return call
+
+    return decorate
+
+
+class AutocastState(NamedTuple):
+    """What `autocast_state` returns.
+
+    Attributes:
+        dtype: DType in which operations run; None outside of a region.
+        allow: sorted names of operations that do so in any case.
+        deny: sorted names of operations that do not.
+    """
+
+    dtype: tf.DType | None = None
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+
+
+def autocast_state() -> AutocastState:
+    """Returns what `keras_mp.autocast` has put in force in this thread.
+
+    Returns:
+        A named tuple of `dtype`, `allow` and `deny`. Its dtype is None where nothing is autocast.
+
+    Example:
+
+    >>> with keras_mp.autocast("bfloat16", deny=["Einsum"]):
+    ...     keras_mp.autocast_state()
+    AutocastState(dtype=tf.bfloat16, allow=(), deny=('Einsum',))
+    >>> keras_mp.autocast_state().dtype is None
+    True
+    """
+    region = regions.current()
+    if region is None:
+        return AutocastState()
+    return AutocastState(region.dtype, tuple(sorted(region.allow)), tuple(sorted(region.deny)))
+
+
+def autocast_ops(dtype: Any = None, device: str | None = None) -> dict[str, op_table.Row]:
+    """Returns the table of operations: what a region does with each, and why.
+
+    Args:
+        dtype: DType or str, "bfloat16" or "float16". With it, or a device, what TensorFlow has no
+            kernel for, or a slow one, is counted among those that run in float32. Defaults to
+            bfloat16 if a device is given.
+        device: str, "CPU" or "GPU". Defaults to that on which TensorFlow computes, if a dtype is
+            given.
+
+    Returns:
+        dict by name of the operation, sorted, of named tuples of `verdict`, which is "allow",
+        "infer", "clear", "promote", "deny" or "apart", and `why`. Operations that are not in it are
+        left alone.
+
+    Raises:
+        ValueError: `dtype` or `device` is another one.
+
+    Example:
+
+    >>> keras_mp.autocast_ops()["MatMul"].verdict
+    'allow'
+    >>> keras_mp.autocast_ops("bfloat16", "CPU")["Tanh"]
+    Row(verdict='deny', why='on CPUs its 16-bit kernel is slower than the float32 one')
+    """
+    if dtype is None and device is None:
+        return dict(sorted(op_table.ROWS.items()))
+    if device not in (None, "CPU", "GPU"):
+        raise ValueError(f"Expected 'CPU' or 'GPU'. Received: device={device!r}")
+    plans = _machinery("plans")
+    region = Region(tf.bfloat16 if dtype is None else _checked(dtype))
+    where = device or plans.usual_device()
+    return {op: plans.verdict_on(op, region, where) for op in sorted(op_table.ROWS)}
+
+
+class _ByThread(threading.local):
+    """What this thread has entered, and not left."""
+
+    def __init__(self) -> None:
+        self.scopes: list[contextlib.AbstractContextManager] = []
+
+
+_mine = _ByThread()
+
+
+@functools.cache
+def _machinery(module: str) -> Any:
+    """A module that uses what is TensorFlow's own, which another version may not have."""
+    try:
+        return importlib.import_module(f"keras_mp.op_autocast.{module}")
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"`keras_mp.autocast` does not know TensorFlow {tf.__version__}. The rest of keras_mp "
+            f"works. Expected to find what {error} is about."
+        ) from error
+
+
+def _checked(dtype: Any) -> tf.DType:
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
+    if name in _NAMES:
+        return tf.as_dtype(name)
+    try:
+        name = tf.as_dtype(dtype).name
+        if name in _NAMES:
+            return tf.as_dtype(name)
+    except TypeError:
+        pass
+    nearest = difflib.get_close_matches(str(name), _NAMES, n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(
+        f"Operations run in 'bfloat16' or 'float16'; None takes what is fast here.{hint} "
+        f"Received: dtype={dtype!r}"
+    )
+
+
+def _fast_dtype() -> tf.DType | None:
+    policy = hardware.best_policy()
+    if policy != "float32":
+        return tf.as_dtype(policy.removeprefix("mixed_"))
+    _say_once()
+    return None
+
+
+@functools.cache
+def _say_once() -> None:
+    messages.warn(
+        "`keras_mp.autocast()` leaves everything in float32: neither float16 nor bfloat16 is known "
+        "to be faster on this machine. `python -m keras_mp.hardware` says more. "
+        "`keras_mp.autocast('bfloat16')` runs operations in 16 bits all the same."
+    )

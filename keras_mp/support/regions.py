@@ -1,0 +1,60 @@
+"""Which op autocast is in force in this thread. `op_autocast` acts on it.
+
+It is here, below all rooms, so that code whose dtypes are its own business can step out of it. This
+module needs TensorFlow only.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import tensorflow as tf
+
+
+class Region(NamedTuple):
+    """What `keras_mp.autocast` has put in force.
+
+    Attributes:
+        dtype: DType, bfloat16 or float16.
+        allow: names of operations that run in it in any case.
+        deny: names of operations that do not.
+    """
+
+    dtype: tf.DType
+    allow: frozenset[str] = frozenset()
+    deny: frozenset[str] = frozenset()
+
+
+class _ByThread(threading.local):
+    """The region of this thread, and those around it."""
+
+    region: Region | None = None
+
+
+_mine = _ByThread()
+
+
+def current() -> Region | None:
+    """Returns the region that is in force in this thread; None where nothing is autocast."""
+    return _mine.region
+
+
+@contextlib.contextmanager
+def entered(region: Region | None) -> Iterator[None]:
+    """Puts a region in force, or None, which stops autocasting.
+
+    Args:
+        region: Region or None.
+    """
+    before = _mine.region
+    _mine.region = region
+    try:
+        yield
+    finally:
+        _mine.region = before
+
+
+def none() -> contextlib.AbstractContextManager[None]:
+    """Stops autocasting, for code that has chosen its dtypes."""
+    return entered(None)

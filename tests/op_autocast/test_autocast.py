@@ -1,0 +1,246 @@
+"""Regions: nesting, threads, decorators, errors, and what is said of them."""
+
+import threading
+
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.hardware import verdicts
+from keras_mp.op_autocast import context_manager as module
+from keras_mp.support import regions
+from tests.common import once
+from tests.op_autocast.common import normal
+
+pytestmark = once
+
+
+def is_autocast(dtype="bfloat16"):
+    """Is a product that is made now rounded to the dtype?"""
+    product = tf.matmul(normal(4, 4), normal(4, 4, seed=1))
+    assert product.dtype == tf.float32
+    return bool(tf.reduce_all(tf.cast(tf.cast(product, dtype), tf.float32) == product))
+
+
+def test_regions_nest():
+    assert not is_autocast()
+    with keras_mp.autocast("bfloat16"):
+        assert is_autocast()
+        with keras_mp.autocast(enabled=False):
+            assert not is_autocast()
+            assert not is_autocast("float16")
+            with keras_mp.autocast("float16"):
+                assert is_autocast("float16")
+                assert not is_autocast()
+        assert is_autocast()
+    assert not is_autocast()
+
+
+def test_a_region_ends_with_an_exception():
+    with pytest.raises(KeyError), keras_mp.autocast("bfloat16"):
+        raise KeyError
+    assert not is_autocast()
+    assert keras_mp.autocast_state().dtype is None
+
+
+def test_a_region_can_be_entered_again_and_inside_of_itself():
+    region = keras_mp.autocast("bfloat16")
+    with region, region:
+        assert is_autocast()
+    with region:
+        assert is_autocast()
+    assert not is_autocast()
+
+
+def test_decorator():
+    @keras_mp.autocast("bfloat16")
+    def product(x, *, y):
+        """Documentation."""
+        return is_autocast() and x + y
+
+    assert product(1, y=2) == 3
+    assert (product.__name__, product.__doc__) == ("product", "Documentation.")
+    assert not is_autocast()
+
+
+def test_decorator_with_autograph():
+    @keras_mp.autocast("bfloat16")
+    def function(x):
+        if tf.reduce_sum(x) > 0:
+            x = x * 2.0
+        return tf.matmul(x, x)
+
+    x = tf.constant([[1.0 + 2**-10]])
+    assert tf.function(function)(x).numpy().item() == 4.0
+
+
+def test_region_in_a_function_that_autograph_converts():
+    @tf.function
+    def function(x):
+        with keras_mp.autocast("bfloat16"):
+            y = x
+            if tf.reduce_sum(x) > 0:
+                y = tf.matmul(x, x)
+        return y, tf.matmul(x, x)
+
+    rounded, exact = function(tf.constant([[1.0 + 2**-10]]))
+    assert rounded.numpy().item() == 1.0 != exact.numpy().item()
+
+
+def test_a_region_is_its_threads():
+    found = []
+    with keras_mp.autocast("bfloat16"):
+        thread = threading.Thread(target=lambda: found.append(is_autocast()))
+        thread.start()
+        thread.join()
+        assert is_autocast()
+    assert found == [False]
+
+
+def test_threads_that_enter_and_leave_at_the_same_time():
+    wrong, barrier = [], threading.Barrier(4)
+
+    def work(dtype):
+        barrier.wait()
+        for _ in range(20):
+            with keras_mp.autocast(dtype):
+                if not is_autocast(dtype):
+                    wrong.append(dtype)
+            if is_autocast(dtype):
+                wrong.append(None)
+
+    threads = [threading.Thread(target=work, args=[d]) for d in ["bfloat16", "float16"] * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_state():
+    assert keras_mp.autocast_state() == (None, (), ())
+    with keras_mp.autocast(tf.float16, allow=["Softmax"], deny=["MatMul", "Einsum"]):
+        state = keras_mp.autocast_state()
+        assert state.dtype == tf.float16
+        assert (state.allow, state.deny) == (("Softmax",), ("Einsum", "MatMul"))
+        with keras_mp.autocast(enabled=False):
+            assert keras_mp.autocast_state().dtype is None
+
+
+def test_repr():
+    region = keras_mp.autocast("float16", deny=["Einsum"])
+    assert repr(region) == "autocast('float16', enabled=True, allow=[], deny=['Einsum'])"
+
+
+def test_allow_and_deny():
+    x = normal(4, 4)
+    with keras_mp.autocast("bfloat16", deny=["MatMul"]):
+        assert not is_autocast()
+        softmax = tf.nn.softmax(x)
+    with keras_mp.autocast("bfloat16", allow=["Softmax"]):
+        rounded = tf.nn.softmax(x)
+    assert rounded.dtype == softmax.dtype == tf.float32
+    assert tf.reduce_all(rounded == tf.cast(tf.nn.softmax(tf.cast(x, "bfloat16")), "float32"))
+    assert tf.reduce_all(softmax == tf.nn.softmax(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dtype": "float32"}, ValueError, "'bfloat16' or 'float16'.*dtype='float32'"),
+        ({"dtype": "mixed_bfloat16"}, ValueError, "Did you mean 'bfloat16'.*'mixed_bfloat16'"),
+        ({"dtype": 7.5}, ValueError, "Received: dtype=7.5"),
+        ({"enabled": 1}, TypeError, "must be a bool.*enabled=1"),
+        ({"enabled": tf.constant(True)}, TypeError, "must be a bool"),
+        ({"allow": ["Softmaxx"]}, ValueError, "no operation 'Softmaxx'.*mean 'Softmax'"),
+        ({"deny": ["matmul"]}, ValueError, "no operation 'matmul'.*mean 'MatMul'"),
+        ({"allow": [3]}, ValueError, "no operation 3"),
+        ({"allow": "Softmax"}, TypeError, "must be a list.*allow='Softmax'"),
+        ({"allow": ["StringJoin"]}, ValueError, "'StringJoin' does not take tensors of bfloat16"),
+        ({"allow": ["Sum"]}, ValueError, "'Sum' adds up"),
+        ({"allow": ["Softmax"], "deny": ["Softmax"]}, ValueError, "both: .*Softmax"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        keras_mp.autocast(**{"dtype": "bfloat16", **arguments})
+
+
+def test_a_dtype_that_is_fast_here(monkeypatch):
+    monkeypatch.setattr(verdicts, "best_policy", lambda: ("mixed_float16", ""))
+    with keras_mp.autocast():
+        assert keras_mp.autocast_state().dtype == tf.float16
+
+
+def test_where_no_dtype_is_fast_it_is_said_once(monkeypatch):
+    monkeypatch.setattr(verdicts, "best_policy", lambda: ("float32", ""))
+    module._say_once.cache_clear()
+    region = keras_mp.autocast()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="leaves everything in float32"), region:
+        assert not is_autocast()
+    with keras_mp.autocast(), region:
+        assert not is_autocast()
+
+
+def test_a_measurement_is_not_autocast(monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        verdicts.stopwatch, "measure", lambda device: found.append(regions.current())
+    )
+    with keras_mp.autocast("bfloat16"):
+        verdicts._measure("CPU:0")
+    assert found == [None]
+
+
+def test_table_for_a_device():
+    everywhere, cpu = keras_mp.autocast_ops(), keras_mp.autocast_ops("float16", "CPU")
+    assert everywhere.keys() == cpu.keys()
+    assert list(cpu) == sorted(cpu)
+    assert everywhere["Tanh"].verdict == "infer"
+    assert cpu["Tanh"].verdict == "deny"
+    assert cpu["MatMul"].verdict == "allow"
+    # TensorFlow has this kernel in bfloat16 only.
+    assert (cpu["MaxPool3D"].verdict, everywhere["MaxPool3D"].verdict) == ("deny", "clear")
+    with pytest.raises(ValueError, match="device='TPU'"):
+        keras_mp.autocast_ops(device="TPU")
+
+
+def test_pinned_inputs():
+    seen = []
+
+    @keras_mp.autocast_inputs("float16")
+    @tf.custom_gradient
+    def double(x):
+        seen.append((x.dtype.name, keras_mp.autocast_state().dtype))
+
+        def gradient(upstream):
+            seen.append((upstream.dtype.name, keras_mp.autocast_state().dtype))
+            return upstream * 2
+
+        return x * 2, gradient
+
+    x = normal(2, 2)
+    for wrap in (lambda f: f, tf.function):
+        function = wrap(lambda x: double(x))
+        with tf.GradientTape() as tape, keras_mp.autocast("bfloat16"):
+            tape.watch(x)
+            y = function(x)
+            gradient = tape.gradient(y, x)
+        assert y.dtype == gradient.dtype == tf.float32
+        assert tf.reduce_all(gradient == 2.0)
+    assert len(seen) >= 4
+    assert set(seen) == {("float16", None)}
+    seen.clear()
+    assert double(x).dtype == tf.float32
+    assert seen == [("float32", None)]
+
+
+def test_pinned_to_float32():
+    pinned = keras_mp.autocast_inputs("float32")(lambda x, k: (x.dtype.name, tf.matmul(x, k)))
+    x = normal(3, 3)
+    with keras_mp.autocast("bfloat16"):
+        dtype, product = pinned(tf.cast(x, "bfloat16"), k=x)
+    assert dtype == "float32"
+    assert tf.reduce_all(product == tf.matmul(tf.cast(tf.cast(x, "bfloat16"), "float32"), x))
+    with pytest.raises(ValueError, match="float64"):
+        keras_mp.autocast_inputs("float64")

@@ -1,0 +1,136 @@
+"""What is replaced in TensorFlow: only while a region is in force, and only if it works."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.op_autocast import hooks
+from tests.common import once
+from tests.op_autocast.common import normal
+
+pytestmark = once
+
+
+def in_place():
+    return [getattr(hook.owner, hook.name) for hook in hooks._HOOKS]
+
+
+def test_outside_of_a_region_tensorflow_is_its_own():
+    own = in_place()
+    with keras_mp.autocast("bfloat16"):
+        assert all(ours is not each for ours, each in zip(in_place(), own))
+        with keras_mp.autocast(enabled=False), keras_mp.autocast("float16"):
+            pass
+        assert all(ours is not each for ours, each in zip(in_place(), own))
+    assert all(now is each for now, each in zip(in_place(), own))
+    with keras_mp.autocast(enabled=False):
+        assert all(now is each for now, each in zip(in_place(), own))
+
+
+def test_the_last_region_to_end_takes_the_hooks_away():
+    own, entered, end = in_place(), threading.Event(), threading.Event()
+
+    def other():
+        with keras_mp.autocast("bfloat16"):
+            entered.set()
+            end.wait()
+
+    thread = threading.Thread(target=other)
+    with keras_mp.autocast("float16"):
+        thread.start()
+        entered.wait()
+    assert in_place()[0] is not own[0]
+    # In this thread nothing is autocast, though the hooks are there.
+    x = normal(4, 4)
+    z = x @ x
+    assert not tf.reduce_all(tf.cast(tf.cast(z, "bfloat16"), "float32") == z)
+    end.set()
+    thread.join()
+    assert all(now is each for now, each in zip(in_place(), own))
+
+
+def test_what_somebody_has_put_around_a_hook_stays():
+    hook = hooks._HOOKS[1]
+    own = getattr(hook.owner, hook.name)
+    with keras_mp.autocast("bfloat16"):
+        ours = getattr(hook.owner, hook.name)
+
+        def theirs(*args, **kwargs):
+            return ours(*args, **kwargs)
+
+        setattr(hook.owner, hook.name, theirs)
+    assert getattr(hook.owner, hook.name) is theirs
+    function = tf.function(lambda x: x @ x)
+    x = normal(4, 4)
+    np.testing.assert_array_equal(function(x), x @ x)
+    with keras_mp.autocast("bfloat16"):
+        assert function(x).dtype == tf.float32
+    setattr(hook.owner, hook.name, own)
+
+
+def test_bitwise_as_without_keras_mp_outside():
+    x, w = normal(8, 8), tf.Variable(normal(8, 8, seed=1))
+
+    def step():
+        with tf.GradientTape() as tape:
+            y = tf.nn.softmax(tf.nn.relu(x @ w) @ w)
+            loss = tf.reduce_mean(y**2)
+        return [y, loss, tape.gradient(loss, w)]
+
+    before = step() + tf.function(step)()
+    with keras_mp.autocast("bfloat16"):
+        step()
+    after = step() + tf.function(step)()
+    for found, expected in zip(after, before):
+        np.testing.assert_array_equal(found, expected)
+
+
+BREAKAGES = [
+    ("TFE_Py_FastPathExecute", "float32 product, in eager"),
+    ("_apply_op_helper", "float32 product, in a function"),
+    ("record_gradient", ""),
+    ("make_function_context", "1 traces"),
+]
+
+
+@pytest.mark.parametrize(("name", "found"), BREAKAGES)
+def test_a_tensorflow_that_does_not_use_a_hook_is_refused(name, found, monkeypatch):
+    own = in_place()
+    broken = [hook for hook in hooks._HOOKS if hook.name == name]
+    kept = tuple(hook for hook in hooks._HOOKS if hook not in broken)
+    monkeypatch.setattr(hooks, "_HOOKS", kept)
+    monkeypatch.setattr(hooks._State, "is_tried_out", False)
+    expected = f"does not know TensorFlow.*{found}"
+    with pytest.raises(RuntimeError, match=expected), keras_mp.autocast("bfloat16"):
+        pass
+    monkeypatch.undo()
+    assert all(now is each for now, each in zip(in_place(), own))
+    with keras_mp.autocast("bfloat16"):
+        pass
+
+
+def test_without_the_hook_on_functions_it_is_refused(monkeypatch):
+    monkeypatch.setattr(hooks._State, "is_tried_out", False)
+    hooks._take_back(hooks._LASTING)
+    monkeypatch.setattr(hooks, "_LASTING", hooks._Hook(hooks, "_expect", lambda own: own))
+    with pytest.raises(RuntimeError, match="nothing needs"), keras_mp.autocast("bfloat16"):
+        pass
+    monkeypatch.undo()
+    hooks._put(hooks._LASTING)
+
+
+def test_entered_first_within_a_function_and_a_tape(monkeypatch):
+    monkeypatch.setattr(hooks._State, "is_tried_out", False)
+    w = tf.Variable(normal(2, 2))
+
+    @tf.function
+    def function():
+        with tf.GradientTape() as tape, keras_mp.autocast("bfloat16"):
+            y = w @ w
+        return tape.gradient(y, w)
+
+    assert function().dtype == tf.float32
+    assert hooks._State.is_tried_out

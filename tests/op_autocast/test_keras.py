@@ -1,0 +1,134 @@
+"""Keras inside of a region: float32 models, unchanged, on both Kerases."""
+
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.op_autocast import operations
+from tests.common import digits
+from tests.op_autocast.common import error, region
+
+K = tf.keras
+
+
+def mlp():
+    return [K.layers.Dense(32, "relu"), K.layers.Dropout(0.2), K.layers.Dense(10, "softmax")]
+
+
+def convolutions():
+    return [
+        K.layers.Reshape([8, 8, 1]),
+        K.layers.Conv2D(8, 3, activation="relu"),
+        K.layers.BatchNormalization(),
+        K.layers.MaxPooling2D(),
+        K.layers.Flatten(),
+        K.layers.Dense(10, "softmax"),
+    ]
+
+
+def recurrent():
+    return [K.layers.Reshape([4, 16]), K.layers.LSTM(8), K.layers.Dense(10, "softmax")]
+
+
+def attention():
+    x = inputs = K.Input([64])
+    x = K.layers.Dense(16)(K.layers.Reshape([8, 8])(x))
+    x = K.layers.LayerNormalization()(x + K.layers.MultiHeadAttention(2, 8)(x, x))
+    x = K.layers.Dense(16, "gelu")(x)
+    return K.Model(inputs, K.layers.Dense(10, "softmax")(K.layers.Flatten()(x)))
+
+
+def compiled(make, **kwargs):
+    K.utils.set_random_seed(0)
+    layers = make()
+    model = K.Sequential([K.Input([64]), *layers]) if isinstance(layers, list) else layers
+    loss = "sparse_categorical_crossentropy"
+    model.compile(K.optimizers.Adam(0.01), loss, metrics=["acc"], **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("make", [mlp, convolutions, recurrent, attention])
+def test_fit(make):
+    x, y = (each[:96] for each in digits())
+    losses = {}
+    for dtype in (None, "bfloat16"):
+        model = compiled(make)
+        with region(dtype):
+            history = model.fit(x, y, 32, 1, shuffle=False, verbose=0)
+            predictions = model.predict(x, verbose=0)
+        losses[dtype] = history.history["loss"]
+        assert predictions.dtype == "float32"
+        assert {tf.as_dtype(weight.dtype) for weight in model.weights} == {tf.float32}
+    assert losses["bfloat16"] != losses[None]
+    np.testing.assert_allclose(losses["bfloat16"], losses[None], rtol=0.05)
+    # What was trained inside predicts in float32 outside.
+    outside = model.predict(x, verbose=0)
+    assert 0 < error(predictions, outside) < 0.05
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_what_runs_in_16_bits(run_eagerly, monkeypatch):
+    found = set()
+    own = operations._widened
+
+    def widened(result, dtype, plan):
+        found.add((plan.op, dtype.name))
+        return own(result, dtype, plan)
+
+    monkeypatch.setattr(operations, "_widened", widened)
+    x, y = (each[:32] for each in digits())
+    model = compiled(convolutions, run_eagerly=run_eagerly)
+    with keras_mp.autocast("bfloat16"):
+        model.train_on_batch(x, y)
+    assert found >= {(op, "bfloat16") for op in ("Conv2D", "MatMul", "Relu")}
+
+
+def test_within_a_mixed_policy_nothing_changes():
+    x, y = (each[:64] for each in digits())
+    losses = []
+    for dtype in (None, "bfloat16"):
+        with keras_mp.policy_scope("mixed_bfloat16"):
+            model = compiled(mlp)
+            with region(dtype):
+                losses.append(model.fit(x, y, 32, 1, shuffle=False, verbose=0).history["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_float16_with_loss_scaling():
+    x, y = (each[:256] for each in digits())
+    K.utils.set_random_seed(0)
+    model = K.Sequential([K.Input([64]), *mlp()])
+    optimizer = keras_mp.LossScaleOptimizer(K.optimizers.SGD(0.1))
+    with keras_mp.autocast("float16"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        losses = model.fit(x, y, 32, 3, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    assert float(optimizer.loss_scale.loss_scale) >= 2.0**15
+
+
+def test_float16_without_loss_scaling_is_warned_about():
+    model = K.Sequential([K.Input([64]), *mlp()])
+    message = "region of `keras_mp.autocast` with float16, and without loss scaling"
+    with (
+        keras_mp.autocast("float16"),
+        pytest.warns(keras_mp.MixedPrecisionWarning, match=message),
+    ):
+        model.compile("sgd", "sparse_categorical_crossentropy")
+
+
+def test_a_model_is_saved_as_it_is_outside(tmp_path):
+    x, y = (each[:64] for each in digits())
+    model = compiled(mlp)
+    path = str(tmp_path / "model.keras")
+    with keras_mp.autocast("bfloat16"):
+        model.fit(x, y, 32, 1, verbose=0)
+        model.save(path)
+        inside = model.predict(x, verbose=0)
+    loaded = K.models.load_model(path)
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    with keras_mp.autocast("bfloat16"):
+        np.testing.assert_array_equal(loaded.predict(x, verbose=0), inside)
