@@ -2,7 +2,9 @@
 
 from keras_mp import (
     callbacks,
+    compat,
     compile_hook,
+    graph_rewrite,
     hardware,
     layers,
     loss_scale,
@@ -12,6 +14,10 @@ from keras_mp import (
 )
 from keras_mp._version import __version__
 from keras_mp.conversion import convert
+from keras_mp.graph_rewrite import (
+    disable_mixed_precision_graph_rewrite,
+    enable_mixed_precision_graph_rewrite,
+)
 from keras_mp.kernels.sums import enable_float32_sums
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
@@ -45,9 +51,13 @@ __all__ = [
     "autocast_variable",
     "callbacks",
     "cast_once",
+    "compat",
     "convert",
+    "disable_mixed_precision_graph_rewrite",
     "enable_float32_sums",
+    "enable_mixed_precision_graph_rewrite",
     "global_policy",
+    "graph_rewrite",
     "hardware",
     "in_current_scope",
     "layers",
