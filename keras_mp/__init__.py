@@ -14,12 +14,14 @@ from keras_mp import (
 )
 from keras_mp._version import __version__
 from keras_mp.conversion import convert
+from keras_mp.grad_scaler import GradScaler
 from keras_mp.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
     enable_mixed_precision_graph_rewrite,
 )
 from keras_mp.kernels.sums import enable_float32_sums
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.model_summary import summary
 from keras_mp.optimizer_wrapper import OptimizerWrapper
@@ -40,7 +42,9 @@ __all__ = [
     "AutoCastVariable",
     "DynamicLossScale",
     "FixedLossScale",
+    "GradScaler",
     "LossScale",
+    "LossScaleGradientTape",
     "LossScaleOptimizer",
     "MixedPrecisionWarning",
     "OptimizerWrapper",

@@ -13,9 +13,11 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
+from keras_mp.grappler import passes
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.step import gradients, skipped_steps
-from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.step import forward_writes, gradients, skipped_steps
+from keras_mp.step.loss_scale import schedule_of
+from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.step_calls import StepCalls
 from keras_mp.support import messages, validation
 from keras_mp.support.unconverted import unconverted
@@ -84,13 +86,15 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     Args:
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
         loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, or a
-            `keras_mp.LossScale`.
+            `keras_mp.LossScale`. None scales nothing, and takes `skip_nonfinite`.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
             in half the bytes. Needs a scale that skips overflowing steps: with a fixed one, they
             are summed in float32. Defaults to True.
         name: str. Defaults to the inner optimizer's name.
         warn_after_skips: int, or None for never. After how many skipped steps in a row to warn, and
             to say whether the loss itself is non-finite or only its gradients. Defaults to 50.
+        skip_nonfinite: bool. Skips steps with a fixed scale too, or without one: for training in
+            bfloat16 or float32 in which one bad batch must not end it. Defaults to False.
         dynamic: bool. Older spelling: False means a fixed scale of `initial_scale`.
         initial_scale: number. Older spelling of the (initial) scale.
         dynamic_growth_steps: int. Older spelling of the scale's `increment_period`.
@@ -131,6 +135,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         *,
         name: str | None = None,
         warn_after_skips: int | None = 50,
+        skip_nonfinite: bool = False,
         dynamic: bool | None = None,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
@@ -154,13 +159,19 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "done so: look at `model.optimizer`). Use that one, or make a new optimizer. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
+        skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
+        scales = loss_scale is not None or not skip_nonfinite
         loss_scale = older_spellings.loss_scale_from_arguments(
-            loss_scale, dynamic, initial_scale, dynamic_growth_steps
+            loss_scale if scales else 1, dynamic, initial_scale, dynamic_growth_steps
         )
         vars(self).update(
             _name=name,
             _loss_scale=loss_scale,
-            _aggregate_in_float16=_boolean(aggregate_in_float16),
+            # False where there is nothing to scale by, and so no call that could be missing.
+            _scales=scales,
+            _skip_nonfinite=skip_nonfinite,
+            _schedule=schedule_of(loss_scale, skip_nonfinite),
+            _aggregate_in_float16=validation.boolean("aggregate_in_float16", aggregate_in_float16),
             _skipped=skipped_steps.SkippedSteps(_skips(warn_after_skips)),
             _calls=StepCalls(),
         )
@@ -195,7 +206,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     @aggregate_in_float16.setter
     def aggregate_in_float16(self, value: bool) -> None:
-        vars(self)["_aggregate_in_float16"] = _boolean(value)
+        vars(self)["_aggregate_in_float16"] = validation.boolean("aggregate_in_float16", value)
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Are steps skipped whatever the loss scale? A dynamic one skips them anyway."""
+        return self._skip_nonfinite
 
     @property
     def steps_skipped(self) -> tf.Tensor:
@@ -208,9 +224,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     def last_step_skipped(self) -> tf.Tensor:
         """Was the last step skipped? A bool scalar tensor."""
         self._collect_reports()
-        if not self.dynamic:
+        if self._schedule is None:
             return tf.constant(False)
-        return tf.convert_to_tensor(self._loss_scale.num_bad_steps) > 0
+        return tf.convert_to_tensor(self._schedule.num_bad_steps) > 0
 
     @property
     def warn_after_skips(self) -> int | None:
@@ -295,7 +311,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """
         loss_scale = self._loss_scale()
         scaled = self._scale(loss, loss_scale)
-        self._calls.scaled(loss_scale, to_apply=False)
+        if self._scales:
+            self._calls.scaled(loss_scale, to_apply=False)
         return scaled
 
     @unconverted
@@ -313,7 +330,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """
         loss_scale = self._loss_scale()
         scaled = self._scale(loss, loss_scale)
-        self._calls.scaled(loss_scale, to_apply=True)
+        if self._scales:
+            self._calls.scaled(loss_scale, to_apply=True)
         return scaled
 
     @unconverted
@@ -331,6 +349,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             ValueError: the gradients are unscaled already.
         """
         grads = gradients.convert(grads)
+        if not self._scales:
+            return grads
         self._calls.refuse_results(grads, "get_unscaled_gradients")
         unscaled = gradients.unscale(grads, self._scaled_by())
         self._calls.unscaled()
@@ -360,10 +380,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, var_list, tape, grad_loss, name)
         with self._calls.one_whole_step():
-            pairs = _checked(self._gradients(self._scale, loss, var_list, tape, grad_loss))
+            pairs = gradients.checked_pairs(
+                self._gradients(self._scale, loss, var_list, tape, grad_loss)
+            )
             if not pairs:
                 return self.iterations
-            return self._step(pairs, scaled=True, aggregate=True, name=name)
+            return self._step(pairs, scaled=self._scales, aggregate=True, name=name)
 
     def compute_gradients(
         self,
@@ -439,10 +461,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         Raises:
             ValueError: no variable has a gradient, or the call is in a cross-replica context.
         """
-        pairs = _checked(grads_and_vars)
+        pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
             return self.iterations
-        scaled = self._calls.resolve(variable for _, variable in pairs)
+        scaled = self._scales and self._calls.resolve(variable for _, variable in pairs)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         return self._step(pairs, scaled=scaled, aggregate=aggregate, name=name)
 
@@ -509,9 +531,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         config = {
             "name": self._name,
             "inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer),
-            "loss_scale": loss_scale_lib.serialize(self._loss_scale),
+            "loss_scale": loss_scale_lib.serialize(self._loss_scale) if self._scales else None,
             "aggregate_in_float16": self._aggregate_in_float16,
             "warn_after_skips": self.warn_after_skips,
+            "skip_nonfinite": self._skip_nonfinite,
         }
         with tf.init_scope():
             if tf.executing_eagerly():
@@ -597,6 +620,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
         if save_type == "savedmodel":  # which holds functions, and all that these use
             children.update({**self._skipped.variables(), **self._calls.variables()})
+            if self._schedule is not None and not self.dynamic:
+                children["skips_in_a_row"] = self._schedule.num_bad_steps
         return children
 
     def _state(self) -> dict[str, tf.Variable]:
@@ -611,6 +636,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     def _scale(self, loss: Any, loss_scale: tf.Tensor | None = None) -> Any:
         if callable(loss) and not tf.is_tensor(loss):
             return lambda: self._scale(loss())
+        if not self._scales:
+            self._calls.saw(tf.convert_to_tensor(loss), tf.constant(1.0))
+            return loss
         self._calls.refuse_results([loss], "get_scaled_loss")
         if loss_scale is None:
             loss_scale = self._loss_scale()
@@ -659,18 +687,23 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         name: str | None,
     ) -> Any:
         self._collect_reports()
+        passes.warn_if_compiled()
         # Again, since the optimizer may have been made outside of the strategy's scope.
         gradients.check_strategy()
         self.build([variable for _, variable in pairs])
-        step = ScaledStep(self._family, self._loss_scale, self._skipped, self._aggregate_in_float16)
-        operation = step.make(
+        verdicts = None
+        if self._schedule is not None:
+            verdicts = MovedAtOnce(self._schedule, self._skipped)
+        step = ScaledStep(self._family, verdicts, self._aggregate_in_float16 and self._scales)
+        operation, _ = step.make(
             pairs,
             scaled=scaled,
             scaled_by=self._scaled_by(),
-            loss=self._calls.take_loss(),
+            losses=self._calls.take_losses(),
             aggregate=aggregate,
             name=name,
         )
+        forward_writes.step_is_over()
         return self.iterations if operation is None else operation
 
     def _collect_reports(self) -> None:
@@ -680,32 +713,6 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
 # What a subclass may override to have a say in `minimize`.
 _HOOKS = ("apply_gradients", "compute_gradients", "get_scaled_loss", "get_unscaled_gradients")
-
-
-def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Checks what is to be applied, before anything is changed."""
-    if tf.distribute.in_cross_replica_context():
-        raise ValueError(
-            "Gradients are applied in a replica context: call this inside the function that is "
-            "passed to `strategy.run`."
-        )
-    pairs = list(pairs)
-    grads, variables = gradients.convert(g for g, _ in pairs), [v for _, v in pairs]
-    if pairs and all(g is None for g in grads):
-        raise ValueError(
-            "No gradients provided for any variable: "
-            f"{[v.name for v in variables]}. Is the loss computed from them, under the tape? "
-            f"Received: {grads!r}"
-        )
-    return list(zip(grads, variables, strict=True))
-
-
-def _boolean(value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(
-            f"`aggregate_in_float16` must be a bool. Received: aggregate_in_float16={value!r}"
-        )
-    return value
 
 
 def _skips(value: int | None) -> int | None:

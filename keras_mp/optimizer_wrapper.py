@@ -63,14 +63,11 @@ class OptimizerWrapper(
     def __init__(self, inner_optimizer: Any) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
         # counter and learning rate, which nothing would ever use.
-        if isinstance(inner_optimizer, OptimizerWrapper):
-            family = _WrapperFamily(inner_optimizer)
-        else:
-            family = keras_api.optimizer_family(inner_optimizer)
+        family = family_of(inner_optimizer)
         if family is None:
             raise TypeError(
                 "Expected an optimizer of `tf.keras`, which is "
-                f"{keras_api.ROOT_PACKAGE} in this process{_hint(inner_optimizer)}. "
+                f"{keras_api.ROOT_PACKAGE} in this process{hint(inner_optimizer)}. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
         vars(self).update(
@@ -422,6 +419,20 @@ def chain(optimizer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
+def family_of(optimizer: Any) -> OptimizerFamily | None:
+    """Tells how an optimizer of `tf.keras`, or a wrapper of one, is driven.
+
+    Args:
+        optimizer: Any.
+
+    Returns:
+        An `OptimizerFamily`, or None where it is neither.
+    """
+    if isinstance(optimizer, OptimizerWrapper):
+        return _WrapperFamily(optimizer)
+    return keras_api.optimizer_family(optimizer)
+
+
 class _WrapperFamily(OptimizerFamily):
     """A wrapper that is wrapped itself."""
 
@@ -519,7 +530,8 @@ def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
     )
 
 
-def _hint(optimizer: Any) -> str:
+def hint(optimizer: Any) -> str:
+    """What to say of an optimizer that is one of the other Keras; nothing of any other."""
     if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
         return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
     return ""

@@ -417,20 +417,10 @@ def _loss_scale(loss_scale: Any, manager: LossScaleManager | None) -> LossScale:
 
 def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Checks what is to be applied, and leaves out variables without a gradient."""
-    if tf.distribute.in_cross_replica_context():
-        raise ValueError(
-            "Gradients are applied in a replica context: call this inside the function that is "
-            "passed to `strategy.run`."
-        )
-    pairs = list(pairs)
-    grads, variables = gradients.convert(g for g, _ in pairs), [v for _, v in pairs]
-    found = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
-    if not found:
-        raise ValueError(
-            "No gradients provided for any variable. Is the loss computed from them? "
-            f"Received: {[(g, getattr(v, 'name', v)) for g, v in pairs]!r}"
-        )
-    return found
+    pairs = [(g, v) for g, v in gradients.checked_pairs(pairs) if g is not None]
+    if not pairs:
+        raise ValueError("No gradients provided for any variable. Received: []")
+    return pairs
 
 
 class _OnlyCounted:

@@ -97,7 +97,9 @@ def training_step(*models: Any) -> Iterator[None]:
     It goes around the forward pass *and* `apply_gradients` or `minimize`; where these are in a
     `tf.function`, into that function, and under a `tf.distribute.Strategy` into what
     `strategy.run` calls. All optimizers that make a step inside share it. Weights that a good step
-    has changed keep the change. Random generators and metrics are left alone.
+    has changed keep the change. Random generators and metrics are left alone. With a `GradScaler`
+    a step ends with `update`: what was assigned since the last one is put back if any optimizer is
+    skipped.
 
     In the graph mode of TensorFlow 1 it does nothing. A model that is built by its first batch has
     no weights before, so nothing is known that could be put back after that batch.
@@ -210,7 +212,9 @@ class _Step:
         """Returns handles and old values of the variables that may have been written since."""
         weights = {key: w for key, w in self.weights.items() if key in trained or not w.is_trained}
         if tf.executing_eagerly():
-            values, self._values = self._values, {}
+            values = self._values
+            # What an update finds held it copies. The rest is for the steps of other optimizers.
+            self._values = {key: value for key, value in values.items() if key not in trained}
             return [(w.handle, values[key]) for key, w in weights.items() if key in values]
         histories = [
             _History(graph, self._starts.get(graph, 0))

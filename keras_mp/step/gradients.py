@@ -270,11 +270,11 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
 
 
 def decide_for_all_replicas(
-    decide: Callable[[Callable[..., Any], tf.Tensor | None, Sequence[tf.Tensor], Sequence], Any],
+    decide: Callable[..., Any],
     apply: Callable[[list[Gradient]], Any],
     gradients: list[Gradient],
-    finite: tf.Tensor | None,
-    loss: tf.Tensor | None,
+    verdicts: Sequence[tf.Tensor | None],
+    losses: Sequence[tf.Tensor],
     kept: Any,
 ) -> Any:
     """Calls `decide` where a condition may stand around `apply`.
@@ -283,41 +283,88 @@ def decide_for_all_replicas(
     cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
 
     Args:
-        decide: called once with a function that applies the gradients, with the verdict, with
-            the losses at hand, of all replicas of this process or of this one, or none, and with
-            what these replicas have kept.
+        decide: called once with a function that applies the gradients, with each verdict, with
+            the losses at hand, of all replicas of this process or of this one, and with what these
+            replicas have kept.
         apply: called on each replica with that replica's gradients.
         gradients: list of gradients of this replica.
-        finite: bool scalar tensor, the same on every replica, or None where nothing is judged.
-        loss: tensor, the loss of this replica, or None where it is not known.
+        verdicts: bool scalar tensors, the same on every replica, or None for one that is not made.
+        losses: tensors, the losses of this replica, as far as they are known.
         kept: object, what this replica has kept.
 
     Returns:
         What `decide` returns.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        losses = [] if loss is None else [loss]
-        return decide(lambda: apply(gradients), finite, losses, [kept])
+        return decide(lambda: apply(gradients), *verdicts, list(losses), [kept])
 
     def cross_replica(
         strategy: tf.distribute.Strategy,
         gradients: list[Gradient],
-        finite: Any,
-        loss: Any,
+        verdicts: Sequence[Any],
+        losses: Sequence[Any],
         kept: Any,
     ) -> Any:
-        if finite is not None:
-            finite = strategy.experimental_local_results(finite)[0]
-        losses = [] if loss is None else strategy.experimental_local_results(loss)
+        local = strategy.experimental_local_results
         return decide(
             lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)),
-            finite,
-            losses,
-            strategy.experimental_local_results(kept),
+            *(local(verdict)[0] for verdict in verdicts),
+            [each for loss in losses for each in local(loss)],
+            local(kept),
         )
 
     context = tf.distribute.get_replica_context()
-    return context.merge_call(cross_replica, args=(gradients, finite, loss, kept))
+    return context.merge_call(cross_replica, args=(gradients, list(verdicts), list(losses), kept))
+
+
+def once_for_all_replicas(function: Callable[[Sequence[tf.Tensor]], Any], tensors: Any) -> Any:
+    """Calls a function where it may update variables that replicas share, in any context.
+
+    Args:
+        function: called once with the tensors.
+        tensors: list of tensors, the same on every replica.
+
+    Returns:
+        What the function returns.
+    """
+    if (
+        tf.distribute.in_cross_replica_context()
+        or tf.__internal__.distribute.strategy_supports_no_merge_call()
+    ):
+        return function(tensors)
+
+    def cross_replica(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> Any:
+        return function([strategy.experimental_local_results(t)[0] for t in tensors])
+
+    return tf.distribute.get_replica_context().merge_call(cross_replica, args=(tensors,))
+
+
+def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Checks what is to be applied, before anything is changed.
+
+    Args:
+        pairs: iterable of (gradient, variable) pairs.
+
+    Returns:
+        list of pairs of gradients, as `convert` returns them, and variables.
+
+    Raises:
+        ValueError: no variable has a gradient, or the call is in a cross-replica context.
+    """
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients are applied in a replica context: call this inside the function that is "
+            "passed to `strategy.run`."
+        )
+    pairs = list(pairs)
+    gradients, variables = convert(g for g, _ in pairs), [v for _, v in pairs]
+    if pairs and all(g is None for g in gradients):
+        raise ValueError(
+            "No gradients provided for any variable: "
+            f"{[v.name for v in variables]}. Is the loss computed from them, under the tape? "
+            f"Received: {gradients!r}"
+        )
+    return list(zip(gradients, variables, strict=True))
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Loss scales: the number that the loss is multiplied by, and how it moves.
 
 RFC 293, "The new LossScale class". This module needs TensorFlow only. It knows the schedule
-(`next_state`) and the state; who looks at the gradients is `LossScaleOptimizer`.
+(`next_state`) and the state; who looks at the gradients is `scaled_step`.
 """
 
 import abc
@@ -370,11 +370,11 @@ class DynamicLossScale(LossScale):
         with tf.init_scope():
             # The attribute names are the checkpoint's keys, and those are the ones that
             # TensorFlow's own loss scales have written since 2.2.
-            self.current_loss_scale = _state_variable(
+            self.current_loss_scale = state_variable(
                 self._initial_loss_scale, tf.float32, "current_loss_scale"
             )
-            self.good_steps = _state_variable(0, tf.int64, "good_steps")
-            self.bad_steps = _state_variable(0, tf.int64, "bad_steps")
+            self.good_steps = state_variable(0, tf.int64, "good_steps")
+            self.bad_steps = state_variable(0, tf.int64, "bad_steps")
 
     @property
     def initial_loss_scale(self) -> float:
@@ -465,6 +465,19 @@ class DynamicLossScale(LossScale):
             self.bad_steps.assign(state.num_bad_steps, read_value=False),
         ]
 
+    def move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
+        """Moves the scale as a step moves it.
+
+        Args:
+            finite: bool. Were all gradients finite?
+
+        Returns:
+            tuple of the list of assignments and of how many steps were skipped in a row, an int64
+            scalar tensor.
+        """
+        state = self.next_state(self(), finite)
+        return self.assign(state), state.num_bad_steps
+
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; the state is not among them."""
         return {"initial_loss_scale": self._initial_loss_scale, **self._next_state.keywords}
@@ -478,7 +491,36 @@ class DynamicLossScale(LossScale):
         return copied
 
 
-def _state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
+class SkipsInARow:
+    """What is left of a `DynamicLossScale` where steps are skipped and the scale never moves."""
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            self.num_bad_steps = state_variable(0, tf.int64, "bad_steps")
+
+    def move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
+        """Counts a step, as `DynamicLossScale.move` does."""
+        bad = tf.constant(0, tf.int64) if finite else self.num_bad_steps + 1
+        return [self.num_bad_steps.assign(bad, read_value=False)], bad
+
+
+Schedule = DynamicLossScale | SkipsInARow
+
+
+def schedule_of(loss_scale: LossScale, skip_nonfinite: bool) -> Schedule | None:
+    """Returns what a step moves, or None where no step is skipped.
+
+    Args:
+        loss_scale: the loss scale.
+        skip_nonfinite: bool. Are steps skipped too whose scale does not move?
+    """
+    if isinstance(loss_scale, DynamicLossScale):
+        return loss_scale
+    return SkipsInARow() if skip_nonfinite else None
+
+
+def state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
+    """Makes a variable that is assigned once for all replicas."""
     # Not aggregated: every replica assigns the same value, which one common decision gave.
     return tf.Variable(
         value,

@@ -1,4 +1,7 @@
-"""What a step asks of the optimizer inside. Each family of `tf.keras` answers in `keras_api`."""
+"""What a step asks of what applies its gradients, and what a wrapper asks of the optimizer inside.
+
+The optimizers of `tf.keras` answer in `keras_api`, all else in `update_rules`.
+"""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -7,64 +10,41 @@ from typing import Any
 import tensorflow as tf
 
 
-class OptimizerFamily(abc.ABC):
-    """How the optimizers of one family are driven by a wrapper.
+class UpdateRule(abc.ABC):
+    """How a step has gradients applied.
 
     Args:
-        optimizer: The optimizer that is driven.
+        optimizer: What applies them.
 
     Attributes:
-        fits_into_saved_model: Could a SavedModel that holds it and its wrapper be loaded again?
-        is_revived_without_state: Does a model that is loaded from one start with new slots?
-        is_saved_by_keras: Does Keras save its variables, in `.keras` and in `.weights.h5` files?
+        is_scaling_safe: Does it take scaled gradients and the verdict, in `apply_scaled`, and skip
+            a step by itself?
     """
 
-    fits_into_saved_model = True
-    is_revived_without_state = False
-    is_saved_by_keras = True
+    is_scaling_safe = False
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
-    def hyperparameters(self) -> frozenset[str]:
-        """Names of the attributes that a wrapper reads and writes on the optimizer."""
-        try:
-            with tf.init_scope():
-                names = self.optimizer.get_config().keys() - {"name", "is_legacy_optimizer"}
-        except NotImplementedError:
-            names = {"learning_rate"}
-        return frozenset(name for name in names if hasattr(self.optimizer, name))
-
-    @abc.abstractmethod
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the optimizer's variables, outside of any function that is being traced."""
+        del variables
 
-    def built_variables(self) -> Sequence[Any]:
-        """The variables that the optimizer was built with, where it can tell."""
-        raise ValueError(
-            "Pass the variables together with the gradients. "
-            f"Received: trainable_variables=None for {type(self.optimizer)}"
-        )
-
-    @abc.abstractmethod
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
-    ) -> list[tuple[Any, Any]]:
-        """The first half of `minimize`: a list of (gradient, variable) pairs."""
-
-    @abc.abstractmethod
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
         """The user's own way of reducing (gradient, variable) pairs, or None."""
+        return None
 
     @abc.abstractmethod
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
         """Lets the optimizer clip, decay and apply; `aggregate` says whether it reduces first."""
+
+    def apply_scaled(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], loss_scale: tf.Tensor, finite: tf.Tensor
+    ) -> Any:
+        """Lets a scaling-safe optimizer make or skip the step."""
+        raise NotImplementedError
 
     def accumulates(self) -> bool:
         """Is a step made of the gradients of several calls of `apply`?"""
@@ -87,3 +67,46 @@ class OptimizerFamily(abc.ABC):
         """Is what comes as the variable's gradient its new value?"""
         del variable
         return False
+
+
+class OptimizerFamily(UpdateRule):
+    """How the optimizers of one family are driven by a wrapper.
+
+    Args:
+        optimizer: The optimizer that is driven.
+
+    Attributes:
+        fits_into_saved_model: Could a SavedModel that holds it and its wrapper be loaded again?
+        is_revived_without_state: Does a model that is loaded from one start with new slots?
+        is_saved_by_keras: Does Keras save its variables, in `.keras` and in `.weights.h5` files?
+    """
+
+    fits_into_saved_model = True
+    is_revived_without_state = False
+    is_saved_by_keras = True
+
+    def hyperparameters(self) -> frozenset[str]:
+        """Names of the attributes that a wrapper reads and writes on the optimizer."""
+        try:
+            with tf.init_scope():
+                names = self.optimizer.get_config().keys() - {"name", "is_legacy_optimizer"}
+        except NotImplementedError:
+            names = {"learning_rate"}
+        return frozenset(name for name in names if hasattr(self.optimizer, name))
+
+    def built_variables(self) -> Sequence[Any]:
+        """The variables that the optimizer was built with, where it can tell."""
+        raise ValueError(
+            "Pass the variables together with the gradients. "
+            f"Received: trainable_variables=None for {type(self.optimizer)}"
+        )
+
+    @abc.abstractmethod
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        """The first half of `minimize`: a list of (gradient, variable) pairs."""

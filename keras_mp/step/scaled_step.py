@@ -1,19 +1,96 @@
 """One step with scaled gradients: sum them, judge them, unscale them, apply them or skip the step.
 
-RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16".
+RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". What becomes of the verdict is
+the business of a `Verdicts`: here it is that of one optimizer, which moves the scale at once.
 """
 
+import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.step import forward_writes, gradients
-from keras_mp.step.loss_scale import DynamicLossScale, LossScale
-from keras_mp.step.optimizer_family import OptimizerFamily
+from keras_mp.step.loss_scale import Schedule
+from keras_mp.step.optimizer_family import UpdateRule
 from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.support import host
+
+
+class Verdicts(abc.ABC):
+    """What the verdict on a step leads to, beside the step itself.
+
+    Each method is called in the branch that such a step takes, once for all replicas of a process,
+    and returns the operations that it makes.
+    """
+
+    @abc.abstractmethod
+    def watch(self) -> None:
+        """Prepares for the others, outside of any branch."""
+
+    @abc.abstractmethod
+    def good(self) -> list[Any]:
+        """The gradients were finite."""
+
+    @abc.abstractmethod
+    def bad(
+        self, losses: Sequence[tf.Tensor], weights: Sequence[forward_writes.Weight]
+    ) -> list[Any]:
+        """They were not.
+
+        Args:
+            losses: the losses of this step, from every replica at hand; empty where unknown.
+            weights: the weights of the model, from every replica at hand, as far as they are known.
+        """
+
+    def accumulated(self) -> list[Any]:
+        """The gradients were added to those of the calls before, and no step was made yet."""
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class MovedAtOnce(Verdicts):
+    """One optimizer has the scale to itself: each verdict moves it.
+
+    Attributes:
+        schedule: is moved.
+        skipped: is told of steps that are skipped.
+    """
+
+    schedule: Schedule
+    skipped: SkippedSteps
+
+    def watch(self) -> None:
+        """Prepares for the others, outside of any branch."""
+        self.skipped.watch()
+
+    def good(self) -> list[Any]:
+        """The gradients were finite."""
+        return self.schedule.move(True)[0]
+
+    def bad(
+        self, losses: Sequence[tf.Tensor], weights: Sequence[forward_writes.Weight]
+    ) -> list[Any]:
+        """They were not."""
+        goes_on = tf.convert_to_tensor(self.schedule.num_bad_steps) > 0
+        moved, in_a_row = self.schedule.move(False)
+        counted = self.skipped.skip(goes_on, losses, weights)
+        self.skipped.in_a_row(in_a_row)
+        return [*moved, *counted]
+
+
+class Guard(NamedTuple):
+    """Keeps a step from being made, whatever its gradients.
+
+    Attributes:
+        is_allowed: bool scalar tensor, the same on every replica.
+        refuse: called in the branch that is taken if it is False, once for all replicas.
+    """
+
+    is_allowed: tf.Tensor
+    refuse: Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,16 +98,16 @@ class ScaledStep:
     """Makes a step; to be called in a replica context.
 
     Attributes:
-        family: drives the inner optimizer, which is built.
-        loss_scale: a dynamic one is moved.
-        skipped: is told of the step.
-        in_float16: bool. Are float32 gradients summed as float16?
+        rule: applies the gradients; what it needs is built.
+        verdicts: is told of the verdict; None where no step is skipped.
+        in_float16: bool. Are float32 gradients summed as float16, where a step may be skipped?
+        guard: keeps the step from being made; not in a TensorFlow 1 graph.
     """
 
-    family: OptimizerFamily
-    loss_scale: LossScale
-    skipped: SkippedSteps
+    rule: UpdateRule
+    verdicts: Verdicts | None
     in_float16: bool
+    guard: Guard | None = None
 
     def make(
         self,
@@ -38,75 +115,98 @@ class ScaledStep:
         *,
         scaled: bool | tf.Tensor,
         scaled_by: tf.Tensor,
-        loss: tf.Tensor | None,
-        aggregate: bool,
-        name: str | None,
-    ) -> tf.Operation | None:
+        losses: Sequence[tf.Tensor] = (),
+        aggregate: bool = True,
+        name: str | None = None,
+        was_finite: tf.Tensor | None = None,
+    ) -> tuple[tf.Operation | None, tf.Tensor | None]:
         """Makes the step.
 
         Args:
             pairs: sequence of (gradient, variable) pairs.
             scaled: bool, or bool scalar tensor. Are the gradients still scaled?
             scaled_by: float32 scalar tensor, what the loss was multiplied by.
-            loss: the loss of this replica, or None where it is not known.
+            losses: the losses of this replica, as far as they are known.
             aggregate: bool. Are the gradients to be summed over replicas?
             name: str. Name of the operation.
+            was_finite: bool scalar tensor. An earlier verdict on gradients of this replica, which
+                may have been changed since.
 
         Returns:
-            In a TensorFlow 1 graph the operation that makes the step, else None.
+            tuple of the operation that makes the step in a TensorFlow 1 graph, else None, and of
+            the verdict, a bool scalar tensor that is the same on every replica; None where no step
+            is skipped.
         """
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        kept = forward_writes.keep(variables if self._can_skip else ())
+        kept = forward_writes.keep(variables if self.verdicts else ())
         new_values = self._take_new_values(grads, variables, scaled, scaled_by)
+        # As one more gradient, an earlier verdict is summed and judged with the others.
+        marks = [] if was_finite is None else [tf.where(was_finite, 0.0, float("nan"))]
         if tf.is_tensor(scaled):
             grads = gradients.unscale(grads, tf.where(scaled, scaled_by, 1.0))
             scaled = False
+        safe = self.rule.is_scaling_safe
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        custom = self.family.custom_aggregation()
+        custom = self.rule.custom_aggregation()
+        are_marks_local = not aggregate or custom
         if aggregate and custom:
             if scaled:
                 grads, scaled = gradients.unscale(grads, scaled_by), False
             grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
         elif aggregate and replicas > 1:
-            grads, unpack = gradients.pack(grads)
-            grads = unpack(self._sum_and_unscale(grads, scaled, scaled_by))
-            scaled = False
-        if scaled:
-            grads = gradients.unscale(grads, scaled_by)
-        grads = [new_values.get(i, g) for i, g in enumerate(grads)]
+            packed, unpack = gradients.pack([*grads, *marks])
+            packed, scaled = self._sum(packed, scaled, scaled_by)
+            if scaled and not safe:
+                packed, scaled = gradients.unscale(packed, scaled_by), False
+            summed = unpack(packed)
+            grads, marks = summed[: len(grads)], summed[len(grads) :]
+        unscaled = gradients.unscale(grads, scaled_by) if scaled else grads
+        if not safe:
+            grads = unscaled
+        unscaled, grads = (
+            [new_values.get(i, g) for i, g in enumerate(each)] for each in (unscaled, grads)
+        )
         finite = None
-        if self._can_skip:
+        if self.verdicts:
             # Unscaled gradients are finite where scaled ones are, and the other way round.
-            finite = gradients.all_finite(self.family.totals(grads, variables))
-            if replicas > 1 and not aggregate:
+            finite = gradients.all_finite([*self.rule.totals(unscaled, variables), *marks])
+            if replicas > 1 and (not aggregate or (are_marks_local and marks)):
                 finite = gradients.agree(finite)
-            self.skipped.watch()
+            self.verdicts.watch()
+        loss_scale = scaled_by if scaled else tf.constant(1.0)
+        is_allowed = self.guard and self.guard.is_allowed
+
+        def apply(grads: list[Any]) -> Any:
+            pairs = list(zip(grads, variables, strict=True))
+            if safe:
+                verdicts = [each for each in (finite, is_allowed) if each is not None]
+                verdict = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
+                return self.rule.apply_scaled(pairs, loss_scale, verdict)
+            return self.rule.apply(pairs, name, aggregate=False)
+
         operation = gradients.decide_for_all_replicas(
-            self._apply_or_skip,
-            lambda grads: self.family.apply(list(zip(grads, variables)), name, aggregate=False),
+            self._let_it_skip if safe else self._apply_or_skip,
+            apply,
             grads,
-            finite,
-            loss,
+            (finite, is_allowed),
+            losses,
             kept,
         )
-        forward_writes.step_is_over()
-        return operation
+        return operation, finite
 
-    @property
-    def _can_skip(self) -> bool:
-        return isinstance(self.loss_scale, DynamicLossScale)
-
-    def _sum_and_unscale(self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor) -> list[Any]:
-        if self._can_skip:
+    def _sum(self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor) -> tuple[list[Any], bool]:
+        """Sums gradients over replicas; also tells whether the sums are scaled."""
+        if self.verdicts:
             if self.in_float16 and not scaled:
                 grads, scaled = gradients.scale(grads, scaled_by), True
-            grads = gradients.all_reduce(grads, self.in_float16)
-            return gradients.unscale(grads, scaled_by) if scaled else grads
+            return gradients.all_reduce(grads, self.in_float16), scaled
         # What overflows in float16 is harmless only where a step can be skipped.
         summed = gradients.all_reduce(gradients.widen(grads), in_float16=False)
+        if self.rule.is_scaling_safe:
+            return summed, scaled
         if scaled:
             summed = gradients.unscale(summed, scaled_by)
-        return gradients.cast_as(summed, grads)
+        return gradients.cast_as(summed, grads), False
 
     def _take_new_values(
         self,
@@ -121,7 +221,7 @@ class ScaledStep:
         """
         values = {}
         for i, variable in enumerate(variables):
-            if grads[i] is not None and self.family.is_overwritten(variable):
+            if grads[i] is not None and self.rule.is_overwritten(variable):
                 divided_by = tf.where(scaled, 1.0, scaled_by)
                 [values[i]] = gradients.scale([grads[i]], divided_by)
                 grads[i] = None
@@ -131,57 +231,96 @@ class ScaledStep:
         self,
         apply: Callable[[], Any],
         finite: tf.Tensor | None,
+        is_allowed: tf.Tensor | None,
         losses: Sequence[tf.Tensor],
         kept: Sequence[forward_writes.Kept],
     ) -> tf.Operation | None:
-        """Applies gradients if they are finite, and moves the scale. Once for all replicas."""
-        if finite is None:
-            return _operation(apply())
-        if not self.family.accumulates():
-            return self._judge(apply, finite, losses, kept)
-        # Only what is made of all gradients that were accumulated is a step.
-        return tf.cond(
-            self.family.completes_step(),
-            lambda: self._judge(apply, finite, losses, kept),
-            lambda: self._accumulate(apply, finite, kept),
-        )
+        """Applies gradients if they are finite. Once for all replicas."""
 
-    def _judge(
-        self,
-        apply: Callable[[], Any],
-        finite: tf.Tensor,
-        losses: Sequence[tf.Tensor],
-        kept: Sequence[forward_writes.Kept],
-    ) -> tf.Operation | None:
         # Each branch moves only what such a step moves: a good one has not much to do.
         def make() -> Any:
             for each in kept:
                 each.let_go()
             applied = _operation(apply())
-            state = self.loss_scale.next_state(self.loss_scale(), True)
-            return _operation([applied, *self.loss_scale.assign(state)])
+            return _operation([applied, *self.verdicts.good()])
 
         def skip() -> Any:
-            self.family.drop_accumulated()
-            state = self.loss_scale.next_state(self.loss_scale(), False)
-            moved = self.loss_scale.assign(state)
-            put_back = _put_back(kept)
-            weights = [weight for each in kept for weight in each.weights]
-            with tf.control_dependencies(put_back):
-                counted = self.skipped.skip(state.num_bad_steps, losses, weights)
-            return _operation([*moved, *put_back, *counted])
+            self.rule.drop_accumulated()
+            return self._note_skip(losses, kept)
 
-        return tf.cond(finite, make, skip)
+        def add() -> Any:
+            applied = _operation(apply())
+            if any(kept):
+                put_back = lambda: _operation(_put_back(kept))  # noqa: E731
+                kept_or_not = tf.cond(finite, lambda: _operation([]), put_back)
+                applied = _operation([applied, kept_or_not])
+            return _operation([applied, *self.verdicts.accumulated()])
 
-    def _accumulate(
-        self, apply: Callable[[], Any], finite: tf.Tensor, kept: Sequence[forward_writes.Kept]
+        if finite is None:
+            return self._unless_refused(is_allowed, kept, lambda: _operation(apply()))
+        if not self.rule.accumulates():
+            return self._choose(finite, is_allowed, kept, make, skip)
+        # Only what is made of all gradients that were accumulated is a step. If some are not
+        # finite, it is skipped when it is complete.
+        return tf.cond(
+            self.rule.completes_step(),
+            lambda: self._choose(finite, is_allowed, kept, make, skip),
+            lambda: self._unless_refused(is_allowed, kept, add),
+        )
+
+    def _let_it_skip(
+        self,
+        apply: Callable[[], Any],
+        finite: tf.Tensor | None,
+        is_allowed: tf.Tensor | None,
+        losses: Sequence[tf.Tensor],
+        kept: Sequence[forward_writes.Kept],
     ) -> tf.Operation | None:
-        """Adds gradients up. If they are not finite, the step is skipped when it is complete."""
+        """Lets what is scaling-safe make or skip the step, which is noted here."""
         applied = _operation(apply())
-        if any(kept):
-            put_back = lambda: _operation(_put_back(kept))  # noqa: E731
-            applied = _operation([applied, tf.cond(finite, lambda: _operation([]), put_back)])
-        return applied
+        if finite is None:
+            noted = self._unless_refused(is_allowed, kept, lambda: _operation([]))
+        else:
+            good = lambda: _operation(self.verdicts.good())  # noqa: E731
+            skip = lambda: self._note_skip(losses, kept)  # noqa: E731
+            noted = self._choose(finite, is_allowed, kept, good, skip)
+        return _operation([applied, noted])
+
+    def _choose(
+        self,
+        finite: tf.Tensor,
+        is_allowed: tf.Tensor | None,
+        kept: Sequence[forward_writes.Kept],
+        make: Callable[[], Any],
+        skip: Callable[[], Any],
+    ) -> Any:
+        if is_allowed is None:
+            return tf.cond(finite, make, skip)
+        # A good step passes one condition only.
+        rest = lambda: self._unless_refused(is_allowed, kept, skip)  # noqa: E731
+        return tf.cond(tf.logical_and(finite, is_allowed), make, rest)
+
+    def _unless_refused(
+        self,
+        is_allowed: tf.Tensor | None,
+        kept: Sequence[forward_writes.Kept],
+        step: Callable[[], Any],
+    ) -> Any:
+        def refuse() -> Any:
+            put_back = _put_back(kept)
+            self.guard.refuse()
+            return _operation(put_back)
+
+        return step() if is_allowed is None else tf.cond(is_allowed, step, refuse)
+
+    def _note_skip(
+        self, losses: Sequence[tf.Tensor], kept: Sequence[forward_writes.Kept]
+    ) -> tf.Operation | None:
+        put_back = _put_back(kept)
+        weights = [weight for each in kept for weight in each.weights]
+        with tf.control_dependencies(put_back):
+            noted = self.verdicts.bad(losses, weights)
+        return _operation([*put_back, *noted])
 
 
 def _put_back(kept: Sequence[forward_writes.Kept]) -> list[tf.Operation]:
@@ -192,4 +331,5 @@ def _operation(result: Any) -> tf.Operation | None:
     """What both branches of `tf.cond` return: an operation, which only TensorFlow 1 has to run."""
     if host.runs_by_itself():
         return None
-    return tf.no_op() if result is None else tf.group(result)
+    of_replicas = tf.distribute.get_strategy().experimental_local_results(result)
+    return tf.group(*(each for each in tf.nest.flatten(of_replicas) if each is not None))

@@ -42,18 +42,17 @@ class SkippedSteps:
         return {**vars(self), "_looked_at": ()}
 
     def watch(self) -> None:
-        """Prepares for `skip` in the function that is being traced."""
+        """Prepares for `skip` and `in_a_row` in the function that is being traced."""
         if self.warn_after is not None:
             self._reports.watch()
 
     def skip(
-        self, in_a_row: tf.Tensor, losses: Sequence[tf.Tensor], weights: Sequence[Weight]
-    ) -> list[tf.Operation]:
+        self, goes_on: tf.Tensor, losses: Sequence[tf.Tensor], weights: Sequence[Weight]
+    ) -> list[Any]:
         """Counts a skipped step, and looks into it. Called in the branch that only it takes.
 
         Args:
-            in_a_row: int64 scalar tensor. How many steps were skipped, this one included, since
-                one was not.
+            goes_on: bool scalar tensor. Was the step before it skipped too?
             losses: the losses of this step, from every replica at hand; empty where unknown.
             weights: the weights of the model, from every replica at hand, as far as they are known.
 
@@ -63,20 +62,19 @@ class SkippedSteps:
         counted = [self.total.assign_add(1, read_value=False)]
         if self.warn_after is not None and host.runs_by_itself():
             self._looked_at = [(w.name, weakref.ref(w.handle), w.dtype) for w in weights]
-            self._look_into(in_a_row, losses)
+            before = tf.convert_to_tensor(self._losses) * tf.cast(goes_on, tf.int64)
+            self._losses.assign(before + _how_many_are_finite(losses), read_value=False)
         return counted
 
-    def _look_into(self, in_a_row: tf.Tensor, losses: Sequence[tf.Tensor]) -> None:
-        if losses:
-            is_finite = tf.cast(gradients.all_finite(losses), tf.int64)
-            seen = tf.stack([1 - is_finite, is_finite])
-        else:
-            seen = tf.zeros([2], tf.int64)
-        before = tf.convert_to_tensor(self._losses) * tf.cast(in_a_row > 1, tf.int64)
-        losses_seen = before + seen
-        self._losses.assign(losses_seen, read_value=False)
-        is_time = tf.equal(in_a_row, self.warn_after)
-        self._reports.post(tf.concat([in_a_row[tf.newaxis], losses_seen], 0), when=is_time)
+    def in_a_row(self, count: tf.Tensor) -> None:
+        """Warns if it is time to. Called after `skip`, in the branch that only such a step takes.
+
+        Args:
+            count: int64 scalar tensor. How many steps were skipped since one was not.
+        """
+        if self.warn_after is not None and host.runs_by_itself():
+            is_time = tf.equal(count, self.warn_after)
+            self._reports.post(tf.concat([count[tf.newaxis], self._losses], 0), when=is_time)
 
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""
@@ -93,6 +91,14 @@ class SkippedSteps:
             f"{_names_of_bad(self._looked_at)}",
             line,
         )
+
+
+def _how_many_are_finite(losses: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Of one step: is its loss not finite, is it finite? Neither where it is not known."""
+    if not losses:
+        return tf.zeros([2], tf.int64)
+    is_finite = tf.cast(gradients.all_finite(losses), tf.int64)
+    return tf.stack([1 - is_finite, is_finite])
 
 
 def _names_of_bad(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.step.knowledge import Knowledge
 from keras_mp.support import host, messages
 
 
@@ -40,7 +41,6 @@ class Facts(enum.IntFlag):
     REPORTED = enum.auto()
 
 
-_NOTHING = Facts(0)
 _OF_THE_LAST_STEP = Facts.APPLIED | Facts.APPLIED_SCALED | Facts.REPORTED
 
 # Indexed rather than called: AutoGraph converts what a tf.function calls, and fails on the latter.
@@ -102,8 +102,6 @@ class _Mine(threading.local):
     """What one thread remembers. MirroredStrategy runs each replica in a thread of its own.
 
     Attributes:
-        graph: reference to the graph in which the last call was made; None for eager.
-        facts: what that call led to; None where that is known only at run time.
         has_read: has it read the scale since the last step, in eager?
         applied: ids of the variables of the step so far.
         is_interleaved: was it begun while one of the other way was under way?
@@ -112,8 +110,6 @@ class _Mine(threading.local):
         results: what the last call returned.
     """
 
-    graph: weakref.ref[Any] | None = None
-    facts: Facts | None = _NOTHING
     has_read = False
     applied: frozenset[int] = frozenset()
     is_interleaved = False
@@ -125,18 +121,14 @@ class _Mine(threading.local):
 class StepCalls:
     """Which of the calls that belong to one step were made since the last step.
 
-    Each thread remembers what it did itself, in eager or in the graph that it is building, which
-    decides where the step is made there too. Where gradients come from another function, Python may
-    not have run since; so a variable remembers as well, and decides when the step is made.
+    What a thread did itself decides where the step is made there too. Where gradients come from
+    another function, the variable decides when the step is made.
     """
 
     def __init__(self) -> None:
         self._mine = _Mine()
-        self._facts = host.local_variable("facts", 0)
+        self._known = Knowledge()
         self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
-        # Graphs in which calls were made and gradients were not applied.
-        self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._some_function_only_applies = False
         self._reports = host.Mailbox(
             lambda numbers, line: messages.warn(_missing(_ALL[numbers[0]]), line), size=1
         )
@@ -149,20 +141,23 @@ class StepCalls:
             to_apply: bool. Will `apply_gradients` unscale, rather than `get_unscaled_gradients`?
         """
         mine = self._mine
-        is_under_way = mine.facts is not None and Facts.LOSS_SCALED in mine.facts
-        mine.is_interleaved = is_under_way and _apply_unscales(mine.facts) != to_apply
+        before = _ALL[self._known.of_last_call or 0]
+        is_under_way = Facts.LOSS_SCALED in before
+        mine.is_interleaved = is_under_way and _apply_unscales(before) != to_apply
         mine.applied = frozenset()
-        self._open(Facts.LOSS_SCALED | Facts.APPLY_UNSCALES if to_apply else Facts.LOSS_SCALED)
+        facts = Facts.LOSS_SCALED | Facts.APPLY_UNSCALES if to_apply else Facts.LOSS_SCALED
+        self._known.note(facts, is_open=True)
         if host.runs_by_itself():
             self._scaled_by.assign(scaled_by, read_value=False)
 
     def unscaled(self) -> None:
         """Notes that gradients were unscaled."""
-        facts = self._facts_here()
+        facts = self._known_facts()
         if facts is not None:
-            self._open(_after_unscaling(facts))
+            self._known.note(_after_unscaling(facts), is_open=True)
         else:
-            self._open(_look_up(_after_unscaling, self._facts))
+            after = _look_up(_after_unscaling, self._known.at_run_time())
+            self._known.note(after, is_open=True)
 
     def begin(self) -> None:
         """Notes that a step begins, so that what was read in eager before it does not count."""
@@ -177,11 +172,12 @@ class StepCalls:
         if tf.executing_eagerly():
             self._mine.has_read = True
             return
-        facts = self._facts_here()
+        facts = self._known_facts()
         if facts is not None:
-            self._open(facts | Facts.SCALE_READ)
+            self._known.note(facts | Facts.SCALE_READ, is_open=True)
         else:
-            self._open(tf.convert_to_tensor(self._facts) | int(Facts.SCALE_READ))
+            facts = self._known.at_run_time()
+            self._known.note(facts | int(Facts.SCALE_READ), is_open=True)
 
     def unscale_early(self) -> bool | tf.Tensor:
         """Notes that gradients are unscaled which `apply_gradients` would, before others see them.
@@ -189,13 +185,13 @@ class StepCalls:
         Returns:
             Has that to be done? A bool scalar tensor where it is known only when the function runs.
         """
-        facts = self._facts_here()
+        facts = self._known_facts()
         if facts is None:
-            before = tf.convert_to_tensor(self._facts)
-            self._note(_look_up(_after_unscaling_early, before))
+            before = self._known.at_run_time()
+            self._known.note(_look_up(_after_unscaling_early, before))
             return tf.cast(_look_up(_apply_unscales, before), tf.bool)
         if _apply_unscales(facts):
-            self._open(_after_unscaling_early(facts))
+            self._known.note(_after_unscaling_early(facts), is_open=True)
         return _apply_unscales(facts)
 
     @contextlib.contextmanager
@@ -217,10 +213,10 @@ class StepCalls:
         """Remembers the loss of this step as it is before it is scaled, and the scale."""
         self._mine.loss, self._mine.scaled_by = loss, scaled_by
 
-    def take_loss(self) -> tf.Tensor | None:
+    def take_losses(self) -> list[tf.Tensor]:
         """The loss of this step, if it is known here. Only once."""
         loss, self._mine.loss = self._mine.loss, None
-        return loss if _is_of_this_graph(loss) else None
+        return [loss] if _is_of_this_graph(loss) else []
 
     def scaled_by(self, loss_scale: Callable[[], tf.Tensor]) -> tf.Tensor:
         """What the loss of this step was multiplied by.
@@ -237,7 +233,7 @@ class StepCalls:
             return self._mine.scaled_by
         if not host.runs_by_itself():
             return loss_scale()
-        is_known = tf.cast(_look_up(_knows_its_scale, self._facts), tf.bool)
+        is_known = tf.cast(_look_up(_knows_its_scale, self._known.at_run_time()), tf.bool)
         return tf.where(is_known, self._scaled_by, loss_scale())
 
     def returned(self, results: Iterable[Any]) -> None:
@@ -264,7 +260,7 @@ class StepCalls:
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""
         return {
-            "facts": self._facts,
+            "facts": self._known.variable,
             "scaled_by": self._scaled_by,
             "call_report": self._reports.letter,
         }
@@ -283,7 +279,7 @@ class StepCalls:
         # Other variables than just before: the same step may go on.
         goes_on = bool(before) and before.isdisjoint(applied) and not self._mine.is_interleaved
         self._mine.applied = before | applied if goes_on else applied
-        facts = self._facts_here()
+        facts = self._known_facts()
         if facts is None:
             return self._resolve_at_run_time(goes_on)
         if self._mine.has_read and tf.executing_eagerly():
@@ -292,7 +288,7 @@ class StepCalls:
         if _misses_a_call(facts, goes_on):
             messages.warn(_missing(facts))
             self._mine.applied, self._mine.scaled_by = frozenset(), None
-        self._close(_after_applying(facts, goes_on))
+        self._known.note(_after_applying(facts, goes_on), is_open=False)
         return _is_scaled(facts, goes_on)
 
     def collect_reports(self) -> None:
@@ -300,66 +296,35 @@ class StepCalls:
         self._reports.collect()
 
     def _resolve_at_run_time(self, goes_on: bool) -> tf.Tensor:
-        self._some_function_only_applies = True
+        self._known.are_looked_up = True
         if host.is_compiled_by_xla():
             self._report_while_tracing(goes_on)
-        facts = tf.convert_to_tensor(self._facts)
+        facts = self._known.at_run_time()
         after = _look_up(_after_applying, facts, goes_on)
         self._reports.watch()
         is_news = tf.cast(_look_up(_is_news, facts, goes_on), tf.bool)
         self._reports.post(facts[tf.newaxis], when=is_news)
-        self._close(after)
+        self._known.note(after, is_open=False)
         return tf.cast(_look_up(_is_scaled, facts, goes_on), tf.bool)
 
     def _report_while_tracing(self, goes_on: bool) -> None:
         """Says now what is known now, since a compiled function cannot say it when it runs."""
-        mine = self._mine.facts
+        mine = self._known.of_last_call
         if mine is None or mine & (Facts.LOSS_SCALED | Facts.UNSCALED):
             return
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return
-            facts = self._read_variable()
+            facts = _ALL[self._known.read()]
             if _misses_a_call(facts, goes_on):
                 messages.warn(_missing(facts))
                 after = _after_applying(facts, goes_on)
-                self._facts.assign(int(after), read_value=False)
+                self._known.variable.assign(int(after), read_value=False)
 
-    def _facts_here(self) -> Facts | None:
+    def _known_facts(self) -> Facts | None:
         """What is known so far, or None where only the variable knows, at run time."""
-        graph, mine = host.current_graph(), self._mine
-        if graph is None:
-            crosses = self._some_function_only_applies or bool(self._open_graphs)
-            has_called = mine.facts is not None and mine.facts & ~_OF_THE_LAST_STEP
-            if mine.graph is None and has_called and not crosses:
-                return mine.facts
-            return self._read_variable()
-        if mine.graph is not None and mine.graph() is graph and mine.facts is not None:
-            return mine.facts
-        return None if host.runs_by_itself() else _NOTHING
-
-    def _read_variable(self) -> Facts:
-        return _ALL[int(tf.convert_to_tensor(self._facts))]
-
-    def _open(self, facts: Facts | tf.Tensor) -> None:
-        graph = host.current_graph()
-        if graph is not None:
-            self._open_graphs.add(graph)
-        self._note(facts)
-
-    def _close(self, facts: Facts | tf.Tensor) -> None:
-        graph = host.current_graph()
-        if graph is not None:
-            self._open_graphs.discard(graph)
-        self._note(facts)
-
-    def _note(self, facts: Facts | tf.Tensor) -> None:
-        graph = host.current_graph()
-        self._mine.graph = None if graph is None else weakref.ref(graph)
-        self._mine.facts = facts if isinstance(facts, Facts) else None
-        if host.runs_by_itself():
-            value = int(facts) if isinstance(facts, Facts) else facts
-            self._facts.assign(value, read_value=False)
+        facts = self._known.here(since=int(~_OF_THE_LAST_STEP))
+        return None if facts is None else _ALL[facts]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepCalls":
         return StepCalls()

@@ -52,13 +52,14 @@ def number(
     return float(value)
 
 
-def integer(name: str, value: Any, below: int = 2**63) -> int:
-    """Checks that an argument is a whole number of at least 1.
+def integer(name: str, value: Any, below: int = 2**63, at_least: int = 1) -> int:
+    """Checks that an argument is a whole number within bounds.
 
     Args:
         name: str. The argument's name, for the message.
         value: Any. What was passed.
         below: int. The value must be less; defaults to what an int64 holds.
+        at_least: int. Lowest value allowed. Defaults to 1.
 
     Returns:
         The value as an int.
@@ -71,8 +72,26 @@ def integer(name: str, value: Any, below: int = 2**63) -> int:
         raise TypeError(
             f"`{name}` must be an int. Received: {name}={value!r} (of type {type(value)})"
         )
-    if not 1 <= value < below:
+    if not at_least <= value < below:
         raise ValueError(
-            f"`{name}` must be at least 1 and below {below}. Received: {name}={value!r}"
+            f"`{name}` must be at least {at_least} and below {below}. Received: {name}={value!r}"
         )
     return int(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Checks that an argument is True or False.
+
+    Args:
+        name: str. The argument's name, for the message.
+        value: Any. What was passed.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a bool. Received: {name}={value!r}")
+    return value

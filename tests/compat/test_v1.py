@@ -573,7 +573,7 @@ def accuracy_in_a_session(dtype):
 
 def test_digits_are_learnt_in_a_session_as_well_as_in_float32():
     in_float32 = accuracy_in_a_session(tf.float32)
-    assert in_float32 > 0.9
+    assert in_float32 > 0.85
     assert abs(accuracy_in_a_session(tf.float16) - in_float32) <= 0.01
 
 
@@ -610,5 +610,5 @@ def accuracy_in_a_function(dtype):
 
 def test_digits_are_learnt_in_a_function_as_well_as_in_float32():
     in_float32 = accuracy_in_a_function(tf.float32)
-    assert in_float32 > 0.9
+    assert in_float32 > 0.85
     assert abs(accuracy_in_a_function(tf.float16) - in_float32) <= 0.01

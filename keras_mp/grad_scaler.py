@@ -1,0 +1,389 @@
+"""Loss scaling for any TensorFlow code: many losses and optimizers under one scale.
+
+PyTorch's AMP feature proposal, "Gradient scaling".
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import hardware, optimizer_wrapper
+from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
+from keras_mp.step import forward_writes, gradients, skipped_steps, update_rules
+from keras_mp.step.gathered import Gathered
+from keras_mp.step.loss_scale import DynamicLossScale, FixedLossScale, LossScale, schedule_of
+from keras_mp.step.optimizer_family import UpdateRule
+from keras_mp.step.scaled_step import Guard, ScaledStep
+from keras_mp.step.scaler_calls import ScalerCalls, Step
+from keras_mp.support import host, validation
+from keras_mp.support.unconverted import unconverted
+
+
+class GradScaler(tf.Module):
+    """Scales losses, and unscales, judges and applies their gradients, for any optimizers.
+
+    What a `keras_mp.LossScaleOptimizer` is for one optimizer of `tf.keras`, this is for several
+    optimizers and losses that share one scale, and for code without Keras. A training step calls
+
+    - `scale` with its losses, under the tape, as often as it likes;
+    - `unscale` with gradients that it wants to look at or to clip, if any;
+    - `step` for each optimizer, which sums gradients over replicas, unscales those that are still
+      scaled, and applies them, or skips the step if they are not finite;
+    - `update` once at the end, which moves the scale.
+
+    Each optimizer has a verdict of its own: one whose gradients overflowed is skipped, the others
+    make their steps, and the scale backs off. A step that is skipped changes nothing; what the
+    forward pass assigned to weights is put back in a `keras_mp.training_step` around all of it. A
+    fixed scale skips nothing, unless `skip_nonfinite` is set.
+
+    A call that is wrong, such as a second `step` before `update`, is an error. Where it is known
+    only when a `tf.function` runs, it is a `MixedPrecisionWarning`, and that step is not made.
+
+    The scaler is a `tf.Module`: put it into a `tf.train.Checkpoint` beside model and optimizers.
+    Make it in the scope of the strategy that it is used under. Threads share one training step:
+    `update` is called once for all of them.
+
+    Args:
+        loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, or a
+            `keras_mp.LossScale`. None scales nothing, and skips nothing unless `skip_nonfinite`.
+        enabled: bool. False does what `loss_scale=None` does, whatever the other arguments are:
+            the same calls, without loss scaling. Defaults to True.
+        skip_nonfinite: bool. Skips steps with a fixed scale too, or without one: for training in
+            bfloat16 or float32 in which one bad batch must not end it. Defaults to False.
+        aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
+            in half the bytes. Needs a scale that skips overflowing steps. Defaults to True.
+        warn_after_skips: int, or None for never. After how many steps in a row in which an
+            optimizer was skipped to warn, and to say whether the loss itself is non-finite or only
+            its gradients. Defaults to 50.
+        name: str. Name of the module.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument has a wrong value, or the current strategy is one under which loss
+            scaling does not work.
+
+    Example:
+
+    >>> scaler = keras_mp.GradScaler()
+    >>> optimizer = tf.keras.optimizers.SGD(0.25)
+    >>> v = tf.Variable(1.0)
+    >>> with tf.GradientTape() as tape:
+    ...     scaled_loss = scaler.scale(v**2)
+    >>> applied = scaler.step(optimizer, [(tape.gradient(scaled_loss, v), v)])
+    >>> scaler.update()
+    >>> float(v), bool(applied), float(scaler.loss_scale())
+    (0.5, True, 32768.0)
+
+    Source: PyTorch's AMP feature proposal, "Gradient scaling"; RFC 293, "LossScaleOptimizer
+    Overview".
+    """
+
+    def __init__(
+        self,
+        loss_scale: Any = "dynamic",
+        *,
+        enabled: bool = True,
+        skip_nonfinite: bool = False,
+        aggregate_in_float16: bool = True,
+        warn_after_skips: int | None = 50,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name or "grad_scaler")
+        gradients.check_strategy()
+        given = loss_scale_lib.get(loss_scale)
+        self._enabled = validation.boolean("enabled", enabled)
+        self._skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
+        self._in_float16 = validation.boolean("aggregate_in_float16", aggregate_in_float16)
+        self._scales = enabled and given is not None
+        self._given = given
+        self._loss_scale = given if self._scales else FixedLossScale(1)
+        self._skipped = skipped_steps.SkippedSteps(
+            validation.integer("warn_after_skips", warn_after_skips)
+            if warn_after_skips is not None
+            else None
+        )
+        self._schedule = schedule_of(self._loss_scale, enabled and skip_nonfinite)
+        self._verdicts = None
+        if self._schedule is not None:
+            self._verdicts = Gathered(self._schedule, self._skipped)
+        self._calls = ScalerCalls()
+        hardware.warn_if_slow()
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The `LossScale`. `scaler.loss_scale()` is its value, a float32 scalar tensor.
+
+        Where nothing is scaled it is a `FixedLossScale(1)`.
+        """
+        return self._loss_scale
+
+    @property
+    def enabled(self) -> bool:
+        """Does it scale, or skip, anything?"""
+        return self._enabled
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Are steps skipped whatever the loss scale? A dynamic one skips them anyway."""
+        return self._skip_nonfinite
+
+    @property
+    def steps_skipped(self) -> tf.Tensor:
+        """How many calls of `step` applied nothing so far, an int64 scalar tensor."""
+        self._collect_reports()
+        return tf.convert_to_tensor(self._skipped.total)
+
+    @property
+    def warn_after_skips(self) -> int | None:
+        """After how many steps in a row with a skipped one to warn; None for never."""
+        return self._skipped.warn_after
+
+    @unconverted
+    def scale(self, losses: Any) -> Any:
+        """Multiplies losses by the loss scale.
+
+        All losses that are scaled between two calls of `update` are multiplied by the same number,
+        so that their gradients can be added up.
+
+        Args:
+            losses: float tensor of any shape, or a nested structure of them.
+
+        Returns:
+            The same structure of tensors, in float32 or wider; where nothing is scaled, `losses`.
+
+        Raises:
+            TypeError: there is something else than a floating-point tensor.
+        """
+        self._check_mode()
+        if not self._scales:
+            if self._verdicts is not None:
+                self._calls.saw(map(tf.convert_to_tensor, tf.nest.flatten(losses)))
+            return losses
+        flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
+        loss_scale = self._calls.scale(self._loss_scale)
+        self._calls.saw(flat)
+        scaled = [gradients.scale_loss(loss, loss_scale) for loss in flat]
+        return tf.nest.pack_sequence_as(losses, scaled)
+
+    @unconverted
+    def unscale(self, grads: Iterable[Any], optimizer: Any = None) -> list[Any]:
+        """Divides gradients by the loss scale, for those who want to look at them or to clip them.
+
+        `step` takes them as they are then. If one is not finite the step is skipped, even if what
+        is done to it afterwards makes it finite.
+
+        Args:
+            grads: iterable of tensors, `tf.IndexedSlices` (which stay sparse) and None.
+            optimizer: Whose gradients they are, as it will be passed to `step`. May be left out
+                where only one optimizer is used.
+
+        Returns:
+            list of the gradients, each in the dtype it came in.
+
+        Raises:
+            TypeError: `grads` is not a flat list of gradients.
+            ValueError: the gradients are unscaled already, no loss was scaled, or there are several
+                optimizers and `optimizer` is None.
+        """
+        self._check_mode()
+        grads = gradients.convert(grads)
+        if not self._scales:
+            return grads
+        unscaled = gradients.unscale(grads, self._calls.scaled_by())
+        finite = None if self._verdicts is None else lambda: gradients.all_finite(unscaled)
+        self._calls.unscale(optimizer, finite)
+        return unscaled
+
+    @unconverted
+    def step(
+        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, aggregate: bool = True
+    ) -> tf.Tensor:
+        """Applies gradients, or skips the step if they are not finite.
+
+        Args:
+            optimizer: An optimizer of `tf.keras`, a `tf.compat.v1.train.Optimizer`, an object with
+                a method `apply(updates, parameters)`, or a function that takes a list of
+                (gradient, variable) pairs. If it has a method `apply_scaled_gradients(
+                grads_and_vars, loss_scale, finite)`, that is handed the scaled gradients, the
+                scale and the verdict, both tensors, and makes or skips the step by itself.
+            grads_and_vars: iterable of (gradient, variable) pairs, scaled or unscaled with
+                `unscale`. A gradient may be None.
+            aggregate: bool. False where the gradients are summed over replicas already. Defaults
+                to True.
+
+        Returns:
+            bool scalar tensor. Were the gradients applied?
+
+        Raises:
+            TypeError: `optimizer` is something else, or scales its loss itself.
+            ValueError: there are no gradients, it is the second step of the optimizer since the
+                last `update`, no loss was scaled since then, or the call is in a cross-replica
+                context.
+        """
+        self._check_mode()
+        self._collect_reports()
+        gradients.check_strategy()
+        rule = _rule(optimizer)
+        pairs = gradients.checked_pairs(grads_and_vars)
+        if not pairs:
+            raise ValueError(
+                "GradScaler.step() needs the gradients and variables of the step. Received: "
+                f"grads_and_vars={pairs!r}"
+            )
+        rule.build([variable for _, variable in pairs])
+        known = _NOTHING_SCALED
+        scaled_by, losses = tf.constant(1.0), self._calls.losses()
+        if self._scales:
+            scaled_by = self._calls.scaled_by()
+            known = self._calls.step(optimizer)
+        guard = known.guard and Guard(known.guard.is_allowed, lambda: self._refuse(known.guard))
+        in_float16 = self._in_float16 and self._scales
+        _, finite = ScaledStep(rule, self._verdicts, in_float16, guard).make(
+            pairs,
+            scaled=known.scaled,
+            scaled_by=scaled_by,
+            losses=losses,
+            aggregate=aggregate,
+            was_finite=known.was_finite,
+        )
+        applied = [each for each in (finite, guard and guard.is_allowed) if each is not None]
+        return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
+
+    @unconverted
+    def update(self, new_scale: Any = None) -> None:
+        """Ends the training step: moves a dynamic scale, once for all optimizers.
+
+        It backs off if an optimizer was skipped since the last call, and counts a good step, after
+        `increment_period` of which it grows, if none was.
+
+        Args:
+            new_scale: int, float, or float scalar tensor. Sets the scale instead, which takes a
+                dynamic one. May be given without any `step`.
+
+        Raises:
+            ValueError: no step was made since the last call, `new_scale` is out of bounds, or the
+                scale is a fixed one.
+        """
+        self._check_mode()
+        if new_scale is not None:
+            new_scale = self._checked_scale(new_scale)
+        has_stepped, report = tf.constant(True), lambda: None
+        if self._scales:
+            has_stepped, report = self._calls.update()
+        if new_scale is not None:
+            report = lambda: None  # noqa: E731
+
+        def move(tensors: list[tf.Tensor]) -> None:
+            [has_stepped, *scale] = tensors
+            if self._verdicts is not None:
+                self._verdicts.close(has_stepped, report, *scale)
+            else:
+                tf.cond(has_stepped, lambda: None, report)
+
+        scale = [] if new_scale is None else [new_scale]
+        gradients.once_for_all_replicas(move, [tf.convert_to_tensor(has_stepped), *scale])
+        forward_writes.step_is_over()
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` makes an equal scaler.
+
+        The state of the loss scale is not among them: it is in checkpoints.
+        """
+        return {
+            "loss_scale": loss_scale_lib.serialize(self._given),
+            "enabled": self._enabled,
+            "skip_nonfinite": self._skip_nonfinite,
+            "aggregate_in_float16": self._in_float16,
+            "warn_after_skips": self.warn_after_skips,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "GradScaler":
+        """Makes a scaler from what `get_config` returned.
+
+        Args:
+            config: dict of constructor arguments.
+
+        Returns:
+            A new scaler, in its initial state.
+        """
+        return cls(**config)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        children = {"loss_scale": self._loss_scale, "steps_skipped": self._skipped.total}
+        if save_type == "savedmodel":  # which holds functions, and all that these use
+            functions = super()._trackable_children(save_type, **kwargs)
+            children.update({**functions, **self._skipped.variables(), **self._calls.variables()})
+            if self._verdicts is not None:
+                children.update(self._verdicts.variables())
+        return children
+
+    def _note_tape(self) -> None:
+        if self._scales:
+            self._calls.by_tape()
+
+    def _refuse(self, guard: Guard) -> None:
+        guard.refuse()
+        self._skipped.total.assign_add(1, read_value=False)
+
+    def _checked_scale(self, new_scale: Any) -> tf.Tensor:
+        scale = self._loss_scale
+        if not isinstance(scale, DynamicLossScale):
+            raise ValueError(
+                "Only a dynamic loss scale can be set. "
+                f"Received: new_scale={new_scale!r} with {scale!r}"
+            )
+        bounds = scale.min_loss_scale, scale.max_loss_scale
+        if tf.is_tensor(new_scale) or isinstance(new_scale, (LossScale, tf.Variable)):
+            return tf.clip_by_value(tf.cast(tf.convert_to_tensor(new_scale), tf.float32), *bounds)
+        low, high = bounds
+        number = validation.number("new_scale", new_scale, at_least=low, at_most=high)
+        return tf.constant(number, tf.float32)
+
+    def _check_mode(self) -> None:
+        if not host.runs_by_itself():
+            raise RuntimeError(
+                "A GradScaler works in eager code and in tf.function. In a graph of TensorFlow 1 "
+                "use a keras_mp.LossScaleOptimizer."
+            )
+
+    def _collect_reports(self) -> None:
+        self._calls.collect_reports()
+        self._skipped.collect_reports()
+
+
+_NOTHING_SCALED = Step(scaled=False, was_finite=None, guard=None)
+
+
+def _rule(optimizer: Any) -> UpdateRule:
+    """Tells how an optimizer applies gradients, or refuses it."""
+    if find_loss_scale_optimizer(optimizer) is not None or isinstance(
+        optimizer, tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
+    ):
+        raise TypeError(
+            "A GradScaler needs an optimizer without loss scaling: this one has a scale of its own "
+            "and would scale twice. Pass the one inside of it, which is its `inner_optimizer`, and "
+            f"use that one alone. Received: optimizer={optimizer!r}"
+        )
+    rule, hint = None, optimizer_wrapper.hint(optimizer)
+    if not callable(getattr(optimizer, "apply_scaled_gradients", None)):
+        rule = optimizer_wrapper.family_of(optimizer)
+    if rule is None and not hint:
+        rule = update_rules.update_rule(optimizer)
+    if rule is None:
+        raise TypeError(
+            "Expected an optimizer of `tf.keras`, a tf.compat.v1.train.Optimizer, an object with a "
+            "method `apply(updates, parameters)`, or a function of a list of (gradient, variable) "
+            f"pairs{hint}. Received: optimizer={optimizer!r} (of type {type(optimizer)})"
+        )
+    return rule
+
+
+def _checked_loss(loss: Any) -> tf.Tensor:
+    if loss is None:
+        raise TypeError("A loss must be a floating-point tensor. Received: None")
+    return tf.convert_to_tensor(loss)

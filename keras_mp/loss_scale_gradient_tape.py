@@ -1,0 +1,249 @@
+"""A gradient tape that scales the loss, and computes again what overflows.
+
+RFC 293, "LossScaleGradientTape". This module needs TensorFlow only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.grad_scaler import GradScaler
+from keras_mp.step import gradients
+from keras_mp.step.loss_scale import DynamicLossScale, LossScale, LossScaleState
+from keras_mp.support import validation
+from keras_mp.support.unconverted import unconverted
+
+
+class LossScaleGradientTape(tf.GradientTape):
+    """A `tf.GradientTape` whose gradients are those of a scaled loss, unscaled.
+
+    Where a gradient is not finite, `gradient` computes all of them again at half the scale, from
+    the same forward pass, instead of losing the batch. It is for runs in which a skipped step
+    matters. If the loss itself is not finite, or nothing helps, the gradients are returned as they
+    are.
+
+    A dynamic scale goes on where the gradients were finite. With several replicas each looks for
+    its own, and all go on with the smallest. With a `LossScale` this tape alone moves the scale: a
+    finite `gradient` counts as a good step. With a `GradScaler`, `GradScaler.step` takes the
+    gradients as they are, and skips those that nothing has helped; `GradScaler.update` counts.
+
+    It keeps what the forward pass has computed until `gradient` returns, as a persistent tape does.
+    Only `gradient` scales.
+
+    Args:
+        loss_scale: A `keras_mp.GradScaler`, a `keras_mp.LossScale`, `"dynamic"`, or a number for a
+            fixed scale, which is where each search starts.
+        max_retries: int of at least 0. How often to compute again. Defaults to 16.
+        persistent: bool. May `gradient` be called more than once? Defaults to False.
+        watch_accessed_variables: bool, as of `tf.GradientTape`. Defaults to True.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument has a wrong value.
+
+    Example:
+
+    >>> loss_scale = keras_mp.DynamicLossScale(2**20)
+    >>> v = tf.Variable(3.0)
+    >>> with keras_mp.LossScaleGradientTape(loss_scale) as tape:
+    ...     loss = tf.cast(tf.cast(v, tf.float16) ** 2, tf.float32)
+    >>> float(tape.gradient(loss, v)), float(loss_scale())
+    (6.0, 8192.0)
+
+    Source: RFC 293, "LossScaleGradientTape".
+    """
+
+    def __init__(
+        self,
+        loss_scale: Any,
+        max_retries: int = 16,
+        persistent: bool = False,
+        watch_accessed_variables: bool = True,
+    ) -> None:
+        # To compute again, it has to remember.
+        super().__init__(persistent=True, watch_accessed_variables=watch_accessed_variables)
+        self._scaler = loss_scale if isinstance(loss_scale, GradScaler) else None
+        self._loss_scale = self._scaler.loss_scale if self._scaler else _scale(loss_scale)
+        self._max_retries = validation.integer("max_retries", max_retries, at_least=0)
+        self._is_kept = validation.boolean("persistent", persistent)
+        self._watched_before: Sequence[tf.Variable] | None = None
+        self._is_entered = False
+
+    def __enter__(self) -> "LossScaleGradientTape":
+        self._is_entered = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_entered = False
+        super().__exit__(*error)
+
+    def watched_variables(self) -> Sequence[tf.Variable]:
+        """Returns variables that the tape watches, in the order in which they were first used."""
+        return super().watched_variables() if self._watched_before is None else self._watched_before
+
+    @unconverted
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Computes gradients of the scaled target and unscales them, again until they are finite.
+
+        Args:
+            target: float tensor, or a nested structure of them.
+            sources: variable or tensor, or a nested structure of them.
+            output_gradients: tensors, one for each of `target`, by which its gradients are
+                multiplied. Not scaled.
+            unconnected_gradients: what to return for sources on which `target` does not depend.
+
+        Returns:
+            The structure of `sources`, of gradients or None.
+
+        Raises:
+            RuntimeError: the tape is not persistent and was used.
+            ValueError: the call is in a cross-replica context.
+        """
+        if self._watched_before is not None:
+            raise RuntimeError(
+                "A LossScaleGradientTape can be used for one call of gradient(), unless it is made "
+                "with persistent=True."
+            )
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "LossScaleGradientTape.gradient() is called in a replica context: inside the "
+                "function that is passed to `strategy.run`."
+            )
+        targets = [self._widened(each) for each in tf.nest.flatten(target)]
+        if output_gradients is None:
+            factors = [tf.ones_like(each) for each in targets]
+        else:
+            flat = tf.nest.flatten(output_gradients)
+            factors = [tf.cast(f, t.dtype) for f, t in zip(flat, targets, strict=True)]
+        structure: list[Any] = []
+
+        def compute(scale: tf.Tensor) -> list[Any]:
+            scaled = [factor * tf.cast(scale, factor.dtype) for factor in factors]
+            of_sources = super(LossScaleGradientTape, self).gradient(
+                targets, sources, scaled, unconnected_gradients
+            )
+            structure[:] = [of_sources]
+            return gradients.unscale(tf.nest.flatten(of_sources), scale)
+
+        grads = self._search(compute, gradients.all_finite(targets))
+        if not self._is_kept:
+            self._forget()
+        return tf.nest.pack_sequence_as(structure[0], grads)
+
+    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """Not scaled: use a `tf.GradientTape`."""
+        raise NotImplementedError("Only gradient() scales. Use a tf.GradientTape for jacobians.")
+
+    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """Not scaled: use a `tf.GradientTape`."""
+        self.jacobian()
+
+    def _widened(self, target: Any) -> tf.Tensor:
+        """Casts what cannot be multiplied by an ordinary loss scale, on the tape."""
+        target = tf.convert_to_tensor(target)
+        if not target.dtype.is_floating or target.dtype.size >= tf.float32.size:
+            return target
+        if self._is_entered:
+            return tf.cast(target, tf.float32)
+        with self:
+            return tf.cast(target, tf.float32)
+
+    def _forget(self) -> None:
+        self._watched_before = super().watched_variables()
+        if self._is_entered:
+            self.reset()
+        else:
+            with self:
+                self.reset()
+
+    def _search(self, compute: Callable[[tf.Tensor], list[Any]], is_worth_it: tf.Tensor) -> list:
+        """Computes gradients at the highest scale, from the current one down, that works."""
+        start = self._loss_scale()
+        floor = getattr(self._loss_scale, "min_loss_scale", 1.0)
+        first = compute(start)
+        positions = [i for i, gradient in enumerate(first) if gradient is not None]
+
+        def scale_after(retries: tf.Tensor) -> tf.Tensor:
+            return tf.maximum(start * tf.pow(0.5, tf.cast(retries, tf.float32)), floor)
+
+        def goes_on(retries: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tf.Tensor:
+            is_left = (retries < self._max_retries) & (scale_after(retries) > floor)
+            return is_worth_it & ~finite & is_left
+
+        def again(retries: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tuple:
+            grads = compute(scale_after(retries + 1))
+            return retries + 1, gradients.all_finite(grads), *(grads[i] for i in positions)
+
+        state = (tf.constant(0), gradients.all_finite(first), *(first[i] for i in positions))
+        if self._max_retries:
+            state = tf.while_loop(goes_on, again, state)
+        retries, finite, *found = state
+        self._note(retries, finite, scale_after)
+        grads: list[Any] = [None] * len(first)
+        for i, gradient in zip(positions, found, strict=True):
+            grads[i] = gradient
+        return grads
+
+    def _note(
+        self,
+        retries: tf.Tensor,
+        finite: tf.Tensor,
+        scale_after: Callable[[tf.Tensor], tf.Tensor],
+    ) -> None:
+        """Moves the scale to where the gradients of all replicas were finite."""
+        if self._scaler is not None:
+            self._scaler._note_tape()
+        scale = self._loss_scale
+        if not isinstance(scale, DynamicLossScale):
+            return
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            retries, finite = _most_of_all_replicas(retries, finite, self._max_retries)
+
+        def move(tensors: list[tf.Tensor]) -> None:
+            was_lowered, finite, lowered = tensors
+
+            def go_on() -> None:
+                zero = tf.constant(0, tf.int64)
+                scale.assign(LossScaleState(lowered, zero, zero))
+
+            def count() -> None:
+                if self._scaler is None:  # who counts by itself
+                    good, bad = (lambda f=f: _ignore(scale.move(f)) for f in (True, False))
+                    tf.cond(finite, good, bad)
+
+            tf.cond(finite & was_lowered, go_on, count)
+
+        gradients.once_for_all_replicas(move, [retries > 0, finite, scale_after(retries)])
+
+
+def _most_of_all_replicas(
+    retries: tf.Tensor, finite: tf.Tensor, at_most: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The most retries that any replica needed, and whether all were finite in the end."""
+    # Only sums and means are there: so each replica raises a flag.
+    flags = tf.one_hot(tf.where(finite, retries, at_most + 1), at_most + 2)
+    raised = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flags) > 0
+    numbers = tf.range(at_most + 1)
+    return tf.reduce_max(tf.where(raised[:-1], numbers, 0)), ~raised[-1]
+
+
+def _ignore(result: Any) -> None:
+    """Makes a branch of what returns something."""
+
+
+def _scale(loss_scale: Any) -> LossScale:
+    scale = loss_scale_lib.get(loss_scale)
+    if scale is None:
+        raise ValueError(
+            "A LossScaleGradientTape needs a loss scale; without one, use a tf.GradientTape. "
+            "Received: loss_scale=None"
+        )
+    return scale

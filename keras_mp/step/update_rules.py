@@ -1,0 +1,104 @@
+"""How gradients are applied without Keras: TensorFlow 1's optimizers, Sonnet's, and functions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.step.optimizer_family import UpdateRule
+
+
+def update_rule(optimizer: Any) -> UpdateRule | None:
+    """Tells how something applies gradients.
+
+    Args:
+        optimizer: A `tf.compat.v1.train.Optimizer`, an object with a method `apply(updates,
+            parameters)`, or a function that takes the list of (gradient, variable) pairs. What has
+            a method `apply_scaled_gradients` is left to do a scaling-safe step by itself.
+
+    Returns:
+        An `UpdateRule`, or None for anything else.
+    """
+    if isinstance(optimizer, type):
+        return None
+    if callable(getattr(optimizer, "apply_scaled_gradients", None)):
+        return ScalingSafe(optimizer)
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return V1Optimizer(optimizer)
+    if callable(getattr(optimizer, "apply", None)):
+        return TwoLists(optimizer)
+    return Function(optimizer) if callable(optimizer) else None
+
+
+class V1Optimizer(UpdateRule):
+    """`tf.compat.v1.train.Optimizer`, in graphs of TensorFlow 1 too.
+
+    Args:
+        optimizer: The optimizer.
+        global_step: variable that a step which is made increments, or None.
+    """
+
+    def __init__(self, optimizer: Any, global_step: Any = None) -> None:
+        super().__init__(optimizer)
+        self._global_step = global_step
+
+    def build(self, variables: Sequence[Any]) -> None:
+        no_merging = tf.__internal__.distribute.strategy_supports_no_merge_call
+        if not tf.distribute.has_strategy() or no_merging():
+            return  # `apply` does it
+
+        def build(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+            del strategy
+            with tf.init_scope():
+                self.optimizer._create_slots(variables)
+
+        # In a graph of TensorFlow 1 a replica would make slots for itself alone.
+        tf.distribute.get_replica_context().merge_call(build, args=(list(variables),))
+
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
+    ) -> Any:
+        # Subclasses of the user's that override the method may not know of the argument.
+        is_summed = tf.distribute.has_strategy() and not aggregate
+        summed = {"skip_gradients_aggregation": True} if is_summed else {}
+        return self.optimizer.apply_gradients(
+            grads_and_vars, global_step=self._global_step, name=name, **summed
+        )
+
+
+class TwoLists(UpdateRule):
+    """An object with a method `apply(updates, parameters)`, as Sonnet's optimizers have it."""
+
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
+    ) -> Any:
+        del name, aggregate
+        updates, parameters = [g for g, _ in grads_and_vars], [v for _, v in grads_and_vars]
+        return self.optimizer.apply(updates, parameters)
+
+
+class Function(UpdateRule):
+    """A function that is called with the list of (gradient, variable) pairs."""
+
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
+    ) -> Any:
+        del name, aggregate
+        return self.optimizer(list(grads_and_vars))
+
+
+class ScalingSafe(UpdateRule):
+    """An optimizer with a method `apply_scaled_gradients(grads_and_vars, loss_scale, finite)`."""
+
+    is_scaling_safe = True
+
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
+    ) -> Any:
+        del name, aggregate
+        return self.apply_scaled(grads_and_vars, tf.constant(1.0), tf.constant(True))
+
+    def apply_scaled(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], loss_scale: tf.Tensor, finite: tf.Tensor
+    ) -> Any:
+        return self.optimizer.apply_scaled_gradients(list(grads_and_vars), loss_scale, finite)

@@ -1,0 +1,297 @@
+"""Wrong calls of a GradScaler are an error, or a warning where only run time knows."""
+
+import copy
+import functools
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.step.scaler_calls import MOST, ScalerCalls
+
+
+def sgd(pairs):
+    for gradient, v in pairs:
+        v.assign_sub(gradient)
+
+
+def other(pairs):
+    sgd(pairs)
+
+
+class Program:
+    """Calls by name: `scale`, `unscale`, `step`, `update`; `step 2` is of another optimizer.
+
+    Each may be in a function of its own, which is traced once.
+    """
+
+    def __init__(self, in_functions=False, jit_compile=False, loss_scale=4):
+        self.scaler = keras_mp.GradScaler(loss_scale)
+        self.v = tf.Variable(8.0)
+        self.in_functions, self.jit_compile = in_functions, jit_compile
+        self.functions = {}
+
+    def call(self, name):
+        if not self.in_functions:
+            return self.make(name)
+        if name not in self.functions:
+            function = functools.partial(self.make, name)
+            self.functions[name] = tf.function(function, jit_compile=self.jit_compile)
+        return self.functions[name]()
+
+    def make(self, name):
+        what, _, whose = name.partition(" ")
+        optimizer = {"": sgd, "2": other, "nobody": None}[whose]
+        if what == "scale":
+            self.scaler.scale(tf.constant(1.0))
+        elif what == "unscale":
+            self.scaler.unscale([tf.constant(4.0)], optimizer)
+        elif what == "step":
+            return self.scaler.step(optimizer, [(tf.constant(4.0), self.v)])
+        else:
+            self.scaler.update()
+        return tf.constant(True)
+
+    def run(self, calls):
+        return [bool(self.call(name)) for name in calls]
+
+
+RIGHT = [
+    ["scale", "step", "update"],
+    ["scale", "scale", "step", "update"],
+    ["scale", "unscale", "step", "update"],
+    ["scale", "unscale nobody", "step", "update"],
+    ["scale", "unscale", "scale", "unscale", "step", "update"],
+    ["scale", "step", "scale", "step 2", "update"],
+    ["scale", "unscale", "scale", "unscale 2", "step", "step 2", "update"],
+]
+WRONG = [
+    (["step"], "step.. was called, and no loss was scaled"),
+    (["unscale"], "unscale.. was called, and no loss was scaled"),
+    (["update"], "no step.. since"),
+    (["scale", "update"], "no step.. since"),
+    (["scale", "step", "update", "step"], "they are scaled by another number"),
+    (["scale", "step", "update", "update"], "no step.. since"),
+    (["scale", "step", "step"], "Call update.. once"),
+    (["scale", "step", "scale", "step"], "Call update.. once"),
+    (["scale", "unscale", "unscale"], "unscaled already"),
+    (["scale", "step", "unscale"], "after step.. with the same optimizer"),
+]
+
+
+@pytest.mark.parametrize("in_functions", [False, True])
+@pytest.mark.parametrize("calls", RIGHT, ids=" ".join)
+def test_right_calls(calls, in_functions):
+    program = Program(in_functions)
+    for _ in range(2):
+        program.run(calls)
+    steps = sum(name.startswith("step") for name in calls)
+    unscaled = sum("unscale" in name for name in calls) > 0
+    assert float(program.v) == 8 - 2 * steps * (4 if unscaled else 1)
+    assert int(program.scaler.steps_skipped) == 0
+
+
+@pytest.mark.parametrize(("calls", "message"), WRONG, ids=lambda case: "")
+def test_wrong_calls_in_eager_are_errors(calls, message):
+    program = Program()
+    program.run(RIGHT[0])
+    program.run(calls[:-1])
+    before = float(program.v)
+    with pytest.raises(ValueError, match=message):
+        program.call(calls[-1])
+    assert float(program.v) == before
+
+
+@pytest.mark.parametrize(("calls", "message"), WRONG[6:], ids=lambda case: "")
+def test_wrong_calls_in_one_function_are_errors_when_it_is_traced(calls, message):
+    program = Program()
+    with pytest.raises(ValueError, match=message):
+        tf.function(lambda: [program.make(name) for name in calls])()
+    assert float(program.v) == 8
+
+
+@pytest.mark.parametrize("loss_scale", [4, "dynamic"])
+@pytest.mark.parametrize(("calls", "message"), WRONG, ids=lambda case: "")
+def test_wrong_calls_of_functions_warn_and_make_no_step(calls, message, loss_scale):
+    program = Program(in_functions=True, loss_scale=loss_scale)
+    program.run(["scale", "unscale", "step", "update"])  # Everything is traced by now.
+    if "step" in calls[-1:]:
+        program.run(["scale", "step", "update"])
+    program.run(calls[:-1])
+    before, skipped = float(program.v), int(program.scaler.steps_skipped)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=message):
+        applied = program.call(calls[-1])
+    assert float(program.v) == before
+    assert bool(applied) == (calls[-1] != "step")
+    assert int(program.scaler.steps_skipped) == skipped + (calls[-1] == "step")
+
+
+def test_a_forgotten_update_is_reported_each_time():
+    scaler, v = keras_mp.GradScaler(), tf.Variable(8.0)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = scaler.scale(v * 0.5)
+        return scaler.step(sgd, [(tape.gradient(loss, v), v)])
+
+    assert bool(step())
+    for _ in range(2):
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="update.. was not called"):
+            assert not bool(step())
+    scaler.update()
+    assert bool(step())
+    assert float(v) == 7
+    assert float(scaler.loss_scale()) == 2.0**15
+
+
+@pytest.mark.parametrize("loss_scale", [4, "dynamic"])
+def test_what_xla_compiled_reports_later(loss_scale):
+    program = Program(in_functions=True, jit_compile=True, loss_scale=loss_scale)
+    program.run(["scale", "step"])
+    assert int(program.scaler.steps_skipped) == 0  # nothing to say
+    assert program.run(["step"]) == [False]
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Call update.. once"):
+        program.scaler.steps_skipped  # noqa: B018
+    assert int(program.scaler.steps_skipped) == 1
+
+
+def test_what_was_unscaled_in_another_function_is_not_unscaled_twice():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable(8.0)
+
+    @tf.function
+    def scale_and_step(gradient):
+        scaler.scale(v)
+        return scaler.step(sgd, [(gradient, v)])
+
+    scaler.scale(v)
+    [gradient] = scaler.unscale([tf.constant(4.0)], sgd)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="unclear whether they are scaled"):
+        assert not bool(scale_and_step(gradient))
+    assert float(v) == 8
+
+
+def test_a_function_that_is_not_traced_again_makes_its_calls_again():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable(8.0)
+    finish = tf.function(lambda: (scaler.step(sgd, [(tf.constant(4.0), v)]), scaler.update()))
+
+    @tf.function
+    def two_steps(tag):
+        for _ in range(2):
+            scaler.scale(v)
+            finish()
+
+    two_steps("traced")
+    two_steps("traced again, but for `finish`")
+    assert float(v) == 4
+
+
+@pytest.mark.parametrize("in_functions", [False, True])
+def test_several_optimizers_are_told_apart(in_functions):
+    program = Program(in_functions)
+    program.run(["scale", "step", "step 2", "update", "scale"])
+    with pytest.raises(ValueError, match="there are several"):
+        program.call("unscale nobody")
+
+
+def test_a_second_optimizer_after_one_was_left_out_is_an_error():
+    class Optimizer:
+        def apply(self, updates, parameters):
+            sgd(zip(updates, parameters))
+
+    scaler, v, first = keras_mp.GradScaler(4), tf.Variable(8.0), Optimizer()
+    scaler.scale(v)
+    gradients = scaler.unscale([tf.constant(4.0)])
+    scaler.step(first, zip(gradients, [v]))
+    with pytest.raises(ValueError, match="there are several"):
+        scaler.step(Optimizer(), zip(gradients, [v]))
+
+
+def test_methods_are_told_apart_by_their_objects():
+    class Rule:
+        def update(self, pairs):
+            sgd(pairs)
+
+    scaler, v, a, b = keras_mp.GradScaler(1), tf.Variable(8.0), Rule(), Rule()
+    scaler.scale(v)
+    for rule in (a, b):
+        scaler.step(rule.update, [(tf.constant(1.0), v)])
+    assert float(v) == 6
+    with pytest.raises(ValueError, match="Call update.. once"):
+        scaler.step(a.update, [(tf.constant(1.0), v)])
+
+
+def test_as_many_optimizers_as_one_likes():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable(100.0)
+    optimizers = [functools.partial(sgd) for _ in range(MOST + 3)]
+    for _ in range(2):
+        scaler.scale(v)
+        for optimizer in optimizers:
+            scaler.step(optimizer, [(tf.constant(4.0), v)])
+        scaler.update()
+    assert float(v) == 100 - 2 * len(optimizers)
+    scaler.scale(v)
+    scaler.unscale([tf.constant(4.0)], optimizers[0])
+    with pytest.raises(ValueError, match="keeps track of"):
+        scaler.unscale([tf.constant(4.0)], optimizers[-1])
+
+
+def test_functions_that_are_made_anew_each_time():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable(100.0)
+    for _ in range(3 * MOST):
+        scaler.scale(v)
+        gradients = scaler.unscale([tf.constant(4.0)])
+        scaler.step(lambda pairs: sgd(pairs), zip(gradients, [v]))
+        scaler.update()
+    assert float(v) == 100 - 3 * MOST
+
+
+def test_neither_functions_nor_optimizers_are_kept_alive():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable(8.0)
+
+    def references():
+        optimizer = functools.partial(sgd)
+
+        def step():
+            scaler.scale(v)
+            scaler.step(optimizer, [(tf.constant(4.0), v)])
+            scaler.update()
+
+        graph = tf.function(step).get_concrete_function().graph
+        return weakref.ref(graph), weakref.ref(optimizer)
+
+    references = references()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_copies_begin_anew():
+    calls = ScalerCalls()
+    calls.scale(lambda: tf.constant(2.0))
+    with pytest.raises(ValueError, match="no loss was scaled"):
+        copy.deepcopy(calls).step(sgd)
+    assert calls.step(sgd).scaled is True
+
+
+def test_loops_of_a_function():
+    scaler, v = keras_mp.GradScaler(keras_mp.DynamicLossScale(4, 2)), tf.Variable(8.0)
+
+    @tf.function
+    def steps(factors):
+        for factor in factors:
+            with tf.GradientTape() as tape:
+                loss = scaler.scale(v * factor)
+            gradients = scaler.unscale([tape.gradient(loss, v)])
+            if factor != 0:
+                scaler.step(sgd, zip(gradients, [v]))
+            else:
+                scaler.step(sgd, [(gradients[0] + 1, v)])
+            scaler.update()
+
+    steps(tf.constant([1.0, 0.0, np.nan, 0.5]))
+    assert float(v) == 5.5
+    assert float(scaler.loss_scale()) == 4
+    assert int(scaler.steps_skipped) == 1

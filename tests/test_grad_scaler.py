@@ -1,0 +1,715 @@
+"""One scale for several losses and optimizers of any kind, beside the same program in float32."""
+
+import copy
+import functools
+import threading
+import warnings
+
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+
+import keras_mp
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, pairs, value
+
+MODES = ["eager", "function", "jit"]
+GROWING = functools.partial(keras_mp.DynamicLossScale, 2.0**10, 2)
+
+
+def placed(mode, function):
+    if mode == "eager":
+        return function
+    return tf.function(function, jit_compile=mode == "jit")
+
+
+class Momentum(tf.Module):
+    """Sonnet's way: two lists, and slots that are made with the first updates."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate, self.slots = rate, []
+
+    def apply(self, updates, parameters):
+        if not self.slots:
+            self.slots.extend(tf.Variable(tf.zeros(p.shape), trainable=False) for p in parameters)
+        for update, parameter, slot in zip(updates, parameters, self.slots, strict=True):
+            slot.assign(0.5 * slot + tf.convert_to_tensor(update))
+            parameter.assign_sub(self.rate * slot)
+
+
+class Safe:
+    """Skips by itself, without a branch."""
+
+    def __init__(self, rate):
+        self.rate, self.seen = rate, []
+
+    def apply_scaled_gradients(self, grads_and_vars, loss_scale, finite):
+        self.seen[:] = loss_scale, finite
+        for gradient, v in grads_and_vars:
+            update = self.rate * tf.convert_to_tensor(gradient) / loss_scale
+            v.assign_sub(tf.where(finite, update, 0.0))
+
+
+def by_hand(rate):
+    def apply(grads_and_vars):
+        for gradient, v in grads_and_vars:
+            v.assign_sub(rate * tf.convert_to_tensor(gradient))
+
+    return apply
+
+
+class Doubled(keras_mp.OptimizerWrapper):
+    def apply_gradients(self, grads_and_vars, **kwargs):
+        doubled = [(2 * tf.convert_to_tensor(g), v) for g, v in grads_and_vars]
+        return super().apply_gradients(doubled, **kwargs)
+
+
+KINDS = {
+    **{name: functools.partial(make_optimizer, name) for name in FAMILIES},
+    "wrapper": lambda rate: Doubled(make_optimizer(FAMILIES[0], rate / 2)),
+    "v1": lambda rate: tf.compat.v1.train.MomentumOptimizer(rate, 0.5),
+    "two lists": Momentum,
+    "function": by_hand,
+    "safe": Safe,
+}
+
+
+def apply(optimizer, gradients, variables):
+    """Makes a step without us."""
+    if hasattr(optimizer, "apply_scaled_gradients"):
+        one, true = tf.constant(1.0), tf.constant(True)
+        optimizer.apply_scaled_gradients(list(zip(gradients, variables)), one, true)
+    elif hasattr(optimizer, "apply_gradients"):
+        optimizer.apply_gradients(list(zip(gradients, variables)))
+    elif hasattr(optimizer, "apply"):
+        optimizer.apply(gradients, variables)
+    else:
+        optimizer(list(zip(gradients, variables)))
+
+
+class Two:
+    """Two optimizers, with a dense variable and an embedding each, whose losses share a term."""
+
+    def __init__(self, kinds, scaler=None):
+        self.scaler = scaler
+        self.optimizers = [KINDS[kind](0.125) for kind in kinds]
+        self.variables = [[tf.Variable([1.0, -2.0]), tf.Variable(tf.ones([3, 2]))] for _ in kinds]
+
+    def losses(self, factors):
+        (a, table_a), (b, table_b) = self.variables
+        both = tf.reduce_sum(a * b) * 0.5
+        rows = [tf.reduce_sum(tf.gather(t, [2, 0, 2])) * 0.25 for t in (table_a, table_b)]
+        sums = [tf.reduce_sum(a**2) + rows[0] + both, tf.reduce_sum(b**2) - rows[1] + both]
+        return [each * factor for each, factor in zip(sums, tf.unstack(factors))]
+
+    def gradients(self, factors):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = self.losses(factors)
+            if self.scaler is not None:
+                losses = self.scaler.scale(losses)
+        return [tape.gradient(loss, v) for loss, v in zip(losses, self.variables)]
+
+    def step(self, factors):
+        applied = []
+        parts = zip(self.optimizers, self.gradients(factors), self.variables)
+        for optimizer, gradients, variables in parts:
+            applied.append(self.scaler.step(optimizer, zip(gradients, variables)))
+        self.scaler.update()
+        return applied
+
+    def step_without_scaler(self, factors, of):
+        """The same in float32, by some of the optimizers."""
+        parts = zip(self.optimizers, self.gradients(factors), self.variables)
+        for i, (optimizer, gradients, variables) in enumerate(parts):
+            if i in of:
+                apply(optimizer, gradients, variables)
+
+    def state(self):
+        slots = [slot for o in self.optimizers for slot in getattr(o, "slots", ())]
+        return [value(v) for v in (*self.variables[0], *self.variables[1], *slots)]
+
+
+def assert_equal(ours, control, rtol=0):
+    for a, b in zip(ours.state(), control.state(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol)
+
+
+FACTORS = [[1.0, 1.0], [1.0, np.inf], [np.nan, np.nan], [-np.inf, 0.5], [0.5, 0.25], [2.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [*pairs(KINDS, MODES[:2]), ("two lists", "jit"), (FAMILIES[-1], "jit")]
+)
+def test_every_kind_of_optimizer_equals_float32(kind, mode):
+    scaler = keras_mp.GradScaler(GROWING())
+    ours, control = Two([kind, kind], scaler), Two([kind, kind])
+    step = placed(mode, ours.step)
+    for factors in FACTORS:
+        applied = [bool(each) for each in step(tf.constant(factors))]
+        assert applied == np.isfinite(factors).tolist()
+        finite = tf.constant(np.where(np.isfinite(factors), factors, 0.0), tf.float32)
+        control.step_without_scaler(finite, np.flatnonzero(applied))
+        # Where a step may be skipped, XLA rounds in other places.
+        assert_equal(ours, control, rtol=1e-6 if mode == "jit" else 0)
+    assert float(scaler.loss_scale()) == 2.0**10 / 2 / 2 / 2 * 2
+    assert int(scaler.steps_skipped) == 4
+    if kind in FAMILIES:
+        assert [int(optimizer.iterations) for optimizer in ours.optimizers] == [4, 4]
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_scaling_safe_optimizer_is_handed_scale_and_verdict(mode):
+    scaler, safe, v = keras_mp.GradScaler(64), Safe(0.5), tf.Variable(1.0)
+    seen = []
+
+    def step(unscale):
+        gradient = tape_gradient(scaler, v, 3.0)
+        if unscale:
+            [gradient] = scaler.unscale([gradient])
+        applied = scaler.step(safe, [(gradient, v)])
+        scaler.update()
+        return *safe.seen, applied
+
+    for unscale in (False, True):
+        seen += [[each.numpy().item() for each in placed(mode, lambda: step(unscale))()]]
+    assert seen == [[64.0, True, True], [1.0, True, True]]
+    assert float(v) == 1 - 2 * 1.5
+
+
+def tape_gradient(scaler, v, factor):
+    with tf.GradientTape() as tape:
+        loss = scaler.scale(tf.reduce_sum(v) * factor)
+    return tape.gradient(loss, v)
+
+
+def sgd(rate=1.0):
+    return make_optimizer(FAMILIES[-1], rate, momentum=0.0)
+
+
+@hypothesis.settings(
+    max_examples=12,
+    deadline=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 3), st.sampled_from([np.inf, -np.inf, np.nan])), max_size=3
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_bad_values_anywhere_equal_a_control_that_leaves_these_steps_out(faults):
+    trained, control, scale, step = spoilable()
+    for two in (trained, control):
+        for v, at_first in zip(all_variables(two), START):
+            v.assign(at_first)
+    trained.scaler.update(2.0**10)
+    start, skipped = int(trained.scaler.steps_skipped), 0
+    expected, good = 2.0**10, 0
+    for of_step in faults:
+        spoilt = np.ones(4, np.float32)
+        for where, fault in of_step:
+            spoilt[where] = fault
+        is_good = np.isfinite(spoilt).reshape(2, 2).all(axis=1)
+        step(tf.constant(spoilt))
+        control.step_without_scaler(tf.ones(2), np.flatnonzero(is_good))
+        skipped += int((~is_good).sum())
+        expected, good = (expected, good + 1) if is_good.all() else (max(expected / 2, 1.0), 0)
+        if good == 2:
+            expected, good = expected * 2, 0
+        assert float(scale()) == expected
+        assert int(trained.scaler.steps_skipped) - start == skipped
+        for a, b in zip(all_variables(trained), all_variables(control), strict=True):
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def all_variables(two):
+    slots = [slot for o in two.optimizers for slot in o.slots]
+    return [*two.variables[0], *two.variables[1], *slots]
+
+
+@functools.cache
+def spoilable():
+    """A function, traced once, in which any variable's gradient can be spoilt; and a control."""
+    scale, kinds = GROWING(), ["two lists", "two lists"]
+    two, control = Two(kinds, keras_mp.GradScaler(scale)), Two(kinds)
+
+    def step(spoilt):
+        of_each = [g for gradients in two.gradients(tf.ones(2)) for g in gradients]
+        of_each = [tf.convert_to_tensor(g) * f for g, f in zip(of_each, tf.unstack(spoilt))]
+        parts = zip(two.optimizers, (of_each[:2], of_each[2:]), two.variables)
+        for optimizer, gradients, variables in parts:
+            two.scaler.step(optimizer, zip(gradients, variables))
+        two.scaler.update()
+
+    step = tf.function(step)
+    step(tf.ones(4))
+    control.step_without_scaler(tf.ones(2), (0, 1))
+    return two, control, scale, step
+
+
+START = [v.numpy() for v in (tf.constant([1.0, -2.0]), tf.ones([3, 2])) * 2] + [
+    np.zeros(shape, "float32") for shape in ([2], [3, 2]) * 2
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulated_gradients_are_of_one_scale(mode):
+    scaler = keras_mp.GradScaler(keras_mp.DynamicLossScale(2.0**10, increment_period=1))
+    v, optimizer = tf.Variable([1.0, 2.0]), sgd(0.25)
+
+    def step(parts):
+        total = tf.zeros([2])
+        for factor in parts:
+            total += tape_gradient(scaler, v, factor)
+        scaler.step(optimizer, [(total, v)])
+        scaler.update()
+
+    step = placed(mode, step)
+    for _ in range(2):
+        step(tf.constant([1.0, 0.5, 0.25]))
+    np.testing.assert_array_equal(v.numpy(), np.float32([1, 2]) - 2 * 0.25 * 1.75)
+    assert float(scaler.loss_scale()) == 2.0**12
+
+
+def test_what_is_scaled_before_an_update_is_scaled_by_one_number():
+    scale = keras_mp.DynamicLossScale(2.0**10)
+    scaler, v = keras_mp.GradScaler(scale), tf.Variable(1.0)
+    accumulate = tf.function(lambda: tape_gradient(scaler, v, 1.0))
+    total = accumulate()
+    scale.loss_scale.assign(4.0)  # by somebody else, in the middle of a step
+    total += accumulate() + tape_gradient(scaler, v, 1.0)
+    assert float(total) == 3 * 2.0**10
+    scaler.step(sgd(0.125), [(total, v)])
+    assert float(v) == 1 - 3 * 0.125
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_overflowed_before_it_was_clipped_is_skipped(mode):
+    scaler, v, optimizer = keras_mp.GradScaler(), tf.Variable([1.0, 2.0]), sgd()
+
+    def step(factor):
+        [gradient] = scaler.unscale([tape_gradient(scaler, v, factor)], optimizer)
+        clipped = tf.clip_by_value(gradient, -0.5, 0.5)
+        applied = scaler.step(optimizer, [(clipped, v)])
+        scaler.update()
+        return applied
+
+    step = placed(mode, step)
+    assert not bool(step(tf.constant(np.inf)))
+    assert bool(step(tf.constant(3.0)))
+    np.testing.assert_array_equal(v.numpy(), [0.5, 1.5])
+    assert float(scaler.loss_scale()) == 2.0**14
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize(
+    ("arguments", "skips"),
+    [
+        ({"loss_scale": 64}, False),
+        ({"loss_scale": None}, False),
+        ({"enabled": False}, False),
+        ({"loss_scale": None, "skip_nonfinite": True}, True),
+        ({"loss_scale": 64, "skip_nonfinite": True}, True),
+        ({"loss_scale": 64, "skip_nonfinite": True, "enabled": False}, False),
+    ],
+    ids=repr,
+)
+def test_a_verdict_without_a_scale_that_moves(mode, arguments, skips):
+    scaler, v, optimizer = keras_mp.GradScaler(**arguments), tf.Variable(1.0), sgd(0.25)
+    scales = arguments.get("enabled", True) and arguments.get("loss_scale", 1) is not None
+
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = v * factor
+            scaled = scaler.scale(loss)
+        assert (scaled is loss) == (not scales)
+        gradients = scaler.unscale([tape.gradient(scaled, v)])
+        applied = scaler.step(optimizer, zip(gradients, [v]))
+        scaler.update()
+        return applied
+
+    step = placed(mode, step)
+    assert bool(step(tf.constant(1.0)))
+    assert float(v) == 0.75
+    assert bool(step(tf.constant(np.nan))) == (not skips)
+    assert np.isnan(v.numpy()) == (not skips)
+    assert float(scaler.loss_scale()) == (64 if scales else 1)
+    assert int(scaler.steps_skipped) == skips
+
+
+def test_steps_without_scale_and_update_where_nothing_is_scaled():
+    scaler, v = keras_mp.GradScaler(None, skip_nonfinite=True), tf.Variable(1.0)
+    for gradient in (0.5, np.inf, 0.25):
+        scaler.step(by_hand(1.0), [(tf.constant(gradient), v)])
+    assert float(v) == 0.25
+    assert int(scaler.steps_skipped) == 1
+
+
+def test_sums_of_gradients_that_are_not_scaled_are_not_narrowed():
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(0.0)
+        optimizer = sgd()
+        scaler = keras_mp.GradScaler(None, skip_nonfinite=True)
+
+    @tf.function
+    def step():
+        strategy.run(lambda: scaler.step(optimizer, [(tf.constant(-1e-9), v)]))
+
+    step()
+    assert float(value(v)) == np.float32(2e-9)
+
+
+def test_update_with_a_new_scale():
+    scale = keras_mp.DynamicLossScale(64, increment_period=3)
+    scaler, v = keras_mp.GradScaler(scale), tf.Variable(1.0)
+    scaler.update(128)  # without a step
+    assert float(scale()) == 128
+    for new in (None, tf.constant(3.0), 2.0**200, 0.5, tf.constant(0.5)):
+        if isinstance(new, float):
+            with pytest.raises(ValueError, match="new_scale"):
+                scaler.update(new)
+            continue
+        scaler.step(sgd(), [(tape_gradient(scaler, v, 0.0), v)])
+        scaler.update(new)
+    assert float(scale()) == 1  # its floor
+    assert int(scale.num_good_steps) == 0
+    with pytest.raises(ValueError, match="Only a dynamic"):
+        keras_mp.GradScaler(64).update(32)
+
+
+def test_gradients_of_any_kind_are_unscaled_in_their_dtype():
+    scaler = keras_mp.GradScaler(2.0**17)
+    scaler.scale(tf.constant(1.0))
+    values = [1.0, 2.0**-17]
+    given = [tf.constant(values, d) for d in (tf.float16, tf.float32, tf.float64, tf.bfloat16)]
+    sparse = tf.IndexedSlices(tf.constant([values]), tf.constant([1]), tf.constant([2, 2]))
+    unscaled = scaler.unscale([*given, None, sparse])
+    for before, after in zip(given, unscaled):
+        assert after.dtype == before.dtype
+        expected = tf.cast(tf.cast(before, tf.float64) / 2.0**17, before.dtype)
+        np.testing.assert_array_equal(after.numpy(), expected.numpy())
+    assert unscaled[4] is None
+    np.testing.assert_array_equal(unscaled[5].values.numpy(), [np.float32(values) / 2**17])
+    np.testing.assert_array_equal(unscaled[5].indices.numpy(), [1])
+
+
+def test_losses_come_in_any_structure():
+    scaler = keras_mp.GradScaler(4)
+    losses = {"a": tf.constant(1.0, tf.float16), "b": (tf.constant([2.0], tf.float64), 3.0)}
+    scaled = scaler.scale(losses)
+    assert scaled["a"].dtype == tf.float32
+    assert scaled["b"][0].dtype == tf.float64
+    assert tf.nest.map_structure(lambda t: np.sum(t.numpy()), scaled) == {"a": 4, "b": (8, 12)}
+    for wrong in (tf.constant(1), None, (tf.constant(1.0), None)):
+        with pytest.raises(TypeError, match="loss"):
+            scaler.scale(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: keras_mp.LossScaleOptimizer(sgd()),
+        lambda: Doubled(keras_mp.LossScaleOptimizer(sgd())),
+        lambda: tf.keras.mixed_precision.LossScaleOptimizer(make_optimizer("new.SGD")),
+        lambda: tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(1.0),
+            tf.compat.v1.mixed_precision.FixedLossScale(2.0),
+        ),
+        lambda: "sgd",
+        lambda: None,
+        lambda: tf.compat.v1.train.GradientDescentOptimizer,
+    ],
+)
+def test_what_is_no_optimizer_or_scales_by_itself_is_refused(wrong):
+    scaler, v = keras_mp.GradScaler(), tf.Variable(1.0)
+    gradient = tape_gradient(scaler, v, 1.0)
+    with pytest.raises(TypeError, match="Received: optimizer="):
+        scaler.step(wrong(), [(gradient, v)])
+    assert float(v) == 1
+
+
+@once
+def test_an_optimizer_of_the_other_keras_is_refused():
+    import tf_keras
+
+    scaler, v = keras_mp.GradScaler(), tf.Variable(1.0)
+    scaler.scale(tf.constant(1.0))
+    with pytest.raises(TypeError, match="TF_USE_LEGACY_KERAS"):
+        scaler.step(tf_keras.optimizers.SGD(), [(tf.constant(1.0), v)])
+
+
+def test_steps_without_gradients_are_refused():
+    scaler, v = keras_mp.GradScaler(), tf.Variable(1.0)
+    scaler.scale(tf.constant(1.0))
+    for none in ([], [(None, v)]):
+        with pytest.raises(ValueError, match="gradients"):
+            scaler.step(sgd(), none)
+
+
+def test_a_graph_of_tensorflow_1_is_refused():
+    scaler = keras_mp.GradScaler()
+    with tf.Graph().as_default(), pytest.raises(RuntimeError, match="graph of TensorFlow 1"):
+        scaler.scale(tf.constant(1.0))
+
+
+def test_arguments_are_checked_and_come_back_from_the_config():
+    for arguments in ({"enabled": 1}, {"skip_nonfinite": None}, {"aggregate_in_float16": "no"}):
+        with pytest.raises(TypeError, match="must be a bool"):
+            keras_mp.GradScaler(**arguments)
+    scaler = keras_mp.GradScaler(
+        keras_mp.DynamicLossScale(64, 3), skip_nonfinite=True, warn_after_skips=None, name="mine"
+    )
+    copied = keras_mp.GradScaler.from_config(scaler.get_config())
+    assert copied.get_config() == scaler.get_config()
+    assert float(copied.loss_scale()) == 64
+    assert keras_mp.GradScaler(enabled=False).get_config()["loss_scale"] is not None
+    assert float(keras_mp.GradScaler(enabled=False).loss_scale()) == 1
+    assert float(copy.deepcopy(scaler).loss_scale()) == 64
+
+
+def test_a_checkpoint_holds_the_state(tmp_path):
+    def make():
+        scaler = keras_mp.GradScaler(GROWING())
+        return scaler, sgd(), tf.Variable(1.0)
+
+    scaler, optimizer, v = make()
+    for factor in (np.inf, 0.5):
+        scaler.step(optimizer, [(tape_gradient(scaler, v, factor), v)])
+        scaler.update()
+    path = tf.train.Checkpoint(scaler=scaler, v=v).save(str(tmp_path / "checkpoint"))
+    names = {name for name, _ in tf.train.list_variables(path) if name.startswith("scaler")}
+    assert {name.split("/.ATT")[0].split("/", 1)[1] for name in names} == {
+        "loss_scale/current_loss_scale",
+        "loss_scale/good_steps",
+        "loss_scale/bad_steps",
+        "steps_skipped",
+    }
+    scaler, optimizer, v = make()
+    tf.train.Checkpoint(scaler=scaler, v=v).restore(path).assert_consumed()
+    assert float(scaler.loss_scale()) == 2.0**9
+    assert int(scaler.steps_skipped) == 1
+    scaler.step(optimizer, [(tape_gradient(scaler, v, 0.5), v)])
+    scaler.update()
+    assert float(scaler.loss_scale()) == 2.0**10  # it is the second good step
+    assert float(v) == 0
+
+
+def test_a_saved_model_of_a_train_step_runs(tmp_path):
+    module = tf.Module()
+    module.v, module.scaler = tf.Variable(8.0), keras_mp.GradScaler(GROWING())
+
+    @tf.function(input_signature=[tf.TensorSpec([])])
+    def step(factor):
+        gradient = tape_gradient(module.scaler, module.v, factor)
+        applied = module.scaler.step(by_hand(1.0), [(gradient, module.v)])
+        module.scaler.update()
+        return applied
+
+    module.step = step
+    step(tf.constant(1.0))
+    tf.saved_model.save(module, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    assert bool(loaded.step(tf.constant(2.0)))
+    assert not bool(loaded.step(tf.constant(np.nan)))
+    assert float(loaded.v) == 5
+    assert float(module.v) == 7
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_bad_replica_skips_one_optimizer_everywhere(mode):
+    strategy = mirrored(2)
+    with strategy.scope():
+        scaler = keras_mp.GradScaler(GROWING())
+        optimizers = [sgd(0.25), make_optimizer(FAMILIES[0], 0.25, momentum=0.0)]
+        variables = [tf.Variable([1.0, 2.0]), tf.Variable(4.0)]
+        for optimizer, v in zip(optimizers, variables):
+            keras_mp.OptimizerWrapper(optimizer).build([v])
+
+    def step(factors):
+        def replica_step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            of_each = tf.unstack(tf.gather(factors, replica))
+            with tf.GradientTape(persistent=True) as tape:
+                losses = [tf.reduce_sum(v) * f for v, f in zip(variables, of_each)]
+                scaled = scaler.scale(losses)
+            gradients = [tape.gradient(s, v) for s, v in zip(scaled, variables)]
+            # Only this replica sees before the sum what is hidden then.
+            [first] = scaler.unscale(gradients[:1], optimizers[0])
+            gradients[0] = tf.clip_by_value(first, -10, 10)
+            steps = zip(optimizers, gradients, variables)
+            applied = [scaler.step(o, [(g, v)]) for o, g, v in steps]
+            scaler.update()
+            return applied
+
+        return strategy.run(replica_step)
+
+    step = placed(mode, step)
+    values = [np.float32([1, 2]), np.float32(4)]
+    for factors in ([[1, 1], [2, 3]], [[1, 1], [np.inf, 1]], [[1, 1], [1, np.nan]]):
+        applied = step(tf.constant(factors, tf.float32))
+        good = np.isfinite(factors).all(axis=0)
+        for i, total in enumerate(np.sum(factors, axis=0)):
+            results = strategy.experimental_local_results(applied[i])
+            assert [bool(each) for each in results] == [good[i], good[i]]
+            values[i] = values[i] - 0.25 * total if good[i] else values[i]
+            for of_replica in strategy.experimental_local_results(variables[i]):
+                np.testing.assert_array_equal(value(of_replica), values[i])
+    assert float(scaler.loss_scale()) == 2.0**8
+    assert int(scaler.steps_skipped) == 2
+
+
+@pytest.mark.parametrize("kind", ["v1", "function", "safe", "two lists"])
+def test_replicas_without_keras(kind):
+    strategy = mirrored(2)
+    with strategy.scope():
+        # Of what assigns by itself in a replica, TensorFlow wants to know how to aggregate it.
+        aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        v = tf.Variable([1.0, 2.0], aggregation=aggregation)
+        scaler, optimizer = keras_mp.GradScaler(GROWING()), KINDS[kind](0.25)
+        if kind == "two lists":
+            optimizer.slots.append(tf.Variable(tf.zeros(2), False, aggregation=aggregation))
+
+    @tf.function
+    def step(factors):
+        def replica_step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            gradient = tape_gradient(scaler, v, tf.gather(factors, replica))
+            scaler.step(optimizer, [(gradient, v)])
+
+        strategy.run(replica_step)
+
+    for factors in ([np.nan, 1.0], [1.0, 2.0]):
+        step(tf.constant(factors))
+        scaler.update()  # outside of `run`
+    for of_replica in strategy.experimental_local_results(v):
+        np.testing.assert_array_equal(value(of_replica), np.float32([1, 2]) - 0.25 * 3)
+    assert float(scaler.loss_scale()) == 2.0**9
+    assert int(scaler.steps_skipped) == 1
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_skipped_step_puts_back_what_the_forward_pass_wrote(mode):
+    normalizations = [tf.keras.layers.BatchNormalization(momentum=0.5) for _ in range(2)]
+    for layer in normalizations:
+        layer.build([None, 2])
+    scaler, optimizers = keras_mp.GradScaler(GROWING()), [sgd(), sgd()]
+    weights = [layer.trainable_variables for layer in normalizations]
+    for optimizer, variables in zip(optimizers, weights):
+        keras_mp.OptimizerWrapper(optimizer).build(variables)
+
+    def step(x, factors):
+        with keras_mp.training_step(*normalizations):
+            with tf.GradientTape(persistent=True) as tape:
+                outputs = [layer(x, training=True) for layer in normalizations]
+                losses = [tf.reduce_sum(y**2) * f for y, f in zip(outputs, tf.unstack(factors))]
+                scaled = scaler.scale(losses)
+            for optimizer, loss, variables in zip(optimizers, scaled, weights):
+                gradients = tape.gradient(loss, variables)
+                scaler.step(optimizer, zip(gradients, variables))
+            scaler.update()
+
+    step, x = placed(mode, step), tf.constant([[1.0, 2.0], [3.0, 5.0]])
+    step(x, tf.ones(2))
+    means = [layer.moving_mean.numpy() for layer in normalizations]
+    np.testing.assert_array_equal(means[0], [1.0, 1.75])
+    # The first step is good, the second one is not.
+    trained = [value(v) for v in weights[1]]
+    for factors in ([1.0, np.nan], [np.inf, np.nan]):
+        step(x, tf.constant(factors))
+        for layer, mean in zip(normalizations, means):
+            np.testing.assert_array_equal(layer.moving_mean.numpy(), mean)
+        for v, before in zip(weights[1], trained):
+            np.testing.assert_array_equal(value(v), before)
+    step(x, tf.ones(2))
+    for layer, mean in zip(normalizations, means):
+        np.testing.assert_array_equal(layer.moving_mean.numpy(), np.add(mean, [2.0, 3.5]) / 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_warns_after_many_steps_in_a_row_and_tells_why(mode):
+    scaler = keras_mp.GradScaler(GROWING(), warn_after_skips=3)
+    v, optimizers = tf.Variable(1.0), [sgd(), sgd()]
+
+    def step(factor):
+        gradient = tape_gradient(scaler, v, factor)
+        scaler.step(optimizers[0], [(gradient, v)])
+        scaler.step(optimizers[1], [(tf.zeros_like(gradient), v)])
+        scaler.update()
+
+    step = placed(mode, step)
+    for factor in (np.nan, np.nan, 0.0, np.nan, np.nan):
+        step(tf.constant(factor))
+    assert int(scaler.steps_skipped) == 4
+
+    def last_step():
+        step(tf.constant(np.nan))
+        return int(scaler.steps_skipped)
+
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="3 steps in a row.*The loss itself"):
+        assert last_step() == 5
+
+
+def test_threads_share_a_step():
+    scaler, v, optimizer = keras_mp.GradScaler(GROWING()), tf.Variable(8.0), sgd()
+    gradients = []
+
+    def in_thread(function):
+        errors = []
+
+        def run():
+            try:
+                function()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert not errors, errors
+
+    for _ in range(2):
+        in_thread(lambda: gradients.append(tape_gradient(scaler, v, 1.0)))
+        scaler.step(optimizer, [(gradients.pop(), v)])
+        in_thread(scaler.update)
+    assert float(v) == 6
+    assert float(scaler.loss_scale()) == 2.0**11
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Only optimizers of Keras 3 accumulate.")
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_an_optimizer_that_accumulates_by_itself(mode):
+    scaler = keras_mp.GradScaler(GROWING())
+    optimizer, v = tf.keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), tf.Variable(8.0)
+    optimizer.build([v])
+
+    def step(factor):
+        scaler.step(optimizer, [(tape_gradient(scaler, v, factor), v)])
+        scaler.update()
+
+    step = placed(mode, step)
+    scales = []
+    for factor in (1.0, 1.0, np.nan, 1.0, 1.0, 3.0):
+        step(tf.constant(factor))
+        scales.append(float(scaler.loss_scale()) / 2.0**10)
+    assert float(v) == 8 - 1 - 2
+    # Two good steps, of two gradients each, would double it; a bad one halves it when it is made.
+    assert scales == [1, 1, 1, 0.5, 0.5, 0.5]
+    assert int(scaler.steps_skipped) == 1
+
+
+def test_no_warning_comes_from_right_programs():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        two = Two([FAMILIES[0], "v1"], keras_mp.GradScaler(GROWING()))
+        step = tf.function(two.step)
+        for _ in range(3):
+            step(tf.ones(2))
+            two.step(tf.ones(2))
