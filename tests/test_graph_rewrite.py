@@ -16,12 +16,6 @@ enable = keras_mp.enable_mixed_precision_graph_rewrite
 disable = keras_mp.disable_mixed_precision_graph_rewrite
 
 
-@pytest.fixture(autouse=True)
-def off_again():
-    yield
-    passes.turn_off()
-
-
 def ignored(function, *args, **kwargs):
     """Calls a function that warns of this machine, or not."""
     import warnings

@@ -14,6 +14,7 @@ ROOMS = {
     "kernels": {"kernels", "support"},
     "step": {"step", "variables", "support"},
     "hardware": {"hardware", "support"},
+    "grappler": {"grappler", "support"},
     "keras_api": {"keras_api", "step", "variables", "kernels", "support"},
 }
 

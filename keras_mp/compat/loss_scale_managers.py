@@ -31,7 +31,8 @@ class LossScaleManager(tf.Module, abc.ABC):
     ...         return self.value.assign(tf.where(finite_grads, self.value, self.value / 2.0))
     >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.1)
     >>> optimizer = keras_mp.compat.v1.LossScaleOptimizer(sgd, Falling())
-    >>> _ = optimizer.apply_gradients([(tf.constant(float("inf")), tf.Variable(1.0))])
+    >>> v = tf.Variable(1.0)
+    >>> optimizer.minimize(lambda: v * float("inf"))
     >>> float(optimizer.loss_scale())
     512.0
 

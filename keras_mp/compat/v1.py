@@ -135,8 +135,8 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
                 f"new optimizer. Received: opt={opt!r}"
             )
         gradients.check_strategy()
-        tf.__internal__.tracking.DelegatingTrackableMixin.__init__(self, opt)
-        _Optimizer.__init__(self, opt._use_locking, opt.get_name())
+        self._trackable = opt
+        _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
         self._loss_scale = _loss_scale(loss_scale, loss_scale_manager)
         self._aggregate_in_float16 = validation.boolean(
             "aggregate_in_float16", aggregate_in_float16

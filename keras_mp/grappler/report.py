@@ -152,8 +152,8 @@ def of_function(function: Any) -> tf.compat.v1.MetaGraphDef:
     inputs = {tensor.op.name: i for i, tensor in enumerate(function.graph.inputs)}
     for node in definition.node:
         if node.name in inputs:
-            of_resource = {key: node.attr[key] for key in node.attr if key.startswith("_handle")}
-            argument = tf.compat.v1.NodeDef(name=node.name, op="_Arg", attr=of_resource)
+            kept = {key: node.attr[key] for key in node.attr if key not in ("dtype", "shape")}
+            argument = tf.compat.v1.NodeDef(name=node.name, op="_Arg", attr=kept)
             argument.attr["T"].type = node.attr["dtype"].type
             argument.attr["index"].i = inputs[node.name]
             node.CopyFrom(argument)

@@ -8,12 +8,6 @@ from keras_mp.grappler import passes
 OF_SESSIONS = tf.__internal__.train.is_mixed_precision_graph_rewrite_enabled
 
 
-@pytest.fixture(autouse=True)
-def off_again():
-    yield
-    passes.turn_off()
-
-
 def options():
     found = tf.config.optimizer.get_experimental_options()
     return [bool(found.get(name)) for name in passes.PASSES.values()]
