@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 import keras_mp
 from keras_mp.compat import v1
+from tests.common import once
+
+pytestmark = once
 
 
 class Model:

@@ -7,6 +7,9 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from keras_mp.grappler import op_lists, passes
+from tests.common import once
+
+pytestmark = once
 
 PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 

@@ -4,6 +4,9 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.grappler import passes
+from tests.common import once
+
+pytestmark = once
 
 OF_SESSIONS = tf.__internal__.train.is_mixed_precision_graph_rewrite_enabled
 

@@ -8,6 +8,9 @@ from tensorflow.python.eager import context
 
 from keras_mp.grappler import passes
 from keras_mp.grappler import report as reports
+from tests.common import once
+
+pytestmark = once
 
 X = tf.constant(tf.reshape(tf.range(64.0) / 64, [8, 8]))
 
