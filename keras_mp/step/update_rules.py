@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step.optimizer_family import UpdateRule
+from keras_mp.support import host
 
 
 def update_rule(optimizer: Any) -> UpdateRule | None:
@@ -43,16 +44,17 @@ class V1Optimizer(UpdateRule):
         self._global_step = global_step
 
     def build(self, variables: Sequence[Any]) -> None:
-        no_merging = tf.__internal__.distribute.strategy_supports_no_merge_call
-        if not tf.distribute.has_strategy() or no_merging():
-            return  # `apply` does it
+        # Where Python runs with the step, `apply` does it. A graph of TensorFlow 1 would name slots
+        # after the branch in which they are made, and each replica would make its own.
+        meets = not tf.__internal__.distribute.strategy_supports_no_merge_call()
+        if host.runs_by_itself() and not (tf.distribute.has_strategy() and meets):
+            return
 
         def build(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
             del strategy
             with tf.init_scope():
                 self.optimizer._create_slots(variables)
 
-        # In a graph of TensorFlow 1 a replica would make slots for itself alone.
         tf.distribute.get_replica_context().merge_call(build, args=(list(variables),))
 
     def apply(
