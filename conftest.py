@@ -38,6 +38,6 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
     tf.keras.utils.set_random_seed(0)
     yield
     if passes.enabled_dtype() is not None:
-        passes.turn_off()
+        keras_mp.disable_mixed_precision_graph_rewrite()
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)

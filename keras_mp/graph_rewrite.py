@@ -17,6 +17,7 @@ from keras_mp.grappler import op_lists as lists
 from keras_mp.grappler import passes
 from keras_mp.grappler import report as reports
 from keras_mp.grappler.report import Operation, Report
+from keras_mp.kernels import sums
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, find_loss_scale_optimizer, wrapper_of
 from keras_mp.support import messages
 
@@ -40,7 +41,9 @@ def enable_mixed_precision_graph_rewrite(
     From now on, where a `tf.function` or a session runs a graph, TensorFlow moves operations that
     are safe in 16 bits, and worth it, from float32 to `dtype`, and puts casts around them:
     `report` shows them. The program computes with float32 tensors as before, and variables stay in
-    float32. Eager code has no graph and is not rewritten; neither is a function that XLA compiles
+    float32. Operations whose 16-bit kernels stop short of long sums, such as the gradient of a
+    bias in bfloat16 on CPUs, are left in float32, unless `enable_float32_sums(False)` was called.
+    Eager code has no graph and is not rewritten; neither is a function that XLA compiles
     (`jit_compile=True`, which is what `compile` of Keras 3 chooses on GPUs).
 
     Compute and apply gradients with the optimizer that is returned, by `minimize`, `Model.fit`, or
@@ -86,6 +89,7 @@ def enable_mixed_precision_graph_rewrite(
     wrapper = _wrapper(optimizer)
     result = wrapper(optimizer, loss_scale) if dtype == "float16" else optimizer
     _warn_if_it_is_in_vain(dtype)
+    lists.keep_out(_with_wrong_sums(dtype))
     passes.turn_on(dtype)
     logging.info(
         "Graphs are rewritten to %s from now on. Eager code and functions that XLA compiles are "
@@ -111,6 +115,7 @@ def disable_mixed_precision_graph_rewrite() -> None:
     if passes.enabled_dtype() is None:
         messages.warn("The graph rewrite was not on, so there is nothing to turn off.")
     passes.turn_off()
+    lists.keep_out(())
 
 
 def session_config(config: Any = None) -> Any:
@@ -371,6 +376,21 @@ def _warn_if_it_is_in_vain(dtype: str) -> None:
             "compute capability 7.0 or above and on CPUs with float16 units, and there is none "
             "here. dtype='bfloat16' works on every CPU, whether it is fast there or not."
         )
+
+
+def _with_wrong_sums(dtype: str) -> set[str]:
+    """Operations that the pass would move to kernels that stop short of long sums."""
+    if not sums.are_enabled():
+        return set()
+    found = lists.read(dtype)
+    rewritten = found["allow"] | found["infer"] | found["clear"]
+    # Rows added together, and biases of both formats: what most kernels are wrong at.
+    patterns = {"BiasAddGrad": ("NHWC", "NCHW"), "Sum": ((True, False),), "Mean": ((True, False),)}
+    return {
+        op
+        for op in rewritten & sums.KERNELS.keys()
+        if any(sums.is_wrong(op, dtype, pattern) for pattern in patterns.get(op, (None,)))
+    }
 
 
 def _is_in_graph(fetch: Any) -> bool:

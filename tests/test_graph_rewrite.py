@@ -350,6 +350,40 @@ def test_wrong_lists():
         graph_rewrite.op_lists("float32")
 
 
+# Sums.
+
+
+def gradient_of_bias(x):
+    kernel, bias = tf.Variable(tf.ones([2, 3])), tf.Variable(tf.zeros([3]))
+    output = tf.Variable(tf.ones([3, 1]))
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            h = tf.nn.relu(tf.nn.bias_add(tf.matmul(x, kernel), bias))
+            loss = tf.reduce_sum(tf.matmul(h, output))
+        return tape.gradient(loss, bias)
+
+    return gradient(x).numpy().tolist()
+
+
+def test_the_gradient_of_a_bias_does_not_stop_at_256():
+    x = tf.ones([10_000, 2])
+    enable(K.optimizers.SGD(), dtype="bfloat16")
+    assert gradient_of_bias(x) == [10_000] * 3
+    disable()
+    keras_mp.enable_float32_sums(False)
+    try:
+        enable(K.optimizers.SGD(), dtype="bfloat16")
+        # What is wrong in this TensorFlow, or right: it is left as it is.
+        wrong = keras_mp.kernels.sums.is_wrong("BiasAddGrad", "bfloat16", "NHWC")
+        assert (gradient_of_bias(x) == [10_000] * 3) == (not wrong)
+    finally:
+        keras_mp.enable_float32_sums(True)
+    disable()
+    assert "BiasAddGrad" in graph_rewrite.op_lists("bfloat16")["infer"]
+
+
 # Seed 003's program: opt = enable_mixed_precision_graph_rewrite(opt), compile, fit.
 
 

@@ -9,6 +9,7 @@ import pathlib
 import tempfile
 import threading
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 import tensorflow as tf
 from tensorflow.python.grappler import tf_optimizer
@@ -35,6 +36,13 @@ _PROBE = "BesselI0e"
 _lock = threading.Lock()
 # The environment as somebody has set it before the lists were changed here.
 _environment: dict[str, str | None] = {}
+
+
+class _Wanted:
+    """How the lists are to differ from TensorFlow's."""
+
+    changes: ClassVar[dict[str, frozenset[str]]] = {}
+    kept_out: frozenset[str] = frozenset()
 
 
 def read(dtype: str) -> dict[str, frozenset[str]]:
@@ -94,20 +102,43 @@ def change(changes: Mapping[str, Collection[str]]) -> None:
         changes: mapping of the name of a list, or "none", to names of operations, which are taken
             from all other lists.
     """
-    wanted = {name: frozenset(ops) for name, ops in changes.items() if ops}
     with _lock:
-        if not _environment:
-            _environment.update({name: os.environ.get(name) for name in _variables()})
-        variables = {name: _split(value) for name, value in _environment.items()}
-        for target, ops in wanted.items():
-            for values in variables.values():
-                values -= ops
-            for name, spellings in _NAMES.items():
-                verb = "ADD" if name == target else "REMOVE"
-                variables[f"{_PREFIX}{spellings[0]}_{verb}"] |= ops
-        _put({name: ",".join(sorted(values)) or None for name, values in variables.items()})
-        if not wanted:
-            _environment.clear()
+        _Wanted.changes = {name: frozenset(ops) for name, ops in changes.items() if ops}
+        _write()
+
+
+def keep_out(ops: Collection[str]) -> None:
+    """Takes operations off all lists, in place of those that were before; but not against `change`.
+
+    Args:
+        ops: names of operations.
+    """
+    with _lock:
+        _Wanted.kept_out = frozenset(ops)
+        _write()
+
+
+def kept_out() -> frozenset[str]:
+    """What was taken off all lists by `keep_out`, and is not on one by `change`."""
+    return _Wanted.kept_out.difference(*_Wanted.changes.values())
+
+
+def _write() -> None:
+    wanted = dict(_Wanted.changes)
+    if kept_out():
+        wanted["none"] = wanted.get("none", frozenset()) | kept_out()
+    if not _environment:
+        _environment.update({name: os.environ.get(name) for name in _variables()})
+    variables = {name: _split(value) for name, value in _environment.items()}
+    for target, ops in wanted.items():
+        for values in variables.values():
+            values -= ops
+        for name, spellings in _NAMES.items():
+            verb = "ADD" if name == target else "REMOVE"
+            variables[f"{_PREFIX}{spellings[0]}_{verb}"] |= ops
+    _put({name: ",".join(sorted(values)) or None for name, values in variables.items()})
+    if not wanted:
+        _environment.clear()
 
 
 def _variables() -> list[str]:

@@ -269,6 +269,8 @@ class _Why:
         if "float32" not in dtypes:
             return f"is {dtypes[0]} already"
         of = next((name for name, ops in self._lists.items() if node.op in ops), None)
+        if node.op in op_lists.kept_out():
+            return "kept for its sum"
         if of is None:
             return "on no list"
         if of == "deny":
@@ -278,7 +280,7 @@ class _Why:
         if of == "allow":
             return f"not on a {_DEVICES[self._dtype]} that is fast, or fetched"
         denied = self._behind(node.name)
-        return f"after {denied}" if denied else "not between operations of the allow list"
+        return f"after {denied}" if denied else "not among operations of the allow list"
 
     def _find_denied(self, name: str) -> str | None:
         """The operation of the deny list behind which a node is, by way of other lists' nodes."""

@@ -60,6 +60,22 @@ def test_what_somebody_has_set_in_the_environment_stays(monkeypatch):
     assert "Softmax" in op_lists.read("bfloat16")["allow"]
 
 
+def test_what_is_kept_out_is_on_no_list_but_where_it_was_put():
+    op_lists.change({"deny": ["Exp"]})
+    op_lists.keep_out(["Tanh", "Relu"])
+    try:
+        lists = op_lists.read("bfloat16")
+        assert not any({"Tanh", "Relu"} & ops for ops in lists.values())
+        op_lists.change({"clear": ["Relu"]})
+        assert op_lists.kept_out() == {"Tanh"}
+        lists = op_lists.read("bfloat16")
+        assert "Relu" in lists["clear"]
+        assert not any("Tanh" in ops for ops in lists.values())
+    finally:
+        op_lists.keep_out([])
+    assert "Tanh" in op_lists.read("bfloat16")["infer"]
+
+
 def test_an_operation_on_two_lists_is_an_error(monkeypatch):
     monkeypatch.setenv(f"{PREFIX}DENYLIST_ADD", "MatMul")
     with pytest.raises(RuntimeError, match="on two of them, by the environment variables"):

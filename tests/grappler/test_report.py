@@ -85,7 +85,7 @@ def test_why_operations_stay_in_float32():
     said = whys(report(function, X))
     assert said["Exp"] == "on the deny list"
     assert said["Tanh"] == said["Mul"] == "after Exp"
-    assert said["Sqrt"] == "not between operations of the allow list"
+    assert said["Sqrt"] == "not among operations of the allow list"
     assert said["BesselJ0"] == "on no list"
     assert "MatMul" not in said
 
@@ -95,6 +95,15 @@ def test_what_has_no_kernel(monkeypatch):
     changed = {**lists, "infer": lists["infer"] | {"Betainc"}}
     monkeypatch.setattr(reports.op_lists, "read", lambda dtype: changed)
     assert whys(report(lambda x: tf.math.betainc(x, x, x), X))["Betainc"] == "no bfloat16 kernel"
+
+
+def test_what_is_kept_for_its_sum():
+    reports.op_lists.keep_out(["Tanh", "BiasAddGrad"])
+    try:
+        said = whys(report(lambda x: tf.matmul(tf.tanh(tf.matmul(x, x)), x), X))
+    finally:
+        reports.op_lists.keep_out([])
+    assert said["Tanh"] == "kept for its sum"
 
 
 def test_casts_and_what_was_in_16_bits_before():
