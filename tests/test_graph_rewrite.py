@@ -362,9 +362,9 @@ def gradient_of_bias(x):
         with tf.GradientTape() as tape:
             h = tf.nn.relu(tf.nn.bias_add(tf.matmul(x, kernel), bias))
             loss = tf.reduce_sum(tf.matmul(h, output))
-        return tape.gradient(loss, bias)
+        return tape.gradient(loss, [bias, kernel])
 
-    return gradient(x).numpy().tolist()
+    return gradient(x)[0].numpy().tolist()
 
 
 def test_the_gradient_of_a_bias_does_not_stop_at_256():
