@@ -1,5 +1,7 @@
 """What a LossScaleOptimizer adds to a step of the optimizer that it wraps: ours beside stock's.
 
+And what a GradScaler adds, beside our LossScaleOptimizer.
+
 The gradients are those of a linear loss, so that a step is little else than the optimizer's.
 """
 
@@ -18,6 +20,7 @@ from benchmarks import common
 SECONDS = 2.0  # to measure a cell
 BLOCK_SECONDS = 0.003
 REPEATS = (15, 300)
+SCALER = "GradScaler"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Cell:
     size: int  # of each, which is a square
     clip: bool = False
     minimize: bool = False
+    scaler: bool = False  # with a GradScaler too?
 
     def __str__(self) -> str:
         clip = ", global_clipnorm" if self.clip else ""
@@ -43,7 +47,7 @@ class Cell:
 CELLS = {
     1: [
         *(Cell("graph", "SGD", count, 32) for count in (10, 160, 1000)),
-        *(Cell("graph", "Adam", count, 32) for count in (10, 160)),
+        *(Cell("graph", "Adam", count, 32, scaler=True) for count in (10, 160)),
         *(Cell("graph", "AdamW", count, 32) for count in (10, 60)),
         Cell("graph", "SGD", 160, 32, clip=True),
         *(Cell("graph", "Adam", count, 32, clip=True) for count in (10, 60)),
@@ -51,20 +55,22 @@ CELLS = {
         Cell("graph", "SGD", 160, 256),
         Cell("graph", "Adam", 60, 256),
         Cell("XLA", "SGD", 160, 32),
-        Cell("XLA", "Adam", 10, 32),
+        Cell("XLA", "Adam", 10, 32, scaler=True),
         Cell("XLA", "Adam", 60, 32),
         Cell("XLA", "AdamW", 10, 32),
         Cell("XLA", "Adam", 10, 32, clip=True),
         Cell("XLA", "SGD", 60, 256),
-        *(Cell("eager", o, 160, 32) for o in ("SGD", "Adam")),
-        *(Cell("eager", o, 10, 32) for o in ("SGD", "Adam", "AdamW")),
+        Cell("eager", "SGD", 160, 32),
+        Cell("eager", "Adam", 160, 32, scaler=True),
+        Cell("eager", "Adam", 10, 32, scaler=True),
+        *(Cell("eager", o, 10, 32) for o in ("SGD", "AdamW")),
         Cell("eager", "Adam", 10, 32, clip=True),
         Cell("eager", "Adam", 10, 32, minimize=True),
         Cell("eager", "SGD", 160, 256),
     ],
     2: [
         Cell("graph", "SGD", 160, 32),
-        Cell("graph", "Adam", 10, 32),
+        Cell("graph", "Adam", 10, 32, scaler=True),
         Cell("graph", "Adam", 60, 32),
         Cell("graph", "AdamW", 10, 32),
         Cell("graph", "Adam", 10, 32, clip=True),
@@ -75,13 +81,14 @@ CELLS = {
 
 
 def measure(replicas: int, cells: list[Cell], seconds: float) -> dict[str, dict[str, list[float]]]:
-    """Seconds a step, for each cell: bare, stock's and ours."""
+    """Seconds a step, for each cell: bare, stock's and ours, and maybe a GradScaler's."""
     strategy = common.replicas(replicas) if replicas > 1 else None
     results = {}
     for cell in cells:
+        wrappers = [*common.WRAPPERS, *([SCALER] if cell.scaler else [])]
         steps = {
             wrapper: make_step(cell, wrapper, make_variables(cell, strategy), strategy)
-            for wrapper in common.WRAPPERS
+            for wrapper in wrappers
         }
         results[str(cell)] = _in_blocks(steps, seconds)
         del steps
@@ -106,7 +113,12 @@ def make_step(cell: Cell, wrapper: str, variables: list, strategy=None):
         optimizer = getattr(tf.keras.optimizers, cell.optimizer)(
             1e-3, global_clipnorm=1.0 if cell.clip else None
         )
-        optimizer = common.WRAPPERS[wrapper](optimizer)
+        if wrapper == SCALER:
+            import keras_mp
+
+            scaler = keras_mp.GradScaler()
+        else:
+            optimizer = common.WRAPPERS[wrapper](optimizer)
         optimizer.build(variables)
     slopes = [tf.random.normal(v.shape, stddev=1e-3) for v in variables]
 
@@ -122,7 +134,14 @@ def make_step(cell: Cell, wrapper: str, variables: list, strategy=None):
 
         common.minimize(optimizer, loss, variables)
 
+    def step_of_scaler(factor):
+        factor = scaler.scale(factor)
+        scaler.step(optimizer, zip([slope * factor for slope in slopes], variables))
+        scaler.update()
+
     step = minimize if cell.minimize else apply_gradients
+    if wrapper == SCALER:
+        step = step_of_scaler
     if cell.mode == "XLA":
         step = tf.function(step, jit_compile=True)
     if strategy:
@@ -158,28 +177,42 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, float | list[float]]:
         dict: "bare", seconds a step; "stock" and "keras_mp", what they add to it (median and
         quartiles over the turns); "ratio", keras_mp's part by stock's, with the interval in which
         it is for 90 % of resamples of the turns; "fastest", the same ratio of the fastest turns;
-        "step", a whole step with keras_mp by one with stock.
+        "step", a whole step with keras_mp by one with stock. Where a GradScaler was measured,
+        "GradScaler", what that adds, and "scaler_ratio", by keras_mp's part.
     """
-    turns = list(zip(seconds["bare"], seconds["stock"], seconds["keras_mp"]))
+    stock, of_stock = _ratio(seconds, "keras_mp", "stock")
+    results = {
+        "bare": statistics.median(seconds["bare"]),
+        "stock": _median_and_quartiles(_added(seconds, "stock")),
+        "keras_mp": _median_and_quartiles(_added(seconds, "keras_mp")),
+        "ratio": stock,
+        "fastest": of_stock,
+        "step": statistics.median(seconds["keras_mp"]) / statistics.median(seconds["stock"]),
+    }
+    if SCALER in seconds:
+        results[SCALER] = _median_and_quartiles(_added(seconds, SCALER))
+        results["scaler_ratio"], _ = _ratio(seconds, SCALER, "keras_mp")
+    return results
 
-    def added(turns, i):
-        return [turn[i] - turn[0] for turn in turns]
+
+def _added(seconds, name):
+    return [whole - bare for whole, bare in zip(seconds[name], seconds["bare"])]
+
+
+def _ratio(seconds, name, reference):
+    """What one adds by what another adds, with an interval; and the same of the fastest turns."""
+    turns = list(zip(_added(seconds, name), _added(seconds, reference)))
 
     def ratio(turns):
-        stock = statistics.median(added(turns, 1))
-        return statistics.median(added(turns, 2)) / stock if stock else float("nan")
+        ours, others = (statistics.median(each) for each in zip(*turns))
+        return ours / others if others else float("nan")
 
     generator = random.Random(0)
     resamples = [ratio(generator.choices(turns, k=len(turns))) for _ in range(200)]
     cuts = statistics.quantiles(resamples, n=20)
-    return {
-        "bare": statistics.median(seconds["bare"]),
-        "stock": _median_and_quartiles(added(turns, 1)),
-        "keras_mp": _median_and_quartiles(added(turns, 2)),
-        "ratio": [ratio(turns), cuts[0], cuts[-1]],
-        "fastest": ratio([[min(seconds[name]) for name in common.WRAPPERS]]),
-        "step": statistics.median(seconds["keras_mp"]) / statistics.median(seconds["stock"]),
-    }
+    ours, others, bare = (min(seconds[each]) for each in (name, reference, "bare"))
+    of_fastest = (ours - bare) / (others - bare) if others != bare else float("nan")
+    return [ratio(turns), cuts[0], cuts[-1]], of_fastest
 
 
 def _median_and_quartiles(values):
@@ -189,7 +222,7 @@ def _median_and_quartiles(values):
 
 def run() -> dict:
     """Measures both Kerases on one device and on two, and prints a table."""
-    results, rows = {}, []
+    results, rows, of_scaler = {}, [], []
     for keras in common.KERASES:
         for replicas, cells in CELLS.items():
             seconds = common.in_own_process("benchmarks.overhead", str(replicas), keras=keras)
@@ -198,6 +231,8 @@ def run() -> dict:
                 of_cell = summary(seconds[cell])
                 results.setdefault(keras, {})[name] = of_cell
                 rows.append([keras, name, *_columns(of_cell)])
+                if SCALER in of_cell:
+                    of_scaler.append([keras, name, *_columns_of_scaler(of_cell)])
     common.print_table(
         "What a LossScaleOptimizer adds to a step of the bare optimizer (medians of the "
         "differences, quartiles; for the ratio, 90 % of resamples)",
@@ -207,23 +242,40 @@ def run() -> dict:
         ],
         rows,
     )
+    common.print_table(
+        "What a GradScaler adds to the same steps, beside a LossScaleOptimizer of keras_mp",
+        ["", "", "LossScaleOptimizer adds", "GradScaler adds", "GradScaler / LossScaleOptimizer"],
+        of_scaler,
+    )
     return results
 
 
 def _columns(of_cell):
-    def added(name):
-        median, low, high = (1e3 * x for x in of_cell[name])
-        return f"{median:.3f} ms ({low:.3f}-{high:.3f})"
-
-    ratio, low, high = of_cell["ratio"]
     return [
         f"{of_cell['bare'] * 1e3:.3f} ms",
-        added("stock"),
-        added("keras_mp"),
-        f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+        _in_milliseconds(of_cell["stock"]),
+        _in_milliseconds(of_cell["keras_mp"]),
+        _with_interval(of_cell["ratio"]),
         f"{of_cell['fastest']:.2f}",
         f"{of_cell['step']:.2f}",
     ]
+
+
+def _columns_of_scaler(of_cell):
+    return [
+        _in_milliseconds(of_cell["keras_mp"]),
+        _in_milliseconds(of_cell[SCALER]),
+        _with_interval(of_cell["scaler_ratio"]),
+    ]
+
+
+def _in_milliseconds(added):
+    median, low, high = (1e3 * x for x in added)
+    return f"{median:.3f} ms ({low:.3f}-{high:.3f})"
+
+
+def _with_interval(ratio):
+    return "{:.2f} ({:.2f}-{:.2f})".format(*ratio)
 
 
 if __name__ == "__main__":

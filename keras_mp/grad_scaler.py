@@ -270,21 +270,22 @@ class GradScaler(tf.Module):
         self._check_mode()
         if new_scale is not None:
             new_scale = self._checked_scale(new_scale)
-        has_stepped, report = tf.constant(True), lambda: None
+        has_stepped, report = True, lambda: None
         if self._scales:
             has_stepped, report = self._calls.update()
         if new_scale is not None:
             report = lambda: None  # noqa: E731
 
         def move(tensors: list[tf.Tensor]) -> None:
-            [has_stepped, *scale] = tensors
+            stepped = tensors.pop(0) if tf.is_tensor(has_stepped) else has_stepped
             if self._verdicts is not None:
-                self._verdicts.close(has_stepped, report, *scale)
-            else:
-                tf.cond(has_stepped, lambda: None, report)
+                self._verdicts.close(stepped, report, *tensors)
+            elif stepped is not True:
+                tf.cond(stepped, lambda: None, report)
 
+        known_later = [has_stepped] if tf.is_tensor(has_stepped) else []
         scale = [] if new_scale is None else [new_scale]
-        gradients.once_for_all_replicas(move, [tf.convert_to_tensor(has_stepped), *scale])
+        gradients.once_for_all_replicas(move, [*known_later, *scale])
         forward_writes.step_is_over()
 
     def get_config(self) -> dict[str, Any]:

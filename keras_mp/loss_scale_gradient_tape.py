@@ -30,7 +30,8 @@ class LossScaleGradientTape(tf.GradientTape):
     gradients as they are, and skips those that nothing has helped; `GradScaler.update` counts.
 
     It keeps what the forward pass has computed until `gradient` returns, as a persistent tape does.
-    Only `gradient` scales.
+    Only `gradient` scales. In a `tf.function`, gradients of gradients that were computed again are
+    NaN.
 
     Args:
         loss_scale: A `keras_mp.GradScaler`, a `keras_mp.LossScale`, `"dynamic"`, or a number for a

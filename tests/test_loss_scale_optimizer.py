@@ -670,3 +670,71 @@ def test_tensorflow_1_graph():
         [0.25, 32, 1, 2],
         [0.125, 64, 1, 3],
     ]
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+@pytest.mark.parametrize("loss_scale", [None, 64], ids=repr)
+def test_skip_nonfinite(name, loss_scale, mode):
+    inner = make_optimizer(name, 0.25, momentum=0.0)
+    optimizer, v = (
+        keras_mp.LossScaleOptimizer(inner, loss_scale, skip_nonfinite=True),
+        tf.Variable(8.0),
+    )
+    optimizer.build([v])
+
+    def step(factor):
+        optimizer.minimize(lambda: v * factor, [v])
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(v * factor)
+        gradients = optimizer.get_unscaled_gradients([tape.gradient(loss, v)])
+        optimizer.apply_gradients(zip(gradients, [v]))
+
+    step = placed(mode, step)
+    for factor, expected, skipped in [(1.0, 7.5, 0), (np.nan, 7.5, 2), (2.0, 6.5, 2)]:
+        step(tf.constant(factor))
+        assert float(v) == expected
+        assert int(optimizer.steps_skipped) == skipped
+        assert bool(optimizer.last_step_skipped) == np.isnan(factor)
+    assert int(optimizer.iterations) == 4
+    assert float(optimizer.loss_scale()) == (loss_scale or 1)
+    assert not optimizer.dynamic
+
+
+def placed(mode, function):
+    if mode == "eager":
+        return function
+    return tf.function(function, jit_compile=mode == "jit")
+
+
+def test_without_a_scale_no_call_is_missing(name):
+    inner = make_optimizer(name, 1.0, momentum=0.0)
+    optimizer = keras_mp.LossScaleOptimizer(inner, None, skip_nonfinite=True, warn_after_skips=2)
+    v = tf.Variable(1.0)
+    for gradient in (0.5, np.inf):
+        optimizer.apply_gradients([(tf.constant(gradient), v)])
+    assert float(v) == 0.5
+    loss = tf.constant(2.0, tf.float16)
+    assert optimizer.get_scaled_loss(loss) is loss
+    assert optimizer.scale_loss(loss) is loss
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="2 steps in a row"):
+        optimizer.apply_gradients([(tf.constant(np.nan), v)])
+    copied = keras_mp.LossScaleOptimizer.from_config(optimizer.get_config())
+    assert copied.skip_nonfinite
+    assert copied.get_config() == optimizer.get_config()
+    assert copied.get_config()["loss_scale"] is None
+    with pytest.raises(ValueError, match="needs a loss scale"):
+        keras_mp.LossScaleOptimizer(make_optimizer(name), None)
+    with pytest.raises(TypeError, match="skip_nonfinite"):
+        keras_mp.LossScaleOptimizer(make_optimizer(name), skip_nonfinite=1)
+
+
+def test_fit_in_bfloat16_survives_a_bad_batch(name):
+    keras_mp.set_global_policy("mixed_bfloat16")
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1, dtype="float32")])
+    inner = make_optimizer(name, 0.1)
+    model.compile(keras_mp.LossScaleOptimizer(inner, None, skip_nonfinite=True), "mse")
+    x = np.ones([12, 2], "float32")
+    x[5] = np.nan
+    model.fit(x, np.ones([12, 1]), batch_size=4, shuffle=False, verbose=0)
+    assert np.isfinite(model.get_weights()[0]).all()
+    assert (int(model.optimizer.iterations), int(model.optimizer.steps_skipped)) == (2, 1)

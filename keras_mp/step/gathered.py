@@ -49,14 +49,14 @@ class Gathered(Verdicts):
 
     def close(
         self,
-        has_stepped: tf.Tensor,
+        has_stepped: bool | tf.Tensor,
         report: Callable[[], None],
         new_scale: tf.Tensor | None = None,
     ) -> None:
         """Moves the scale. Called once for all replicas.
 
         Args:
-            has_stepped: bool scalar tensor. Was a step made, or skipped?
+            has_stepped: bool, or bool scalar tensor. Was a step made, or skipped?
             report: called, in the branch that is taken then, if there was none.
             new_scale: float32 scalar tensor, to which a dynamic scale is set in place of being
                 moved, or None.
@@ -73,9 +73,12 @@ class Gathered(Verdicts):
             tf.cond(tf.equal(worst, _BAD), lambda: move(False), stay)
 
         def stay() -> None:
-            tf.cond(has_stepped, lambda: None, report)
+            if has_stepped is not True:
+                tf.cond(has_stepped, lambda: None, report)
 
-        is_good = tf.logical_and(has_stepped, tf.equal(worst, _GOOD))
+        is_good = tf.equal(worst, _GOOD)
+        if has_stepped is not True:
+            is_good = tf.logical_and(has_stepped, is_good)
         tf.cond(is_good, lambda: move(True), rest)
         if new_scale is not None:
             bad = self._schedule.num_bad_steps

@@ -155,7 +155,7 @@ class ScaledStep:
             grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
         elif aggregate and replicas > 1:
             packed, unpack = gradients.pack([*grads, *marks])
-            packed, scaled = self._sum(packed, scaled, scaled_by)
+            packed, scaled = self._sum_over_replicas(packed, scaled, scaled_by)
             if scaled and not safe:
                 packed, scaled = gradients.unscale(packed, scaled_by), False
             summed = unpack(packed)
@@ -194,7 +194,9 @@ class ScaledStep:
         )
         return operation, finite
 
-    def _sum(self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor) -> tuple[list[Any], bool]:
+    def _sum_over_replicas(
+        self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor
+    ) -> tuple[list[Any], bool]:
         """Sums gradients over replicas; also tells whether the sums are scaled."""
         if self.verdicts:
             if self.in_float16 and not scaled:

@@ -85,6 +85,7 @@ class _Mine(threading.local):
     Attributes:
         graph: reference to the graph; None for eager.
         seen: facts that were noted in that graph since its last `update`.
+        facts: all facts after the last call, a tensor of that graph; None in eager.
         uses: how many operations of the graph take the variable of the facts.
         scaled_by: what losses are multiplied by, a tensor of that graph.
         losses: the losses that were scaled there.
@@ -92,6 +93,7 @@ class _Mine(threading.local):
 
     graph: weakref.ref[Any] | None = None
     seen = 0
+    facts: tf.Tensor | None = None
     uses = 0
     scaled_by: tf.Tensor | None = None
     losses: tuple[tf.Tensor, ...] = ()
@@ -116,7 +118,7 @@ class ScalerCalls:
         Returns:
             What to multiply them by, a float32 scalar tensor: the same for all between two updates.
         """
-        seen, facts = self._seen(), self._facts()
+        seen, facts = self._so_far()
         _raise(_Call.SCALE, _ANYBODY, facts if isinstance(facts, int) else seen)
         if seen & _SCALED:
             scaled_by = self.scaled_by()
@@ -125,8 +127,9 @@ class ScalerCalls:
         else:
             is_first = tf.equal(facts & _SCALED, 0)
             scaled_by = tf.where(is_first, loss_scale(), self._scaled_by)
-        before = ~_of_any(_JUST_UNSCALED)
-        self._note(facts & before | _SCALED, seen & before | _SCALED)
+        if not (seen & _SCALED and not seen & _of_any(_JUST_UNSCALED)):
+            before = ~_of_any(_JUST_UNSCALED)
+            self._note(facts & before | _SCALED, seen & before | _SCALED)
         self._mine.scaled_by = scaled_by
         self._scaled_by.assign(scaled_by, read_value=False)
         return scaled_by
@@ -159,7 +162,7 @@ class ScalerCalls:
                 f"A GradScaler keeps track of {MOST} optimizers. Leave the gradients of further "
                 f"ones scaled: step() unscales them. Received: optimizer={optimizer!r}"
             )
-        seen, facts = self._seen(), self._facts()
+        seen, facts = self._so_far()
         news = _of(index, _UNSCALED | _JUST_UNSCALED)
         overflowed = _of(index, _OVERFLOWED)
         if isinstance(facts, int):
@@ -180,7 +183,7 @@ class ScalerCalls:
 
     def by_tape(self) -> None:
         """Notes that a tape has scaled a loss, and unscaled the gradients."""
-        seen, facts = self._seen(), self._facts()
+        seen, facts = self._so_far()
         _raise(_Call.TAPE, _ANYBODY, facts if isinstance(facts, int) else seen)
         self._note(facts | _BY_TAPE, seen | _BY_TAPE)
 
@@ -191,7 +194,7 @@ class ScalerCalls:
             optimizer: the optimizer.
         """
         index = self._optimizers.index(optimizer)
-        seen, facts = self._seen(), self._facts()
+        seen, facts = self._so_far()
         # What was unscaled for nobody in particular is of the first optimizer that makes a step.
         unnamed = _of(_ANYBODY, _UNSCALED | _JUST_UNSCALED | _OVERFLOWED)
         unscaled = _BY_TAPE | _of(_ANYBODY, _UNSCALED) | _of(index, _UNSCALED)
@@ -216,7 +219,8 @@ class ScalerCalls:
                 is_allowed &= tf.equal(facts & once, 0)
             guard = Guard(is_allowed, lambda: self._post(_Call.STEP, index, facts))
         stepped = _of(index, _STEPPED)
-        self._note(facts & ~unnamed | stepped, seen & ~unnamed | stepped)
+        after = facts if scaled is True else facts & ~unnamed
+        self._note(after | stepped, seen & ~unnamed | stepped)
         return Step(scaled, was_finite, guard)
 
     def update(self) -> tuple[bool | tf.Tensor, Callable[[], None]]:
@@ -226,11 +230,14 @@ class ScalerCalls:
             tuple of whether there was one, a bool or bool scalar tensor, and of a function that
             says that there was none.
         """
-        facts = self._facts()
-        self._note(0 if isinstance(facts, int) else tf.zeros_like(facts), 0)
-        self._mine.losses, self._mine.scaled_by = (), None
+        seen, facts = self._so_far()
+        self._note(0, 0)
+        mine = self._mine
+        mine.losses, mine.scaled_by, mine.facts = (), None, None
         if isinstance(facts, int):
             return bool(facts & _of_any(_STEPPED)), lambda: _raise(_Call.UPDATE, 0, facts)
+        if seen & _of_any(_STEPPED):
+            return True, lambda: None
         self._reports.watch()
         has_stepped = tf.not_equal(facts & _of_any(_STEPPED), 0)
         return has_stepped, lambda: self._post(_Call.UPDATE, _ANYBODY, facts)
@@ -247,27 +254,25 @@ class ScalerCalls:
             "call_report": self._reports.letter,
         }
 
-    def _facts(self) -> int | tf.Tensor:
-        """What is known so far: an int in eager, a tensor in a graph."""
-        if tf.executing_eagerly():
-            return self._known.here(in_all_threads=True)
+    def _so_far(self) -> tuple[int, int | tf.Tensor]:
+        """What was noted in this graph for certain, and all that is known: an int only in eager."""
+        mine, graph = self._mine, host.current_graph()
+        if graph is None:
+            return 0, self._known.here(in_all_threads=True)
         # What a function does changes the facts each time that it runs.
         self._known.are_looked_up = True
-        return self._known.at_run_time()
-
-    def _seen(self) -> int:
-        """What was noted in this graph, if nothing else was called in it that noted more."""
-        mine, graph = self._mine, host.current_graph()
-        if graph is None or mine.graph is None or mine.graph() is not graph:
-            return 0
-        return mine.seen if mine.uses == self._uses(graph) else 0
+        is_here = mine.graph is not None and mine.graph() is graph
+        # A function may have been called that is not traced again.
+        if not is_here or mine.facts is None or mine.uses != self._uses(graph):
+            return 0, self._known.at_run_time()
+        return mine.seen, mine.facts
 
     def _note(self, facts: int | tf.Tensor, seen: int) -> None:
         mine, graph = self._mine, host.current_graph()
         self._known.note(facts)
-        mine.seen, mine.graph = seen, None
+        mine.seen, mine.facts, mine.graph = seen, None, None
         if graph is not None:
-            mine.graph, mine.uses = weakref.ref(graph), self._uses(graph)
+            mine.facts, mine.graph, mine.uses = facts, weakref.ref(graph), self._uses(graph)
 
     def _uses(self, graph: Any) -> int:
         """How many operations of a graph take the variable of the facts: calls are among them."""

@@ -44,7 +44,7 @@ def test_the_blocks_run_in_order(monkeypatch, tmp_path):
     names = {}
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     assert isinstance(names["model"].optimizer, keras_mp.LossScaleOptimizer)
     assert isinstance(names["loaded"].optimizer, keras_mp.LossScaleOptimizer)
     assert (names["loaded"].compute_dtype, names["served"].compute_dtype) == ("float16", "float32")
@@ -84,6 +84,14 @@ def test_the_blocks_about_layers_print_what_they_are_about(tmp_path, capfd):
         "float32: weights in float32, outputs in float32",
         "mixed_bfloat16: weights in float32, outputs in bfloat16",
         "bfloat16",
+    ]
+
+
+def test_the_blocks_about_the_scaler_print_what_they_are_about(tmp_path, capfd):
+    assert printed_by_the_blocks_of("grad_scaler.md", tmp_path, capfd) == [
+        "[True, True] 32768.0",
+        "[True, False] 16384.0",
+        "0.5 16384.0",
     ]
 
 
