@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.grappler import passes
 
 # Also in the processes that tests start. What is measured differs from run to run.
 os.environ["KERAS_MP_MEASURE"] = "0"
@@ -30,11 +31,13 @@ with warnings.catch_warnings():
 
 @pytest.fixture(autouse=True)
 def clean_slate(doctest_namespace: dict) -> Iterator[None]:
-    """Names for doctests; global policy and floatx as TensorFlow starts with them."""
+    """Names for doctests; policy, floatx and graph rewrite as TensorFlow starts with them."""
     doctest_namespace.update(keras_mp=keras_mp, tf=tf)
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)
     tf.keras.utils.set_random_seed(0)
     yield
+    if passes.enabled_dtype() is not None:
+        keras_mp.disable_mixed_precision_graph_rewrite()
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)

@@ -2,7 +2,9 @@
 
 from keras_mp import (
     callbacks,
+    compat,
     compile_hook,
+    graph_rewrite,
     hardware,
     layers,
     loss_scale,
@@ -13,6 +15,10 @@ from keras_mp import (
 from keras_mp._version import __version__
 from keras_mp.conversion import convert
 from keras_mp.grad_scaler import GradScaler
+from keras_mp.graph_rewrite import (
+    disable_mixed_precision_graph_rewrite,
+    enable_mixed_precision_graph_rewrite,
+)
 from keras_mp.kernels.sums import enable_float32_sums
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
@@ -54,9 +60,13 @@ __all__ = [
     "autocast_variable",
     "callbacks",
     "cast_once",
+    "compat",
     "convert",
+    "disable_mixed_precision_graph_rewrite",
     "enable_float32_sums",
+    "enable_mixed_precision_graph_rewrite",
     "global_policy",
+    "graph_rewrite",
     "hardware",
     "in_current_scope",
     "layers",

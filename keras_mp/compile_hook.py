@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from keras_mp import hardware, keras_api, losses, model_summary, regularizers
 from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.grappler import passes
 from keras_mp.loss_scale_optimizer import (
     LossScaleOptimizer,
     find_loss_scale_optimizer,
@@ -64,6 +65,30 @@ def _hook(owner: type, replacement: Any) -> None:
 
 
 def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) -> Any:
+    model = args[0]
+    if passes.enabled_dtype() is None:
+        return _compile_for_policy(policy_class, stock_compile, *args, **kwargs)
+    mixed = [each for each in keras_api.flatten_layers(model) if _is_mixed(each)]
+    if mixed:
+        passes.refuse_policy(
+            f"the model {model.name!r}, whose layer {mixed[0].name!r} has the policy "
+            f"{mixed[0].dtype_policy.name!r}"
+        )
+    result = _compile_for_policy(policy_class, stock_compile, *args, **kwargs)
+    if model.run_eagerly:
+        passes.warn_if_not_rewritten(f"the model {model.name!r}, which runs eagerly")
+    elif model.jit_compile:
+        passes.warn_if_not_rewritten(
+            f"the model {model.name!r}, which XLA compiles (compile(jit_compile=False) ends that)"
+        )
+    return result
+
+
+def _is_mixed(layer: Any) -> bool:
+    return layer.compute_dtype in ("float16", "bfloat16") and layer.variable_dtype == "float32"
+
+
+def _compile_for_policy(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         call = inspect.signature(stock_compile).bind(*args, **kwargs)
     except TypeError:

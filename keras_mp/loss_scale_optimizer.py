@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
+from keras_mp.grappler import passes
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import forward_writes, gradients, skipped_steps
 from keras_mp.step.loss_scale import schedule_of
@@ -708,6 +709,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         name: str | None,
     ) -> Any:
         self._collect_reports()
+        passes.warn_if_compiled()
         # Again, since the optimizer may have been made outside of the strategy's scope.
         gradients.check_strategy()
         self.build([variable for _, variable in pairs])

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_mp import compile_hook, hardware, keras_api
 from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.grappler import passes
 from keras_mp.kernels import sums
 from keras_mp.support import messages
 
@@ -185,7 +186,8 @@ def set_global_policy(policy: Any) -> None:
             follow `floatx` again. A quantized one of Keras 3 may be given by its name too.
 
     Raises:
-        ValueError: The policy does not compute in floating point.
+        ValueError: The policy does not compute in floating point, or it is a mixed one and the
+            graph rewrite is on.
 
     Example:
 
@@ -204,6 +206,8 @@ def set_global_policy(policy: Any) -> None:
                 "other. Expected 'float16', 'bfloat16', 'float32', 'float64', 'mixed_float16' or "
                 f"'mixed_bfloat16'. Received: policy={policy!r}"
             )
+        if policy.name in _MIXED:
+            passes.refuse_policy(f"set_global_policy({policy.name!r})")
         if policy.name in ("float16", "bfloat16"):
             messages.warn(
                 f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "

@@ -15,6 +15,7 @@ ROOMS = {
     "step": {"step", "variables", "support"},
     "hardware": {"hardware", "support"},
     "op_autocast": {"op_autocast", "hardware", "variables", "kernels", "support"},
+    "grappler": {"grappler", "support"},
     "keras_api": {"keras_api", "step", "variables", "kernels", "support"},
 }
 

@@ -1,1 +1,8 @@
-"""How other systems, and older versions, spell what is here."""
+"""How other systems, and older versions, spell what is here.
+
+`keras_mp.compat.v1` is for the optimizers of TensorFlow 1.
+"""
+
+from keras_mp.compat import v1
+
+__all__ = ["v1"]

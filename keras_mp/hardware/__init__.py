@@ -175,7 +175,20 @@ def cpu_has_bfloat16() -> bool:
     >>> isinstance(keras_mp.hardware.cpu_has_bfloat16(), bool)
     True
     """
-    return tables.cpu_has_bfloat16()
+    return tables.cpu_has("bfloat16")
+
+
+def cpu_has_float16() -> bool:
+    """Tells whether the CPU has instructions for float16 (AVX512-FP16 or AMX-FP16).
+
+    On these TensorFlow's graph rewrite goes to float16; that does not make it fast: see `speeds`.
+
+    Example:
+
+    >>> isinstance(keras_mp.hardware.cpu_has_float16(), bool)
+    True
+    """
+    return tables.cpu_has("float16")
 
 
 def _checked(dtype: str) -> str:

@@ -8,7 +8,10 @@ import tensorflow as tf
 from keras_mp.hardware import remembered
 
 COMPUTE_CAPABILITY = {"float16": (7, 0), "bfloat16": (8, 0)}
-_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+_CPU_FLAGS = {
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16": {"avx512_fp16", "amx_fp16"},
+}
 
 
 class Gpu(NamedTuple):
@@ -53,12 +56,17 @@ def cpu_name() -> str:
     return remembered.cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
-def cpu_has_bfloat16() -> bool:
-    """Has the CPU native bfloat16 instructions, so that it could be fast?"""
+def cpu_has(dtype: str) -> bool:
+    """Has the CPU native instructions for a dtype, so that it could be fast?
+
+    Args:
+        dtype: str, "float16" or "bfloat16".
+    """
     # On macOS they are there from the M2 on; neither TensorFlow nor Python says which chip it is
     # without asking sysctl, and TensorFlow's CPU kernels do not use them there.
     info = remembered.cpu_info()
-    return not _CPU_FLAGS.isdisjoint((info.get("flags") or info.get("Features") or "").split())
+    found = (info.get("flags") or info.get("Features") or "").split()
+    return not _CPU_FLAGS[dtype].isdisjoint(found)
 
 
 def why_slow(dtype: str) -> str | None:
@@ -69,7 +77,7 @@ def why_slow(dtype: str) -> str | None:
     """
     needed = COMPUTE_CAPABILITY[dtype]
     found = gpus()
-    if dtype == "bfloat16" and (has_tpu() or (not found and cpu_has_bfloat16())):
+    if dtype == "bfloat16" and (has_tpu() or (not found and cpu_has("bfloat16"))):
         return None
     needs = (
         f"{dtype} needs {'an Nvidia GPU' if dtype == 'float16' else 'a GPU'} of compute capability "

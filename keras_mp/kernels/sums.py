@@ -85,6 +85,11 @@ def enable_float32_sums(enabled: bool = True) -> None:
     _State.enabled = enabled
 
 
+def are_enabled() -> bool:
+    """Are 16-bit numbers to be added up in float32 where TensorFlow's sum is wrong?"""
+    return _State.enabled
+
+
 def install() -> None:
     """Replaces TensorFlow's functions, once in a process. Computes nothing."""
     if _State.installed:

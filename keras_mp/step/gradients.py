@@ -149,7 +149,7 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         if values.dtype.is_complex:
             values = tf.math.real(values) + tf.math.imag(values)
         together = values.shape.is_fully_defined() and (for_xla or _is_small(values))
-        kind = values.dtype, tuple(values.shape) if together else id(values)
+        kind = values.dtype, tuple(values.shape.as_list()) if together else id(values)
         alike.setdefault(kind, []).append(values)
     verdicts = []
     totals: dict[tf.DType, list[tf.Tensor]] = {}

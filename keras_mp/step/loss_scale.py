@@ -170,6 +170,28 @@ class LossScale(tf.Module, abc.ABC):
         """
         return cls(**config)
 
+    def to_compat_v1(self) -> Any:
+        """Makes the `tf.compat.v1.mixed_precision` loss scale that moves as this one does.
+
+        It starts afresh. `keras_mp.loss_scale.get` is the way back.
+
+        Returns:
+            A `tf.compat.v1.mixed_precision.LossScale`.
+
+        Raises:
+            ValueError: TensorFlow has none that moves so.
+
+        Example:
+
+        >>> scale = keras_mp.DynamicLossScale(64, increment_period=100).to_compat_v1()
+        >>> scale.get_config()
+        {'initial_loss_scale': 64.0, 'increment_period': 100, 'multiplier': 2.0}
+        """
+        raise ValueError(
+            "Of loss scales only a FixedLossScale and a DynamicLossScale have a counterpart in "
+            f"tf.compat.v1.mixed_precision. Received: {self!r} (of type {type(self)})"
+        )
+
     @property
     def dtype(self) -> tf.DType:
         """The tensor's dtype, float32."""
@@ -282,6 +304,10 @@ class FixedLossScale(LossScale):
     def __call__(self) -> tf.Tensor:
         """Returns the scale, a float32 scalar tensor."""
         return tf.constant(self._loss_scale_value, tf.float32)
+
+    def to_compat_v1(self) -> Any:
+        """Returns a `tf.compat.v1.mixed_precision.FixedLossScale` of this value."""
+        return tf.compat.v1.mixed_precision.FixedLossScale(self._loss_scale_value)
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"loss_scale_value": ...}`."""
@@ -477,6 +503,29 @@ class DynamicLossScale(LossScale):
         """
         state = self.next_state(self(), finite)
         return self.assign(state), state.num_bad_steps
+
+    def to_compat_v1(self) -> Any:
+        """Makes a `tf.compat.v1.mixed_precision.DynamicLossScale` with these arguments.
+
+        It starts afresh, and has no ceiling but the largest float32.
+
+        Raises:
+            ValueError: `backoff_multiplier`, `hysteresis`, `min_loss_scale` or `max_loss_scale`
+                are not the default ones, which are the only ones that it can have.
+        """
+        arguments = {
+            name: getattr(self, name)
+            for name in ("initial_loss_scale", "increment_period", "multiplier")
+        }
+        default = DynamicLossScale(**arguments).get_config()
+        strangers = {k: v for k, v in self.get_config().items() if v != default.get(k)}
+        if strangers:
+            expected = {name: default[name] for name in strangers if name in default}
+            raise ValueError(
+                "A tf.compat.v1.mixed_precision.DynamicLossScale cannot move like this one. "
+                f"Expected {expected or 'no other arguments'}. Received: {strangers}"
+            )
+        return tf.compat.v1.mixed_precision.DynamicLossScale(**arguments)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; the state is not among them."""

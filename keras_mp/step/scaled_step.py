@@ -333,4 +333,5 @@ def _operation(result: Any) -> tf.Operation | None:
     """What both branches of `tf.cond` return: an operation, which only TensorFlow 1 has to run."""
     if host.runs_by_itself():
         return None
-    return tf.no_op() if result is None else tf.group(result)
+    of_replicas = tf.distribute.get_strategy().experimental_local_results(result)
+    return tf.group(*(each for each in tf.nest.flatten(of_replicas) if each is not None))

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step.optimizer_family import UpdateRule
+from keras_mp.support import host
 
 
 def update_rule(optimizer: Any) -> UpdateRule | None:
@@ -41,6 +42,20 @@ class V1Optimizer(UpdateRule):
     def __init__(self, optimizer: Any, global_step: Any = None) -> None:
         super().__init__(optimizer)
         self._global_step = global_step
+
+    def build(self, variables: Sequence[Any]) -> None:
+        # Where Python runs with the step, `apply` does it. A graph of TensorFlow 1 would name slots
+        # after the branch in which they are made, and each replica would make its own.
+        meets = not tf.__internal__.distribute.strategy_supports_no_merge_call()
+        if host.runs_by_itself() and not (tf.distribute.has_strategy() and meets):
+            return
+
+        def build(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+            del strategy
+            with tf.init_scope():
+                self.optimizer._create_slots(variables)
+
+        tf.distribute.get_replica_context().merge_call(build, args=(list(variables),))
 
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool

@@ -239,6 +239,70 @@ def test_get_converts_the_old_objects_and_warns():
     assert (dynamic.initial_loss_scale, dynamic.increment_period, dynamic.multiplier) == (64, 9, 4)
 
 
+@pytest.mark.parametrize(
+    "scale",
+    [
+        keras_mp.FixedLossScale(32),
+        keras_mp.DynamicLossScale(),
+        keras_mp.DynamicLossScale(64, 9, 4.0),
+    ],
+    ids=repr,
+)
+def test_the_old_objects_are_made_and_taken_back(scale):
+    old = scale.to_compat_v1()
+    assert type(old) is getattr(tf.compat.v1.mixed_precision, type(scale).__name__)
+    assert float(old()) == float(scale)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="was converted"):
+        back = loss_scale_lib.get(old)
+    assert loss_scale_lib.serialize(back) == loss_scale_lib.serialize(scale)
+
+
+def test_an_old_object_that_is_made_moves_as_ours_does():
+    ours = keras_mp.DynamicLossScale(8, increment_period=2)
+    old = ours.to_compat_v1()
+    for finite in (True, True, False, True, False, False, False, False):
+        ours.assign(ours.next_state(ours(), finite))
+        old.update([tf.constant(1.0 if finite else math.inf)])
+        assert float(old()) == float(ours)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"backoff_multiplier": 0.25},
+        {"hysteresis": 2},
+        {"min_loss_scale": 2.0},
+        {"max_loss_scale": 2.0**20},
+    ],
+    ids=str,
+)
+def test_what_the_old_objects_cannot_have_is_an_error(argument):
+    with pytest.raises(ValueError, match=f"cannot move like this one.*{next(iter(argument))}"):
+        keras_mp.DynamicLossScale(**argument).to_compat_v1()
+    manager = keras_mp.compat.v1.FixedLossScaleManager(8)
+    with pytest.raises(ValueError, match="have a counterpart"):
+        keras_mp.compat.v1.ManagedLossScale(manager).to_compat_v1()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda old: keras_mp.LossScaleOptimizer("sgd", old),
+        lambda old: keras_mp.Policy("mixed_float16", loss_scale=old),
+        lambda old: keras_mp.GradScaler(old),
+        lambda old: keras_mp.compat.v1.LossScaleOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(0.1), old
+        ),
+    ],
+    ids=["LossScaleOptimizer", "Policy", "GradScaler", "compat.v1"],
+)
+def test_the_old_objects_are_taken_wherever_ours_are(take):
+    old = tf.compat.v1.mixed_precision.DynamicLossScale(64, increment_period=9)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="was converted"):
+        scale = take(old).loss_scale
+    assert (scale.initial_loss_scale, scale.increment_period) == (64, 9)
+
+
 BAD = [
     (ValueError, 0.5),
     (ValueError, 0),

@@ -1,0 +1,504 @@
+"""Loss scaling for the optimizers of TensorFlow 1, as `tf.contrib.mixed_precision` had it.
+
+TensorFlow 1, `tf.contrib.mixed_precision.LossScaleOptimizer`. This module needs TensorFlow only.
+The step is that of `keras_mp.step`.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import hardware
+from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.compat import older_spellings
+from keras_mp.compat.loss_scale_managers import (
+    ExponentialUpdateLossScaleManager,
+    FixedLossScaleManager,
+    LossScaleManager,
+    ManagedLossScale,
+    next_exponential_state,
+)
+from keras_mp.grappler import passes
+from keras_mp.step import gradients, skipped_steps
+from keras_mp.step.loss_scale import DynamicLossScale, LossScale
+from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
+from keras_mp.step.update_rules import V1Optimizer
+from keras_mp.support import host, messages, validation
+from keras_mp.support.unconverted import unconverted
+
+__all__ = [
+    "ExponentialUpdateLossScaleManager",
+    "FixedLossScaleManager",
+    "LossScaleManager",
+    "LossScaleOptimizer",
+    "ManagedLossScale",
+    "next_exponential_state",
+    "scales_loss",
+]
+
+_Optimizer = tf.compat.v1.train.Optimizer
+_StockWrapper = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
+
+_wrapped: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Tells whether an optimizer of TensorFlow 1 scales the loss, or is inside of one that does.
+
+    Args:
+        optimizer: Any.
+
+    Example:
+
+    >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    >>> optimizer = keras_mp.compat.v1.LossScaleOptimizer(sgd)
+    >>> keras_mp.compat.v1.scales_loss(optimizer), keras_mp.compat.v1.scales_loss(sgd)
+    (True, True)
+    """
+    if not isinstance(optimizer, _Optimizer):
+        return False
+    return isinstance(optimizer, (LossScaleOptimizer, _StockWrapper)) or optimizer in _wrapped
+
+
+class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Optimizer):
+    """An optimizer of TensorFlow 1 that applies loss scaling, so that gradients do not underflow.
+
+    `minimize`, and `compute_gradients` followed by `apply_gradients`, multiply the loss by the loss
+    scale, and divide the gradients by it. Where a gradient is not finite, on any replica, the step
+    is skipped on all of them: variables, slots and `global_step` stay as they are, and the scale
+    moves. Only a `keras_mp.FixedLossScale`, or a number, skips nothing.
+
+    It works in a `tf.Graph` with sessions, with variables of TensorFlow 1 and 2, in eager code, in
+    `tf.function`, and under `MirroredStrategy` of `tf.distribute` and of
+    `tf.compat.v1.distribute`. A checkpoint, of `tf.train.Checkpoint` or of a `Saver`, is one of the
+    inner optimizer, with the loss scale's state beside it.
+
+    Gradients have to come from `compute_gradients`: those of `tf.gradients` and `tf.GradientTape`
+    are not of a scaled loss. Where none can have, `apply_gradients` warns.
+
+    Args:
+        opt: A `tf.compat.v1.train.Optimizer`.
+        loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, a
+            `keras_mp.LossScale`, one of `tf.compat.v1.mixed_precision`, or a `LossScaleManager`.
+        loss_scale_manager: `LossScaleManager`. What the argument was called in TensorFlow 1.
+        aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
+            where steps can be skipped. Defaults to True.
+        warn_after_skips: int, or None for never. After how many skipped steps in a row to warn;
+            graphs of TensorFlow 1 do not. Defaults to 50.
+
+    Raises:
+        TypeError: `opt` is not an optimizer of TensorFlow 1, or scales the loss itself.
+        ValueError: `opt` is wrapped already, or loss scaling does not work under the strategy.
+
+    Example:
+
+    >>> with tf.Graph().as_default():
+    ...     v = tf.compat.v1.get_variable("v", initializer=1.0)
+    ...     manager = keras_mp.compat.v1.ExponentialUpdateLossScaleManager(2**15, 1000)
+    ...     optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.25)
+    ...     optimizer = keras_mp.compat.v1.LossScaleOptimizer(optimizer, manager)
+    ...     train_op = optimizer.minimize(v**2)
+    ...     with tf.compat.v1.Session() as session:
+    ...         session.run(tf.compat.v1.global_variables_initializer())
+    ...         session.run(train_op)
+    ...         print(session.run(v))
+    0.5
+
+    Source: TensorFlow 1, `tf.contrib.mixed_precision.LossScaleOptimizer`.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        loss_scale: Any = "dynamic",
+        *,
+        loss_scale_manager: LossScaleManager | None = None,
+        aggregate_in_float16: bool = True,
+        warn_after_skips: int | None = 50,
+    ) -> None:
+        if not isinstance(opt, _Optimizer):
+            raise TypeError(
+                "Expected a tf.compat.v1.train.Optimizer; for an optimizer of tf.keras there is "
+                f"keras_mp.LossScaleOptimizer. Received: opt={opt!r} (of type {type(opt)})"
+            )
+        if isinstance(opt, (LossScaleOptimizer, _StockWrapper)):
+            raise TypeError(
+                "The optimizer scales the loss already, which would be scaled twice. Pass the one "
+                f"inside. Received: opt={opt!r}"
+            )
+        if opt in _wrapped:
+            raise ValueError(
+                "The optimizer is wrapped by a LossScaleOptimizer already. Use that one, or make a "
+                f"new optimizer. Received: opt={opt!r}"
+            )
+        gradients.check_strategy()
+        self._trackable = opt
+        _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
+        self._loss_scale = _loss_scale(loss_scale, loss_scale_manager)
+        self._aggregate_in_float16 = validation.boolean(
+            "aggregate_in_float16", aggregate_in_float16
+        )
+        if warn_after_skips is not None:
+            warn_after_skips = validation.integer("warn_after_skips", warn_after_skips)
+        is_told = host.runs_by_itself()
+        self._skipped = skipped_steps.SkippedSteps(warn_after_skips) if is_told else _OnlyCounted()
+        self._calls = _Calls()
+        _wrapped.add(opt)
+        hardware.warn_if_slow()
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that is wrapped. Read-only."""
+        return self._trackable
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale: call it for its value, a float32 scalar tensor."""
+        return self._loss_scale
+
+    @property
+    def steps_skipped(self) -> tf.Tensor:
+        """How many steps were skipped so far, an int64 scalar tensor."""
+        self._skipped.collect_reports()
+        return tf.convert_to_tensor(self._skipped.total)
+
+    @property
+    def last_step_skipped(self) -> tf.Tensor:
+        """Was the last step skipped? A bool scalar tensor."""
+        if not self._can_skip:
+            return tf.constant(False)
+        return tf.convert_to_tensor(self._loss_scale.num_bad_steps) > 0
+
+    def get_name(self) -> str:
+        """Returns the inner optimizer's name."""
+        return self.inner_optimizer.get_name()
+
+    @unconverted
+    def minimize(
+        self,
+        loss: Any,
+        global_step: Any = None,
+        var_list: Any = None,
+        gate_gradients: int = _Optimizer.GATE_OP,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: Any = None,
+    ) -> Any:
+        """Does a whole step: scales the loss, computes, unscales and applies the gradients.
+
+        Args:
+            loss: float tensor, or a callable without arguments that returns one, as in eager it
+                has to be. Not scaled.
+            global_step: variable that a step which is made increments, or None.
+            var_list: list of variables. Defaults to the trainable ones of the graph, or to those
+                that `loss` reads.
+            gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`.
+            aggregation_method: one of `tf.AggregationMethod`.
+            colocate_gradients_with_ops: bool.
+            name: str. Name of the operation.
+            grad_loss: tensor. The gradient for `loss`.
+
+        Returns:
+            In a graph of TensorFlow 1 the operation that makes the step, else None.
+
+        Raises:
+            ValueError: no variable has a gradient.
+        """
+        how = {
+            "gate_gradients": gate_gradients,
+            "aggregation_method": aggregation_method,
+            "colocate_gradients_with_ops": colocate_gradients_with_ops,
+            "grad_loss": grad_loss,
+        }
+        if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
+            return super().minimize(loss, global_step, var_list, name=name, **how)
+        losses: list[tf.Tensor] = []
+        scaled_by = self._loss_scale()
+        pairs = _checked(self._scaled_gradients(loss, scaled_by, losses, var_list, **how))
+        return self._step(pairs, global_step, name, scaled_by=scaled_by, losses=losses)
+
+    @unconverted
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any = None,
+        gate_gradients: int = _Optimizer.GATE_OP,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: Any = None,
+    ) -> list[tuple[Any, Any]]:
+        """Computes gradients of the scaled loss, and unscales them: the first half of `minimize`.
+
+        Args:
+            loss: float tensor, or a callable without arguments that returns one. Not scaled.
+            var_list: list of variables. Defaults to the trainable ones of the graph, or to those
+                that `loss` reads.
+            gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`.
+            aggregation_method: one of `tf.AggregationMethod`.
+            colocate_gradients_with_ops: bool.
+            grad_loss: tensor. The gradient for `loss`.
+
+        Returns:
+            list of (gradient, variable) pairs. A gradient may be None.
+        """
+        scaled_by = self._loss_scale()
+        pairs = self._scaled_gradients(
+            loss,
+            scaled_by,
+            [],
+            var_list,
+            gate_gradients=gate_gradients,
+            aggregation_method=aggregation_method,
+            colocate_gradients_with_ops=colocate_gradients_with_ops,
+            grad_loss=grad_loss,
+        )
+        self._calls.computed()
+        unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
+        return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
+
+    @unconverted
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: Any = None,
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+    ) -> Any:
+        """Sums gradients over replicas, and applies them or skips the step.
+
+        Args:
+            grads_and_vars: iterable of (gradient, variable) pairs, unscaled as `compute_gradients`
+                returns them. A gradient may be None.
+            global_step: variable that a step which is made increments, or None.
+            name: str. Name of the operation.
+            skip_gradients_aggregation: bool. True where the gradients are summed already.
+
+        Returns:
+            In a graph of TensorFlow 1 the operation that makes the step, else None.
+
+        Raises:
+            ValueError: no variable has a gradient, or the call is in a cross-replica context.
+        """
+        pairs = _checked(grads_and_vars)
+        self._calls.applied(variable for _, variable in pairs)
+        aggregate = not skip_gradients_aggregation
+        return self._step(pairs, global_step, name, aggregate=aggregate)
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """Returns a slot of the inner optimizer, or None.
+
+        Args:
+            var: variable that is trained.
+            name: str. The slot's name.
+        """
+        return self.inner_optimizer.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Returns the names of the inner optimizer's slots."""
+        return self.inner_optimizer.get_slot_names()
+
+    def variables(self) -> list[tf.Variable]:
+        """Returns the inner optimizer's variables and those of the loss scale."""
+        return [*self.inner_optimizer.variables(), *self.loss_scale_variables()]
+
+    def loss_scale_variables(self) -> list[tf.Variable]:
+        """Returns the variables that the inner optimizer does not have.
+
+        A `Saver` without them reads a checkpoint of a program that did not scale the loss.
+        """
+        return [*self._loss_scale.variables, self._skipped.total]
+
+    @property
+    def _can_skip(self) -> bool:
+        return isinstance(self._loss_scale, (DynamicLossScale, ManagedLossScale))
+
+    def _scaled_gradients(
+        self,
+        loss: Any,
+        scaled_by: tf.Tensor,
+        losses: list[tf.Tensor],
+        var_list: Any,
+        grad_loss: Any,
+        **how: Any,
+    ) -> list[tuple[Any, Any]]:
+        def scale(loss: Any) -> tf.Tensor:
+            losses.append(tf.convert_to_tensor(loss))
+            return gradients.scale_loss(loss, scaled_by)
+
+        is_callable = callable(loss) and not tf.is_tensor(loss)
+        scaled = (lambda: scale(loss())) if is_callable else scale(loss)
+        if grad_loss is not None:
+            grad_loss = tf.convert_to_tensor(grad_loss)
+            if grad_loss.dtype.size < tf.float32.size:  # as the loss is widened
+                grad_loss = tf.cast(grad_loss, tf.float32)
+        return self.inner_optimizer.compute_gradients(
+            scaled, var_list=var_list, grad_loss=grad_loss, **how
+        )
+
+    def _step(
+        self,
+        pairs: list[tuple[Any, Any]],
+        global_step: Any,
+        name: str | None,
+        *,
+        scaled_by: tf.Tensor | None = None,
+        losses: Sequence[tf.Tensor] = (),
+        aggregate: bool = True,
+    ) -> Any:
+        # Again, since the optimizer may have been made outside of the strategy's scope.
+        gradients.check_strategy()
+        self._skipped.collect_reports()
+        passes.warn_if_compiled()
+        rule = V1Optimizer(self.inner_optimizer, global_step)
+        rule.build([variable for _, variable in pairs])
+        verdicts = MovedAtOnce(self._loss_scale, self._skipped) if self._can_skip else None
+        train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
+        before = list(train_ops)
+        operation, _ = ScaledStep(rule, verdicts, self._aggregate_in_float16).make(
+            pairs,
+            scaled=scaled_by is not None,
+            scaled_by=self._loss_scale() if scaled_by is None else scaled_by,
+            losses=losses,
+            aggregate=aggregate,
+            name=name,
+        )
+        if operation is None:
+            return None
+        train_op = tf.group(operation, name=name or self.get_name())
+        # In place of what the inner optimizer has added, which is in a branch.
+        train_ops[:] = [*before, train_op]
+        return train_op
+
+    def _own_children(self) -> dict[str, Any]:
+        return {"loss_scale": self._loss_scale, "steps_skipped": self._skipped.total}
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        return {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == older_spellings.INNER_CHILD:  # as TensorFlow's own wrapper calls it
+            return self.inner_optimizer
+        own = self._own_children().get(name)
+        return super()._lookup_dependency(name, *args, **kwargs) if own is None else own
+
+    def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
+        self.inner_optimizer._create_or_restore_slot_variable(*args, **kwargs)
+
+    def _restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
+        self.inner_optimizer._restore_slot_variable(*args, **kwargs)
+
+
+# What a subclass may override to have a say in `minimize`.
+_HOOKS = ("compute_gradients", "apply_gradients")
+
+
+def _loss_scale(loss_scale: Any, manager: LossScaleManager | None) -> LossScale:
+    if manager is not None:
+        if loss_scale != "dynamic":
+            raise ValueError(
+                "Give `loss_scale` or `loss_scale_manager`, not both. Received: "
+                f"loss_scale={loss_scale!r}, loss_scale_manager={manager!r}"
+            )
+        loss_scale = manager
+    if isinstance(loss_scale, LossScaleManager):
+        return ManagedLossScale(loss_scale)
+    result = loss_scale_lib.get(loss_scale)
+    if result is None:
+        raise ValueError(
+            "A LossScaleOptimizer needs a loss scale; without one, use the inner optimizer itself. "
+            "Received: loss_scale=None"
+        )
+    return result
+
+
+def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Checks what is to be applied, and leaves out variables without a gradient."""
+    pairs = [(g, v) for g, v in gradients.checked_pairs(pairs) if g is not None]
+    if not pairs:
+        raise ValueError("No gradients provided for any variable. Received: []")
+    return pairs
+
+
+class _OnlyCounted:
+    """What is left of `SkippedSteps` in a graph of TensorFlow 1, which warns of nothing."""
+
+    def __init__(self) -> None:
+        self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
+
+    def watch(self) -> None:
+        return
+
+    def skip(self, *args: Any) -> list[Any]:
+        del args
+        return [self.total.assign_add(1, read_value=False)]
+
+    def in_a_row(self, count: tf.Tensor) -> None:
+        del count
+
+    def collect_reports(self) -> None:
+        return
+
+
+class _Mine(threading.local):
+    """What one thread remembers of eager code: MirroredStrategy has one for each replica.
+
+    Attributes:
+        has_computed: has it ever called `compute_gradients`?
+        is_open: has it since it last applied gradients?
+        applied: ids of the variables of the step so far.
+    """
+
+    has_computed = False
+    is_open = False
+    applied: frozenset[int] = frozenset()
+
+
+class _Calls:
+    """Notices gradients that cannot be of `compute_gradients`, as those of `tf.gradients` are."""
+
+    def __init__(self) -> None:
+        self._mine = _Mine()
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._anywhere = False
+
+    def computed(self) -> None:
+        """Notes a call of `compute_gradients`."""
+        self._anywhere = True
+        graph = host.current_graph()
+        if graph is not None:
+            self._graphs.add(graph)
+        else:
+            self._mine.has_computed = self._mine.is_open = True
+
+    def applied(self, variables: Iterable[Any]) -> None:
+        """Notes a call of `apply_gradients`, and warns if there was none of the other."""
+        graph = host.current_graph()
+        is_known = self._is_open_in(graph) if graph is not None else self._is_open(variables)
+        if not is_known:
+            messages.warn(
+                "apply_gradients() was given gradients that compute_gradients() has not computed: "
+                "their loss was not scaled, and small ones may have vanished in float16. Do not "
+                "use tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
+                "compute_gradients() and then apply_gradients()."
+            )
+
+    def _is_open_in(self, graph: Any) -> bool:
+        around = graph
+        while around is not None:
+            if around in self._graphs:
+                return True
+            around = getattr(around, "outer_graph", None)
+        # A function may be given gradients that another one, or eager code, has computed.
+        return self._anywhere and isinstance(graph, tf.__internal__.FuncGraph)
+
+    def _is_open(self, variables: Iterable[Any]) -> bool:
+        mine, applied = self._mine, frozenset(map(id, variables))
+        goes_on = bool(mine.applied) and mine.applied.isdisjoint(applied)
+        is_known = mine.is_open or goes_on or (self._anywhere and not mine.has_computed)
+        mine.applied = mine.applied | applied if goes_on and not mine.is_open else applied
+        mine.is_open = False
+        return is_known

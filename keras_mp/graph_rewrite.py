@@ -1,0 +1,410 @@
+"""TensorFlow 1.15's automatic mixed precision: the graph is rewritten, the program stays.
+
+TensorFlow 1.15, `tf.train.experimental.enable_mixed_precision_graph_rewrite`. The passes are
+TensorFlow's own. What is added: the optimizer is wrapped in the loss scaling of this package, what
+cannot work is refused, and `report` says what was rewritten.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from keras_mp import hardware, keras_api
+from keras_mp.compat import v1
+from keras_mp.grappler import op_lists as lists
+from keras_mp.grappler import passes
+from keras_mp.grappler import report as reports
+from keras_mp.grappler.report import Operation, Report
+from keras_mp.kernels import sums
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer, find_loss_scale_optimizer, wrapper_of
+from keras_mp.support import messages
+
+__all__ = [
+    "Operation",
+    "Report",
+    "change_op_lists",
+    "disable_mixed_precision_graph_rewrite",
+    "enable_mixed_precision_graph_rewrite",
+    "op_lists",
+    "report",
+    "session_config",
+]
+
+
+def enable_mixed_precision_graph_rewrite(
+    optimizer: Any, loss_scale: Any = "dynamic", dtype: str | None = None
+) -> Any:
+    """Turns TensorFlow's graph rewrite on, and wraps an optimizer in the loss scaling it needs.
+
+    From now on, where a `tf.function` or a session runs a graph, TensorFlow moves operations that
+    are safe in 16 bits, and worth it, from float32 to `dtype`, and puts casts around them:
+    `report` shows them. The program computes with float32 tensors as before, and variables stay in
+    float32. Operations whose 16-bit kernels stop short of long sums, such as the gradient of a
+    bias in bfloat16 on CPUs, are left in float32, unless `enable_float32_sums(False)` was called.
+    Eager code has no graph and is not rewritten; neither is a function that XLA compiles
+    (`jit_compile=True`, which is what `compile` of Keras 3 chooses on GPUs).
+
+    Compute and apply gradients with the optimizer that is returned, by `minimize`, `Model.fit`, or
+    its other methods: `tf.gradients` and `tf.GradientTape` alone do not scale the loss.
+
+    Args:
+        optimizer: An optimizer of `tf.keras` of any family, or a `tf.compat.v1.train.Optimizer`.
+        loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, or a
+            `keras_mp.LossScale`; with an optimizer of `tf.compat.v1` all that
+            `keras_mp.compat.v1.LossScaleOptimizer` takes. bfloat16 needs none, and it is not used.
+        dtype: "float16", which TensorFlow rewrites to on Nvidia GPUs of compute capability 7.0 and
+            above and on CPUs with float16 units; "bfloat16", which it rewrites to on CPUs; or None
+            (the default) for the one that is fast on this machine. If none is, that is "float16",
+            with a warning: TensorFlow then leaves graphs as they are.
+
+    Returns:
+        A `keras_mp.LossScaleOptimizer` or a `keras_mp.compat.v1.LossScaleOptimizer` around
+        `optimizer`; with bfloat16 `optimizer` itself.
+
+    Raises:
+        TypeError: `optimizer` is of another kind.
+        ValueError: the global policy of `tf.keras` is a mixed one, the rewrite is on already, or
+            the optimizer scales the loss already.
+
+    Example:
+
+    >>> optimizer = tf.keras.optimizers.SGD(0.1)
+    >>> optimizer = keras_mp.enable_mixed_precision_graph_rewrite(optimizer, dtype="bfloat16")
+    >>> step = tf.function(lambda x: tf.matmul(tf.nn.relu(tf.matmul(x, x)), x))
+    >>> report = keras_mp.graph_rewrite.report(step, tf.ones([8, 8]))
+    >>> report.by_dtype()["bfloat16"]
+    {'MatMul': 2, 'Relu': 1}
+    >>> keras_mp.disable_mixed_precision_graph_rewrite()
+
+    Source: TensorFlow 1.15, `tf.train.experimental.enable_mixed_precision_graph_rewrite`.
+    """
+    if dtype not in (None, *passes.PASSES):
+        raise ValueError(f"Expected 'float16', 'bfloat16' or None. Received: dtype={dtype!r}")
+    _refuse_policies()
+    _refuse_second(optimizer)
+    _refuse_scaling(optimizer)
+    dtype = dtype or _fastest()
+    wrapper = _wrapper(optimizer)
+    result = wrapper(optimizer, loss_scale) if dtype == "float16" else optimizer
+    _warn_if_it_is_in_vain(dtype)
+    lists.keep_out(_with_wrong_sums(dtype))
+    passes.turn_on(dtype)
+    logging.info(
+        "Graphs are rewritten to %s from now on. Eager code and functions that XLA compiles are "
+        "not.",
+        dtype,
+    )
+    return result
+
+
+def disable_mixed_precision_graph_rewrite() -> None:
+    """Turns the graph rewrite off, for functions at once and for sessions that are made later.
+
+    Optimizers that were wrapped go on scaling the loss, which does no harm.
+
+    Example:
+
+    >>> _ = keras_mp.enable_mixed_precision_graph_rewrite(
+    ...     tf.keras.optimizers.SGD(), dtype="bfloat16")
+    >>> keras_mp.disable_mixed_precision_graph_rewrite()
+
+    Source: TensorFlow 1.15, `tf.train.experimental.disable_mixed_precision_graph_rewrite`.
+    """
+    if passes.enabled_dtype() is None:
+        messages.warn("The graph rewrite was not on, so there is nothing to turn off.")
+    passes.turn_off()
+    lists.keep_out(())
+
+
+def session_config(config: Any = None) -> Any:
+    """Returns a config with which a session rewrites its graphs.
+
+    `tf.compat.v1.Session()` follows `enable_mixed_precision_graph_rewrite` by itself. One that is
+    given a config does with it what that says, but for float16, which TensorFlow adds.
+
+    Args:
+        config: `tf.compat.v1.ConfigProto`, which is not changed, or None (the default).
+
+    Returns:
+        A `tf.compat.v1.ConfigProto`.
+
+    Raises:
+        RuntimeError: the graph rewrite is not on.
+
+    Example:
+
+    >>> _ = keras_mp.enable_mixed_precision_graph_rewrite(
+    ...     tf.keras.optimizers.SGD(), dtype="bfloat16")
+    >>> config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
+    >>> config = keras_mp.graph_rewrite.session_config(config)
+    >>> config.graph_options.rewrite_options.auto_mixed_precision_onednn_bfloat16
+    1
+    >>> keras_mp.disable_mixed_precision_graph_rewrite()
+    """
+    if not (config is None or isinstance(config, tf.compat.v1.ConfigProto)):
+        raise TypeError(
+            "`config` must be a tf.compat.v1.ConfigProto or None. "
+            f"Received: config={config!r} (of type {type(config)})"
+        )
+    return passes.config_for_sessions(config, _enabled("session_config"))
+
+
+def report(function: Any, *args: Any, **kwargs: Any) -> Report:
+    """Says what the graph rewrite makes of a function, or of what a session runs.
+
+    The function is traced, as calling it would trace it, and does not run. Of its graph, and of all
+    that the graph calls, TensorFlow's grappler then makes what will run.
+
+    Args:
+        function: a `tf.function`, or a concrete one; a model of `tf.keras` that is compiled, for
+            its step of training; or an operation or a tensor of a `tf.Graph`, or a list of these.
+        *args: what the function is called with, tensors or `tf.TensorSpec`s. For a model a batch:
+            `x`, `y`, and sample weights if there are any.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        A `Report`. Printed, it is a table.
+
+    Raises:
+        RuntimeError: the graph rewrite is not on.
+        TypeError: `function` is something else; a Python function has no graph.
+
+    Example:
+
+    >>> _ = keras_mp.enable_mixed_precision_graph_rewrite(
+    ...     tf.keras.optimizers.SGD(), dtype="bfloat16")
+    >>> @tf.function
+    ... def step(x):
+    ...     return tf.reduce_sum(tf.exp(tf.matmul(x, x)))
+    >>> report = keras_mp.graph_rewrite.report(step, tf.ones([8, 8]))
+    >>> {each.op: each.why for each in report.operations}["Exp"]
+    'on the deny list'
+    >>> keras_mp.disable_mixed_precision_graph_rewrite()
+    """
+    dtype = _enabled("report")
+    fetches = list(function) if isinstance(function, (list, tuple)) else [function]
+    if fetches and all(_is_in_graph(fetch) for fetch in fetches):
+        return reports.report(reports.of_fetches(fetches), fetches[0].name, dtype)
+    if isinstance(function, tf.keras.Model):
+        function, args = _step_of_training(function, args)
+    if isinstance(function, tf.types.experimental.ConcreteFunction):
+        concrete = function
+    elif hasattr(function, "get_concrete_function"):
+        concrete = function.get_concrete_function(*args, **kwargs)
+    else:
+        raise TypeError(
+            "Only graphs are rewritten. Expected a tf.function, a concrete function, a model, or "
+            "operations or tensors of a tf.Graph; write tf.function(f) for a Python function f. "
+            f"Received: function={function!r} (of type {type(function)})"
+        )
+    name = getattr(function, "__name__", None) or concrete.name
+    compiled = reports.is_compiled(concrete)
+    return reports.report(reports.of_function(concrete), name, dtype, compiled)
+
+
+def op_lists(dtype: str | None = None) -> dict[str, frozenset[str]]:
+    """Returns the lists of operations by which the graph rewrite goes, as TensorFlow has them now.
+
+    Args:
+        dtype: "float16" or "bfloat16". Defaults to the one that graphs are rewritten to, or to
+            "float16" while the rewrite is off. The lists for float16 are those for GPUs; the
+            version of CUDA may keep a few operations off the list "allow".
+
+    Returns:
+        dict of names of operations: "allow", those that gain and are always rewritten; "infer",
+        those that are if they stand between operations of "allow", and not behind one of "deny";
+        "deny", those that are dangerous in 16 bits; and "clear", those that change no number, and
+        follow their neighbours.
+
+    Raises:
+        RuntimeError: an operation is on two lists.
+
+    Example:
+
+    >>> "Exp" in keras_mp.graph_rewrite.op_lists()["deny"]
+    True
+    """
+    dtype = dtype or passes.enabled_dtype() or "float16"
+    if dtype not in passes.PASSES:
+        raise ValueError(f"Expected 'float16', 'bfloat16' or None. Received: dtype={dtype!r}")
+    return lists.read(dtype)
+
+
+def change_op_lists(
+    *,
+    allow: Collection[str] = (),
+    infer: Collection[str] = (),
+    deny: Collection[str] = (),
+    clear: Collection[str] = (),
+    none: Collection[str] = (),
+) -> None:
+    """Puts operations on other lists, before the graph rewrite is turned on.
+
+    What was changed before is undone: without arguments the lists are TensorFlow's again. They are
+    changed by TensorFlow's environment variables, which it reads each time that it rewrites a
+    graph; what a function runs that it has run before is kept.
+
+    Args:
+        allow: names of operations for the list "allow". The lists are those of `op_lists`.
+        infer: names of operations for "infer".
+        deny: names of operations for "deny".
+        clear: names of operations for "clear".
+        none: names of operations that are to be on no list, and so are never rewritten.
+
+    Raises:
+        RuntimeError: the graph rewrite is on.
+        ValueError: TensorFlow has no such operation, or one is named twice.
+
+    Example:
+
+    >>> keras_mp.graph_rewrite.change_op_lists(deny=["Softmax"])
+    >>> "Softmax" in keras_mp.graph_rewrite.op_lists()["deny"]
+    True
+    >>> keras_mp.graph_rewrite.change_op_lists()
+    """
+    if passes.enabled_dtype() is not None:
+        raise RuntimeError(
+            "The lists cannot be changed while the graph rewrite is on: functions that have run "
+            "keep the graph that they have, and others would not. Change them before "
+            "enable_mixed_precision_graph_rewrite(), or after "
+            "disable_mixed_precision_graph_rewrite() for functions that are new."
+        )
+    changes = {"allow": allow, "infer": infer, "deny": deny, "clear": clear, "none": none}
+    named: list[str] = []
+    for of, ops in changes.items():
+        if isinstance(ops, str):
+            raise TypeError(f"`{of}` must be a list of names. Received: {of}={ops!r}")
+        named += ops
+    unknown = [op for op in named if not (hasattr(tf.raw_ops, op) or op.startswith("_"))]
+    twice = sorted({op for op in named if named.count(op) > 1})
+    if unknown or twice:
+        raise ValueError(
+            "Expected names of TensorFlow's operations, as in tf.raw_ops, each once. Received: "
+            f"{unknown or twice}"
+        )
+    lists.change(changes)
+
+
+def _enabled(what: str) -> str:
+    dtype = passes.enabled_dtype()
+    if dtype is None:
+        raise RuntimeError(
+            f"{what}() is about the graph rewrite, which is not on. Call "
+            "keras_mp.enable_mixed_precision_graph_rewrite() before."
+        )
+    return dtype
+
+
+def _refuse_policies() -> None:
+    policy = keras_api.get_global_policy()
+    if policy.compute_dtype != policy.variable_dtype:
+        raise ValueError(
+            "The graph rewrite and a mixed policy of tf.keras do the same by different means: use "
+            f"one of them. The global policy is {policy.name!r}. Call "
+            "keras_mp.set_global_policy(None) before, or leave the graph rewrite out, which is "
+            "better: a policy works in eager code and with XLA too."
+        )
+
+
+def _refuse_second(optimizer: Any) -> None:
+    foreign = passes.foreign_pass()
+    dtype = passes.enabled_dtype()
+    if foreign is not None:
+        raise ValueError(
+            f"Graphs are rewritten already, by {foreign}. Turn that off, which scales no loss or "
+            "scales it in another way. "
+            f"Received: optimizer={optimizer!r}"
+        )
+    if dtype is not None:
+        wrap = (
+            "wrap a second optimizer with keras_mp.LossScaleOptimizer or "
+            "keras_mp.compat.v1.LossScaleOptimizer"
+            if dtype == "float16"
+            else "use a second optimizer as it is"
+        )
+        raise ValueError(
+            f"The graph rewrite is on already, for {dtype}: {wrap}, or call "
+            "keras_mp.disable_mixed_precision_graph_rewrite() before. "
+            f"Received: optimizer={optimizer!r}"
+        )
+
+
+def _refuse_scaling(optimizer: Any) -> None:
+    is_of_keras = isinstance(optimizer, keras_api.OPTIMIZER_BASES)
+    in_keras = [find_loss_scale_optimizer(optimizer), is_of_keras and wrapper_of(optimizer)]
+    if any(in_keras) or v1.scales_loss(optimizer):
+        raise ValueError(
+            "The optimizer scales the loss already: pass the one inside. "
+            f"Received: optimizer={optimizer!r}"
+        )
+
+
+def _wrapper(optimizer: Any) -> type:
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return v1.LossScaleOptimizer
+    if isinstance(optimizer, keras_api.OPTIMIZER_BASES):
+        return LossScaleOptimizer
+    raise TypeError(
+        "Expected an optimizer of `tf.keras`, which is "
+        f"{keras_api.ROOT_PACKAGE} in this process, or a tf.compat.v1.train.Optimizer. "
+        f"Received: optimizer={optimizer!r} (of type {type(optimizer)})"
+    )
+
+
+def _fastest() -> str:
+    """The dtype to which a rewrite pays off on this machine, "float16" if none does."""
+    if tf.config.get_visible_devices("GPU"):
+        return "float16"  # The pass for bfloat16 is for CPUs.
+    return "bfloat16" if hardware.best_policy() == "mixed_bfloat16" else "float16"
+
+
+def _warn_if_it_is_in_vain(dtype: str) -> None:
+    has_gpu = bool(tf.config.get_visible_devices("GPU"))
+    if dtype == "bfloat16" and has_gpu:
+        messages.warn(
+            "TensorFlow rewrites graphs to bfloat16 on CPUs only, and this program sees a GPU: "
+            "what runs there stays in float32. Use dtype='float16', or the policy "
+            "'mixed_bfloat16' in place of the graph rewrite."
+        )
+    elif dtype == "bfloat16" or (not has_gpu and hardware.cpu_has_float16()):
+        hardware.warn_if_slow(dtype)
+    elif not (has_gpu and hardware.why_slow(dtype) is None):
+        messages.warn(
+            "TensorFlow will leave graphs in float32: it rewrites to float16 on Nvidia GPUs of "
+            "compute capability 7.0 or above and on CPUs with float16 units, and there is none "
+            "here. dtype='bfloat16' works on every CPU, whether it is fast there or not."
+        )
+
+
+def _with_wrong_sums(dtype: str) -> set[str]:
+    """Operations that the pass would move to kernels that stop short of long sums."""
+    if not sums.are_enabled():
+        return set()
+    found = lists.read(dtype)
+    rewritten = found["allow"] | found["infer"] | found["clear"]
+    # Rows added together, and biases of both formats: what most kernels are wrong at.
+    patterns = {"BiasAddGrad": ("NHWC", "NCHW"), "Sum": ((True, False),), "Mean": ((True, False),)}
+    return {
+        op
+        for op in rewritten & sums.KERNELS.keys()
+        if any(sums.is_wrong(op, dtype, pattern) for pattern in patterns.get(op, (None,)))
+    }
+
+
+def _is_in_graph(fetch: Any) -> bool:
+    if isinstance(fetch, tf.Operation):
+        return True
+    return tf.is_tensor(fetch) and hasattr(fetch, "graph")
+
+
+def _step_of_training(model: Any, batch: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The step of `fit`, without the iterator that Keras puts around it."""
+
+    def train_step(data: Any) -> Any:
+        return model.distribute_strategy.run(model.train_step, args=(data,))
+
+    # A model of Keras 2 that was not told says None.
+    function = tf.function(train_step, autograph=False, jit_compile=model.jit_compile or None)
+    return function, (tuple(map(tf.convert_to_tensor, batch)),)

@@ -1,0 +1,158 @@
+"""The lists by which TensorFlow's passes choose operations, and how to change them.
+
+TensorFlow 1.15, `auto_mixed_precision_lists.h`. The lists are in TensorFlow's C++, which reads
+environment variables each time that it rewrites a graph; so nothing here has a copy of them.
+"""
+
+import os
+import pathlib
+import tempfile
+import threading
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+import tensorflow as tf
+from tensorflow.python.grappler import tf_optimizer
+
+from keras_mp.grappler.passes import PASSES
+
+# The parts of the names of environment variables; the second ones are those of TensorFlow 1.
+_NAMES = {
+    "allow": ("ALLOWLIST", "WHITELIST"),
+    "infer": ("INFERLIST", "GRAYLIST"),
+    "deny": ("DENYLIST", "BLACKLIST"),
+    "clear": ("CLEARLIST",),
+}
+LISTS = tuple(_NAMES)
+_PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
+_LOG_PATH = f"{_PREFIX}LOG_PATH"
+
+# What the pass of float16 leaves alone without a suitable GPU, this one does for the same lists.
+_TRIED_WITH = {**PASSES, "float16": "auto_mixed_precision_cpu"}
+
+# An operation that nobody has on a list, for the pass to find.
+_PROBE = "BesselI0e"
+
+_lock = threading.Lock()
+# The environment as somebody has set it before the lists were changed here.
+_environment: dict[str, str | None] = {}
+
+
+class _Wanted:
+    """How the lists are to differ from TensorFlow's."""
+
+    changes: ClassVar[dict[str, frozenset[str]]] = {}
+    kept_out: frozenset[str] = frozenset()
+
+
+def read(dtype: str) -> dict[str, frozenset[str]]:
+    """Asks TensorFlow for its lists.
+
+    Args:
+        dtype: str, "float16" or "bfloat16".
+
+    Returns:
+        dict of "allow", "infer", "deny", "clear" and the names of operations.
+
+    Raises:
+        RuntimeError: TensorFlow does not tell, as when an operation is on two lists.
+    """
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.optimizers.append(_TRIED_WITH[dtype])
+    config.graph_options.rewrite_options.min_graph_nodes = -1  # however small the graph
+    # The pass writes its lists into a folder that an environment variable names, for debugging.
+    with _lock, tempfile.TemporaryDirectory() as folder:
+        allowed = f"{_PREFIX}ALLOWLIST_ADD"
+        before = {name: os.environ.get(name) for name in (_LOG_PATH, allowed)}
+        _put({_LOG_PATH: folder, allowed: ",".join({*_split(before[allowed]), _PROBE})})
+        try:
+            tf_optimizer.OptimizeGraph(config, _graph_with_probe(), verbose=False)
+        finally:
+            _put(before)
+        written = sorted(pathlib.Path(folder).glob("paintbuckets*.txt"))
+        lines = written[0].read_text().splitlines() if written else []
+    found: dict[str, set[str]] = {}
+    for line in lines:
+        if line.endswith("List:"):
+            names = found.setdefault(line.removesuffix("List:").lower(), set())
+        elif line and line != _PROBE:
+            names.add(line)
+    if set(found) != set(LISTS):
+        raise RuntimeError(
+            "TensorFlow does not tell its lists of operations. Is an operation on two of them, by "
+            f"the environment variables {_PREFIX}*? Expected {LISTS}. Received: {sorted(found)}"
+        )
+    return {name: frozenset(found[name]) for name in LISTS}
+
+
+def _graph_with_probe() -> tf.compat.v1.MetaGraphDef:
+    """A graph in which the pass has something to do; else it writes no lists."""
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [8])
+        tf.identity(getattr(tf.raw_ops, _PROBE)(x=x), name="result")
+    result = tf.compat.v1.MetaGraphDef(graph_def=graph.as_graph_def())
+    result.collection_def["train_op"].node_list.value.append("result")
+    return result
+
+
+def change(changes: Mapping[str, Collection[str]]) -> None:
+    """Puts operations on lists, in place of what was changed here before.
+
+    Args:
+        changes: mapping of the name of a list, or "none", to names of operations, which are taken
+            from all other lists.
+    """
+    with _lock:
+        _Wanted.changes = {name: frozenset(ops) for name, ops in changes.items() if ops}
+        _write()
+
+
+def keep_out(ops: Collection[str]) -> None:
+    """Takes operations off all lists, in place of those that were before; but not against `change`.
+
+    Args:
+        ops: names of operations.
+    """
+    with _lock:
+        _Wanted.kept_out = frozenset(ops)
+        _write()
+
+
+def kept_out() -> frozenset[str]:
+    """What was taken off all lists by `keep_out`, and is not on one by `change`."""
+    return _Wanted.kept_out.difference(*_Wanted.changes.values())
+
+
+def _write() -> None:
+    wanted = dict(_Wanted.changes)
+    if kept_out():
+        wanted["none"] = wanted.get("none", frozenset()) | kept_out()
+    if not _environment:
+        _environment.update({name: os.environ.get(name) for name in _variables()})
+    variables = {name: _split(value) for name, value in _environment.items()}
+    for target, ops in wanted.items():
+        for values in variables.values():
+            values -= ops
+        for name, spellings in _NAMES.items():
+            verb = "ADD" if name == target else "REMOVE"
+            variables[f"{_PREFIX}{spellings[0]}_{verb}"] |= ops
+    _put({name: ",".join(sorted(values)) or None for name, values in variables.items()})
+    if not wanted:
+        _environment.clear()
+
+
+def _variables() -> list[str]:
+    spellings = [spelling for each in _NAMES.values() for spelling in each]
+    return [f"{_PREFIX}{spelling}_{verb}" for spelling in spellings for verb in ("ADD", "REMOVE")]
+
+
+def _split(value: str | None) -> set[str]:
+    return set(filter(None, (value or "").split(",")))
+
+
+def _put(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,157 @@
+"""The passes of grappler that move float32 operations to 16 bits: which, on and off, for sessions.
+
+TensorFlow 1.15, `tf.train.experimental.enable_mixed_precision_graph_rewrite`.
+"""
+
+import threading
+from typing import Any, ClassVar
+
+import tensorflow as tf
+from tensorflow.python.training.experimental import mixed_precision_global_state as _of_sessions
+
+from keras_mp.support import host, messages
+
+# What grappler calls them, and `tf.config.optimizer` as well.
+PASSES = {
+    "float16": "auto_mixed_precision",
+    "bfloat16": "auto_mixed_precision_onednn_bfloat16",
+}
+
+_lock = threading.Lock()
+
+
+class _Switch:
+    """What was turned on here.
+
+    Attributes:
+        dtype: "float16", "bfloat16", or None.
+        before: the options of both passes as they were.
+    """
+
+    dtype: str | None = None
+    before: ClassVar[dict[str, bool]] = {}
+
+
+def enabled_dtype() -> str | None:
+    """To which dtype graphs are rewritten: "float16", "bfloat16", or None while they are not."""
+    dtype = _Switch.dtype
+    # Somebody may have turned it off by TensorFlow's own functions.
+    return dtype if dtype is not None and _options().get(PASSES[dtype]) else None
+
+
+def foreign_pass() -> str | None:
+    """Names what rewrites graphs and was not turned on here, or returns None."""
+    if enabled_dtype() is not None:
+        return None
+    if tf.__internal__.train.is_mixed_precision_graph_rewrite_enabled():
+        return "tf.compat.v1.mixed_precision.enable_mixed_precision_graph_rewrite"
+    options = _options()
+    found = next((name for name in PASSES.values() if options.get(name)), None)
+    return found and f"tf.config.optimizer.set_experimental_options({{{found!r}: True}})"
+
+
+def turn_on(dtype: str) -> None:
+    """Lets TensorFlow rewrite the graphs of functions and sessions from now on.
+
+    Args:
+        dtype: str, "float16" or "bfloat16".
+    """
+    with _lock:
+        options = _options()
+        _Switch.before = {name: options.get(name, False) for name in PASSES.values()}
+        _Switch.dtype = dtype
+        _set({name: each == dtype for each, name in PASSES.items()})
+        # By which a session that comes with a config of its own turns on the pass for float16.
+        _of_sessions.set_mixed_precision_graph_rewrite_enabled(dtype == "float16")
+
+
+def turn_off() -> None:
+    """Sets the passes as they were before `turn_on`."""
+    with _lock:
+        _set(_Switch.before)
+        _Switch.dtype, _Switch.before = None, {}
+        _of_sessions.set_mixed_precision_graph_rewrite_enabled(False)
+
+
+def refuse_policy(what: str) -> None:
+    """Refuses a mixed policy while the rewrite is on.
+
+    Args:
+        what: str. What brings the policy.
+
+    Raises:
+        ValueError: the rewrite is on.
+    """
+    dtype = enabled_dtype()
+    if dtype is not None:
+        raise ValueError(
+            f"The graph rewrite to {dtype} is on, and does the same as a mixed policy by other "
+            "means: use one of them. Call keras_mp.disable_mixed_precision_graph_rewrite() before. "
+            f"Received: {what}"
+        )
+
+
+def warn_if_compiled() -> None:
+    """Warns of a step that XLA compiles while the rewrite is on."""
+    if host.is_compiled_by_xla():
+        warn_if_not_rewritten("a step that XLA compiles (jit_compile=True)")
+
+
+def warn_if_not_rewritten(what: str) -> None:
+    """Warns, while the rewrite is on, of what it does not reach.
+
+    Args:
+        what: str. What is not rewritten, and why.
+    """
+    dtype = enabled_dtype()
+    if dtype is not None:
+        messages.warn(
+            f"The graph rewrite is on and does not reach {what}: it computes in float32. Use a "
+            f'policy, keras_mp.set_global_policy("mixed_{dtype}"), or change that.'
+        )
+
+
+def config_for_sessions(config: Any, dtype: str) -> Any:
+    """Returns a `ConfigProto` with the pass on.
+
+    Args:
+        config: `tf.compat.v1.ConfigProto`, which is not changed; None stands for one with the
+            options of `tf.config.optimizer`.
+        dtype: str, "float16" or "bfloat16".
+    """
+    result = tf.compat.v1.ConfigProto()
+    rewriter = result.graph_options.rewrite_options
+    if config is not None:
+        result.CopyFrom(config)
+    else:
+        for name, value in _options().items():
+            is_toggle = isinstance(value, bool) and not name.startswith("disable_")
+            setattr(rewriter, name, _toggle(rewriter, value) if is_toggle else value)
+    setattr(rewriter, PASSES[dtype], _toggle(rewriter, True))
+    return result
+
+
+def without(config: Any) -> Any:
+    """Returns a `ConfigProto` like another, with the passes off.
+
+    Args:
+        config: `tf.compat.v1.ConfigProto`, which is not changed.
+    """
+    result = tf.compat.v1.ConfigProto()
+    result.CopyFrom(config)
+    rewriter = result.graph_options.rewrite_options
+    for name in PASSES.values():
+        setattr(rewriter, name, _toggle(rewriter, False))
+    return result
+
+
+def _toggle(rewriter: Any, is_on: bool) -> int:
+    return rewriter.ON if is_on else rewriter.OFF
+
+
+def _options() -> dict[str, Any]:
+    return tf.config.optimizer.get_experimental_options()
+
+
+def _set(options: dict[str, bool]) -> None:
+    tf.config.optimizer.set_experimental_options(options)

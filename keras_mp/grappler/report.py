@@ -1,0 +1,314 @@
+"""What a pass makes of a graph: operations by dtype, casts put in, and why the others stayed.
+
+TensorFlow 1.15, "enable_mixed_precision_graph_rewrite": the four lists. Grappler is called as
+TensorFlow calls it before a function first runs, but nothing runs.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.framework import kernels
+from tensorflow.python.grappler import tf_optimizer
+
+from keras_mp.grappler import op_lists, passes
+
+# What the passes end the names of their casts with.
+_SUFFIX = "AutoMixedPrecision"
+_DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
+_FLOATS = frozenset(
+    dtype.as_datatype_enum for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+)
+
+# They bring values in and out, and compute nothing.
+_NO_COMPUTATIONS = {
+    *("Const", "Placeholder", "PlaceholderWithDefault", "_Arg", "_Retval"),
+    *("ReadVariableOp", "VarHandleOp", "VariableV2"),
+    *("PartitionedCall", "StatefulPartitionedCall"),
+}
+
+
+class Operation(NamedTuple):
+    """An operation on floating-point numbers, in the graph as it runs.
+
+    Attributes:
+        name: str. Its name.
+        op: str. Its type, such as "MatMul".
+        dtype: str. In which dtype it computes.
+        why: str. Why it was not rewritten; empty if it computes in the dtype of the rewrite.
+
+    Example:
+
+    >>> keras_mp.graph_rewrite.Operation("Exp", "Exp", "float32", "on the deny list")
+    Operation(name='Exp', op='Exp', dtype='float32', why='on the deny list')
+    """
+
+    name: str
+    op: str
+    dtype: str
+    why: str
+
+
+class Report(NamedTuple):
+    """What the graph rewrite made of a graph. `str` of it, and `print`, give a table.
+
+    Attributes:
+        of: str. The name of the function.
+        dtype: str. To which dtype it was rewritten.
+        operations: tuple of `Operation`. All that compute with floating-point numbers, but for the
+            casts that were put in.
+        casts: dict of dtypes, str, and how many casts to them were put in.
+        before: int. How many operations computed in the dtype before.
+
+    Example:
+
+    >>> report = keras_mp.graph_rewrite.Report(
+    ...     "step", "float16", (), casts={"float16": 0, "float32": 0}, before=0)
+    >>> report.by_dtype()
+    {}
+    """
+
+    of: str
+    dtype: str
+    operations: tuple[Operation, ...]
+    casts: dict[str, int]
+    before: int
+
+    def by_dtype(self) -> dict[str, dict[str, int]]:
+        """Returns a dict of dtypes and, by type of operation, how many there are."""
+        counts: dict[str, Counter[str]] = {}
+        for operation in self.operations:
+            counts.setdefault(operation.dtype, Counter())[operation.op] += 1
+        return {dtype: dict(counter) for dtype, counter in counts.items()}
+
+    def __str__(self) -> str:
+        by_dtype = self.by_dtype()
+        rewritten = by_dtype.get(self.dtype, {})
+        head = (
+            f"Graph rewrite of {self.of}: {sum(rewritten.values())} of {len(self.operations)} "
+            f"floating-point operations compute in {self.dtype} ({self.before} without the "
+            "rewrite). Casts put in: "
+            + ", ".join(f"{count} to {dtype}" for dtype, count in self.casts.items())
+        )
+        rows = [("operation", self.dtype, "others", "why not")]
+        for op in sorted({each.op for each in self.operations}):
+            others = [each for each in self.operations if each.op == op and each.why]
+            whys = Counter(each.why for each in others)
+            why = "; ".join(f"{why} ({n})" if len(whys) > 1 else why for why, n in whys.items())
+            rows.append((op, str(rewritten.get(op, 0)), str(len(others)), why))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [
+            f"{op:{widths[0]}}  {n:>{widths[1]}}  {others:>{widths[2]}}  {why}".rstrip()
+            for op, n, others, why in rows
+        ]
+        return "\n".join([head, "", *lines])
+
+
+def report(
+    graph: tf.compat.v1.MetaGraphDef, name: str, dtype: str, compiled: bool = False
+) -> Report:
+    """Rewrites a graph as TensorFlow will, and looks at the result.
+
+    Args:
+        graph: `MetaGraphDef`, as `of_function` and `of_fetches` make it.
+        name: str. What the graph is called.
+        dtype: str, "float16" or "bfloat16".
+        compiled: bool. Does XLA compile it, in place of what grappler does?
+    """
+    if compiled:
+        without = rewritten = graph.graph_def
+    else:
+        config = passes.config_for_sessions(None, dtype)
+        without = tf_optimizer.OptimizeGraph(passes.without(config), graph, verbose=False)
+        rewritten = tf_optimizer.OptimizeGraph(config, graph, verbose=False)
+    of_xla = _functions_for_xla(graph.graph_def)
+    bodies = _bodies(without, of_xla, compiled)
+    before = sum(dtype in each for body in bodies for _, each in _computations(body.nodes))
+    operations: list[Operation] = []
+    casts = {dtype: 0, "float32": 0}
+    lists = op_lists.read(dtype)
+    for body in _bodies(rewritten, of_xla, compiled):
+        why = _Why(body, dtype, lists)
+        for node, dtypes in _computations(body.nodes):
+            if node.op == "Cast" and node.name.endswith(_SUFFIX):
+                casts[tf.as_dtype(node.attr["DstT"].type).name] += 1
+            elif dtype in dtypes:
+                operations.append(Operation(node.name, node.op, dtype, ""))
+            else:
+                operations.append(Operation(node.name, node.op, dtypes[0], why(node, dtypes)))
+    return Report(name, dtype, tuple(operations), casts, before)
+
+
+def of_function(function: Any) -> tf.compat.v1.MetaGraphDef:
+    """Makes what grappler takes of a concrete function.
+
+    Args:
+        function: `tf.types.experimental.ConcreteFunction`.
+    """
+    definition = function.graph.as_graph_def()
+    # As TensorFlow has the graph of a function when it rewrites it.
+    inputs = {tensor.op.name: i for i, tensor in enumerate(function.graph.inputs)}
+    for node in definition.node:
+        if node.name in inputs:
+            kept = {key: node.attr[key] for key in node.attr if key not in ("dtype", "shape")}
+            argument = tf.compat.v1.NodeDef(name=node.name, op="_Arg", attr=kept)
+            argument.attr["T"].type = node.attr["dtype"].type
+            argument.attr["index"].i = inputs[node.name]
+            node.CopyFrom(argument)
+    fetches = [operation.name for operation in function.graph.control_outputs]
+    for i, tensor in enumerate(function.graph.outputs):
+        result = definition.node.add(name=f"keras_mp_result_{i}", op="_Retval", input=[tensor.name])
+        result.attr["T"].type = tensor.dtype.as_datatype_enum
+        result.attr["index"].i = i
+        fetches.append(result.name)
+    return _with_fetches(definition, fetches)
+
+
+def is_compiled(function: Any) -> bool:
+    """Does XLA compile a concrete function as a whole, so that grappler never sees it?
+
+    Args:
+        function: `tf.types.experimental.ConcreteFunction`.
+    """
+    return function.function_def.attr["_XlaMustCompile"].b
+
+
+def of_fetches(fetches: Sequence[Any]) -> tf.compat.v1.MetaGraphDef:
+    """Makes what grappler takes of what a session runs.
+
+    Args:
+        fetches: sequence of operations and tensors of one `tf.Graph`.
+    """
+    operations = [getattr(fetch, "op", fetch) for fetch in fetches]
+    definition = operations[0].graph.as_graph_def()
+    return _with_fetches(definition, [operation.name for operation in operations])
+
+
+def _with_fetches(
+    definition: tf.compat.v1.GraphDef, fetches: Sequence[str]
+) -> tf.compat.v1.MetaGraphDef:
+    result = tf.compat.v1.MetaGraphDef(graph_def=definition)
+    result.collection_def["train_op"].node_list.value.extend(fetches)
+    return result
+
+
+class _Body(NamedTuple):
+    """The nodes of a graph or of a function in its library, and does XLA compile them?"""
+
+    nodes: Sequence[tf.compat.v1.NodeDef]
+    is_compiled: bool
+
+
+def _bodies(
+    graph: tf.compat.v1.GraphDef, of_xla: Mapping[str, Any], compiled: bool
+) -> Iterator[_Body]:
+    yield _Body(graph.node, compiled)
+    for function in graph.library.function:
+        # XLA takes them as they were traced: grappler's version, if there is one, never runs.
+        traced = of_xla.get(function.signature.name)
+        is_compiled = compiled or traced is not None
+        yield _Body((function if traced is None else traced).node_def, is_compiled)
+
+
+def _functions_for_xla(graph: tf.compat.v1.GraphDef) -> dict[str, Any]:
+    """The functions of a graph that XLA compiles, and those that they call, by name."""
+    library = {function.signature.name: function for function in graph.library.function}
+    found: dict[str, Any] = {}
+    waiting = [name for name, each in library.items() if each.attr["_XlaMustCompile"].b]
+    while waiting:
+        name = waiting.pop()
+        if name in library and name not in found:
+            found[name] = library[name]
+            values = [value for node in found[name].node_def for value in node.attr.values()]
+            waiting += [value.func.name for value in values if value.func.name]
+    return found
+
+
+def _computations(
+    nodes: Sequence[tf.compat.v1.NodeDef],
+) -> Iterator[tuple[tf.compat.v1.NodeDef, list[str]]]:
+    """Yields nodes that compute with floating-point numbers, and the dtypes of these."""
+    for node in nodes:
+        if node.op not in _NO_COMPUTATIONS:
+            types = _types(node).values()
+            dtypes = {tf.as_dtype(each).name for of_attribute in types for each in of_attribute}
+            if dtypes:
+                yield node, sorted(dtypes)
+
+
+def _types(node: tf.compat.v1.NodeDef) -> dict[str, list[int]]:
+    """The floating-point types among a node's attributes."""
+    found = {}
+    for name, value in node.attr.items():
+        types = [value.type] if value.WhichOneof("value") == "type" else value.list.type
+        types = [each for each in types if each in _FLOATS]
+        if types and not name.startswith("_"):
+            found[name] = types
+    return found
+
+
+class _Why:
+    """Says why operations were left as they are.
+
+    Args:
+        body: the nodes among which they are.
+        dtype: str. To which dtype the others were rewritten.
+        lists: what `op_lists.read` returns.
+    """
+
+    def __init__(self, body: _Body, dtype: str, lists: Mapping[str, frozenset[str]]) -> None:
+        self._nodes = {node.name: node for node in body.nodes}
+        self._is_compiled, self._dtype, self._lists = body.is_compiled, dtype, lists
+        self._behind = functools.cache(self._find_denied)
+
+    def __call__(self, node: tf.compat.v1.NodeDef, dtypes: Sequence[str]) -> str:
+        if self._is_compiled:
+            return "XLA compiles it"
+        if "float32" not in dtypes:
+            return f"is {dtypes[0]} already"
+        of = next((name for name, ops in self._lists.items() if node.op in ops), None)
+        if node.op in op_lists.kept_out():
+            return "kept for its sum"
+        if of is None:
+            return "on no list"
+        if of == "deny":
+            return "on the deny list"
+        if not _has_kernel(node, self._dtype):
+            return f"no {self._dtype} kernel"
+        if of == "allow":
+            return f"not on a {_DEVICES[self._dtype]} that is fast, or fetched"
+        denied = self._behind(node.name)
+        return f"after {denied}" if denied else "not among operations of the allow list"
+
+    def _find_denied(self, name: str) -> str | None:
+        """The operation of the deny list behind which a node is, by way of other lists' nodes."""
+        waiting, seen = [name], {name}
+        while waiting:
+            for source in self._nodes[waiting.pop()].input:
+                source = source.split(":")[0]
+                node = self._nodes.get(source)
+                if node is None or source in seen:
+                    continue
+                if node.op in self._lists["deny"]:
+                    return node.op
+                if node.op in self._lists["infer"] | self._lists["clear"]:
+                    seen.add(source)
+                    waiting.append(source)
+        return None
+
+
+def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str) -> bool:
+    """Can some attribute of a node be of the dtype, with the others as they are?"""
+    types = {name: each[0] for name, each in _types(node).items()}
+    enum = tf.as_dtype(dtype).as_datatype_enum
+    found = kernels.get_registered_kernels_for_op(node.op).kernel
+    on_device = [kernel for kernel in found if kernel.device_type == _DEVICES[dtype]]
+    for changed in types:
+        wanted = {**types, changed: enum}
+        for kernel in on_device:
+            allowed = {each.name: each.allowed_values.list.type for each in kernel.constraint}
+            if all(wanted[name] in allowed.get(name, (wanted[name],)) for name in wanted):
+                return True
+    return False

@@ -1,0 +1,63 @@
+"""TensorFlow 1's own kind of program, in a process that has no eager code."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+
+from tests.common import once
+
+pytestmark = once
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compat.tf1_program", str(folder)],
+        cwd=pathlib.Path(__file__).parent.parent.parent,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), folder
+
+
+def test_digits_are_learnt_as_well_as_in_float32(results):
+    results, _ = results
+    assert results["float32"]["accuracy"] > 0.85
+    for kind in ("contrib", "rewrite"):
+        assert abs(results[kind]["accuracy"] - results["float32"]["accuracy"]) <= 0.01
+        assert results[kind]["global_step"] == results["float32"]["global_step"] == 80
+        assert results[kind]["ref variables"] == 3
+
+
+def test_bad_steps_are_skipped_and_the_scale_moves(results):
+    contrib = results[0]["contrib"]
+    assert contrib["unchanged"]
+    assert contrib["skipped"] == 2
+    # 80 good steps: twice as large, twice. Two bad ones: 0.8 of that.
+    assert contrib["scale"] == pytest.approx(2**17 * 0.8)
+
+
+def test_the_graph_is_rewritten(results):
+    rewritten = results[0]["rewrite"]["bfloat16"]
+    assert rewritten["Conv2D"] >= 1
+    assert rewritten["MatMul"] >= 3
+
+
+def test_files_have_the_names_of_float32_and_the_scale_s(results):
+    _, folder = results
+    names = {
+        kind: {name for name, _ in tf.train.list_variables(f"{folder}/{kind}")}
+        for kind in ("float32", "contrib", "rewrite")
+    }
+    assert names["rewrite"] == names["float32"] > {"kernel", "kernel/Adam", "beta1_power"}
+    own = {"loss_scale", "good_steps", "bad_steps", "steps_skipped", "steps_skipped_in_a_row"}
+    assert names["contrib"] == names["float32"] | own

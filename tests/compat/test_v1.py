@@ -1,0 +1,614 @@
+"""Loss scaling for TensorFlow 1's optimizers: graphs, sessions, eager, functions, replicas."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.compat import v1
+from tests.common import digits, mirrored, once, value
+
+V1 = tf.compat.v1
+INF = float("inf")
+pytestmark = once
+
+
+def sgd(rate=0.25):
+    return V1.train.GradientDescentOptimizer(rate)
+
+
+def adam():
+    return V1.train.AdamOptimizer(0.1)
+
+
+def wrapped(inner=None, loss_scale="dynamic", **kwargs):
+    return v1.LossScaleOptimizer(inner or sgd(), loss_scale, **kwargs)
+
+
+def growing():
+    return keras_mp.DynamicLossScale(8, increment_period=2)
+
+
+@contextlib.contextmanager
+def session(graph=None):
+    with V1.Session(graph=graph) as opened:
+        opened.run(V1.global_variables_initializer())
+        yield opened
+
+
+# What it is.
+
+
+def test_it_is_an_optimizer_of_tensorflow_1():
+    inner = adam()
+    optimizer = wrapped(inner)
+    assert isinstance(optimizer, V1.train.Optimizer)
+    assert optimizer.inner_optimizer is inner
+    assert optimizer.get_name() == inner.get_name() == "Adam"
+    assert optimizer.GATE_OP == V1.train.Optimizer.GATE_OP
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "scale", "kind"),
+    [
+        ("dynamic", 2**15, keras_mp.DynamicLossScale),
+        (64, 64, keras_mp.FixedLossScale),
+        (keras_mp.DynamicLossScale(16), 16, keras_mp.DynamicLossScale),
+        (v1.FixedLossScaleManager(32), 32, v1.ManagedLossScale),
+        (v1.ExponentialUpdateLossScaleManager(128, 10), 128, v1.ManagedLossScale),
+    ],
+    ids=["dynamic", "number", "LossScale", "fixed manager", "manager"],
+)
+def test_what_a_loss_scale_may_be(loss_scale, scale, kind):
+    optimizer = wrapped(loss_scale=loss_scale)
+    assert isinstance(optimizer.loss_scale, kind)
+    assert float(optimizer.loss_scale()) == scale
+    v = tf.Variable(1.0)
+    optimizer.minimize(lambda: v**2)
+    assert float(v) == 0.5
+
+
+def test_the_argument_of_tensorflow_1():
+    manager = v1.FixedLossScaleManager(32)
+    assert v1.LossScaleOptimizer(sgd(), loss_scale_manager=manager).loss_scale.manager is manager
+    with pytest.raises(ValueError, match="not both"):
+        v1.LossScaleOptimizer(sgd(), 8, loss_scale_manager=manager)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: wrapped(tf.keras.optimizers.SGD()), TypeError, "there is keras_mp.LossScale"),
+        (lambda: wrapped(wrapped()), TypeError, "scales the loss already"),
+        (
+            lambda: wrapped(V1.mixed_precision.MixedPrecisionLossScaleOptimizer(sgd(), 8)),
+            TypeError,
+            "scales the loss already",
+        ),
+        (lambda: wrapped(loss_scale=None), ValueError, "needs a loss scale"),
+        (lambda: wrapped(loss_scale=0.5), ValueError, "at least 1"),
+        (lambda: wrapped(warn_after_skips=0), ValueError, "warn_after_skips=0"),
+        (lambda: wrapped(aggregate_in_float16=1), TypeError, "must be a bool"),
+    ],
+)
+def test_wrong_arguments(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_an_optimizer_is_wrapped_once():
+    inner = sgd()
+    outer = wrapped(inner)
+    with pytest.raises(ValueError, match="wrapped by a LossScaleOptimizer already"):
+        wrapped(inner)
+    del outer
+
+
+# Steps.
+
+
+@pytest.mark.parametrize("where", ["eager", "function", "compiled"])
+def test_steps_are_made_and_skipped(where):
+    optimizer = wrapped(adam(), growing())
+    v, steps = tf.Variable(1.0), tf.Variable(0, dtype=tf.int64)
+
+    def step(factor):
+        optimizer.minimize(lambda: factor * v**2, steps, [v])
+
+    if where != "eager":
+        step = tf.function(step, jit_compile=where == "compiled")
+    control, other = adam(), tf.Variable(1.0)
+    for factor in (1.0, INF, 2.0, 3.0, INF):
+        step(tf.constant(factor))
+        if factor != INF:
+            control.minimize(lambda: factor * other**2, var_list=[other])
+        assert float(v) == pytest.approx(float(other), rel=1e-6)
+    assert (int(steps), int(optimizer.steps_skipped)) == (3, 2)
+    assert bool(optimizer.last_step_skipped)
+    # 8, skipped: 4, two good ones: 8, skipped: 4
+    assert float(optimizer.loss_scale()) == 4
+    for name in optimizer.get_slot_names():
+        slot = optimizer.get_slot(v, name)
+        assert float(slot) == pytest.approx(float(control.get_slot(other, name)), rel=1e-6)
+
+
+def test_steps_in_a_graph():
+    with tf.Graph().as_default():
+        v = V1.get_variable("v", initializer=1.0)
+        step = V1.train.get_or_create_global_step()
+        factor = V1.placeholder(tf.float32, [])
+        optimizer = wrapped(adam(), growing())
+        train = optimizer.minimize(factor * v**2, step, name="train")
+        assert train.name == "train"
+        assert V1.get_collection(V1.GraphKeys.TRAIN_OP) == [train]
+        w = V1.get_variable("w", initializer=1.0)
+        control = adam().minimize(factor * w**2, var_list=[w])
+        with session() as run:
+            for value_of in (1.0, INF, 2.0, 3.0, INF):
+                run.run(train, {factor: value_of})
+                if value_of != INF:
+                    run.run(control, {factor: value_of})
+                assert run.run(v) == run.run(w)
+            assert run.run([step, optimizer.steps_skipped]) == [3, 2]
+            assert run.run(optimizer.last_step_skipped)
+            assert run.run(optimizer.loss_scale()) == 4
+
+
+def test_arguments_of_compute_gradients_reach_the_inner_optimizer():
+    seen = {}
+
+    class Spy(V1.train.GradientDescentOptimizer):
+        def compute_gradients(self, loss, var_list=None, **kwargs):
+            seen.update(kwargs)
+            return super().compute_gradients(loss, var_list, **kwargs)
+
+    with tf.Graph().as_default():
+        v = V1.get_variable("v", initializer=[1.0, 2.0])
+        optimizer = wrapped(Spy(0.25))
+        arguments = {
+            "gate_gradients": optimizer.GATE_GRAPH,
+            "aggregation_method": tf.AggregationMethod.EXPERIMENTAL_TREE,
+            "colocate_gradients_with_ops": True,
+        }
+        [(gradient, _)] = optimizer.compute_gradients(
+            v**2, [v], grad_loss=tf.constant([1.0, 10.0]), **arguments
+        )
+        assert {key: seen[key] for key in arguments} == arguments
+        with session() as run:
+            assert run.run(gradient).tolist() == [2, 40]
+
+
+def test_a_narrow_loss_is_widened():
+    optimizer = wrapped(loss_scale=2.0**14)
+    v = tf.Variable(1.0)
+    seen = []
+
+    def loss():
+        seen.append(tf.cast(v, tf.float16) * 3)
+        return seen[-1]
+
+    pairs = optimizer.compute_gradients(loss, [v], grad_loss=tf.constant(0.5, tf.float16))
+    assert seen[0].dtype == tf.float16
+    assert float(pairs[0][0]) == 1.5
+    with pytest.raises(TypeError, match="Only a floating-point loss"):
+        optimizer.compute_gradients(lambda: tf.cast(v, tf.int32), [v])
+
+
+def test_gradients_may_be_sparse_and_none():
+    optimizer = wrapped(loss_scale=growing())
+    table, unused = tf.Variable(tf.ones([4, 2])), tf.Variable(1.0)
+
+    def loss():
+        return tf.reduce_sum(tf.gather(table, [1, 1, 3]))
+
+    pairs = optimizer.compute_gradients(loss, [table, unused])
+    assert isinstance(pairs[0][0], tf.IndexedSlices)
+    assert pairs[1][0] is None
+    optimizer.apply_gradients(pairs)
+    assert table.numpy()[:, 0].tolist() == [1, 0.5, 1, 0.75]
+    [(gradient, _)] = optimizer.compute_gradients(loss, [table])
+    bad = tf.IndexedSlices(gradient.values * INF, gradient.indices, gradient.dense_shape)
+    optimizer.apply_gradients([(bad, table)])
+    assert table.numpy()[:, 0].tolist() == [1, 0.5, 1, 0.75]
+    for pairs in ([], [(None, unused)]):
+        with pytest.raises(ValueError, match="No gradients provided for any variable"):
+            optimizer.apply_gradients(pairs)
+
+
+def test_gradients_of_other_dtypes():
+    optimizer = wrapped(loss_scale=growing())
+    v = tf.Variable(1.0, dtype=tf.float64)
+    optimizer.minimize(lambda: v**2)
+    assert float(v) == 0.5
+
+
+def test_a_fixed_scale_skips_nothing_and_a_fixed_manager_does():
+    v = tf.Variable(1.0)
+    managed = wrapped(loss_scale=v1.FixedLossScaleManager(8))
+    managed.minimize(lambda: v * INF)
+    assert (float(v), int(managed.steps_skipped)) == (1, 1)
+    fixed = wrapped(loss_scale=8)
+    fixed.minimize(lambda: v * INF)
+    assert (float(v), int(fixed.steps_skipped)) == (-INF, 0)
+    assert not bool(fixed.last_step_skipped)
+
+
+class Halving(v1.LossScaleManager):
+    """A manager as somebody may have written it, who knows of no base class."""
+
+    def __init__(self):
+        self.scale = tf.Variable(64.0, trainable=False)
+
+    def get_loss_scale(self):
+        return self.scale
+
+    def update_loss_scale(self, finite_grads):
+        halved = lambda: self.scale.assign(self.scale / 2)  # noqa: E731
+        return tf.cond(finite_grads, lambda: self.scale.assign(self.scale), halved)
+
+
+@pytest.mark.parametrize("where", ["eager", "function", "graph"])
+def test_a_manager_of_somebody_s_own(where):
+    def steps(optimizer, v, run):
+        for factor in (1.0, INF, 2.0, INF):
+            run(lambda: optimizer.minimize(lambda: factor * v, var_list=[v]))
+
+    if where == "graph":
+        with tf.Graph().as_default():
+            v, factor = V1.get_variable("v", initializer=1.0), V1.placeholder(tf.float32, [])
+            optimizer = wrapped(loss_scale=Halving())
+            train = optimizer.minimize(factor * v)
+            with session() as run:
+                for each in (1.0, INF, 2.0, INF):
+                    run.run(train, {factor: each})
+                assert run.run([optimizer.loss_scale(), v]) == [16, 0.25]
+        return
+    v = tf.Variable(1.0)
+    optimizer = wrapped(loss_scale=Halving())
+    steps(optimizer, v, lambda step: tf.function(step)() if where == "function" else step())
+    assert (float(optimizer.loss_scale()), float(v)) == (16, 0.25)
+
+
+def test_what_a_subclass_overrides_has_a_say_in_minimize():
+    class Doubled(v1.LossScaleOptimizer):
+        def compute_gradients(self, *args, **kwargs):
+            return [(2 * g, v) for g, v in super().compute_gradients(*args, **kwargs)]
+
+    v = tf.Variable(1.0)
+    Doubled(sgd()).minimize(lambda: v**2)
+    assert float(v) == 0
+
+
+def test_many_skipped_steps_are_reported():
+    optimizer = wrapped(warn_after_skips=2)
+    v = tf.Variable(1.0)
+    optimizer.minimize(lambda: v * INF)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="2 steps in a row were skipped"):
+        optimizer.minimize(lambda: v * INF)
+
+
+# Misuse.
+
+
+def test_gradients_of_a_tape_are_noticed():
+    optimizer = wrapped()
+    v = tf.Variable(1.0)
+
+    def misuse():
+        with tf.GradientTape() as tape:
+            loss = v**2
+        optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="compute_gradients.. has not computed"):
+        misuse()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="compute_gradients.. has not computed"):
+        tf.function(misuse)()
+    optimizer.apply_gradients(optimizer.compute_gradients(lambda: v**2, [v]))
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="compute_gradients.. has not computed"):
+        misuse()
+
+
+def test_gradients_of_a_graph_are_noticed():
+    with tf.Graph().as_default():
+        v = V1.get_variable("v", initializer=1.0)
+        optimizer = wrapped()
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="Do not use tf.gradients"):
+            optimizer.apply_gradients(zip(tf.gradients(v**2, [v]), [v]))
+
+
+def test_what_is_no_misuse():
+    optimizer = wrapped()
+    v, w = tf.Variable(1.0), tf.Variable(1.0)
+    # One computation, applied in two parts.
+    first, second = optimizer.compute_gradients(lambda: v**2 + w**2, [v, w])
+    optimizer.apply_gradients([first])
+    optimizer.apply_gradients([second])
+    # Computed in one function, applied in another.
+    compute = tf.function(lambda: [g for g, _ in optimizer.compute_gradients(lambda: v * w, [v])])
+    apply = tf.function(lambda gradient: optimizer.apply_gradients([(gradient, v)]))
+    [gradient] = compute()
+    apply(gradient)
+    # In a graph, where a branch applies.
+    with tf.Graph().as_default():
+        u = V1.get_variable("u", initializer=1.0)
+        optimizer = wrapped()
+        pairs = optimizer.compute_gradients(u**2, [u])
+        tf.cond(tf.constant(True), lambda: optimizer.apply_gradients(pairs), tf.no_op)
+
+
+# Replicas.
+
+
+@pytest.mark.parametrize("inner", [sgd, adam])
+@pytest.mark.parametrize("in_function", [False, True])
+def test_one_verdict_for_all_replicas(inner, in_function):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        steps = tf.Variable(
+            0, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+        )
+        optimizer = wrapped(inner(), growing())
+
+    def step(factors):
+        factor = tf.gather(factors, tf.distribute.get_replica_context().replica_id_in_sync_group)
+        optimizer.minimize(lambda: factor * v, steps, [v])
+
+    def run(factors):
+        strategy.run(step, args=(factors,))
+
+    if in_function:
+        run = tf.function(run)
+    control, other = inner(), tf.Variable(1.0)
+    for factors in ([1.0, 2.0], [1.0, INF], [float("nan"), 1.0], [1.0, 1.0]):
+        run(tf.constant(factors))
+        if np.isfinite(sum(factors)):
+            control.minimize(lambda: sum(factors) * other, var_list=[other])
+        replicas = [float(each) for each in strategy.experimental_local_results(v)]
+        assert replicas == pytest.approx([float(other)] * 2, rel=1e-6)
+    assert int(value(steps)) == 2
+    assert int(optimizer.steps_skipped) == 2
+    assert float(optimizer.loss_scale()) == 2
+
+
+def test_a_sum_over_replicas_that_overflows_is_skipped():
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        optimizer = wrapped(sgd(), keras_mp.DynamicLossScale(1), aggregate_in_float16=False)
+    strategy.run(lambda: optimizer.minimize(lambda: 3e38 * v, var_list=[v]))
+    assert float(value(v)) == 1
+    assert int(optimizer.steps_skipped) == 1
+
+
+def test_replicas_in_a_graph_of_tensorflow_1():
+    with tf.Graph().as_default():
+        strategy = V1.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope():
+            v = V1.get_variable("v", initializer=1.0)
+            step_count = V1.train.get_or_create_global_step()
+            manager = v1.ExponentialUpdateLossScaleManager(8, 100, 1, decr_ratio=0.5)
+            optimizer = wrapped(V1.train.MomentumOptimizer(0.25, 0.5), manager)
+            factors = V1.placeholder(tf.float32, [2])
+
+            def step():
+                replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+                return optimizer.minimize(tf.gather(factors, replica) * v, step_count)
+
+            train = strategy.group(strategy.extended.call_for_each_replica(step))
+            with session() as run:
+                for each in ([1.0, 1.0], [INF, 1.0], [1.0, INF]):
+                    run.run(train, {factors: each})
+                values = run.run(list(strategy.experimental_local_results(v)))
+                assert values == [0.5, 0.5]
+                assert run.run([step_count, optimizer.loss_scale()]) == [1, 2]
+
+
+def test_the_cross_replica_context_is_refused():
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        optimizer = wrapped()
+        with pytest.raises(ValueError, match="in a replica context"):
+            optimizer.apply_gradients([(tf.constant(1.0), v)])
+
+
+# Files.
+
+
+def trained(make, name="v", steps=3):
+    """An optimizer, and a variable that it has trained."""
+    v = tf.Variable([1.0, 2.0], name=name)
+    optimizer = make()
+    for _ in range(steps):
+        optimizer.minimize(lambda: tf.reduce_sum(v**2), var_list=[v])
+    return v, optimizer
+
+
+def slots(optimizer, v):
+    return [optimizer.get_slot(v, name).numpy().tolist() for name in optimizer.get_slot_names()]
+
+
+@pytest.mark.parametrize("saved", ["float32", "ours", "stock"])
+@pytest.mark.parametrize("restored_first", [False, True])
+def test_checkpoints(saved, restored_first, tmp_path):
+    make = {
+        "float32": adam,
+        "ours": lambda: wrapped(adam(), growing()),
+        "stock": lambda: V1.mixed_precision.MixedPrecisionLossScaleOptimizer(adam(), 8),
+    }[saved]
+    v, optimizer = trained(make)
+    inner = optimizer._optimizer if saved == "stock" else optimizer
+    path = tf.train.Checkpoint(v=v, optimizer=optimizer).save(tmp_path / "checkpoint")
+    w, other = trained(lambda: wrapped(adam(), growing()), steps=0 if restored_first else 1)
+    status = tf.train.Checkpoint(v=w, optimizer=other).restore(path)
+    if restored_first:
+        other.minimize(lambda: tf.reduce_sum(w**2), var_list=[w])
+        inner.minimize(lambda: tf.reduce_sum(v**2), var_list=[v])
+    if saved == "ours":
+        status.assert_existing_objects_matched()
+        assert float(other.loss_scale()) == float(optimizer.loss_scale())
+    assert w.numpy().tolist() == v.numpy().tolist()
+    assert slots(other, w) == slots(inner, v)
+    both = other.inner_optimizer, getattr(inner, "inner_optimizer", inner)
+    of_other, of_inner = ([float(b) for b in each._get_beta_accumulators()] for each in both)
+    assert of_other == of_inner
+
+
+def test_a_checkpoint_of_ours_loads_without_loss_scaling(tmp_path):
+    v, optimizer = trained(lambda: wrapped(adam(), growing()))
+    path = tf.train.Checkpoint(v=v, optimizer=optimizer).save(tmp_path / "checkpoint")
+    w, plain = trained(adam, steps=1)
+    tf.train.Checkpoint(v=w, optimizer=plain).restore(path).assert_existing_objects_matched()
+    assert slots(plain, w) == slots(optimizer, v)
+
+
+def graph_of(make):
+    with tf.Graph().as_default() as graph:
+        v = V1.get_variable("v", initializer=[1.0, 2.0])
+        optimizer = make()
+        train = optimizer.minimize(v**2)
+    return graph, v, optimizer, train
+
+
+def test_a_saver_writes_the_names_of_the_inner_optimizer(tmp_path):
+    plain, v, _, train = graph_of(adam)
+    with plain.as_default(), session(plain) as run:
+        run.run(train)
+        after = run.run(v)
+        path = V1.train.Saver().save(run, str(tmp_path / "plain"))
+    names = {name for name, _ in tf.train.list_variables(path)}
+    graph, v, optimizer, train = graph_of(lambda: wrapped(adam(), growing()))
+    with graph.as_default(), session(graph) as run:
+        every = {each.op.name for each in V1.global_variables()}
+        ours = {each.op.name for each in optimizer.loss_scale_variables()}
+        assert every == names | ours
+        assert ours == {"current_loss_scale", "good_steps", "bad_steps", "steps_skipped"}
+        kept = [each for each in V1.global_variables() if each.op.name not in ours]
+        V1.train.Saver(kept).restore(run, path)
+        assert run.run(v).tolist() == after.tolist()
+        run.run(train)
+        after = run.run(v)
+        path = V1.train.Saver().save(run, str(tmp_path / "ours"))
+    plain, v, _, _ = graph_of(adam)
+    with plain.as_default(), session(plain) as run:
+        V1.train.Saver().restore(run, path)
+        assert run.run(v).tolist() == after.tolist()
+
+
+def test_variables_are_the_inner_ones_and_the_scale_s():
+    v, optimizer = trained(lambda: wrapped(adam(), growing()), steps=1)
+    assert len(optimizer.variables()) == len(optimizer.inner_optimizer.variables()) + 4
+    assert optimizer.get_slot_names() == ["m", "v"]
+    assert optimizer.get_slot(v, "m") is optimizer.inner_optimizer.get_slot(v, "m")
+
+
+def test_a_monitored_session_with_hooks(tmp_path):
+    for until in (3, 6):
+        with tf.Graph().as_default():
+            v = V1.get_variable("v", initializer=1.0)
+            step = V1.train.get_or_create_global_step()
+            optimizer = wrapped(adam(), v1.ExponentialUpdateLossScaleManager(8, 2))
+            train = optimizer.minimize(v**2, step)
+            hooks = [V1.train.StopAtStepHook(last_step=until), V1.train.NanTensorHook(v)]
+            calls = 0
+            with V1.train.MonitoredTrainingSession(
+                checkpoint_dir=str(tmp_path), hooks=hooks, save_checkpoint_steps=1
+            ) as run:
+                while not run.should_stop():
+                    run.run(train)
+                    calls += 1
+            assert calls == 3
+    reader = tf.train.load_checkpoint(str(tmp_path))
+    assert reader.get_tensor("global_step") == 6
+    assert reader.get_tensor("loss_scale") == 64
+    assert "v/Adam" in reader.get_variable_to_shape_map()
+
+
+# Seed 004's program, on digits.
+
+
+def float16_variable(getter, name, shape=None, dtype=None, **kwargs):
+    """Variables in float32, cast where they are used, as Nvidia's manual has it."""
+    variable = getter(name, shape, dtype=tf.float32, **kwargs)
+    return tf.cast(variable, dtype) if dtype == tf.float16 else variable
+
+
+def loss_and_logits(x, y, dtype):
+    with V1.variable_scope("net", custom_getter=float16_variable, reuse=V1.AUTO_REUSE):
+        h = tf.cast(x, dtype)
+        for i, units in enumerate((64, 10)):
+            kernel = V1.get_variable(
+                f"kernel{i}",
+                [h.shape[1], units],
+                dtype,
+                initializer=V1.glorot_uniform_initializer(1),
+            )
+            h = tf.matmul(h, kernel)
+            h = tf.nn.relu(h) if i == 0 else h
+    logits = tf.cast(h, tf.float32)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+    return tf.reduce_mean(losses), logits
+
+
+def accuracy_in_a_session(dtype):
+    images, labels = digits()
+    with tf.Graph().as_default():
+        x, y = V1.placeholder(tf.float32, [None, 64]), V1.placeholder(tf.int32, [None])
+        loss, logits = loss_and_logits(x, y, dtype)
+        opt = V1.train.AdamOptimizer(learning_rate=0.01)
+        if dtype == tf.float16:
+            loss_scale_manager = v1.FixedLossScaleManager(5000)
+            opt = v1.LossScaleOptimizer(opt, loss_scale_manager)
+        train_op = opt.minimize(loss)
+        with session() as run:
+            for start in [*range(0, 1400, 70)] * 6:
+                part = slice(start, start + 70)
+                run.run(train_op, {x: images[part], y: labels[part]})
+            found = run.run(logits, {x: images[1400:]})
+    return (found.argmax(1) == labels[1400:]).mean()
+
+
+def test_digits_are_learnt_in_a_session_as_well_as_in_float32():
+    in_float32 = accuracy_in_a_session(tf.float32)
+    assert in_float32 > 0.85
+    assert abs(accuracy_in_a_session(tf.float16) - in_float32) <= 0.01
+
+
+def accuracy_in_a_function(dtype):
+    images, labels = digits()
+    shapes = [(64, 64), (64, 10)]
+    kernels = [
+        tf.Variable(tf.random.stateless_normal(shape, [1, 2]) / 8, name=f"k{i}")
+        for i, shape in enumerate(shapes)
+    ]
+
+    def logits_of(x):
+        h = tf.nn.relu(tf.matmul(tf.cast(x, dtype), tf.cast(kernels[0], dtype)))
+        return tf.cast(tf.matmul(h, tf.cast(kernels[1], dtype)), tf.float32)
+
+    opt = V1.train.AdamOptimizer(0.01)
+    if dtype == tf.float16:
+        opt = v1.LossScaleOptimizer(opt, v1.ExponentialUpdateLossScaleManager(2.0**15, 50))
+
+    @tf.function
+    def train(x, y):
+        def loss():
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits_of(x))
+            return tf.reduce_mean(losses)
+
+        gradients = opt.compute_gradients(loss, kernels)
+        clipped, _ = tf.clip_by_global_norm([g for g, _ in gradients], 5.0)
+        opt.apply_gradients(zip(clipped, kernels))
+
+    for start in [*range(0, 1400, 70)] * 6:
+        train(images[start : start + 70], labels[start : start + 70])
+    return (logits_of(images[1400:]).numpy().argmax(1) == labels[1400:]).mean()
+
+
+def test_digits_are_learnt_in_a_function_as_well_as_in_float32():
+    in_float32 = accuracy_in_a_function(tf.float32)
+    assert in_float32 > 0.85
+    assert abs(accuracy_in_a_function(tf.float16) - in_float32) <= 0.01

@@ -1,0 +1,85 @@
+"""A program of TensorFlow 1.15 but for its imports: no eager code, variables of that time.
+
+The tests run it in a process of its own, since what its first lines turn off stays off.
+"""
+
+import json
+import sys
+import warnings
+
+import numpy as np
+import sklearn.datasets
+import tensorflow.compat.v1 as tf
+
+tf.disable_v2_behavior()
+
+import keras_mp  # noqa: E402
+from keras_mp.compat import v1 as mixed_precision  # noqa: E402
+
+warnings.filterwarnings("ignore", ".* may run slower", keras_mp.MixedPrecisionWarning)
+
+data = sklearn.datasets.load_digits()
+images, labels = (data.images / 16).astype("float32")[..., None], data.target.astype("int32")
+
+
+def network(x):
+    """A convolution and a dense layer, with a moving average that is updated beside the step."""
+    kernel = tf.get_variable("kernel", [3, 3, 1, 8])
+    h = tf.nn.relu(tf.nn.conv2d(x, kernel, strides=[1, 2, 2, 1], padding="SAME"))
+    h = tf.reshape(h, [-1, 4 * 4 * 8])
+    weights, biases = tf.get_variable("weights", [128, 10]), tf.get_variable("biases", [10])
+    return tf.matmul(h, weights) + biases
+
+
+def train(kind, folder):
+    """Trains, and saves; returns what the tests look at."""
+    tf.reset_default_graph()
+    tf.set_random_seed(1)
+    x = tf.placeholder(tf.float32, [None, 8, 8, 1])
+    y = tf.placeholder(tf.int32, [None])
+    logits = network(x)
+    loss = tf.losses.sparse_softmax_cross_entropy(y, logits)
+    factor = tf.placeholder_with_default(1.0, [])
+    global_step = tf.train.get_or_create_global_step()
+
+    opt = tf.train.AdamOptimizer(0.01)
+    if kind == "contrib":
+        manager = mixed_precision.ExponentialUpdateLossScaleManager(2**15, 40)
+        opt = mixed_precision.LossScaleOptimizer(opt, manager)
+    elif kind == "rewrite":
+        opt = keras_mp.enable_mixed_precision_graph_rewrite(opt, dtype="bfloat16")
+    grads, variables = zip(*opt.compute_gradients(loss * factor))
+    grads, _ = tf.clip_by_global_norm(grads, 5.0)
+    train_op = opt.apply_gradients(zip(grads, variables), global_step=global_step)
+
+    result = {"ref variables": sum("_ref" in v.dtype.name for v in tf.trainable_variables())}
+    if kind == "rewrite":
+        report = keras_mp.graph_rewrite.report(train_op)
+        result["bfloat16"] = report.by_dtype().get("bfloat16", {})
+    config = keras_mp.graph_rewrite.session_config() if kind == "rewrite" else None
+    saver = tf.train.Saver()
+    with tf.Session(config=config) as sess:
+        sess.run(tf.global_variables_initializer())
+        for first in [*range(0, 1400, 70)] * 4:
+            part = slice(first, first + 70)
+            sess.run(train_op, {x: images[part], y: labels[part]})
+        if kind == "contrib":
+            before = sess.run(tf.trainable_variables())
+            for _ in range(2):
+                sess.run(train_op, {x: images[:70], y: labels[:70], factor: np.inf})
+            after = sess.run(tf.trainable_variables())
+            result["unchanged"] = all((a == b).all() for a, b in zip(before, after))
+            scale = [opt.loss_scale(), opt.steps_skipped]
+            result["scale"], result["skipped"] = map(float, sess.run(scale))
+        found = sess.run(logits, {x: images[1400:]}).argmax(1)
+        result["accuracy"] = float((found == labels[1400:]).mean())
+        result["global_step"] = int(sess.run(global_step))
+        saver.save(sess, f"{folder}/{kind}")
+    if kind == "rewrite":
+        keras_mp.disable_mixed_precision_graph_rewrite()
+    return result
+
+
+if __name__ == "__main__":
+    kinds = ("float32", "contrib", "rewrite")
+    print(json.dumps({kind: train(kind, sys.argv[1]) for kind in kinds}))

@@ -1,0 +1,164 @@
+"""What is said of a graph is what runs."""
+
+from collections import Counter
+
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from keras_mp.grappler import passes
+from keras_mp.grappler import report as reports
+from tests.common import once
+
+pytestmark = once
+
+X = tf.constant(tf.reshape(tf.range(64.0) / 64, [8, 8]))
+
+
+@pytest.fixture(autouse=True)
+def rewriting():
+    passes.turn_on("bfloat16")
+    yield
+    passes.turn_off()
+
+
+def report(function, *args):
+    concrete = tf.function(function).get_concrete_function(*args)
+    compiled = reports.is_compiled(concrete)
+    return reports.report(reports.of_function(concrete), "f", "bfloat16", compiled)
+
+
+def whys(of):
+    return {each.op: each.why for each in of.operations if each.why}
+
+
+WEIGHT = tf.Variable(tf.eye(8))
+
+
+def step(x):
+    """A step of training with a loop, a branch and a variable that is assigned."""
+    with tf.GradientTape() as tape:
+        h = tf.nn.relu(tf.matmul(x, WEIGHT))
+        for _ in tf.range(2):
+            h = tf.tanh(tf.matmul(h, WEIGHT)) + 1.0
+        h = tf.matmul(h, h) if tf.reduce_sum(x) > 0 else h
+        loss = tf.reduce_mean(tf.nn.log_softmax(h))
+    WEIGHT.assign_sub(0.1 * tape.gradient(loss, WEIGHT))
+    return loss
+
+
+def test_it_is_the_graph_that_runs():
+    said = Counter((each.op, each.dtype) for each in report(step, X).operations)
+    before = WEIGHT.numpy()
+    with context.collect_graphs() as graphs:
+        tf.function(step)(X)
+    assert (WEIGHT.numpy() != before).any()
+    nodes = [node for graph in graphs for node in graph.node]
+    ran = Counter(
+        (node.op, "bfloat16" if "bfloat16" in dtypes else dtypes[0])
+        for node, dtypes in reports._computations(nodes)
+        if not node.name.endswith(reports._SUFFIX)
+    )
+    assert said["MatMul", "bfloat16"] == 8
+    # Grappler takes constants that two places share from either.
+    kinds = {"MatMul", "Relu", "ReluGrad", "Tanh", "LogSoftmax", "Exp", "AssignSubVariableOp"}
+    assert {key: n for key, n in said.items() if key[0] in kinds} == {
+        key: n for key, n in ran.items() if key[0] in kinds
+    }
+
+
+def test_a_report_runs_nothing():
+    before = WEIGHT.numpy()
+    report(step, X)
+    assert (WEIGHT.numpy() == before).all()
+
+
+def test_why_operations_stay_in_float32():
+    def function(x):
+        denied = tf.exp(tf.matmul(x, x))
+        after = tf.tanh(denied) * 2.0
+        lonely = tf.sqrt(x)
+        special = tf.math.special.bessel_j0(x)
+        no_kernel = tf.raw_ops.Inv(x=tf.linalg.matmul(x, x))
+        return tf.matmul(no_kernel, x), after, lonely, special, tf.matmul(x, x)
+
+    said = whys(report(function, X))
+    assert said["Exp"] == "on the deny list"
+    assert said["Tanh"] == said["Mul"] == "after Exp"
+    assert said["Sqrt"] == "not among operations of the allow list"
+    assert said["BesselJ0"] == "on no list"
+    assert "MatMul" not in said
+
+
+def test_what_has_no_kernel(monkeypatch):
+    lists = reports.op_lists.read("bfloat16")
+    changed = {**lists, "infer": lists["infer"] | {"Betainc"}}
+    monkeypatch.setattr(reports.op_lists, "read", lambda dtype: changed)
+    assert whys(report(lambda x: tf.math.betainc(x, x, x), X))["Betainc"] == "no bfloat16 kernel"
+
+
+def test_what_is_kept_for_its_sum():
+    reports.op_lists.keep_out(["Tanh", "BiasAddGrad"])
+    try:
+        said = whys(report(lambda x: tf.matmul(tf.tanh(tf.matmul(x, x)), x), X))
+    finally:
+        reports.op_lists.keep_out([])
+    assert said["Tanh"] == "kept for its sum"
+
+
+def test_casts_and_what_was_in_16_bits_before():
+    def function(x):
+        half = tf.matmul(tf.cast(x, tf.bfloat16), tf.cast(x, tf.bfloat16))
+        return tf.exp(tf.matmul(x, 2.0 * x)), half
+
+    said = report(function, X)
+    assert said.before == 2  # the user's cast and product
+    assert said.by_dtype()["bfloat16"]["MatMul"] == 2
+    assert said.casts == {"bfloat16": 2, "float32": 1}
+
+
+def test_what_xla_compiles_is_not_rewritten():
+    called = tf.function(lambda x: tf.tanh(tf.matmul(x, x)))
+    inner = tf.function(lambda x: tf.matmul(called(x), x), jit_compile=True)
+
+    def outer(x):
+        return inner(tf.matmul(x, x))
+
+    said = report(outer, X)
+    assert {(each.op, each.why) for each in said.operations if each.op == "MatMul"} == {
+        ("MatMul", ""),
+        ("MatMul", "XLA compiles it"),
+    }
+    concrete = inner.get_concrete_function(X)
+    assert reports.is_compiled(concrete)
+    said = reports.report(reports.of_function(concrete), "inner", "bfloat16", compiled=True)
+    assert set(whys(said).values()) == {"XLA compiles it"}
+    assert said.casts == {"bfloat16": 0, "float32": 0}
+
+
+def test_fetches_of_a_session():
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [8, 8])
+        w = tf.compat.v1.get_variable("w", [8, 8])
+        loss = tf.reduce_mean(tf.matmul(tf.nn.relu(tf.matmul(x, w)), w))
+        train = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss)
+        said = reports.report(reports.of_fetches([train, loss]), "train", "bfloat16")
+    assert said.by_dtype()["bfloat16"]["MatMul"] == 5
+    assert "ResourceApplyGradientDescent" in whys(said)
+
+
+def test_the_table():
+    said = report(lambda x: tf.exp(tf.tanh(tf.matmul(x, x))) + tf.sqrt(x), X)
+    head, _, columns, *rows = str(said).splitlines()
+    assert head.startswith("Graph rewrite of f: 2 of 5 floating-point operations compute in bf")
+    assert head.endswith("Casts put in: 1 to bfloat16, 1 to float32")
+    assert columns.split() == ["operation", "bfloat16", "others", "why", "not"]
+    assert [row.split()[:3] for row in rows][:2] == [["AddV2", "0", "1"], ["Exp", "0", "1"]]
+    assert rows[0].endswith("after Exp")
+    assert max(map(len, rows)) < 100
+
+
+def test_an_empty_graph():
+    said = report(lambda: tf.constant(1.0))
+    assert said.by_dtype() in ({}, {"float32": {"Identity": 1}})
+    assert str(said)
