@@ -1,25 +1,24 @@
 """Runs functions in several processes that are the workers of one MultiWorkerMirroredStrategy.
 
-python -m tests.replicas.workers index ports calls result
+They are forks of a process that has imported TensorFlow and computed nothing, which is what takes
+longest to start.
 """
 
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import pathlib
 import pickle
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
 from typing import Any
-
-_ROOT = pathlib.Path(__file__).parent.parent.parent
-
 
 # Only for what hangs: a machine that is busy may take long.
 _TIMEOUT = 3600
@@ -31,7 +30,7 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
     """Calls functions, one after the other, in each of `count` worker processes on 127.0.0.1.
 
     Args:
-        calls: functions of modules, and arguments that JSON can hold. A function is called with
+        calls: functions of modules, and arguments that can be pickled. A function is called with
             the strategy, the worker's index and its arguments.
         count: int. How many workers.
 
@@ -39,13 +38,21 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
         list, for each call, of lists, for each worker, of what the function returned; None for one
         that did not get that far. Once one worker was killed, the others are, too.
     """
-    ports = ",".join(str(port) for port in free_ports(count))
+    ports = free_ports(count)
     with tempfile.TemporaryDirectory() as folder:
         results = [pathlib.Path(folder) / f"{index}.pickle" for index in range(count)]
         logs = [path.with_suffix(".log") for path in results]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.replicas.preloaded"])
+        all_done = context.Barrier(count)
+        # Names, so that nothing is imported before the strategy is made.
+        names = [(f.__module__, f.__name__, arguments) for f, arguments in calls]
         processes = [
-            _start(index, ports, calls, results[index], logs[index]) for index in range(count)
+            context.Process(target=_be_worker, args=(*each, ports, names, all_done))
+            for each in zip(range(count), results, logs)
         ]
+        for process in processes:
+            process.start()
         _wait(processes)
         outputs = "\n".join(f"--- worker {i}\n{log.read_text()}" for i, log in enumerate(logs))
         print(outputs)  # pytest shows it where a test fails
@@ -68,28 +75,10 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _start(
-    index: int,
-    ports: str,
-    calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]],
-    result: pathlib.Path,
-    log: pathlib.Path,
-) -> subprocess.Popen:
-    names = json.dumps([(f.__module__, f.__name__, arguments) for f, arguments in calls])
-    with log.open("w") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.replicas.workers", str(index), ports, names, str(result)],
-            cwd=_ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def _wait(processes: list[subprocess.Popen]) -> None:
+def _wait(processes: list[BaseProcess]) -> None:
     deadline = time.monotonic() + _TIMEOUT
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() not in (None, 0) for process in processes):
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode not in (None, 0) for process in processes):
             deadline = min(deadline, time.monotonic() + _GRACE)
         if time.monotonic() > deadline:
             for process in processes:
@@ -97,10 +86,19 @@ def _wait(processes: list[subprocess.Popen]) -> None:
         time.sleep(0.1)
 
 
-def main() -> None:
+def _be_worker(
+    index: int,
+    result: pathlib.Path,
+    log: pathlib.Path,
+    ports: list[int],
+    calls: list[tuple[str, str, dict[str, Any]]],
+    all_done: Barrier,
+) -> None:
     """Is one of the workers."""
-    index, ports, calls, result = sys.argv[1:]
-    os.environ["TF_CONFIG"] = tf_config(int(index), [int(port) for port in ports.split(",")])
+    output = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ["TF_CONFIG"] = tf_config(index, ports)
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -109,16 +107,14 @@ def main() -> None:
     import keras_mp
 
     returned = []
-    for module, name, arguments in json.loads(calls):
+    for module, name, arguments in calls:
         keras_mp.set_global_policy(None)
         with warnings.catch_warnings():
             warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
             function = getattr(importlib.import_module(module), name)
-            returned.append(function(strategy, int(index), **arguments))
-        partial = pathlib.Path(result).with_suffix(".partial")
+            returned.append(function(strategy, index, **arguments))
+        partial = result.with_suffix(".partial")
         partial.write_bytes(pickle.dumps(returned))
         partial.rename(result)
-
-
-if __name__ == "__main__":
-    main()
+    # Who leaves first would close what the others still read from.
+    all_done.wait()
