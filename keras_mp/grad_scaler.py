@@ -325,7 +325,7 @@ class GradScaler(tf.Module):
 
     def _note_tape(self) -> None:
         if self._scales:
-            self._calls.by_tape()
+            self._calls.by_tape(self._loss_scale())
 
     def _refuse(self, guard: Guard) -> None:
         guard.refuse()

@@ -181,11 +181,17 @@ class ScalerCalls:
                 facts |= tf.where(finite(), *map(_int64, (0, overflowed)))
         self._note(facts | news, seen | news)
 
-    def by_tape(self) -> None:
-        """Notes that a tape has scaled a loss, and unscaled the gradients."""
+    def by_tape(self, scaled_by: tf.Tensor) -> None:
+        """Notes that a tape has scaled a loss, and unscaled the gradients.
+
+        Args:
+            scaled_by: float32 scalar tensor, what it has found to be low enough.
+        """
         seen, facts = self._so_far()
         _raise(_Call.TAPE, _ANYBODY, facts if isinstance(facts, int) else seen)
         self._note(facts | _BY_TAPE, seen | _BY_TAPE)
+        self._mine.scaled_by = None
+        self._scaled_by.assign(scaled_by, read_value=False)
 
     def step(self, optimizer: Any) -> Step:
         """Notes that an optimizer makes a step.
