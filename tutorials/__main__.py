@@ -1,9 +1,10 @@
-"""Runs the notebooks of this folder and stores their outputs in them.
+"""Runs the notebooks of this folder and stores their outputs in them, or checks them.
 
-python -m tutorials [--output FOLDER] [names]
+python -m tutorials [--output FOLDER | --check] [names]
 """
 
 import argparse
+import copy
 import os
 import pathlib
 import sys
@@ -24,17 +25,49 @@ def main() -> int:
     parser.add_argument(
         "--output", type=pathlib.Path, default=_FOLDER, help="folder (default: where they are)"
     )
+    parser.add_argument(
+        "--check", action="store_true", help="store nothing; fail if they print other things"
+    )
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(NOTEBOOKS)
     if unknown:
         parser.error(f"unknown notebooks {sorted(unknown)}; there are {list(NOTEBOOKS)}")
+    failed = []
     for name in arguments.names:
         start = time.perf_counter()
         notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
+        stored = copy.deepcopy(notebook)
         _run(notebook)
-        nbformat.write(notebook, arguments.output / f"{name}.ipynb")
-        print(f"{name}: {time.perf_counter() - start:.0f} s")
-    return 0
+        if arguments.check:
+            failed += [f"{name}: {what}" for what in differences(stored, notebook)]
+        else:
+            nbformat.write(notebook, arguments.output / f"{name}.ipynb")
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+    print(*failed, sep="\n")
+    return bool(failed)
+
+
+def differences(stored: nbformat.NotebookNode, new: nbformat.NotebookNode) -> list[str]:
+    """Returns what is wrong with the outputs of a run, a line for each cell.
+
+    They have to be of the same kinds as those stored, which are of Keras 3: figures differ between
+    machines, and some of what is printed between the Kerases.
+    """
+    found = []
+    for place, (old, cell) in enumerate(zip(_code(stored), _code(new)), 1):
+        if any(output.get("name") == "stderr" for output in cell.outputs):
+            found.append(f"cell {place} writes to stderr: {cell.outputs}")
+        elif os.environ.get("TF_USE_LEGACY_KERAS") != "1" and _kinds(cell) != _kinds(old):
+            found.append(f"cell {place} gives {_kinds(cell)}, and {_kinds(old)} are stored")
+    return found
+
+
+def _code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _kinds(cell: nbformat.NotebookNode) -> list[list[str]]:
+    return [list(output.get("data", [output.get("name")])) for output in cell.outputs]
 
 
 def _run(notebook: nbformat.NotebookNode) -> None:

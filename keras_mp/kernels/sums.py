@@ -14,6 +14,7 @@ This module needs TensorFlow only.
 import functools
 import importlib
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -258,6 +259,22 @@ def _probe_bias(dtype: tf.DType, data_format: str) -> tuple[tf.Tensor, float]:
     return _first(tf.raw_ops.BiasAddGrad(out_backprop=terms, data_format=data_format)), _TERMS / 32
 
 
+def _is_wide(logits: Any, name: Any = None) -> bool:
+    """Are there so many classes that the sum of their exponentials may leave float16's range?"""
+    del name
+    shape = tf.TensorShape(getattr(logits, "shape", None))
+    return bool(shape.rank) and (shape[-1] or 0) > float(tf.float16.max)
+
+
+def _probe_softmax(softmax: Callable[..., tf.Tensor], expected: float) -> Callable[..., Any]:
+    def probe(dtype: tf.DType, is_wide: bool) -> tuple[tf.Tensor, float]:
+        if not is_wide:
+            return tf.constant(1.0), 1.0
+        return _first(softmax(logits=tf.zeros([1, _TERMS], dtype))), expected
+
+    return probe
+
+
 # What each adds up is a vector of ones or of 1/32, so that right sums are powers of two.
 KERNELS: dict[str, _Kernel] = {
     "BiasAddGrad": _Kernel(
@@ -274,6 +291,15 @@ KERNELS: dict[str, _Kernel] = {
         ("euclidean_norm",),
         _probe_reduction(tf.raw_ops.EuclideanNorm, _TERMS**0.5 / 32),
         _reduction,
+    ),
+    "Softmax": _Kernel(
+        "gen_nn_ops", ("softmax",), _probe_softmax(tf.raw_ops.Softmax, 1 / _TERMS), _is_wide
+    ),
+    "LogSoftmax": _Kernel(
+        "gen_nn_ops",
+        ("log_softmax",),
+        _probe_softmax(tf.raw_ops.LogSoftmax, -math.log(_TERMS)),
+        _is_wide,
     ),
     "Cumsum": _Kernel(
         "gen_math_ops",

@@ -20,6 +20,7 @@ WRONG = {
     *(("BiasAddGrad", "bfloat16", data_format) for data_format in ("NHWC", "NCHW")),
     *((op, "float16", OUTER) for op in ("Sum", "Mean", "EuclideanNorm")),
     ("Mean", "float16", (True,)),
+    *((op, "float16", True) for op in ("Softmax", "LogSoftmax")),
     ("DepthwiseConv2dNativeBackpropFilter", "float16", None),
     *(
         (op, dtype, None)
@@ -121,6 +122,7 @@ def test_the_switch_and_that_tensorflow_is_still_wrong(mode):
 def test_what_tensorflow_gets_wrong():
     patterns = {"BiasAddGrad": ("NHWC", "NCHW")}
     patterns |= dict.fromkeys(("Sum", "Mean", "EuclideanNorm"), ((True,), OUTER))
+    patterns |= dict.fromkeys(("Softmax", "LogSoftmax"), (True, False))
     found = {
         (op, dtype, pattern)
         for op in sums.KERNELS
@@ -164,6 +166,23 @@ def test_what_is_scattered_or_multiplied_sparsely(dtype):
     product = tf.sparse.sparse_dense_matmul(sparse, ones[:, None])
     for found, expected in ((difference[0], -10_000), (product[0, 0], 10_000)):
         assert float(found) == pytest.approx(expected, rel=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+def test_softmax_over_more_classes_than_float16_counts(mode):
+    def function(logits):
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            log = tf.nn.log_softmax(logits)[0, 0]
+        return tf.nn.softmax(logits)[0, 0], log, tape.gradient(log, logits)[0, 0]
+
+    logits = tf.zeros([1, 70_000], tf.float16)
+    run = in_mode(function, mode)
+    for found, expected in zip(run(logits), (1 / 70_000, -np.log(70_000), 1 - 1 / 70_000)):
+        assert float(found) == pytest.approx(expected, rel=0.01)
+    # Not counted where it cannot happen.
+    few = tf.function(tf.nn.softmax).get_concrete_function(logits[:, :60_000])
+    assert "Cast" not in {op.type for op in few.graph.get_operations()}
 
 
 def test_a_function_that_has_gone_is_reported(monkeypatch):

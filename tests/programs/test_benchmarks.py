@@ -14,15 +14,19 @@ from benchmarks import (
     common,
     figure,
     fit,
+    guards,
     memory,
     models,
     overhead,
+    rounding,
     sums,
     third_party,
     third_party_models,
     tracing,
 )
+from benchmarks.__main__ import main
 from keras_mp import keras_api
+from keras_mp.kernels import sums as keras_mp_sums
 from tests.common import mirrored, once
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -34,18 +38,17 @@ def run(*arguments):
 
 
 @once
-def test_rounding_shows_why_gradients_are_scaled(tmp_path):
+def test_rounding_shows_why_gradients_are_scaled(monkeypatch, tmp_path):
     output = tmp_path / "benchmarks.json"
-    done = run("rounding", "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    results = json.loads(output.read_text())["rounding"]
-    assert list(results) == ["2", "4", "8"]
-    for of_count in results.values():
-        assert len(of_count) == 12  # orders of magnitude
-        assert all(r["scaled"] < 1e-3 and r["float32"] < 1e-6 for r in of_count.values())
-        assert of_count["-9"]["lost"] == 1
-        assert of_count["-6"]["naive"] > 10 * of_count["-6"]["scaled"]
-        assert of_count["0"]["naive"] < 1e-3
+    monkeypatch.setattr(rounding, "COUNTS", (2,))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "rounding", "--output", str(output)])
+    assert main() == 0
+    [results] = json.loads(output.read_text())["rounding"].values()
+    assert len(results) == 12  # orders of magnitude
+    assert all(r["scaled"] < 1e-3 and r["float32"] < 1e-6 for r in results.values())
+    assert results["-9"]["lost"] == 1
+    assert results["-6"]["naive"] > 10 * results["-6"]["scaled"]
+    assert results["0"]["naive"] < 1e-3
 
 
 def test_a_weight_that_is_read_often_is_cast_once(monkeypatch):
@@ -299,4 +302,12 @@ def test_models_of_pytorch_have_the_same_weights(name):
 def test_a_wrong_name_is_refused():
     done = run("speed")
     assert done.returncode == 2
-    assert "there are ['casts', 'fit', 'imports', 'memory', 'overhead'" in done.stderr
+    assert "there are ['casts', 'fit', 'guards', 'imports', " in done.stderr
+
+
+def test_a_guard_is_held_against_a_step_without_it(tiny, monkeypatch):
+    monkeypatch.setattr(guards, "TURNS", 2)
+    seconds = guards.measure("MLP", "mixed_bfloat16")
+    assert list(seconds) == list(guards.VARIANTS)
+    assert all(len(times) == 2 for of in seconds.values() for times in of.values())
+    assert keras_mp_sums._State.enabled
