@@ -146,7 +146,7 @@ def check_names(argument: str, ops: Any, dtype: tf.DType | None) -> frozenset[st
     """
     if isinstance(ops, str) or not hasattr(ops, "__iter__"):
         raise TypeError(
-            f"`{argument}` must be a list of names of operations, such as ['Softmax']. "
+            f"`{argument}` must be a list of names of operations, such as ['Tanh']. "
             f"Received: {argument}={ops!r}"
         )
     names = frozenset(ops)

@@ -1,0 +1,34 @@
+"""The page about op autocast: its programs run, and its table is the package's."""
+
+import pathlib
+import re
+
+from keras_mp.op_autocast import op_table
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "autocast.md").read_text()
+
+
+def table():
+    """The table of operations in Markdown."""
+    groups = {}
+    for op, row in op_table.ROWS.items():
+        groups.setdefault(row, []).append(f"`{op}`")
+    rows = ["| verdict | operations | why |", "|---|---|---|"]
+    rows += [f"| {row.verdict} | {', '.join(ops)} | {row.why} |" for row, ops in groups.items()]
+    return "\n".join(rows)
+
+
+def test_the_programs_print_what_the_page_says(capsys):
+    names = {}
+    expected = []
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        expected += re.findall(r"print\(.*\)  # (.*)$", block, re.MULTILINE)
+        exec(compile(block, "autocast.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines() == expected
+    assert len(expected) == 3
+
+
+def test_the_table_is_that_of_the_package():
+    assert table() in PAGE
+    for verdict, meaning in op_table.VERDICTS.items():
+        assert f" - **{verdict}**: {meaning}" in PAGE
