@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 VALUES = {name: getattr(keras_mp, name) for name in keras_mp.__all__}
 PUBLIC = {f"keras_mp.{name}": value for name, value in VALUES.items() if callable(value)}
 MODULES = list(filter(inspect.ismodule, VALUES.values()))
-MODULES += filter(inspect.ismodule, vars(keras_mp.compat).values())
+MODULES += [getattr(keras_mp.compat, name) for name in keras_mp.compat.__all__]
 # Of the submodules: what they list, or else define, and is not in `keras_mp` too.
 PUBLIC |= {
     f"{module.__name__}.{name}": value
