@@ -160,7 +160,8 @@ class GradScaler(tf.Module):
         self._check_mode()
         if not self._scales:
             if self._verdicts is not None:
-                self._calls.saw(map(tf.convert_to_tensor, tf.nest.flatten(losses)))
+                flat = map(tf.convert_to_tensor, tf.nest.flatten(losses))
+                self._calls.saw(flat, are_all=True)
             return losses
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         loss_scale = self._calls.scale(self._loss_scale)
@@ -325,7 +326,7 @@ class GradScaler(tf.Module):
 
     def _note_tape(self) -> None:
         if self._scales:
-            self._calls.by_tape()
+            self._calls.by_tape(self._loss_scale())
 
     def _refuse(self, guard: Guard) -> None:
         guard.refuse()

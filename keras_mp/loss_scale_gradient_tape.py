@@ -199,12 +199,20 @@ class LossScaleGradientTape(tf.GradientTape):
         finite: tf.Tensor,
         scale_after: Callable[[tf.Tensor], tf.Tensor],
     ) -> None:
-        """Moves the scale to where the gradients of all replicas were finite."""
+        """Notes what the search has found."""
+        if isinstance(self._loss_scale, DynamicLossScale):
+            self._move(retries, finite, scale_after)
         if self._scaler is not None:
             self._scaler._note_tape()
+
+    def _move(
+        self,
+        retries: tf.Tensor,
+        finite: tf.Tensor,
+        scale_after: Callable[[tf.Tensor], tf.Tensor],
+    ) -> None:
+        """Moves the scale to where the gradients of all replicas were finite."""
         scale = self._loss_scale
-        if not isinstance(scale, DynamicLossScale):
-            return
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             retries, finite = _most_of_all_replicas(retries, finite, self._max_retries)
 

@@ -120,23 +120,31 @@ class ScalerCalls:
         """
         seen, facts = self._so_far()
         _raise(_Call.SCALE, _ANYBODY, facts if isinstance(facts, int) else seen)
-        if seen & _SCALED:
+        goes_on = bool((facts if isinstance(facts, int) else seen) & _SCALED)
+        if goes_on:
             scaled_by = self.scaled_by()
         elif isinstance(facts, int):
-            scaled_by = self.scaled_by() if facts & _SCALED else loss_scale()
+            scaled_by = loss_scale()
         else:
             is_first = tf.equal(facts & _SCALED, 0)
             scaled_by = tf.where(is_first, loss_scale(), self._scaled_by)
-        if not (seen & _SCALED and not seen & _of_any(_JUST_UNSCALED)):
+        if not goes_on:
+            self._mine.losses = ()
+        if not seen & _SCALED or seen & _of_any(_JUST_UNSCALED):
             before = ~_of_any(_JUST_UNSCALED)
             self._note(facts & before | _SCALED, seen & before | _SCALED)
         self._mine.scaled_by = scaled_by
         self._scaled_by.assign(scaled_by, read_value=False)
         return scaled_by
 
-    def saw(self, losses: Iterable[tf.Tensor]) -> None:
-        """Remembers losses as they are before they are scaled."""
-        self._mine.losses = (*self._mine.losses, *losses)
+    def saw(self, losses: Iterable[tf.Tensor], are_all: bool = False) -> None:
+        """Remembers losses as they are before they are scaled.
+
+        Args:
+            losses: iterable of tensors.
+            are_all: bool. Do they replace those that were seen before?
+        """
+        self._mine.losses = (*(() if are_all else self._mine.losses), *losses)
 
     def losses(self) -> list[tf.Tensor]:
         """The losses that were scaled here since the last `update`."""
@@ -144,7 +152,7 @@ class ScalerCalls:
 
     def scaled_by(self) -> tf.Tensor:
         """What the losses were multiplied by, a float32 scalar tensor."""
-        if _is_of_this_graph(self._mine.scaled_by):
+        if self._is_known_here(host.current_graph()) and self._mine.scaled_by is not None:
             return self._mine.scaled_by
         return tf.convert_to_tensor(self._scaled_by)
 
@@ -181,11 +189,17 @@ class ScalerCalls:
                 facts |= tf.where(finite(), *map(_int64, (0, overflowed)))
         self._note(facts | news, seen | news)
 
-    def by_tape(self) -> None:
-        """Notes that a tape has scaled a loss, and unscaled the gradients."""
+    def by_tape(self, scaled_by: tf.Tensor) -> None:
+        """Notes that a tape has scaled a loss, and unscaled the gradients.
+
+        Args:
+            scaled_by: float32 scalar tensor, what it has found to be low enough.
+        """
         seen, facts = self._so_far()
         _raise(_Call.TAPE, _ANYBODY, facts if isinstance(facts, int) else seen)
         self._note(facts | _BY_TAPE, seen | _BY_TAPE)
+        self._mine.scaled_by = None
+        self._scaled_by.assign(scaled_by, read_value=False)
 
     def step(self, optimizer: Any) -> Step:
         """Notes that an optimizer makes a step.
@@ -261,11 +275,17 @@ class ScalerCalls:
             return 0, self._known.here(in_all_threads=True)
         # What a function does changes the facts each time that it runs.
         self._known.are_looked_up = True
-        is_here = mine.graph is not None and mine.graph() is graph
+        if self._is_known_here(graph):
+            return mine.seen, mine.facts
+        return 0, self._known.at_run_time()
+
+    def _is_known_here(self, graph: Any) -> bool:
+        """Was the last call made in this graph, and none since in a function that it calls?"""
+        mine = self._mine
+        if graph is None or mine.graph is None or mine.graph() is not graph:
+            return False
         # A function may have been called that is not traced again.
-        if not is_here or mine.facts is None or mine.uses != self._uses(graph):
-            return 0, self._known.at_run_time()
-        return mine.seen, mine.facts
+        return mine.facts is not None and mine.uses == self._uses(graph)
 
     def _note(self, facts: int | tf.Tensor, seen: int) -> None:
         mine, graph = self._mine, host.current_graph()

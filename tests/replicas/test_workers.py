@@ -331,11 +331,65 @@ def compile_and_fit(strategy, index):
     return [str(w.message) for w in caught], None
 
 
+def scaler_loop(strategy, index):
+    """Two optimizers under one scale, of which a worker spoils one; and a tape that tries again."""
+    with strategy.scope():
+        variables = [tf.Variable(8.0), tf.Variable(8.0)]
+        optimizers = [make_optimizer(FAMILIES[0], 0.25, momentum=0.0) for _ in variables]
+        scaler = keras_mp.GradScaler(keras_mp.DynamicLossScale(2.0**18, increment_period=2))
+        for optimizer, v in zip(optimizers, variables):
+            keras_mp.OptimizerWrapper(optimizer).build([v])
+
+    @tf.function
+    def step(factors):
+        def replica_step():
+            with tf.GradientTape(persistent=True) as tape:
+                losses = [v * factor for v, factor in zip(variables, tf.unstack(factors))]
+                scaled = scaler.scale(losses)
+            for optimizer, loss, v in zip(optimizers, scaled, variables):
+                scaler.step(optimizer, [(tape.gradient(loss, v), v)])
+            scaler.update()
+
+        strategy.run(replica_step)
+
+    @tf.function
+    def step_with_tape(factor):
+        def replica_step():
+            with keras_mp.LossScaleGradientTape(scaler) as tape:
+                loss = tf.cast(tf.cast(variables[0], tf.float16) * factor, tf.float32)
+            gradient = tape.gradient(loss, variables[0])
+            scaler.step(optimizers[0], [(gradient, variables[0])])
+            scaler.update()
+
+        strategy.run(replica_step)
+
+    def state():
+        return [*(float(value(v)) for v in variables), float(scaler.loss_scale())]
+
+    seen = []
+    for factors in ([0.0625, 0.0625], [0.0625, np.inf if index else 0.0625], [0.0625] * 2):
+        step(tf.constant(factors))
+        seen.append(state())
+    step_with_tape(tf.constant([0.5, 4.0][index], tf.float16))
+    return [*seen, state()], int(scaler.steps_skipped)
+
+
+def test_workers_share_a_scaler(together):
+    for seen, skipped in together["scaler"]:
+        assert seen == [
+            [7.96875, 7.96875, 2.0**18],
+            [7.9375, 7.96875, 2.0**17],
+            [7.90625, 7.9375, 2.0**17],
+            [6.78125, 7.9375, 2.0**13],
+        ]
+        assert skipped == 1
+
+
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """What two workers return that nobody disturbs: {name: of each worker}."""
     folder = {"folder": str(tmp_path_factory.mktemp("together"))}
-    calls = {"autocast": (autocast_loop, {})}
+    calls = {"autocast": (autocast_loop, {}), "scaler": (scaler_loop, {})}
     for name in FAMILIES:
         loop = {"name": name, "in_float16": name == FAMILIES[0]}
         calls[f"own loop, {name}"] = (own_loop, loop)

@@ -174,6 +174,19 @@ def test_what_was_unscaled_in_another_function_is_not_unscaled_twice():
     assert float(v) == 8
 
 
+def test_the_scale_of_functions_that_are_not_traced_again_is_known_in_eager():
+    scale = keras_mp.DynamicLossScale(4, increment_period=1)
+    scaler, v = keras_mp.GradScaler(scale), tf.Variable(8.0)
+    scale_it, update = tf.function(lambda: scaler.scale(v / v)), tf.function(scaler.update)
+    for of_function in (True, False, True, False, True):
+        gradient = scale_it() if of_function else scaler.scale(v / v)
+        scaler.step(sgd, [(gradient, v)])
+        update()
+    assert float(v) == 3
+    assert float(scale()) == 4 * 2.0**5
+    assert len(scaler._calls.losses()) <= 1
+
+
 def test_a_function_that_is_not_traced_again_makes_its_calls_again():
     scaler, v = keras_mp.GradScaler(4), tf.Variable(8.0)
     finish = tf.function(lambda: (scaler.step(sgd, [(tf.constant(4.0), v)]), scaler.update()))
