@@ -36,7 +36,6 @@ __all__ = [
     "LossScaleOptimizer",
     "ManagedLossScale",
     "next_exponential_state",
-    "scales_loss",
 ]
 
 _Optimizer = tf.compat.v1.train.Optimizer

@@ -11,6 +11,7 @@ right or has not been given 16-bit numbers.
 This module needs TensorFlow only.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -192,11 +193,17 @@ def _usual_device() -> str:
 @functools.cache
 def _ask(op: str, dtype: tf.DType, pattern: Any, device: str) -> bool:
     with tf.init_scope():
-        if not tf.executing_eagerly():
-            return True  # TensorFlow 1's graph mode cannot be asked, and a right sum harms nobody.
+        is_graph = not tf.executing_eagerly()
+        if is_graph and device != "CPU":
+            return True  # A session would take memory in its own way, and a right sum harms nobody.
         try:
-            with tf.device(f"{device}:0"):
-                found, expected = KERNELS[op].probe(dtype, pattern)
+            with tf.Graph().as_default() if is_graph else contextlib.nullcontext() as graph:
+                with tf.device(f"{device}:0"):
+                    found, expected = KERNELS[op].probe(dtype, pattern)
+                if is_graph:
+                    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
+                    with tf.compat.v1.Session(graph=graph, config=config) as session:
+                        found = session.run(found)
             # Wrong ones are off by a half or more, and NaN is not right.
             return not abs(float(found) / expected - 1) < 0.05
         except (tf.errors.OpError, ValueError):

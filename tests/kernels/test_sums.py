@@ -320,6 +320,15 @@ def test_a_graph_of_tensorflow_1():
         assert session.run(tf.gradients(y, bias)[0])[0] == 9984
 
 
+def test_kernels_are_asked_in_a_graph_of_tensorflow_1_too():
+    cases = [("BiasAddGrad", "bfloat16", "NHWC"), ("Sum", "bfloat16", (True, False))]
+    sums._ask.cache_clear()
+    with tf.Graph().as_default():
+        in_graph = [sums.is_wrong(*case) for case in cases]
+    sums._ask.cache_clear()
+    assert in_graph == [sums.is_wrong(*case) for case in cases]
+
+
 def test_second_derivatives():
     x = tf.ones([300, 2], tf.bfloat16)
     with tf.GradientTape() as outer:

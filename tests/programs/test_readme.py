@@ -44,7 +44,7 @@ def test_the_blocks_run_in_order(monkeypatch, tmp_path):
     names = {}
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 8
     assert isinstance(names["model"].optimizer, keras_mp.LossScaleOptimizer)
     assert isinstance(names["loaded"].optimizer, keras_mp.LossScaleOptimizer)
     assert (names["loaded"].compute_dtype, names["served"].compute_dtype) == ("float16", "float32")
@@ -93,6 +93,21 @@ def test_the_blocks_about_the_scaler_print_what_they_are_about(tmp_path, capfd):
         "[True, False] 16384.0",
         "0.5 16384.0",
     ]
+
+
+def test_the_blocks_about_the_graph_rewrite_print_the_table(tmp_path, capfd):
+    *lines, in_deny = printed_by_the_blocks_of("graph_rewrite.md", tmp_path, capfd)
+    assert in_deny == "True"
+    said = (ROOT / "docs" / "graph_rewrite.md").read_text()
+    # Another Keras, or TensorFlow, has other operations around the matrix products.
+    [products] = [line.split()[:3] for line in lines if line.startswith("MatMul")]
+    assert products == ["MatMul", "5", "0"]
+    if IS_KERAS_3:
+        assert lines[0] in said
+
+
+def test_the_blocks_about_tensorflow_1_print_what_they_say(tmp_path, capfd):
+    assert printed_by_the_blocks_of("compat_v1.md", tmp_path, capfd) == ["True"]
 
 
 def test_the_blocks_about_losses_print_what_they_are_about(tmp_path, capfd):

@@ -19,11 +19,12 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 VALUES = {name: getattr(keras_mp, name) for name in keras_mp.__all__}
 PUBLIC = {f"keras_mp.{name}": value for name, value in VALUES.items() if callable(value)}
+MODULES = list(filter(inspect.ismodule, VALUES.values()))
+MODULES += [getattr(keras_mp.compat, name) for name in keras_mp.compat.__all__]
 # Of the submodules: what they list, or else define, and is not in `keras_mp` too.
 PUBLIC |= {
     f"{module.__name__}.{name}": value
-    for module in VALUES.values()
-    if inspect.ismodule(module)
+    for module in MODULES
     for name, value in vars(module).items()
     if (
         name in module.__all__
@@ -31,6 +32,7 @@ PUBLIC |= {
         else not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     )
     and value not in PUBLIC.values()
+    and not inspect.ismodule(value)
 }
 PLACES = {name: f"{value.__module__}.{value.__qualname__}" for name, value in PUBLIC.items()}
 
