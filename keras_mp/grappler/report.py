@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import kernels
 from tensorflow.python.grappler import tf_optimizer
 
 from keras_mp.grappler import op_lists, passes
+from keras_mp.support import registered_kernels
 
 # What the passes end the names of their casts with.
 _SUFFIX = "AutoMixedPrecision"
@@ -303,12 +303,10 @@ def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str) -> bool:
     """Can some attribute of a node be of the dtype, with the others as they are?"""
     types = {name: each[0] for name, each in _types(node).items()}
     enum = tf.as_dtype(dtype).as_datatype_enum
-    found = kernels.get_registered_kernels_for_op(node.op).kernel
-    on_device = [kernel for kernel in found if kernel.device_type == _DEVICES[dtype]]
+    on_device = registered_kernels.allowed_types(node.op, _DEVICES[dtype])
     for changed in types:
         wanted = {**types, changed: enum}
-        for kernel in on_device:
-            allowed = {each.name: each.allowed_values.list.type for each in kernel.constraint}
+        for allowed in on_device:
             if all(wanted[name] in allowed.get(name, (wanted[name],)) for name in wanted):
                 return True
     return False

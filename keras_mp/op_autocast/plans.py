@@ -8,11 +8,11 @@ import functools
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_defs
 
 from keras_mp.kernels import sums
 from keras_mp.op_autocast import op_table
+from keras_mp.support import registered_kernels
 from keras_mp.support.regions import Region
 
 
@@ -184,10 +184,6 @@ def _has_kernel(op: str, dtype: tf.DType, device: str) -> bool:
     if _op_defs.get(op) is None:
         return False
     attr = dtype_attr(op, dtype)
-    for kernel in _kernels.get_registered_kernels_for_op(op).kernel:
-        allowed = {c.name: c.allowed_values.list.type for c in kernel.constraint}
-        if kernel.device_type in (device, "DEFAULT") and (
-            attr not in allowed or dtype.as_datatype_enum in allowed[attr]
-        ):
-            return True
-    return False
+    enum = dtype.as_datatype_enum
+    allowed = registered_kernels.allowed_types(op, device, "DEFAULT")
+    return any(enum in of_kernel.get(attr, (enum,)) for of_kernel in allowed)
