@@ -192,6 +192,7 @@ def _hub_t5():
     import numpy as np
     import tensorflow as tf
 
+    # In float16 it cannot be trained, for the same reason as that of Hugging Face.
     backbone = keras_hub.models.T5Backbone(
         vocabulary_size=VOCABULARY,
         num_layers=1,
