@@ -22,7 +22,7 @@ def tensorflows_lists():
     """What TensorFlow's graph rewrite does: its verdicts by operation, for GPUs and for CPUs."""
     text = HEADER.read_text()
     found = {}
-    for cls in ("AutoMixedPrecisionListsFp16", "AutoMixedPrecisionListsMkl"):
+    for cls in re.findall(r"class (AutoMixedPrecisionLists\w+) :", text):
         body = text[text.index(f"class {cls} ") :].partition("\n};")[0]
         for method, verdict in LISTS.items():
             of_list = body[body.index(f"{method}() override") :].partition("\n  }\n\n")[0]

@@ -38,12 +38,14 @@ def run_inside(programs, function, dtype):
         return function(programs.x)
 
 
-def check(programs, name, wrap, dtype="bfloat16", run=run):
+def check(programs, name, wrap, dtype="bfloat16", run=run, rounds=True):
     function = wrap(getattr(programs, name))
     exact, exact_gradients = run(programs, function, None)
     found, gradients = run(programs, function, dtype)
     # A few operations in a row, each of which rounds what it takes and what it returns.
-    assert 0 < error(found, exact) < 10 * ROUNDING[dtype]
+    assert error(found, exact) < 10 * ROUNDING[dtype]
+    if rounds:
+        assert error(found, exact) > 0
     assert [g is None for g in gradients] == [g is None for g in exact_gradients]
     for gradient, expected in zip(gradients, exact_gradients):
         if expected is not None:
@@ -76,7 +78,8 @@ def test_compiled(programs, name):
 
         return step
 
-    check(programs, name, wrap, run=run_inside)
+    # Older versions of XLA compute bfloat16 in float32 on CPUs, and leave out casts.
+    check(programs, name, wrap, run=run_inside, rounds=False)
 
 
 @pytest.mark.parametrize("name", ["mlp", "loop", "recomputed"])

@@ -170,6 +170,37 @@ def autocast_loop(strategy, index):
     return facts, [value(v) for v in variables]
 
 
+def in_a_region(strategy, index):
+    """Products of two workers, in a region of op autocast and outside, and their sums."""
+    x = tf.constant(digits()[0][index * 8 : index * 8 + 8, :8])
+
+    @tf.function
+    def step():
+        def replica_step():
+            product = x @ x
+            context = tf.distribute.get_replica_context()
+            return product, context.all_reduce(tf.distribute.ReduceOp.SUM, product)
+
+        return strategy.run(replica_step)
+
+    with keras_mp.autocast("bfloat16"):
+        inside = step()
+    return [value(each) for each in (*inside, *step())]
+
+
+def test_each_worker_is_autocast(together):
+    (first, total, first_exact, total_exact), (second, same, second_exact, _) = together["region"]
+    for product, exact in ((first, first_exact), (second, second_exact)):
+        rounded = tf.cast(tf.cast(exact, "bfloat16"), "float32")
+        np.testing.assert_allclose(product, rounded, rtol=2**-6)
+        np.testing.assert_array_equal(product, tf.cast(tf.cast(product, "bfloat16"), "float32"))
+        assert not np.array_equal(product, exact)
+    # What is visible is float32, and so is its sum over workers.
+    np.testing.assert_array_equal(total, first + second)
+    np.testing.assert_array_equal(total, same)
+    np.testing.assert_array_equal(total_exact, first_exact + second_exact)
+
+
 def test_variables_cast_themselves_on_every_worker(together):
     results = together["autocast"]
     images, labels = (each[:64] for each in digits())
@@ -389,7 +420,11 @@ def test_workers_share_a_scaler(together):
 def together(tmp_path_factory):
     """What two workers return that nobody disturbs: {name: of each worker}."""
     folder = {"folder": str(tmp_path_factory.mktemp("together"))}
-    calls = {"autocast": (autocast_loop, {}), "scaler": (scaler_loop, {})}
+    calls = {
+        "autocast": (autocast_loop, {}),
+        "region": (in_a_region, {}),
+        "scaler": (scaler_loop, {}),
+    }
     for name in FAMILIES:
         loop = {"name": name, "in_float16": name == FAMILIES[0]}
         calls[f"own loop, {name}"] = (own_loop, loop)
