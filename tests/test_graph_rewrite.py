@@ -411,7 +411,6 @@ def test_digits_are_learnt_as_well_as_in_float32():
     in_float32 = accuracy(None)
     assert in_float32 > 0.85
     assert abs(accuracy("bfloat16") - in_float32) <= 0.01
-    assert abs(accuracy("float16") - in_float32) <= 0.01
 
 
 def test_the_adapter_knows_no_optimizer_of_tensorflow_1():
