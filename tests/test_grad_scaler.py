@@ -188,6 +188,13 @@ def sgd(rate=1.0):
     return make_optimizer(FAMILIES[-1], rate, momentum=0.0)
 
 
+FAULTS = st.tuples(
+    st.integers(0, 1),  # replica
+    st.integers(0, 3),  # variable: two of each optimizer
+    st.sampled_from([np.inf, -np.inf, np.nan]),
+)
+
+
 @hypothesis.settings(
     max_examples=12,
     deadline=None,
@@ -195,68 +202,73 @@ def sgd(rate=1.0):
     derandomize=True,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-@hypothesis.given(
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(0, 3), st.sampled_from([np.inf, -np.inf, np.nan])), max_size=3
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
+@hypothesis.given(st.lists(st.lists(FAULTS, max_size=2), min_size=1, max_size=6))
 def test_bad_values_anywhere_equal_a_control_that_leaves_these_steps_out(faults):
-    trained, control, scale, step = spoilable()
+    trained, control, start, step = spoilable()
     for two in (trained, control):
-        for v, at_first in zip(all_variables(two), START):
+        for v, at_first in zip(all_variables(two), start, strict=True):
             v.assign(at_first)
     trained.scaler.update(2.0**10)
-    start, skipped = int(trained.scaler.steps_skipped), 0
+    before, skipped = int(trained.scaler.steps_skipped), 0
     expected, good = 2.0**10, 0
     for of_step in faults:
-        spoilt = np.ones(4, np.float32)
-        for where, fault in of_step:
-            spoilt[where] = fault
-        is_good = np.isfinite(spoilt).reshape(2, 2).all(axis=1)
+        spoilt = np.ones([2, 4], np.float32)
+        for replica, variable, fault in of_step:
+            spoilt[replica, variable] = fault
+        is_good = np.isfinite(spoilt).all(axis=0).reshape(2, 2).all(axis=1)
         step(tf.constant(spoilt))
-        control.step_without_scaler(tf.ones(2), np.flatnonzero(is_good))
+        # What both replicas add up to.
+        control.step_without_scaler(tf.fill([2], 2.0), np.flatnonzero(is_good))
         skipped += int((~is_good).sum())
         expected, good = (expected, good + 1) if is_good.all() else (max(expected / 2, 1.0), 0)
         if good == 2:
             expected, good = expected * 2, 0
-        assert float(scale()) == expected
-        assert int(trained.scaler.steps_skipped) - start == skipped
+        assert float(trained.scaler.loss_scale()) == expected
+        assert int(trained.scaler.steps_skipped) - before == skipped
         for a, b in zip(all_variables(trained), all_variables(control), strict=True):
-            np.testing.assert_array_equal(a.numpy(), b.numpy())
+            for of_replica in getattr(a, "values", [a]):
+                np.testing.assert_array_equal(value(of_replica), value(b))
 
 
 def all_variables(two):
-    slots = [slot for o in two.optimizers for slot in o.slots]
-    return [*two.variables[0], *two.variables[1], *slots]
+    of_optimizers = [o.variables for o in two.optimizers]
+    slots = [v for of in of_optimizers for v in (of() if callable(of) else of)]
+    natives = [v if isinstance(v, tf.Variable) else v.value for v in slots]
+    return [*two.variables[0], *two.variables[1], *natives]
 
 
 @functools.cache
 def spoilable():
-    """A function, traced once, in which any variable's gradient can be spoilt; and a control."""
-    scale, kinds = GROWING(), ["two lists", "two lists"]
-    two, control = Two(kinds, keras_mp.GradScaler(scale)), Two(kinds)
+    """A function of two replicas, traced once, in which any gradient can be spoilt; a control."""
+    strategy, kinds = mirrored(2), [FAMILIES[-1]] * 2
 
+    def make(scaler=None):
+        two = Two(kinds, scaler)
+        for optimizer, variables in zip(two.optimizers, two.variables):
+            keras_mp.OptimizerWrapper(optimizer).build(variables)
+        return two
+
+    with strategy.scope():
+        # Sums in float16 would round.
+        two = make(keras_mp.GradScaler(GROWING(), aggregate_in_float16=False))
+    control = make()
+    start = [value(v) for v in all_variables(control)]
+
+    @tf.function
     def step(spoilt):
-        of_each = [g for gradients in two.gradients(tf.ones(2)) for g in gradients]
-        of_each = [tf.convert_to_tensor(g) * f for g, f in zip(of_each, tf.unstack(spoilt))]
-        parts = zip(two.optimizers, (of_each[:2], of_each[2:]), two.variables)
-        for optimizer, gradients, variables in parts:
-            two.scaler.step(optimizer, zip(gradients, variables))
-        two.scaler.update()
+        def replica_step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            factors = tf.unstack(tf.gather(spoilt, replica))
+            of_each = [g for gradients in two.gradients(tf.ones(2)) for g in gradients]
+            of_each = [tf.convert_to_tensor(g) * f for g, f in zip(of_each, factors)]
+            parts = zip(two.optimizers, (of_each[:2], of_each[2:]), two.variables)
+            for optimizer, gradients, variables in parts:
+                two.scaler.step(optimizer, zip(gradients, variables))
+            two.scaler.update()
 
-    step = tf.function(step)
-    step(tf.ones(4))
-    control.step_without_scaler(tf.ones(2), (0, 1))
-    return two, control, scale, step
+        strategy.run(replica_step)
 
-
-START = [v.numpy() for v in (tf.constant([1.0, -2.0]), tf.ones([3, 2])) * 2] + [
-    np.zeros(shape, "float32") for shape in ([2], [3, 2]) * 2
-]
+    return two, control, start, step
 
 
 @pytest.mark.parametrize("mode", MODES)

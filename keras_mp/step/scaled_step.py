@@ -145,32 +145,18 @@ class ScaledStep:
         if tf.is_tensor(scaled):
             grads = gradients.unscale(grads, tf.where(scaled, scaled_by, 1.0))
             scaled = False
+        grads, marks, scaled = self._reduced(grads, marks, variables, scaled, scaled_by, aggregate)
         safe = self.rule.is_scaling_safe
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        custom = self.rule.custom_aggregation()
-        are_marks_local = not aggregate or custom
-        if aggregate and custom:
-            if scaled:
-                grads, scaled = gradients.unscale(grads, scaled_by), False
-            grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
-        elif aggregate and replicas > 1:
-            packed, unpack = gradients.pack([*grads, *marks])
-            packed, scaled = self._sum_over_replicas(packed, scaled, scaled_by)
-            if scaled and not safe:
-                packed, scaled = gradients.unscale(packed, scaled_by), False
-            summed = unpack(packed)
-            grads, marks = summed[: len(grads)], summed[len(grads) :]
         unscaled = gradients.unscale(grads, scaled_by) if scaled else grads
-        if not safe:
-            grads = unscaled
         unscaled, grads = (
-            [new_values.get(i, g) for i, g in enumerate(each)] for each in (unscaled, grads)
+            [new_values.get(i, g) for i, g in enumerate(each)]
+            for each in (unscaled, grads if safe else unscaled)
         )
         finite = None
         if self.verdicts:
             # Unscaled gradients are finite where scaled ones are, and the other way round.
             finite = gradients.all_finite([*self.rule.totals(unscaled, variables), *marks])
-            if replicas > 1 and (not aggregate or (are_marks_local and marks)):
+            if not aggregate and tf.distribute.get_strategy().num_replicas_in_sync > 1:
                 finite = gradients.agree(finite)
             self.verdicts.watch()
         loss_scale = scaled_by if scaled else tf.constant(1.0)
@@ -193,6 +179,34 @@ class ScaledStep:
             kept,
         )
         return operation, finite
+
+    def _reduced(
+        self,
+        grads: list[Any],
+        marks: list[tf.Tensor],
+        variables: list[Any],
+        scaled: bool,
+        scaled_by: tf.Tensor,
+        aggregate: bool,
+    ) -> tuple[list[Any], list[tf.Tensor], bool]:
+        """Sums gradients, and marks beside them; also tells whether the sums are scaled."""
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        custom = self.rule.custom_aggregation()
+        if aggregate and custom:
+            if scaled:
+                grads = gradients.unscale(grads, scaled_by)
+            if replicas > 1:
+                marks = gradients.all_reduce(marks, in_float16=False)
+            grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
+            return grads, marks, False
+        if not aggregate or replicas == 1:
+            return grads, marks, scaled
+        packed, unpack = gradients.pack([*grads, *marks])
+        packed, scaled = self._sum_over_replicas(packed, scaled, scaled_by)
+        if scaled and not self.rule.is_scaling_safe:
+            packed, scaled = gradients.unscale(packed, scaled_by), False
+        summed = unpack(packed)
+        return summed[: len(grads)], summed[len(grads) :], scaled
 
     def _sum_over_replicas(
         self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor
