@@ -376,7 +376,10 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         return {"loss_scale": self._loss_scale, "steps_skipped": self._skipped.total}
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        return {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
+        children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
+        if save_type == "savedmodel":  # which holds functions, and all that these use
+            children.update(self._skipped.variables())
+        return children
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name == older_spellings.INNER_CHILD:  # as TensorFlow's own wrapper calls it
@@ -440,6 +443,9 @@ class _OnlyCounted:
 
     def collect_reports(self) -> None:
         return
+
+    def variables(self) -> dict[str, tf.Variable]:
+        return {}
 
 
 class _Mine(threading.local):

@@ -505,6 +505,24 @@ def test_variables_are_the_inner_ones_and_the_scale_s():
     assert optimizer.get_slot(v, "m") is optimizer.inner_optimizer.get_slot(v, "m")
 
 
+def test_a_step_in_a_saved_model(tmp_path):
+    module = tf.Module()
+    module.v = tf.Variable(1.0)
+    module.optimizer = wrapped(sgd(), growing())
+
+    @tf.function(input_signature=[tf.TensorSpec([])])
+    def step(factor):
+        module.optimizer.minimize(lambda: factor * module.v, var_list=[module.v])
+        return module.v.read_value()
+
+    module.step = step
+    module.step(tf.constant(1.0))
+    tf.saved_model.save(module, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    assert [float(loaded.step(tf.constant(each))) for each in (1.0, INF, 1.0)] == [0.5, 0.5, 0.25]
+    assert int(loaded.optimizer.steps_skipped) == 1
+
+
 def test_a_monitored_session_with_hooks(tmp_path):
     for until in (3, 6):
         with tf.Graph().as_default():
@@ -525,6 +543,28 @@ def test_a_monitored_session_with_hooks(tmp_path):
     assert reader.get_tensor("global_step") == 6
     assert reader.get_tensor("loss_scale") == 64
     assert "v/Adam" in reader.get_variable_to_shape_map()
+
+
+def test_a_monitored_session_goes_on_from_a_file_of_float32(tmp_path):
+    plain, v, _, train = graph_of(adam)
+    with plain.as_default(), session(plain) as run:
+        run.run(train)
+        after = run.run(v)
+        path = V1.train.Saver().save(run, str(tmp_path / "plain"))
+    graph, v, optimizer, _ = graph_of(lambda: wrapped(adam(), growing()))
+    with graph.as_default():
+        V1.train.get_or_create_global_step()
+        new = {each.name for each in optimizer.loss_scale_variables()} | {"global_step:0"}
+        saver = V1.train.Saver([each for each in V1.global_variables() if each.name not in new])
+        scale = optimizer.loss_scale()
+        scaffold = V1.train.Scaffold(init_fn=lambda _, run: saver.restore(run, path))
+        with V1.train.MonitoredTrainingSession(
+            checkpoint_dir=str(tmp_path / "goes_on"), scaffold=scaffold
+        ) as run:
+            assert run.run(v).tolist() == after.tolist()
+            assert run.run(scale) == 8
+    names = {name for name, _ in tf.train.list_variables(str(tmp_path / "goes_on"))}
+    assert {"v/Adam", "current_loss_scale", "steps_skipped"} <= names
 
 
 # Seed 004's program, on digits.

@@ -11,10 +11,11 @@ import numpy as np
 import sklearn.datasets
 import tensorflow.compat.v1 as tf
 
-tf.disable_v2_behavior()
+if __name__ == "__main__":  # pytest looks for doctests in here
+    tf.disable_v2_behavior()
 
-import keras_mp  # noqa: E402
-from keras_mp.compat import v1 as mixed_precision  # noqa: E402
+import keras_mp
+from keras_mp.compat import v1 as mixed_precision
 
 warnings.filterwarnings("ignore", ".* may run slower", keras_mp.MixedPrecisionWarning)
 
