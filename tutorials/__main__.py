@@ -67,7 +67,7 @@ def _code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _kinds(cell: nbformat.NotebookNode) -> list[list[str]]:
-    return [list(output.get("data", [output.get("name")])) for output in cell.outputs]
+    return [sorted(output.get("data", [output.get("name")])) for output in cell.outputs]
 
 
 def _run(notebook: nbformat.NotebookNode) -> None:
