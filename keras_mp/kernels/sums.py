@@ -287,7 +287,22 @@ def _probe_softmax(softmax: Callable[..., tf.Tensor], expected: float) -> Callab
     return probe
 
 
-# What each adds up is a vector of ones or of 1/32, so that right sums are powers of two.
+def _is_large_window(value: Any, ksize: Any, *args: Any, **kwargs: Any) -> bool:
+    """Does it add up so much, before it divides, that float16 rounds it or overflows?"""
+    del value, args, kwargs
+    return int(np.prod(ksize)) >= 64
+
+
+def _probe_average(dtype: tf.DType, is_large: bool) -> tuple[tf.Tensor, float]:
+    if not is_large:
+        return tf.constant(1.0), 1.0
+    window = [1, 64, 64, 1]
+    terms = tf.fill(window, tf.constant(30.0, dtype))
+    average = tf.raw_ops.AvgPool(value=terms, ksize=window, strides=window, padding="VALID")
+    return _first(average), 30.0
+
+
+# What most add up is a vector of ones or of 1/32, so that right sums are powers of two.
 KERNELS: dict[str, _Kernel] = {
     "BiasAddGrad": _Kernel(
         "gen_nn_ops", ("bias_add_grad",), _probe_bias, _bias_format, _sum_of_all_but_channels
@@ -304,6 +319,7 @@ KERNELS: dict[str, _Kernel] = {
         _probe_reduction(tf.raw_ops.EuclideanNorm, _TERMS**0.5 / 32),
         _reduction,
     ),
+    "AvgPool": _Kernel("gen_nn_ops", ("avg_pool",), _probe_average, _is_large_window),
     "Softmax": _Kernel(
         "gen_nn_ops", ("softmax",), _probe_softmax(tf.raw_ops.Softmax, 1 / _TERMS), _is_wide
     ),

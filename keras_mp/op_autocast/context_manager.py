@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import functools
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -51,7 +52,8 @@ class autocast(contextlib.ContextDecorator):
     Raises:
         ValueError: the dtype is another one, TensorFlow has no such operation, or an operation is
             in both lists or cannot run in 16 bits.
-        TypeError: `enabled` is no bool, or a list is none.
+        TypeError: `enabled` is no bool, a list is none, or what is decorated is a class or a
+            `tf.function`.
         RuntimeError: on entering, if this version of TensorFlow is not known.
 
     Example:
@@ -82,6 +84,11 @@ class autocast(contextlib.ContextDecorator):
             raise TypeError(
                 f"`enabled` must be a bool. Received: enabled={enabled!r} (of type {type(enabled)})"
             )
+        if inspect.isroutine(dtype):
+            raise TypeError(
+                "Write `@keras_mp.autocast()`, with parentheses, to decorate a function. "
+                f"Received: dtype={dtype!r}"
+            )
         self._is_enabled = enabled
         self._dtype = None if dtype is None else _checked(dtype)
         self._allow, self._deny = frozenset(), frozenset()
@@ -95,6 +102,20 @@ class autocast(contextlib.ContextDecorator):
                 "An operation is either allowed or denied. "
                 f"Received: allow={sorted(self._allow)}, deny={sorted(self._deny)}; both: {both}"
             )
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function with the region around each call of it."""
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(
+                "`autocast(...)` decorates a function or a method, not a class: decorate its "
+                f"methods. Received: {function!r} (of type {type(function)})"
+            )
+        if hasattr(function, "get_concrete_function"):
+            raise TypeError(
+                "`tf.function` goes around `autocast(...)`: write `@tf.function` above "
+                f"`@keras_mp.autocast(...)`. Received: {function!r}"
+            )
+        return super().__call__(function)
 
     def __enter__(self) -> "autocast":
         scope = _machinery("hooks").entered(self._region())

@@ -49,12 +49,16 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     INFER: {
         "at most doubles what comes in; fuses with the product before it": (
-            "Add AddV2 AddN Sub BiasAdd BiasAddV1"
+            "Add AddV2 Sub BiasAdd BiasAddV1"
         ),
+        "bfloat16 only: in float16 the sum of many may overflow": "AddN",
         "float16: only by a factor that is known to be at most 2, since products overflow": "Mul",
-        "a mean of a few numbers": "AvgPool AvgPool3D",
+        "bfloat16 only: it adds up before it divides, which may overflow in float16": (
+            "AvgPool AvgPool3D"
+        ),
         "its statistics, scale and offset stay float32": "FusedBatchNormV2 FusedBatchNormV3",
-        "bounded by what comes in": "LeakyRelu Softsign",
+        "bounded by what comes in, unless its slope is above 1": "LeakyRelu",
+        "bounded by what comes in": "Softsign",
         "on GPUs; on CPUs its 16-bit kernel is slower than the float32 one": (
             "Elu Selu Tanh Sigmoid Erf Erfc"
         ),
@@ -145,6 +149,10 @@ BOUNDED = frozenset(("Sigmoid", "Tanh", "Softsign", "Erf"))
 # The bfloat16 kernels took two to three times as long as the float32 ones.
 SLOW_ON_CPU = frozenset(("Elu", "Selu", "Tanh", "Sigmoid", "Erf", "Erfc"))
 WHY_SLOW_ON_CPU = "on CPUs its 16-bit kernel is slower than the float32 one"
+
+# In float16 they add up, before they divide if they do, what may be infinite then.
+SUMS_IN_FLOAT16 = frozenset(("AddN", "AvgPool", "AvgPool3D"))
+WHY_NOT_IN_FLOAT16 = "adds up many numbers, which may overflow in float16"
 
 # What they make of a variable's value is still as good as the variable.
 VIEWS = frozenset(("EnsureShape", "ExpandDims", "Identity", "Reshape", "Slice")) | frozenset(

@@ -80,6 +80,8 @@ def verdict_on(op: str, region: Region, device: str) -> op_table.Row | None:
     row = op_table.ROWS.get(op)
     if row is None or row.verdict not in (op_table.ALLOW, op_table.INFER, op_table.CLEAR):
         return row
+    if region.dtype == tf.float16 and op in op_table.SUMS_IN_FLOAT16:
+        return op_table.Row(op_table.DENY, op_table.WHY_NOT_IN_FLOAT16)
     if device == "CPU" and op in op_table.SLOW_ON_CPU:
         return op_table.Row(op_table.DENY, op_table.WHY_SLOW_ON_CPU)
     if not _has_kernels(op, region.dtype, device):
@@ -152,8 +154,10 @@ def check_names(argument: str, ops: Any, dtype: tf.DType | None) -> frozenset[st
     names = frozenset(ops)
     for op in sorted(names, key=str):
         if not isinstance(op, str) or _op_defs.get(op) is None:
-            nearest = difflib.get_close_matches(str(op), dir(tf.raw_ops), n=1, cutoff=0.5)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            by_lower_case = {name.lower(): name for name in dir(tf.raw_ops)}
+            wanted = str(op).replace("_", "").lower()
+            nearest = difflib.get_close_matches(wanted, by_lower_case, n=1, cutoff=0.5)
+            hint = f" Did you mean {by_lower_case[nearest[0]]!r}?" if nearest else ""
             raise ValueError(
                 f"TensorFlow has no operation {op!r}; `tf.raw_ops` has their names.{hint} "
                 f"Received: {argument}={sorted(map(str, names))}"

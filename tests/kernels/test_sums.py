@@ -20,7 +20,7 @@ WRONG = {
     *(("BiasAddGrad", "bfloat16", data_format) for data_format in ("NHWC", "NCHW")),
     *((op, "float16", OUTER) for op in ("Sum", "Mean", "EuclideanNorm")),
     ("Mean", "float16", (True,)),
-    *((op, "float16", True) for op in ("Softmax", "LogSoftmax")),
+    *((op, "float16", True) for op in ("AvgPool", "Softmax", "LogSoftmax")),
     ("DepthwiseConv2dNativeBackpropFilter", "float16", None),
     *(
         (op, dtype, None)
@@ -122,7 +122,7 @@ def test_the_switch_and_that_tensorflow_is_still_wrong(mode):
 def test_what_tensorflow_gets_wrong():
     patterns = {"BiasAddGrad": ("NHWC", "NCHW")}
     patterns |= dict.fromkeys(("Sum", "Mean", "EuclideanNorm"), ((True,), OUTER))
-    patterns |= dict.fromkeys(("Softmax", "LogSoftmax"), (True, False))
+    patterns |= dict.fromkeys(("AvgPool", "Softmax", "LogSoftmax"), (True, False))
     found = {
         (op, dtype, pattern)
         for op in sums.KERNELS
@@ -183,6 +183,14 @@ def test_softmax_over_more_classes_than_float16_counts(mode):
     # Not counted where it cannot happen.
     few = tf.function(tf.nn.softmax).get_concrete_function(logits[:, :60_000])
     assert "Cast" not in {op.type for op in few.graph.get_operations()}
+
+
+@pytest.mark.parametrize("size", [8, 16, 64])
+def test_average_pooling_over_large_windows(size):
+    x = tf.fill([1, size, size, 1], tf.constant(30.0, tf.float16))
+    for mode in ("eager", "graph"):
+        pooled = in_mode(lambda x: tf.nn.avg_pool2d(x, size, size, "VALID"), mode)(x)
+        assert float(pooled[0, 0, 0, 0]) == 30
 
 
 def test_a_function_that_has_gone_is_reported(monkeypatch):

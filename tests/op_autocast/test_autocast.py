@@ -244,3 +244,28 @@ def test_pinned_to_float32():
     assert tf.reduce_all(product == tf.matmul(tf.cast(tf.cast(x, "bfloat16"), "float32"), x))
     with pytest.raises(ValueError, match="float64"):
         keras_mp.autocast_inputs("float64")
+
+
+def test_what_cannot_be_decorated():
+    with pytest.raises(TypeError, match="not a class: decorate its methods"):
+
+        @keras_mp.autocast("bfloat16")
+        class Module(tf.Module):
+            pass
+
+    with pytest.raises(TypeError, match=r"write `@tf.function` above"):
+        keras_mp.autocast("bfloat16")(tf.function(tf.nn.relu))
+    with pytest.raises(TypeError, match="with parentheses"):
+        keras_mp.autocast(lambda x: x)
+
+
+def test_sums_that_overflow_in_float16_stay_in_float32():
+    ten_thousand, window = tf.fill([1, 1], 10_000.0), tf.fill([1, 64, 64, 1], 30.0)
+    one = tf.eye(1)
+    with keras_mp.autocast("float16"):
+        total = tf.add_n([ten_thousand @ one] * 8)
+        pooled = tf.nn.avg_pool2d(window @ one, 64, 64, "VALID")
+    assert float(tf.squeeze(total)) == 80_000
+    assert float(tf.squeeze(pooled)) == 30
+    assert keras_mp.autocast_ops("float16", "CPU")["AvgPool"].verdict == "deny"
+    assert keras_mp.autocast_ops("bfloat16", "CPU")["AvgPool"].verdict == "infer"

@@ -113,6 +113,8 @@ VARIABLE = tf.Variable([1.0, 2.0, 3.0, 4.0])
 @pytest.mark.parametrize("expected", CASES)
 def test_dtypes(expected, eager, dtype):
     found = {name: computed_in(case, dtype, eager) for name, case in CASES[expected].items()}
+    if expected == "16 bits" and dtype == "float16":
+        assert [found.pop("AddN"), found.pop("AvgPool")] == ["float32", "float32"]
     expected = dtype if expected == "16 bits" else "float32"
     assert {name: each for name, each in found.items() if each != expected} == {}
 
