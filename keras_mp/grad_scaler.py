@@ -3,6 +3,7 @@
 PyTorch's AMP feature proposal, "Gradient scaling".
 """
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -236,21 +237,22 @@ class GradScaler(tf.Module):
                 f"grads_and_vars={pairs!r}"
             )
         rule.build([variable for _, variable in pairs])
-        known = _NOTHING_SCALED
         scaled_by, losses = tf.constant(1.0), self._calls.losses()
+        noted = contextlib.nullcontext(_NOTHING_SCALED)
         if self._scales:
             scaled_by = self._calls.scaled_by()
-            known = self._calls.step(optimizer)
-        guard = known.guard and Guard(known.guard.is_allowed, lambda: self._refuse(known.guard))
+            noted = self._calls.step(optimizer)
         in_float16 = self._in_float16 and self._scales
-        _, finite = ScaledStep(rule, self._verdicts, in_float16, guard).make(
-            pairs,
-            scaled=known.scaled,
-            scaled_by=scaled_by,
-            losses=losses,
-            aggregate=aggregate,
-            was_finite=known.was_finite,
-        )
+        with noted as known:
+            guard = known.guard and Guard(known.guard.is_allowed, lambda: self._refuse(known.guard))
+            _, finite = ScaledStep(rule, self._verdicts, in_float16, guard).make(
+                pairs,
+                scaled=known.scaled,
+                scaled_by=scaled_by,
+                losses=losses,
+                aggregate=aggregate,
+                was_finite=known.was_finite,
+            )
         applied = [each for each in (finite, guard and guard.is_allowed) if each is not None]
         return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
 
