@@ -268,17 +268,16 @@ class ScalerCalls:
             says that there was none.
         """
         seen, facts = self._so_far()
+        steps = _of_any(_STEPPED | _SPOILED)
         self._note(0, 0)
         mine = self._mine
         mine.losses, mine.scaled_by, mine.facts = (), None, None
         if isinstance(facts, int):
-            return bool(facts & _of_any(_STEPPED | _SPOILED)), lambda: _raise(
-                _Call.UPDATE, 0, facts
-            )
-        if seen & _of_any(_STEPPED):
+            return bool(facts & steps), lambda: _raise(_Call.UPDATE, 0, facts)
+        if seen & steps:
             return True, lambda: None
         self._reports.watch()
-        has_stepped = tf.not_equal(facts & _of_any(_STEPPED | _SPOILED), 0)
+        has_stepped = tf.not_equal(facts & steps, 0)
         return has_stepped, lambda: self._post(_Call.UPDATE, _ANYBODY, facts)
 
     def collect_reports(self) -> None:

@@ -58,6 +58,11 @@ class Program:
     def run(self, calls):
         return [bool(self.call(name)) for name in calls]
 
+    def run_and_tell(self, calls):
+        results = self.run(calls)
+        self.scaler.steps_skipped  # noqa: B018 - tells what XLA compiled
+        return results
+
 
 RIGHT = [
     ["scale", "step", "update"],
@@ -172,12 +177,10 @@ def test_what_xla_compiled_reports_later(loss_scale):
 def test_after_a_wrong_unscale_no_step_is_made(wrong, more, jit_compile):
     program = Program(in_functions=True, jit_compile=jit_compile)
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="unscale"):
-        program.run(wrong.split(", "))
-        program.scaler.steps_skipped  # noqa: B018 - tells what XLA compiled
+        program.run_and_tell(wrong.split(", "))
     before = float(program.v)
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="The step was not made"):
-        assert not program.run(more)[-1]
-        program.scaler.steps_skipped  # noqa: B018
+        assert not program.run_and_tell(more)[-1]
     assert float(program.v) == before
     if "nobody" not in wrong:
         assert all(program.run(["scale", "step 2"]))  # The others make theirs.
@@ -200,16 +203,26 @@ def test_a_wrong_unscale_of_a_function_is_an_error_in_a_step_in_eager():
 def test_a_step_that_was_refused_leaves_the_optimizer_free(jit_compile):
     program = Program(in_functions=True, jit_compile=jit_compile)
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="no loss was scaled"):
-        assert program.run(["step"]) == [False]
-        program.scaler.steps_skipped  # noqa: B018 - tells what XLA compiled
+        assert program.run_and_tell(["step"]) == [False]
     for name in ("scale", "step", "update"):
         program.make(name)
     assert float(program.v) == 7
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="no loss was scaled"):
-        program.run(["step", "update"])  # It is said once.
-        program.scaler.steps_skipped  # noqa: B018
+        program.run_and_tell(["step", "update"])  # `update` has nothing to add.
     program.run(["scale", "step", "update"])
     assert float(program.v) == 6
+
+
+@pytest.mark.parametrize("in_functions", [False, True])
+@pytest.mark.parametrize("calls", [[], ["scale", "unscale"], ["scale", "step"]], ids=" ".join)
+def test_begins_anew_with_the_scale_that_it_has(calls, in_functions):
+    program = Program(in_functions, loss_scale="dynamic")
+    program.run(calls)
+    before, scale = float(program.v), program.scaler.loss_scale
+    program.scaler.update(scale())
+    program.run(["scale", "step", "update"])
+    assert float(program.v) == before - 4 / 2**15
+    assert float(scale()) == 2.0**15
 
 
 @pytest.mark.parametrize("is_unscaled", [False, True])
