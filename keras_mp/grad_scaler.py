@@ -3,6 +3,7 @@
 PyTorch's AMP feature proposal, "Gradient scaling".
 """
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from keras_mp import hardware, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import forward_writes, gradients, skipped_steps, update_rules
 from keras_mp.step.gathered import Gathered
@@ -235,21 +237,22 @@ class GradScaler(tf.Module):
                 f"grads_and_vars={pairs!r}"
             )
         rule.build([variable for _, variable in pairs])
-        known = _NOTHING_SCALED
         scaled_by, losses = tf.constant(1.0), self._calls.losses()
+        noted = contextlib.nullcontext(_NOTHING_SCALED)
         if self._scales:
             scaled_by = self._calls.scaled_by()
-            known = self._calls.step(optimizer)
-        guard = known.guard and Guard(known.guard.is_allowed, lambda: self._refuse(known.guard))
+            noted = self._calls.step(optimizer)
         in_float16 = self._in_float16 and self._scales
-        _, finite = ScaledStep(rule, self._verdicts, in_float16, guard).make(
-            pairs,
-            scaled=known.scaled,
-            scaled_by=scaled_by,
-            losses=losses,
-            aggregate=aggregate,
-            was_finite=known.was_finite,
-        )
+        with noted as known:
+            guard = known.guard and Guard(known.guard.is_allowed, lambda: self._refuse(known.guard))
+            _, finite = ScaledStep(rule, self._verdicts, in_float16, guard).make(
+                pairs,
+                scaled=known.scaled,
+                scaled_by=scaled_by,
+                losses=losses,
+                aggregate=aggregate,
+                was_finite=known.was_finite,
+            )
         applied = [each for each in (finite, guard and guard.is_allowed) if each is not None]
         return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
 
@@ -261,16 +264,19 @@ class GradScaler(tf.Module):
         `increment_period` of which it grows, if none was.
 
         Args:
-            new_scale: int, float, or float scalar tensor. Sets the scale instead, which takes a
-                dynamic one. May be given without any `step`.
+            new_scale: int, float, or float scalar tensor, within the bounds of the loss scale,
+                which are 1 and `2**126` by default. Sets the scale instead, which takes a dynamic
+                one. May be given without any `step`. In a function, a tensor that is out of bounds
+                or not finite leaves the scale as it is. Ignored where nothing is scaled.
 
         Raises:
+            TypeError: `new_scale` is no number.
             ValueError: no step was made since the last call, `new_scale` is out of bounds, or the
                 scale is a fixed one.
         """
         self._check_mode()
         if new_scale is not None:
-            new_scale = self._checked_scale(new_scale)
+            new_scale = self._checked_scale(new_scale) if self._scales else None
         has_stepped, report = True, lambda: None
         if self._scales:
             has_stepped, report = self._calls.update()
@@ -339,10 +345,14 @@ class GradScaler(tf.Module):
                 "Only a dynamic loss scale can be set. "
                 f"Received: new_scale={new_scale!r} with {scale!r}"
             )
-        bounds = scale.min_loss_scale, scale.max_loss_scale
+        low, high = scale.min_loss_scale, scale.max_loss_scale
         if tf.is_tensor(new_scale) or isinstance(new_scale, (LossScale, tf.Variable)):
-            return tf.clip_by_value(tf.cast(tf.convert_to_tensor(new_scale), tf.float32), *bounds)
-        low, high = bounds
+            new_scale = tf.cast(tf.convert_to_tensor(new_scale), tf.float64)
+            if not tf.executing_eagerly():
+                # Of a comparison with NaN nothing comes true.
+                is_valid = tf.logical_and(new_scale >= low, new_scale <= high)
+                return tf.where(is_valid, tf.cast(new_scale, tf.float32), scale())
+            new_scale = new_scale.numpy().tolist()
         number = validation.number("new_scale", new_scale, at_least=low, at_most=high)
         return tf.constant(number, tf.float32)
 
@@ -359,13 +369,15 @@ class GradScaler(tf.Module):
 
 
 _NOTHING_SCALED = Step(scaled=False, was_finite=None, guard=None)
+_SCALING_OF_V1 = (
+    v1.LossScaleOptimizer,
+    tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer,
+)
 
 
 def _rule(optimizer: Any) -> UpdateRule:
     """Tells how an optimizer applies gradients, or refuses it."""
-    if find_loss_scale_optimizer(optimizer) is not None or isinstance(
-        optimizer, tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
-    ):
+    if find_loss_scale_optimizer(optimizer) is not None or isinstance(optimizer, _SCALING_OF_V1):
         raise TypeError(
             "A GradScaler needs an optimizer without loss scaling: this one has a scale of its own "
             "and would scale twice. Pass the one inside of it, which is its `inner_optimizer`, and "

@@ -384,17 +384,38 @@ def test_update_with_a_new_scale():
     scaler, v = keras_mp.GradScaler(scale), tf.Variable(1.0)
     scaler.update(128)  # without a step
     assert float(scale()) == 128
-    for new in (None, tf.constant(3.0), 2.0**200, 0.5, tf.constant(0.5)):
-        if isinstance(new, float):
-            with pytest.raises(ValueError, match="new_scale"):
-                scaler.update(new)
-            continue
+    for new in (None, tf.constant(3.0)):
         scaler.step(sgd(), [(tape_gradient(scaler, v, 0.0), v)])
         scaler.update(new)
-    assert float(scale()) == 1  # its floor
+    for wrong in (2.0**127, 0.5, np.nan, np.inf):
+        for new in (wrong, tf.constant(wrong), tf.Variable(wrong)):
+            with pytest.raises(ValueError, match="new_scale"):
+                scaler.update(new)
+    with pytest.raises(TypeError, match="new_scale"):
+        scaler.update(tf.constant([1.0]))
+    assert float(scale()) == 3
     assert int(scale.num_good_steps) == 0
     with pytest.raises(ValueError, match="Only a dynamic"):
         keras_mp.GradScaler(64).update(32)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_what_is_no_scale_leaves_it_as_it_is_in_a_function(mode):
+    scaler = keras_mp.GradScaler(keras_mp.DynamicLossScale(64, max_loss_scale=128))
+    update = placed(mode, scaler.update)
+    for wrong in (np.nan, np.inf, 0.0, 0.5, 256.0):
+        update(tf.constant(wrong))
+        assert float(scaler.loss_scale()) == 64
+    update(tf.constant(128.0))
+    assert float(scaler.loss_scale()) == 128
+
+
+@pytest.mark.parametrize("arguments", [{"enabled": False}, {"loss_scale": None}])
+def test_a_new_scale_of_what_scales_nothing_is_ignored(arguments):
+    scaler = keras_mp.GradScaler(**arguments)
+    scaler.update(8.0)
+    tf.function(scaler.update)(tf.constant(8.0))
+    assert float(scaler.loss_scale()) == 1
 
 
 def test_gradients_of_any_kind_are_unscaled_in_their_dtype():
@@ -435,6 +456,9 @@ def test_losses_come_in_any_structure():
             tf.compat.v1.train.GradientDescentOptimizer(1.0),
             tf.compat.v1.mixed_precision.FixedLossScale(2.0),
         ),
+        lambda: keras_mp.compat.v1.LossScaleOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(1.0)
+        ),
         lambda: "sgd",
         lambda: None,
         lambda: tf.compat.v1.train.GradientDescentOptimizer,
@@ -464,6 +488,17 @@ def test_steps_without_gradients_are_refused():
     for none in ([], [(None, v)]):
         with pytest.raises(ValueError, match="gradients"):
             scaler.step(sgd(), none)
+
+
+def test_what_are_no_pairs_is_refused():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable([1.0, 2.0])
+    scaler.scale(tf.constant(1.0))
+    gradient = tf.constant([4.0, 4.0])
+    for wrong in (gradient, [gradient], [(v, gradient)], [(gradient, v, v)], [(gradient, None)], 3):
+        with pytest.raises(TypeError, match="variable. pairs"):
+            scaler.step(sgd(), wrong)
+    assert bool(scaler.step(sgd(), [(gradient, v)]))
+    np.testing.assert_array_equal(v.numpy(), [0, 1])
 
 
 def test_a_graph_of_tensorflow_1_is_refused():

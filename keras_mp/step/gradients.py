@@ -349,6 +349,7 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         list of pairs of gradients, as `convert` returns them, and variables.
 
     Raises:
+        TypeError: these are no pairs, or what is to be a variable is none.
         ValueError: no variable has a gradient, or the call is in a cross-replica context.
     """
     if tf.distribute.in_cross_replica_context():
@@ -356,7 +357,14 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
             "Gradients are applied in a replica context: call this inside the function that is "
             "passed to `strategy.run`."
         )
-    pairs = list(pairs)
+    pairs = list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    for pair in pairs:
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not is_pair or pair[1] is None or isinstance(pair[1], _NO_VARIABLES):
+            raise TypeError(
+                "Expected (gradient, variable) pairs, such as zip(gradients, variables). "
+                f"Received: {pair!r}"
+            )
     gradients, variables = convert(g for g, _ in pairs), [v for _, v in pairs]
     if pairs and all(g is None for g in gradients):
         raise ValueError(
@@ -365,6 +373,9 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
             f"Received: {gradients!r}"
         )
     return list(zip(gradients, variables, strict=True))
+
+
+_NO_VARIABLES = (tf.Tensor, tf.IndexedSlices, float, int, str)
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

@@ -4,11 +4,12 @@ A wrong call is an error where Python knows, which is in eager and while a funct
 only run time can know is a warning, and the step in question is not made.
 """
 
+import contextlib
 import enum
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -20,18 +21,22 @@ from keras_mp.support import host, messages
 # The facts. Of all: a loss was scaled; a tape has scaled the loss, and unscaled its gradients.
 _SCALED, _BY_TAPE = 1, 2
 # Of each optimizer: were gradients unscaled, since the last loss was scaled too, and was one of
-# them not finite; was a step made?
-_UNSCALED, _JUST_UNSCALED, _OVERFLOWED, _STEPPED = 1, 2, 4, 8
+# them not finite; was a step made; were they unscaled wrongly? The step of nobody is a refused one.
+_UNSCALED, _JUST_UNSCALED, _OVERFLOWED, _STEPPED, _SPOILED = 1, 2, 4, 8, 16
 # Whose gradients they are: of one that was not named; of one of so many; of any other.
-_ANYBODY, MOST, _OTHERS = 0, 13, 14
+_ANYBODY, MOST, _OTHERS = 0, 10, 11
 
 
 def _of(index: int, facts: int) -> int:
-    return facts << (2 + 4 * index)
+    return facts << (2 + 5 * index)
 
 
 def _of_any(facts: int) -> int:
     return sum(_of(index, facts) for index in range(_OTHERS + 1))
+
+
+def _spoiled(index: int) -> int:
+    return _of(_ANYBODY, _SPOILED) | _of(index, _SPOILED)
 
 
 class _Call(enum.IntEnum):
@@ -51,13 +56,15 @@ def _what_is_wrong(call: int, index: int, facts: int) -> str | None:
         facts: int, what was known before the call.
     """
     if call == _Call.UPDATE:
-        return None if facts & _of_any(_STEPPED) else _NO_STEP
+        return None if facts & _of_any(_STEPPED | _SPOILED) else _NO_STEP
     if call == _Call.SCALE:
         return _TWO_WAYS if facts & _BY_TAPE else None
     if call == _Call.TAPE:
         return _TWO_WAYS if facts & _SCALED else None
     if index != _OTHERS and facts & _of(index, _STEPPED):
         return _NO_UPDATE if call == _Call.STEP else _TOO_LATE
+    if call == _Call.STEP and facts & _spoiled(index):
+        return _WRONGLY_UNSCALED
     if call == _Call.UNSCALE and facts & (_BY_TAPE | _of(index, _JUST_UNSCALED)):
         return _TWICE
     if not facts & (_SCALED | _BY_TAPE):
@@ -172,22 +179,22 @@ class ScalerCalls:
             )
         seen, facts = self._so_far()
         news = _of(index, _UNSCALED | _JUST_UNSCALED)
-        overflowed = _of(index, _OVERFLOWED)
+        overflowed = news | _of(index, _OVERFLOWED)
         if isinstance(facts, int):
             _raise(_Call.UNSCALE, index, facts)
-            if finite is not None and not bool(finite()):
-                news |= overflowed
+            is_finite = finite is None or bool(finite())
+            after = news if is_finite else overflowed
         else:
             _raise(_Call.UNSCALE, index, seen | _SCALED)
+            after = news if finite is None else tf.where(finite(), *map(_int64, (news, overflowed)))
             if not seen & _SCALED:
                 # Of gradients that are scaled here, `step` will tell.
                 wrong = _BY_TAPE | _of(index, _JUST_UNSCALED | _STEPPED)
                 is_wrong = tf.not_equal(facts & (_SCALED | wrong), _SCALED)
                 self._reports.watch()
                 self._reports.post(_letter(_Call.UNSCALE, index, facts), when=is_wrong)
-            if finite is not None:
-                facts |= tf.where(finite(), *map(_int64, (0, overflowed)))
-        self._note(facts | news, seen | news)
+                after = tf.where(is_wrong, _int64(news | _of(index, _SPOILED)), after)
+        self._note(facts | after, seen | news)
 
     def by_tape(self, scaled_by: tf.Tensor) -> None:
         """Notes that a tape has scaled a loss, and unscaled the gradients.
@@ -201,8 +208,11 @@ class ScalerCalls:
         self._mine.scaled_by = None
         self._scaled_by.assign(scaled_by, read_value=False)
 
-    def step(self, optimizer: Any) -> Step:
-        """Notes that an optimizer makes a step.
+    @contextlib.contextmanager
+    def step(self, optimizer: Any) -> Iterator[Step]:
+        """Notes that an optimizer makes a step, which is made in the context.
+
+        One that raises an exception, or that is refused, was not made.
 
         Args:
             optimizer: the optimizer.
@@ -213,7 +223,7 @@ class ScalerCalls:
         unnamed = _of(_ANYBODY, _UNSCALED | _JUST_UNSCALED | _OVERFLOWED)
         unscaled = _BY_TAPE | _of(_ANYBODY, _UNSCALED) | _of(index, _UNSCALED)
         overflowed = _of(_ANYBODY, _OVERFLOWED) | _of(index, _OVERFLOWED)
-        once = 0 if index == _OTHERS else _of(index, _STEPPED)
+        once = _spoiled(index) | (0 if index == _OTHERS else _of(index, _STEPPED))
         guard = None
         if isinstance(facts, int):
             _raise(_Call.STEP, index, facts)
@@ -231,11 +241,24 @@ class ScalerCalls:
                 was_finite = tf.equal(facts & overflowed, 0)
                 is_allowed = tf.not_equal(facts & (_SCALED | _BY_TAPE), 0)
                 is_allowed &= tf.equal(facts & once, 0)
-            guard = Guard(is_allowed, lambda: self._post(_Call.STEP, index, facts))
+            guard = Guard(is_allowed, lambda: self._refuse(index, facts))
         stepped = _of(index, _STEPPED)
         after = facts if scaled is True else facts & ~unnamed
         self._note(after | stepped, seen & ~unnamed | stepped)
-        return Step(scaled, was_finite, guard)
+        try:
+            yield Step(scaled, was_finite, guard)
+        except BaseException:
+            if isinstance(facts, int):
+                # Other threads may have noted steps of theirs meanwhile.
+                self._note(self._known.read() & ~(stepped & ~facts) | facts & unnamed, 0)
+            raise
+        if guard is not None:
+            # The branch in which it is refused takes the variable of the facts.
+            self._mine.uses = self._uses(host.current_graph())
+
+    def _refuse(self, index: int, facts: tf.Tensor) -> None:
+        self._post(_Call.STEP, index, facts)
+        self._known.variable.assign(facts | _of(_ANYBODY, _STEPPED), read_value=False)
 
     def update(self) -> tuple[bool | tf.Tensor, Callable[[], None]]:
         """Notes that all steps were made.
@@ -245,15 +268,16 @@ class ScalerCalls:
             says that there was none.
         """
         seen, facts = self._so_far()
+        steps = _of_any(_STEPPED | _SPOILED)
         self._note(0, 0)
         mine = self._mine
         mine.losses, mine.scaled_by, mine.facts = (), None, None
         if isinstance(facts, int):
-            return bool(facts & _of_any(_STEPPED)), lambda: _raise(_Call.UPDATE, 0, facts)
-        if seen & _of_any(_STEPPED):
+            return bool(facts & steps), lambda: _raise(_Call.UPDATE, 0, facts)
+        if seen & steps:
             return True, lambda: None
         self._reports.watch()
-        has_stepped = tf.not_equal(facts & _of_any(_STEPPED), 0)
+        has_stepped = tf.not_equal(facts & steps, 0)
         return has_stepped, lambda: self._post(_Call.UPDATE, _ANYBODY, facts)
 
     def collect_reports(self) -> None:
@@ -396,7 +420,12 @@ _EXAMPLE = """
     scaler.update()"""
 _NO_UPDATE = (
     "GradScaler.step() was called twice with this optimizer, and update() was not called in "
-    f"between. Call update() once after all optimizers have made their steps:{_EXAMPLE}"
+    "between. Call update() once after all optimizers have made their steps; after an exception, "
+    f"it begins anew:{_EXAMPLE}"
+)
+_WRONGLY_UNSCALED = (
+    "GradScaler.step() was given gradients for which unscale() was called wrongly, as a warning "
+    "said: they would be too small. Call update(), which begins anew, and compute them again."
 )
 _NO_STEP = (
     "GradScaler.update() was called, and no step() since the last one: there is nothing to learn "

@@ -58,6 +58,11 @@ class Program:
     def run(self, calls):
         return [bool(self.call(name)) for name in calls]
 
+    def run_and_tell(self, calls):
+        results = self.run(calls)
+        self.scaler.steps_skipped  # noqa: B018 - tells what XLA compiled
+        return results
+
 
 RIGHT = [
     ["scale", "step", "update"],
@@ -157,6 +162,89 @@ def test_what_xla_compiled_reports_later(loss_scale):
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="Call update.. once"):
         program.scaler.steps_skipped  # noqa: B018
     assert int(program.scaler.steps_skipped) == 1
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "more"),
+    [
+        ("scale, unscale, unscale", ["step"]),
+        ("scale, unscale nobody, unscale nobody", ["step"]),
+        ("unscale", ["scale", "step"]),
+        ("scale, step, unscale", ["scale", "step"]),
+    ],
+)
+def test_after_a_wrong_unscale_no_step_is_made(wrong, more, jit_compile):
+    program = Program(in_functions=True, jit_compile=jit_compile)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="unscale"):
+        program.run_and_tell(wrong.split(", "))
+    before = float(program.v)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="The step was not made"):
+        assert not program.run_and_tell(more)[-1]
+    assert float(program.v) == before
+    if "nobody" not in wrong:
+        assert all(program.run(["scale", "step 2"]))  # The others make theirs.
+    program.run(["update", "scale", "step", "update"])
+    assert float(program.v) == before - (1 if "nobody" in wrong else 2)
+
+
+def test_a_wrong_unscale_of_a_function_is_an_error_in_a_step_in_eager():
+    program = Program(in_functions=True)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="unscaled already"):
+        program.run(["scale", "unscale", "unscale"])
+    with pytest.raises(ValueError, match="called wrongly"):
+        program.make("step")
+    for name in ("update", "scale", "step", "update"):
+        program.make(name)
+    assert float(program.v) == 7
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_step_that_was_refused_leaves_the_optimizer_free(jit_compile):
+    program = Program(in_functions=True, jit_compile=jit_compile)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="no loss was scaled"):
+        assert program.run_and_tell(["step"]) == [False]
+    for name in ("scale", "step", "update"):
+        program.make(name)
+    assert float(program.v) == 7
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="no loss was scaled"):
+        program.run_and_tell(["step", "update"])  # `update` has nothing to add.
+    program.run(["scale", "step", "update"])
+    assert float(program.v) == 6
+
+
+@pytest.mark.parametrize("in_functions", [False, True])
+@pytest.mark.parametrize("calls", [[], ["scale", "unscale"], ["scale", "step"]], ids=" ".join)
+def test_begins_anew_with_the_scale_that_it_has(calls, in_functions):
+    program = Program(in_functions, loss_scale="dynamic")
+    program.run(calls)
+    before, scale = float(program.v), program.scaler.loss_scale
+    program.scaler.update(scale())
+    program.run(["scale", "step", "update"])
+    assert float(program.v) == before - 4 / 2**15
+    assert float(scale()) == 2.0**15
+
+
+@pytest.mark.parametrize("is_unscaled", [False, True])
+def test_a_step_that_raised_was_not_made(is_unscaled):
+    scaler, v, faults = keras_mp.GradScaler(4), tf.Variable(8.0), [OSError("broken")]
+
+    def optimizer(pairs):
+        if faults:
+            raise faults.pop()
+        sgd(pairs)
+
+    scaler.scale(v)
+    gradients = [tf.constant(4.0)]
+    if is_unscaled:
+        gradients = scaler.unscale(gradients)
+    with pytest.raises(OSError, match="broken"):
+        scaler.step(optimizer, zip(gradients, [v]))
+    assert float(v) == 8
+    assert bool(scaler.step(optimizer, zip(gradients, [v])))
+    assert float(v) == 7
+    with pytest.raises(ValueError, match="called twice"):
+        scaler.step(optimizer, zip(gradients, [v]))
 
 
 def test_what_was_unscaled_in_another_function_is_not_unscaled_twice():
@@ -285,8 +373,9 @@ def test_copies_begin_anew():
     calls = ScalerCalls()
     calls.scale(lambda: tf.constant(2.0))
     with pytest.raises(ValueError, match="no loss was scaled"):
-        copy.deepcopy(calls).step(sgd)
-    assert calls.step(sgd).scaled is True
+        copy.deepcopy(calls).step(sgd).__enter__()
+    with calls.step(sgd) as known:
+        assert known.scaled is True
 
 
 def test_loops_of_a_function():
