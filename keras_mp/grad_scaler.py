@@ -103,9 +103,7 @@ class GradScaler(tf.Module):
         self._given = given
         self._loss_scale = given if self._scales else FixedLossScale(1)
         self._skipped = skipped_steps.SkippedSteps(
-            validation.integer("warn_after_skips", warn_after_skips)
-            if warn_after_skips is not None
-            else None
+            validation.integer_or_none("warn_after_skips", warn_after_skips)
         )
         self._schedule = schedule_of(self._loss_scale, enabled and skip_nonfinite)
         self._verdicts = None

@@ -183,7 +183,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             _skip_nonfinite=skip_nonfinite,
             _schedule=schedule_of(loss_scale, skip_nonfinite),
             _aggregate_in_float16=validation.boolean("aggregate_in_float16", aggregate_in_float16),
-            _skipped=skipped_steps.SkippedSteps(_skips(warn_after_skips)),
+            _skipped=skipped_steps.SkippedSteps(
+                validation.integer_or_none("warn_after_skips", warn_after_skips)
+            ),
             _calls=StepCalls(),
             policy_in_file=None,
         )
@@ -250,7 +252,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
-        self._skipped.warn_after = _skips(value)
+        self._skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
 
     @property
     def loss_scale_factor(self) -> None:
@@ -735,9 +737,3 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
 # What a subclass may override to have a say in `minimize`.
 _HOOKS = ("apply_gradients", "compute_gradients", "get_scaled_loss", "get_unscaled_gradients")
-
-
-def _skips(value: int | None) -> int | None:
-    if value is None:
-        return None
-    return validation.integer("warn_after_skips", value)

@@ -140,8 +140,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         self._aggregate_in_float16 = validation.boolean(
             "aggregate_in_float16", aggregate_in_float16
         )
-        if warn_after_skips is not None:
-            warn_after_skips = validation.integer("warn_after_skips", warn_after_skips)
+        warn_after_skips = validation.integer_or_none("warn_after_skips", warn_after_skips)
         is_told = host.runs_by_itself()
         self._skipped = skipped_steps.SkippedSteps(warn_after_skips) if is_told else _OnlyCounted()
         self._calls = _Calls()

@@ -79,6 +79,11 @@ def integer(name: str, value: Any, below: int = 2**63, at_least: int = 1) -> int
     return int(value)
 
 
+def integer_or_none(name: str, value: Any) -> int | None:
+    """Checks that an argument is None, or a whole number of at least 1, as `integer` does."""
+    return None if value is None else integer(name, value)
+
+
 def boolean(name: str, value: Any) -> bool:
     """Checks that an argument is True or False.
 
