@@ -9,10 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import compile_hook, hardware, keras_api
+from keras_mp import compile_hook, hardware, keras_api, kernels
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grappler import passes
-from keras_mp.kernels import sums
 from keras_mp.support import messages
 
 _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
@@ -71,7 +70,7 @@ class Policy(keras_api.BasePolicy):
         if self.name in _MIXED:
             hardware.warn_if_slow(_MIXED[self.name], wait=True)
         if self.compute_dtype in _MIXED.values():
-            sums.install()
+            kernels.install()
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale | None:

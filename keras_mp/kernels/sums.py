@@ -2,215 +2,28 @@
 
 A kernel that keeps its running sum in bfloat16 stops at 256, since 256 + 1 rounds to 256; in
 float16 it stops at 2048. TensorFlow has several: the gradient of a bias, of an embedding, of
-whatever was broadcast, and some reductions themselves. Whoever needs one of them, gradient
-functions included, calls the Python function that TensorFlow generates for it. Those few functions
-are replaced here, so one table reaches forward and backward passes, eager code and graphs. Each
-replacement asks the running TensorFlow whether its kernel is wrong, and steps aside where it is
-right or has not been given 16-bit numbers.
+whatever was broadcast, and some reductions themselves. `KERNELS` is the table of them.
 
 This module needs TensorFlow only.
 """
 
-import contextlib
-import functools
-import importlib
 import itertools
 import math
-import sys
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.support import messages
-from keras_mp.support.unconverted import unconverted
+from keras_mp.kernels.replaced import Kernel, Table, in_float32
 
-_HALF = (tf.bfloat16, tf.float16)
 # So many that 16 bits stop short of their sum, even shared out among dozens of lanes and threads.
 _TERMS = 2**17
 # Enough for what adds one term after the other.
 _FEW_TERMS = 2**13
 
 
-class _Kernel(NamedTuple):
-    """A kernel that may add up in 16 bits.
-
-    Attributes:
-        module: of `tensorflow.python.ops`, where its Python function is generated.
-        names: of that function. The first is the one in `module`, others are exported names.
-        probe: takes a dtype and what `pattern` returned; returns a sum and what it should be.
-        pattern: takes the function's arguments and returns what the answer depends on.
-        right: takes the function and its arguments; adds up in float32 and rounds once.
-    """
-
-    module: str
-    names: tuple[str, ...]
-    probe: Callable[[tf.DType, Any], tuple[tf.Tensor, float]]
-    pattern: Callable[..., Any] = lambda *args, **kwargs: None
-    right: Callable[..., Any] | None = None
-
-
-class _State:
-    """Of this process."""
-
-    enabled = True
-    installed = False
-
-
-_lock = threading.Lock()
-
-
-def enable_float32_sums(enabled: bool = True) -> None:
-    """Switches the float32 sums of 16-bit numbers on or off.
-
-    It is on, in the whole process, once a policy that computes in 16 bits has been made or an
-    `autocast_scope` of 16 bits entered. A `tf.function` keeps what it was traced with.
-
-    Args:
-        enabled: bool. False gives TensorFlow's own sums.
-
-    Example:
-
-    >>> x = tf.zeros([10_000, 1], tf.bfloat16)
-    >>> with keras_mp.autocast_scope("bfloat16"), tf.GradientTape() as tape:
-    ...     bias = tf.zeros([1], tf.bfloat16)
-    ...     tape.watch(bias)
-    ...     y = tf.nn.bias_add(x, bias)
-    >>> tape.gradient(y, bias).numpy().item()  # 10,000 in bfloat16
-    9984.0
-
-    TensorFlow's own answer on CPUs is 256.
-    """
-    _State.enabled = enabled
-
-
-def are_enabled() -> bool:
-    """Are 16-bit numbers to be added up in float32 where TensorFlow's sum is wrong?"""
-    return _State.enabled
-
-
-def install() -> None:
-    """Replaces TensorFlow's functions, once in a process. Computes nothing."""
-    if _State.installed:
-        return
-    with _lock:
-        if _State.installed:
-            return
-        for op, kernel in KERNELS.items():
-            module = importlib.import_module(f"tensorflow.python.ops.{kernel.module}")
-            stock = vars(module).get(kernel.names[0])
-            if stock is None:
-                messages.warn(
-                    f"TensorFlow {tf.__version__} has no `{kernel.module}.{kernel.names[0]}`, so "
-                    f"its kernel {op!r} is left as it is, and may stop short of sums in 16 bits."
-                )
-                continue
-            _replace(stock, kernel.names, _mended(op, stock))
-        _State.installed = True
-
-
-def is_wrong(op: str, dtype: Any, pattern: Any = None, device: str | None = None) -> bool:
-    """Asks the running TensorFlow whether a kernel stops short of a sum.
-
-    Args:
-        op: str. A key of `KERNELS`.
-        dtype: DType or str. Of the terms.
-        pattern: what the kernel's `pattern` returned.
-        device: str. The type of the device; by default that on which TensorFlow would compute.
-
-    Returns:
-        bool. False also where TensorFlow cannot compute it at all.
-
-    Example:
-
-    >>> from keras_mp.kernels import sums
-    >>> sums.is_wrong("BiasAddGrad", "float32")
-    False
-    """
-    dtype = tf.as_dtype(dtype)
-    return dtype in _HALF and _ask(op, dtype, pattern, device or _usual_device())
-
-
-def _replace(stock: Any, names: tuple[str, ...], mended: Any) -> None:
-    """Wherever TensorFlow has put the function: modules import it from one another by name."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "tensorflow":
-            for name in names:
-                if vars(module).get(name) is stock:
-                    setattr(module, name, mended)
-
-
-def _mended(op: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-    kernel = KERNELS[op]
-    right = kernel.right or _in_float32
-
-    @functools.wraps(stock)
-    @unconverted
-    def call(*args: Any, **kwargs: Any) -> Any:
-        half = _first_half(args, kwargs)
-        if half is None or not _State.enabled:
-            return stock(*args, **kwargs)
-        pattern = kernel.pattern(*args, **kwargs)
-        if not is_wrong(op, half.dtype, pattern, _device_type(half)):
-            return stock(*args, **kwargs)
-        return right(stock, *args, **kwargs)
-
-    return call
-
-
-def _is_half(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and (tf.bfloat16 == dtype or tf.float16 == dtype)
-
-
-def _first_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return next((x for x in (*args, *kwargs.values()) if _is_half(x)), None)
-
-
-def _in_float32(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes with float32 in the place of what is 16-bit, and rounds the result."""
-    dtype = tf.as_dtype(_first_half(args, kwargs).dtype)
-
-    def widen(value: Any) -> Any:
-        return tf.cast(value, tf.float32) if _is_half(value) else value
-
-    result = stock(*map(widen, args), **{name: widen(x) for name, x in kwargs.items()})
-    return tf.cast(result, dtype)
-
-
-def _device_type(tensor: Any) -> str | None:
-    device = getattr(tensor, "device", None)
-    return tf.DeviceSpec.from_string(device).device_type if isinstance(device, str) else None
-
-
-@functools.cache
-def _usual_device() -> str:
-    return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
-
-
-@functools.cache
-def _ask(op: str, dtype: tf.DType, pattern: Any, device: str) -> bool:
-    with tf.init_scope():
-        is_graph = not tf.executing_eagerly()
-        if is_graph and device != "CPU":
-            return True  # A session would take memory in its own way, and a right sum harms nobody.
-        try:
-            with tf.Graph().as_default() if is_graph else contextlib.nullcontext() as graph:
-                with tf.device(f"{device}:0"):
-                    found, expected = KERNELS[op].probe(dtype, pattern)
-                if is_graph:
-                    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
-                    with tf.compat.v1.Session(graph=graph, config=config) as session:
-                        found = session.run(found)
-            # Wrong ones are off by a half or more, and NaN is not right.
-            return not abs(float(found) / expected - 1) < 0.05
-        except (tf.errors.OpError, ValueError):
-            return False
-
-
-def _reduction(input: Any, axis: Any, *args: Any, **kwargs: Any) -> tuple[bool, ...]:
+def _reduction(input: Any, axis: Any, *args: Any, **kwargs: Any) -> tuple[bool, ...] | bool:
     """Which groups of neighbouring axes are added up: (True, False) are rows, added together."""
     del args, kwargs
     shape, axes = tf.TensorShape(getattr(input, "shape", None)), tf.get_static_value(axis)
@@ -218,14 +31,12 @@ def _reduction(input: Any, axis: Any, *args: Any, **kwargs: Any) -> tuple[bool, 
         return True, False  # the layout for which most kernels are wrong
     reduced = {int(a) % shape.rank for a in np.ravel(axes)} if shape.rank else set()
     flags = [i in reduced for i, size in enumerate(shape.as_list()) if size != 1]
-    return tuple(flag for flag, _ in itertools.groupby(flags))
+    return any(flags) and tuple(flag for flag, _ in itertools.groupby(flags))
 
 
 def _probe_reduction(reduce: Callable[..., tf.Tensor], expected: float) -> Callable[..., Any]:
     def probe(dtype: tf.DType, pattern: tuple[bool, ...]) -> tuple[tf.Tensor, float]:
         axes = [i for i, reduced in enumerate(pattern) if reduced]
-        if not axes:
-            return tf.constant(1.0), 1.0
         sizes = [2] * len(pattern)  # so that many groups take no more memory than few
         if not pattern[-1]:
             sizes[-1] = 8
@@ -260,7 +71,7 @@ def _sum_of_all_but_channels(
     """A sum of the same terms, itself mended where it is wrong; else it needs no float32 copy."""
     rank = out_backprop.shape.rank
     if rank is None:
-        return _in_float32(stock, out_backprop, data_format=data_format, name=name)
+        return in_float32(stock, out_backprop, data_format=data_format, name=name)
     channels = 1 if _bias_format(out_backprop, data_format) == "NCHW" else rank - 1
     return tf.reduce_sum(out_backprop, [i for i in range(rank) if i != channels], name=name)
 
@@ -279,9 +90,7 @@ def _is_wide(logits: Any, name: Any = None) -> bool:
 
 
 def _probe_softmax(softmax: Callable[..., tf.Tensor], expected: float) -> Callable[..., Any]:
-    def probe(dtype: tf.DType, is_wide: bool) -> tuple[tf.Tensor, float]:
-        if not is_wide:
-            return tf.constant(1.0), 1.0
+    def probe(dtype: tf.DType, _: bool) -> tuple[tf.Tensor, float]:
         return _first(softmax(logits=tf.zeros([1, _TERMS], dtype))), expected
 
     return probe
@@ -293,9 +102,7 @@ def _is_large_window(value: Any, ksize: Any, *args: Any, **kwargs: Any) -> bool:
     return int(np.prod(ksize)) >= 64
 
 
-def _probe_average(dtype: tf.DType, is_large: bool) -> tuple[tf.Tensor, float]:
-    if not is_large:
-        return tf.constant(1.0), 1.0
+def _probe_average(dtype: tf.DType, _: bool) -> tuple[tf.Tensor, float]:
     window = [1, 64, 64, 1]
     terms = tf.fill(window, tf.constant(30.0, dtype))
     average = tf.raw_ops.AvgPool(value=terms, ksize=window, strides=window, padding="VALID")
@@ -303,38 +110,38 @@ def _probe_average(dtype: tf.DType, is_large: bool) -> tuple[tf.Tensor, float]:
 
 
 # What most add up is a vector of ones or of 1/32, so that right sums are powers of two.
-KERNELS: dict[str, _Kernel] = {
-    "BiasAddGrad": _Kernel(
+KERNELS: dict[str, Kernel] = {
+    "BiasAddGrad": Kernel(
         "gen_nn_ops", ("bias_add_grad",), _probe_bias, _bias_format, _sum_of_all_but_channels
     ),
-    "Sum": _Kernel(
+    "Sum": Kernel(
         "gen_math_ops", ("_sum",), _probe_reduction(tf.raw_ops.Sum, _TERMS / 32), _reduction
     ),
-    "Mean": _Kernel(
+    "Mean": Kernel(
         "gen_math_ops", ("mean",), _probe_reduction(tf.raw_ops.Mean, 1 / 32), _reduction
     ),
-    "EuclideanNorm": _Kernel(
+    "EuclideanNorm": Kernel(
         "gen_math_ops",
         ("euclidean_norm",),
         _probe_reduction(tf.raw_ops.EuclideanNorm, _TERMS**0.5 / 32),
         _reduction,
     ),
-    "AvgPool": _Kernel("gen_nn_ops", ("avg_pool",), _probe_average, _is_large_window),
-    "Softmax": _Kernel(
+    "AvgPool": Kernel("gen_nn_ops", ("avg_pool",), _probe_average, _is_large_window),
+    "Softmax": Kernel(
         "gen_nn_ops", ("softmax",), _probe_softmax(tf.raw_ops.Softmax, 1 / _TERMS), _is_wide
     ),
-    "LogSoftmax": _Kernel(
+    "LogSoftmax": Kernel(
         "gen_nn_ops",
         ("log_softmax",),
         _probe_softmax(tf.raw_ops.LogSoftmax, -math.log(_TERMS)),
         _is_wide,
     ),
-    "Cumsum": _Kernel(
+    "Cumsum": Kernel(
         "gen_math_ops",
         ("cumsum",),
         lambda dtype, _: (tf.raw_ops.Cumsum(x=_ones(dtype), axis=0)[-1], _FEW_TERMS),
     ),
-    "SegmentSum": _Kernel(
+    "SegmentSum": Kernel(
         "gen_math_ops",
         ("segment_sum",),
         lambda dtype, _: (
@@ -342,7 +149,7 @@ KERNELS: dict[str, _Kernel] = {
             _FEW_TERMS,
         ),
     ),
-    "SegmentMean": _Kernel(
+    "SegmentMean": Kernel(
         "gen_math_ops",
         ("segment_mean",),
         lambda dtype, _: (
@@ -350,7 +157,7 @@ KERNELS: dict[str, _Kernel] = {
             1,
         ),
     ),
-    "UnsortedSegmentSum": _Kernel(
+    "UnsortedSegmentSum": Kernel(
         "gen_math_ops",
         ("unsorted_segment_sum",),
         lambda dtype, _: (
@@ -360,7 +167,7 @@ KERNELS: dict[str, _Kernel] = {
             _FEW_TERMS,
         ),
     ),
-    "ScatterNd": _Kernel(
+    "ScatterNd": Kernel(
         "gen_array_ops",
         ("scatter_nd",),
         lambda dtype, _: (
@@ -368,7 +175,7 @@ KERNELS: dict[str, _Kernel] = {
             _FEW_TERMS,
         ),
     ),
-    "TensorScatterAdd": _Kernel(
+    "TensorScatterAdd": Kernel(
         "gen_array_ops",
         ("tensor_scatter_add", "tensor_scatter_nd_add"),
         lambda dtype, _: (
@@ -378,7 +185,7 @@ KERNELS: dict[str, _Kernel] = {
             _FEW_TERMS,
         ),
     ),
-    "TensorScatterSub": _Kernel(
+    "TensorScatterSub": Kernel(
         "gen_array_ops",
         ("tensor_scatter_sub", "tensor_scatter_nd_sub"),
         lambda dtype, _: (
@@ -388,7 +195,7 @@ KERNELS: dict[str, _Kernel] = {
             -_FEW_TERMS,
         ),
     ),
-    "SparseTensorDenseMatMul": _Kernel(
+    "SparseTensorDenseMatMul": Kernel(
         "gen_sparse_ops",
         ("sparse_tensor_dense_mat_mul",),
         lambda dtype, _: (
@@ -403,7 +210,7 @@ KERNELS: dict[str, _Kernel] = {
             _FEW_TERMS,
         ),
     ),
-    "DepthwiseConv2dNativeBackpropFilter": _Kernel(
+    "DepthwiseConv2dNativeBackpropFilter": Kernel(
         "gen_nn_ops",
         ("depthwise_conv2d_native_backprop_filter",),
         lambda dtype, _: (
@@ -419,7 +226,7 @@ KERNELS: dict[str, _Kernel] = {
             _FEW_TERMS,
         ),
     ),
-    "ResizeNearestNeighborGrad": _Kernel(
+    "ResizeNearestNeighborGrad": Kernel(
         "gen_image_ops",
         ("resize_nearest_neighbor_grad",),
         lambda dtype, _: (
@@ -432,3 +239,35 @@ KERNELS: dict[str, _Kernel] = {
         ),
     ),
 }
+
+_TABLE = Table(KERNELS, "and may stop short of sums in 16 bits")
+install, is_wrong = _TABLE.install, _TABLE.is_wrong
+
+
+def enable_float32_sums(enabled: bool = True) -> None:
+    """Switches the float32 sums of 16-bit numbers on or off.
+
+    It is on, in the whole process, once a policy that computes in 16 bits has been made or an
+    `autocast_scope` of 16 bits entered. A `tf.function` keeps what it was traced with.
+
+    Args:
+        enabled: bool. False gives TensorFlow's own sums.
+
+    Example:
+
+    >>> x = tf.zeros([10_000, 1], tf.bfloat16)
+    >>> with keras_mp.autocast_scope("bfloat16"), tf.GradientTape() as tape:
+    ...     bias = tf.zeros([1], tf.bfloat16)
+    ...     tape.watch(bias)
+    ...     y = tf.nn.bias_add(x, bias)
+    >>> tape.gradient(y, bias).numpy().item()  # 10,000 in bfloat16
+    9984.0
+
+    TensorFlow's own answer on CPUs is 256.
+    """
+    _TABLE.enabled = enabled
+
+
+def are_enabled() -> bool:
+    """Are 16-bit numbers to be added up in float32 where TensorFlow's sum is wrong?"""
+    return _TABLE.enabled

@@ -28,7 +28,7 @@ from tensorflow.python.ops import custom_gradient as _custom_gradient
 from tensorflow.python.ops import gradients_util as _gradients_util
 from tensorflow.python.ops.parallel_for import pfor as _pfor
 
-from keras_mp.kernels import sums
+from keras_mp import kernels
 from keras_mp.op_autocast import cast_pairs, operations, visible
 from keras_mp.support import regions
 from keras_mp.support.regions import Region
@@ -225,7 +225,7 @@ def _try_out() -> None:
             "is. The rest of keras_mp works. Expected a matrix product to run in bfloat16 inside "
             f"of a region, with right gradients. Found: {error!r}"
         ) from error
-    sums.install()
+    kernels.install()
     _State.is_tried_out = True
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels import sums
+from keras_mp import kernels
 
 
 class _ThreadsDtype(threading.local):
@@ -92,7 +92,7 @@ def autocast_scope(dtype: Any) -> Any:
                 f"dtype or None. Received: dtype={dtype.name!r}"
             )
         if dtype.size == 2:
-            sums.install()
+            kernels.install()
     return _Scope.enter(dtype)
 
 

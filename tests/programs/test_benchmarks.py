@@ -326,4 +326,4 @@ def test_a_guard_is_held_against_a_step_without_it(tiny, monkeypatch):
     seconds = guards.measure("MLP", "mixed_bfloat16")
     assert list(seconds) == list(guards.VARIANTS)
     assert all(len(times) == 2 for of in seconds.values() for times in of.values())
-    assert keras_mp_sums._State.enabled
+    assert keras_mp_sums.are_enabled()

@@ -1,0 +1,128 @@
+"""Convolutions whose strides make TensorFlow's bfloat16 kernels compute something else.
+
+Seen with TensorFlow 2.21 on a CPU with bfloat16 units: where a window fits into the width of an
+image only once, and the stride is larger than 1, the result is off by its own size. A window that
+is never moved needs no stride. So it gets one of 1, on the part of the image that it covers.
+
+This module needs TensorFlow only.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_mp.kernels.replaced import Kernel, Table
+
+
+class _Axis(NamedTuple):
+    """One axis of an image, as a convolution goes along it.
+
+    Attributes:
+        size: int. Of the image.
+        window: int. How much of it the filter covers.
+        stride: int.
+        padding: tuple of two ints, what is put before and behind.
+    """
+
+    size: int
+    window: int
+    stride: int
+    padding: tuple[int, int]
+
+    @property
+    def is_one_place(self) -> bool:
+        """Does the window fit in only once?"""
+        return self.size + sum(self.padding) < self.window + self.stride
+
+
+def _axes(arguments: Mapping[str, Any]) -> dict[int, _Axis]:
+    """The axes of the image by their numbers, the width last; none where sizes are not known."""
+    strides, padding = arguments["strides"], tf.compat.as_str(arguments["padding"])
+    rank = len(strides)
+    image, filter = (
+        tf.TensorShape(getattr(arguments[name], "shape", None)) for name in ("input", "filter")
+    )
+    if rank != image.rank or rank != filter.rank:
+        return {}
+    data_format = tf.compat.as_str(arguments.get("data_format") or "")
+    first = 2 if data_format.startswith("NC") else 1
+    axes = {}
+    for i, length in zip(range(first, first + rank - 2), filter):
+        size, stride = image[i], strides[i]
+        if size is None or length is None:
+            return {}
+        window = (length - 1) * (arguments.get("dilations") or [1] * rank)[i] + 1
+        around = 0, 0
+        if padding == "SAME":
+            missing = max((-(-size // stride) - 1) * stride + window - size, 0)
+            around = missing // 2, missing - missing // 2
+        elif padding == "EXPLICIT":
+            around = tuple(arguments["explicit_paddings"][2 * i : 2 * i + 2])
+        axes[i] = _Axis(size, window, stride, around)
+    return axes
+
+
+def _kernel(op: str, parameters: str, *image: int) -> Kernel:
+    """Returns the kernel of a convolution.
+
+    Args:
+        op: str. The type of the operation.
+        parameters: str. The names of what it takes.
+        *image: ints. The shape of an image for which it is wrong, if it is, without the batch.
+    """
+
+    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(parameters.split(), args)), **kwargs}
+
+    def never_moves(*args: Any, **kwargs: Any) -> bool:
+        *_, width = (None, *_axes(named(args, kwargs)).values())
+        return width is not None and width.stride > 1 and width.is_one_place
+
+    def with_stride_of_one(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = named(args, kwargs)
+        axes = _axes(arguments)
+        input, rank = arguments["input"], len(arguments["strides"])
+        if any(any(axis.padding) for axis in axes.values()):
+            none = _Axis(0, 0, 1, (0, 0))
+            input = tf.pad(input, [axes.get(i, none).padding for i in range(rank)])
+        *_, (last, width) = axes.items()
+        arguments["input"] = input[(*[slice(None)] * last, slice(width.window))]
+        strides = enumerate(arguments["strides"])
+        arguments["strides"] = [1 if i == last else stride for i, stride in strides]
+        arguments.update(padding="VALID")
+        arguments.pop("explicit_paddings", None)
+        return stock(**arguments)
+
+    def probe(dtype: tf.DType, _: bool) -> tuple[tf.Tensor, float]:
+        size = image[-2]
+        # Each number says where along the width it is, so that mixing them up is noticed.
+        along = tf.range(size, dtype=tf.float32)[:, tf.newaxis]
+        input = tf.cast(tf.broadcast_to(along, image), dtype)
+        filter = tf.tile(input[..., tf.newaxis], [1] * len(image) + [8])
+        strides = [1, *[size] * (len(image) - 1), 1]
+        convolve = getattr(tf.raw_ops, op)
+        result = convolve(input=input[tf.newaxis], filter=filter, strides=strides, padding="VALID")
+        squares = sum(i**2 for i in range(size))
+        return tf.reshape(result, [-1])[0], squares * math.prod(image) / size
+
+    return Kernel("gen_nn_ops", (op.lower(),), probe, never_moves, with_stride_of_one, True)
+
+
+KERNELS = {
+    "Conv2D": _kernel(
+        "Conv2D",
+        "input filter strides padding use_cudnn_on_gpu explicit_paddings data_format dilations "
+        "name",
+        8,
+        8,
+        16,
+    ),
+    "Conv3D": _kernel(
+        "Conv3D", "input filter strides padding data_format dilations name", 4, 4, 4, 16
+    ),
+}
+
+_TABLE = Table(KERNELS, "and may be wrong in bfloat16 where a window with strides fits in once")
+install, is_wrong = _TABLE.install, _TABLE.is_wrong

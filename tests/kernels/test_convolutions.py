@@ -1,0 +1,147 @@
+"""A window that fits in only once has the same result whatever its stride."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import kernels
+from keras_mp.kernels import convolutions, replaced
+
+K = tf.keras
+VALID, SAME = "VALID", "SAME"
+# Of the image, of the filter, strides, padding, dilations.
+PLACES = {
+    "whole image": ([8, 8], [8, 8], [8, 8], VALID, 1),
+    "part of it": ([8, 8], [4, 4], [8, 8], VALID, 1),
+    "several rows": ([9, 8], [4, 4], [1, 8], VALID, 1),
+    "padded rows": ([9, 8], [4, 8], [2, 8], SAME, 1),
+    "padded columns": ([8, 6], [3, 11], [2, 6], SAME, 1),
+    "by hand": ([8, 6], [8, 8], [8, 8], [[0, 0], [1, 0], [0, 2], [0, 0]], 1),
+    "dilated": ([8, 8], [4, 4], [3, 8], VALID, 2),
+    "line": ([16], [16], [16], VALID, 1),
+    "cube": ([4, 4, 4], [4, 4, 4], [4, 4, 4], VALID, 1),
+    "padded cube": ([4, 3, 4], [2, 2, 4], [2, 2, 4], SAME, 1),
+}
+# What is left alone: the window moves, or has no stride.
+MOVES = {
+    "patches": ([16, 16], [8, 8], [8, 8], VALID, 1),
+    "no stride": ([8, 8], [8, 8], [1, 1], VALID, 1),
+}
+CONVOLUTIONS = {1: tf.nn.conv1d, 2: tf.nn.conv2d, 3: tf.nn.conv3d}
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    kernels.install()
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """Not every CPU has bfloat16 units; here each is taken to be wrong."""
+    monkeypatch.setattr(replaced, "_ask", lambda probe, dtype, *_: dtype == tf.bfloat16)
+
+
+def case(name, dtype="bfloat16"):
+    image, window, strides, padding, dilation = {**PLACES, **MOVES}[name]
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 4, [2, *image, 16]).astype("float32")
+    filters = rng.integers(-3, 4, [*window, 16, 4]).astype("float32")
+    convolve = CONVOLUTIONS[len(image)]
+    if len(image) == 3:
+        strides = [1, *strides, 1]
+    dilations = dilation if len(image) < 3 else None
+
+    def function(x, filters):
+        return convolve(x, filters, strides, padding, dilations=dilations)
+
+    return function, tf.constant(x), tf.constant(filters)
+
+
+def with_gradients(function, *arguments):
+    with tf.GradientTape() as tape:
+        tape.watch(arguments)
+        y = function(*arguments)
+    return [y, *tape.gradient(y, arguments)]
+
+
+def expect_equal(found, exact):
+    for one, other in zip(found, exact):
+        np.testing.assert_allclose(tf.cast(one, tf.float32), other, rtol=0.01, atol=0.5)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_as_in_float32(name, wrong):
+    function, *arguments = case(name)
+    exact = with_gradients(function, *arguments)
+    half = [tf.cast(each, tf.bfloat16) for each in arguments]
+    in_graph = tf.function(lambda *a: with_gradients(function, *a))
+    for run in (lambda *a: with_gradients(function, *a), in_graph):
+        expect_equal(run(*half), exact)
+    strides = [
+        op.get_attr("strides")[-2]
+        for op in in_graph.get_concrete_function(*half).graph.get_operations()
+        if op.type in ("Conv2D", "Conv3D")
+    ]
+    assert strides == [1]
+
+
+@pytest.mark.parametrize("name", ["whole image", "line", "cube"])
+def test_this_cpu_wrong_or_not(name):
+    function, *arguments = case(name)
+    half = [tf.cast(each, tf.bfloat16) for each in arguments]
+    expect_equal(with_gradients(function, *half), with_gradients(function, *arguments))
+    with keras_mp.autocast("bfloat16"):
+        found = with_gradients(function, *arguments)
+    expect_equal(found, with_gradients(function, *arguments))
+
+
+def operations(function, *arguments):
+    graph = tf.function(function).get_concrete_function(*arguments).graph
+    return [(op.type, op.node_def.attr["strides"].list.i[:]) for op in graph.get_operations()]
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_moves_is_left_alone(name, wrong):
+    function, *arguments = case(name)
+    half = [tf.cast(each, tf.bfloat16) for each in arguments]
+    assert [op for op in operations(function, *half) if op[0] != "Conv2D"] == [
+        op for op in operations(function, *arguments) if op[0] != "Conv2D"
+    ]
+
+
+def test_float32_is_left_alone(wrong):
+    function, *arguments = case("whole image")
+    assert ("Conv2D", [1, 8, 8, 1]) in operations(function, *arguments)
+    with keras_mp.autocast("bfloat16"):
+        assert ("Conv2D", [1, 8, 1, 1]) in operations(function, *arguments)
+
+
+def test_sizes_that_are_not_known(wrong):
+    function, x, filters = case("whole image")
+    spec = tf.TensorSpec([None, None, None, 16], tf.bfloat16)
+    traced = tf.function(lambda x: function(x, tf.cast(filters, x.dtype)), input_signature=[spec])
+    assert traced(tf.cast(x, tf.bfloat16)).shape == [2, 1, 1, 4]
+
+
+def test_arguments_that_are_no_tensors(wrong):
+    with keras_mp.autocast("bfloat16"):
+        y = tf.nn.conv2d(np.ones([1, 2, 2, 1], "float32"), tf.ones([2, 2, 1, 1]), 2, VALID)
+    assert float(y[0, 0, 0, 0]) == 4
+
+
+def test_a_layer_under_a_policy(wrong):
+    layer = K.layers.Conv2D(4, 8, 8, dtype=keras_mp.Policy("mixed_bfloat16"))
+    x = tf.random.stateless_uniform([2, 8, 8, 16], [0, 1])
+    y = layer(x)
+    exact = tf.nn.conv2d(x, tf.convert_to_tensor(layer.kernel), 8, VALID)
+    np.testing.assert_allclose(tf.cast(y, tf.float32), exact, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("op", convolutions.KERNELS)
+def test_the_question_has_a_right_answer(op):
+    # Kernels of float32 are right.
+    found, expected = convolutions.KERNELS[op].probe(tf.float32, True)
+    assert float(found) == expected
+    assert not convolutions.is_wrong(op, "float32", True)
+    assert not convolutions.is_wrong(op, "bfloat16", False)
