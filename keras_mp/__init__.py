@@ -9,6 +9,7 @@ from keras_mp import (
     layers,
     loss_scale,
     losses,
+    numerics,
     plots,
     regularizers,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "layers",
     "loss_scale",
     "losses",
+    "numerics",
     "plots",
     "policy_scope",
     "recompute_grad",
