@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step import forward_writes, gradients
+from keras_mp.step import forward_writes, gradients, observers
 from keras_mp.step.loss_scale import Schedule
 from keras_mp.step.optimizer_family import UpdateRule
 from keras_mp.step.skipped_steps import SkippedSteps
@@ -137,6 +137,7 @@ class ScaledStep:
             the verdict, a bool scalar tensor that is the same on every replica; None where no step
             is skipped.
         """
+        observers.show(pairs, scaled, scaled_by)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         kept = forward_writes.keep(variables if self.verdicts else ())
         new_values = self._take_new_values(grads, variables, scaled, scaled_by)

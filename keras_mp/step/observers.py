@@ -1,0 +1,48 @@
+"""Who looks at the gradients of a step, before anything is done to them."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+Observer = Callable[[Sequence[tuple[Any, Any]], "bool | tf.Tensor", "tf.Tensor | None"], None]
+
+
+class _Thread(threading.local):
+    observers: tuple[Observer, ...] = ()
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Shows an observer the gradients of the steps that this thread, a replica's, makes inside.
+
+    Args:
+        observer: called with the (gradient, variable) pairs of this replica, with whether these
+            are still scaled (a bool or a bool scalar tensor) and with what the loss was multiplied
+            by (a float32 scalar tensor; None where nothing scales a loss).
+    """
+    before = _thread.observers
+    _thread.observers = (*before, observer)
+    try:
+        yield
+    finally:
+        _thread.observers = before
+
+
+def show(
+    pairs: Sequence[tuple[Any, Any]], scaled: bool | tf.Tensor, scaled_by: tf.Tensor | None
+) -> None:
+    """Shows the gradients of a step to the observers of this thread, if there are any.
+
+    Args:
+        pairs: sequence of (gradient, variable) pairs, not summed over replicas yet.
+        scaled: bool, or bool scalar tensor. Are the gradients still scaled?
+        scaled_by: float32 scalar tensor, what the loss was multiplied by, or None.
+    """
+    for observer in _thread.observers:
+        observer(pairs, scaled, scaled_by)
