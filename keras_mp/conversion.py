@@ -1,11 +1,12 @@
 """The same model, with the same weights, under another policy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.layer_paths import layers_by_path
 from keras_mp.policy import policy_scope
 
 _16_BIT = ("float16", "bfloat16")
@@ -21,9 +22,14 @@ def convert(model: Any, policy: Any) -> Any:
     floating point, and inputs, are left alone. The result is not compiled. The optimizer's state
     may be carried over with a `tf.train.Checkpoint`.
 
+    With a dict, only the layers with these paths get other policies, and the layers inside of
+    them. A path is the names on the way down to a layer, such as "encoder/dense"; the path ""
+    stands for all layers that no other one names. `keras_mp.numerics.advise` gives such dicts.
+
     Args:
         model: A model of `tf.keras`: Sequential, functional, or a subclass with a `get_config`.
-        policy: What `set_global_policy` takes: a name, a dtype or a policy.
+        policy: What `set_global_policy` takes: a name, a dtype or a policy. Or a dict of paths of
+            layers and such policies.
 
     Returns:
         A new model of the same class.
@@ -31,7 +37,8 @@ def convert(model: Any, policy: Any) -> Any:
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
         ValueError: It cannot be made from its config, or its weights do not fit into what is made
-            from it. The message names the layer that is to blame, and has its error.
+            from it. The message names the layer that is to blame, and has its error. Or it has no
+            layer with one of the paths, or none whose config has a policy.
 
     Example:
 
@@ -41,6 +48,9 @@ def convert(model: Any, policy: Any) -> Any:
     >>> wide = keras_mp.convert(model, "float32")
     >>> model(tf.ones([1, 2])).dtype, wide(tf.ones([1, 2])).dtype
     (tf.bfloat16, tf.float32)
+    >>> mixed = keras_mp.convert(wide, {"": "mixed_bfloat16", wide.layers[-1].name: "float32"})
+    >>> mixed.layers[-1].compute_dtype
+    'float32'
     """
     if not isinstance(model, tf.keras.Model):
         raise TypeError(
@@ -62,12 +72,17 @@ def convert(model: Any, policy: Any) -> Any:
         for layer in layers
         if type(layer).__module__.partition(".")[0] != keras_api.ROOT_PACKAGE
     }
+    by_path = dict(policy) if isinstance(policy, Mapping) else None
+    if by_path is not None:
+        _check_paths(model, by_path)
+        # Layers that a constructor makes, without a dtype in a config, keep to the model's.
+        policy = by_path.get("", model.dtype_policy.name)
     # Models and inputs that were loaded may have a policy that nothing which computes has.
     not_asked = (tf.keras.Model, tf.keras.layers.InputLayer)
     is_in_16_bits = any(
         layer.compute_dtype in _16_BIT for layer in layers if not isinstance(layer, not_asked)
     )
-    dtypes = _16_BIT if is_in_16_bits else _FLOATING
+    dtypes = _16_BIT if is_in_16_bits and by_path is None else _FLOATING
     with (
         policy_scope(policy) as scoped,
         tf.keras.utils.custom_object_scope(classes),
@@ -75,10 +90,12 @@ def convert(model: Any, policy: Any) -> Any:
     ):
         try:
             config = model.get_config()
-            serialized = tf.keras.utils.serialize_keras_object(scoped)
-            for layer_config in _layer_configs(config):
-                if _compute_dtype(layer_config["dtype"]) in dtypes:
-                    layer_config["dtype"] = serialized
+            asked_for = {"": scoped} if by_path is None else by_path
+            serialized = {path: _serialized(each) for path, each in asked_for.items()}
+            for path, layer_config in _layer_configs(config):
+                dtype = _nearest(path, serialized)
+                if dtype is not None and _compute_dtype(layer_config["dtype"]) in dtypes:
+                    layer_config["dtype"] = dtype
             converted = type(model).from_config(config)
             if model.built and not converted.built:
                 converted.build_from_config(model.get_build_config())
@@ -118,16 +135,53 @@ def _culprit(layer: Any) -> tuple[Any, Exception] | None:
     return found
 
 
-def _layer_configs(config: Any) -> Iterator[dict[str, Any]]:
-    """Yields the configs of layers in a config, however deep."""
+def _check_paths(model: Any, paths: Iterable[str]) -> None:
+    layers = {"": model, **layers_by_path(model)}
+    unknown = sorted(set(paths) - set(layers))
+    if unknown:
+        raise ValueError(
+            f"The model {model.name!r} has no layers with the paths {unknown}. Expected some of "
+            f"{list(layers)}. Received: {list(paths)}"
+        )
+    in_configs = {path for path, _ in _layer_configs(model.get_config())}
+    # A policy for a model is one for the layers in it.
+    in_configs |= {path for path, layer in layers.items() if isinstance(layer, tf.keras.Model)}
+    made_inside = sorted(set(paths) - in_configs)
+    if made_inside:
+        raise ValueError(
+            f"The layers {made_inside} of the model {model.name!r} are made by the layer or model "
+            "that they are in, so its config holds no policy of theirs. Name that one, or have its "
+            f"class take one for them. Expected some of {sorted(in_configs)}. "
+            f"Received: {list(paths)}"
+        )
+
+
+def _nearest(path: str, policies: Mapping[str, Any]) -> Any:
+    """The policy for the layer, or for the innermost of those that it is in; None for neither."""
+    while path and path not in policies:
+        path = path.rpartition("/")[0]
+    return policies.get(path)
+
+
+def _serialized(policy: Any) -> dict[str, Any]:
+    with policy_scope(policy) as scoped:
+        return tf.keras.utils.serialize_keras_object(scoped)
+
+
+def _layer_configs(config: Any, path: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the paths and configs of layers in the config of a model, however deep."""
     if isinstance(config, dict):
-        if {"name", "trainable", "dtype"} <= config.keys():  # an input is not trainable
-            yield config
+        is_layer = {"name", "trainable", "dtype"} <= config.keys()  # an input is not trainable
+        if is_layer or {"name", "layers"} <= config.keys():  # a model of Keras 2 has no dtype
+            # The first one is the model's own.
+            path = "" if path is None else f"{path}/{config['name']}".lstrip("/")
+        if is_layer:
+            yield path or "", config
         for value in config.values():
-            yield from _layer_configs(value)
+            yield from _layer_configs(value, path)
     elif isinstance(config, list | tuple):
         for value in config:
-            yield from _layer_configs(value)
+            yield from _layer_configs(value, path)
 
 
 def _compute_dtype(dtype: Any) -> str | None:

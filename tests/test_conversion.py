@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
+from keras_mp.layer_paths import layers_by_path
 from tests.common import IS_KERAS_3, digits
 
 K = tf.keras
@@ -259,3 +260,42 @@ def test_a_layer_of_the_name_of_an_operation():
 def test_a_model_without_weights_yet():
     with pytest.raises(ValueError, match="has no weights yet: build it"):
         keras_mp.convert(tf.keras.Sequential([tf.keras.layers.Dense(3)]), "float32")
+
+
+def policies_by_layer(model):
+    return {path: layer.compute_dtype for path, layer in layers_by_path(model).items()}
+
+
+def test_a_policy_for_each_path():
+    inputs = K.Input([4], name="inputs")
+    x = K.layers.Dense(5, name="first")(inputs)
+    inner = K.Sequential(
+        [K.Input([5]), K.layers.Dense(3, name="a"), Scale(2, name="b")], name="inner"
+    )
+    x = K.layers.Dense(2, name="last")(inner(x))
+    model = K.Model(inputs, x)
+    mixed = keras_mp.convert(model, {"": "mixed_bfloat16", "inner": "float32", "last": "float64"})
+    found = policies_by_layer(mixed)
+    [inside] = [path for path in found if path.startswith("inner/b/")]
+    asked = {"first": "bfloat16", "inner/a": "float32", "inner/b": "float32", "last": "float64"}
+    assert {**asked, inside: "float32"}.items() <= found.items()
+    # The rest stays as it is, and a longer path comes before a shorter one.
+    again = keras_mp.convert(mixed, {"inner/a": "mixed_float16"})
+    assert {**asked, "inner/a": "float16"}.items() <= policies_by_layer(again).items()
+    both = keras_mp.convert(model, {"inner": "mixed_float16", "inner/b": "float32"})
+    kept = policies_by_layer(both)
+    assert (kept["first"], kept["inner/a"], kept["inner/b"]) == ("float32", "float16", "float32")
+    for was, weight in zip(model.get_weights(), both.get_weights(), strict=True):
+        np.testing.assert_array_equal(was, weight)
+    wrapped = K.Sequential([K.Input([2, 3]), K.layers.TimeDistributed(inner.layers[-1], name="t")])
+    path = next(path for path in layers_by_path(wrapped) if path.startswith("t/"))
+    assert policies_by_layer(keras_mp.convert(wrapped, {path: "mixed_float16"}))[path] == "float16"
+
+
+def test_paths_that_no_config_has():
+    model = K.Sequential([K.Input([3]), Scale(2, name="scale")])
+    inside = next(path for path in layers_by_path(model) if path.startswith("scale/"))
+    with pytest.raises(ValueError, match=rf"\['{inside}'\].*are made by.*\['', 'scale'\]|'scale'"):
+        keras_mp.convert(model, {inside: "mixed_float16"})
+    with pytest.raises(ValueError, match=r"has no layers with the paths \['other'\].*'scale'"):
+        keras_mp.convert(model, {"other": "mixed_float16"})

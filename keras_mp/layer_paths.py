@@ -1,0 +1,79 @@
+"""What users call the layers and variables of a model: the names on the way down to them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+
+
+def layers_by_path(model: Any) -> dict[str, Any]:
+    """Returns the layers below a model, each once, by their paths.
+
+    A path is the names from below the model down to the layer, with slashes between them, such as
+    "encoder/attention". Of those next to each other that have one name, the second gets a "#2" at
+    its end, and so on.
+
+    Args:
+        model: A model of `tf.keras`.
+
+    Returns:
+        dict, each layer before those inside of it. Inputs, which compute nothing, are not in it.
+
+    Example:
+
+    >>> from keras_mp.layer_paths import layers_by_path
+    >>> inner = tf.keras.Sequential([tf.keras.layers.Dense(1, name="dense")], name="inner")
+    >>> list(layers_by_path(tf.keras.Sequential([tf.keras.Input([1]), inner])))
+    ['inner', 'inner/dense']
+    """
+    seen = {id(model)}
+
+    def below(layer: Any, path: str) -> Iterator[tuple[str, Any]]:
+        names: dict[str, int] = {}
+        for child in _children(layer):
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            names[child.name] = names.get(child.name, 0) + 1
+            count = f"#{names[child.name]}" if names[child.name] > 1 else ""
+            child_path = f"{path}{child.name}{count}"
+            yield child_path, child
+            yield from below(child, f"{child_path}/")
+
+    return dict(below(model, ""))
+
+
+def variables_by_path(model: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns the trainable variables of a model, each once, by their paths.
+
+    Args:
+        model: A model of `tf.keras`, built.
+
+    Returns:
+        dict from paths, such as "encoder/dense/kernel", to tuples of the variable and of the
+        innermost layer that has it; that is the model for a variable of its own.
+    """
+    owners = {id(v): ("", model) for v in model.trainable_variables}
+    for path, layer in layers_by_path(model).items():
+        for variable in layer.trainable_weights:
+            owners[id(variable)] = f"{path}/", layer
+    found: dict[str, tuple[Any, Any]] = {}
+    for variable in model.trainable_variables:
+        path, layer = owners[id(variable)]
+        # On Keras 2 a variable's name is a path of scopes.
+        name = path + variable.name.split(":")[0].split("/")[-1]
+        count = 1
+        while (unique := f"{name}#{count}" if count > 1 else name) in found:
+            count += 1
+        found[unique] = variable, layer
+    return found
+
+
+def _children(layer: Any) -> list[Any]:
+    # A Sequential of Keras 3 has a functional model inside, which is another view of it.
+    inside = layer.layers if isinstance(layer, tf.keras.Sequential) else None
+    children = keras_api.layers_inside(layer) if inside is None else inside
+    no_layers = (tf.keras.layers.InputLayer, tf.keras.metrics.Metric)
+    return [child for child in children if not isinstance(child, no_layers)]
