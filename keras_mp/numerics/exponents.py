@@ -1,0 +1,318 @@
+"""Histograms of exponents, and what 16 or 8 bits would make of the values in them.
+
+Pure: this module needs NumPy only. A value that is multiplied by a power of two moves by whole
+exponents. So a histogram of a float32 tensor tells what a dtype makes of it at any such scale; no
+second measurement is needed. To the last value, that takes more than the exponent: where a dtype
+rounds to zero, to its smallest normal number or to infinity is decided inside of an exponent. These
+borders, relative to the exponent, are the same at each scale, and there are eight of them for the
+dtypes in `FORMATS`. So each exponent has nine bins.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Those of float32's values, subnormal ones among them.
+LOWEST, HIGHEST = -149, 127
+
+# Where the bins inside of an exponent begin: at 1, above 1, at 1.75, above 1.8125, at 1.875 and at
+# 2 - 2**-7, 2 - 2**-8, 2 - 2**-10 and 2 - 2**-11. As the 23 bits that follow the leading 1.
+EDGES = (0, 1, 0x600000, 0x680001, 0x700000, 0x7F0000, 0x7F8000, 0x7FE000, 0x7FF000)
+
+# One row for zeros, one for each exponent, one for infinities (its first bin) and NaN.
+ROWS, COLUMNS = HIGHEST - LOWEST + 3, len(EDGES)
+
+_LARGEST_SHIFT = 300
+
+
+class Format(NamedTuple):
+    """Where a dtype rounds to what, to nearest and ties to even.
+
+    A border is an exponent and the bin in it from which on values are beyond.
+
+    Attributes:
+        zero: up to this power of two, itself included, everything becomes zero.
+        normal: border from which on the result is a normal number.
+        infinite: border from which on it is infinite, or NaN where there are no infinities.
+    """
+
+    zero: int
+    normal: tuple[int, int]
+    infinite: tuple[int, int]
+
+
+# e4m3 is the kind without infinities, `tf.dtypes.experimental.float8_e4m3fn`: its largest number is
+# 448, and what does not round to that becomes NaN.
+FORMATS = {
+    "float16": Format(zero=-25, normal=(-15, 7), infinite=(15, 8)),
+    "bfloat16": Format(zero=-134, normal=(-127, 5), infinite=(127, 6)),
+    "float8_e4m3fn": Format(zero=-10, normal=(-7, 4), infinite=(8, 3)),
+    "float8_e5m2": Format(zero=-17, normal=(-15, 2), infinite=(15, 4)),
+}
+
+
+class Fate(NamedTuple):
+    """What becomes of the values of a histogram, of those that are finite and not zero.
+
+    Attributes:
+        values: int. How many there are.
+        zero: int. How many become zero.
+        subnormal: int. How many keep fewer digits than the dtype has.
+        infinite: int. How many become infinite, or NaN in a dtype without infinities.
+    """
+
+    values: int
+    zero: int
+    subnormal: int
+    infinite: int
+
+    def share(self, name: str) -> float:
+        """Returns a share of the values, from 0 to 1.
+
+        Args:
+            name: "zero", "subnormal" or "infinite".
+        """
+        return getattr(self, name) / self.values if self.values else 0.0
+
+
+class Window(NamedTuple):
+    """The scales in which nothing is lost, as exponents of 2; there are none if `low > high`.
+
+    Attributes:
+        low: int. The smallest at which no more than the tolerance becomes zero.
+        high: int. The largest at which nothing becomes infinite.
+    """
+
+    low: int
+    high: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Is there no scale at which nothing is lost?"""
+        return self.low > self.high
+
+    def __and__(self, other: "Window") -> "Window":
+        return Window(max(self.low, other.low), min(self.high, other.high))
+
+    def margins(self, scale: float) -> tuple[float, float]:
+        """Tells how far a scale is from either end, in factors of 2; negative if it is outside.
+
+        Args:
+            scale: float. A loss scale.
+
+        Returns:
+            tuple of the distances to the low and to the high end.
+        """
+        exponent = math.log2(scale)
+        return exponent - self.low, self.high - exponent
+
+    def __str__(self) -> str:
+        if self.is_empty:
+            return "none"
+        has_low, has_high = self.low > -_LARGEST_SHIFT, self.high < _LARGEST_SHIFT
+        if has_low and has_high:
+            return f"2^{self.low}..2^{self.high}"
+        if has_high:
+            return f"up to 2^{self.high}"
+        return f"from 2^{self.low}" if has_low else "any"
+
+
+EVERYWHERE = Window(-_LARGEST_SHIFT, _LARGEST_SHIFT)
+
+
+class Histogram:
+    """How many values of a tensor have which exponent.
+
+    Histograms add up with `+`. They are equal if all of their bins are.
+
+    Args:
+        bins: array of integers of the shape [279, 9]: zeros, exponents from -149 to 127, and
+            infinities and NaN. `Histogram.of` makes it of values.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics import Histogram
+    >>> histogram = Histogram.of(np.float32([0, 1e-9, 1e-5, 1.0, 70000.0]))
+    >>> histogram.fate("float16")
+    Fate(values=4, zero=1, subnormal=1, infinite=1)
+    >>> histogram.fate("float16", scale=1 / 8).infinite
+    0
+    >>> histogram.window("bfloat16")
+    Window(low=-104, high=111)
+    """
+
+    def __init__(self, bins: Any) -> None:
+        bins = np.asarray(bins)
+        if bins.shape != (ROWS, COLUMNS):
+            raise ValueError(f"Expected bins of the shape {ROWS, COLUMNS}. Received: {bins.shape}")
+        # A NaN may have any bits.
+        nans = bins[-1, 1:].sum()
+        bins = bins.copy()
+        bins[-1, 1:] = [nans, *[0] * (COLUMNS - 2)]
+        # Most are empty, and many histograms may be kept.
+        self._places = np.flatnonzero(bins).astype(np.int16)
+        self._counts = bins.reshape(-1)[self._places].astype(np.int64)
+
+    @classmethod
+    def of(cls, values: Any) -> "Histogram":
+        """Counts values.
+
+        Args:
+            values: array, or what makes one. Those of float64 are rounded to float32 first.
+
+        Returns:
+            A `Histogram`.
+        """
+        with np.errstate(over="ignore"):
+            bits = np.asarray(values).astype(np.float32).reshape(-1).view(np.int32)
+        bits = bits & 0x7FFFFFFF
+        # The exponent of a float32 subnormal is that of its bits, read as a whole number.
+        as_number = bits.astype(np.float32).view(np.int32)
+        is_normal = bits >= 1 << 23
+        row = np.where(is_normal, (bits >> 23) + 23, np.maximum((as_number >> 23) - 126, 0))
+        fraction = np.where(is_normal, bits, as_number) & 0x7FFFFF
+        column = np.searchsorted(EDGES, fraction, side="right") - 1
+        counts = np.bincount(row * COLUMNS + column, minlength=ROWS * COLUMNS)
+        return cls(counts.reshape(ROWS, COLUMNS))
+
+    @property
+    def bins(self) -> np.ndarray:
+        """All bins, an int64 array of the shape [279, 9]."""
+        bins = np.zeros(ROWS * COLUMNS, np.int64)
+        bins[self._places] = self._counts
+        return bins.reshape(ROWS, COLUMNS)
+
+    @property
+    def total(self) -> int:
+        """How many values there are, zeros, infinities and NaN among them."""
+        return int(self._counts.sum())
+
+    @property
+    def zeros(self) -> int:
+        """How many are zero."""
+        return int(self.bins[0].sum())
+
+    @property
+    def infinities(self) -> int:
+        """How many are infinite."""
+        return int(self.bins[-1, 0])
+
+    @property
+    def nans(self) -> int:
+        """How many are NaN."""
+        return int(self.bins[-1, 1:].sum())
+
+    @property
+    def exponents(self) -> dict[int, int]:
+        """How many finite values have which exponent, of those exponents that occur."""
+        rows = self.bins[1:-1].sum(axis=1)
+        return {LOWEST + int(i): int(rows[i]) for i in np.flatnonzero(rows)}
+
+    def fate(self, dtype: str, scale: float = 1.0) -> Fate:
+        """Tells what becomes of the values in a dtype, if they are multiplied by a scale first.
+
+        The counts are those of converting each value with NumPy and ml_dtypes, exactly.
+
+        Args:
+            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            scale: float. A power of two. Defaults to 1.
+
+        Returns:
+            A `Fate`.
+
+        Raises:
+            ValueError: the dtype is another one, or the scale is no power of two.
+        """
+        return self._fate(format_of(dtype), exponent_of(scale))
+
+    def window(self, dtype: str, tolerance: float = 0.0) -> Window:
+        """Tells at which scales no value becomes infinite, and none, or few, become zero.
+
+        Args:
+            dtype: as for `fate`.
+            tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0.
+
+        Returns:
+            A `Window`. It has no end where no value would set one.
+
+        Raises:
+            ValueError: the dtype is another one.
+        """
+        where = format_of(dtype)
+        values = self._finite()
+        places = np.flatnonzero(values)
+        if not places.size:
+            return EVERYWHERE
+        allowed = tolerance * values.sum()
+        largest = LOWEST + int(places[-1]) // COLUMNS
+        low = where.zero - largest - 1  # at which all of them are zero
+        while self._fate(where, low).zero > allowed:
+            low += 1
+        # One below the border where the largest value is beyond it.
+        high = where.infinite[0] - largest
+        if int(places[-1]) % COLUMNS >= where.infinite[1]:
+            high -= 1
+        return Window(low, high)
+
+    def _finite(self) -> np.ndarray:
+        """The bins of values that are finite and not zero, from the smallest to the largest."""
+        return self.bins[1:-1].reshape(-1)
+
+    def _fate(self, where: Format, shift: int) -> Fate:
+        values = self._finite()
+        up_to = np.concatenate([[0], np.cumsum(values)])
+
+        def below(exponent: int, column: int) -> int:
+            place = (exponent - shift - LOWEST) * COLUMNS + column
+            return int(up_to[np.clip(place, 0, len(values))])
+
+        total, zero = int(up_to[-1]), below(where.zero, 1)
+        return Fate(total, zero, below(*where.normal) - zero, total - below(*where.infinite))
+
+    def __add__(self, other: "Histogram") -> "Histogram":
+        return Histogram(self.bins + other.bins)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Histogram) and np.array_equal(self.bins, other.bins)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        exponents = self.exponents
+        ends = f", 2^{min(exponents)}..2^{max(exponents)}" if exponents else ""
+        return f"<Histogram of {self.total} values{ends}>"
+
+
+def format_of(dtype: Any) -> Format:
+    """Returns the borders of a dtype.
+
+    Args:
+        dtype: its name.
+
+    Raises:
+        ValueError: it is another one than those in `FORMATS`.
+    """
+    if dtype not in FORMATS:
+        raise ValueError(f"Expected one of the dtypes {list(FORMATS)}. Received: dtype={dtype!r}")
+    return FORMATS[dtype]
+
+
+def exponent_of(scale: float) -> int:
+    """Returns the exponent of a power of two.
+
+    Args:
+        scale: float.
+
+    Raises:
+        ValueError: it is no power of two.
+    """
+    fraction, exponent = math.frexp(scale)
+    if fraction != 0.5:
+        nearest = f" Near it are 2.0**{exponent - 1} and 2.0**{exponent}." if fraction > 0 else ""
+        raise ValueError(
+            "Expected a scale that is a power of two: at others every value is rounded, which a "
+            f"histogram does not know of.{nearest} Received: scale={scale!r}"
+        )
+    return exponent - 1
