@@ -3,4 +3,25 @@
 Each tool is a module of its own. What is gathered on the device stays there until somebody asks.
 """
 
-__all__ = []
+from keras_mp.numerics import figures
+from keras_mp.numerics.advice import Advice, advise
+from keras_mp.numerics.exponents import Fate, Histogram, Window
+from keras_mp.numerics.histograms import ExponentHistograms, ExponentMonitor
+from keras_mp.numerics.reports import Report, Row
+from keras_mp.numerics.what_if import Lost, WhatIf, what_if
+
+__all__ = [
+    "Advice",
+    "ExponentHistograms",
+    "ExponentMonitor",
+    "Fate",
+    "Histogram",
+    "Lost",
+    "Report",
+    "Row",
+    "WhatIf",
+    "Window",
+    "advise",
+    "figures",
+    "what_if",
+]

@@ -1,0 +1,313 @@
+"""What to do about what was measured: sentences with their numbers, and policies for `convert`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, format_of
+from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
+from keras_mp.numerics.what_if import WhatIf
+
+
+class Advice(NamedTuple):
+    """What `advise` returns: `str(advice)` has a line for each sentence.
+
+    Attributes:
+        sentences: list of str; empty if nothing is lost.
+        policies: dict of paths of layers and names of policies, as `keras_mp.convert` takes it.
+        loss_scale: float, the scale that is recommended, or None: to keep where a training run was
+            measured, to start with where it was one batch.
+    """
+
+    sentences: list[str]
+    policies: dict[str, str]
+    loss_scale: float | None
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences) or "Nothing is lost."
+
+
+def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float = 0.001) -> Advice:
+    """Says what would keep a model from losing what it loses in 16 bits.
+
+    Each sentence has the numbers that it is based on. Of a model that loses nothing at the loss
+    scale that it is trained with, there is nothing to say. First come the layers whose outputs
+    overflow: as long as there are any, gradients are no guide. Act on it with
+    `keras_mp.convert(model, advice.policies)`, and measure again.
+
+    Args:
+        measured: a `Report` of the steps of a training run, or what `what_if` returned. The latter
+            knows what each value would have been in float32; in a report of a model in 16 bits,
+            values that were too small are zeros, of which nothing is known.
+        dtype: "float16" (the default) or "bfloat16".
+        tolerance: float, from 0 to 1. Which share of a gradient may become zero. Defaults to 0.001:
+            a few values of a large gradient are always next to zero.
+
+    Returns:
+        An `Advice`.
+
+    Raises:
+        TypeError: `measured` is neither.
+        ValueError: `dtype` is another one, or `what_if` has not run it.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics import Histogram, Report, Row, advise
+    >>> small, large = (Histogram.of(np.float32([size] * 8)) for size in (1e-11, 1.0))
+    >>> report = Report(
+    ...     [Row("gradient", "a/kernel", "float16", small),
+    ...      Row("gradient", "b/kernel", "float16", large)],
+    ...     step=3000, counted=30, loss_scale=1.0,
+    ... )
+    >>> advice = advise(report)
+    >>> advice.loss_scale
+    8192.0
+    >>> print(advice.sentences[0])
+    Fix the loss scale at 2^13: between 2^12 and 2^15 no gradient loses more than 0.1 %, in 30 of \
+3,000 steps. At 2^0, 100.0 % of `a/kernel` is below float16.
+    """
+    format_of(dtype)
+    facts = _facts(measured, dtype, tolerance)
+    found = _about_outputs(facts) or _about_runs(measured, dtype) or _about_gradients(facts)
+    if found is None:
+        return Advice([], {}, None)
+    if dtype == "float16":
+        found.sentences.extend(_about_bfloat16(facts))
+    return found
+
+
+class _Facts(NamedTuple):
+    """What was measured, and how to speak of it.
+
+    Attributes:
+        rows: those of tensors that 16 bits matter to.
+        dtype: str.
+        tolerance: float.
+        now: float. The loss scale in force, None where there is none.
+        where: str. What the numbers are of.
+        set_scale: str. What to do with a loss scale that suits them.
+        consumers: dict of paths of layers and of those that take what they return.
+    """
+
+    rows: list[Row]
+    dtype: str
+    tolerance: float
+    now: float | None
+    where: str
+    set_scale: str
+    consumers: Mapping[str, set[str]]
+
+
+def _facts(measured: Report | WhatIf, dtype: str, tolerance: float) -> _Facts:
+    if isinstance(measured, WhatIf):
+        if dtype not in measured.dtypes:
+            raise ValueError(
+                f"Expected one of the dtypes that were run, {measured.dtypes}. "
+                f"Received: dtype={dtype!r}"
+            )
+        in_half = measured.computed_in[dtype]
+        rows = [
+            row._replace(dtype=in_half[row.kind, row.path])
+            for row in measured.reference.rows
+            if (row.kind, row.path) in in_half
+        ]
+        rows = Report(rows, step=1, counted=1, loss_scale=1.0).rows_in_16_bits
+        # Other batches may well have larger gradients: that is no scale to keep.
+        about = None, "in the batch", "start the loss scale at", measured.consumers
+    elif isinstance(measured, Report):
+        rows = measured.rows_in_16_bits
+        where = f"in {measured.counted:,} of {measured.step:,} steps"
+        now = 2.0 ** math.floor(math.log2(measured.loss_scale))
+        about = now, where, "fix the loss scale at", {}
+    else:
+        raise TypeError(
+            "Expected a keras_mp.numerics.Report or what what_if returned. "
+            f"Received: {measured!r} (of type {type(measured)})"
+        )
+    return _Facts(rows, dtype, tolerance, *about)
+
+
+def layer_of(row: tuple[str, str]) -> str:
+    """Returns the path of the layer that a row is about; of a variable, of the one that has it.
+
+    Args:
+        row: a kind and a path.
+    """
+    kind, path = row
+    return path.rpartition("/")[0] if kind == GRADIENT else path
+
+
+def _about_outputs(facts: _Facts) -> Advice | None:
+    """Layers whose own results are beyond a dtype, whatever the loss scale."""
+    advice, dtype = Advice([], {}, None), facts.dtype
+    for row in facts.rows:
+        if row.kind != OUTPUT:
+            continue
+        histogram = row.histogram
+        fate = histogram.fate(dtype)
+        bad, of = fate.infinite, fate.values
+        if not bad and row.dtype == dtype and not advice.policies:
+            # What came out infinite may have been of any size. What follows it suffers from it.
+            bad = histogram.infinities + histogram.nans
+            of = histogram.total
+        if bad:
+            advice.policies[row.path] = "float32"
+            advice.sentences.append(
+                f"Run `{row.path}` in float32: {_share(bad, of)} of its output is beyond "
+                f"{dtype}, {facts.where}."
+            )
+    return advice if advice.sentences else None
+
+
+def _about_runs(measured: Report | WhatIf, dtype: str) -> Advice | None:
+    """The first layer that overflows inside, though what it returns would fit."""
+    if isinstance(measured, WhatIf):
+        for (kind, path), lost in measured[dtype, measured.scales[0]].items():
+            if kind == OUTPUT and lost.infinite:
+                sentence = (
+                    f"Run `{path}` in float32: {lost.infinite:,} values of its output are infinite "
+                    f"or NaN in {dtype}, and finite in float32, in the batch."
+                )
+                return Advice([sentence], {path: "float32"}, None)
+    return None
+
+
+def _about_gradients(facts: _Facts) -> Advice | None:
+    dtype, now = facts.dtype, facts.now
+    rows = [row for row in facts.rows if row.kind != OUTPUT]
+    # A loss scale is at least 1.
+    common = allowed = Window(0, EVERYWHERE.high)
+    windows = {}
+    for row in rows:
+        window = row.window(dtype, facts.tolerance) & allowed
+        windows[row.kind, row.path] = window
+        common &= window
+    is_fine = now is not None and min(common.margins(now)) >= 0
+    needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
+    if is_fine or needs_none or not rows:
+        return None
+    if common.is_empty:
+        return _about_conflict(facts, rows, windows)
+    # As far from overflowing as from losing, and rather lower, for gradients grow at times.
+    exponent = (common.low + common.high) // 2
+    sentence = (
+        f"{facts.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
+        f"2^{common.high} no gradient loses more than {_tolerated(facts)}, {facts.where}."
+    )
+    if now is not None:
+        worst = max(rows, key=lambda row: _lost(row.histogram.fate(dtype, now)))
+        fate = worst.histogram.fate(dtype, now)
+        if fate.infinite or fate.zero:
+            beyond = "beyond" if fate.infinite else "below"
+            sentence += (
+                f" At {_power(now)}, {_share(fate.infinite or fate.zero, fate.values)} of "
+                f"`{worst.path}` is {beyond} {dtype}."
+            )
+    return Advice([sentence], {}, 2.0**exponent)
+
+
+def _about_conflict(
+    facts: _Facts, rows: Sequence[Row], windows: dict[tuple[str, str], Window]
+) -> Advice:
+    """No scale suits all gradients: the one that suits most, and float32 for the rest."""
+    dtype = facts.dtype
+    ends = {end for window in windows.values() for end in window}
+
+    def suited(exponent: int) -> int:
+        return sum(window.low <= exponent <= window.high for window in windows.values())
+
+    best = max(sorted(ends), key=suited)
+    kept = {row: each for row, each in windows.items() if each.low <= best <= each.high}
+    common = EVERYWHERE
+    for window in kept.values():
+        common &= window
+    low, high = common
+
+    def lost(row: Row) -> tuple[Fate, bool, int]:
+        """What is lost of a row at the nearest scale that suits the others; is it too small?"""
+        window = windows[row.kind, row.path]
+        if window.is_empty:
+            end = max(window.high, 0)
+            return row.histogram.fate(dtype, 2.0**end), window.high >= 0, end
+        is_small = window.low > best
+        end = high if is_small else low
+        return row.histogram.fate(dtype, 2.0**end), is_small, end
+
+    advice = Advice([], {}, 2.0 ** ((low + high) // 2) if kept else None)
+    worst: dict[str, Row] = {}
+    for row in rows:
+        if (row.kind, row.path) not in kept:
+            layer = layer_of((row.kind, row.path))
+            worst[layer] = max(worst.get(layer, row), row, key=lambda each: _lost(lost(each)[0]))
+    for layer, row in worst.items():
+        fate, is_small, end = lost(row)
+        what = f"`{row.path}`" if row.kind == GRADIENT else f"the gradient of `{row.path}`'s output"
+        if windows[row.kind, row.path].is_empty:
+            others = "it"
+        else:
+            others = next(
+                f"`{path}`" for (_, path), each in kept.items() if end == each[1 if is_small else 0]
+            )
+        if is_small:
+            reason = (
+                f"{_share(fate.zero, fate.values)} of {what} is below {dtype} at any scale that "
+                f"does not overflow {others}"
+            )
+        else:
+            reason = (
+                f"{_share(fate.infinite, fate.values)} of {what} is beyond {dtype} at any scale "
+                f"at which nothing of {others} is lost"
+            )
+        if layer:
+            advice.policies[layer] = "float32"
+            advice.sentences.append(f"Run `{layer}` in float32: {reason}, {facts.where}.")
+    # The gradient of an output is computed by whoever takes it.
+    for kind, path in windows:
+        if kind == OUTPUT_GRADIENT and (kind, path) not in kept:
+            for layer in sorted(facts.consumers.get(path, set()) - set(advice.policies)):
+                advice.policies[layer] = "float32"
+                advice.sentences.append(
+                    f"Run `{layer}` in float32: it computes the gradient of `{path}`'s output."
+                )
+    if kept:
+        advice.sentences.append(
+            f"Then {facts.set_scale} {_power(advice.loss_scale)}: between 2^{low} and 2^{high} "
+            f"the other gradients lose no more than {_tolerated(facts)}, {facts.where}."
+        )
+    return advice
+
+
+def _about_bfloat16(facts: _Facts) -> list[str]:
+    rows = facts.rows
+    if any(row.dtype == "float16" for row in rows):
+        # Of what was not finite, nothing is known.
+        bad = sum(row.histogram.infinities + row.histogram.nans for row in rows)
+        if bad:
+            return []
+    fates = [row.histogram.fate("bfloat16") for row in rows]
+    if any(fate.zero or fate.infinite for fate in fates):
+        return []
+    values = sum(fate.values for fate in fates)
+    return [
+        "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
+        f"{values:,} values none becomes zero or infinite, {facts.where}. (It keeps 8 bits of each "
+        "value, float16 11.)"
+    ]
+
+
+def _lost(fate: Fate) -> float:
+    return fate.share("zero") + fate.share("infinite")
+
+
+def _share(count: int, of: int) -> str:
+    share = 100 * count / of
+    return f"{count:,} of {of:,} values" if share < 0.1 else f"{share:.1f} %"
+
+
+def _tolerated(facts: _Facts) -> str:
+    return f"{100 * facts.tolerance:g} %"
+
+
+def _power(scale: float) -> str:
+    return f"2^{math.log2(scale):.0f}"

@@ -1,0 +1,206 @@
+"""Pictures of what was measured. Each function draws into an `Axes` of matplotlib."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_mp.numerics.exponents import EVERYWHERE, exponent_of, format_of
+from keras_mp.numerics.reports import GRADIENT, OUTPUT, Report
+from keras_mp.numerics.what_if import WhatIf
+
+_SMALLEST, _LARGEST = 1e-6, 1.0
+
+
+def histograms(
+    measured: Report | Sequence[Report],
+    dtype: str = "float16",
+    *,
+    kind: str = GRADIENT,
+    path: str | None = None,
+    loss_scale: float | None = None,
+    ax: Any = None,
+) -> Any:
+    """Draws histograms of exponents side by side, with the borders of a dtype.
+
+    Of one report these are its rows of a kind; of the history of an `ExponentMonitor`, one row over
+    time. The darker, the larger the share of the values. What is outside of the lines becomes zero
+    or infinite in the dtype, at the loss scale; below the dotted line digits are lost.
+
+    Args:
+        measured: a `Report`, or a sequence of them.
+        dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+        kind: "gradient" (the default), "output" or "output gradient".
+        path: the path of the row; for a sequence of reports.
+        loss_scale: float, a power of two. Defaults to that of the (last) report. Outputs are not
+            scaled.
+        ax: `Axes` to draw into. Defaults to those of a new pyplot figure.
+
+    Returns:
+        The `Axes`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is nothing to draw, or a sequence and no path.
+
+    Example:
+
+    >>> import matplotlib
+    >>> matplotlib.use("agg")  # without a window
+    >>> from keras_mp.numerics import Histogram, Report, Row, figures
+    >>> row = Row("gradient", "dense/kernel", "float32", Histogram.of([1e-6, 2e-6, 1e-3]))
+    >>> ax = figures.histograms(Report([row], step=1, counted=1, loss_scale=1024.0))
+    >>> ax.get_title()
+    'Exponents of each gradient, and the borders of float16 at a loss scale of 2^10'
+    """
+    where = format_of(dtype)
+    if isinstance(measured, Report):
+        last = measured
+        rows = [row for row in measured.rows if row.kind == kind]
+        labels, title = [row.path for row in rows], f"Exponents of each {kind}"
+    else:
+        reports = list(measured)
+        if path is None:
+            raise ValueError("Pass `path`: over time, one row is drawn. Received: path=None")
+        rows = [each[kind, path] for each in reports]
+        last = reports[-1] if reports else None
+        labels, title = [f"{each.step:,}" for each in reports], f"Exponents of the {kind} {path}"
+    columns = [row.histogram.exponents for row in rows]
+    found = [exponent for column in columns for exponent in column]
+    if not found:
+        raise ValueError(f"There are no values of the kind {kind!r}. Received: {measured!r}")
+    if loss_scale is None:
+        loss_scale = 1.0 if kind == OUTPUT else 2.0 ** np.floor(np.log2(last.loss_scale))
+    shift = exponent_of(loss_scale)
+    borders = [where.zero - shift, where.normal[0] + 1 - shift, where.infinite[0] + 1 - shift]
+    low, high = min(found) - 1, max(found) + 1
+    picture = np.full([high - low + 1, len(rows)], np.nan)
+    for place, column in enumerate(columns):
+        for exponent, count in column.items():
+            picture[exponent - low, place] = count / sum(column.values())
+    pyplot, colors = _matplotlib()
+    if ax is None:
+        _, ax = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    norm = colors.LogNorm(_SMALLEST, _LARGEST, clip=True)
+    extent = (-0.5, len(rows) - 0.5, low, high + 1)
+    image = ax.imshow(
+        picture, origin="lower", aspect="auto", cmap="Blues", norm=norm, extent=extent
+    )
+    ax.figure.colorbar(image, ax=ax, label="share of the values")
+    names = ("zero below", "fewer digits below", "infinite above")
+    for border, name, style in zip(borders, names, ("-", ":", "--")):
+        ax.axhline(border, color="tab:red", linestyle=style, label=name)
+    inside = [border for border in borders if low - 12 <= border <= high + 12]
+    bottom, top = min([low, *inside]) - 1, max([high + 1, *inside]) + 1
+    ax.set_ylim(bottom - (top - bottom) // 8, top)  # with room for the legend
+    ax.set_xticks(range(len(rows)), labels, rotation=45 if len(rows) > 3 else 0, ha="right")
+    ax.set_ylabel("exponent of 2")
+    if not isinstance(measured, Report):
+        ax.set_xlabel("step")
+    of_scale = "" if kind == OUTPUT else f" at a loss scale of 2^{shift}"
+    ax.set_title(f"{title}, and the borders of {dtype}{of_scale}")
+    ax.legend(loc="lower center", ncols=3, fontsize="small")
+    return ax
+
+
+def heat_map(
+    result: WhatIf, dtype: str = "float16", *, kind: str = GRADIENT, ax: Any = None
+) -> Any:
+    """Draws what each loss scale would have lost: rows by scales.
+
+    Colors are the share of the values that has become zero; "inf" marks what has overflowed.
+
+    Args:
+        result: what `what_if` returned.
+        dtype: one of its dtypes. Defaults to "float16".
+        kind: "gradient" (the default) or "output gradient".
+        ax: `Axes` to draw into. Defaults to those of a new pyplot figure.
+
+    Returns:
+        The `Axes`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        KeyError: the dtype was not run.
+    """
+    paths = [path for each, path in result[dtype, result.scales[0]] if each == kind]
+    runs = [[result[dtype, scale].get((kind, path)) for scale in result.scales] for path in paths]
+    picture = np.array([[np.nan if lost.infinite else lost.share for lost in row] for row in runs])
+    pyplot, _ = _matplotlib()
+    if ax is None:
+        _, ax = pyplot.subplots(figsize=(8, 1.5 + 0.3 * len(paths)), layout="constrained")
+    image = ax.imshow(picture, aspect="auto", cmap="Oranges", vmin=0, vmax=1)
+    ax.figure.colorbar(image, ax=ax, label="share that is zero")
+    for row, column in zip(*np.nonzero(np.isnan(picture))):
+        ax.text(column, row, "inf", ha="center", va="center", color="tab:red", fontsize="small")
+    exponents = [f"2^{exponent_of(scale)}" for scale in result.scales]
+    ax.set_xticks(range(len(exponents)), exponents)
+    ax.set_yticks(range(len(paths)), paths)
+    ax.set_xlabel("loss scale")
+    ax.set_title(f"What {dtype} loses of each {kind}")
+    return ax
+
+
+def window(
+    reports: Sequence[Report],
+    dtype: str = "float16",
+    *,
+    tolerance: float = 0.0,
+    history: Any = None,
+    ax: Any = None,
+) -> Any:
+    """Draws the window of loss scales in which nothing is lost, and the scale's path through it.
+
+    Args:
+        reports: sequence of `Report`s, such as the history of an `ExponentMonitor`.
+        dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+        tolerance: float, from 0 to 1. Which share of each row may become zero. Defaults to 0.
+        history: the history of a `keras_mp.callbacks.LossScaleMonitor` of the same `fit`, or
+            that callback, for a finer path. Defaults to the loss scales in the reports.
+        ax: `Axes` to draw into. Defaults to those of a new pyplot figure.
+
+    Returns:
+        The `Axes`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there are no reports.
+    """
+    if not reports:
+        raise ValueError(f"Expected at least one report. Received: {reports!r}")
+    steps = [report.step for report in reports]
+    windows = [report.window(dtype, tolerance) for report in reports]
+    pyplot, _ = _matplotlib()
+    if ax is None:
+        _, ax = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    path = getattr(history, "history", history)
+    if path is None:
+        path = {"step": steps, "loss_scale": [report.loss_scale for report in reports]}
+    scales = np.log2(path["loss_scale"])
+    # An end that there is none of is drawn at the edge of the picture.
+    ends = [end for each in windows for end in each if abs(end) < EVERYWHERE.high]
+    bottom, top = min([*scales, *ends]) - 2, max([*scales, *ends]) + 2
+    low, high = np.clip(np.transpose(windows), bottom, top)
+    style = {"marker": "."} if len(steps) <= 50 else {}
+    ax.plot(steps, low, color="tab:orange", label="too small below", **style)
+    ax.plot(steps, high, color="tab:red", label="overflows above", **style)
+    ax.fill_between(steps, low, high, where=low <= high, color="tab:green", alpha=0.15)
+    ax.plot(path["step"], scales, color="tab:blue", label="loss scale", **style)
+    ax.set_ylim(bottom, top)
+    ax.set_xlabel("step")
+    ax.set_ylabel("loss scale (exponent of 2)")
+    ax.set_title(f"Loss scales at which {dtype} loses nothing")
+    ax.legend()
+    ax.grid(alpha=0.3)
+    return ax
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        import matplotlib.pyplot as plt
+        from matplotlib import colors
+    except ImportError as error:
+        raise ImportError(
+            'keras_mp.numerics.figures needs matplotlib: pip install "keras-mp[tutorials]"'
+        ) from error
+    return plt, colors

@@ -1,0 +1,505 @@
+"""Histograms of exponents, gathered where the model trains.
+
+Each has a row in a variable on the device: that of a variable's gradient, a layer's output, or the
+gradient of that output. Every N steps the values of all of them are counted, in one branch at the
+end of the step; in the steps between, a comparison is all that is done. Nothing waits for the
+device until somebody reads.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.layer_paths import layers_by_path, variables_by_path
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
+from keras_mp.numerics.exponents import COLUMNS, EDGES, ROWS, Histogram
+from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
+from keras_mp.numerics.watching import watching_gradients, watching_outputs
+from keras_mp.step import observers
+from keras_mp.support import host, validation
+from keras_mp.support.unconverted import unconverted
+
+
+class ExponentHistograms:
+    """Gathers histograms of exponents of a model, in a training loop of your own.
+
+    Make it once, in the scope of the strategy if there is one, and put `with histograms.step():`
+    around each step, in the function that `strategy.run` runs. Gradients are seen where a
+    `keras_mp.LossScaleOptimizer` or a `keras_mp.GradScaler` takes them, before they are judged and
+    summed over replicas, and as if they had never been scaled; gradients that another optimizer
+    applies, where `apply_gradients` of the optimizer is called. `ExponentMonitor` does all this
+    in `fit`.
+
+    Values of a sparse gradient are counted before those of equal indices are added up. Values of
+    float64 are counted as the float32 values next to them. Complex values are not counted, nor are
+    gradients of outputs inside of a loop or a branch.
+
+    Args:
+        model: A model of `tf.keras`, built.
+        every: int. Counts in the first step and in every so many after it. Defaults to 100.
+        gradients: bool. Counts the gradients of variables? Defaults to True.
+        outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
+            these paths. Defaults to True.
+        output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
+            to False.
+        optimizer: The optimizer. Defaults to the one that the model is compiled with, if it is.
+
+    Raises:
+        TypeError: `model` is not a model of `tf.keras`.
+        ValueError: it is not built, there is no layer with one of the paths, or the optimizer is
+            `tf.keras`'s own LossScaleOptimizer.
+
+    Example:
+
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense", use_bias=False)]
+    ... )
+    >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
+    >>> histograms = keras_mp.numerics.ExponentHistograms(model, every=1, optimizer=optimizer)
+    >>> with histograms.step():
+    ...     loss = lambda: tf.reduce_mean(model(tf.ones([4, 2]))) * 2.0**-30
+    ...     _ = optimizer.minimize(loss, model.trainable_variables)
+    >>> row = histograms.read()["gradient", "dense/kernel"]
+    >>> row.histogram.exponents, str(row.histogram.window("float16"))
+    ({-30: 2}, '2^6..2^45')
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        every: int = 100,
+        gradients: bool = True,
+        outputs: bool | Iterable[str] = True,
+        output_gradients: bool | Iterable[str] = False,
+        optimizer: Any = None,
+    ) -> None:
+        if not isinstance(model, tf.keras.Model):
+            raise TypeError(
+                "Expected a model of `tf.keras`, which is "
+                f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
+                f"(of type {type(model)})"
+            )
+        if not model.built:
+            raise ValueError(
+                f"The model {model.name!r} is not built: nobody knows its layers and variables "
+                "yet. Call it on a batch first."
+            )
+        self.every = validation.integer("every", every)
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        _refuse_stock_wrapper(self.optimizer)
+        # Those that scale a loss show their gradients themselves.
+        self._not_ours = [
+            each
+            for each in tf.nest.flatten(self.optimizer)
+            if isinstance(each, keras_api.OPTIMIZER_BASES) and not wrappers_among(each)
+        ]
+        layers = layers_by_path(model)
+        self._outputs = _chosen("outputs", outputs, layers)
+        self._output_gradients = _chosen("output_gradients", output_gradients, layers)
+        watched = {*self._outputs, *self._output_gradients}
+        self._layers = {path: layer for path, layer in layers.items() if path in watched}
+        self._paths: dict[int, str] = {}
+        rows: list[tuple[str, str]] = []
+        self._dtypes: dict[tuple[str, str], str] = {}
+        if validation.boolean("gradients", gradients):
+            for path, (variable, layer) in variables_by_path(model).items():
+                rows.append((GRADIENT, path))
+                self._dtypes[GRADIENT, path] = layer.compute_dtype
+                # A weight of Keras 3 has a variable, which may stand for it.
+                inside = getattr(variable, "value", None)
+                for each in (variable, inside if isinstance(inside, tf.Variable) else variable):
+                    self._paths[id(each)] = path
+        rows += [(OUTPUT, path) for path in self._outputs]
+        rows += [(OUTPUT_GRADIENT, path) for path in self._output_gradients]
+        self._rows = {row: place for place, row in enumerate(rows)}
+        self._strategy = model.distribute_strategy
+        with self._strategy.scope():
+            self._steps = host.local_variable("steps", 0)
+            self._counted = host.local_variable("counted", 0)
+            self._bins = host.local_variable("bins", np.zeros([len(rows), ROWS * COLUMNS], int))
+            self._overflowed_at = host.local_variable(
+                "overflowed_at", np.full(len(rows), np.inf), tf.float32
+            )
+            self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
+
+    @unconverted
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Context manager for one step; in a `tf.function` or not, in a replica context.
+
+        Raises:
+            ValueError: it is entered around `strategy.run`, and not in what that runs.
+        """
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "`step` goes into the function that is passed to `strategy.run`, where each "
+                "replica counts its own values."
+            )
+        due = tf.equal((self._steps.assign_add(1) - 1) % self.every, 0)
+        if tf.executing_eagerly() and not due:
+            yield
+            return
+        step = _Step(self, due)
+        with (
+            watching_outputs(self._layers, step.saw_output),
+            observers.observing(step.saw_gradients),
+            contextlib.ExitStack() as stack,
+        ):
+            for optimizer in self._not_ours:
+                stack.enter_context(watching_gradients(optimizer))
+            yield
+        step.count()
+
+    def read(self) -> Report:
+        """Reads what was counted since the last time, from the device, and begins anew.
+
+        With several workers, each reads what its own replicas have counted.
+
+        Returns:
+            A `Report`. A row is there for each gradient and output of which a value was counted.
+        """
+        local = self._strategy.experimental_local_results
+        bins = sum(each.numpy() for each in local(self._bins))
+        overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
+        steps, counted, loss_scale = (
+            local(variable)[0].numpy().item()
+            for variable in (self._steps, self._counted, self._loss_scale)
+        )
+        rows = []
+        for (kind, path), place in self._rows.items():
+            if bins[place].any():
+                histogram = Histogram(bins[place].reshape(ROWS, COLUMNS))
+                dtype = self._dtypes.get((kind, path), "")
+                rows.append(Row(kind, path, dtype, histogram, float(overflowed_at[place])))
+        for variable, value in ((self._bins, 0), (self._counted, 0), (self._overflowed_at, np.inf)):
+            for each in local(variable):
+                each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
+        return Report(rows, step=steps, counted=counted, loss_scale=loss_scale)
+
+
+class ExponentMonitor(keras_api.BaseCallback):
+    """Gathers histograms of exponents in `Model.fit`.
+
+    They are gathered as `ExponentHistograms` says, and read at the end of each epoch, or every so
+    many batches. Before and after a `fit` with this callback, the model's training step is as it
+    would be without it.
+
+    Args:
+        every: int. Counts in the first step and in every so many after it. Defaults to 100.
+        gradients: bool. Counts the gradients of variables? Defaults to True.
+        outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
+            these paths. Defaults to True.
+        output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
+            to False.
+        read_freq: `"epoch"` (the default), or an int, the number of batches between reads.
+
+    Attributes:
+        history: list of `Report`s, one for each time that something was read. A second `fit`
+            continues it.
+
+    Raises:
+        TypeError: `read_freq` is neither a str nor an int.
+        ValueError: it is another str than "epoch", or a number is below 1.
+
+    Example:
+
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense")]
+    ... )
+    >>> model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
+    >>> monitor = keras_mp.numerics.ExponentMonitor(every=2)
+    >>> _ = model.fit(
+    ...     tf.ones([8, 2]), tf.ones([8, 1]), 2, epochs=2, callbacks=[monitor], verbose=0
+    ... )
+    >>> [(report.step, report.counted) for report in monitor.history]
+    [(4, 2), (8, 2)]
+    >>> monitor.report().window("bfloat16").is_empty
+    False
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        gradients: bool = True,
+        outputs: bool | Iterable[str] = True,
+        output_gradients: bool | Iterable[str] = False,
+        read_freq: str | int = "epoch",
+    ) -> None:
+        super().__init__()
+        if isinstance(read_freq, str):
+            if read_freq != "epoch":
+                raise ValueError(
+                    f'`read_freq` must be "epoch" or an int. Received: read_freq={read_freq!r}'
+                )
+        else:
+            read_freq = validation.integer("read_freq", read_freq)
+        self.read_freq = read_freq
+        self.history: list[Report] = []
+        self._arguments = {
+            "every": validation.integer("every", every),
+            "gradients": gradients,
+            "outputs": outputs,
+            "output_gradients": output_gradients,
+        }
+        self._histograms: ExponentHistograms | None = None
+        self._train_step: Callable[..., Any] | None = None
+        self._steps_before = 0
+
+    def report(self) -> Report:
+        """Returns the sum of what was read so far.
+
+        Raises:
+            ValueError: nothing was read yet.
+        """
+        if not self.history:
+            raise ValueError("Nothing was read yet: pass the callback to `fit` first.")
+        return functools.reduce(Report.__add__, self.history)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Attaches itself to the training step.
+
+        Args:
+            logs: not used.
+        """
+        if self.model.built:
+            self._attach()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads, unless that is done for epochs only.
+
+        Args:
+            batch: int. Which batch of the epoch it was, from 0.
+            logs: not used.
+        """
+        if self._histograms is None:
+            # Keras 2 builds a model with its first batch, which then goes uncounted.
+            self._attach()
+        elif self.read_freq != "epoch" and (batch + 1) % self.read_freq == 0:
+            self._read()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads what the epoch has left.
+
+        Args:
+            epoch: not used.
+            logs: not used.
+        """
+        self._read()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Leaves the training step as it was.
+
+        Args:
+            logs: not used.
+        """
+        if self._histograms is None:
+            return
+        del vars(self.model)["train_step"]
+        if self._train_step is not None:
+            vars(self.model)["train_step"] = self._train_step
+        self.model.train_function = None
+        self._histograms = None
+
+    def _attach(self) -> None:
+        model = self.model
+        histograms = ExponentHistograms(model, **self._arguments)
+        self._train_step = vars(model).get("train_step")
+        train_step = model.train_step
+
+        def observed_step(*args: Any, **kwargs: Any) -> Any:
+            with histograms.step():
+                return train_step(*args, **kwargs)
+
+        vars(model)["train_step"] = observed_step
+        model.make_train_function(force=True)
+        self._histograms = histograms
+        self._steps_before = self.history[-1].step if self.history else 0
+
+    def _read(self) -> None:
+        if self._histograms is not None:
+            report = self._histograms.read()
+            report.step += self._steps_before
+            if report.counted:
+                self.history.append(report)
+
+
+class _Step:
+    """What one step, or its trace, on one replica has shown so far.
+
+    Attributes:
+        owner: whose variables count.
+        due: bool scalar tensor. Is anything counted in this step?
+    """
+
+    def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
+        self.owner, self.due = owner, due
+        self._graph = host.current_graph()
+        self._seen: list[tuple[tuple[str, str], tf.Tensor, tf.Tensor | None]] = []
+        # Gradients of outputs come before one learns what the loss was multiplied by.
+        self._still_scaled: list[tuple[tuple[str, str], tf.Tensor]] = []
+        self._scale: tf.Tensor | None = None
+        # What was seen before an optimizer got it, which may be one that is watched as well.
+        self._seen_early: set[str] = set()
+
+    def saw_output(self, path: str, tensor: tf.Tensor, _: list[Any]) -> tf.Tensor:
+        """Takes note of an output, and sees to it that its gradient comes by."""
+        if path in self.owner._outputs:
+            self._note((OUTPUT, path), tensor, None)
+        # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
+        is_outside = host.current_graph() is self._graph
+        if path not in self.owner._output_gradients or not is_outside:
+            return tensor
+
+        @tf.custom_gradient
+        def tapped(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                self._saw_output_gradient(path, upstream)
+                return upstream
+
+            return tf.identity(x), unconverted(gradient)
+
+        return tapped(tensor)
+
+    def _saw_output_gradient(self, path: str, gradient: tf.Tensor) -> None:
+        row = OUTPUT_GRADIENT, path
+        self.owner._dtypes[row] = gradient.dtype.name
+        self._still_scaled.append((row, gradient))
+
+    def saw_gradients(
+        self,
+        pairs: Sequence[tuple[Any, Any]],
+        scaled: bool | tf.Tensor,
+        scaled_by: tf.Tensor | None,
+    ) -> None:
+        """Takes note of the gradients of variables."""
+        if host.current_graph() is self._graph and scaled_by is not None:
+            self._scale = scaled_by
+        divisor = scaled_by
+        if tf.is_tensor(scaled):
+            divisor = tf.where(scaled, scaled_by, 1.0)
+        elif not scaled:
+            divisor = None
+        for gradient, variable in pairs:
+            path = self.owner._paths.get(id(variable))
+            if gradient is None or path is None:
+                continue
+            if scaled_by is not None:
+                self._seen_early.add(path)
+            elif path in self._seen_early:
+                continue
+            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            self._note((GRADIENT, path), tf.convert_to_tensor(values), divisor)
+
+    def _note(self, row: tuple[str, str], tensor: tf.Tensor, scale: tf.Tensor | None) -> None:
+        if row not in self.owner._rows or not tensor.dtype.is_floating:
+            return
+        if row[0] != GRADIENT:
+            self.owner._dtypes[row] = tensor.dtype.name
+        if host.current_graph() is self._graph:
+            self._seen.append((row, tensor, scale))
+        else:
+            self._if_due(lambda: self._add([(row, tensor, scale)]))
+
+    def count(self) -> None:
+        """Counts what was seen, if that is due: the end of the step."""
+        seen = [*self._seen, *((row, tensor, self._scale) for row, tensor in self._still_scaled)]
+
+        def count() -> None:
+            self._add(seen)
+            self.owner._counted.assign_add(1)
+            if self._scale is not None:
+                self.owner._loss_scale.assign(self._scale)
+
+        self._if_due(count)
+
+    def _if_due(self, count: Callable[[], None]) -> None:
+        if tf.executing_eagerly():
+            count()  # A step that is not due is not looked at.
+        else:
+            tf.cond(self.due, count, lambda: None)
+
+    def _add(self, seen: Sequence[tuple[tuple[str, str], tf.Tensor, tf.Tensor | None]]) -> None:
+        rows = self.owner._rows
+        bins: list[Any] = [np.zeros(ROWS * COLUMNS, int)] * len(rows)
+        overflowed_at: list[Any] = [np.float32(np.inf)] * len(rows)
+        for row, tensor, scale in seen:
+            place = rows[row]
+            of_tensor = count_exponents(tensor, scale)
+            bins[place] = bins[place] + of_tensor
+            if scale is not None:
+                is_bad = tf.reduce_any(of_tensor[-COLUMNS:] > 0)
+                at = tf.where(is_bad, tf.cast(scale, tf.float32), np.inf)
+                overflowed_at[place] = tf.minimum(overflowed_at[place], at)
+        self.owner._bins.assign_add(tf.stack(bins))
+        lowest = tf.minimum(self.owner._overflowed_at, tf.stack(overflowed_at))
+        self.owner._overflowed_at.assign(lowest)
+
+
+@unconverted
+def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Tensor:
+    """Counts as `Histogram.of` does, on the device.
+
+    Args:
+        tensor: float tensor of any shape.
+        scale: float32 scalar tensor, by which the values are divided first; None for no such thing.
+
+    Returns:
+        int64 tensor, the bins one after the other.
+    """
+    values = tf.reshape(tf.cast(tensor, tf.float32), [-1])
+    if scale is not None:
+        values *= 1.0 / scale
+    bits = tf.bitwise.bitwise_and(tf.bitcast(values, tf.int32), 0x7FFFFFFF)
+    # The exponent of a float32 subnormal is that of its bits, read as a whole number.
+    as_number = tf.bitcast(tf.cast(bits, tf.float32), tf.int32)
+    is_normal = bits >= 1 << 23
+    bits = tf.where(is_normal, bits, as_number)
+    row = tf.maximum(tf.bitwise.right_shift(bits, 23) + tf.where(is_normal, 23, -126), 0)
+    fraction = tf.bitwise.bitwise_and(bits, 0x7FFFFF)
+    column = tf.add_n([tf.cast(fraction >= edge, tf.int32) for edge in EDGES[1:]])
+    # `tf.math.bincount` looks at the values for the number of bins first.
+    counts = tf.raw_ops.DenseBincount(
+        input=row * COLUMNS + column,
+        size=ROWS * COLUMNS,
+        weights=tf.constant([], tf.int32),
+        binary_output=False,
+    )
+    return tf.cast(counts, tf.int64)
+
+
+def _chosen(name: str, choice: bool | Iterable[str], layers: dict[str, Any]) -> list[str]:
+    """The paths of layers that were chosen."""
+    if isinstance(choice, bool):
+        return [path for path, layer in layers.items() if choice and not _is_left_out(layer)]
+    if isinstance(choice, str):
+        choice = [choice]
+    chosen = list(choice)
+    unknown = sorted(set(chosen) - set(layers))
+    if unknown:
+        raise ValueError(
+            f"Expected paths of layers for `{name}`: {list(layers)}. Received: {unknown}"
+        )
+    return chosen
+
+
+def _is_left_out(layer: Any) -> bool:
+    """Is it a model, which returns what its layers do, or a cell, of which there is a loop?"""
+    return isinstance(layer, tf.keras.Model) or hasattr(layer, "state_size")
+
+
+def _refuse_stock_wrapper(optimizers: Any) -> None:
+    for optimizer in tf.nest.flatten(optimizers):
+        is_stock = isinstance(optimizer, keras_api.StockLossScaleOptimizer)
+        if is_stock and not isinstance(optimizer, LossScaleOptimizer):
+            raise ValueError(
+                "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: "
+                "nothing tells by what tf.keras's own wrapper has scaled a gradient. Received: "
+                f"optimizer={optimizer!r}"
+            )

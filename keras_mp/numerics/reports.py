@@ -1,0 +1,305 @@
+"""What was counted, with a row for each path: as a table, as CSV, JSON and TensorBoard's events."""
+
+import csv
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.numerics.exponents import COLUMNS, EVERYWHERE, ROWS, Histogram, Window
+
+GRADIENT, OUTPUT, OUTPUT_GRADIENT = KINDS = ("gradient", "output", "output gradient")
+_SCALED = (GRADIENT, OUTPUT_GRADIENT)
+_16_BIT = ("float16", "bfloat16")
+
+
+class Row(NamedTuple):
+    """What was counted of one tensor of a model.
+
+    Attributes:
+        kind: "gradient" of a variable, "output" of a layer, or "output gradient".
+        path: the variable's or the layer's path, such as "encoder/dense/kernel".
+        dtype: str. What it was computed in: the tensor's own dtype; of a variable's gradient, what
+            its layer computes in. Values that were too small for it are among the zeros.
+        histogram: a `Histogram`; of gradients as if the loss had not been scaled.
+        overflowed_at: float. The smallest loss scale at which values were infinite or NaN, or
+            infinity.
+    """
+
+    kind: str
+    path: str
+    dtype: str
+    histogram: Histogram
+    overflowed_at: float = float("inf")
+
+    def window(self, dtype: str, tolerance: float = 0.0) -> Window:
+        """Tells at which loss scales nothing is lost; for an output, by what it may be multiplied.
+
+        What has overflowed in the dtype that it was computed in may have been of any size. So of
+        that dtype, the window ends below the loss scale at which it did.
+
+        Args:
+            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0.
+
+        Returns:
+            A `Window`.
+        """
+        window = self.histogram.window(dtype, tolerance)
+        if self.dtype == dtype and np.isfinite(self.overflowed_at):
+            window &= Window(EVERYWHERE.low, int(np.ceil(np.log2(self.overflowed_at))) - 1)
+        return window
+
+    def __add__(self, other: "Row") -> "Row":
+        overflowed_at = min(self.overflowed_at, other.overflowed_at)
+        return self._replace(
+            dtype=other.dtype,
+            histogram=self.histogram + other.histogram,
+            overflowed_at=overflowed_at,
+        )
+
+
+class Report:
+    """What was counted in some steps.
+
+    `report[kind, path]` is a row, `str(report)` is a table, and reports of one model add up with
+    `+`.
+
+    Args:
+        rows: sequence of `Row`s.
+        step: int. How many steps had been made, skipped ones among them.
+        counted: int. In how many of them values were counted.
+        loss_scale: float. That of the last of these; 1 where no loss was scaled.
+
+    Attributes:
+        rows: the rows, gradients first, as they come in the model.
+        step, counted, loss_scale: as above.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, step: int, counted: int, loss_scale: float) -> None:
+        self.rows = list(rows)
+        self.step, self.counted, self.loss_scale = step, counted, loss_scale
+
+    def __getitem__(self, row: tuple[str, str]) -> Row:
+        for each in self.rows:
+            if (each.kind, each.path) == tuple(row):
+                return each
+        raise KeyError(
+            f"Expected the kind and path of a row: {[(r.kind, r.path) for r in self.rows]}. "
+            f"Received: {row!r}"
+        )
+
+    @property
+    def rows_in_16_bits(self) -> list[Row]:
+        """The rows of what was computed in 16 bits; if nothing was, all, for what would become."""
+        return [row for row in self.rows if row.dtype in _16_BIT] or self.rows
+
+    def window(self, dtype: str, tolerance: float = 0.0) -> Window:
+        """Tells at which loss scales nothing is lost of any gradient in 16 bits.
+
+        Args:
+            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            tolerance: float, from 0 to 1. Which share of each row may become zero. Defaults to 0.
+
+        Returns:
+            A `Window`: what the rows of gradients among `rows_in_16_bits` have in common.
+        """
+        window = EVERYWHERE
+        for row in self.rows_in_16_bits:
+            if row.kind in _SCALED:
+                window &= row.window(dtype, tolerance)
+        return window
+
+    def table(self, dtype: str = "float16", loss_scale: float | None = None) -> str:
+        """Returns a table: what would be lost in a dtype, and the window of each row.
+
+        Shares are of the values that are finite and not zero. Those of gradients are for the loss
+        scale; outputs are not scaled. What the zeros of a row that was computed in 16 bits would
+        have been, only a pass in float32 can tell: see `what_if`.
+
+        Args:
+            dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            loss_scale: float, a power of two. Defaults to the one that was measured with, rounded
+                down to a power of two.
+
+        Returns:
+            str of several lines.
+        """
+        if loss_scale is None:
+            loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
+        window = self.window(dtype)
+        head = (
+            f"{dtype} at a loss scale of 2^{np.log2(loss_scale):.0f}; {self.counted} of "
+            f"{self.step} steps counted; nothing is lost of a gradient at: {window}"
+        )
+        if not window.is_empty:
+            ends = zip(("low", "high"), window, window.margins(loss_scale))
+            margins = [
+                f"{margin:g} from the {name} end"
+                for name, end, margin in ends
+                if abs(end) < EVERYWHERE.high
+            ]
+            if margins:
+                head += f" (the exponent of the scale is {' and '.join(margins)})"
+        lines = [
+            (
+                *("", "", "in", "values", "zero", "inf/nan", "exponents"),
+                *("-> zero", "-> subnormal", "-> inf", "window"),
+            )
+        ]
+        for row in self.rows:
+            histogram = row.histogram
+            fate = histogram.fate(dtype, loss_scale if row.kind in _SCALED else 1.0)
+            exponents = histogram.exponents
+            ends = f"2^{min(exponents)}..2^{max(exponents)}" if exponents else ""
+            bad = histogram.infinities + histogram.nans
+            lines.append(
+                (
+                    *(row.kind, row.path, row.dtype, f"{histogram.total:,}"),
+                    percent(histogram.zeros, histogram.total),
+                    percent(bad, histogram.total),
+                    ends,
+                    *(percent(count, fate.values) for count in fate[1:]),
+                    str(row.window(dtype)),
+                )
+            )
+        return "\n".join([head, "", *columns(lines, left=(0, 1, 2, 6, 10))])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return f"<Report of {len(self.rows)} rows, {self.counted} of {self.step} steps>"
+
+    def __add__(self, other: "Report") -> "Report":
+        first, last = sorted([self, other], key=lambda report: report.step)
+        rows = {(row.kind, row.path): row for row in first.rows}
+        for row in last.rows:
+            key = row.kind, row.path
+            rows[key] = rows[key] + row if key in rows else row
+        order = sorted(rows.values(), key=lambda row: KINDS.index(row.kind))
+        return Report(
+            order,
+            step=last.step,
+            counted=first.counted + last.counted,
+            loss_scale=last.loss_scale,
+        )
+
+    def to_json(self, path: Any) -> None:
+        """Writes everything to a file, from which `from_json` reads it.
+
+        Args:
+            path: str or path of the file.
+        """
+        rows = []
+        for row in self.rows:
+            bins = row.histogram.bins.reshape(-1)
+            counts = {str(place): int(bins[place]) for place in np.flatnonzero(bins)}
+            at = row.overflowed_at if np.isfinite(row.overflowed_at) else None
+            rows.append({**dict(zip(Row._fields, row)), "histogram": counts, "overflowed_at": at})
+        own = {name: getattr(self, name) for name in ("step", "counted", "loss_scale")}
+        pathlib.Path(path).write_text(json.dumps({**own, "rows": rows}))
+
+    @classmethod
+    def from_json(cls, path: Any) -> "Report":
+        """Reads a file that `to_json` wrote.
+
+        Args:
+            path: str or path of the file.
+
+        Returns:
+            A `Report`.
+        """
+        saved = json.loads(pathlib.Path(path).read_text())
+        rows = []
+        for row in saved.pop("rows"):
+            bins = np.zeros(ROWS * COLUMNS, np.int64)
+            for place, count in row["histogram"].items():
+                bins[int(place)] = count
+            histogram = Histogram(bins.reshape(ROWS, COLUMNS))
+            at = float("inf") if row["overflowed_at"] is None else row["overflowed_at"]
+            rows.append(Row(**{**row, "histogram": histogram, "overflowed_at": at}))
+        return cls(rows, **saved)
+
+    def to_csv(self, path: Any) -> None:
+        """Writes how many values have which exponent: a line for each row and exponent.
+
+        Args:
+            path: str or path of the file.
+        """
+        with pathlib.Path(path).open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("step", "kind", "path", "dtype", "exponent", "count"))
+            for row in self.rows:
+                histogram = row.histogram
+                special = {
+                    "zero": histogram.zeros,
+                    "inf": histogram.infinities,
+                    "nan": histogram.nans,
+                }
+                counts = {**histogram.exponents, **{k: n for k, n in special.items() if n}}
+                for exponent, count in counts.items():
+                    writer.writerow((self.step, row.kind, row.path, row.dtype, exponent, count))
+
+    def to_tensorboard(self, dtype: str = "float16") -> None:
+        """Writes histograms and scalars to the default writer of `tf.summary`.
+
+        For each row there is a histogram of exponents (of values that are finite and not zero), and
+        the shares that become zero and infinite in a dtype at the loss scale of the report. It
+        needs the package tensorboard.
+
+        Args:
+            dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+        """
+        loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
+        for row in self.rows:
+            name = f"{row.kind}/{row.path}".replace(" ", "_")
+            fate = row.histogram.fate(dtype, loss_scale if row.kind in _SCALED else 1.0)
+            for which in ("zero", "infinite"):
+                tag = f"{name}/{dtype}_{which}"
+                tf.summary.scalar(tag, fate.share(which), step=self.step)
+            tf.summary.histogram(
+                f"{name}/exponents", list(_sample(row.histogram.exponents)), step=self.step
+            )
+
+
+def columns(lines: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
+    """Yields the lines of a table.
+
+    Args:
+        lines: the cells of each line.
+        left: which columns are aligned to the left.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for cells in lines:
+        padded = [
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(cells, widths))
+        ]
+        yield "  ".join(padded).rstrip()
+
+
+def percent(count: int, of: int) -> str:
+    """Writes a share so that only what is nothing reads as nothing.
+
+    Args:
+        count: int.
+        of: int, how many there are in all.
+
+    Returns:
+        str: "" for none, else such as "12.5 %" or "<0.1 %".
+    """
+    if not count:
+        return ""
+    share = 100 * count / of
+    return "<0.1 %" if share < 0.1 else f"{share:.1f} %"
+
+
+def _sample(exponents: dict[int, int], size: int = 10_000) -> Iterator[int]:
+    """A list of exponents that is distributed alike: what TensorBoard takes for a histogram."""
+    total = sum(exponents.values())
+    for exponent, count in exponents.items():
+        yield from [exponent] * max(1, round(size * count / total))

@@ -1,0 +1,383 @@
+"""One batch at several loss scales and in several dtypes, and what each of them loses."""
+
+import csv
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.conversion import convert
+from keras_mp.layer_paths import layers_by_path, variables_by_path
+from keras_mp.numerics.exponents import Histogram, exponent_of
+from keras_mp.numerics.reports import (
+    GRADIENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    Report,
+    Row,
+    columns,
+    percent,
+)
+from keras_mp.numerics.watching import drawing_in_float32, watching_outputs
+from keras_mp.policy import policy_scope
+from keras_mp.step import gradients
+
+_DTYPES = ("float16", "bfloat16")
+_SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
+
+_SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
+
+# The values of each row of a run, and what they were computed in.
+_Values = dict[tuple[str, str], tuple[np.ndarray, str]]
+
+
+class Lost(NamedTuple):
+    """What a run in 16 bits has lost of a tensor that a run in float32 has.
+
+    Attributes:
+        values: int. How many values are finite and not zero in float32.
+        zero: int. How many of these are zero in this run.
+        subnormal: int. How many of these have fewer digits than the dtype has, since they are
+            below its smallest normal number; 0 where the run computes the tensor in float32.
+        infinite: int. How many of those that are finite in float32 are infinite or NaN.
+        error: float. How far the tensor, unscaled, is from that in float32, as a share of the
+            latter's norm; infinity where it is not finite.
+    """
+
+    values: int
+    zero: int
+    subnormal: int
+    infinite: int
+    error: float
+
+    @property
+    def share(self) -> float:
+        """Which share of the values is zero, from 0 to 1."""
+        return self.zero / self.values if self.values else 0.0
+
+
+class WhatIf:
+    """What was found: `what_if` returns it.
+
+    `result[dtype, scale]` is a dict of (kind, path) and `Lost`; `str(result)` is a table.
+
+    Attributes:
+        dtypes: list of str.
+        scales: list of float.
+        reference: `Report` of the run in float32. As nothing is lost in it, its windows are those
+            of what the model would have computed.
+        computed_in: dict of dtypes, and of these dicts of (kind, path) and the dtype that the
+            tensor had in such a run.
+        consumers: dict of paths of layers, and of these sets of paths of the layers that take what
+            they return.
+    """
+
+    def __init__(
+        self,
+        reference: Report,
+        lost: dict[tuple[str, float], dict[tuple[str, str], Lost]],
+        computed_in: dict[str, dict[tuple[str, str], str]],
+        consumers: dict[str, set[str]],
+    ) -> None:
+        self.reference, self.computed_in = reference, computed_in
+        self.consumers = consumers
+        self._lost = lost
+        self.dtypes = list(dict.fromkeys(dtype for dtype, _ in lost))
+        self.scales = sorted({scale for _, scale in lost})
+
+    def __getitem__(self, run: tuple[str, float]) -> dict[tuple[str, str], Lost]:
+        dtype, scale = run
+        if (dtype, float(scale)) not in self._lost:
+            raise KeyError(
+                f"Expected one of the dtypes {self.dtypes} and one of the scales {self.scales}. "
+                f"Received: {run!r}"
+            )
+        return self._lost[dtype, float(scale)]
+
+    def good_scales(self, dtype: str, tolerance: float = 0.0) -> list[float]:
+        """Tells at which scales no gradient has lost anything.
+
+        Args:
+            dtype: one of `dtypes`.
+            tolerance: float, from 0 to 1. Which share of a gradient may be zero. Defaults to 0.
+
+        Returns:
+            list of float.
+        """
+        return [scale for scale in self.scales if not self.losses(dtype, scale, tolerance)]
+
+    def losses(self, dtype: str, scale: float, tolerance: float = 0.0) -> dict[Any, Lost]:
+        """Returns those of the gradients that have lost something in a run.
+
+        Args:
+            dtype: one of `dtypes`.
+            scale: one of `scales`.
+            tolerance: float, from 0 to 1. Which share of a gradient may be zero. Defaults to 0.
+
+        Returns:
+            dict of (kind, path) and `Lost`.
+        """
+        return {
+            row: lost
+            for row, lost in self[dtype, scale].items()
+            if row[0] != OUTPUT and (lost.infinite or lost.share > tolerance)
+        }
+
+    def table(self, dtype: str, kind: str = GRADIENT) -> str:
+        """Returns a table of rows by scales: which share has become zero, or infinite.
+
+        Args:
+            dtype: one of `dtypes`.
+            kind: "gradient" (the default), "output" or "output gradient". Outputs do not depend on
+                the scale.
+
+        Returns:
+            str of several lines.
+        """
+        scales = self.scales[:1] if kind == OUTPUT else self.scales
+        lines = [(f"{kind}, {dtype}", *(f"2^{exponent_of(scale)}" for scale in scales))]
+        for row in self[dtype, scales[0]]:
+            if row[0] == kind:
+                lines.append((row[1], *(_cell(self[dtype, scale][row]) for scale in scales)))
+        return "\n".join(columns(lines, left=(0,)))
+
+    def __str__(self) -> str:
+        found = []
+        for dtype in self.dtypes:
+            scales = self.good_scales(dtype)
+            good = ", ".join(f"2^{exponent_of(scale)}" for scale in scales)
+            found += [f"{dtype}: nothing is lost of a gradient at {good or 'none of the scales'}"]
+            found += [self.table(dtype), ""]
+            lossy = [lost for row, lost in self[dtype, self.scales[0]].items() if row[0] == OUTPUT]
+            if any(lost.infinite or lost.zero for lost in lossy):
+                found += [self.table(dtype, OUTPUT), ""]
+        return "\n".join(found).rstrip()
+
+    def __repr__(self) -> str:
+        return f"<WhatIf of {self.dtypes} at {len(self.scales)} scales>"
+
+    def to_csv(self, path: Any) -> None:
+        """Writes a line for each run and row.
+
+        Args:
+            path: str or path of the file.
+        """
+        with pathlib.Path(path).open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("dtype", "scale", "kind", "path", *Lost._fields))
+            for (dtype, scale), rows in self._lost.items():
+                for row, lost in rows.items():
+                    writer.writerow((dtype, scale, *row, *lost))
+
+    def to_json(self, path: Any) -> None:
+        """Writes a list of runs, each with a list of rows.
+
+        Args:
+            path: str or path of the file.
+        """
+        runs = []
+        for (dtype, scale), rows in self._lost.items():
+            found = []
+            for (kind, name), lost in rows.items():
+                error = lost.error if np.isfinite(lost.error) else None
+                found.append(
+                    {"kind": kind, "path": name, **dict(zip(Lost._fields, lost)), "error": error}
+                )
+            runs.append({"dtype": dtype, "scale": scale, "rows": found})
+        pathlib.Path(path).write_text(json.dumps(runs))
+
+
+def what_if(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    dtypes: Iterable[str] = _DTYPES,
+    scales: Sequence[float] = _SCALES,
+    seed: int = 0,
+) -> WhatIf:
+    """Runs a batch forwards and backwards in float32, and in 16 bits at several loss scales.
+
+    The runs are real ones, of models that `keras_mp.convert` makes; `model` is not changed. Each
+    starts from the same weights and the same random numbers, so that they differ by rounding only
+    (layers of dropout and noise draw theirs in float32; what others draw in 16 bits differs). They
+    run eagerly and compare each value with that of the run in float32. Layers that the model
+    has in float32 beside others in 16 bits stay there.
+
+    Args:
+        model: A model of `tf.keras`, of any policy, that `keras_mp.convert` can make anew.
+        x: a batch of inputs.
+        y: a batch of labels.
+        sample_weight: their weights.
+        loss: callable with the labels and the predictions that returns the loss. Defaults to the
+            loss that the model is compiled with; losses of layers are part of it.
+        dtypes: iterable of "float16" and "bfloat16". Defaults to both. None of them: only what is
+            in `WhatIf.reference` is computed.
+        scales: sequence of float, powers of two. Defaults to 2^0, 2^3 and so on up to 2^24.
+        seed: int. With Keras 2, that of TensorFlow before each run.
+
+    Returns:
+        A `WhatIf`.
+
+    Raises:
+        TypeError: `model` is not a model of `tf.keras`.
+        ValueError: it cannot be made anew, has no loss, a dtype is another one, or a scale is no
+            power of two.
+
+    Example:
+
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense", use_bias=False)]
+    ... )
+    >>> loss = lambda y, predictions: tf.reduce_mean(tf.cast(predictions, "float32")) * 2.0**-30
+    >>> result = keras_mp.numerics.what_if(
+    ...     model, tf.ones([4, 2]), loss=loss, dtypes=["float16"], scales=[1.0, 2.0**10]
+    ... )
+    >>> result["float16", 1.0]["gradient", "dense/kernel"]
+    Lost(values=2, zero=2, subnormal=0, infinite=0, error=1.0)
+    >>> result.good_scales("float16")
+    [1024.0]
+    """
+    dtypes, scales = list(dtypes), [float(scale) for scale in scales]
+    for dtype in dtypes:
+        if dtype not in _DTYPES:
+            raise ValueError(
+                "TensorFlow computes in float16 and bfloat16; of other dtypes, "
+                "`WhatIf.reference` and histograms tell what they would lose. "
+                f"Received: dtype={dtype!r}"
+            )
+    for scale in scales:
+        exponent_of(scale)
+    batch = tf.nest.map_structure(
+        lambda each: None if each is None else tf.convert_to_tensor(each), (x, y, sample_weight)
+    )
+    reference = _Replay(model, "float32", loss, seed)
+    expected = reference.run(*batch, 1.0)
+    rows = [
+        Row(kind, path, dtype, Histogram.of(values))
+        for (kind, path), (values, dtype) in expected.items()
+    ]
+    lost: dict[tuple[str, float], dict[tuple[str, str], Lost]] = {}
+    computed_in = {}
+    for dtype in dtypes:
+        replay = _Replay(model, f"mixed_{dtype}", loss, seed, like=reference)
+        for scale in scales:
+            found = replay.run(*batch, scale)
+            lost[dtype, scale] = {
+                row: _compare(*found[row], expected[row][0], 1.0 if row[0] == OUTPUT else scale)
+                for row in expected
+                if row in found
+            }
+        computed_in[dtype] = {row: in_dtype for row, (_, in_dtype) in found.items()}
+    report = Report(rows, step=1, counted=1, loss_scale=1.0)
+    return WhatIf(report, lost, computed_in, reference.consumers)
+
+
+class _Replay:
+    """A model in some policy, which makes the same step any number of times."""
+
+    def __init__(
+        self, model: Any, policy: str, loss: Any, seed: int, like: "_Replay | None" = None
+    ) -> None:
+        self.model = convert(model, policy)
+        self._seed = seed
+        if loss is None:
+            given = getattr(model, "loss", None)
+            if not given and not getattr(model, "compiled", False):
+                raise ValueError(
+                    f"The model {model.name!r} has no loss: pass `loss`, or compile it. "
+                    f"Received: loss={loss!r}"
+                )
+            config = model.get_compile_config() or {}
+            with policy_scope(policy):
+                self.model.compile(loss=given, loss_weights=config.get("loss_weights"))
+        self._loss = loss
+        # The seeds of layers are among them on Keras 3.
+        variables = model.variables
+        if [v.shape for v in variables] != [v.shape for v in self.model.variables]:
+            variables = (like or self).model.variables
+        self._start = [tf.convert_to_tensor(v).numpy() for v in variables]
+        self._layers = layers_by_path(self.model)
+        self._variables = variables_by_path(self.model)
+        # Where nothing is cast, a layer gets the very tensor that another one has returned.
+        self.consumers: dict[str, set[str]] = {}
+
+    def run(self, x: Any, y: Any, sample_weight: Any, scale: float) -> _Values:
+        """Makes one step, without its end, and returns what it has computed."""
+        for variable, value in zip(self.model.variables, self._start):
+            variable.assign(value)
+        tf.random.set_seed(self._seed)
+        outputs: dict[str, list[tf.Tensor]] = {}
+
+        made_by: dict[int, str] = {}
+
+        def saw(path: str, tensor: tf.Tensor, arguments: list[Any]) -> tf.Tensor:
+            outputs.setdefault(path, []).append(tensor)
+            for argument in arguments:
+                if id(argument) in made_by:
+                    self.consumers.setdefault(made_by[id(argument)], set()).add(path)
+            made_by[id(tensor)] = path
+            return tensor
+
+        layers = {
+            path: layer
+            for path, layer in self._layers.items()
+            if not isinstance(layer, tf.keras.Model)
+        }
+        with tf.GradientTape() as tape:
+            with drawing_in_float32(layers.values()), watching_outputs(layers, saw):
+                predictions = self.model(x, training=True)
+            if self._loss is None:
+                loss = self.model.compute_loss(x, y, predictions, sample_weight)
+            else:
+                loss = tf.add_n([tf.cast(self._loss(y, predictions), tf.float32)])
+                for extra in self.model.losses:
+                    loss += tf.cast(extra, loss.dtype)
+            loss = gradients.scale_loss(loss, tf.constant(scale))
+        variables = [variable for variable, _ in self._variables.values()]
+        of_variables, of_outputs = tape.gradient(loss, (variables, outputs))
+        found = {}
+        for (path, (_, layer)), gradient in zip(self._variables.items(), of_variables):
+            found[GRADIENT, path] = [gradient], layer.compute_dtype
+        for path, tensors in outputs.items():
+            found[OUTPUT, path] = tensors, tensors[0].dtype.name
+        for path, tensors in of_outputs.items():
+            found[OUTPUT_GRADIENT, path] = tensors, outputs[path][0].dtype.name
+        values = {row: (_values(tensors), dtype) for row, (tensors, dtype) in found.items()}
+        return {row: found for row, found in values.items() if found[0].size}
+
+
+def _values(tensors: Sequence[Any]) -> np.ndarray:
+    """The values of tensors as float32, one after the other; None has none."""
+    dense = [tf.convert_to_tensor(tensor) for tensor in tensors if tensor is not None]
+    flat = [tf.cast(tensor, tf.float32).numpy().ravel() for tensor in dense]
+    return np.concatenate(flat) if flat else np.empty(0, np.float32)
+
+
+def _compare(values: np.ndarray, dtype: str, expected: np.ndarray, scale: float) -> Lost:
+    is_finite, counts = np.isfinite(values), np.isfinite(expected) & (expected != 0)
+    subnormal = counts & (values != 0) & (np.abs(values) < _SMALLEST_NORMAL.get(dtype, 0.0))
+    error = float("inf")
+    if is_finite.all():
+        with np.errstate(over="ignore", invalid="ignore"):
+            difference = values.astype(np.float64) / scale - expected
+            norm = np.linalg.norm(expected.astype(np.float64))
+        error = float(np.linalg.norm(difference) / norm) if norm else 0.0
+    return Lost(
+        int(counts.sum()),
+        int((counts & (values == 0)).sum()),
+        int(subnormal.sum()),
+        int((~is_finite & np.isfinite(expected)).sum()),
+        error,
+    )
+
+
+def _cell(lost: Lost) -> str:
+    if lost.infinite:
+        return "inf/nan"
+    return percent(lost.zero, lost.values) or "."

@@ -1,0 +1,134 @@
+"""Advice: it follows from the numbers, and a model that takes it loses nothing."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.numerics import advise, what_if
+from tests.common import once
+from tests.numerics.test_reports import report, row
+
+K = tf.keras
+
+
+@once
+def test_a_healthy_model_is_told_nothing():
+    advice = advise(report(row(values=[2.0**-30, 1.0]), row("output", "a", values=[100.0])))
+    assert advice == ([], {}, None)
+    assert str(advice) == "Nothing is lost."
+    assert advise(report(row(dtype="bfloat16")), "bfloat16").sentences == []
+
+
+@once
+def test_a_scale_that_is_too_small_or_too_large():
+    rows = [row(values=[2.0**-30] * 9), row(path="b/kernel", values=[1.5])]
+    first, second = advise(report(*rows, loss_scale=2.0)).sentences
+    assert first == (
+        "Fix the loss scale at 2^10: between 2^6 and 2^15 no gradient loses more than 0.1 %, in 10 "
+        "of 100 steps. At 2^1, 100.0 % of `dense/kernel` is below float16."
+    )
+    assert second.startswith("bfloat16 would lose nothing that float16 loses here")
+    assert "of 10 values none" in second
+    too_large = advise(report(*rows, loss_scale=2.0**20))
+    assert too_large.loss_scale == 2.0**10
+    assert "At 2^20, 100.0 % of `b/kernel` is beyond float16." in too_large.sentences[0]
+    # The tolerance is for those few that are next to zero.
+    few = row(values=[2.0**-60, *[1.0] * 1999])
+    assert advise(report(few)).sentences == []
+    alone = advise(report(few), tolerance=0.0)
+    assert (alone.policies, alone.loss_scale) == ({"dense": "float32"}, None)
+    assert alone.sentences[0] == (
+        "Run `dense` in float32: 1 of 2,000 values of `dense/kernel` is below float16 at any scale "
+        "that does not overflow it, in 10 of 100 steps."
+    )
+
+
+@once
+def test_no_scale_suits_all():
+    rows = [
+        row(path="embedding/embeddings", values=[2.0**14]),
+        row(path="dense/kernel", values=[2.0**4]),
+        row("output gradient", "dense_3", values=[2.0**-40, *[2.0**-20] * 7]),
+        row(path="dense_3/kernel", values=[2.0**-40]),
+    ]
+    advice = advise(report(*rows, loss_scale=1.0))
+    assert advice.policies == {"dense_3": "float32"}
+    assert advice.sentences[0] == (
+        "Run `dense_3` in float32: 100.0 % of `dense_3/kernel` is below float16 at any scale that "
+        "does not overflow `embedding/embeddings`, in 10 of 100 steps."
+    )
+    assert advice.sentences[1].startswith("Then fix the loss scale at 2^")
+    assert advice.loss_scale in (1.0, 2.0)
+    large = row(path="large/kernel", values=[2.0**10])
+    small = [row(path=f"{name}/kernel", values=[2.0**-40]) for name in "ab"]
+    advice = advise(report(large, *small))
+    assert advice.policies == {"large": "float32"}
+    assert "is beyond float16 at any scale at which nothing of `a/kernel` is lost" in str(advice)
+    # A loss scale is at least 1.
+    advice = advise(report(row(path="huge/kernel", values=[2.0**30]), *small))
+    assert advice.policies == {"huge": "float32"}
+    assert "100.0 % of `huge/kernel` is beyond float16" in str(advice)
+
+
+@once
+def test_outputs_come_first():
+    rows = [
+        row(values=[2.0**-90], dtype="float32"),
+        row("output", "mask", dtype="float32", values=[-1e9, 0, 1, 2]),
+        row("output", "after", dtype="float32", values=[1.0]),
+    ]
+    advice = advise(report(*rows))
+    assert advice.policies == {"mask": "float32"}
+    assert advice.sentences[0] == (
+        "Run `mask` in float32: 33.3 % of its output is beyond float16, in 10 of 100 steps."
+    )
+    in_half = [
+        row("output", "mask", values=[-np.inf, 0]),
+        row("output", "after", values=[np.nan, 1.0]),
+    ]
+    advice = advise(report(*in_half))
+    assert advice.policies == {"mask": "float32"}
+    assert len(advice.sentences) == 1  # Of bfloat16 nothing is known.
+
+
+@once
+def test_what_it_does_not_take():
+    with pytest.raises(TypeError, match="what_if returned. Received: 3"):
+        advise(3)
+    with pytest.raises(ValueError, match="Received: dtype='float32'"):
+        advise(report(row()), "float32")
+
+
+def model_with_a_mask():
+    """A mask of -1e9, in which all of one row is masked, as where a sequence is empty."""
+    inputs, mask = K.Input([6]), K.Input([6])
+    scores = K.layers.Dense(6, name="scores")(inputs)
+    far = K.layers.Rescaling(-1e9, name="far")(mask)
+    masked = K.layers.Add(name="masked")([scores, far])
+    weights = K.layers.Softmax(name="weights")(masked)
+    return K.Model([inputs, mask], K.layers.Dense(1, dtype="float32", name="head")(weights))
+
+
+def test_a_model_that_takes_it_loses_nothing():
+    rng = np.random.default_rng(0)
+    mask = (rng.random([8, 6]) < 0.3).astype(np.float32)
+    mask[0] = 1
+    x, y = [rng.normal(size=[8, 6]).astype(np.float32), mask], np.ones([8, 1], np.float32)
+    with keras_mp.policy_scope("mixed_float16"):
+        mixed = model_with_a_mask()
+    expected = keras_mp.convert(mixed, "float32")(x)
+    mse = lambda y, predictions: tf.reduce_mean((predictions - y) ** 2)  # noqa: E731
+    runs = {"loss": mse, "dtypes": ["float16"], "scales": [1.0, 2.0**8]}
+    advised = set()
+    for _ in range(4):
+        result = what_if(mixed, x, y, **runs)
+        advice = advise(result)
+        if not advice.policies:
+            break
+        advised |= set(advice.policies)
+        mixed = keras_mp.convert(mixed, advice.policies)
+    assert advised == {"far", "masked", "weights"}
+    assert not any(lost.infinite for lost in result["float16", 2.0**8].values())
+    assert mixed.get_layer("scores").compute_dtype == "float16"
+    np.testing.assert_allclose(mixed(x), expected, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,125 @@
+"""What a batch loses at several scales is what it loses when a model really runs at them."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.numerics import what_if
+from tests.common import once
+
+K = tf.keras
+
+
+def model_with_dropout(policy="mixed_float16"):
+    with keras_mp.policy_scope(policy):
+        return layers_with_dropout()
+
+
+def layers_with_dropout():
+    inputs = K.Input([8])
+    x = K.layers.Dense(8, name="dense")(inputs)
+    x = K.layers.BatchNormalization(name="normalization")(K.layers.Dropout(0.5, name="dropout")(x))
+    return K.Model(inputs, K.layers.Dense(1, dtype="float32", name="head")(x))
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=[16, 8]).astype(np.float32), rng.normal(size=[16, 1]).astype(np.float32)
+
+
+def really_run(model, x, y, scale):
+    """Gradients of a model, scaled, as a loop of one's own has them."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((tf.cast(model(x), tf.float32) - y) ** 2) * scale
+    return [tf.cast(g, tf.float32).numpy() for g in tape.gradient(loss, model.trainable_variables)]
+
+
+def test_its_numbers_are_those_of_really_running():
+    names = [f"dense_{place}" for place in range(3)]
+    model = K.Sequential([K.Input([8]), *(K.layers.Dense(8, name=name) for name in names)])
+    # Gradients become smaller and smaller.
+    model.set_weights([weight / 1024 for weight in model.get_weights()])
+    x, y = batch()
+    mse = lambda y, predictions: tf.reduce_mean((tf.cast(predictions, tf.float32) - y) ** 2)  # noqa: E731
+    scales = [1.0, 2.0**12, 2.0**30]
+    result = what_if(model, x, y, loss=mse, dtypes=["float16"], scales=scales)
+    expected = really_run(model, x, y, 1.0)
+    mixed = keras_mp.convert(model, "mixed_float16")
+    paths = [f"{name}/{which}" for name in names for which in ("kernel", "bias")]
+    for scale in scales:
+        for path, gradient, right in zip(paths, really_run(mixed, x, y, scale), expected):
+            lost, counts = result["float16", scale]["gradient", path], right != 0
+            assert lost.values == counts.sum()
+            assert lost.zero == (counts & (gradient == 0)).sum()
+            assert lost.infinite == (~np.isfinite(gradient)).sum()
+            is_small = (gradient != 0) & (np.abs(gradient) < 2.0**-14)
+            assert lost.subnormal == (counts & is_small).sum()
+            if np.isfinite(gradient).all():
+                error = np.linalg.norm(gradient / scale - right) / np.linalg.norm(right)
+                np.testing.assert_allclose(lost.error, error, rtol=1e-3)
+    assert result["float16", 1.0]["gradient", "dense_0/kernel"].zero > 0
+    assert result["float16", 2.0**30]["gradient", "dense_2/kernel"].infinite > 0
+    assert result.good_scales("float16") == [2.0**12]
+    # What is known of float32 says the same.
+    assert result.reference["gradient", "dense_0/kernel"].window("float16").low > 0
+
+
+def test_a_compiled_model_with_random_numbers_is_replayed_and_left_alone():
+    x, y = batch()
+    model = model_with_dropout()
+    model.compile("sgd", "mse")
+    before = [w.copy() for w in model.get_weights()]
+    result = what_if(model, x, y, scales=[2.0**5])
+    again = what_if(model, x, y, scales=[2.0**5])
+    for each in ("float16", "bfloat16"):
+        found = result[each, 2.0**5]
+        assert found == again[each, 2.0**5]
+        # Another mask of dropout would change half of the values.
+        assert found["output", "dropout"].error < 0.02
+        assert found["output", "dropout"].infinite == 0
+        assert found["gradient", "head/kernel"].error < 0.1
+    assert result.computed_in["float16"]["gradient", "dense/kernel"] == "float16"
+    assert result.computed_in["bfloat16"]["output", "dense"] == "bfloat16"
+    assert result.computed_in["float16"]["output", "head"] == "float32"
+    for was, weight in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(was, weight)
+
+
+@once
+def test_tables_and_files(tmp_path):
+    x, y = batch()
+    model = model_with_dropout()
+    model.compile("sgd", "mse")
+    result = what_if(model, x, y, dtypes=["float16"], scales=[1.0, 2.0**5])
+    first, head, *rows = str(result).splitlines()
+    assert first.startswith("float16: nothing is lost of a gradient at ")
+    assert head.split() == ["gradient,", "float16", "2^0", "2^5"]
+    assert len([row for row in rows if "/" in row]) == 6
+    result.to_csv(tmp_path / "a.csv")
+    lines = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    found = result["float16", 1.0]["gradient", "dense/kernel"]
+    [line] = [each for each in lines if each["path"] == "dense/kernel" and each["scale"] == "1.0"]
+    assert (int(line["values"]), int(line["zero"])) == (found.values, found.zero)
+    result.to_json(tmp_path / "a.json")
+    runs = json.loads((tmp_path / "a.json").read_text())
+    assert [(run["dtype"], run["scale"]) for run in runs] == [("float16", 1), ("float16", 2**5)]
+    assert len(runs[0]["rows"]) == len(result["float16", 1.0])
+
+
+@once
+def test_what_cannot_be_run_is_refused():
+    model = model_with_dropout()
+    with pytest.raises(ValueError, match="has no loss: pass `loss`, or compile it"):
+        what_if(model, *batch())
+    with pytest.raises(ValueError, match="Received: dtype='float8_e5m2'"):
+        what_if(model, *batch(), dtypes=["float8_e5m2"])
+    with pytest.raises(ValueError, match="power of two"):
+        what_if(model, *batch(), scales=[3])
+    result = what_if(model, *batch(), loss=lambda y, p: tf.reduce_mean(p), dtypes=[])
+    with pytest.raises(KeyError, match="Expected one of the dtypes"):
+        result["float16", 1.0]
+    assert result.reference["output", "head"].histogram.total == 16
