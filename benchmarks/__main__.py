@@ -17,6 +17,7 @@ from benchmarks import (
     guards,
     imports,
     memory,
+    numerics,
     overhead,
     rounding,
     sums,
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "guards": guards.run,
     "verdict": verdict.run,
     "wire": wire.run,
+    "numerics": numerics.run,
     "third_party": third_party.run,
 }
 

@@ -18,6 +18,7 @@ from benchmarks import (
     guards,
     memory,
     models,
+    numerics,
     overhead,
     rounding,
     sums,
@@ -327,3 +328,15 @@ def test_a_guard_is_held_against_a_step_without_it(tiny, monkeypatch):
     assert list(seconds) == list(guards.VARIANTS)
     assert all(len(times) == 2 for of in seconds.values() for times in of.values())
     assert keras_mp_sums.are_enabled()
+
+
+def test_histograms_are_held_against_a_step_without_them(tiny, monkeypatch):
+    monkeypatch.setattr(numerics, "REPEATS", 2)
+    seconds = numerics.measure("MLP")
+    assert {kind: len(times) for kind, times in seconds.items()} == {
+        "without": 2,
+        "not due": 2,
+        "due": 2,
+    }
+    twice_as_long = {"without": [1.0] * 4, "not due": [1.0] * 4, "due": [2.0] * 4}
+    assert numerics.share(twice_as_long) == "+1.0 % (+1.0 to +1.0 %)"
