@@ -44,7 +44,7 @@ def test_the_blocks_run_in_order(monkeypatch, tmp_path):
     names = {}
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 10
     assert isinstance(names["model"].optimizer, keras_mp.LossScaleOptimizer)
     assert isinstance(names["loaded"].optimizer, keras_mp.LossScaleOptimizer)
     assert (names["loaded"].compute_dtype, names["served"].compute_dtype) == ("float16", "float32")
