@@ -1,11 +1,16 @@
 """Trains one small model in float32, mixed_float16 and mixed_bfloat16, and compares the three.
 
 python -m keras_mp [--policy NAME|best ...] [--epochs N] [--strategy none|mirrored] [--output PATH]
+
+Or looks at a saved model:
+
+python -m keras_mp compare MODEL.keras BATCH.npz
 """
 
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import pathlib
 import statistics
@@ -23,6 +28,9 @@ _POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 _BEST = "best"
 # Module and distribution.
 _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+
+# What looks at a saved model instead. Each module has a `main`.
+_COMMANDS = {"compare": "keras_mp.numerics.compare_command"}
 
 _SEED = 0
 _BATCH_SIZE = 32
@@ -198,11 +206,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments of the command line; None for the process's own.
 
     Returns:
-        The exit status, 0.
+        The exit status: 0, or that of the command that the arguments begin with.
 
     Raises:
         SystemExit: an option is wrong, or matplotlib or scikit-learn is missing.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] in _COMMANDS:
+        return importlib.import_module(_COMMANDS[argv[0]]).main(argv[1:])
     options = _parse(argv)
     _require_extras()
     strategy = _make_strategy(options.strategy)
@@ -222,6 +233,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m keras_mp",
         description="Trains one small convolutional model on scikit-learn's digits under each "
         "policy, prints a comparison and draws the loss and the loss scale.",
+        epilog="python -m keras_mp compare --help: look at a model of your own",
     )
     parser.add_argument(
         "--policy",

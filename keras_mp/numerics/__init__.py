@@ -5,23 +5,35 @@ Each tool is a module of its own. What is gathered on the device stays there unt
 
 from keras_mp.numerics import figures
 from keras_mp.numerics.advice import Advice, advise
+from keras_mp.numerics.compare import compare, compare_records, record
+from keras_mp.numerics.comparison import Comparison, Finding
 from keras_mp.numerics.exponents import Fate, Histogram, Window
+from keras_mp.numerics.first_bad_operation import FirstBadOperation, NotFiniteError
 from keras_mp.numerics.histograms import ExponentHistograms, ExponentMonitor
+from keras_mp.numerics.records import Record
 from keras_mp.numerics.reports import Report, Row
 from keras_mp.numerics.what_if import Lost, WhatIf, what_if
 
 __all__ = [
     "Advice",
+    "Comparison",
     "ExponentHistograms",
     "ExponentMonitor",
     "Fate",
+    "Finding",
+    "FirstBadOperation",
     "Histogram",
     "Lost",
+    "NotFiniteError",
+    "Record",
     "Report",
     "Row",
     "WhatIf",
     "Window",
     "advise",
+    "compare",
+    "compare_records",
     "figures",
+    "record",
     "what_if",
 ]

@@ -125,7 +125,7 @@ def _diagnosis(not_finite: int, finite: int) -> str:
     )
     backward = (
         "gradients overflow on their way back: find the operation whose gradient is not finite "
-        "(tf.debugging.enable_check_numerics() names it), such as a square root or a norm at zero, "
+        "(keras_mp.numerics.FirstBadOperation names it), such as a square root or a norm at zero, "
         "run it in float32, or clip what goes into it; with several replicas, see whether "
         "aggregate_in_float16=False helps, since float16 sums end at 65504"
     )

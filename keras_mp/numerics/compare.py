@@ -1,0 +1,326 @@
+"""The same batch in two dtypes, side by side: where do they part, and is it rounding?
+
+A model in 16 bits is not where the same model in float32 is, and the deeper it is the less so.
+Whether that is a defect is told by two measurements.
+
+Its own share: each layer gets what it got in 16 bits, inputs and upstream gradients, once more in
+float32. What it returns differs by what this layer did, and by nothing that came before.
+
+What rounding explains: the float32 layer gets inputs and weights that are moved at random by as
+much as rounding moves them, and what it returns is moved too. Layers that amplify such errors, or a
+ReLU at zero that goes the other way, do so here as well. A distance is given in units of the
+largest effect that a few such runs have.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.conversion import convert
+from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.numerics import own_share, runs, whole_runs
+from keras_mp.numerics.comparison import Comparison
+from keras_mp.numerics.layer_calls import RandomNumbers
+from keras_mp.numerics.records import Record
+from keras_mp.numerics.runs import Batch, Run, unit_of
+
+_DEFAULT_LOSS_SCALE = 2.0**15
+_NARROW = ("float16", "bfloat16")
+
+Loss = Callable[[Any, Batch, Any], tf.Tensor]
+
+
+def compare(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    policy: Any = None,
+    reference: Any = "float32",
+    loss: Any = None,
+    step: Callable[..., tf.Tensor] | None = None,
+    loss_scale: float | None = None,
+    training: bool = True,
+) -> Comparison:
+    """Runs a model in 16 bits and in float32, and says where the two part.
+
+    Both runs have the same weights, the same batch and the same random numbers, and go forwards and
+    backwards. Each layer is then run once more, in both dtypes, on what it got in the first run, so
+    that what it does itself is told from what it was given. All of it runs in eager, functions that
+    `tf.function` made included. Weights and states are put back.
+
+    Distances are in units of what rounding explains, which is measured: the float32 model is run
+    with inputs, weights and outputs that are moved at random by up to two unit roundoffs of the
+    narrow dtype. More than 16 units are a finding. So a deep model may drift as far as its rounding
+    errors take it, and a layer that loses more than that is named, with what it does.
+
+    The loss is multiplied by the loss scale that the model is trained with: the current one of its
+    optimizer, or the one that the policy starts with, or 2 ** 15 in float16. If gradients overflow,
+    it is halved until they do not, as training would do.
+
+    Args:
+        model: of `tf.keras`. If it computes in 16 bits, it is run as it is, and a copy in float32;
+            otherwise a copy in `policy`, and the model itself.
+        x: the inputs of a batch, as the model takes them.
+        y: its labels. Without them, or without a loss, the loss is a sum of the outputs with random
+            signs.
+        sample_weight: weights for the loss.
+        policy: what `keras_mp.set_global_policy` takes, for a model that is not in 16 bits.
+        reference: what to compare with: a policy, or a model with the same layers, such as one with
+            the weights of another checkpoint. Defaults to "float32".
+        loss: a loss of `tf.keras`, by name or not, or a function of labels and predictions.
+            Defaults to what the model was compiled with.
+        step: for training loops of your own. Called with a model, `x` and `y`; calls the model and
+            returns the loss, a scalar. Then `loss` is not used.
+        loss_scale: float, at least 1. To begin with; see above.
+        training: bool. Are layers called with `training=True`?
+
+    Returns:
+        A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
+
+    Raises:
+        ValueError: neither model computes in 16 bits, or the two do not call the same layers.
+
+    Example:
+
+    >>> layers = tf.keras.layers
+    >>> class Mean(layers.Layer):
+    ...     def call(self, x):
+    ...         return tf.reduce_sum(x, axis=1) / 1000
+    >>> model = tf.keras.Sequential([tf.keras.Input([1000, 1]), Mean(name="mean")], name="model")
+    >>> batch = tf.fill([2, 1000, 1], 90.0)
+    >>> comparison = keras_mp.numerics.compare(model, batch, policy="mixed_float16")
+    >>> comparison.first.path
+    'mean'
+    >>> comparison.first.what
+    'overflow: Sum, a sum over 1,000 values, reaches 9e+04; float16 ends at 65,504'
+    """
+    narrow, wide = _both(model, policy, reference)
+    batch = _batch(x, y, sample_weight)
+    numbers = RandomNumbers()
+    losses = [
+        _loss_of(each, model, batch, loss, is_a_copy=each is not model and each is not reference)
+        for each in (narrow, wide)
+    ]
+    run = _run_at_a_good_scale(narrow, batch, losses[0], step, numbers, training, loss_scale)
+    other = runs.run(wide, batch, losses[1], step=step, numbers=numbers, training=training)
+    if len(run.calls) != len(other.calls):
+        raise ValueError(
+            "The two models do not call the same layers. Expected "
+            f"{[c.path for c in run.calls]}. Received: {[c.path for c in other.calls]}"
+        )
+    unit = max(unit_of(call) for call in run.calls)
+    explained = whole_runs.explain_by_noise(
+        wide, batch, losses[1], step, numbers, training, unit, other
+    )
+    layers, findings = whole_runs.compare_layers(
+        whole_runs.make_record(_describe(narrow), narrow, run, {}),
+        whole_runs.make_record(_describe(wide), wide, other, explained),
+        by_position=True,
+    )
+    layers, own = own_share.judge(layers, run, other, numbers)
+    return Comparison(
+        name=_describe(narrow),
+        reference=_describe(wide),
+        layers=layers,
+        findings=own or findings,
+        losses=(run.loss, other.loss),
+        loss_scale=run.loss_scale,
+    )
+
+
+def record(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    loss: Any = None,
+    step: Callable[..., tf.Tensor] | None = None,
+    loss_scale: float | None = None,
+    training: bool = True,
+    seed: int = 0,
+) -> Record:
+    """Runs a model and keeps what each layer returned, and the gradients, to compare them later.
+
+    For what cannot be run side by side: two commits, two machines, two versions of TensorFlow, two
+    checkpoints. Save it, and pass it to `compare_records` with another one. Large tensors are kept
+    as a sample of 65,536 numbers.
+
+    Args:
+        model: as for `compare`. It is run as it is.
+        x: as for `compare`.
+        y: as for `compare`.
+        sample_weight: as for `compare`.
+        loss: as for `compare`.
+        step: as for `compare`.
+        loss_scale: as for `compare`.
+        training: as for `compare`.
+        seed: int, of the random numbers, which two dtypes take different ones of: record both runs
+            with `training=False`, or in the same dtype, or use `compare`. As
+            `tf.keras.utils.set_random_seed` has it, which is called with it.
+
+    Returns:
+        A `Record`.
+
+    Example:
+
+    >>> model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(2)])
+    >>> before = keras_mp.numerics.record(model, tf.ones([3, 4]))
+    >>> model.layers[0].kernel.assign(model.layers[0].kernel * 1.5) is None
+    False
+    >>> after = keras_mp.numerics.record(model, tf.ones([3, 4]))
+    >>> comparison = keras_mp.numerics.compare_records(after, before)
+    >>> round(comparison.layers[0].output.relative, 3)
+    0.5
+    """
+    tf.keras.utils.set_random_seed(seed)
+    batch, numbers = _batch(x, y, sample_weight), RandomNumbers()
+    value = _loss_of(model, model, batch, loss)
+    run = _run_at_a_good_scale(model, batch, value, step, numbers, training, loss_scale)
+    unit = max(unit_of(call) for call in run.calls)
+    explained = whole_runs.explain_by_noise(model, batch, value, step, numbers, training, unit, run)
+    return whole_runs.make_record(_describe(model), model, run, explained)
+
+
+def compare_records(run: Record, reference: Record) -> Comparison:
+    """Says where two runs part that were recorded.
+
+    What a layer did itself cannot be told from what it was given, so that the findings are the
+    first layer whose outputs are further apart than rounding explains, and if there is none the
+    first on the way back.
+
+    Args:
+        run: what `record` returned, or `Record.load`.
+        reference: the same, of the run to compare with.
+
+    Returns:
+        A `Comparison`.
+
+    Raises:
+        ValueError: the two have no layer in common.
+
+    Example: see `record`.
+    """
+    layers, findings = whole_runs.compare_layers(run, reference)
+    if not layers:
+        raise ValueError(
+            "The two records have no layer in common. Expected layers such as "
+            f"{[layer.path for layer in reference.layers[:5]]}. "
+            f"Received: {[layer.path for layer in run.layers[:5]]}"
+        )
+    return Comparison(
+        run.name, reference.name, layers, findings, (run.loss, reference.loss), run.loss_scale
+    )
+
+
+def _both(model: Any, policy: Any, reference: Any) -> tuple[Any, Any]:
+    if not isinstance(model, tf.keras.Model):
+        raise TypeError(
+            "Expected a model of `tf.keras`, which is "
+            f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
+            f"(of type {type(model)})"
+        )
+    is_narrow = any(layer.compute_dtype in _NARROW for layer in keras_api.flatten_layers(model))
+    if policy is None and not is_narrow and not isinstance(reference, tf.keras.Model):
+        raise ValueError(
+            f"The model {model.name!r} does not compute in 16 bits. Say which policy to try: pass "
+            'policy="mixed_float16", or "mixed_bfloat16". Received: policy=None'
+        )
+    if isinstance(reference, tf.keras.Model):
+        return (model if policy is None else convert(model, policy)), reference
+    narrow = model if policy is None else convert(model, policy)
+    wide = model if not is_narrow and reference == "float32" else convert(model, reference)
+    return narrow, wide
+
+
+def _batch(x: Any, y: Any, sample_weight: Any) -> Batch:
+    def tensor(value: Any) -> Any:
+        return value if isinstance(value, tf.Tensor | tf.RaggedTensor) else tf.constant(value)
+
+    return Batch(
+        *(None if each is None else tf.nest.map_structure(tensor, each) for each in (x, y)),
+        sample_weight,
+    )
+
+
+def _loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool = False) -> Loss:
+    """The loss of a model, where `compiled` is what the user has compiled."""
+    if loss is not None and batch.y is not None:
+        function = tf.keras.losses.get(loss)
+
+        def value(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
+            del model
+            weight = () if batch.sample_weight is None else (batch.sample_weight,)
+            return tf.reduce_mean(function(batch.y, prediction, *weight))
+
+        return value
+    compiled_loss = getattr(compiled, "loss", None)
+    if compiled_loss and batch.y is not None:
+        if is_a_copy:
+            weights = (compiled.get_compile_config() or {}).get("loss_weights")
+            model.compile("sgd", loss=compiled_loss, loss_weights=weights)
+        with_loss = model if getattr(model, "loss", None) else compiled
+        return lambda model, batch, prediction: with_loss.compute_loss(
+            batch.x, batch.y, prediction, batch.sample_weight
+        )
+    return _signed_mean
+
+
+def _signed_mean(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
+    """A loss to which every output matters as much, and in which they do not cancel."""
+    del model, batch
+    random = np.random.default_rng(0)
+    parts = [
+        tf.reduce_mean(tf.cast(output, tf.float32) * random.choice([-1.0, 1.0], output.shape))
+        for output in runs.floating(prediction)
+    ]
+    return tf.add_n(parts)
+
+
+def _run_at_a_good_scale(
+    model: Any,
+    batch: Batch,
+    loss: Loss,
+    step: Any,
+    numbers: RandomNumbers,
+    training: bool,
+    loss_scale: float | None,
+) -> Run:
+    scale = _first_scale(model) if loss_scale is None else float(loss_scale)
+    while True:
+        run = runs.run(
+            model,
+            batch,
+            loss,
+            step=step,
+            numbers=numbers,
+            training=training,
+            loss_scale=scale,
+        )
+        if scale <= 1 or not math.isfinite(run.loss) or run.is_finite():
+            return run
+        scale = max(1.0, scale / 2)
+
+
+def _first_scale(model: Any) -> float:
+    for optimizer in wrappers_among(getattr(model, "optimizer", None)):
+        return float(optimizer.loss_scale())
+    policy = model.dtype_policy
+    if getattr(policy, "scales_loss", False):
+        return float(policy.loss_scale())
+    dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
+    return _DEFAULT_LOSS_SCALE if "float16" in dtypes else 1.0
+
+
+def _describe(model: Any) -> str:
+    # A model that was loaded may have another policy than its layers.
+    dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)} & {*_NARROW}
+    has_its_own = not dtypes or model.compute_dtype in dtypes
+    name = model.dtype_policy.name if has_its_own else " and ".join(sorted(dtypes))
+    return f"{model.name} in {name}"

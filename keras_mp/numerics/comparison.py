@@ -1,0 +1,232 @@
+"""What two runs are apart, layer by layer: as a table, as a picture, as JSON."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from keras_mp.numerics.distances import LIMIT, Distance
+
+_WIDEST_NAME = 48
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedLayer:
+    """One call of a layer.
+
+    Attributes:
+        path: str. The names of the layers from below the model to this one; of the model its name.
+        kind: str. Its class.
+        dtype: str. The narrowest dtype that it computes in or returns.
+        output: Distance of what it returned, all layers before it included; None where it returned
+            no floating point number.
+        gradient: Distance of the gradients of what it returned and of its weights, whichever is
+            further, all layers after it included.
+        own_output: Distance of what it makes of the same inputs in both dtypes: its own share.
+            None where that is not known.
+        own_gradient: the same of the gradients, given the same upstream gradient.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    output: Distance | None = None
+    gradient: Distance | None = None
+    own_output: Distance | None = None
+    own_gradient: Distance | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A layer that is further from float32 than rounding explains.
+
+    Attributes:
+        path: str. The layer.
+        kind: str. Its class.
+        direction: "forward" or "backward".
+        what: str. What it does.
+        line: str or None. The line of the program, as "model.py:12".
+        distance: Distance.
+
+    Example:
+
+    >>> distance = keras_mp.numerics.distances.Distance(relative=0.5, units=200.0)
+    >>> print(
+    ...     keras_mp.numerics.Finding("norm", "Norm", "forward", "Log of zero", "a.py:12", distance)
+    ... )
+    norm (Norm, a.py:12), forward: Log of zero
+    """
+
+    path: str
+    kind: str
+    direction: str
+    what: str
+    line: str | None
+    distance: Distance
+
+    def __str__(self) -> str:
+        where = f"{self.path} ({self.kind}{f', {self.line}' if self.line else ''})"
+        return f"{where}, {self.direction}: {self.what}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Where two runs part. Its `str` is a table.
+
+    Attributes:
+        name: str. The run that was looked at.
+        reference: str. The one that it was compared with.
+        layers: list of ComparedLayer, in the order in which the layers returned.
+        findings: list of Finding, in the order in which things happened: the forward pass first.
+            Layers that only pass on what another one did are not among them. Empty where rounding
+            explains all.
+        losses: the loss of the run and that of the reference.
+        loss_scale: float. What the loss was multiplied by in the run.
+
+    Example:
+
+    >>> comparison = keras_mp.numerics.Comparison("16 bits", "float32", [], [], (0.5, 0.5), 1.0)
+    >>> comparison.first is None, str(comparison).splitlines()[3]
+    (True, 'Rounding explains all differences.')
+    """
+
+    name: str
+    reference: str
+    layers: list[ComparedLayer]
+    findings: list[Finding]
+    losses: tuple[float, float]
+    loss_scale: float
+
+    @property
+    def first(self) -> Finding | None:
+        """The first layer that is further apart than rounding explains."""
+        return self.findings[0] if self.findings else None
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as dicts, lists, strings and numbers.
+
+        What is infinite is the string "inf", since JSON has no such number.
+        """
+        return _plain(dataclasses.asdict(self))
+
+    def to_json(self, path: str | os.PathLike | None = None) -> str:
+        """Returns it as JSON, and writes that to a file if there is a path."""
+        text = json.dumps(self.to_dict(), indent=1)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        return text
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws how far the runs are apart, from the first layer to the last.
+
+        What is above the dotted line is a finding.
+
+        Args:
+            axes: Matplotlib's two `Axes`, for outputs and for gradients. Defaults to those of a new
+                figure.
+
+        Returns:
+            The two `Axes`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        if axes is None:
+            try:
+                import matplotlib.pyplot as plt
+            except ImportError as error:
+                raise ImportError(
+                    'Pictures need matplotlib: pip install "keras-mp[tutorials]"'
+                ) from error
+            size = self.figure_size
+            _, axes = plt.subplots(2, figsize=size, sharex=True, layout="constrained")
+        sides = {"output": axes[0], "gradient": axes[1]}
+        for side, ax in sides.items():
+            for own, color in (("", "tab:blue"), ("own_", "tab:orange")):
+                label = "the layer's own share" if own else "with all that came before"
+                self._draw(ax, f"{own}{side}", color, label)
+            ax.axhline(LIMIT, color="black", linestyle=":", label="more is a finding")
+            ax.set_yscale("log")
+            ax.set_ylabel(f"{side}s apart\n(1: what rounding explains)")
+            ax.grid(alpha=0.3)
+            ax.legend()
+        axes[0].set_title(f"{self.name} and {self.reference}")
+        axes[1].set_xticks(range(len(self.layers)), [row.path for row in self.layers], rotation=90)
+        return axes
+
+    @property
+    def figure_size(self) -> tuple[float, float]:
+        """Inches that suit the number of layers."""
+        return min(24.0, max(6.0, 0.3 * len(self.layers))), 8.0
+
+    def _draw(self, ax: Any, name: str, color: str, label: str) -> None:
+        found = [(i, getattr(row, name)) for i, row in enumerate(self.layers)]
+        points = [(i, d.units) for i, d in found if d is not None and d.units > 0]
+        finite = [(i, units) for i, units in points if math.isfinite(units)]
+        infinite = [i for i, units in points if math.isinf(units)]
+        if finite:
+            ax.plot(*zip(*finite), ".-", color=color, label=label)
+        if infinite:
+            top = ax.get_xaxis_transform()
+            label = f"{label}: not finite"
+            ax.plot(infinite, [0.97] * len(infinite), "x", color=color, label=label, transform=top)
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.name}, compared with {self.reference}"
+        scale = f", at a loss scale of {self.loss_scale:g}" if self.loss_scale != 1 else ""
+        yield f"Loss: {self.losses[0]:.6g} and {self.losses[1]:.6g}{scale}"
+        yield ""
+        if self.findings:
+            yield "Further apart than rounding explains:"
+            for i, finding in enumerate(self.findings, 1):
+                yield f"{i}. {finding}"
+        else:
+            yield "Rounding explains all differences."
+        yield ""
+        yield from _table(self.layers)
+        yield ""
+        yield (
+            "Relative distances, and in parentheses those in units of what rounding explains. Own "
+            "share: of the same inputs."
+        )
+
+
+def _table(rows: Sequence[ComparedLayer]) -> Iterator[str]:
+    cells = [("Layer", "Dtype", "Output", "Own share", "Gradient", "Own share")]
+    for row in rows:
+        distances = (row.output, row.own_output, row.gradient, row.own_gradient)
+        name = f"{row.path} ({row.kind})"
+        if len(name) > _WIDEST_NAME:
+            name = "..." + name[3 - _WIDEST_NAME :]
+        cells.append((name, row.dtype, *map(_cell, distances)))
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for line in cells:
+        start = [line[0].ljust(widths[0]), line[1].ljust(widths[1])]
+        yield "  ".join([*start, *map(str.rjust, line[2:], widths[2:])]).rstrip()
+
+
+def _cell(distance: Distance | None) -> str:
+    if distance is None:
+        return "-"
+    if math.isinf(distance.relative):
+        return "not finite"
+    if distance.relative == 0:
+        return "0"
+    units = f"{distance.units:.1f}" if distance.units < 100 else f"{distance.units:.0f}"
+    return f"{distance.relative:.1e} ({units})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

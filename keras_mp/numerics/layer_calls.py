@@ -1,0 +1,203 @@
+"""The calls of layers, one by one: what goes in, what comes out, with which random numbers.
+
+Everything runs in eager, so that a call of a layer is a call of a Python function. What is watched
+is `call` of each layer: its arguments have been cast by then, and what it returns goes on.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.layer_paths import layers_by_path
+
+# Random operations are called through these modules. Of the functions in them, those that draw.
+_RANDOM_MODULES = (
+    "gen_random_ops",
+    "gen_stateful_random_ops",
+    "gen_stateless_random_ops",
+    "gen_stateless_random_ops_v2",
+)
+_DISTRIBUTIONS = ("uniform", "normal")
+
+Position = tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        position: which call it is within the call around it, from the outermost to this one. Two
+            runs of the same model have the same positions, whatever their layers are called.
+        path: str. The names of the layers from below the model to this one; of the model its name.
+        layer: the layer, or what else was called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        outputs: what it returned.
+    """
+
+    position: Position
+    path: str
+    layer: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any = None
+
+    def contains(self, other: "Call") -> bool:
+        """Was the other made inside of this one?"""
+        return other.position != self.position and self.position == other.position[: self.depth]
+
+    @property
+    def depth(self) -> int:
+        """In how many calls it is, itself counted."""
+        return len(self.position)
+
+
+Change = Callable[[tf.Tensor], tf.Tensor]
+
+
+class RandomNumbers:
+    """Numbers that the first run drew, for the others to use.
+
+    TensorFlow draws other numbers in float16 than in float32, from the same seed. So it is not the
+    seeds that are kept, but what came of them. Let the narrowest dtype run first: to cast its
+    numbers changes none of them.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: dict[tuple[Position, int], tf.Tensor] = {}
+
+    def take(self, position: Position, count: int, own: tf.Tensor) -> tf.Tensor:
+        """Returns what was drawn at that place, or keeps and returns `own`."""
+        drawn = self._drawn.setdefault((position, count), own)
+        return tf.cast(drawn, own.dtype) if drawn.shape == own.shape else own
+
+
+class Watch:
+    """Watches the calls of layers.
+
+    Attributes:
+        calls: list of Call, each when it ends: those inside of a layer come before its own.
+
+    Args:
+        numbers: RandomNumbers. Shared by runs that are to be compared.
+        change: called with each floating-point tensor that a layer returns; what it returns goes
+            on in its place. By default nothing is changed.
+        start: the position of the first call.
+    """
+
+    def __init__(
+        self, numbers: RandomNumbers, change: Change | None = None, start: Position = (0,)
+    ) -> None:
+        self.calls: list[Call] = []
+        self._numbers = numbers
+        self._change = change
+        # The position of the next call, and of each call that is going on the numbers drawn.
+        self._next, self._around, self._counts = start[-1], start[:-1], [0]
+
+    def run(
+        self, path: str, layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls something, as a layer of that name."""
+        position, outside = (*self._around, self._next), self._around
+        made = Call(position, path, layer, args, kwargs)
+        self._around, self._next = position, 0
+        self._counts.append(0)
+        try:
+            outputs = call(*args, **kwargs)
+        finally:
+            self._around, self._next = outside, position[-1] + 1
+            self._counts.pop()
+        if self._change is not None:
+            outputs = tf.nest.map_structure(self._changed, outputs)
+        made.outputs = outputs
+        self.calls.append(made)
+        return outputs
+
+    @contextlib.contextmanager
+    def over(self, root: Any) -> Iterator["Watch"]:
+        """Watches a model, or a layer, with the layers inside of it."""
+        with contextlib.ExitStack() as stack:
+            seen: set[int] = set()
+            for path, layer in _named(root):
+                if id(layer) not in seen:
+                    seen.add(id(layer))
+                    stack.enter_context(self._watching(path, layer))
+            stack.enter_context(self._drawing())
+            stack.enter_context(_eager_functions())
+            yield self
+
+    @contextlib.contextmanager
+    def _watching(self, path: str, layer: Any) -> Iterator[None]:
+        attributes = vars(layer)
+        own_attribute, own = attributes.get("call"), layer.call
+        vars(layer)["call"] = functools.wraps(own)(functools.partial(self.run, path, layer, own))
+        try:
+            yield
+        finally:
+            if own_attribute is None:
+                del attributes["call"]
+            else:
+                attributes["call"] = own_attribute
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name in _RANDOM_MODULES:
+                module = importlib.import_module(f"tensorflow.python.ops.{name}")
+                for key, function in list(vars(module).items()):
+                    if _draws(key, function):
+                        setattr(module, key, self._drawing_with(function))
+                        stack.callback(setattr, module, key, function)
+            yield
+
+    def _drawing_with(self, function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        @functools.wraps(function)
+        def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
+            own = function(*args, **kwargs)
+            if not tf.executing_eagerly():
+                return own
+            self._counts[-1] += 1
+            return self._numbers.take(self._around, self._counts[-1], own)
+
+        return draw
+
+    def _changed(self, value: Any) -> Any:
+        is_number = isinstance(value, tf.Tensor) and value.dtype.is_floating
+        return self._change(value) if is_number else value
+
+
+def _draws(name: str, function: Any) -> bool:
+    is_one_of_them = any(distribution in name for distribution in _DISTRIBUTIONS)
+    is_plain = not name.startswith("_") and "parameterized" not in name
+    return is_one_of_them and is_plain and not name.endswith("fallback") and callable(function)
+
+
+@contextlib.contextmanager
+def _eager_functions() -> Iterator[None]:
+    """Inside, what `tf.function` has made runs in eager as well."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+def _named(root: Any) -> Iterator[tuple[str, Any]]:
+    """Yields a model or layer, and what is inside of it that can be called, with their paths."""
+    yield root.name, root
+    if not isinstance(root, tf.keras.layers.Layer):
+        return
+    layers = layers_by_path(root)
+    yield from layers.items()
+    for path, layer in {"": root, **layers}.items():
+        # A functional model of Keras 3 has operations that are no layers.
+        for operation in getattr(layer, "operations", ()):
+            if not isinstance(operation, tf.keras.layers.Layer):
+                yield f"{path}/{operation.name}".strip("/"), operation

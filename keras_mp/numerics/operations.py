@@ -1,0 +1,188 @@
+"""Operations as they run, or as they become part of a graph."""
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from tensorflow.python.framework import op_callbacks as _op_callbacks
+
+from keras_mp.support import messages
+
+# Functions of these files call what makes gradients.
+_GRADIENT_FILES = tuple(
+    os.path.join("tensorflow", "python", *path)
+    for path in (("eager", "backprop.py"), ("ops", "gradients_util.py"))
+)
+
+_DATA_FOLDER = os.path.join("tensorflow", "python", "data", "")
+
+# They call every layer.
+_BASE_LAYERS = ("layer.py", "base_layer.py")
+
+# What moves or renames numbers, and computes none.
+SAFE = {
+    *("Assert", "Bitcast", "BroadcastTo", "Cast", "Concat", "ConcatV2", "Const", "ExpandDims"),
+    *("Fill", "Gather", "GatherV2", "Identity", "IdentityN", "OnesLike", "Pack", "Pad", "PadV2"),
+    *("Placeholder", "PreventGradient", "ReadVariableOp", "Reshape", "Reverse", "ReverseV2"),
+    *("Slice", "Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Tile", "Transpose"),
+    *("Unpack", "ZerosLike"),
+}
+
+
+class Operation(NamedTuple):
+    """An operation that ran.
+
+    Attributes:
+        type: its type, "MatMul" say.
+        inputs: the tensors that went in.
+        outputs: those that came out.
+        is_gradient: did it run for a gradient?
+        line: the line of the program that it came from, "model.py:12"; None where only libraries
+            had to do with it.
+    """
+
+    type: str
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    is_gradient: bool
+    line: str | None
+
+
+@contextlib.contextmanager
+def observed(callback: Callable[..., Any]) -> Iterator[None]:
+    """Calls back after each operation of this thread, and of replicas that it starts.
+
+    Args:
+        callback: as `tf.debugging`'s own tools have it: it gets the operation's type, inputs,
+            attributes and outputs, in a graph also `op_name=` and `graph=`.
+    """
+    _op_callbacks.add_op_callback(callback)
+    try:
+        yield
+    finally:
+        _op_callbacks.remove_op_callback(callback)
+
+
+class Kept:
+    """Operations that ran, in their order.
+
+    Attributes:
+        operations: list of Operation. Those that compute floating-point numbers. One whose result
+            is only rounded to 16 bits, as a sum in float32 is, has the rounded result.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        # The operation that computed a tensor, by the tensor's id, and the tensors, which are held
+        # so that no other one gets the id.
+        self._makers: dict[int, int] = {}
+        self._held: list[Any] = []
+
+    def is_computed(self, value: Any) -> bool:
+        """Has an operation computed it, or was it there before?"""
+        return id(value) in self._makers
+
+    def keep(
+        self,
+        kind: Any,
+        inputs: Sequence[Any],
+        attrs: Any,
+        outputs: Sequence[Any],
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Keeps an operation; `observed` calls it."""
+        del attrs
+        kind = kind.decode() if isinstance(kind, bytes) else kind
+        if not any(value.dtype.is_floating for value in outputs):
+            return
+        if kind not in SAFE:
+            maker = len(self.operations)
+            where = place()
+            self.operations.append(
+                Operation(kind, tuple(inputs), tuple(outputs), where.is_gradient, where.line)
+            )
+        else:
+            maker = next((self._makers[id(v)] for v in inputs if self.is_computed(v)), None)
+            if maker is None:
+                return
+            if kind == "Cast" and outputs[0].dtype.size < inputs[0].dtype.size:
+                made = self.operations[maker]
+                rounded = tuple(outputs[0] if v is inputs[0] else v for v in made.outputs)
+                self.operations[maker] = made._replace(outputs=rounded)
+        self._makers.update((id(value), maker) for value in outputs)
+        self._held.extend(outputs)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[Kept]:
+    """Keeps the operations of the block."""
+    seen = Kept()
+    with observed(seen.keep):
+        yield seen
+
+
+class Place(NamedTuple):
+    """Where an operation comes from.
+
+    Attributes:
+        is_gradient: is it a part of a gradient?
+        line: the innermost line that is the user's own or that of a layer of Keras, as
+            "model.py:12", or None.
+        is_data: does it belong to a pipeline of `tf.data`?
+    """
+
+    is_gradient: bool
+    line: str | None
+    is_data: bool
+
+
+def place() -> Place:
+    """Where the operation that runs now comes from."""
+    return place_in(_frames())
+
+
+def _frames() -> Iterator[tuple[str, int]]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def place_in(frames: Iterable[tuple[str, int]]) -> Place:
+    """Finds it in a stack.
+
+    Args:
+        frames: names of files and numbers of lines, the innermost first.
+    """
+    is_gradient, is_data, line = False, False, None
+    for file, number in frames:
+        kind = _kind_of_file(file)
+        if kind == "end" and line is not None:
+            break
+        if kind == "shown" and line is None:
+            line = f"{os.path.basename(file)}:{number}"
+        is_gradient = is_gradient or kind == "gradient"
+        is_data = is_data or kind == "data"
+    return Place(is_gradient, line, is_data)
+
+
+@functools.cache
+def _kind_of_file(file: str) -> str:
+    if file == __file__:
+        return "library"
+    if os.path.dirname(file) == os.path.dirname(__file__):
+        # Below there is whoever called a tool of this room.
+        return "end"
+    if file.endswith(_GRADIENT_FILES):
+        return "gradient"
+    if _DATA_FOLDER in file:
+        return "data"
+    if file == threading.__file__:  # in which replicas run
+        return "library"
+    is_layer = f"{os.sep}layers{os.sep}" in file and not file.endswith(_BASE_LAYERS)
+    return "shown" if is_layer or not messages.is_library(file) else "library"

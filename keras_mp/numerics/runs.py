@@ -1,0 +1,305 @@
+"""Runs a model forwards and backwards, and again call by call, on inputs that are given."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.layer_calls import Call, RandomNumbers, Watch
+
+# How far a run with noise moves each number: twice as far as rounding does at most. Rounding that
+# flips a ReLU is then found out by a few such runs. (Rounding one number of a tensor is on average
+# a third of the unit roundoff, and this noise is one unit.)
+NOISE = 2.0
+
+# The largest effect of so many runs with noise is what rounding explains.
+NOISY_RUNS = 4
+
+LOSS = "loss"
+
+
+class Batch(NamedTuple):
+    """What a model is run on.
+
+    Attributes:
+        x: tensors, in the structure that the model takes.
+        y: labels, or None.
+        sample_weight: weights of the loss, or None.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+
+
+class Run(NamedTuple):
+    """What one run of a model left.
+
+    Attributes:
+        calls: list of Call, in the order in which they ended; the last one is that of the loss,
+            unless the user's own function computes it.
+        gradients: dict, of each call's position the gradients of the outputs that are floating
+            point numbers, multiplied by the loss scale. None where an output has none.
+        weights: dict, of each trainable weight its gradient, not multiplied any more.
+        loss: float.
+        loss_scale: float.
+    """
+
+    calls: list[Call]
+    gradients: dict[tuple[int, ...], list[tf.Tensor | None]]
+    weights: dict[str, tf.Tensor]
+    loss: float
+    loss_scale: float
+
+    def is_finite(self) -> bool:
+        """Are all gradients?"""
+        kept = [*tf.nest.flatten(list(self.gradients.values())), *self.weights.values()]
+        return all(np.isfinite(array(gradient)).all() for gradient in kept if gradient is not None)
+
+
+def run(
+    model: Any,
+    batch: Batch,
+    loss: Callable[..., tf.Tensor],
+    *,
+    step: Callable[..., tf.Tensor] | None = None,
+    numbers: RandomNumbers,
+    training: bool = True,
+    loss_scale: float = 1.0,
+    change: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> Run:
+    """Runs a model forwards and backwards, in eager, and puts back what that assigned.
+
+    Args:
+        model: of `tf.keras`.
+        batch: Batch.
+        loss: called with the model, the batch and what the model returned; returns a scalar.
+        step: called with the model and the batch's `x` and `y`, in place of model and loss.
+        numbers: shared by the runs that are to be compared.
+        training: bool.
+        loss_scale: the loss is multiplied by it.
+        change: as for `Watch`.
+    """
+    watch = Watch(numbers, change)
+
+    def of_prediction(prediction: Any) -> tf.Tensor:
+        return loss(model, batch, prediction)
+
+    with as_it_was(model), tf.GradientTape() as tape:
+        tape.watch(floating(batch.x))
+        with watch.over(model):
+            if step is not None:
+                value = step(model, batch.x, batch.y)
+            else:
+                prediction = model(batch.x, training=training)
+                value = watch.run(LOSS, of_prediction, of_prediction, prediction)
+        scaled = tf.cast(value, tf.float32) * loss_scale
+        weights = named_weights(model)
+        outputs = [floating(call.outputs) for call in watch.calls]
+        gradients = tape.gradient(scaled, [outputs, list(weights.values())])
+    dense = [None if g is None else tf.convert_to_tensor(g) / loss_scale for g in gradients[1]]
+    return Run(
+        watch.calls,
+        {call.position: found for call, found in zip(watch.calls, gradients[0])},
+        {name: g for name, g in zip(weights, dense) if g is not None},
+        float(value),
+        loss_scale,
+    )
+
+
+class Replay(NamedTuple):
+    """What a layer made of inputs and of upstream gradients that it was given.
+
+    Attributes:
+        outputs: list of tensors, those that are floating point numbers.
+        gradients: dict, by the name of an input or a weight.
+    """
+
+    outputs: list[tf.Tensor]
+    gradients: dict[str, tf.Tensor]
+
+    def forward(self) -> dict[str, np.ndarray]:
+        """The outputs as arrays, by name."""
+        return {f"output {i}": array(output) for i, output in enumerate(self.outputs)}
+
+    def backward(self) -> dict[str, np.ndarray]:
+        """The gradients as arrays, by name."""
+        return {name: array(gradient) for name, gradient in self.gradients.items()}
+
+
+def replay(
+    call: Call,
+    layer: Any,
+    upstream: Sequence[tf.Tensor | None],
+    *,
+    numbers: RandomNumbers,
+    dtype: str | None = None,
+    move: Callable[[tf.Tensor], tf.Tensor] = lambda value: value,
+    change: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> Replay:
+    """Makes a call once more, with the same or with another layer.
+
+    Args:
+        call: what was called, with what.
+        layer: what to call now.
+        upstream: the gradients of its outputs.
+        numbers: those that the call drew are drawn again.
+        dtype: into which 16-bit numbers are cast first, and gradients last; None leaves them.
+        move: called with each floating-point tensor that goes in, forwards and backwards.
+        change: as for `Watch`.
+    """
+
+    def given(value: Any) -> Any:
+        if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
+            return value
+        # Not the same object, whose gradient would be that of the run that it comes from.
+        is_narrow = dtype is not None and value.dtype.size < 4
+        cast = tf.cast(value, dtype) if is_narrow else tf.identity(value)
+        mask = getattr(value, "_keras_mask", None)
+        moved = move(cast)
+        if mask is not None:
+            moved._keras_mask = mask
+        return moved
+
+    args, kwargs = tf.nest.map_structure(given, (call.args, call.kwargs))
+    inputs = floating((args, kwargs))
+    watch = Watch(numbers, change, call.position)
+    with as_it_was(layer), tf.GradientTape() as tape:
+        tape.watch(inputs)
+        if hasattr(layer, "weights") or hasattr(layer, "call"):
+            with watch.over(layer):
+                returned = layer(*args, **kwargs)
+        else:
+            returned = layer(*args, **kwargs)
+        outputs = floating(returned)
+        weights = named_weights(layer)
+    pairs = [
+        (output, tf.cast(move(tf.cast(gradient, tf.float32)), output.dtype))
+        for output, gradient in zip(outputs, upstream)
+        if gradient is not None and gradient.shape == output.shape
+    ]
+    named = {f"input {i}": value for i, value in enumerate(inputs)} | weights
+    if not pairs or not named:
+        return Replay(outputs, {})
+    found = tape.gradient(
+        [output for output, _ in pairs], list(named.values()), [gradient for _, gradient in pairs]
+    )
+    return Replay(
+        outputs,
+        {n: tf.convert_to_tensor(g) for n, g in zip(named, found) if g is not None},
+    )
+
+
+@contextlib.contextmanager
+def as_it_was(layer: Any) -> Iterator[None]:
+    """Puts back what the block assigns to the variables of a layer or model."""
+    variables = list(getattr(layer, "variables", ()))
+    before = [(variable, variable.numpy()) for variable in variables if hasattr(variable, "assign")]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            if not np.array_equal(variable.numpy(), value, equal_nan=value.dtype.kind == "f"):
+                variable.assign(value)
+
+
+class Noise:
+    """What rounding may do, done to a run in float32: numbers are moved at random.
+
+    Where the backward error of an algorithm is small, what it returns is what the exact one would
+    return for inputs that differ by a few roundings (N. Higham, "Accuracy and Stability of
+    Numerical Algorithms", 1.5); to move the numbers at random and look is Monte Carlo arithmetic
+    (D. Stott Parker, 1997).
+
+    Args:
+        unit: float. The unit roundoff whose effects are to be seen.
+        seed: int.
+    """
+
+    def __init__(self, unit: float, seed: int) -> None:
+        self._step = NOISE * unit
+        self._random = np.random.default_rng(seed)
+
+    def __call__(self, value: tf.Tensor) -> tf.Tensor:
+        """Moves each number, by up to twice the unit roundoff of its size."""
+        dtype = value.dtype if value.dtype.size >= 4 else tf.float32
+        factors = 1 + self._step * self._random.uniform(-1, 1, tuple(value.shape))
+        return tf.cast(tf.cast(value, dtype) * tf.cast(factors, dtype), value.dtype)
+
+    def on_inputs(self, structure: Any) -> Any:
+        """Moves the floating-point tensors in a structure."""
+        return tf.nest.map_structure(
+            lambda value: self(value) if floating(value) else value, structure
+        )
+
+    def both_ways(self, value: tf.Tensor) -> tf.Tensor:
+        """The same, and the gradient on its way back is moved too."""
+
+        @tf.custom_gradient
+        def moved(value: tf.Tensor) -> Any:
+            return self(value), self
+
+        return moved(value)
+
+    @contextlib.contextmanager
+    def on_weights(self, layer: Any) -> Iterator[None]:
+        """Moves the weights of a layer or model for the block."""
+        weights = [w for w in getattr(layer, "weights", ()) if tf.as_dtype(w.dtype).is_floating]
+        before = [weight.numpy() for weight in weights]
+        for weight, value in zip(weights, before):
+            noise = self._step * self._random.uniform(-1, 1, value.shape)
+            weight.assign((value * (1 + noise)).astype(value.dtype))
+        try:
+            yield
+        finally:
+            for weight, value in zip(weights, before):
+                weight.assign(value)
+
+
+def floating(structure: Any) -> list[tf.Tensor]:
+    """The floating-point tensors in a structure, each once."""
+    flat = tf.nest.flatten(structure)
+    found = [v for v in flat if isinstance(v, tf.Tensor) and v.dtype.is_floating]
+    return list({id(value): value for value in found}.values())
+
+
+def array(value: Any) -> np.ndarray:
+    """A tensor as an array in float64, which all that it may hold fits into."""
+    return tf.cast(tf.convert_to_tensor(value), tf.float64).numpy()
+
+
+def kind_of(layer: Any) -> str:
+    """What to call the class of what was called."""
+    return type(layer).__name__ if hasattr(layer, "call") else LOSS
+
+
+def dtype_of(call: Call) -> str:
+    """The coarsest dtype of what goes into a call, of what comes out, and that it computes in."""
+    tensors = floating((call.args, call.kwargs, call.outputs))
+    dtypes = [value.dtype.name for value in tensors]
+    dtypes.append(getattr(call.layer, "compute_dtype", None))
+    return max(
+        [dtype for dtype in dtypes if dtype in UNIT_ROUNDOFF] or ["float32"],
+        key=UNIT_ROUNDOFF.__getitem__,
+    )
+
+
+def unit_of(call: Call) -> float:
+    """The unit roundoff of that dtype."""
+    return UNIT_ROUNDOFF[dtype_of(call)]
+
+
+def named_weights(layer: Any) -> dict[str, Any]:
+    """The trainable weights of a layer or model, by names that a copy of it has as well.
+
+    Keras 3 may give a copy other paths, so it is their order that tells them apart.
+    """
+    weights = getattr(layer, "trainable_weights", ())
+    names = [weight.name.partition(":")[0].rpartition("/")[2] for weight in weights]
+    return {
+        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})": weight
+        for i, (name, weight) in enumerate(zip(names, weights))
+    }

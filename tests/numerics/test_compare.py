@@ -1,0 +1,417 @@
+"""Two dtypes side by side: planted defects are named, and honest models have none."""
+
+import json
+import math
+from typing import ClassVar
+
+import matplotlib
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.__main__ import main
+from keras_mp.numerics import compare, compare_records, layer_calls, record, runs
+from keras_mp.numerics.distances import Distance, apart, relative, underflow
+from tests import common
+
+L = tf.keras.layers
+
+
+def constant(value, like):
+    return tf.constant(value, like.dtype)
+
+
+def epsilon_of_zero(x):
+    mean = tf.reduce_mean(x, -1, keepdims=True)
+    variance = tf.reduce_mean((x - mean) ** 2, -1, keepdims=True)
+    return (x - mean) * tf.math.rsqrt(variance + constant(1e-8, x))
+
+
+def log_of_zero(x):
+    return tf.math.log(tf.nn.relu(x) + constant(1e-9, x))
+
+
+def norm_of_zero(x):
+    return x / (tf.norm(x, axis=-1, keepdims=True) + constant(1e-10, x))
+
+
+def long_sum(x):
+    rows = tf.repeat(tf.reduce_max(tf.abs(x[:, :1]), 0, keepdims=True) + 1, 100_000, 0)
+    return x + tf.reduce_sum(rows, 0, keepdims=True) * 1e-5
+
+
+def square(x):
+    return tf.sqrt(tf.square(x * 400) + 1) / 400
+
+
+def shifted(x):
+    return (x + 3000) - 3000
+
+
+def variance_by_squares(x):
+    y = x + 100
+    mean = tf.reduce_mean(y, -1, keepdims=True)
+    return x * tf.nn.relu(tf.reduce_mean(y * y, -1, keepdims=True) - mean * mean)
+
+
+def softmax_by_hand(x):
+    powers = tf.exp(6 * x)
+    return powers / tf.reduce_sum(powers, -1, keepdims=True)
+
+
+def mask_of_minus_1e9(x):
+    keep = tf.cast(tf.range(x.shape[-1]) < 4, x.dtype)
+    return tf.nn.softmax(x * keep + (1 - keep) * tf.cast(-1e9, x.dtype))
+
+
+def small_steps(x):
+    return tf.sqrt(tf.reduce_sum(tf.square(x * 1e-4), -1, keepdims=True)) * 1e4 * x
+
+
+def far_positions(x):
+    return x + tf.sin(tf.cast(tf.range(5000, 5000 + x.shape[-1]), x.dtype))
+
+
+def log_sum_exp(x):
+    return x + tf.math.log(tf.reduce_sum(tf.exp(20 * x), -1, keepdims=True))
+
+
+def two_thousand_and_one(x):
+    return (2048 + tf.nn.sigmoid(x)) / 4 - 512
+
+
+@tf.custom_gradient
+def gradient_that_overflows(x):
+    return tf.identity(x), lambda d: d * 60_000 * 60_000 / 3.6e9
+
+
+@tf.custom_gradient
+def gradient_that_underflows(x):
+    return tf.identity(x), lambda d: d * constant(1e-9, d) * 1e4 * 1e4
+
+
+DEFECTS = {
+    epsilon_of_zero: ("forward", "a constant of 1e-08 that goes in is 0 in float16"),
+    log_of_zero: ("forward", "a constant of 1e-09 that goes in is 0 in float16"),
+    norm_of_zero: ("forward", "a constant of 1e-10 that goes in is 0 in float16"),
+    long_sum: ("forward", "overflow: Sum, a sum over 100,000 values"),
+    square: ("forward", "overflow: Square reaches"),
+    shifted: ("forward", "cancellation: Sub of numbers of about 3e+03"),
+    variance_by_squares: ("forward", "cancellation: Sub of numbers of about 1.0"),
+    softmax_by_hand: ("forward", "overflow: Exp reaches"),
+    mask_of_minus_1e9: ("forward", "a constant of 1e+09 that goes in is infinite in float16"),
+    small_steps: ("forward", "of what Square returns is 0 in float16"),
+    far_positions: ("forward", "Sin of numbers of about 5.01e+03, which are multiples of 4"),
+    log_sum_exp: ("forward", "overflow: Exp reaches"),
+    two_thousand_and_one: ("forward", "cancellation: Sub of numbers of about 512"),
+    gradient_that_overflows: ("backward", "overflow: Mul reaches"),
+    gradient_that_underflows: ("backward", "a constant of 1e-09 that goes in is 0 in float16"),
+}
+
+
+class Planted(L.Layer):
+    """A layer with a defect. Its config has the function's number, since Keras saves no others."""
+
+    functions: ClassVar[list] = []
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        if callable(function):
+            self.functions.append(function)
+            function = len(self.functions) - 1
+        self.function = function
+
+    def call(self, x):
+        return self.functions[self.function](x)
+
+    def get_config(self):
+        return {**super().get_config(), "function": self.function}
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def small_model(*layers):
+    model = tf.keras.Sequential(
+        [tf.keras.Input([8]), L.Dense(16, "relu"), *layers, L.Dense(3)], name="model"
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+def batch(rows=16):
+    x = np.random.default_rng(0).normal(size=[rows, 8]).astype("float32")
+    x[:2] = 0
+    return x, np.zeros([rows, 3], "float32")
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
+def test_a_planted_defect_is_the_first_that_is_named(defect):
+    model = small_model(Planted(defect, name="planted"))
+    comparison = compare(model, *batch(), policy="mixed_float16")
+    direction, what = DEFECTS[defect]
+    first = comparison.first
+    assert (first.path, first.kind, first.direction) == ("planted", "Planted", direction)
+    assert what in first.what
+    assert first.line.startswith("test_compare.py:")
+    assert [finding.path for finding in comparison.findings] == ["planted"]
+    assert "planted (Planted, test_compare.py:" in str(comparison)
+
+
+def test_saturation_in_bfloat16_is_named():
+    comparison = compare(
+        small_model(Planted(shifted, name="planted")), *batch(), policy="mixed_bfloat16"
+    )
+    assert comparison.first.path == "planted"
+    assert "multiples of 2e+01 in bfloat16" in comparison.first.what
+
+
+def clean(comparison, units=1.5):
+    """No finding, and nothing near one: what is further is a few units at most."""
+    assert comparison.findings == [], str(comparison)
+    assert "Rounding explains all differences." in str(comparison)
+    for layer in comparison.layers:
+        for distance in (layer.output, layer.own_output):
+            assert distance is None or distance.units < units, layer
+    return comparison
+
+
+@common.once
+def test_a_deep_net_in_float16_drifts_and_is_sound():
+    layers = [L.Dense(12, "relu", kernel_initializer="he_normal") for _ in range(50)]
+    comparison = clean(compare(small_model(*layers), *batch(), policy="mixed_float16"))
+    assert len(comparison.layers) == 52 + 2  # the model and the loss
+    drift = [layer.output.relative for layer in comparison.layers]
+    assert drift[-3] > 3 * drift[0]
+    own = [layer.own_output.relative for layer in comparison.layers[:-2]]
+    assert max(own) < 2 * 2**-11
+
+
+def test_a_transformer_is_sound():
+    tokens = tf.keras.Input([6], dtype="int32")
+    x = L.Embedding(20, 8)(tokens)
+    attended = L.MultiHeadAttention(2, 4, dropout=0.1)(x, x, use_causal_mask=True)
+    x = L.LayerNormalization()(x + attended)
+    x = L.Dropout(0.2)(L.Dense(8, "gelu")(x))
+    model = tf.keras.Model(tokens, L.Dense(20, dtype="float32")(x))
+    model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    ids = np.random.default_rng(0).integers(0, 20, [4, 6])
+    comparison = clean(compare(model, ids, ids, policy="mixed_float16"))
+    assert any(layer.path.count("/") for layer in comparison.layers)  # layers inside of layers
+
+
+def test_a_convolutional_net_is_sound_in_bfloat16():
+    image = tf.keras.Input([8, 8, 3])
+    x = L.BatchNormalization()(L.Conv2D(4, 3, padding="same")(image))
+    x = L.Add()([x, L.Conv2D(4, 3, padding="same")(L.ReLU()(x))])
+    model = tf.keras.Model(image, L.Dense(2)(L.GlobalAveragePooling2D()(x)))
+    values = np.random.default_rng(0).uniform(size=[4, 8, 8, 3])
+    clean(compare(model, values, policy="mixed_bfloat16"))
+
+
+def test_a_recurrent_net_is_sound():
+    model = tf.keras.Sequential([tf.keras.Input([5, 4]), L.LSTM(4, dropout=0.2), L.Dense(1)])
+    values = np.random.default_rng(0).normal(size=[8, 5, 4])
+    clean(compare(model, values, policy="mixed_float16"))
+
+
+def test_both_draw_the_same_numbers():
+    model = small_model(L.Dropout(0.5), L.GaussianNoise(0.3))
+    comparison = clean(compare(model, *batch(), policy="mixed_float16"))
+    assert comparison.layers[1].kind == "Dropout"
+    assert comparison.layers[2].output.relative < 1e-3
+    numbers = layer_calls.RandomNumbers()
+    narrow = keras_mp.convert(model, "mixed_float16")
+    calls = [
+        runs.run(each, runs.Batch(*batch()), lambda m, b, p: tf.reduce_sum(p), numbers=numbers)
+        for each in (narrow, model)
+    ]
+    dropped = [runs.array(run.calls[1].outputs) == 0 for run in calls]
+    np.testing.assert_array_equal(*dropped)
+    assert 0.6 < dropped[0].mean() < 0.9
+
+
+def test_weights_and_states_are_as_they_were():
+    model = small_model(L.BatchNormalization(), L.Dropout(0.5))
+    before = [variable.numpy() for variable in model.variables]
+    compare(model, *batch(), policy="mixed_float16")
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert all("call" not in vars(layer) for layer in model.layers)
+    assert not tf.config.functions_run_eagerly()
+
+
+def test_units_are_those_of_rounding():
+    def off(x):
+        return x * (1 + 100 * 2.0**-11) if x.dtype == tf.float16 else x
+
+    model = small_model(Planted(off, name="planted"))
+    honest, layer = compare(model, *batch(), policy="mixed_float16").layers[:2]
+    assert honest.own_output.relative < 2**-11
+    assert layer.own_output.relative == pytest.approx(100 * 2.0**-11, rel=0.02)
+    # Noise of up to two unit roundoffs, once before and once after.
+    assert 100 / (2 * math.sqrt(2)) < layer.own_output.units < 100
+
+
+def test_distances():
+    one, other = np.array([1.0, 2.0, 0.0]), np.array([1.0, 1.0, 0.0])
+    assert apart(one, other) == pytest.approx(math.sqrt(1 / 3))
+    assert relative(one, other) == pytest.approx(math.sqrt(1 / 2))
+    assert apart(np.array([np.inf]), np.array([1.0])) == math.inf
+    assert apart(np.array([1.0]), np.array([np.nan])) == 0
+    assert apart(np.array([1e-200]), np.array([3e-200])) == pytest.approx(2e-200)
+    assert underflow(np.array([0.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0])) == 0.5
+    assert Distance.of(one, other[:2], 1.0, 1.0).units == math.inf
+    # Of what is nothing but rounding, relative distances say nothing.
+    noise, real = Distance(30.0, 0.4), Distance(0.01, 0.3)
+    assert Distance.worst([noise, real]) is real
+    assert Distance.worst([noise]) is noise
+    assert Distance.worst([Distance(30.0, 40.0), real]).units == 40
+
+
+def test_the_loss_scale_falls_until_nothing_overflows():
+    model = small_model(Planted(lambda x: x * 30))
+    x, y = batch()
+    comparison = clean(compare(model, x, y + 1000, policy="mixed_float16"))
+    assert 1 <= comparison.loss_scale < 2**15
+    assert compare(model, x, y, policy="mixed_float16", loss_scale=4).loss_scale == 4
+
+
+def test_a_loop_of_ones_own():
+    def step(model, x, y):
+        error = tf.cast(model(x, training=True), tf.float32) - y
+        return tf.reduce_mean(error**2)
+
+    comparison = compare(
+        small_model(Planted(square, name="planted")), *batch(), policy="mixed_float16", step=step
+    )
+    assert comparison.first.path == "planted"
+    assert "loss" not in [layer.path for layer in comparison.layers]
+
+
+class Subclassed(tf.keras.Model):
+    """Its own code overflows, not that of a layer; labels and inputs are dicts."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = tf.keras.Sequential([L.Dense(4), L.Dropout(0.5)])
+        self.last = L.Dense(1)
+
+    def call(self, inputs, training=None):
+        x = tf.exp(self.inner(inputs["x"], training=training) * 20 + 10)
+        return {"y": self.last(tf.math.log(x))}
+
+
+def test_what_a_model_does_between_its_layers_is_its_own():
+    wide = Subclassed()
+    with keras_mp.policy_scope("mixed_float16"):
+        narrow = Subclassed(name="mine")
+        x = {"x": batch()[0]}
+        narrow(x)
+    wide(x)
+    wide.set_weights(narrow.get_weights())
+    comparison = compare(narrow, x, reference=wide)
+    assert comparison.first.path == "mine"
+    assert comparison.first.what.startswith("overflow: Exp reaches")
+
+
+def test_a_checkpoint_with_other_weights():
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = small_model()
+    other = keras_mp.convert(model, "float32")
+    other.layers[-1].set_weights([w * 2 for w in other.layers[-1].get_weights()])
+    comparison = compare(model, *batch(), reference=other)
+    assert comparison.first.path == model.layers[-1].name
+    assert comparison.first.what.startswith("its weights are others than in the reference")
+
+
+def test_records_are_kept_in_files_and_compared(tmp_path):
+    model, (x, y) = small_model(L.Dropout(0.5)), batch()
+    record(model, x, y).save(tmp_path / "before.npz")
+    before = keras_mp.numerics.Record.load(tmp_path / "before.npz")
+    same = compare_records(record(model, x, y), before)
+    assert not same.findings
+    assert {layer.output.units for layer in same.layers} == {0.0}
+    both = [
+        record(each, x, y, loss="mse", training=False)
+        for each in (keras_mp.convert(model, "mixed_bfloat16"), model)
+    ]
+    assert not compare_records(*both).findings
+    last = model.layers[-1]
+    last.set_weights([weight * 1.01 for weight in last.get_weights()])
+    after = compare_records(record(model, x, y), before)
+    assert (after.first.path, after.first.direction) == (last.name, "forward")
+    assert after.layers[0].output.units == 0
+
+
+def test_a_record_of_something_else(tmp_path):
+    np.savez(tmp_path / "other.npz", x=1)
+    with pytest.raises(ValueError, match=r"Record.save wrote. Received: path='.*other.npz'"):
+        keras_mp.numerics.Record.load(tmp_path / "other.npz")
+    one = record(small_model(), *batch())
+    with pytest.raises(ValueError, match=r"ends with '.npz'. Received: path='a.json'"):
+        one.save("a.json")
+    other = keras_mp.numerics.Record("other", [], 0.0, 1.0)
+    with pytest.raises(ValueError, match="no layer in common"):
+        compare_records(one, other)
+
+
+def test_json_and_picture(tmp_path):
+    matplotlib.use("agg")
+    model = small_model(Planted(square, name="planted"))
+    comparison = compare(model, *batch(), policy="mixed_float16")
+    comparison.to_json(tmp_path / "comparison.json")
+    read = json.loads((tmp_path / "comparison.json").read_text())
+    assert read["findings"][0]["path"] == "planted"
+    assert read["layers"][1]["own_output"]["units"] == "inf"
+    axes = comparison.plot()
+    assert [label.get_text() for label in axes[1].get_xticklabels()][1] == "planted"
+    assert "the layer's own share: not finite" in axes[0].get_legend_handles_labels()[1]
+
+
+def test_what_cannot_be_compared():
+    with pytest.raises(TypeError, match="Expected a model of `tf.keras`"):
+        compare(tf.Module(), tf.ones([1, 2]))
+    with pytest.raises(ValueError, match="does not compute in 16 bits"):
+        compare(small_model(), *batch())
+    with pytest.raises(ValueError, match="do not call the same layers"):
+        compare(small_model(), *batch(), policy="mixed_float16", reference=small_model(L.ReLU()))
+
+
+def test_the_command(tmp_path, capsys):
+    x, y = batch()
+    np.savez(tmp_path / "batch.npz", x=x, y=y)
+    files = [str(tmp_path / "model.keras"), str(tmp_path / "batch.npz")]
+    model = small_model(L.Activation("exponential"))
+    model.save(files[0])
+    assert main(["compare", *files, "--policy", "mixed_float16"]) == 0
+    assert "Rounding explains all differences." in capsys.readouterr().out
+    model.layers[0].set_weights([10 * weight for weight in model.layers[0].get_weights()])
+    with keras_mp.policy_scope("mixed_float16"):
+        keras_mp.convert(model, "mixed_float16").save(files[0])
+    outputs = [str(tmp_path / name) for name in ("out.json", "out.png")]
+    assert main(["compare", *files, "--json", outputs[0], "--picture", outputs[1]]) == 1
+    assert "model in float16, compared with model in float32" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["findings"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@common.once
+def test_files_that_cannot_be_used(tmp_path, capsys):
+    small_model().save(tmp_path / "model.keras")
+    np.savez(tmp_path / "batch.npz", images=1)
+    model, data = str(tmp_path / "model.keras"), str(tmp_path / "batch.npz")
+    for arguments, message in (
+        (["none.keras", data], "none.keras cannot be loaded"),
+        ([model, "none.npz"], "none.npz cannot be loaded"),
+        ([model, data], "Expected arrays named x, y and sample_weight"),
+        ([model, data, "--json", "a.txt"], "must end with .json"),
+    ):
+        with pytest.raises(SystemExit) as raised:
+            main(["compare", *arguments])
+        assert raised.value.code == 2
+        assert message in capsys.readouterr().err
+    np.savez(tmp_path / "batch.npz", **{"x.a": [1.0], "x.b": [2.0], "y": [0.0]})
+    batch = keras_mp.numerics.command_line.load_batch(data)
+    assert (sorted(batch["x"]), batch["y"].tolist()) == (["a", "b"], [0.0])

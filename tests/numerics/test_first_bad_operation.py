@@ -1,0 +1,198 @@
+"""The first operation whose result is not finite is named, and what is planned goes on."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import op_callbacks  # to see what is left behind
+
+import keras_mp
+from keras_mp.numerics import FirstBadOperation, NotFiniteError
+from tests import common
+
+L = tf.keras.layers
+
+
+def program(**kwargs):
+    @tf.function(**kwargs)
+    def step(x):
+        masked = tf.where(x > 0, tf.math.log(x), 0.0)
+        return tf.reduce_sum(tf.exp(masked * 100))
+
+    return step
+
+
+@common.once
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_operation_its_line_and_its_inputs(jit_compile):
+    step = program(jit_compile=jit_compile)
+    with FirstBadOperation():
+        # The logarithm of zero goes nowhere.
+        assert step(tf.constant([0.0, 1.0])) == 2
+        with pytest.raises(NotFiniteError) as raised:
+            step(tf.constant([0.0, 3.0]))
+    bad = raised.value.operation
+    assert (bad.operation, bad.dtype, bad.bad, bad.is_gradient) == ("Exp", "float32", 1, False)
+    assert (bad.low, bad.high) == (1, 1)
+    assert bad.line.startswith("test_first_bad_operation.py:")
+    [given] = raised.value.inputs
+    assert (given.operation, given.low) == ("Mul", 0)
+    assert given.high == pytest.approx(100 * math.log(3))
+    assert "in the forward pass:\n  Exp (float32, test_first_bad_operation.py:" in str(raised.value)
+
+
+@common.once
+def test_nothing_is_left_behind():
+    step = program()
+    with pytest.raises(ZeroDivisionError), FirstBadOperation():
+        raise ZeroDivisionError
+    assert tf.executing_eagerly()
+    assert not op_callbacks.should_invoke_op_callbacks()
+    assert np.isinf(step(tf.constant([3.0])))
+    nothing = pytest.warns(keras_mp.MixedPrecisionWarning, match="has seen no operation")
+    with nothing, FirstBadOperation():
+        step(tf.constant([3.0]))
+
+
+@common.once
+def test_loops_and_branches():
+    @tf.function
+    def step(x):
+        for i in tf.range(4):
+            x = x * x * 1e30 if i == 2 else x + 1
+        return x
+
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
+        step(tf.constant(1e8))
+    assert raised.value.operation.operation == "Mul"
+    assert raised.value.operation.layer.startswith("while")
+
+
+@common.once
+def test_bad_inputs_and_bad_weights_are_named_themselves():
+    weight = tf.Variable(math.nan, name="weight")
+    step = tf.function(lambda x: x * 2 + weight)
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
+        step(tf.constant(math.inf))
+    assert raised.value.operation.operation == "Placeholder"
+    step = tf.function(lambda x: x * 2 + weight)
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
+        step(tf.constant(1.0))
+    assert raised.value.operation.operation == "ReadVariableOp"
+    assert raised.value.operation.bad == 1
+
+
+@common.once
+def test_eager_code_stops_where_it_is_checked():
+    with FirstBadOperation() as watch:
+        x = tf.nn.softmax(tf.constant([-math.inf, 1.0]) * 2)
+        watch.check()
+        tf.sqrt(-x)
+        with pytest.raises(NotFiniteError) as raised:
+            watch.check()
+        assert (raised.value.operation.operation, raised.value.operation.bad) == ("Sqrt", 1)
+        watch.check()
+
+
+@common.once
+def test_what_eager_code_gives_to_a_function_is_seen_there():
+    step = tf.function(lambda x, mask: tf.nn.softmax(x + mask))
+    with FirstBadOperation():
+        mask = tf.constant([1.0, 0.0]) * 1e38 * -10
+        for _ in range(2):
+            assert step(tf.constant([1.0, 2.0]), mask).numpy().tolist() == [0, 1]
+
+
+def scaled_step(optimizer, weight, **kwargs):
+    @tf.function(**kwargs)
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.cast(weight, tf.float16) * tf.cast(factor, tf.float16))
+            scaled = optimizer.get_scaled_loss(loss)
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, [weight]))
+        optimizer.apply_gradients(zip(gradients, [weight]))
+
+    return step
+
+
+def test_it_goes_on_while_the_loss_scale_falls():
+    weight = tf.Variable([1.0, 2.0])
+    scale = keras_mp.DynamicLossScale(2.0**14, min_loss_scale=2.0**12)
+    optimizer = keras_mp.LossScaleOptimizer("sgd", scale)
+    step = scaled_step(optimizer, weight)
+    with FirstBadOperation(optimizer) as watch:
+        step(tf.constant(8.0))  # 2**17 is too much, and so is 2**16.
+        step(tf.constant(8.0))
+        assert (watch.planned, float(scale())) == (2, 2.0**12)
+        step(tf.constant(8.0))
+        assert watch.planned == 2
+        with pytest.raises(NotFiniteError) as raised:
+            step(tf.constant(100.0))
+        assert raised.value.operation.is_gradient
+        # Not planned: the loss itself.
+        with pytest.raises(NotFiniteError) as raised:
+            step(tf.constant(60_000.0))
+        assert not raised.value.operation.is_gradient
+
+
+@common.once
+def test_without_a_scale_the_advice_is_to_pass_it():
+    weight = tf.Variable([0.0, 1.0])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.sqrt(weight))
+        weight.assign_sub(tape.gradient(loss, weight))
+
+    advised = pytest.raises(NotFiniteError, match="pass the model or the optimizer")
+    with advised as raised, FirstBadOperation():
+        step()
+    assert raised.value.operation.operation == "SqrtGrad"
+    # The line of the square root, not the one that asks for the gradient.
+    line = step.python_function.__code__.co_firstlineno + 3
+    assert raised.value.operation.line == f"test_first_bad_operation.py:{line}"
+
+
+def test_on_replicas():
+    strategy = common.mirrored(2)
+
+    @tf.function
+    def both():
+        def replica_step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return tf.exp(tf.gather([1.0, 3.0], replica) * 100)
+
+        return strategy.run(replica_step)
+
+    with pytest.raises(NotFiniteError, match="on .*CPU:1") as raised, FirstBadOperation():
+        both()
+    assert raised.value.device.endswith("CPU:1")
+    assert raised.value.operation.operation == "Exp"
+
+
+class Norm(L.Layer):
+    def call(self, x):
+        return x / (tf.reduce_max(tf.abs(x), -1, keepdims=True) + tf.constant(1e-8, x.dtype))
+
+
+def test_fit_names_the_layer_and_is_quick_again_after_it():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = tf.keras.Sequential(
+            [tf.keras.Input([4]), L.Dense(4, name="first"), Norm(name="norm"), L.Dense(1)],
+            name="model",
+        )
+    model.compile("sgd", "mse", jit_compile=False)
+    x, y = np.ones([8, 4], "float32"), np.zeros([8, 1], "float32")
+    x[1] = 0
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    bad = raised.value.operation
+    assert bad.operation == "RealDiv"
+    # Keras 3 opens a name scope twice, and the second has another name.
+    assert bad.layer.split("/")[-1] in ("norm", "norm_1")
+    assert bad.line.startswith("test_first_bad_operation.py:")
+    assert raised.value.inputs[1].low == 0
+    assert any("first" in each.layer for each in raised.value.history)
+    assert model.train_function is None
