@@ -26,7 +26,7 @@ from keras_mp.support import messages
 # Rows of a variable. Operations that come later are not watched.
 _CAPACITY = 2**14
 
-# Rows that are kept of what runs in eager.
+# After so many operations in eager it is looked at them.
 _EAGER_ROWS = 2**12
 
 # Of the layers before the first bad operation, how many a message shows.
@@ -170,7 +170,7 @@ class FirstBadOperation:
 
     It stops when the function that was called from eager code has returned, at the end of a batch
     of `fit` for example, and raises a `NotFiniteError`. In eager code it stops where the block
-    ends, or where `check` is called.
+    ends, where `check` is called, or else after some thousand operations.
 
     Functions are watched that are traced inside of the block; those of the model are traced anew,
     and once more after it. Other functions keep their checks: make them anew when you have
@@ -332,7 +332,10 @@ class FirstBadOperation:
                 self.check()
         elif graph is None:
             self._has_seen_any = True
-            self._eager.see(kind, inputs, outputs)
+            with self._lock:
+                if self._eager.is_full():
+                    self.check()
+                self._eager.see(kind, inputs, outputs)
 
     def _see_in_graph(
         self,
@@ -435,9 +438,6 @@ class _Eager:
             for i in known if kind not in _ONLY_LOOKS else ():
                 self.rows[i].is_used_elsewhere = True
             return
-        if len(self.rows) >= _EAGER_ROWS and not any(bad for bad, *_ in self._values):
-            self.take()
-            known = []
         scope = tf.get_current_name_scope()
         index = _append(self.rows, kind, _tidy(scope), operations.place(), looked_at[0], known)
         self._row_of.update((id(value), index) for value in looked_at)
@@ -449,6 +449,10 @@ class _Eager:
         low, high = finite.min(initial=math.inf), finite.max(initial=-math.inf)
         begins_here = bad > 0 and not any(self._values[i][0] for i in known)
         self._values.append((bad, low, high, begins_here))
+
+    def is_full(self) -> bool:
+        """Is it time to look? Not where nobody has used yet what has just been computed."""
+        return len(self.rows) >= _EAGER_ROWS and not self._values[-1][0]
 
     def pass_on(self, inputs: Sequence[Any]) -> None:
         for value in inputs:
