@@ -365,8 +365,8 @@ class FirstBadOperation:
             name = _tidy(name or "")
             layer = name.rpartition("/")[0]
             if place.is_gradient:
-                # The name scope of a gradient is the name of the operation that it is of, or else it
-                # is next to it: SqrtGrad to Sqrt.
+                # The name scope of a gradient is the name of the operation that it is of, or the
+                # two are next to each other, SqrtGrad and Sqrt.
                 beside = f"{layer}/{kind.removesuffix('Grad')}".strip("/")
                 found = self._forward.get(layer) or self._forward.get(beside)
                 layer, line = found or (layer, place.line)
