@@ -120,9 +120,7 @@ def report(
     if compiled:
         without = rewritten = graph.graph_def
     else:
-        config = passes.config_for_sessions(None, dtype)
-        without = tf_optimizer.OptimizeGraph(passes.without(config), graph, verbose=False)
-        rewritten = tf_optimizer.OptimizeGraph(config, graph, verbose=False)
+        without, rewritten = optimized(graph, None), optimized(graph, dtype)
     of_xla = _functions_for_xla(graph.graph_def)
     bodies = _bodies(without, of_xla, compiled)
     before = sum(dtype in each for body in bodies for _, each in _computations(body.nodes))
@@ -141,13 +139,26 @@ def report(
     return Report(name, dtype, tuple(operations), casts, before)
 
 
-def of_function(function: Any) -> tf.compat.v1.MetaGraphDef:
+def optimized(graph: tf.compat.v1.MetaGraphDef, dtype: str | None) -> tf.compat.v1.GraphDef:
+    """Returns what grappler makes of a graph before it runs, with the options of this program.
+
+    Args:
+        graph: `MetaGraphDef`, as `of_function` and `of_fetches` make it.
+        dtype: str, "float16" or "bfloat16", to which it is rewritten; None for no rewrite.
+    """
+    config = passes.config_for_sessions(None, dtype or "bfloat16")
+    config = config if dtype else passes.without(config)
+    return tf_optimizer.OptimizeGraph(config, graph, verbose=False)
+
+
+def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDef:
     """Makes what grappler takes of a concrete function.
 
     Args:
         function: `tf.types.experimental.ConcreteFunction`.
+        shapes: bool. Shall nodes have the shapes of their outputs? Defaults to False.
     """
-    definition = function.graph.as_graph_def()
+    definition = function.graph.as_graph_def(add_shapes=shapes)
     # As TensorFlow has the graph of a function when it rewrites it.
     inputs = {tensor.op.name: i for i, tensor in enumerate(function.graph.inputs)}
     for node in definition.node:

@@ -1,0 +1,370 @@
+"""What a traced function really computes in: work, casts, reasons, before and after grappler.
+
+Nothing runs: all of it is read from the graph.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_mp import hardware
+from keras_mp.grappler import passes
+from keras_mp.grappler import report as rewrites
+from keras_mp.numerics import census_text, estimates, graphs, origins, traces
+from keras_mp.numerics.census_text import sums
+from keras_mp.numerics.estimates import Estimate
+from keras_mp.numerics.graphs import Node
+from keras_mp.op_autocast import op_table, visible
+from keras_mp.support.messages import Line
+
+_HALF = ("float16", "bfloat16")
+# They hand on what they get, and compute nothing.
+_NO_COMPUTATIONS = frozenset(
+    (
+        *("Const", "Placeholder", "PlaceholderWithDefault", "_Arg", "_Retval", "NoOp"),
+        *("ReadVariableOp", "VarHandleOp", "AssignVariableOp", "Cast", "Identity", "IdentityN"),
+        *("StopGradient", "PreventGradient", "Snapshot", "Shape", "ShapeN", "Size", "Rank"),
+        *("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "Case"),
+        *("StatelessIf", "StatelessCase", "Pack", "Unpack", "Reshape", "ExpandDims", "Squeeze"),
+        *("StridedSlice", "Slice", "ConcatV2", "Split", "SplitV", "Transpose", "Tile"),
+        *("BroadcastTo", "BroadcastGradientArgs", "ZerosLike", "OnesLike", "Fill"),
+        *("TensorListReserve", "TensorListStack", "TensorListFromTensor", "TensorListGetItem"),
+        *("TensorListSetItem", "TensorListPushBack", "TensorListPopBack", "EmptyTensorList"),
+        "TensorListElementShape",
+    )
+)
+
+
+class Operation(NamedTuple):
+    """An operation that computes with floating-point numbers.
+
+    Attributes:
+        name: str. Its name in the graph.
+        op: str. Its type, such as "MatMul".
+        dtype: str. In which dtype it computes.
+        layer: str. The path of its layer; empty outside of layers.
+        line: the line of a program that made it, or None if libraries alone did.
+        why: str. Why it computes in this dtype.
+        turns: int. How often a call runs it.
+        kind: str. "matrix product" or "convolution"; empty for all others.
+        work: int. How many floating-point operations of products a call takes for it.
+
+    Example:
+
+    >>> from keras_mp.numerics.census import Operation
+    >>> Operation("a", "Exp", "float32", "", None, "", 1, "", 0).op
+    'Exp'
+    """
+
+    name: str
+    op: str
+    dtype: str
+    layer: str
+    line: Line | None
+    why: str
+    turns: int
+    kind: str
+    work: int
+
+
+class Cast(NamedTuple):
+    """A cast from one floating-point dtype to another.
+
+    Attributes:
+        name: str. Its name in the graph.
+        source: str. The dtype that it casts from.
+        to: str. The dtype that it casts to.
+        after: str. The path of the layer that makes what is cast; empty outside of layers.
+        before: str. That of the layer that takes it.
+        line: the line of a program that made it, or None if libraries alone did.
+        why: str. Who casts, and why.
+        bytes: int. How many bytes a call reads and writes for it.
+
+    Example:
+
+    >>> from keras_mp.numerics.census import Cast
+    >>> Cast("a", "float32", "float16", "", "", None, "", 6).to
+    'float16'
+    """
+
+    name: str
+    source: str
+    to: str
+    after: str
+    before: str
+    line: Line | None
+    why: str
+    bytes: int
+
+
+class Graph(NamedTuple):
+    """What is in a graph.
+
+    Attributes:
+        operations: tuple of `Operation`.
+        casts: tuple of `Cast`.
+
+    Example:
+
+    >>> from keras_mp.numerics.census import Graph
+    >>> Graph((), ()).work()
+    {}
+    """
+
+    operations: tuple[Operation, ...]
+    casts: tuple[Cast, ...]
+
+    def work(self) -> dict[str, int]:
+        """Returns a dict of dtypes, and how much products and convolutions compute in each."""
+        return sums((each.dtype, each.work) for each in self.operations if each.work)
+
+    def operations_by_dtype(self) -> dict[str, int]:
+        """Returns a dict of dtypes, and how many operations a call runs in each."""
+        return sums((each.dtype, each.turns) for each in self.operations)
+
+
+class Census(NamedTuple):
+    """What a traced function computes in. `str` of it, and `print`, give sentences and tables.
+
+    Attributes:
+        of: str. The name of the function, or of the model.
+        traced: `Graph`, as it was traced.
+        optimized: `Graph`, as grappler leaves it and TensorFlow runs it; None where XLA compiles
+            it as a whole, which grappler does not see.
+
+    Example:
+
+    >>> census = keras_mp.numerics.census(tf.matmul, tf.ones([2, 3]), tf.ones([3, 4]))
+    >>> census.traced.work()
+    {'float32': 48}
+    """
+
+    of: str
+    traced: Graph
+    optimized: Graph | None
+
+    @property
+    def runs(self) -> Graph:
+        """What runs: the optimized graph, where there is one."""
+        return self.optimized or self.traced
+
+    def estimate(
+        self,
+        speeds: Mapping[str, Mapping[str, float]] | None = None,
+        bandwidth: float | None = None,
+    ) -> Estimate | None:
+        """Estimates from the speed of the device how fast the function could be.
+
+        Args:
+            speeds: floating-point operations a second, as `keras_mp.hardware.speeds` returns them,
+                which is the default.
+            bandwidth: bytes a second that casts move. By default a cast is timed, in some
+                milliseconds.
+
+        Returns:
+            `Estimate`; None where no speeds are known.
+        """
+        speeds = speeds or hardware.speeds()
+        if speeds is None:
+            return None
+        return estimates.estimate(self.runs, speeds, bandwidth or estimates.bandwidth_of_casts())
+
+    def to_json(self) -> str:
+        """Returns all of it as JSON: an object with "of", "traced" and "optimized"."""
+        graphs_of = {"traced": self.traced, "optimized": self.optimized}
+        listed = {
+            name: graph
+            and {
+                "work": graph.work(),
+                "operations": [_as_dict(each) for each in graph.operations],
+                "casts": [_as_dict(each) for each in graph.casts],
+            }
+            for name, graph in graphs_of.items()
+        }
+        return json.dumps({"of": self.of, **listed})
+
+    def __str__(self) -> str:
+        return "\n".join(census_text.lines(self))
+
+
+def census(function: Any, *args: Any, **kwargs: Any) -> Census:
+    """Counts what a function, or the training step of a model, computes in which dtype, and why.
+
+    Floating-point work is that of matrix products and convolutions, forwards and backwards, where a
+    multiplication and an addition count as two. Of a branch, the one with more work counts. A loop
+    counts with the turns that it is known to make at most, and once if that is not known.
+
+    Args:
+        function: a model of `tf.keras`; or a `tf.types.experimental.ConcreteFunction`, a
+            `tf.function` or another callable. Of a compiled model it is the training step, of
+            another one the forward pass.
+        *args: of a model, a batch as `fit` takes it: x, or a tuple `(x, y)` or
+            `(x, y, sample_weight)`. Of what is not traced yet, its arguments or `tf.TensorSpec`s.
+        **kwargs: more arguments of what is not traced yet.
+
+    Returns:
+        `Census`.
+
+    Raises:
+        TypeError: `function` cannot be called, or a model comes without a batch.
+
+    Example:
+
+    >>> model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(4)])
+    >>> keras_mp.numerics.census(model, tf.ones([2, 8])).traced.work()
+    {'float32': 128}
+    """
+    model = None
+    if isinstance(function, tf.keras.Model):
+        model = function
+        if len(args) != 1 or kwargs:
+            raise TypeError(
+                "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
+                f"Received {len(args)} positional and {len(kwargs)} other arguments."
+            )
+        concrete = traces.step_of(model, traces.batch_of(args[0]))
+        step = "the training step" if traces.trains(model) else "the forward pass"
+        name = f"{step} of {model.name!r}"
+    else:
+        concrete = traces.function_of(function, *args, **kwargs)
+        name = getattr(function, "__name__", concrete.name)
+    return _census(concrete, name, model)
+
+
+def _census(concrete: Any, name: str, model: Any) -> Census:
+    meta = rewrites.of_function(concrete, shapes=True)
+    reader = _Reader(concrete, model)
+    traced_nodes = graphs.walk(meta.graph_def)
+    traced = reader.read(traced_nodes)
+    if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
+        return Census(name, traced, None)
+    rewritten_to = passes.enabled_dtype()
+    graph = rewrites.optimized(meta, rewritten_to)
+    shapes = {node.proto.name: node.outputs for node in traced_nodes}
+    reader.rewritten_to = rewritten_to
+    return Census(name, traced, reader.read(graphs.walk(graph, shapes)))
+
+
+class _Reader:
+    """Reads nodes, with what is known of the function that they come from.
+
+    Args:
+        concrete: `ConcreteFunction`.
+        model: the model whose step it is, or None.
+    """
+
+    def __init__(self, concrete: Any, model: Any) -> None:
+        self._made = {op.name: op for op in concrete.graph.get_operations()}
+        self._layers, self._is_model = origins.Layers(model), model is not None
+        self._is_autocast = any(_is_autocast(name) for name in self._made)
+        # A kernel in the graph that was rewritten, and in which dtype it was before.
+        self._before: dict[str, str] = {}
+        self.rewritten_to: str | None = None
+
+    def read(self, nodes: Sequence[Node]) -> Graph:
+        takers: dict[str, list[Any]] = defaultdict(list)
+        for node in nodes:
+            if node.is_in_main:
+                for source in node.sources:
+                    if source is not None:
+                        takers[source.name].append(node.proto)
+        operations, casts = [], []
+        for node in nodes:
+            if node.proto.op == "Cast":
+                if len(node.dtypes) == 2:
+                    casts.append(self._cast(node, takers[node.proto.name]))
+            elif node.dtypes and node.proto.op not in _NO_COMPUTATIONS:
+                operations.append(self._operation(node))
+        self._before = {each.name: each.dtype for each in operations}
+        return Graph(tuple(operations), tuple(casts))
+
+    def _operation(self, node: Node) -> Operation:
+        proto, work = node.proto, node.work
+        dtype = node.dtypes.get("T") or next(iter(node.dtypes.values()))
+        return Operation(
+            proto.name,
+            proto.op,
+            dtype,
+            self._layers.name(proto.name),
+            self._line(proto.name),
+            self._why(proto, dtype),
+            node.turns,
+            work.kind if work else "",
+            work.count * node.turns if work else 0,
+        )
+
+    def _why(self, proto: Any, dtype: str) -> str:
+        if self.rewritten_to == dtype and self._before.get(proto.name, dtype) != dtype:
+            return "the graph rewrite"
+        if self._is_autocast and proto.op in op_table.ROWS:
+            row = op_table.ROWS[proto.op]
+            if row.verdict in (op_table.DENY, op_table.PROMOTE) or dtype in _HALF:
+                return f"autocast: {row.why}"
+        layer, made = self._layers.layer(proto.name), self._made.get(proto.name)
+        if layer is None:
+            is_users = made is not None and origins.maker_of(made) == "user"
+            return (
+                "loss, metrics or optimizer" if self._is_model and not is_users else "the program"
+            )
+        policy = layer.dtype_policy.name
+        if dtype == layer.compute_dtype:
+            return f"policy {policy}"
+        if made is not None and origins.maker_of(made) == "user":
+            return f"the layer's code, against its policy {policy}"
+        return f"{type(layer).__name__} computes so under {policy}"
+
+    def _cast(self, node: Node, takers: Sequence[Any]) -> Cast:
+        proto, source = node.proto, node.sources[0]
+        name = proto.name
+        after = self._layers.name(source.name) if source is not None else ""
+        before = next(filter(None, (self._layers.name(each.name) for each in takers)), "")
+        source_dtype, dtype = node.dtypes["SrcT"], node.dtypes["DstT"]
+        size = tf.as_dtype(source_dtype).size + tf.as_dtype(dtype).size
+        count = 1
+        for dimension in node.outputs[0] if node.outputs and node.outputs[0] else ():
+            count *= dimension
+        own = self._layers.name(name)
+        return Cast(
+            name,
+            source_dtype,
+            dtype,
+            after or own,
+            before or own,
+            self._line(name),
+            self._why_cast(name, source, after, before),
+            size * count * node.turns,
+        )
+
+    def _why_cast(self, name: str, source: Any, after: str, before: str) -> str:
+        made = self._made.get(name)
+        if name.endswith("AutoMixedPrecision"):
+            return "the graph rewrite"
+        if _is_autocast(name):
+            return "autocast"
+        if origins.is_of_backward_pass(name):
+            return "backward pass of a cast"
+        if source is not None and source.op == "ReadVariableOp":
+            return "a variable, cast to the policy of its layer"
+        maker = None if made is None else origins.maker_of(made)
+        if maker == "user":
+            return "the program's own cast"
+        if maker == "keras_mp":
+            return "keras_mp: loss, loss scaling or float32 sums"
+        if not self._layers.name(name) and not before:
+            return "loss, metrics or optimizer" if self._is_model else "the program's own cast"
+        return "a layer's input, cast to its policy" if after != before else "inside of a layer"
+
+    def _line(self, name: str) -> Line | None:
+        made = self._made.get(name)
+        return None if made is None else origins.line_of(made)
+
+
+def _is_autocast(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(visible.NAME)
+
+
+def _as_dict(each: Any) -> dict[str, Any]:
+    return {**each._asdict(), "line": each.line and list(each.line)}

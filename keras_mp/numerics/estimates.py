@@ -1,0 +1,109 @@
+"""How fast a function could be, by what it computes and how fast the device is."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_mp.numerics.census_text import NO_LAYER
+
+_HALF = ("float16", "bfloat16")
+_BYTES = 2**24
+
+
+class Change(NamedTuple):
+    """A change that would make a function faster.
+
+    Attributes:
+        what: str. What to change.
+        seconds: float. What a call would gain.
+
+    Example:
+
+    >>> from keras_mp.numerics.estimates import Change
+    >>> Change("compute 'dense' in bfloat16", 0.001).seconds
+    0.001
+    """
+
+    what: str
+    seconds: float
+
+
+class Estimate(NamedTuple):
+    """How long products and casts take, by the measured speeds of the device.
+
+    Attributes:
+        seconds: float. What products, convolutions and casts of a call take at least.
+        fastest: float. The same, with each product in the dtype that is fastest here, and no cast.
+        changes: tuple of at most three `Change`s, that which brings most first.
+
+    Example:
+
+    >>> from keras_mp.numerics.estimates import Estimate
+    >>> print(Estimate(0.002, 0.001, ()))
+    Products and casts take at least 2 ms here; 1 ms with the fastest dtypes and no casts.
+    """
+
+    seconds: float
+    fastest: float
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        head = (
+            f"Products and casts take at least {_milliseconds(self.seconds)} here; "
+            f"{_milliseconds(self.fastest)} with the fastest dtypes and no casts."
+        )
+        changes = (f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes)
+        return "\n".join([head, *(("What would bring most:",) if self.changes else ()), *changes])
+
+
+def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: float) -> Estimate:
+    """Estimates the time of products and casts.
+
+    Args:
+        graph: `Graph`.
+        speeds: floating-point operations a second by kind and dtype.
+        bandwidth: bytes a second that casts move.
+    """
+    half = next((dtype for dtype in graph.work() if dtype in _HALF), "bfloat16")
+
+    def seconds(each: Any, dtype: str) -> float:
+        return each.work / speeds[each.kind].get(dtype, speeds[each.kind]["float32"])
+
+    products = [each for each in graph.operations if each.work]
+    now = sum(seconds(each, each.dtype) for each in products)
+    fastest = sum(min(seconds(each, dtype) for dtype in ("float32", half)) for each in products)
+    casting = sum(each.bytes for each in graph.casts) / bandwidth
+    gains: Counter[str] = Counter()
+    for each in products:
+        other = half if each.dtype not in _HALF else "float32"
+        where = f"the {each.kind}s of {each.layer or NO_LAYER}"
+        if each.dtype in _HALF:  # What 16 bits do not bring here, they bring nowhere in the model.
+            where = f"all {each.kind}s that are in {each.dtype} now"
+        gains[f"compute {where} in {other}"] += seconds(each, each.dtype) - seconds(each, other)
+    places: dict[frozenset[str], str] = {}
+    for each in graph.casts:
+        after, before = each.after or NO_LAYER, each.before or NO_LAYER
+        # With a cast goes the one of the backward pass, which is between the same layers.
+        where = f"in {after}" if after == before else f"between {after} and {before}"
+        where = places.setdefault(frozenset((after, before)), where)
+        gains[f"leave out the casts {where}"] += each.bytes / bandwidth
+    changes = [Change(what, gain) for what, gain in gains.most_common(3) if gain > 0]
+    return Estimate(now + casting, fastest, tuple(changes))
+
+
+def bandwidth_of_casts() -> float:
+    """Measures the bytes a second that a cast reads and writes, of the fastest of some."""
+    source = tf.zeros([_BYTES // 4])
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        tf.cast(source, tf.bfloat16)[0].numpy()
+        times.append(time.perf_counter() - start)
+    return 1.5 * _BYTES / min(times)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms"

@@ -1,0 +1,168 @@
+"""Where an operation of a traced function comes from: its layer, the user's line, whose code."""
+
+import functools
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.layer_paths import layers_by_path
+from keras_mp.support import messages
+
+_GRADIENT = "gradient_tape"
+_PACKAGES = {
+    "tensorflow": "TensorFlow",
+    "keras": "Keras",
+    "tf_keras": "Keras",
+    "keras_mp": "keras_mp",
+}
+# What Keras offers in the place of TensorFlow's functions: who calls it is who made the operation.
+_LIKE_TENSORFLOW = tuple(os.path.join("src", each) + os.sep for each in ("ops", "backend", "utils"))
+
+
+class Layers:
+    """Finds the layer that an operation belongs to, by the scopes in its name.
+
+    Args:
+        model: a model of `tf.keras`, or None for functions of other code, which have no layers.
+    """
+
+    def __init__(self, model: Any = None) -> None:
+        self._model = model
+        paths = {} if model is None else layers_by_path(model)
+        self._names = {id(layer): path for path, layer in paths.items()}
+        self._children: dict[int, dict[str, Any]] = {}
+        self._paths: dict[str, tuple[tuple[str, Any], ...]] = {}
+
+    def path(self, name: str) -> tuple[tuple[str, Any], ...]:
+        """Returns the layers around an operation, the outermost first, each with its name.
+
+        Args:
+            name: str. The operation's name; one of the backward pass has its layer's name in it.
+        """
+        scopes = name.rpartition("/")[0]
+        if scopes not in self._paths:
+            self._paths[scopes] = tuple(self._find(scopes.split("/")))
+        return self._paths[scopes]
+
+    def _find(self, scopes: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        current = self._model
+        for scope in scopes if current is not None else ():
+            children = self._inside(current)
+            # A scope that is entered again gets a number.
+            child = children.get(scope) or children.get(re.sub(r"_\d+$", "", scope))
+            if child is not None:
+                yield child.name, child
+                current = child
+
+    def name(self, name: str) -> str:
+        """Returns the path of the layer of an operation, such as "encoder/dense"; "" for none."""
+        path = self.path(name)
+        if not path:
+            return ""
+        return self._names.get(id(path[-1][1]), "/".join(layer for layer, _ in path))
+
+    def layer(self, name: str) -> Any:
+        """Returns the innermost layer of an operation, or None."""
+        path = self.path(name)
+        return path[-1][1] if path else None
+
+    def _inside(self, layer: Any) -> dict[str, Any]:
+        if id(layer) not in self._children:
+            inside = list(keras_api.layers_inside(layer))
+            if isinstance(layer, tf.keras.Model):
+                inside += [each for each in layer.layers if each not in inside]
+            self._children[id(layer)] = {child.name: child for child in inside}
+        return self._children[id(layer)]
+
+
+def is_of_backward_pass(name: str) -> bool:
+    """Does an operation with this name belong to the backward pass?"""
+    return _GRADIENT in name.split("/")
+
+
+def line_of(operation: Any) -> messages.Line | None:
+    """Returns the innermost line of a program, or of a layer that is not Keras's, for an operation.
+
+    Args:
+        operation: `tf.Operation`.
+
+    Returns:
+        The line; None if only TensorFlow, Keras and keras_mp had a part in it.
+    """
+    for frame in _below_this_package(operation):
+        if not is_library(frame.filename):
+            return messages.Line(frame.filename, frame.lineno)
+    return None
+
+
+def maker_of(operation: Any) -> str:
+    """Returns whose code made an operation: "TensorFlow", "Keras", "keras_mp" or "user".
+
+    What Keras offers in place of TensorFlow's functions is looked through, as is TensorFlow.
+
+    Args:
+        operation: `tf.Operation`.
+    """
+    for frame in _below_this_package(operation):
+        package = _package(frame.filename)
+        if package is None:
+            return "user"
+        is_like_tensorflow = any(part in frame.filename for part in _LIKE_TENSORFLOW)
+        if package != "TensorFlow" and not (package == "Keras" and is_like_tensorflow):
+            return package
+    return "TensorFlow"
+
+
+def is_made_in(operation: Any, files: Sequence[str], functions: Sequence[str] = ()) -> bool:
+    """Was an operation made by one of these functions, or by what they call?
+
+    Args:
+        operation: `tf.Operation`.
+        files: ends of file names; empty for any file of a library.
+        functions: names of functions; empty for any.
+    """
+    return any(
+        (frame.filename.endswith(tuple(files)) if files else is_library(frame.filename))
+        and (not functions or frame.name in functions)
+        for frame in _below_this_package(operation)
+    )
+
+
+def _below_this_package(operation: Any) -> list[Any]:
+    """The frames of the operation, the innermost first, as far as what traced the function."""
+    frames = list(operation.traceback)
+    for start in range(len(frames) - 1, -1, -1):
+        if frames[start].filename.startswith(_HERE):
+            frames = frames[start + 1 :]
+            break
+    return frames[::-1]
+
+
+_HERE = os.path.dirname(__file__) + os.sep
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
+# Both Kerases call a layer by way of one of them.
+_TREES = tuple(os.sep + os.path.join("site-packages", name) + os.sep for name in ("optree", "tree"))
+
+
+@functools.cache
+def is_library(filename: str) -> bool:
+    """Is it a file of Python, TensorFlow, Keras or keras_mp, and not of a program or its models?"""
+    is_python = filename.startswith(_PYTHON) and "-packages" not in filename
+    is_tree = any(folder in filename for folder in _TREES)
+    return is_python or is_tree or messages.is_library(filename)
+
+
+@functools.cache
+def _package(filename: str) -> str | None:
+    for name, title in _PACKAGES.items():
+        module = sys.modules.get(name)
+        folder = module and os.path.dirname(module.__file__) + os.sep
+        if folder and filename.startswith(folder) and not filename.endswith("__main__.py"):
+            return title
+    return "TensorFlow" if is_library(filename) else None

@@ -1,0 +1,134 @@
+"""A training step of a model, or any function, as a graph: made, not run."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+_OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
+
+
+class Batch(NamedTuple):
+    """What `fit` takes for a step.
+
+    Attributes:
+        x: tensor, or a structure of tensors.
+        y: the same, or None.
+        sample_weight: the same, or None.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+
+    @property
+    def data(self) -> Any:
+        """What `train_step` takes."""
+        if self.sample_weight is not None:
+            return tuple(self)
+        return (self.x, self.y) if self.y is not None else (self.x,)
+
+
+def batch_of(batch: Any) -> Batch:
+    """Makes tensors of a batch, in the dtypes that `fit` gives them.
+
+    Args:
+        batch: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays, tensors or structures of them;
+            or x alone, which is no tuple then.
+
+    Raises:
+        ValueError: the tuple has another length.
+    """
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    if not 1 <= len(parts) <= 3:
+        raise ValueError(
+            "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight). "
+            f"Received a tuple of {len(parts)}."
+        )
+    return Batch(*(_as_tensors(part) for part in parts))
+
+
+def _as_tensors(part: Any) -> Any:
+    return None if part is None else tf.nest.map_structure(_as_tensor, part)
+
+
+def _as_tensor(value: Any) -> Any:
+    if tf.is_tensor(value) or value is None:
+        return value
+    value = tf.convert_to_tensor(value)
+    # As `fit` does with arrays; it takes tensors as they are.
+    floatx = tf.as_dtype(tf.keras.backend.floatx())
+    return tf.cast(value, floatx) if value.dtype.is_floating else value
+
+
+def trains(model: Any) -> bool:
+    """Has a model been compiled with an optimizer, so that there is a step to look at?"""
+    return getattr(model, "optimizer", None) is not None
+
+
+def step_of(model: Any, batch: Batch, look: Callable[[Any], Any] | None = None) -> Any:
+    """Traces the training step of a compiled model, or the forward pass of another one.
+
+    It is the model's own `train_step`, under its strategy, without XLA. Nothing runs; weights and
+    slots that are not there yet are made, as `fit` makes them.
+
+    Args:
+        model: a model of `tf.keras`.
+        batch: Batch.
+        look: called in the graph, with what the step returns, when the step is complete. What it
+            returns is what the function returns.
+
+    Returns:
+        `tf.types.experimental.ConcreteFunction` of `batch.data`.
+    """
+
+    def run(data: Any) -> Any:
+        return model.train_step(data) if trains(model) else model(data[0], training=True)
+
+    strategy = model.distribute_strategy
+    is_distributed = strategy.num_replicas_in_sync > 1
+    optimizer = getattr(model, "optimizer", None)
+    if model.built and hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
+        with strategy.scope():
+            optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(data: Any) -> Any:
+        result = strategy.run(run, args=(data,)) if is_distributed else run(data)
+        return result if look is None else look(result)
+
+    with np.errstate(over="ignore"):  # NumPy warns of a constant that 16 bits do not hold.
+        return step.get_concrete_function(batch.data)
+
+
+def function_of(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Traces a function, without running it.
+
+    Args:
+        function: `ConcreteFunction`, `tf.function`, or any callable.
+        *args: arguments or `tf.TensorSpec`s, for what is not traced yet.
+        **kwargs: the same.
+
+    Returns:
+        `tf.types.experimental.ConcreteFunction`.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    if isinstance(function, tf.types.experimental.ConcreteFunction):
+        return function
+    if not callable(function):
+        raise TypeError(
+            "Expected a model of `tf.keras`, a concrete function, a `tf.function` or another "
+            f"callable. Received: {function!r} (of type {type(function)})"
+        )
+    if not hasattr(function, "get_concrete_function"):
+        function = tf.function(function)
+    return function.get_concrete_function(*args, **kwargs)
+
+
+def is_first_replica(name: str) -> bool:
+    """Does an operation belong to the first replica, or to no replica?"""
+    return _OTHER_REPLICA.search(name) is None

@@ -1,0 +1,136 @@
+"""How many floating-point operations a matrix product or a convolution takes.
+
+A multiplication and the addition of its result count as two, as in TensorFlow's profiler. What
+comes before and after the products (activations, sums, casts) is not counted here: it takes time by
+the bytes that it moves, not by what it computes. This module needs TensorFlow only.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from keras_mp.hardware.stopwatch import CONVOLUTION, MATRIX_PRODUCT
+
+# Dimensions, or None for those of a tensor whose shape is not known.
+Shape = tuple[int, ...] | None
+
+
+class Work(NamedTuple):
+    """What an operation computes.
+
+    Attributes:
+        kind: "matrix product" or "convolution", as in `keras_mp.hardware.speeds`.
+        count: int. Number of floating-point operations.
+    """
+
+    kind: str
+    count: int
+
+
+def of(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work | None:
+    """Counts the floating-point operations of one operation.
+
+    Args:
+        node: `NodeDef`.
+        inputs: the shapes of its inputs.
+        outputs: the shapes of its outputs.
+
+    Returns:
+        `Work`; None if it is neither a product nor a convolution, or if a shape is not known.
+    """
+    # Grappler fuses a product with what follows, and keeps its inputs.
+    name = node.op.removeprefix("_Fused")
+    if name not in COUNTED:
+        return None
+    kind, count = COUNTED[name]
+    try:
+        return Work(kind, 2 * count(node, inputs, outputs))
+    except (TypeError, IndexError):  # a shape is not known
+        return None
+
+
+def multiplied_dimensions(
+    node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> tuple[int, ...] | None:
+    """The sizes that a tensor core divides into tiles: rows, columns and what is summed over.
+
+    Args:
+        node: `NodeDef`.
+        inputs: the shapes of its inputs.
+        outputs: the shapes of its outputs.
+
+    Returns:
+        tuple of int; None for what is no plain product or convolution.
+    """
+    try:
+        if node.op == "MatMul":
+            return (*outputs[0], _summed_over(node, inputs))
+        if node.op == "Conv2D":
+            return tuple(inputs[1][-2:])
+    except (TypeError, IndexError):
+        return None
+    return None
+
+
+def _summed_over(node: Any, inputs: Sequence[Shape]) -> int:
+    return inputs[0][-2 if node.attr["transpose_a"].b else -1]
+
+
+def _matrix_product(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+    return math.prod(outputs[0]) * _summed_over(node, inputs)
+
+
+def _batch_of_products(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+    return math.prod(outputs[0]) * inputs[0][-2 if node.attr["adj_x"].b else -1]
+
+
+def _einsum(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+    terms = node.attr["equation"].s.decode().partition("->")[0].split(",")
+    if len(terms) < 2:
+        return 0
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, inputs, strict=True):
+        before, dots, after = term.partition("...")
+        of_labels = [*shape[: len(before)], *(shape[-len(after) :] if after else ())]
+        sizes.update(zip(before + after, of_labels))
+        if dots:
+            hidden = shape[len(before) : len(shape) - len(after)]
+            sizes["..."] = max(sizes.get("...", 1), math.prod(hidden))
+    return math.prod(sizes.values())
+
+
+def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[..., int]:
+    """Of an operation that goes along with, or against, a convolution that makes `image`.
+
+    Args:
+        image: which tensor has the size of what the convolution makes: that of an input, or -1 for
+            the output.
+        kernel: which has that of the kernel.
+        depthwise: bool. Is there one kernel for each channel?
+    """
+
+    def count(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+        made = outputs[0] if image == -1 else inputs[image]
+        window = outputs[0] if kernel == -1 else inputs[kernel]
+        return math.prod(made) * math.prod(window[:-2] if depthwise else window[:-1])
+
+    return count
+
+
+# By operation: what it is, and half of how many floating-point operations it takes.
+COUNTED = {
+    "MatMul": (MATRIX_PRODUCT, _matrix_product),
+    **dict.fromkeys(
+        ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), (MATRIX_PRODUCT, _batch_of_products)
+    ),
+    "Einsum": (MATRIX_PRODUCT, _einsum),
+    **{
+        f"{name}{suffix}": (CONVOLUTION, _convolution(image, kernel, "Depthwise" in name))
+        for name in ("Conv2D", "Conv3D", "DepthwiseConv2dNative")
+        for suffix, image, kernel in (
+            ("", -1, 1),
+            *((f"BackpropInput{version}", 2, 1) for version in ("", "V2")),
+            *((f"BackpropFilter{version}", 2, -1) for version in ("", "V2")),
+        )
+    },
+}

@@ -1,0 +1,293 @@
+"""What is counted is what is in the graph."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.grappler import passes
+from keras_mp.numerics import census, graphs, work
+from tests.common import once
+
+K = tf.keras
+L = K.layers
+
+
+def dtypes_of(graph):
+    """{(type of operation, dtype): how many}."""
+    return Counter((each.op, each.dtype) for each in graph.operations)
+
+
+# What a product takes, by hand and by TensorFlow's profiler.
+
+CASES = {
+    "MatMul": (lambda a: a @ tf.ones([4, 5]), [[3, 4]], 2 * 3 * 4 * 5),
+    "MatMul, transposed": (
+        lambda a: tf.matmul(a, tf.ones([5, 3]), transpose_a=True, transpose_b=True),
+        [[3, 4]],
+        2 * 4 * 3 * 5,
+    ),
+    "BatchMatMul": (lambda a: tf.matmul(a, a, adjoint_b=True), [[2, 3, 4]], 2 * 2 * 3 * 3 * 4),
+    "Einsum": (lambda a: tf.einsum("bij,jk->bik", a, tf.ones([4, 5])), [[2, 3, 4]], 240),
+    "Einsum with an ellipsis": (
+        lambda a: tf.einsum("...ij,...jk->...ik", a, tf.ones([7, 4, 5])),
+        [[2, 7, 3, 4]],
+        2 * 14 * 3 * 4 * 5,
+    ),
+    "Conv2D": (
+        lambda a: tf.nn.conv2d(a, tf.ones([3, 3, 4, 6]), 1, "SAME"),
+        [[2, 8, 8, 4]],
+        2 * 2 * 8 * 8 * 6 * 3 * 3 * 4,
+    ),
+    "Conv2D in groups": (
+        lambda a: tf.nn.conv2d(a, tf.ones([3, 3, 2, 6]), 1, "SAME"),
+        [[2, 8, 8, 4]],
+        2 * 2 * 8 * 8 * 6 * 3 * 3 * 2,
+    ),
+    "Conv3D": (
+        lambda a: tf.nn.conv3d(a, tf.ones([3, 3, 3, 2, 5]), [1] * 5, "VALID"),
+        [[1, 4, 4, 4, 2]],
+        2 * 8 * 5 * 27 * 2,
+    ),
+    "DepthwiseConv2D": (
+        lambda a: tf.nn.depthwise_conv2d(a, tf.ones([3, 3, 4, 2]), [1] * 4, "SAME"),
+        [[2, 8, 8, 4]],
+        2 * 2 * 8 * 8 * 8 * 9,
+    ),
+}
+
+
+def by_profiler(concrete, ops):
+    """What TensorFlow's profiler counts for operations of these types."""
+    options = tf.compat.v1.profiler.ProfileOptionBuilder.float_operation()
+    options = {**options, "output": "none", "account_type_regexes": ops, "hide_name_regexes": []}
+    profile = tf.compat.v1.profiler.profile(concrete.graph, cmd="op", options=options)
+    return {child.name: child.float_ops for child in _flat(profile)}
+
+
+def _flat(node):
+    for child in node.children:
+        yield child
+        yield from _flat(child)
+
+
+@once
+@pytest.mark.parametrize("name", CASES)
+def test_the_work_of_a_product(name):
+    function, shapes, expected = CASES[name]
+    found = census(function, *(tf.TensorSpec(shape) for shape in shapes))
+    assert found.traced.work() == {"float32": expected}
+    assert found.optimized.work() in ({"float32": expected}, {})  # or grappler has computed it
+
+
+@once
+def test_forward_and_backward_pass_are_what_the_profiler_counts():
+    kernel, weights = tf.Variable(tf.ones([3, 3, 4, 6])), tf.Variable(tf.ones([384, 5]))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            tape.watch(images)
+            x = tf.nn.conv2d(images, kernel, 1, "SAME")
+            loss = tf.reduce_sum(tf.reshape(x, [2, -1]) @ weights)
+        return tape.gradient(loss, [images, kernel, weights])
+
+    concrete = step.get_concrete_function(tf.TensorSpec([2, 8, 8, 4]))
+    counted = Counter()
+    for each in census(concrete).traced.operations:
+        counted[each.op] += each.work
+    expected = {op: n for op, n in by_profiler(concrete, [".*"]).items() if counted[op]}
+    assert expected.keys() == {"MatMul", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"}
+    assert {op: counted[op] for op in expected} == expected
+    assert sum(counted.values()) == 3 * (2 * 2 * 64 * 6 * 36 + 2 * 2 * 384 * 5)
+
+
+@once
+def test_calls_loops_and_branches():
+    weight = tf.eye(4)
+
+    @tf.function
+    def inner(x):
+        return x @ weight
+
+    @tf.function
+    def outer(x, flag):
+        x = inner(x)
+        x = tf.while_loop(lambda x: True, lambda x: [x @ weight], [x], maximum_iterations=5)[0]
+        return tf.cond(flag, lambda: x @ weight @ weight, lambda: x @ weight)
+
+    specs = tf.TensorSpec([3, 4]), tf.TensorSpec([], tf.bool)
+    product = 2 * 3 * 4 * 4
+    assert census(outer, *specs).traced.work() == {"float32": (1 + 5 + 2) * product}
+
+
+@once
+def test_what_xla_compiles_is_shown_as_traced():
+    found = census(tf.function(lambda x: x @ x, jit_compile=True), tf.TensorSpec([4, 4]))
+    assert found.optimized is None
+    assert found.runs.work() == {"float32": 128}
+    assert "XLA compiles it" in str(found)
+    model = K.Sequential([K.Input([8]), L.Dense(4)])
+    model.compile("sgd", "mse", jit_compile=True)
+    assert census(model, (tf.ones([2, 8]), tf.ones([2, 4]))).optimized is None
+
+
+@once
+def test_after_the_graph_rewrite():
+    def function(x):
+        return tf.exp(tf.nn.relu(x @ x) @ x)
+
+    passes.turn_on("bfloat16")
+    found = census(function, tf.TensorSpec([64, 64]))
+    assert found.traced.work() == {"float32": 4 * 64**3}
+    assert found.optimized.work() == {"bfloat16": 4 * 64**3}
+    whys = {each.op: each.why for each in found.optimized.operations}
+    assert whys["MatMul"] == "the graph rewrite"
+    assert {each.why for each in found.optimized.casts} == {"the graph rewrite"}
+    assert found.traced.casts == ()
+
+
+@once
+def test_reasons_in_a_region_of_autocast():
+    @tf.function
+    @keras_mp.autocast("bfloat16")
+    def function(x):
+        return tf.exp(x @ x)
+
+    found = census(function, tf.TensorSpec([8, 8]))
+    whys = {(each.op, each.dtype): each.why for each in found.traced.operations}
+    assert whys["MatMul", "bfloat16"].startswith("autocast: matrix products")
+    assert whys["Exp", "float32"].startswith("autocast: overflows")
+    assert {each.why for each in found.traced.casts} == {"autocast"}
+
+
+class Widens(L.Layer):
+    def __init__(self):
+        super().__init__(name="widens")
+        self.dense = L.Dense(8, name="dense")
+
+    def call(self, x):
+        return tf.cast(tf.cast(self.dense(x), tf.float32) * 2.0, tf.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def step():
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = K.Sequential(
+            [
+                K.Input([6, 6, 3]),
+                L.Conv2D(4, 3, padding="same", name="conv"),
+                Widens(),
+                L.Flatten(),
+                L.Dense(5, dtype="float32", name="head"),
+            ],
+            name="small",
+        )
+        model.compile("sgd", K.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = model.get_weights()
+    found = census(model, (np.ones([4, 6, 6, 3], "float32"), np.arange(4, dtype="int32")))
+    for value, now in zip(before, model.get_weights()):  # Nothing has run.
+        np.testing.assert_array_equal(value, now)
+    return found
+
+
+CONVOLUTION, INNER, HEAD = 2 * 4 * 36 * 4 * 27, 2 * 4 * 36 * 4 * 8, 2 * 4 * 288 * 5
+
+
+def test_the_work_of_a_training_step(step):
+    # The gradient with respect to the images is not needed, and grappler leaves it out.
+    runs = {"bfloat16": 2 * CONVOLUTION + 3 * INNER, "float32": 3 * HEAD}
+    assert step.optimized.work() == runs
+    assert step.traced.work()["float32"] == 3 * HEAD
+    by_layer = Counter()
+    for each in step.optimized.operations:
+        by_layer[each.layer] += each.work
+    assert by_layer["widens/dense"] == 3 * INNER
+    assert by_layer["head"] == 3 * HEAD
+
+
+def test_the_reasons_of_a_training_step(step):
+    whys = {each.layer: each.why for each in step.traced.operations if each.work}
+    assert whys == {
+        "conv": "policy mixed_bfloat16",
+        "widens/dense": "policy mixed_bfloat16",
+        "head": "policy float32",
+    }
+
+
+def test_the_casts_of_a_training_step(step):
+    own = [each for each in step.traced.casts if each.why == "the program's own cast"]
+    size = 4 * 36 * 8 * (2 + 4)
+    assert [(each.source, each.to, each.bytes) for each in own] == [
+        ("bfloat16", "float32", size),
+        ("float32", "bfloat16", size),
+    ]
+    assert {each.line.file for each in own} == {__file__}
+    assert own[0].after == "widens/dense"
+    assert own[0].before == "widens"
+    of_variables = [each for each in step.traced.casts if each.why.startswith("a variable")]
+    assert {each.before for each in of_variables} == {"conv", "widens/dense"}
+    assert sum(each.bytes for each in of_variables) == 6 * (4 * 27 + 4 + 4 * 8 + 8)
+
+
+def test_sentences_and_json(step):
+    text = str(step)
+    assert text.startswith("Census of the training step of 'small'\nOf the multiplications, ")
+    assert "in float32 (policy float32: head)" in text
+    assert f"{len(step.optimized.casts)} casts move" in text
+    read = json.loads(step.to_json())
+    assert read["optimized"]["work"] == step.optimized.work()
+    assert len(read["traced"]["casts"]) == len(step.traced.casts)
+
+
+def test_the_estimate(step):
+    speeds = {
+        "matrix product": {"float32": 1e9, "bfloat16": 4e9},
+        "convolution": {"float32": 1e9, "bfloat16": 0.5e9},
+    }
+    found = step.estimate(speeds, bandwidth=1e9)
+    moved = sum(each.bytes for each in step.optimized.casts)
+    products = 2 * CONVOLUTION / 0.5e9 + 3 * INNER / 4e9 + 3 * HEAD / 1e9
+    assert found.seconds == pytest.approx(products + moved / 1e9)
+    fastest = 2 * CONVOLUTION / 1e9 + 3 * (INNER + HEAD) / 4e9
+    assert found.fastest == pytest.approx(fastest)
+    assert len(found.changes) == 3
+    first = found.changes[0]
+    assert first.what == "compute all convolutions that are in bfloat16 now in float32"
+    assert first.seconds == pytest.approx(2 * CONVOLUTION * (1 / 0.5e9 - 1 / 1e9))
+    assert "What would bring most:" in str(found)
+
+
+def test_a_model_without_an_optimizer():
+    model = K.Sequential([K.Input([8]), L.Dense(4)])
+    found = census(model, tf.ones([2, 8]))
+    assert found.of.startswith("the forward pass of")
+    assert found.traced.work() == {"float32": 2 * 2 * 8 * 4}
+
+
+def test_a_recurrent_layer_is_counted_for_each_step():
+    model = K.Sequential([K.Input([7, 3]), L.LSTM(4)])
+    # Of the input and of the state, for four gates; and one more step, with which Keras finds out
+    # what the cell returns.
+    step = 2 * 2 * (3 + 4) * 4 * 4
+    assert census(model, tf.ones([2, 7, 3])).traced.work() == {"float32": (7 + 1) * step}
+
+
+@once
+def test_what_cannot_be_counted_is_refused():
+    with pytest.raises(TypeError, match="Expected a batch after the model"):
+        census(K.Sequential([K.Input([8]), L.Dense(4)]))
+    with pytest.raises(TypeError, match="Expected a model"):
+        census(3)
+
+
+@once
+def test_shapes_that_are_not_known_count_nothing():
+    found = census(lambda x: x @ x, tf.TensorSpec([None, None]))
+    assert found.traced.work() == {}
+    assert dtypes_of(found.traced)["MatMul", "float32"] == 1
+    assert work.of(tf.compat.v1.NodeDef(op="Relu"), [()], [()]) is None
+    assert graphs.walk(tf.compat.v1.GraphDef()) == []
