@@ -5,6 +5,8 @@ Each tool is a module of its own. What is gathered on the device stays there unt
 
 from keras_mp.numerics import figures
 from keras_mp.numerics.advice import Advice, advise
+from keras_mp.numerics.audit import Audit, audit
+from keras_mp.numerics.census import Census, census
 from keras_mp.numerics.compare import compare, compare_records, record
 from keras_mp.numerics.comparison import Comparison, Finding
 from keras_mp.numerics.exponents import Fate, Histogram, Window
@@ -16,6 +18,8 @@ from keras_mp.numerics.what_if import Lost, WhatIf, what_if
 
 __all__ = [
     "Advice",
+    "Audit",
+    "Census",
     "Comparison",
     "ExponentHistograms",
     "ExponentMonitor",
@@ -31,6 +35,8 @@ __all__ = [
     "WhatIf",
     "Window",
     "advise",
+    "audit",
+    "census",
     "compare",
     "compare_records",
     "figures",

@@ -1,0 +1,173 @@
+"""An audit of a model before it is trained: known hazards of 16 bits, found on one batch."""
+
+import json
+import os
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.numerics import hazards, origins, traces
+from keras_mp.numerics.hazards.look import Finding, Look, Suspect
+from keras_mp.support.messages import Line
+
+_DTYPES = ("float16", "bfloat16", "half")
+_OURS = os.path.dirname(hazards.__file__)
+
+
+class Audit(NamedTuple):
+    """What an audit has found. `str` of it, and `print`, give a text.
+
+    Attributes:
+        of: str. The name of the model.
+        policy: str. The name of the policy that most of its layers have.
+        findings: tuple of `Finding`s; empty for a model that there is nothing to say about.
+
+    Example:
+
+    >>> from keras_mp.numerics import Audit
+    >>> print(Audit("model", "mixed_float16", ()))
+    Audit of 'model', policy mixed_float16: nothing found.
+    """
+
+    of: str
+    policy: str
+    findings: tuple[Finding, ...]
+
+    def to_json(self) -> str:
+        """Returns all of it as JSON: an object with "of", "policy" and a list, "findings"."""
+        findings = [
+            {**each._asdict(), "line": each.line and list(each.line)} for each in self.findings
+        ]
+        return json.dumps({**self._asdict(), "findings": findings})
+
+    def __str__(self) -> str:
+        head = f"Audit of {self.of!r}, policy {self.policy}: "
+        if not self.findings:
+            return head + "nothing found."
+        number = len(self.findings)
+        head += f"{number} finding{'s' * (number > 1)}."
+        texts = (f"[{i}] {each}" for i, each in enumerate(self.findings, 1))
+        return "\n\n".join([head, *texts])
+
+
+def audit(model: Any, batch: Any) -> Audit:
+    """Looks for known hazards of training in 16 bits, in a model and on one batch.
+
+    The training step of a compiled model is traced and run once with the batch, under the model's
+    own policy, optimizer and strategy; of another model it is the forward pass. What the step has
+    assigned (weights, slots, statistics, metrics, the loss scale) is put back. It takes as much
+    memory as that for a moment, and is not compiled by XLA.
+
+    What is suspect in the graph is measured on the batch, and said only if the number shows it:
+    softmax and losses in 16 bits, overflow, masks and epsilons that 16 bits do not hold, long sums,
+    labels that the outputs cannot express, layers that ignore their policy or have another one,
+    casts for nothing, float64, sizes that tensor cores do not like, losses multiplied by numbers,
+    gradients that are clipped or accumulated while they are scaled, and steps that cannot be
+    skipped.
+
+    Args:
+        model: a model of `tf.keras`, best compiled.
+        batch: what `fit` takes for a step: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays,
+            tensors or structures of them; or x alone, which is no tuple then.
+
+    Returns:
+        `Audit`. Its `findings` are empty if nothing was found.
+
+    Raises:
+        TypeError: `model` is not a model of `tf.keras`.
+        ValueError: the batch is a tuple of another length.
+
+    Example:
+
+    >>> keras_mp.set_global_policy("mixed_bfloat16")
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([8]), tf.keras.layers.Dense(1)], name="prices")
+    >>> model.compile("sgd", "mse")
+    >>> audit = keras_mp.numerics.audit(model, (tf.ones([2, 8]), tf.constant([[1001.0], [1003.0]])))
+    >>> [finding.hazard for finding in audit.findings]
+    ['outputs in 16 bits']
+    """
+    if not isinstance(model, tf.keras.Model):
+        raise TypeError(
+            f"Expected a model of `tf.keras`. Received: model={model!r} (of type {type(model)})"
+        )
+    batch = traces.batch_of(batch)
+    try:
+        findings = tuple(_findings(model, batch))
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+        finding = _finding_of_error(error)
+        if finding is None:
+            raise
+        findings = (finding,)
+    return Audit(model.name, _policy_of(model), findings)
+
+
+def _policy_of(model: Any) -> str:
+    """What most of its layers have: Keras loads a model under the global policy."""
+    layers = (each for each in keras_api.flatten_layers(model) if not keras_api.layers_inside(each))
+    names = Counter(layer.dtype_policy.name for layer in layers if layer.weights)
+    return names.most_common(1)[0][0] if names else model.dtype_policy.name
+
+
+def _findings(model: Any, batch: traces.Batch) -> Iterator[Finding]:
+    traced: list[list[Suspect]] = []
+
+    def look(result: Any) -> Any:
+        seen = Look(model, batch, result)
+        suspects = [suspect for hazard in hazards.HAZARDS for suspect in hazard(seen)]
+        # A function that makes variables is traced twice, and it is the last one that is returned.
+        traced.append(suspects)
+        return [list(suspect.measured) for suspect in suspects]
+
+    step = traces.step_of(model, batch, look)
+    measured = _run_and_restore(step, batch)
+    said = set()
+    for suspect, values in zip(traced[-1], measured, strict=True):
+        finding = suspect.say(*(np.asarray(value) for value in values))
+        # Several operations of one line are one finding.
+        about = finding and (finding.hazard, finding.where, finding.line)
+        if finding is not None and about not in said:
+            said.add(about)
+            yield finding
+
+
+def _run_and_restore(step: Any, batch: traces.Batch) -> Any:
+    before = [(variable, tf.identity(variable)) for variable in step.variables]
+    try:
+        return step(batch.data)
+    finally:
+        for variable, value in before:
+            variable.assign(value)
+
+
+def _finding_of_error(error: Exception) -> Finding | None:
+    """What an error is about that comes of dtypes that do not fit; None of any other."""
+    message = str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = any(frame.filename.startswith(_OURS) for frame in frames)
+    if is_ours or not any(dtype in message for dtype in _DTYPES):
+        return None
+    is_gradient = any(frame.filename.endswith("custom_gradient.py") for frame in frames)
+    lines = [Line(f.filename, f.lineno) for f in frames if not origins.is_library(f.filename)]
+    first = message.strip().partition("\n")[0]
+    if is_gradient:
+        return Finding(
+            "a custom gradient without dtypes",
+            "a function with tf.custom_gradient",
+            lines[-1] if lines else None,
+            f"The step cannot be traced: {first}",
+            "Let the gradient have the dtype of what it is the gradient of: tf.cast(gradient, "
+            "x.dtype).",
+        )
+    return Finding(
+        "dtypes that do not fit",
+        "the training step",
+        lines[-1] if lines else None,
+        f"The step cannot be traced: {first}",
+        "Cast to self.compute_dtype, and make variables with `add_weight`, which casts them.",
+    )

@@ -1,0 +1,212 @@
+"""Layers that do not compute in the dtype that they should, and casts for nothing."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import hardware
+from keras_mp.numerics import origins, work
+from keras_mp.numerics.hazards.look import HALF, Finding, Look, Suspect, widened
+
+# With less of a model's work, a layer is not worth a word.
+_LARGE_SHARE = 0.01
+_HALF = ("float16", "bfloat16")
+_MOVES = ("Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze")
+
+
+def layers_against_their_policy(look: Look) -> Iterator[Suspect]:
+    """A layer whose policy says 16 bits multiplies in float32."""
+    total, by_layer = _work_in_float32(look)
+    for count, operation in by_layer.values():
+        layer = look.layers.layer(operation.name)
+        if layer.compute_dtype not in _HALF or _is_output(look, operation):
+            continue
+        if count < _LARGE_SHARE * total:
+            continue
+        variable = next(filter(None, map(_variable_of, operation.inputs)), None)
+        if variable is None:
+            hazard = "a layer that ignores its policy"
+            cure = (
+                "Let its `call` cast to self.compute_dtype, and not to float32; or, if float32 is "
+                'what it needs, make it with dtype="float32", which says so.'
+            )
+        else:
+            hazard = "a variable that is not cast"
+            cure = (
+                "Make the variable with `add_weight`, which casts it where it is read, or wrap it "
+                "in keras_mp.autocast_variable."
+            )
+        yield _about_work(look, operation, hazard, count / total, cure)
+
+
+def layers_of_another_policy(look: Look) -> Iterator[Suspect]:
+    """A layer inside of a 16-bit model was given float32, or got no policy."""
+    total, by_layer = _work_in_float32(look)
+    layers = {id(layer): layer for o, _ in look.products if (layer := look.layers.layer(o.name))}
+    in_half = [layer for layer in layers.values() if layer.compute_dtype in _HALF]
+    if len(in_half) < len(layers) / 2:
+        return
+    for count, operation in by_layer.values():
+        layer = look.layers.layer(operation.name)
+        if layer.compute_dtype in _HALF or _is_output(look, operation):
+            continue
+        if count < _LARGE_SHARE * total:
+            continue
+        cure = (
+            "Make it under the policy of the model, without a dtype of its own, or pass "
+            "dtype=self.dtype_policy from the layer that makes it. If float32 is meant, let it be."
+        )
+        hazard = "a layer of another policy"
+        yield _about_work(look, operation, hazard, count / total, cure)
+
+
+def _work_in_float32(look: Look) -> tuple[int, dict[str, tuple[int, tf.Operation]]]:
+    """All work of the forward pass; by layer, that in float32, and what has most of it."""
+    total = sum(count for _, count in look.products)
+    counts: Counter[str] = Counter()
+    most: dict[str, tuple[int, tf.Operation]] = {}
+    for operation, count in look.products:
+        path = look.layers.name(operation.name)
+        if path and operation.outputs[0].dtype == tf.float32:
+            counts[path] += count
+            most[path] = max(most.get(path, (0, operation)), (count, operation), key=lambda e: e[0])
+    return total, {path: (counts[path], most[path][1]) for path in counts}
+
+
+def _about_work(
+    look: Look,
+    operation: tf.Operation,
+    hazard: str,
+    share: float,
+    cure: str,
+) -> Suspect:
+    policy = look.layers.layer(operation.name).dtype_policy.name
+    why = (
+        f"{share:.0%} of the multiplications of the forward pass run in float32 here; its policy "
+        f"is {policy}."
+    )
+    return Suspect((), lambda: look.finding(operation, hazard, why, cure))
+
+
+def _is_output(look: Look, operation: tf.Operation) -> bool:
+    """Is it in a layer that makes the model's outputs, for which float32 is right?"""
+    return id(look.layers.layer(operation.name)) in look.output_layers
+
+
+def _variable_of(tensor: tf.Tensor) -> tf.Operation | None:
+    """The read of the variable that a tensor is, if nothing has cast it."""
+    while tensor.op.type in _MOVES:
+        tensor = tensor.op.inputs[0]
+    return tensor.op if tensor.op.type == "ReadVariableOp" else None
+
+
+def casts_there_and_back(look: Look) -> Iterator[Suspect]:
+    """The program casts to another dtype and back, with nothing computed in between."""
+    for second in look.forward:
+        if second.type != "Cast" or not second.outputs[0].dtype.is_floating:
+            continue
+        between = second.inputs[0]
+        while between.op.type in _MOVES:
+            between = between.op.inputs[0]
+        first = between.op
+        if first.type != "Cast" or first.inputs[0].dtype != second.outputs[0].dtype:
+            continue
+        if first.outputs[0].dtype == second.outputs[0].dtype or not between.dtype.is_floating:
+            continue
+        if {origins.maker_of(first), origins.maker_of(second)} != {"user"}:
+            continue
+        source = first.inputs[0]
+        size = source.shape.num_elements()
+        if size is None or size < 2 or source.op.type == "Const":
+            continue
+        wide, rounded = widened(source), widened(between)
+        measured = [tf.reduce_max(tf.abs(wide - rounded)), tf.reduce_max(tf.abs(wide))]
+
+        def say(
+            error: Any, largest: Any, first: Any = first, second: Any = second, size: int = size
+        ) -> Finding:
+            there, back = first.outputs[0].dtype, second.outputs[0].dtype
+            moved = 2 * size * (there.size + back.size)
+            loss = f", and rounds numbers up to {largest:.3g} by up to {error:.2g}" if error else ""
+            return look.finding(
+                second,
+                "a cast there and back",
+                f"{back.name} is cast to {there.name} and back with nothing computed in between: "
+                f"that moves {moved:,} bytes in the forward pass{loss}.",
+                "Leave both casts out.",
+            )
+
+        yield Suspect(measured, say)
+
+
+def float64(look: Look) -> Iterator[Suspect]:
+    """The batch, or something that is computed, is in float64."""
+    parts = {"x": look.batch.x, "y": look.batch.y, "sample_weight": look.batch.sample_weight}
+    for name, part in parts.items():
+        wide = [t for t in tf.nest.flatten(part) if t is not None and t.dtype == tf.float64]
+        moved = sum(8 * (tensor.shape.num_elements() or 0) for tensor in wide)
+        if wide:
+            yield Suspect(
+                (),
+                lambda name=name, moved=moved: Finding(
+                    "data in float64",
+                    f"the batch's {name}",
+                    None,
+                    f"It is float64: {moved:,} bytes a batch, twice those of float32, are prepared "
+                    "and copied to the device, and cast there.",
+                    "Cast it in the data pipeline: dataset.map(lambda x, y: (tf.cast(x, "
+                    "tf.float32), y)).",
+                ),
+            )
+    computing = [
+        operation
+        for operation in look.forward
+        if operation.outputs
+        and operation.outputs[0].dtype == tf.float64
+        and operation.type not in ("Cast", "Placeholder", "Const", "ReadVariableOp", *_MOVES)
+        and look.layers.name(operation.name)
+    ]
+    if computing:
+        numbers = sum(o.outputs[0].shape.num_elements() or 0 for o in computing)
+        why = (
+            f"{len(computing)} operations, of which {computing[0].type} is the first, compute "
+            f"{numbers:,} numbers in float64, which most GPUs do at a small part of their speed."
+        )
+        cure = "Cast to self.compute_dtype, or to float32 where 16 bits are too few."
+        yield Suspect((), lambda: look.finding(computing[0], "a layer in float64", why, cure))
+
+
+def shapes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
+    """Products in 16 bits have sizes that are no multiple of 8, on a GPU with tensor cores."""
+    total = sum(count for _, count in look.products)
+    by_layer: dict[str, tuple[int, tf.Operation, tuple[int, ...]]] = {}
+    for operation, count in look.products:
+        dtype = operation.outputs[0].dtype
+        if dtype not in HALF or not hardware.has_tensor_cores(dtype.name):
+            continue
+        shapes = [
+            [tuple(t.shape.as_list()) for t in tensors]
+            for tensors in (operation.inputs, operation.outputs)
+        ]
+        sizes = work.multiplied_dimensions(operation.node_def, *shapes)
+        if sizes is None or not any(size % 8 for size in sizes):
+            continue
+        path = look.layers.name(operation.name)
+        before = by_layer.get(path, (0, operation, sizes))[0]
+        by_layer[path] = (before + count, operation, sizes)
+    for count, operation, sizes in by_layer.values():
+        if count < 0.1 * total:
+            continue
+        why = (
+            f"{count / total:.0%} of the multiplications of the forward pass have the sizes "
+            f"{' x '.join(map(str, sizes))}: tensor cores are fastest with multiples of 8."
+        )
+        cure = "Round units, filters, or the size of the batch up to a multiple of 8."
+        yield Suspect(
+            (),
+            lambda operation=operation, why=why, cure=cure: look.finding(
+                operation, "a shape that no tensor core likes", why, cure
+            ),
+        )

@@ -1,0 +1,258 @@
+"""What hazards look at: the graph of one step, its layers, and the tensors of one batch."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.numerics import origins, traces, work
+from keras_mp.numerics.traces import Batch
+from keras_mp.support.messages import Line
+
+HALF = (tf.float16, tf.bfloat16)
+# Half a unit in the last place of 1, that is what rounding explains.
+UNIT_ROUNDOFF = {tf.float16: 2.0**-11, tf.bfloat16: 2.0**-8}
+
+# Functions of libraries that bring a loss to its scale, and those behind the gradients.
+_SCALING = ("scale_loss", "get_scaled_loss")
+_APPLYING = (
+    *("apply_gradients", "apply", "minimize", "unscale", "get_unscaled_gradients"),
+    *("compute_metrics", "update_state"),
+)
+
+
+class Finding(NamedTuple):
+    """A hazard that was found in a model.
+
+    Attributes:
+        hazard: str. Its name.
+        where: str. The path of the layer, or what else it is about.
+        line: the line of a program, or None where only libraries had a part in it.
+        why: str. Why it matters, with what was measured on the batch.
+        cure: str. What to change.
+
+    Example:
+
+    >>> from keras_mp.numerics.audit import Finding
+    >>> print(Finding("a loss in 16 bits", "loss", None, "It is 2 % off.", "Cast to float32."))
+    a loss in 16 bits, in loss
+        It is 2 % off.
+        Cure: Cast to float32.
+    """
+
+    hazard: str
+    where: str
+    line: Line | None
+    why: str
+    cure: str
+
+    def __str__(self) -> str:
+        at = f" ({self.line.file}:{self.line.number})" if self.line else ""
+        return f"{self.hazard}, in {self.where}{at}\n    {self.why}\n    Cure: {self.cure}"
+
+
+class Suspect(NamedTuple):
+    """What may be a hazard, and what has to be measured to tell.
+
+    Attributes:
+        measured: tensors of the graph. They are computed for one batch, together with the step.
+        say: called with their values, NumPy arrays; returns a `Finding`, or None.
+    """
+
+    measured: Sequence[tf.Tensor]
+    say: Callable[..., Finding | None]
+
+
+class Look:
+    """A step of a model that is being traced, for hazards to look at.
+
+    Attributes:
+        model: the model.
+        batch: `Batch`.
+        result: what the step returns.
+        layers: `Layers` of the model.
+        operations: all operations of the graph, but for those of further replicas, in the order in
+            which they were made.
+        forward: those that neither the backward pass nor the optimizer has made.
+
+    Args:
+        model: a model of `tf.keras`.
+        batch: `Batch`.
+        result: what the step returns.
+    """
+
+    def __init__(self, model: Any, batch: Batch, result: Any) -> None:
+        self.model, self.batch, self.result = model, batch, result
+        self.layers = origins.Layers(model)
+        graph = tf.compat.v1.get_default_graph()
+        self.operations = [o for o in graph.get_operations() if traces.is_first_replica(o.name)]
+        self.forward = list(_forward(self.operations))
+
+    def where(self, operation: tf.Operation) -> str:
+        """Returns the path of an operation's layer, or what is outside of layers."""
+        return self.layers.name(operation.name) or "the training step, outside of layers"
+
+    def finding(self, operation: tf.Operation, hazard: str, why: str, cure: str) -> Finding:
+        """Makes a finding about an operation."""
+        return Finding(hazard, self.where(operation), self.line(operation), why, cure)
+
+    def line(self, operation: tf.Operation) -> Line | None:
+        """Returns the line of a program that made an operation; of a gradient, of what it is of."""
+        return origins.line_of(self.forward_of(operation))
+
+    def forward_of(self, operation: tf.Operation) -> tf.Operation:
+        """Returns the operation of the forward pass that one of the backward pass belongs to."""
+        before, is_gradient, after = operation.name.partition("gradient_tape/")
+        if not is_gradient:
+            return operation
+        name = before + after
+        while "/" in name:
+            name = name.rpartition("/")[0]
+            if name in self._by_name:
+                return self._by_name[name]
+        return operation
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, tf.Operation]:
+        return {operation.name: operation for operation in self.operations}
+
+    def in_half(self, types: Iterable[str], forward: bool = True) -> Iterator[tf.Operation]:
+        """Yields operations of some types that compute in 16 bits.
+
+        Args:
+            types: names of operations.
+            forward: bool. Those of the forward pass only? Defaults to True.
+        """
+        types = frozenset(types)
+        for operation in self.forward if forward else self.operations:
+            if operation.type in types and operation.outputs[0].dtype in HALF:
+                yield operation
+
+    def work_of(self, operation: tf.Operation) -> work.Work | None:
+        """Counts what an operation of the graph computes, as `census` does."""
+        inputs, outputs = (
+            [tuple(t.shape.as_list()) if t.shape.is_fully_defined() else None for t in tensors]
+            for tensors in (operation.inputs, operation.outputs)
+        )
+        if operation.type not in work.COUNTED:
+            return None
+        return work.of(operation.node_def, inputs, outputs)
+
+    @functools.cached_property
+    def products(self) -> list[tuple[tf.Operation, int]]:
+        """The products and convolutions of the forward pass, and how much each computes."""
+        found = ((operation, self.work_of(operation)) for operation in self.forward)
+        return [(operation, each.count) for operation, each in found if each is not None]
+
+    @functools.cached_property
+    def output_layers(self) -> set[int]:
+        """The `id`s of layers whose outputs are the model's, and of those around them."""
+        found: set[int] = set()
+        waiting = [self.model]
+        while waiting:
+            layer = waiting.pop()
+            outputs = keras_api.output_layers(layer) if isinstance(layer, tf.keras.Model) else None
+            for each in outputs or ():
+                if id(each) not in found:
+                    found.add(id(each))
+                    waiting.append(each)
+        if not found and self.products:
+            last, _ = self.products[-1]
+            found |= {id(layer) for _, layer in self.layers.path(last.name)}
+        return found
+
+    @functools.cached_property
+    def scaling(self) -> tf.Operation | None:
+        """The operation that multiplies the loss by the loss scale, if there is one."""
+        for operation in self.forward:
+            if operation.type == "Mul" and origins.is_made_in(operation, (), _SCALING):
+                return operation
+        return None
+
+    @property
+    def scale(self) -> tf.Tensor:
+        """The loss scale, where there is one, as float32."""
+        return widened(self.scaling.inputs[1])
+
+    @functools.cached_property
+    def scaled(self) -> list[tf.Operation]:
+        """What is computed from scaled gradients before they are unscaled, in order."""
+        if self.scaling is None:
+            return []
+        # Of the scaled loss nothing but its gradient is taken.
+        begins = f"gradient_tape/{self.scaling.name}/"
+        found: dict[tf.Operation, None] = {}
+        for operation in self.operations:  # Those that take something are behind what makes it.
+            is_behind = any(tensor.op in found for tensor in operation.inputs)
+            if (
+                is_behind and not origins.is_made_in(operation, (), _APPLYING)
+            ) or begins in f"/{operation.name}":
+                found[operation] = None
+        return list(found)
+
+    def leads_to(
+        self, tensor: tf.Tensor, types: Iterable[str], through: Iterable[str], steps: int
+    ) -> tf.Operation | None:
+        """Finds an operation that takes a tensor, at once or by way of others.
+
+        Args:
+            tensor: where to start.
+            types: names of operations to find.
+            through: names of operations on the way.
+            steps: int. How many there may be.
+        """
+        types, through = frozenset(types), frozenset(through)
+        known = [tensor]
+        for _ in range(steps):
+            takers = [taker for each in known for taker in each.consumers()]
+            for taker in takers:
+                if taker.type in types and not origins.is_of_backward_pass(taker.name):
+                    return taker
+            known = [t.outputs[0] for t in takers if t.type in through and t.outputs]
+        return None
+
+
+def _forward(operations: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
+    is_backward_pass_begun = False
+    for operation in operations:
+        if origins.is_of_backward_pass(operation.name):
+            is_backward_pass_begun = True
+        # The optimizer comes after it; but so may another loss.
+        elif not is_backward_pass_begun or not origins.is_made_in(operation, (), _APPLYING):
+            yield operation
+
+
+def static_value(tensor: tf.Tensor) -> Any:
+    """Returns the value of a constant, or of the cast of one, as a NumPy array, or None."""
+    source = tensor
+    while source.op.type in ("Cast", "Identity"):
+        source = source.op.inputs[0]
+    if source.op.type != "Const":
+        return None
+    with np.errstate(over="ignore"):
+        return tf.get_static_value(tensor)
+
+
+def widened(tensor: tf.Tensor) -> tf.Tensor:
+    """Casts a tensor to float32, to measure something of it."""
+    return tf.cast(tensor, tf.float32)
+
+
+def count(condition: tf.Tensor) -> tf.Tensor:
+    """Counts where something is true."""
+    return tf.math.count_nonzero(condition)
+
+
+def health(tensor: tf.Tensor) -> tf.Tensor:
+    """Looks at a tensor in one pass.
+
+    Returns:
+        float64 tensor: an id, the size, and how many values are -inf, inf and NaN.
+    """
+    # The operation of `tf.debugging.experimental.enable_dump_debug_info`, mode CONCISE_HEALTH.
+    return tf.raw_ops.DebugNumericSummaryV2(
+        input=tensor, output_dtype=tf.float64, tensor_debug_mode=3
+    )

@@ -1,0 +1,119 @@
+"""Softmax, sigmoid and losses in 16 bits."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.numerics.hazards.look import HALF, UNIT_ROUNDOFF, Finding, Look, Suspect, widened
+
+# What stands between probabilities and the logarithm of a cross entropy.
+_ON_THE_WAY = (
+    *("Cast", "Identity", "Maximum", "Minimum", "ClipByValue", "RealDiv", "DivNoNan", "Reshape"),
+    *("Sub", "AddV2", "Squeeze", "ExpandDims"),
+)
+# In nats. A probability that is 5 % off.
+_TOO_FAR = 0.05
+# As Keras clips probabilities before it takes logarithms.
+_SMALLEST = 1e-7
+_CROSS_ENTROPIES = {
+    "SparseSoftmaxCrossEntropyWithLogits": tf.nn.sparse_softmax_cross_entropy_with_logits,
+    "SoftmaxCrossEntropyWithLogits": tf.nn.softmax_cross_entropy_with_logits,
+}
+
+
+def softmax_before_a_logarithm(look: Look) -> Iterator[Suspect]:
+    """A loss takes the logarithm of probabilities that 16 bits have rounded."""
+    for operation in look.in_half(("Softmax", "Sigmoid")):
+        probabilities = operation.outputs[0]
+        if look.leads_to(probabilities, ("Log", "Log1p"), _ON_THE_WAY, steps=12) is None:
+            continue
+        logits, seen = widened(operation.inputs[0]), widened(probabilities)
+        is_true = _labels(look, seen)
+        if is_true is None:
+            continue
+        if operation.type == "Softmax":
+            exact, of_label = tf.nn.log_softmax(logits), seen
+        else:
+            exact = tf.where(is_true, tf.math.log_sigmoid(logits), tf.math.log_sigmoid(-logits))
+            of_label = tf.where(is_true, seen, 1.0 - seen)
+            is_true = tf.ones_like(is_true)
+        errors = tf.abs(tf.math.log(tf.clip_by_value(of_label, _SMALLEST, 1.0)) - exact)
+        worst = tf.reduce_max(tf.where(is_true, errors, 0.0))
+
+        def say(worst: Any, operation: tf.Operation = operation) -> Finding | None:
+            if worst < _TOO_FAR:
+                return None
+            dtype = operation.outputs[0].dtype.name
+            return look.finding(
+                operation,
+                f"a {operation.type.lower()} in 16 bits",
+                f"The loss takes the logarithm of what a {operation.type.lower()} returns in "
+                f"{dtype}: for a label of this batch it is {worst:.3g} away from that of float32.",
+                "Return logits and use a loss with from_logits=True, or give the activation "
+                'dtype="float32". A loss of keras_mp.losses computes it from the logits by itself.',
+            )
+
+        yield Suspect([worst], say)
+
+
+def _labels(look: Look, probabilities: tf.Tensor) -> tf.Tensor | None:
+    """Where the labels of the batch say that a probability is that of the true class."""
+    shape = probabilities.shape
+    for labels in tf.nest.flatten(look.batch.y):
+        if labels is None or not (labels.dtype.is_floating or labels.dtype.is_integer):
+            continue
+        if labels.shape.num_elements() == shape.num_elements():
+            return tf.reshape(widened(labels), tf.shape(probabilities)) > 0.5
+        is_column = labels.shape.rank == shape.rank and labels.shape[-1] == 1
+        classes = tf.squeeze(labels, -1) if is_column else labels
+        if classes.shape.rank == shape.rank - 1 and classes.shape.is_compatible_with(shape[:-1]):
+            return tf.one_hot(tf.cast(classes, tf.int32), shape[-1], True, False)
+    return None
+
+
+def softmax_that_does_not_add_up(look: Look) -> Iterator[Suspect]:
+    """Probabilities do not add up to 1, since their sum was made in 16 bits."""
+    for operation in look.in_half(("Softmax",)):
+        probabilities = operation.outputs[0]
+        total = tf.reduce_sum(widened(probabilities), -1)
+        worst = tf.reduce_max(tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0))
+
+        def say(worst: Any, operation: tf.Operation = operation) -> Finding | None:
+            output = operation.outputs[0]
+            if worst < 16 * UNIT_ROUNDOFF[output.dtype]:
+                return None
+            return look.finding(
+                operation,
+                "a softmax in 16 bits",
+                f"A softmax over {output.shape[-1]} values in {output.dtype.name} returns "
+                f"probabilities whose sum is up to {worst:.2g} away from 1: it adds up in "
+                f"{output.dtype.name}.",
+                'Give the softmax a layer of its own with dtype="float32", or cast what it takes.',
+            )
+
+        yield Suspect([worst], say)
+
+
+def loss_in_16_bits(look: Look) -> Iterator[Suspect]:
+    """A cross entropy is computed in 16 bits."""
+    for operation in look.in_half(_CROSS_ENTROPIES):
+        logits, labels = operation.inputs
+        labels = widened(labels) if labels.dtype in HALF else labels
+        exact = _CROSS_ENTROPIES[operation.type](labels=labels, logits=widened(logits))
+        measured = [tf.reduce_mean(widened(operation.outputs[0])), tf.reduce_mean(exact)]
+
+        def say(loss: Any, exact: Any, operation: tf.Operation = operation) -> Finding | None:
+            dtype = operation.outputs[0].dtype
+            if abs(loss - exact) <= 4 * UNIT_ROUNDOFF[dtype] * abs(exact):
+                return None
+            return look.finding(
+                operation,
+                "a loss in 16 bits",
+                f"The cross entropy is computed in {dtype.name}, where its mean is {loss:.6g}; in "
+                f"float32 it is {exact:.6g}.",
+                "Cast what the loss takes to float32, or let `compile` have a loss of "
+                "keras_mp.losses compute it.",
+            )
+
+        yield Suspect(measured, say)

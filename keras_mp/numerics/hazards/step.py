@@ -1,0 +1,226 @@
+"""Hazards of the step itself: what is done to a loss, to gradients and to weights."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.numerics import origins, work
+from keras_mp.numerics.hazards.look import (
+    HALF,
+    Finding,
+    Look,
+    Suspect,
+    count,
+    static_value,
+    widened,
+)
+
+# Those who scale a loss by hand take a power of two that is at least as large.
+_LIKE_A_LOSS_SCALE = 64
+_STEP = "the training step"
+# Of float16. Below it numbers have fewer digits; a share of gradients may.
+_SMALLEST_NORMAL = 2.0**-14
+_MOST_SMALL = 0.1
+
+
+def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
+    """Gradients in float16 are too small for it, and nothing scales the loss."""
+    if look.scaling is not None or getattr(look.model, "optimizer", None) is None:
+        return
+    gradients = [
+        operation.outputs[0]
+        for operation in look.operations
+        if origins.is_of_backward_pass(operation.name)
+        and operation.type in work.COUNTED
+        and operation.outputs[0].dtype == tf.float16
+    ]
+    if not gradients:
+        return
+    sizes = [tf.abs(widened(gradient)) for gradient in gradients]
+    measured = [
+        tf.add_n([count((size > 0) & (size < _SMALLEST_NORMAL)) for size in sizes]),
+        tf.add_n([tf.math.count_nonzero(size) for size in sizes]),
+    ]
+
+    def say(small: Any, others: Any) -> Finding | None:
+        if small < _MOST_SMALL * others:
+            return None
+        return Finding(
+            "float16 without loss scaling",
+            _STEP,
+            None,
+            f"{small / others:.0%} of the numbers in gradients, zeros left out, are below 6e-5: "
+            "there float16 loses digits, and it ends at 6e-8.",
+            'Make the model under keras_mp.set_global_policy("mixed_float16"), whose loss scale '
+            "keeps them large, or compile it with keras_mp.LossScaleOptimizer(optimizer).",
+        )
+
+    yield Suspect(measured, say)
+
+
+def loss_multiplied_by_a_number(look: Look) -> Iterator[Suspect]:
+    """The loss is multiplied by a number before it is multiplied by the loss scale."""
+    if look.scaling is None:
+        return
+    waiting, seen = list(look.scaling.inputs), set()
+    while waiting:
+        operation = waiting.pop().op
+        if operation in seen:
+            continue
+        seen.add(operation)
+        if operation.type in ("Identity", "Cast", "Reshape", "AddV2", "AddN", "Add"):
+            waiting += list(operation.inputs)
+        elif operation.type == "Mul":
+            for constant, other in (operation.inputs, tuple(operation.inputs)[::-1]):
+                value = static_value(constant)
+                if value is None or np.size(value) != 1:
+                    continue
+                waiting.append(other)
+                factor = float(np.ravel(value)[0])
+                if factor >= _LIKE_A_LOSS_SCALE and np.log2(factor).is_integer():
+                    yield _about_factor(look, operation, other, factor)
+
+
+def _about_factor(look: Look, operation: tf.Operation, loss: tf.Tensor, factor: float) -> Suspect:
+
+    def say(loss: Any, scale: Any) -> Finding:
+        return look.finding(
+            operation,
+            "a loss multiplied by a number",
+            f"The loss, {loss:.4g} for this batch, is multiplied by {factor:g}, and then by the "
+            f"loss scale, {scale:g}. Only the latter is taken out of the gradients: they are "
+            f"{factor:g} times too large.",
+            "Leave the number out: the loss scale does what it is for. (For a larger step, change "
+            "the learning rate.)",
+        )
+
+    return Suspect([tf.reduce_mean(widened(loss)), look.scale], say)
+
+
+def clipping_before_unscaling(look: Look) -> Iterator[Suspect]:
+    """Gradients are clipped while they are still multiplied by the loss scale."""
+    for operation in look.scaled:
+        if not origins.is_made_in(operation, ("clip_ops.py",)):
+            continue
+        if origins.maker_of(operation) != "user":
+            continue
+        gradient = next(tensor for tensor in operation.inputs if tensor.op in look.scaled)
+        largest = tf.reduce_max(tf.abs(widened(gradient)))
+
+        def say(largest: Any, scale: Any, operation: Any = operation) -> Finding:
+            return look.finding(
+                operation,
+                "clipping before unscaling",
+                f"Gradients are clipped while they are multiplied by the loss scale, {scale:g}: "
+                f"the largest number of the first one is {largest:.3g} there, and "
+                f"{largest / scale:.3g} without it. So the threshold depends on the scale.",
+                "Unscale first: optimizer.get_unscaled_gradients(gradients), then clip, then "
+                "apply; or pass clipnorm, clipvalue or global_clipnorm to the optimizer.",
+            )
+
+        yield Suspect([largest, look.scale], say)
+        return
+
+
+def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
+    """Gradients that are still scaled are added up over steps, while the scale may move."""
+    for operation in look.scaled:
+        if operation.type not in ("AssignAddVariableOp", "AssignVariableOp"):
+            continue
+        value = operation.inputs[1]
+        if not value.shape.rank or origins.maker_of(operation) != "user":
+            continue
+
+        def say(scale: Any, operation: Any = operation) -> Finding:
+            return look.finding(
+                operation,
+                "gradient accumulation under a moving scale",
+                f"Gradients are added up while they are multiplied by the loss scale, {scale:g} "
+                "for this batch. When it moves in between, terms of one sum are scaled "
+                "differently, and one that is not finite stays in the sum.",
+                "Unscale each gradient before it is added; or let the optimizer do it "
+                "(gradient_accumulation_steps), or use keras_mp.GradScaler, which keeps the scale "
+                "until the sum is complete.",
+            )
+
+        yield Suspect([look.scale], say)
+        return
+
+
+def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
+    """The optimizer divides by a root plus an epsilon that is 0 in the dtype of its variables."""
+    optimizer = _inner(getattr(look.model, "optimizer", None))
+    epsilon = getattr(optimizer, "epsilon", None)
+    variables = [v for v in look.model.trainable_variables if tf.as_dtype(v.dtype) == tf.float16]
+    if not isinstance(epsilon, (int, float)) or not variables or np.float16(epsilon) != 0:
+        return
+    bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
+    size = sum(int(np.prod(v.shape)) for v in variables)
+
+    def say(bad: Any) -> Finding:
+        return Finding(
+            "an epsilon that is 0 in 16 bits",
+            f"the optimizer ({type(optimizer).__name__})",
+            None,
+            f"Its epsilon, {epsilon:g}, is 0 in float16, the dtype of {len(variables)} variables: "
+            f"after one step with this batch {bad:,} of their {size:,} numbers are not finite.",
+            'Keep variables in float32 (the policy "mixed_float16"), or pass epsilon=1e-4.',
+        )
+
+    yield Suspect([bad], say)
+
+
+def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
+    """One step makes weights infinite or NaN, since it is not skipped."""
+    variables = [v for v in look.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
+    optimizer = getattr(look.model, "optimizer", None)
+    in_half = any(o.outputs and o.outputs[0].dtype in HALF for o in look.forward)
+    if optimizer is None or not variables or not in_half or look.scaling is None:
+        return
+    bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
+    loss = widened(look.scaling.inputs[0])
+
+    def say(bad: Any, scale: Any, loss: Any) -> Finding | None:
+        if not bad or not np.all(np.isfinite(loss)):
+            return None
+        return Finding(
+            "a step that cannot be skipped",
+            f"the optimizer ({type(optimizer).__name__})",
+            None,
+            f"Gradients overflow at the loss scale {scale:g}, and the step is not skipped: "
+            f"it makes {bad:,} numbers of the weights infinite or NaN.",
+            "Use a dynamic loss scale, which skips such a step and halves the scale, or a smaller "
+            "fixed one.",
+        )
+
+    yield Suspect([bad, look.scale, loss], say)
+
+
+def replicas_that_do_not_agree(look: Look) -> Iterator[Suspect]:
+    """Keras's own wrapper looks at the gradients of one replica before it skips a step for all."""
+    optimizer = getattr(look.model, "optimizer", None)
+    replicas = look.model.distribute_strategy.num_replicas_in_sync
+    is_stock = isinstance(optimizer, keras_api.StockLossScaleOptimizer)
+    if replicas < 2 or not is_stock or type(optimizer).__module__.startswith("keras_mp"):
+        return
+    if not keras_api.APPLY_TAKES_SCALED_GRADIENTS:
+        return  # Keras 2 asks all replicas.
+    yield Suspect(
+        (),
+        lambda: Finding(
+            "a step that cannot be skipped",
+            "the optimizer (Keras's own LossScaleOptimizer)",
+            None,
+            f"There are {replicas} replicas, and it skips a step if the gradients of the first one "
+            f"are not finite. What is infinite on one of the other {replicas - 1} gets into the "
+            "weights of all.",
+            "Pass the inner optimizer to compile() under a policy of keras_mp.",
+        ),
+    )
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)

@@ -1,0 +1,218 @@
+"""Values that 16 bits cannot hold: overflow, masks, epsilons, sums, labels."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.numerics import origins
+from keras_mp.numerics.hazards.look import (
+    HALF,
+    UNIT_ROUNDOFF,
+    Finding,
+    Look,
+    Suspect,
+    count,
+    health,
+    static_value,
+    widened,
+)
+
+_DIVIDE = ("RealDiv", "Div", "Rsqrt", "Reciprocal", "Inv", "Log", "Xdivy")
+_MOST_VARIANCE = 0.01
+
+
+def not_finite(look: Look) -> Iterator[Suspect]:
+    """The loss is infinite or NaN: which operation of the forward pass was the first one?"""
+    operations = [o for o in look.forward if o.outputs and o.outputs[0].dtype.is_floating]
+    if not any(operation.outputs[0].dtype in HALF for operation in operations):
+        return
+    outputs = [operation.outputs[0] for operation in operations]
+    results = [t for t in tf.nest.flatten(look.result) if tf.is_tensor(t) and t.dtype.is_floating]
+    results += [look.scaling.inputs[0]] if look.scaling is not None else []
+    if not results:
+        return
+    measured = [
+        tf.stack([health(result) for result in results]),
+        tf.stack([health(output) for output in outputs]),
+    ]
+
+    def say(bad: Any, counts: Any) -> Finding | None:
+        if not bad[:, 2:].any():
+            return None
+        pairs = zip(counts[:, 2] + counts[:, 3], counts[:, 4])
+        by_output = {output.ref(): pair for output, pair in zip(outputs, pairs)}
+        found = _first(operations, by_output)
+        return found and _say_not_finite(look, *found)
+
+    yield Suspect(measured, say)
+
+
+def _first(operations: list[tf.Operation], counts: dict[Any, Any]) -> Any:
+    """The first operation of which NaN comes, the one that it comes from, and the number of NaN."""
+
+    def of(tensor: tf.Tensor) -> tuple[int, int]:
+        return counts.get(tensor.ref(), (0, 0))
+
+    infinite: dict[tf.Operation, tf.Operation] = {}  # and where the infinity began
+    first = None
+    for operation in operations:
+        i, n = of(operation.outputs[0])
+        before = next((infinite[t.op] for t in operation.inputs if t.op in infinite), None)
+        if i:
+            infinite[operation] = before or operation
+            first = first or operation
+        if n and not any(of(tensor)[1] for tensor in operation.inputs):
+            return before or operation, operation, n
+    return first and (first, first, of(first.outputs[0])[0])
+
+
+def _say_not_finite(
+    look: Look, origin: tf.Operation, ended: tf.Operation, number: int
+) -> Finding | None:
+    dtype = origin.outputs[0].dtype
+    if dtype not in HALF and not any(tensor.dtype in HALF for tensor in origin.inputs):
+        return None  # It would be so in float32, too.
+    constant = static_value(origin.outputs[0])
+    in_words = "NaN" if ended is not origin else "not finite"
+    if constant is not None:
+        return look.finding(
+            ended,
+            "a constant that is infinite in 16 bits",
+            f"A constant, such as the -1e9 of a mask, is {np.ravel(constant)[0]} in {dtype.name}, "
+            f"and with it {int(number):,} results of {ended.type} are {in_words}; so is the loss.",
+            f"Use the lowest number of the dtype, {dtype.min:.5g}, or tf.where on the result.",
+        )
+    largest = f", which ends at {dtype.max:,.0f}" if dtype == tf.float16 else ""
+    return look.finding(
+        origin,
+        "an overflow in the forward pass",
+        f"{origin.type} in {dtype.name}{largest} is the first operation whose results are not "
+        f"finite though what it takes is: {int(number):,} results of {ended.type} are {in_words}, "
+        "and so is the loss.",
+        "Compute it in float32, scale its inputs down, or use mixed_bfloat16.",
+    )
+
+
+def vanished_epsilon(look: Look) -> Iterator[Suspect]:
+    """A constant that is to keep a division from failing is 0 in 16 bits."""
+    for operation in look.in_half(("Add", "AddV2", "Maximum")):
+        for constant, other in (operation.inputs, tuple(operation.inputs)[::-1]):
+            value = static_value(constant)
+            if value is None or np.any(value):
+                continue
+            divides = _division(look, operation.outputs[0])
+            if divides is None:
+                continue
+            measured = [count(tf.equal(operation.outputs[0], 0)), tf.reduce_min(widened(other))]
+
+            def say(
+                zeros: Any, least: Any, operation: Any = operation, divides: Any = divides
+            ) -> Finding:
+                dtype, n = operation.outputs[0].dtype, operation.outputs[0].shape.num_elements()
+                smallest = "6e-8" if dtype == tf.float16 else "9e-41"
+                return look.finding(
+                    operation,
+                    "an epsilon that is 0 in 16 bits",
+                    f"The constant of {operation.type}, before {divides.type}, is 0 in "
+                    f"{dtype.name}, whose smallest number is {smallest}. Of "
+                    f"{n or 'the'} values of this batch {zeros:,} are 0 then; the smallest is "
+                    f"{least:.3g}.",
+                    f"Use an epsilon that {dtype.name} holds, such as 1e-4, or compute this in "
+                    "float32.",
+                )
+
+            yield Suspect(measured, say)
+
+
+def _division(look: Look, tensor: tf.Tensor) -> tf.Operation | None:
+    """What divides by a tensor, or by its root, or takes its logarithm."""
+    found = look.leads_to(tensor, _DIVIDE, ("Sqrt", "Identity", "Cast"), steps=3)
+    if found is None or not found.type.endswith("Div"):
+        return found
+    below = found.inputs[1]
+    while below.op.type in ("Sqrt", "Identity", "Cast") and below is not tensor:
+        below = below.op.inputs[0]
+    return found if below is tensor else None
+
+
+def long_sums(look: Look) -> Iterator[Suspect]:
+    """A sum in 16 bits is further from that of float32 than its result's rounding explains."""
+    for operation in look.in_half(("Sum", "Mean", "BiasAddGrad"), forward=False):
+        source, result = operation.inputs[0], operation.outputs[0]
+        length = _length(source, result)
+        if length is None or length < 2:
+            continue
+        wide = widened(source)
+        if operation.type == "BiasAddGrad":
+            is_first = operation.get_attr("data_format") == b"NCHW" and source.shape.rank > 2
+            kept = 1 if is_first else source.shape.rank - 1
+            axes = [axis for axis in range(source.shape.rank) if axis != kept]
+            reduce, keep = tf.reduce_sum, False
+        else:
+            axes, keep = operation.inputs[1], operation.get_attr("keep_dims")
+            reduce = tf.reduce_mean if operation.type == "Mean" else tf.reduce_sum
+        exact, magnitude = (reduce(each, axes, keep) for each in (wide, tf.abs(wide)))
+        # What is infinite is the matter of `not_finite`, and of the loss scale in backward passes.
+        smallest = 2.0**-24 if result.dtype == tf.float16 else 0.0
+        beyond = tf.maximum(tf.abs(widened(result) - exact) - smallest, 0.0)
+        errors = tf.math.divide_no_nan(beyond, magnitude)
+        worst = tf.reduce_max(tf.where(tf.math.is_finite(errors), errors, 0.0))
+
+        def say(worst: Any, operation: Any = operation, length: int = length) -> Finding | None:
+            output = operation.outputs[0]
+            roundoff = UNIT_ROUNDOFF[output.dtype]
+            if worst <= 4 * roundoff:
+                return None
+            is_loss = output.shape.rank == 0 and not origins.is_of_backward_pass(operation.name)
+            return look.finding(
+                operation,
+                "a loss in 16 bits" if is_loss else "a long sum in 16 bits",
+                f"{operation.type} adds up {length:,} numbers in {output.dtype.name}, and is up to "
+                f"{worst:.1%} of the sum of magnitudes away from the float32 sum of them; rounding "
+                f"its result explains {roundoff:.1%}.",
+                "Cast what is added up to float32. (Under a policy of keras_mp, gradients are "
+                "summed in float32; keras_mp.enable_float32_sums() does so for all code.)",
+            )
+
+        yield Suspect([worst], say)
+
+
+def _length(source: tf.Tensor, result: tf.Tensor) -> int | None:
+    """How many numbers are added up for each result."""
+    sizes = source.shape.num_elements(), result.shape.num_elements()
+    return None if None in sizes or 0 in sizes else sizes[0] // sizes[1]
+
+
+def labels_beyond_the_outputs(look: Look) -> Iterator[Suspect]:
+    """The model's outputs are in a dtype that cannot express the labels."""
+    wanted = [y for y in tf.nest.flatten(look.batch.y) if y is not None and y.dtype.is_floating]
+    if not wanted or not any(operation.outputs[0].dtype in HALF for operation, _ in look.products):
+        return
+    outputs = look.model(look.batch.x, training=False)
+    for labels, output in zip(tf.nest.flatten(look.batch.y), tf.nest.flatten(outputs)):
+        if output.dtype not in HALF or not getattr(labels, "dtype", tf.int32).is_floating:
+            continue
+        if not labels.shape.is_compatible_with(output.shape):
+            continue
+        labels = widened(labels)
+        rounded = widened(tf.cast(labels, output.dtype))
+        lost = tf.reduce_mean(tf.square(labels - rounded)) / tf.math.reduce_variance(labels)
+        measured = [lost, count(tf.math.is_inf(rounded)), tf.reduce_max(tf.abs(labels))]
+
+        def say(lost: Any, infinite: Any, largest: Any, dtype: Any = output.dtype) -> Any:
+            if not infinite and not lost > _MOST_VARIANCE:
+                return None
+            is_lost = f"{lost:.1%} of the variance is lost"
+            share = f"{infinite:,} are infinite" if infinite else is_lost
+            return Finding(
+                "outputs in 16 bits",
+                "the model's outputs",
+                None,
+                f"The outputs are {dtype.name}. Of the labels of this batch, up to {largest:.6g}, "
+                f"{share} in it: what is to be predicted cannot be expressed.",
+                'Give the last layer dtype="float32", or scale the labels.',
+            )
+
+        yield Suspect(measured, say)

@@ -1,0 +1,438 @@
+"""Defects that are planted in models are found and named, and clean models get an empty report."""
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.numerics import audit
+from tests.common import IS_KERAS_3, mirrored
+
+K = tf.keras
+L = K.layers
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(8, 16)).astype("float32")
+CLASSES = np.arange(8, dtype="int32") % 4
+FROM_LOGITS = K.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def line_of(function, text):
+    """The number of the line in this file that has a text, and is in a function or class."""
+    with open(__file__) as file:
+        lines = file.read().splitlines()
+    start = next(i for i, line in enumerate(lines) if f" {function}(" in line)
+    return next(i for i in range(start, len(lines)) if text in lines[i]) + 1
+
+
+def found(model, batch):
+    """{name of a hazard: finding}."""
+    report = audit(model, batch)
+    assert str(report).count("Cure:") == len(report.findings)
+    return {finding.hazard: finding for finding in report.findings}
+
+
+def dense(units=16, **kwargs):
+    return lambda: L.Dense(units, **kwargs)
+
+
+def classifier(*layers, dtype="float16", optimizer="sgd", **kwargs):
+    """A model of what these return, with logits in float32, compiled under a mixed policy."""
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        made = [layer() for layer in layers]
+        model = K.Sequential([K.Input([16]), *made, L.Dense(4, dtype="float32")])
+        model.compile(optimizer, FROM_LOGITS, **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_clean_model_gets_an_empty_report(dtype):
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        model = K.Sequential(
+            [
+                K.Input([8, 8, 3]),
+                L.Conv2D(8, 3, padding="same"),
+                L.BatchNormalization(),
+                L.Activation("relu"),
+                L.MaxPooling2D(),
+                L.Reshape([16, 8]),
+                L.LayerNormalization(),
+                L.Dropout(0.1),
+                L.GlobalAveragePooling1D(),
+                L.Dense(4, "softmax"),
+            ]
+        )
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    images = RANDOM.normal(size=(8, 8, 8, 3)).astype("float32")
+    report = audit(model, (images, CLASSES, np.ones(8, "float32")))
+    assert report.findings == ()
+    assert str(report).endswith(f"policy mixed_{dtype}: nothing found.")
+
+
+def test_nothing_of_the_model_is_changed():
+    model = classifier(dense(), L.BatchNormalization, optimizer="adam")
+    model.fit(X, CLASSES, verbose=0)
+    optimizer = model.optimizer
+    variables = optimizer.variables
+    variables = [*model.weights, *(variables() if callable(variables) else variables)]
+    scale = optimizer.loss_scale
+    variables += [optimizer.iterations, scale.loss_scale, scale.num_good_steps]
+    before = [tf.convert_to_tensor(v).numpy() for v in variables]
+    audit(model, (X, CLASSES))
+    for variable, value in zip(variables, before):
+        np.testing.assert_array_equal(tf.convert_to_tensor(variable).numpy(), value)
+
+
+class Mask(L.Layer):
+    def call(self, x):
+        mask = tf.cast(x[:, :1] > -100.0, x.dtype)
+        return x + (1.0 - mask) * tf.cast(-1e9, x.dtype)
+
+
+def test_a_mask_of_minus_1e9():
+    finding = found(classifier(dense(16), Mask), (X, CLASSES))[
+        "a constant that is infinite in 16 bits"
+    ]
+    assert finding.where == "mask"
+    assert finding.line.number == line_of("Mask", "-1e9")
+    assert "-inf in float16" in finding.why
+    assert "-65504" in finding.cure
+
+
+class Square(L.Layer):
+    def call(self, x):
+        return tf.square(x * 100.0) * 1e-6
+
+
+def test_an_overflow_in_the_forward_pass():
+    finding = found(classifier(Square), (10 * X, CLASSES))["an overflow in the forward pass"]
+    assert finding.where == "square"
+    assert finding.line.number == line_of("Square", "tf.square")
+    assert "ends at 65,504" in finding.why
+
+
+class Normalize(L.Layer):
+    def call(self, x):
+        return x / (tf.abs(x) + 1e-8)
+
+
+class Widened(L.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(name="kernel", shape=[shape[-1], 16])
+
+    def call(self, x):
+        return tf.matmul(tf.cast(x, tf.float32), tf.cast(self.kernel, tf.float32))
+
+
+class Bare(L.Layer):
+    def __init__(self):
+        super().__init__(name="bare")
+        self.kernel = tf.Variable(tf.eye(16), name="kernel")
+
+    def call(self, x):
+        return tf.matmul(tf.cast(x, tf.float32), self.kernel)
+
+
+class Twice(L.Layer):
+    def call(self, x):
+        x = tf.cast(tf.cast(x, tf.float32), tf.float16)
+        return x
+
+
+class Float64(L.Layer):
+    def call(self, x):
+        return tf.cast(tf.exp(-tf.abs(tf.cast(x, tf.float64))), x.dtype)
+
+
+@pytest.fixture(scope="module")
+def many():
+    """What is found in a model with many defects, none of which hides another."""
+    model = classifier(
+        lambda: Normalize(name="normalize"),
+        dense(64, name="large"),
+        dense(16, dtype="float32", name="odd"),
+        lambda: Widened(name="widened"),
+        Bare,
+        lambda: Twice(name="twice"),
+        lambda: Float64(name="wide"),
+        loss_weights=1024.0,
+    )
+    return found(model, (tf.constant(X, tf.float64), CLASSES))
+
+
+def test_many_defects_are_told_apart(many):
+    assert {hazard: finding.where for hazard, finding in many.items()} == {
+        "an epsilon that is 0 in 16 bits": "normalize",
+        "a layer of another policy": "odd",
+        "a layer that ignores its policy": "widened",
+        "a variable that is not cast": "bare",
+        "a cast there and back": "twice",
+        "data in float64": "the batch's x",
+        "a layer in float64": "wide",
+        "a loss multiplied by a number": "the training step, outside of layers",
+    }
+
+
+@pytest.mark.parametrize(
+    ("hazard", "layer", "text"),
+    [
+        ("an epsilon that is 0 in 16 bits", "Normalize", "1e-8"),
+        ("a layer that ignores its policy", "Widened", "tf.matmul"),
+        ("a variable that is not cast", "Bare", "tf.matmul"),
+        ("a cast there and back", "Twice", "tf.cast(tf.cast"),
+        ("a layer in float64", "Float64", "tf.float64"),
+    ],
+)
+def test_the_line_of_a_defect(many, hazard, layer, text):
+    assert many[hazard].line == (__file__, line_of(layer, text))
+
+
+@pytest.mark.parametrize(
+    ("hazard", "number"),
+    [
+        (
+            "an epsilon that is 0 in 16 bits",
+            f"the smallest is {np.abs(X.astype('float16')).min():.3g}",
+        ),
+        ("a layer of another policy", "% of the multiplications"),
+        ("a layer that ignores its policy", "% of the multiplications"),
+        ("a cast there and back", "moves 1,536 bytes"),
+        ("data in float64", f"{8 * X.size:,} bytes"),
+        ("a loss multiplied by a number", "multiplied by 1024, and then by the loss scale, 32768"),
+    ],
+)
+def test_the_number_that_was_measured(many, hazard, number):
+    assert number in many[hazard].why
+
+
+def test_arrays_in_float64_are_no_finding():
+    assert not found(classifier(dense()), (X.astype("float64"), CLASSES))
+
+
+def test_a_long_sum():
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = K.Sequential([K.Input([4]), L.Dense(4, name="last")])
+        model.compile("sgd", "mse")
+    batch = np.zeros([4096, 4], "float32"), np.full([4096, 4], 3, "float32")
+    assert not found(model, batch)
+    keras_mp.enable_float32_sums(False)
+    try:
+        finding = found(model, batch)["a long sum in 16 bits"]
+    finally:
+        keras_mp.enable_float32_sums()
+    assert finding.where == "last"
+    assert "adds up 4,096 numbers in bfloat16" in finding.why
+
+
+class OwnLoss(K.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x, training=True)
+            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+            loss = tf.reduce_mean(loss)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+
+def test_a_loss_in_16_bits():
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = OwnLoss([K.Input([4]), L.Dense(4)])
+        model.compile("sgd")
+    # All are classified well: a loss of log(1 + 3 exp(-7)), of which log sees 1.
+    model.set_weights([7 * np.eye(4), np.zeros(4)])
+    finding = found(model, (np.eye(4)[CLASSES], CLASSES))["a loss in 16 bits"]
+    assert finding.line.number == line_of("OwnLoss", "sparse_softmax")
+    assert "computed in bfloat16" in finding.why
+    assert "in float32 it is 0.00273" in finding.why
+
+
+def test_a_softmax_before_a_logarithm():
+    def loss(labels, probabilities):
+        labels = tf.one_hot(tf.reshape(tf.cast(labels, tf.int32), [-1]), 4)
+        logs = tf.math.log(tf.clip_by_value(tf.cast(probabilities, tf.float32), 1e-7, 1.0))
+        return -tf.reduce_sum(labels * logs, -1)
+
+    with keras_mp.policy_scope("mixed_float16"):
+        model = K.Sequential([K.Input([16]), L.Dense(4, "softmax", name="head")])
+        model.compile("sgd", loss)
+    model.layers[-1].set_weights([np.eye(16, 4) * 30, np.zeros(4)])
+    finding = found(model, (X, CLASSES))["a softmax in 16 bits"]
+    assert finding.where == "head"
+    assert "from_logits=True" in finding.cure
+
+
+def test_a_sigmoid_before_a_logarithm():
+    def loss(labels, probabilities):
+        p = tf.clip_by_value(tf.cast(probabilities, tf.float32), 1e-7, 1 - 1e-7)
+        labels = tf.reshape(tf.cast(labels, tf.float32), tf.shape(p))
+        return -tf.reduce_mean(labels * tf.math.log(p) + (1 - labels) * tf.math.log(1 - p), -1)
+
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = K.Sequential([K.Input([16]), L.Dense(1, "sigmoid", name="head")])
+        model.compile("sgd", loss)
+    model.set_weights([np.zeros([16, 1]), np.full([1], 8.0)])
+    # 1 - p is 3e-4, and p is 1 in bfloat16.
+    finding = found(model, (X, np.zeros(8, "float32")))["a sigmoid in 16 bits"]
+    assert finding.where == "head"
+    assert not found(model, (X, np.ones(8, "float32")))
+
+
+def test_outputs_that_cannot_express_the_labels():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = K.Sequential([K.Input([16]), L.Dense(1)])
+        model.compile("sgd", "mse")
+    years = np.linspace(20_000, 20_010, 8, dtype="float32")[:, None]
+    finding = found(model, (X, years))["outputs in 16 bits"]
+    assert "of the variance is lost" in finding.why
+    assert not found(model, (X, years - 20_000))
+    assert "8 are infinite" in found(model, (X, years * 4))["outputs in 16 bits"].why
+
+
+class Clips(K.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(FROM_LOGITS(y, self(x, training=True)))
+            scaled = self.optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        gradients = self.change(gradients)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+    def change(self, gradients):
+        gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+        return self.optimizer.get_unscaled_gradients(gradients)
+
+
+class ClipsLater(Clips):
+    def change(self, gradients):
+        gradients = self.optimizer.get_unscaled_gradients(gradients)
+        return tf.clip_by_global_norm(gradients, 1.0)[0]
+
+
+class Accumulates(Clips):
+    def change(self, gradients):
+        if not hasattr(self, "sums"):
+            with tf.init_scope():
+                self.sums = [tf.Variable(tf.zeros(g.shape)) for g in gradients]
+        for total, gradient in zip(self.sums, gradients):
+            total.assign_add(gradient)
+        return self.optimizer.get_unscaled_gradients([tf.identity(total) for total in self.sums])
+
+
+def with_own_step(cls):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = cls([K.Input([16]), L.Dense(16), L.Dense(4, dtype="float32")])
+        model.compile("sgd")
+    return model
+
+
+def test_clipping_before_unscaling():
+    finding = found(with_own_step(Clips), (X, CLASSES))["clipping before unscaling"]
+    assert finding.line.number == line_of("Clips", "tf.clip_by_global_norm")
+    assert "loss scale, 32768" in finding.why
+    assert not found(with_own_step(ClipsLater), (X, CLASSES))
+
+
+def test_accumulation_under_a_moving_scale():
+    model = with_own_step(Accumulates)
+    finding = found(model, (X, CLASSES))["gradient accumulation under a moving scale"]
+    assert finding.line.number == line_of("Accumulates", "assign_add")
+
+
+def test_float16_without_loss_scaling():
+    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
+        model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(1)])
+        model.compile("sgd", "mse")
+    model.set_weights([np.eye(16), np.zeros(16), np.full([16, 1], 1e-3), np.zeros(1)])
+    finding = found(model, (1e-2 * X, X[:, :1] / 100))["float16 without loss scaling"]
+    assert "of the numbers in gradients" in finding.why
+    assert not found(classifier(dense()), (1e-2 * X, CLASSES))
+
+
+def test_an_optimizer_with_an_epsilon_below_the_dtype():
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="train poorly"):
+        keras_mp.set_global_policy("float16")
+    model = K.Sequential([K.Input([16]), L.Dense(16, "relu"), L.Dense(4)])
+    model.compile(K.optimizers.Adam(epsilon=1e-8), FROM_LOGITS)
+    finding = found(model, (X, CLASSES))["an epsilon that is 0 in 16 bits"]
+    assert finding.where == "the optimizer (Adam)"
+    assert "the dtype of 4 variables" in finding.why
+
+
+def test_a_step_that_cannot_be_skipped():
+    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=2.0**40)):
+        model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(4)])
+        model.compile("sgd", FROM_LOGITS)
+    finding = found(model, (X, CLASSES))["a step that cannot be skipped"]
+    assert "loss scale 1.09951e+12" in finding.why
+    assert np.isfinite(model.get_weights()[0]).all()
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 asks all replicas.")
+def test_replicas_that_do_not_agree():
+    with mirrored(2).scope(), keras_mp.policy_scope("mixed_float16"):
+        model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(4, dtype="float32")])
+        optimizer = K.mixed_precision.LossScaleOptimizer(K.optimizers.SGD())
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="is safer"):
+            model.compile(optimizer, FROM_LOGITS)
+    finding = found(model, (X, CLASSES))["a step that cannot be skipped"]
+    assert "There are 2 replicas" in finding.why
+
+
+@tf.custom_gradient
+def straight_through(x):
+    return tf.round(x), lambda upstream: tf.cast(upstream, tf.float32) * 2.0
+
+
+class Rounds(L.Layer):
+    def call(self, x):
+        return straight_through(tf.tanh(x))
+
+
+def test_a_custom_gradient_without_dtypes():
+    hazards = found(classifier(dense(16), Rounds), (X, CLASSES))
+    assert hazards.keys() & {"a custom gradient without dtypes", "dtypes that do not fit"}
+
+
+def test_a_shape_that_no_tensor_core_likes(monkeypatch):
+    model = classifier(dense(50), dense(16))
+    assert not found(model, (X, CLASSES))
+    monkeypatch.setattr(keras_mp.hardware, "has_tensor_cores", lambda dtype: True)
+    finding = found(model, (X, CLASSES))["a shape that no tensor core likes"]
+    assert "8 x 50 x 16" in finding.why or "8 x 16 x 50" in finding.why
+
+
+def test_honest_drift_is_no_defect():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = K.Sequential([K.Input([16])] + [L.Dense(16, "tanh") for _ in range(50)])
+    assert not found(model, X)
+
+
+def test_a_model_that_is_not_compiled():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = K.Sequential([K.Input([16]), L.Dense(16), Mask()])
+    assert found(model, X).keys() == {"a constant that is infinite in 16 bits"}
+
+
+def test_the_report_as_json():
+    model = classifier(dense(16), Twice)
+    report = json.loads(audit(model, (X, CLASSES)).to_json())
+    assert report["policy"] == "mixed_float16"
+    (finding,) = report["findings"]
+    assert finding["line"] == [__file__, line_of("Twice", "tf.cast(tf.cast")]
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="Expected a model"):
+        audit(lambda x: x, X)
+    with pytest.raises(ValueError, match="Received a tuple of 4"):
+        audit(classifier(dense(16)), (X, X, X, X))
+
+
+def test_other_errors_are_left_alone():
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
+        audit(classifier(dense(16)), (X[:, :3], CLASSES))
