@@ -4,6 +4,7 @@ python -m keras_mp [--policy NAME|best ...] [--epochs N] [--strategy none|mirror
 
 Or looks at a saved model:
 
+python -m keras_mp audit MODEL.keras BATCH.npz
 python -m keras_mp compare MODEL.keras BATCH.npz
 """
 
@@ -30,7 +31,10 @@ _BEST = "best"
 _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 
 # What looks at a saved model instead. Each module has a `main`.
-_COMMANDS = {"compare": "keras_mp.numerics.compare_command"}
+_COMMANDS = {
+    "audit": "keras_mp.numerics.audit_command",
+    "compare": "keras_mp.numerics.compare_command",
+}
 
 _SEED = 0
 _BATCH_SIZE = 32
@@ -233,7 +237,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m keras_mp",
         description="Trains one small convolutional model on scikit-learn's digits under each "
         "policy, prints a comparison and draws the loss and the loss scale.",
-        epilog="python -m keras_mp compare --help: look at a model of your own",
+        epilog="python -m keras_mp audit --help, python -m keras_mp compare --help: look at a "
+        "model of your own",
     )
     parser.add_argument(
         "--policy",

@@ -1,0 +1,56 @@
+"""`python -m keras_mp audit`, as CI starts it."""
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.__main__ import main
+
+K = tf.keras
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A saved model that predicts a number in 16 bits, and a batch that it cannot express."""
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = K.Sequential([K.Input([4]), K.layers.Dense(1)], name="prices")
+        model.compile("sgd", "mse")
+    model.save(tmp_path / "model.keras")
+    labels = np.linspace(1000, 1003, 6, dtype="float32")[:, None]
+    np.savez(tmp_path / "bad.npz", x=np.ones([6, 4], "float32"), y=labels)
+    np.savez(tmp_path / "good.npz", x=np.ones([6, 4], "float32"), y=labels - 1000)
+    return tmp_path
+
+
+def test_the_exit_status(files, capsys):
+    model, report = str(files / "model.keras"), files / "report.json"
+    assert main(["audit", model, str(files / "good.npz")]) == 0
+    assert "policy mixed_bfloat16: nothing found." in capsys.readouterr().out
+    assert main(["audit", model, str(files / "bad.npz"), "--json", str(report)]) == 1
+    assert "outputs in 16 bits" in capsys.readouterr().out
+    assert json.loads(report.read_text())["findings"][0]["hazard"] == "outputs in 16 bits"
+
+
+def test_a_model_that_was_saved_in_float32(files, capsys):
+    model = K.Sequential([K.Input([4]), K.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.save(files / "wide.keras")
+    arguments = ["audit", str(files / "wide.keras"), str(files / "bad.npz")]
+    assert main(arguments) == 0
+    assert main([*arguments, "--policy", "mixed_float16"]) == 1
+    assert "policy mixed_float16: 1 finding." in capsys.readouterr().out
+
+
+def test_files_that_cannot_be_used(files, capsys):
+    np.savez(files / "other.npz", images=np.ones([6, 4]))
+    for model, batch, message in (
+        ("none.keras", "good.npz", "none.keras cannot be loaded"),
+        ("model.keras", "other.npz", "Received: images"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["audit", str(files / model), str(files / batch)])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
