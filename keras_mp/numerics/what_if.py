@@ -226,8 +226,8 @@ def what_if(
 
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
-        ValueError: it cannot be made anew, has no loss, a dtype is another one, or a scale is no
-            power of two.
+        ValueError: it cannot be made anew, has no loss, a dtype is another one, a scale is no
+            power of two, or there are none.
 
     Example:
 
@@ -251,6 +251,8 @@ def what_if(
                 "`WhatIf.reference` and histograms tell what they would lose. "
                 f"Received: dtype={dtype!r}"
             )
+    if not scales:
+        raise ValueError("Expected at least one loss scale. Received: scales=[]")
     for scale in scales:
         exponent_of(scale)
     batch = tf.nest.map_structure(
@@ -313,7 +315,6 @@ class _Replay:
             variable.assign(value)
         tf.random.set_seed(self._seed)
         outputs: dict[str, list[tf.Tensor]] = {}
-
         made_by: dict[int, str] = {}
 
         def saw(path: str, tensor: tf.Tensor, arguments: list[Any]) -> tf.Tensor:
@@ -335,7 +336,7 @@ class _Replay:
             if self._loss is None:
                 loss = self.model.compute_loss(x, y, predictions, sample_weight)
             else:
-                loss = tf.add_n([tf.cast(self._loss(y, predictions), tf.float32)])
+                loss = tf.cast(self._loss(y, predictions), tf.float32)
                 for extra in self.model.losses:
                     loss += tf.cast(extra, loss.dtype)
             loss = gradients.scale_loss(loss, tf.constant(scale))

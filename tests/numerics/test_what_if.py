@@ -119,6 +119,8 @@ def test_what_cannot_be_run_is_refused():
         what_if(model, *batch(), dtypes=["float8_e5m2"])
     with pytest.raises(ValueError, match="power of two"):
         what_if(model, *batch(), scales=[3])
+    with pytest.raises(ValueError, match="at least one loss scale"):
+        what_if(model, *batch(), scales=[])
     result = what_if(model, *batch(), loss=lambda y, p: tf.reduce_mean(p), dtypes=[])
     with pytest.raises(KeyError, match="Expected one of the dtypes"):
         result["float16", 1.0]
