@@ -2,8 +2,8 @@
 
 A power-of-two scale changes exponents only, so nothing that is finite may differ. (Where XLA
 compiles the step, it is one with Keras's wrapper that it equals, but for a last digit where steps
-are skipped: XLA fuses otherwise what the branch that skips looks at too.) One runner trains both; a case is
-the way in which the step is made.
+are skipped: XLA fuses otherwise what the branch that skips looks at too.) One runner trains both; a
+case is the way in which the step is made.
 """
 
 import functools
