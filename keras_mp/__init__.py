@@ -29,6 +29,7 @@ from keras_mp.op_autocast import autocast, autocast_inputs, autocast_ops, autoca
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy, global_policy, policy_scope, set_global_policy
 from keras_mp.step.forward_writes import training_step
+from keras_mp.step.overflows import Overflow
 from keras_mp.support.messages import MixedPrecisionWarning
 from keras_mp.variables import (
     AutoCastVariable,
@@ -50,6 +51,7 @@ __all__ = [
     "LossScaleOptimizer",
     "MixedPrecisionWarning",
     "OptimizerWrapper",
+    "Overflow",
     "Policy",
     "__version__",
     "autocast",

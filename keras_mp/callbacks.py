@@ -3,9 +3,11 @@
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from keras_mp import keras_api
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
+from keras_mp.step.overflows import Overflow
 from keras_mp.support import messages, validation
 
 
@@ -25,6 +27,9 @@ class LossScaleMonitor(keras_api.BaseCallback):
     has a `tf.keras.callbacks.ProgbarLogger("steps", stateful_metrics=["loss_scale",
     "steps_skipped"])`.
 
+    If steps were skipped between two reads, a line says of the last of them whose gradients were
+    not finite: `absl.logging` shows it at the level "info".
+
     `evaluate` and `predict` log nothing. If a model trains without loss scaling, there is a
     warning, and its logs stay as they are. If a model has several optimizers, the first that scales
     the loss is shown. The `LossScaleOptimizer` of `tf.keras` is not shown, since it does not count
@@ -38,6 +43,8 @@ class LossScaleMonitor(keras_api.BaseCallback):
             "loss_scale" (float) and "steps_skipped" (int, in total): one entry when training
             starts and one each time the values are read. `keras_mp.plots.loss_scale` draws it. A
             second `fit` continues it, unless the model has made fewer steps by then.
+        overflows: list of `keras_mp.Overflow`, the last step that was skipped before a read, for
+            each read before which there was one; kept as long as `history`.
 
     Raises:
         TypeError: `update_freq` is neither a str nor an int.
@@ -70,6 +77,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
             update_freq = validation.integer("update_freq", update_freq)
         self.update_freq = update_freq
         self.history: dict[str, list[Any]] = {"step": [], "loss_scale": [], "steps_skipped": []}
+        self.overflows: list[Overflow] = []
         self._latest: dict[str, float | int] = {}
         self._next_read = update_freq
 
@@ -127,6 +135,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
         optimizer = _scaling(self.model.optimizer)
         if optimizer is None:
             return
+        skipped_before = self._latest.get("steps_skipped")
         self._latest = {
             "loss_scale": float(optimizer.loss_scale()),
             "steps_skipped": int(optimizer.steps_skipped),
@@ -134,11 +143,16 @@ class LossScaleMonitor(keras_api.BaseCallback):
         step = int(_steps(optimizer))
         steps = self.history["step"]
         if steps and step < steps[-1]:
-            for values in self.history.values():
+            for values in (*self.history.values(), self.overflows):
                 values.clear()
         if not steps or step > steps[-1]:
             for name, value in {"step": step, **self._latest}.items():
                 self.history[name].append(value)
+        if skipped_before is not None and self._latest["steps_skipped"] > skipped_before:
+            overflow = optimizer.last_overflow
+            if overflow is not None:
+                self.overflows.append(overflow)
+                logging.info("%s", overflow.summary)
 
 
 def write_loss_scale(optimizer: Any, step: Any = None) -> None:

@@ -18,6 +18,7 @@ from keras_mp.step import forward_writes, gradients, skipped_steps, update_rules
 from keras_mp.step.gathered import Gathered
 from keras_mp.step.loss_scale import DynamicLossScale, FixedLossScale, LossScale, schedule_of
 from keras_mp.step.optimizer_family import UpdateRule
+from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import Guard, ScaledStep
 from keras_mp.step.scaler_calls import ScalerCalls, Step
 from keras_mp.support import host, validation
@@ -137,6 +138,19 @@ class GradScaler(tf.Module):
         return tf.convert_to_tensor(self._skipped.total)
 
     @property
+    def last_overflow(self) -> Overflow | None:
+        """Whose gradients were not finite in the last `step` that applied nothing; or None.
+
+        It is the `keras_mp.Overflow` of one optimizer, which the variables tell. Gradients count as
+        they were when `unscale` was called. In a graph it cannot be read.
+
+        Raises:
+            RuntimeError: it is read in a graph.
+        """
+        self._collect_reports()
+        return self._skipped.last_overflow()
+
+    @property
     def warn_after_skips(self) -> int | None:
         """After how many steps in a row with a skipped one to warn; None for never."""
         return self._skipped.warn_after
@@ -195,7 +209,7 @@ class GradScaler(tf.Module):
             return grads
         unscaled = gradients.unscale(grads, self._calls.scaled_by())
         finite = None if self._verdicts is None else lambda: gradients.all_finite(unscaled)
-        self._calls.unscale(optimizer, finite)
+        self._calls.unscale(optimizer, unscaled, finite)
         return unscaled
 
     @unconverted
@@ -248,6 +262,7 @@ class GradScaler(tf.Module):
                 scaled=known.scaled,
                 scaled_by=scaled_by,
                 losses=losses,
+                unclipped=known.unscaled,
                 aggregate=aggregate,
                 was_finite=known.was_finite,
             )
@@ -366,7 +381,7 @@ class GradScaler(tf.Module):
         self._skipped.collect_reports()
 
 
-_NOTHING_SCALED = Step(scaled=False, was_finite=None, guard=None)
+_NOTHING_SCALED = Step(scaled=False, was_finite=None, unscaled=[], guard=None)
 _SCALING_OF_V1 = (
     v1.LossScaleOptimizer,
     tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer,

@@ -5,7 +5,7 @@ RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +17,7 @@ from keras_mp.grappler import passes
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import forward_writes, gradients, skipped_steps
 from keras_mp.step.loss_scale import schedule_of
+from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.step_calls import StepCalls
 from keras_mp.support import messages, validation
@@ -243,6 +244,31 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         return tf.convert_to_tensor(self._schedule.num_bad_steps) > 0
 
     @property
+    def last_overflow(self) -> Overflow | None:
+        """Whose gradients were not finite in the step that was skipped last; None if none was.
+
+        A `keras_mp.Overflow`: which step it was, each variable's Inf and NaN on each replica, also
+        of other workers, and whether the loss itself was finite. Its `str` is a table. What counts
+        are gradients before they are clipped: those of `get_unscaled_gradients`, if it was called.
+
+        It is looked for when a step is skipped, not in good steps, and kept on the device until it
+        is read. It is no part of checkpoints. A fixed scale skips nothing, so it finds nothing.
+
+        Raises:
+            RuntimeError: it is read in a graph.
+
+        Example:
+
+        >>> optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable([1.0, 2.0], name="v")
+        >>> _ = optimizer.minimize(lambda: tf.reduce_sum(v * [1.0, float("inf")]), [v])
+        >>> overflow = optimizer.last_overflow
+        >>> overflow.step, overflow.variables, overflow.gradients[0].infs, overflow.loss_is_finite
+        (1, ['v'], 1, False)
+        """
+        self._collect_reports()
+        return self._skipped.last_overflow()
+
+    @property
     def warn_after_skips(self) -> int | None:
         """After how many skipped steps in a row to warn; None for never.
 
@@ -369,6 +395,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         unscaled = gradients.unscale(grads, self._scaled_by())
         self._calls.unscaled()
         self._calls.returned(unscaled)
+        self._calls.saw_unscaled(unscaled)
         return unscaled
 
     def minimize(
@@ -480,7 +507,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             return self.iterations
         scaled = self._scales and self._calls.resolve(variable for _, variable in pairs)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        return self._step(pairs, scaled=scaled, aggregate=aggregate, name=name)
+        unclipped = self._calls.take_unscaled()
+        return self._step(pairs, scaled=scaled, unclipped=unclipped, aggregate=aggregate, name=name)
 
     def begin_step(self) -> None:
         """Says that a step begins: nobody has scaled its loss by what was read before.
@@ -657,6 +685,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         half = (each for each in layers if each.compute_dtype in ("float16", "bfloat16"))
         return next((each.dtype_policy.name for each in half), None)
 
+    def _names_of(self, variables: Sequence[Any]) -> list[str | None]:
+        """The paths of variables in the model that is trained, None for others."""
+        model = self._model()
+        paths = {} if model is None or not model.built else keras_api.paths_of_weights(model)
+        return [paths.get(id(variable)) for variable in variables]
+
     def _scale(self, loss: Any, loss_scale: tf.Tensor | None = None) -> Any:
         if callable(loss) and not tf.is_tensor(loss):
             return lambda: self._scale(loss())
@@ -686,6 +720,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             return pairs
         divisor = tf.where(is_scaled, self._scaled_by(), 1.0)
         grads = gradients.unscale([g for g, _ in pairs], divisor)
+        self._calls.saw_unscaled(grads)
         return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
     def _gradients(
@@ -707,6 +742,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         pairs: list[tuple[Any, Any]],
         *,
         scaled: bool | tf.Tensor,
+        unclipped: list[Any] | None = None,
         aggregate: bool,
         name: str | None,
     ) -> Any:
@@ -718,12 +754,14 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         verdicts = None
         if self._schedule is not None:
             verdicts = MovedAtOnce(self._schedule, self._skipped)
-        step = ScaledStep(self._family, verdicts, self._aggregate_in_float16 and self._scales)
+        in_float16 = self._aggregate_in_float16 and self._scales
+        step = ScaledStep(self._family, verdicts, in_float16, names=self._names_of)
         operation, _ = step.make(
             pairs,
             scaled=scaled,
             scaled_by=self._scaled_by(),
             losses=self._calls.take_losses(),
+            unclipped=unclipped,
             aggregate=aggregate,
             name=name,
         )

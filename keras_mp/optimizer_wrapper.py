@@ -487,8 +487,8 @@ class _WrapperFamily(OptimizerFamily):
     def completes_step(self) -> tf.Tensor:
         return self.optimizer._family.completes_step()
 
-    def totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
-        return self.optimizer._family.totals(grads, variables)
+    def totals(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
+        return self.optimizer._family.totals(grads_and_vars)
 
     def drop_accumulated(self) -> None:
         self.optimizer._family.drop_accumulated()

@@ -12,6 +12,7 @@ import warnings
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import logging
 
 import keras_mp
 from keras_mp.callbacks import LossScaleMonitor, write_loss_scale
@@ -71,6 +72,21 @@ class Recorder(K.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.epochs.append(dict(logs))
+
+
+def test_the_last_overflow_of_each_epoch_is_kept_and_logged(caplog):
+    monitor, model = LossScaleMonitor(), linear()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.INFO)
+    try:
+        with caplog.at_level("INFO", "absl"):
+            fit(model, [monitor])
+            fit(model, [monitor], x=ONES, epochs=1)
+    finally:
+        logging.set_verbosity(verbosity)
+    assert [overflow.step for overflow in monitor.overflows] == [3, 7, 11]
+    assert [len(overflow.variables) for overflow in monitor.overflows] == [1, 1, 1]
+    assert [r.getMessage() for r in caplog.records] == [o.summary for o in monitor.overflows]
 
 
 @pytest.mark.parametrize("update_freq", ["epoch", 1, 3])

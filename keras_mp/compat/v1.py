@@ -24,6 +24,7 @@ from keras_mp.compat.loss_scale_managers import (
 from keras_mp.grappler import passes
 from keras_mp.step import gradients, skipped_steps
 from keras_mp.step.loss_scale import DynamicLossScale, LossScale
+from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.update_rules import V1Optimizer
 from keras_mp.support import host, messages, validation
@@ -169,6 +170,17 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         if not self._can_skip:
             return tf.constant(False)
         return tf.convert_to_tensor(self._loss_scale.num_bad_steps) > 0
+
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """Whose gradients were not finite in the step that was skipped last; None if none was.
+
+        As that of `keras_mp.LossScaleOptimizer`. In a graph of TensorFlow 1 nobody looks.
+
+        Raises:
+            RuntimeError: it is read in a graph.
+        """
+        return self._skipped.last_overflow()
 
     def get_name(self) -> str:
         """Returns the inner optimizer's name."""
@@ -433,12 +445,18 @@ class _OnlyCounted:
     def watch(self) -> None:
         return
 
-    def skip(self, *args: Any) -> list[Any]:
-        del args
+    def skip(self, *args: Any, is_of_one: bool) -> list[Any]:
+        del args, is_of_one
         return [self.total.assign_add(1, read_value=False)]
 
     def in_a_row(self, count: tf.Tensor) -> None:
         del count
+
+    def last_overflow(self) -> Any:
+        raise RuntimeError(
+            "Nobody looks whose gradients overflow in a graph of TensorFlow 1. Read "
+            "`steps_skipped`, or make the step in eager code or a tf.function."
+        )
 
     def collect_reports(self) -> None:
         return

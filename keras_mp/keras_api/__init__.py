@@ -94,6 +94,7 @@ is_symbolic = _module.is_symbolic
 is_weight = _module.is_weight
 layers_inside = _module.layers_inside
 output_layers = _module.output_layers
+paths_of_weights = _module.paths_of_weights
 widen_predictions = _module.widen_predictions
 why_fit_fails = _module.why_fit_fails
 get_global_policy = _module.get_global_policy

@@ -29,6 +29,8 @@ Each of `keras2` and `keras3` defines:
 - `is_weight(value)`: is it what layers of `tf.keras` have as weights?
 - `widen_predictions(model)`: lets the metrics of a compiled model see predictions in float32, and
   keeps labels from being narrowed to the predictions' dtype before our losses see them.
+- `paths_of_weights(model)`: {id of a weight, or of the `tf.Variable` in it: layers and name} of a
+  model that is built.
 - `why_fit_fails()`: why `Model.fit` cannot work under the current strategy, or None.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
 - `thread_missed_global_policy()`: does this thread's Keras not know the global policy?

@@ -69,6 +69,12 @@ def states(model: Any) -> list[Any]:
     return [value for value in values if hasattr(value, "assign")]
 
 
+def paths_of_weights(model: Any) -> dict[int, str]:
+    with autocast_scope(None):
+        pairs = [(weight, weight.value) for weight in model.weights]
+    return {id(each): pair[0].path for pair in pairs for each in pair}
+
+
 def output_layers(model: Any) -> list[Any] | None:
     outputs = getattr(model, "outputs", None)
     if outputs is None:
@@ -434,15 +440,18 @@ class _Family(OptimizerFamily):
         steps = self.optimizer.gradient_accumulation_steps
         return tf.equal((_native(self.optimizer._iterations) + 1) % steps, 0)
 
-    def totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+    def totals(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
         if not self.accumulates():
-            return grads
-        totals = {id(v): a.value for v, a in self._accumulators()}
-        for gradient, variable in zip(grads, variables, strict=True):
+            return grads_and_vars
+        accumulated = {id(_native(v)): (a.value, v) for v, a in self._accumulators()}
+        totals = []
+        for gradient, variable in grads_and_vars:
+            total, _ = accumulated.pop(id(_native(variable)), (None, None))
             if gradient is not None:
-                key = id(_native(variable))
-                totals[key] = tf.convert_to_tensor(gradient) + totals.get(key, 0)
-        return list(totals.values())
+                gradient = tf.convert_to_tensor(gradient)
+                total = gradient if total is None else gradient + total
+            totals.append((total, variable))
+        return [*totals, *accumulated.values()]
 
     def drop_accumulated(self) -> None:
         if self.accumulates():
@@ -451,11 +460,11 @@ class _Family(OptimizerFamily):
             # Keras counts gradients here; `iterations` are the steps made of them.
             self.optimizer._iterations.assign_sub(self.optimizer.gradient_accumulation_steps - 1)
 
-    def _accumulators(self) -> list[tuple[tf.Variable, Any]]:
+    def _accumulators(self) -> list[tuple[Any, Any]]:
         pairs = zip(
             self.optimizer._trainable_variables, self.optimizer._accumulated_gradients, strict=True
         )
-        return [(_native(variable), a) for variable, a in pairs if a is not None]
+        return [(variable, a) for variable, a in pairs if a is not None]
 
     def is_overwritten(self, variable: Any) -> bool:
         return getattr(variable, "overwrite_with_gradient", False)

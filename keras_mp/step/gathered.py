@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_mp.step.forward_writes import Weight
 from keras_mp.step.loss_scale import LossScaleState, Schedule, state_variable
+from keras_mp.step.overflows import Seen
 from keras_mp.step.scaled_step import Verdicts
 from keras_mp.step.skipped_steps import SkippedSteps
 
@@ -36,10 +37,11 @@ class Gathered(Verdicts):
         """The gradients were finite."""
         return []
 
-    def bad(self, losses: Sequence[tf.Tensor], weights: Sequence[Weight]) -> list[Any]:
+    def bad(self, seen: Seen | None, weights: Sequence[Weight]) -> list[Any]:
         """They were not."""
         goes_on = (self._schedule.num_bad_steps > 0) | tf.equal(self.worst, _BAD)
-        counted = self._skipped.skip(goes_on, losses, weights)
+        scale = self._schedule()
+        counted = self._skipped.skip(goes_on, scale, seen, weights, is_of_one=False)
         return [*counted, self.worst.assign(_BAD, read_value=False)]
 
     def accumulated(self) -> list[Any]:

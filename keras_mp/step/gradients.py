@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp.support import host
@@ -170,6 +171,57 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
 
 
+def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Says of each gradient what `all_finite` says of all.
+
+    Args:
+        gradients: sequence of gradients.
+
+    Returns:
+        int64 tensor of shape [gradients, 3]: how many values are infinite; how many are NaN; and 1
+        where every value is finite and a sum that `all_finite` looks at is not, else 0.
+    """
+    alike: dict[tf.DType, list[int]] = {}
+    rows, order = [], []
+    for i, gradient in enumerate(gradients):
+        if gradient is None or gradient.dtype.is_integer:
+            rows.append(tf.zeros([1, 3], tf.int64))
+            order.append(i)
+        elif not _is_sparse(gradient) and _is_small(gradient) and gradient.dtype.is_floating:
+            alike.setdefault(gradient.dtype, []).append(i)
+        else:
+            values = gradient.values if _is_sparse(gradient) else gradient
+            counts = [tf.math.count_nonzero(each) for each in _infs_and_nans(values)]
+            is_only_sum = tf.logical_not(all_finite([gradient])) & tf.equal(tf.add_n(counts), 0)
+            rows.append([[*counts, tf.cast(is_only_sum, tf.int64)]])
+            order.append(i)
+    for dtype, group in alike.items():
+        values = tf.concat([tf.reshape(gradients[i], [-1]) for i in group], 0)
+        sizes = [gradients[i].shape.num_elements() for i in group]
+        whose = np.repeat(np.arange(len(group)), sizes)
+        kinds = tf.cast(tf.stack(_infs_and_nans(values), 1), tf.int64)
+        counts = tf.math.unsorted_segment_sum(kinds, whose, len(group))
+        sums = tf.zeros([len(group)])
+        if dtype != tf.float16 and not host.is_compiled_by_xla():
+            sums = tf.math.unsorted_segment_sum(values, whose, len(group))
+        is_only_sum = tf.logical_not(tf.math.is_finite(sums)) & tf.reduce_all(counts == 0, 1)
+        rows.append(tf.concat([counts, tf.cast(is_only_sum, tf.int64)[:, tf.newaxis]], 1))
+        order += group
+    return tf.gather(tf.concat(rows, 0), np.argsort(order))
+
+
+def narrow(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Makes float16 gradients of float32 ones.
+
+    Args:
+        gradients: sequence of gradients.
+
+    Returns:
+        list of gradients; those that are not float32 as they are.
+    """
+    return [_map(_float32_to_float16, gradient) for gradient in gradients]
+
+
 def widen(gradients: Sequence[Gradient]) -> list[Gradient]:
     """Makes float32 gradients of float16 ones.
 
@@ -244,7 +296,7 @@ def all_reduce(gradients: Sequence[Gradient], in_float16: bool) -> list[Gradient
     Source: RFC 293, "All-reducing in float16".
     """
     context = tf.distribute.get_replica_context()
-    sent = [_map(_float32_to_float16, g) if in_float16 else g for g in gradients]
+    sent = narrow(gradients) if in_float16 else gradients
     received: list[Gradient] = [None] * len(sent)
     # TensorFlow packs what one call reduces, and cannot pack different dtypes.
     for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
@@ -271,50 +323,38 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
 
 def decide_for_all_replicas(
     decide: Callable[..., Any],
-    apply: Callable[[list[Gradient]], Any],
-    gradients: list[Gradient],
     verdicts: Sequence[tf.Tensor | None],
-    losses: Sequence[tf.Tensor],
-    kept: Any,
+    mine: Any,
+    *of_each: Callable[[Any], Any],
 ) -> Any:
-    """Calls `decide` where a condition may stand around `apply`.
+    """Calls `decide` where a condition may stand around what all replicas do.
 
     Under strategies that meet in `merge_call`, such as MirroredStrategy on CPUs, that is the
     cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
 
     Args:
-        decide: called once with a function that applies the gradients, with each verdict, with
-            the losses at hand, of all replicas of this process or of this one, and with what these
-            replicas have kept.
-        apply: called on each replica with that replica's gradients.
-        gradients: list of gradients of this replica.
+        decide: called once with each verdict, with a list of what is at hand, of all replicas of
+            this process or of this one, and with a function for each of `of_each`, without
+            arguments, that calls it on each replica.
         verdicts: bool scalar tensors, the same on every replica, or None for one that is not made.
-        losses: tensors, the losses of this replica, as far as they are known.
-        kept: object, what this replica has kept.
+        mine: object, what this replica has.
+        *of_each: called on each replica with what that replica has.
 
     Returns:
         What `decide` returns.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        return decide(lambda: apply(gradients), *verdicts, list(losses), [kept])
+        calls = [functools.partial(function, mine) for function in of_each]
+        return decide(*verdicts, [mine], *calls)
 
-    def cross_replica(
-        strategy: tf.distribute.Strategy,
-        gradients: list[Gradient],
-        verdicts: Sequence[Any],
-        losses: Sequence[Any],
-        kept: Any,
-    ) -> Any:
+    def cross_replica(strategy: tf.distribute.Strategy, verdicts: Sequence[Any], all: Any) -> Any:
         local = strategy.experimental_local_results
-        return decide(
-            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)),
-            *(local(verdict)[0] for verdict in verdicts),
-            [each for loss in losses for each in local(loss)],
-            local(kept),
-        )
+        on_each = strategy.extended.call_for_each_replica
+        calls = [functools.partial(on_each, function, args=(all,)) for function in of_each]
+        return decide(*(local(verdict)[0] for verdict in verdicts), local(all), *calls)
 
     context = tf.distribute.get_replica_context()
-    return context.merge_call(cross_replica, args=(gradients, list(verdicts), list(losses), kept))
+    return context.merge_call(cross_replica, args=(list(verdicts), mine))
 
 
 def once_for_all_replicas(function: Callable[[Sequence[tf.Tensor]], Any], tensors: Any) -> Any:
@@ -386,6 +426,15 @@ def _is_small(tensor: tf.Tensor) -> bool:
 
 def _add(tensors: list[tf.Tensor]) -> tf.Tensor:
     return tf.add_n(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
+    """Where values are infinite, and where they are NaN."""
+    if values.dtype.is_complex:
+        parts = [_infs_and_nans(part) for part in (tf.math.real(values), tf.math.imag(values))]
+        infs, nans = (tf.logical_or(*kinds) for kinds in zip(*parts))
+        return [tf.logical_and(infs, tf.logical_not(nans)), nans]
+    return [tf.math.is_inf(values), tf.math.is_nan(values)]
 
 
 def _is_sparse(gradient: Gradient) -> bool:

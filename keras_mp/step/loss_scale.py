@@ -541,11 +541,20 @@ class DynamicLossScale(LossScale):
 
 
 class SkipsInARow:
-    """What is left of a `DynamicLossScale` where steps are skipped and the scale never moves."""
+    """What is left of a `DynamicLossScale` where steps are skipped and the scale never moves.
 
-    def __init__(self) -> None:
+    Args:
+        loss_scale: the loss scale.
+    """
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        self._loss_scale = loss_scale
         with tf.init_scope():
             self.num_bad_steps = state_variable(0, tf.int64, "bad_steps")
+
+    def __call__(self) -> tf.Tensor:
+        """Returns the scale, a float32 scalar tensor."""
+        return self._loss_scale()
 
     def move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
         """Counts a step, as `DynamicLossScale.move` does."""
@@ -565,7 +574,7 @@ def schedule_of(loss_scale: LossScale, skip_nonfinite: bool) -> Schedule | None:
     """
     if isinstance(loss_scale, DynamicLossScale):
         return loss_scale
-    return SkipsInARow() if skip_nonfinite else None
+    return SkipsInARow(loss_scale) if skip_nonfinite else None
 
 
 def state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:

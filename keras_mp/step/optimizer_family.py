@@ -54,10 +54,16 @@ class UpdateRule(abc.ABC):
         """Are the next gradients the last of a step? A bool scalar."""
         return tf.constant(True)
 
-    def totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
-        """What a step would be made of: gradients, and what was accumulated before them."""
-        del variables
-        return grads
+    def totals(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
+        """What a step would be made of: gradients with what was accumulated before them.
+
+        After the pairs that are given come those of which only something was accumulated.
+        """
+        return grads_and_vars
+
+    def steps_made(self) -> tf.Tensor | None:
+        """How many steps were made so far, an int64 scalar, or None where nobody counts them."""
+        return None
 
     def drop_accumulated(self) -> None:
         """Forgets what was accumulated, in the place of the gradients that complete a step."""
@@ -91,6 +97,10 @@ class OptimizerFamily(UpdateRule):
         except NotImplementedError:
             names = {"learning_rate"}
         return frozenset(name for name in names if hasattr(self.optimizer, name))
+
+    def steps_made(self) -> tf.Tensor | None:
+        """What the optimizer's `iterations` say."""
+        return tf.cast(tf.convert_to_tensor(self.optimizer.iterations), tf.int64)
 
     def built_variables(self) -> Sequence[Any]:
         """The variables that the optimizer was built with, where it can tell."""

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step import forward_writes, gradients, observers
+from keras_mp.step import forward_writes, gradients, observers, overflows
 from keras_mp.step.loss_scale import Schedule
 from keras_mp.step.optimizer_family import UpdateRule
+from keras_mp.step.overflows import Seen
 from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.support import host
 
@@ -35,13 +36,11 @@ class Verdicts(abc.ABC):
         """The gradients were finite."""
 
     @abc.abstractmethod
-    def bad(
-        self, losses: Sequence[tf.Tensor], weights: Sequence[forward_writes.Weight]
-    ) -> list[Any]:
+    def bad(self, seen: Seen | None, weights: Sequence[forward_writes.Weight]) -> list[Any]:
         """They were not.
 
         Args:
-            losses: the losses of this step, from every replica at hand; empty where unknown.
+            seen: what was not finite, on all replicas; None in a graph of TensorFlow 1.
             weights: the weights of the model, from every replica at hand, as far as they are known.
         """
 
@@ -70,13 +69,11 @@ class MovedAtOnce(Verdicts):
         """The gradients were finite."""
         return self.schedule.move(True)[0]
 
-    def bad(
-        self, losses: Sequence[tf.Tensor], weights: Sequence[forward_writes.Weight]
-    ) -> list[Any]:
+    def bad(self, seen: Seen | None, weights: Sequence[forward_writes.Weight]) -> list[Any]:
         """They were not."""
         goes_on = tf.convert_to_tensor(self.schedule.num_bad_steps) > 0
+        counted = self.skipped.skip(goes_on, self.schedule(), seen, weights, is_of_one=True)
         moved, in_a_row = self.schedule.move(False)
-        counted = self.skipped.skip(goes_on, losses, weights)
         self.skipped.in_a_row(in_a_row)
         return [*moved, *counted]
 
@@ -93,6 +90,39 @@ class Guard(NamedTuple):
     refuse: Callable[[], None]
 
 
+class _Share:
+    """What a replica brings to the decision.
+
+    Attributes:
+        kept: what it has to put back if the step is skipped.
+        losses: its losses, as far as they are known.
+        unclipped: its gradients as they were when they were unscaled, if they were changed since.
+        sent: returns what it gave to be summed; None where nothing was.
+        judged: (gradient, variable) pairs, unscaled, of which the verdict is.
+        to_apply: the gradients that are applied.
+        variables: those that a step would be made of.
+    """
+
+    def __init__(
+        self,
+        kept: forward_writes.Kept,
+        losses: Sequence[tf.Tensor],
+        unclipped: list[gradients.Gradient],
+    ) -> None:
+        self.kept, self.losses, self.unclipped = kept, list(losses), unclipped
+        self.sent: Callable[[], list[gradients.Gradient]] | None = None
+        self.judged: list[tuple[Any, Any]] = []
+        self.to_apply: list[gradients.Gradient] = []
+        self.variables: list[Any] = []
+
+    def let_go(self) -> None:
+        """Says that the step is made. What only a skipped one needs takes memory in eager."""
+        self.kept.let_go()
+        if tf.executing_eagerly():
+            self.unclipped.clear()
+            self.sent = None
+
+
 @dataclasses.dataclass(frozen=True)
 class ScaledStep:
     """Makes a step; to be called in a replica context.
@@ -102,12 +132,14 @@ class ScaledStep:
         verdicts: is told of the verdict; None where no step is skipped.
         in_float16: bool. Are float32 gradients summed as float16, where a step may be skipped?
         guard: keeps the step from being made; not in a TensorFlow 1 graph.
+        names: given variables, returns what users call them, or None where it does not know.
     """
 
     rule: UpdateRule
     verdicts: Verdicts | None
     in_float16: bool
     guard: Guard | None = None
+    names: Callable[[Sequence[Any]], list[str | None]] | None = None
 
     def make(
         self,
@@ -116,6 +148,7 @@ class ScaledStep:
         scaled: bool | tf.Tensor,
         scaled_by: tf.Tensor,
         losses: Sequence[tf.Tensor] = (),
+        unclipped: list[Any] | None = None,
         aggregate: bool = True,
         name: str | None = None,
         was_finite: tf.Tensor | None = None,
@@ -127,6 +160,9 @@ class ScaledStep:
             scaled: bool, or bool scalar tensor. Are the gradients still scaled?
             scaled_by: float32 scalar tensor, what the loss was multiplied by.
             losses: the losses of this replica, as far as they are known.
+            unclipped: the gradients of this replica as they were when they were unscaled, before
+                the user may have clipped them; None, or empty, where that is not known. Is emptied:
+                in eager, who calls this would keep them in memory while the step is made.
             aggregate: bool. Are the gradients to be summed over replicas?
             name: str. Name of the operation.
             was_finite: bool scalar tensor. An earlier verdict on gradients of this replica, which
@@ -140,49 +176,54 @@ class ScaledStep:
         observers.show(pairs, scaled, scaled_by)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         kept = forward_writes.keep(variables if self.verdicts else ())
+        share = _Share(kept, losses, overflows.changed_since(unclipped or (), grads))
+        if unclipped:
+            unclipped.clear()
         new_values = self._take_new_values(grads, variables, scaled, scaled_by)
         # As one more gradient, an earlier verdict is summed and judged with the others.
         marks = [] if was_finite is None else [tf.where(was_finite, 0.0, float("nan"))]
         if tf.is_tensor(scaled):
             grads = gradients.unscale(grads, tf.where(scaled, scaled_by, 1.0))
             scaled = False
-        grads, marks, scaled = self._reduced(grads, marks, variables, scaled, scaled_by, aggregate)
+        grads, marks, scaled = self._reduced(
+            share, grads, marks, variables, scaled, scaled_by, aggregate
+        )
         safe = self.rule.is_scaling_safe
         unscaled = gradients.unscale(grads, scaled_by) if scaled else grads
-        unscaled, grads = (
+        unscaled, share.to_apply = (
             [new_values.get(i, g) for i, g in enumerate(each)]
             for each in (unscaled, grads if safe else unscaled)
         )
+        share.judged = list(zip(unscaled, variables, strict=True))
         finite = None
         if self.verdicts:
             # Unscaled gradients are finite where scaled ones are, and the other way round.
-            finite = gradients.all_finite([*self.rule.totals(unscaled, variables), *marks])
+            totals = self.rule.totals(share.judged)
+            share.variables = [variable for _, variable in totals]
+            finite = gradients.all_finite([*(total for total, _ in totals), *marks])
             if not aggregate and tf.distribute.get_strategy().num_replicas_in_sync > 1:
                 finite = gradients.agree(finite)
             self.verdicts.watch()
         loss_scale = scaled_by if scaled else tf.constant(1.0)
         is_allowed = self.guard and self.guard.is_allowed
 
-        def apply(grads: list[Any]) -> Any:
-            pairs = list(zip(grads, variables, strict=True))
+        def apply(share: _Share) -> Any:
+            pairs = list(zip(share.to_apply, variables, strict=True))
             if safe:
                 verdicts = [each for each in (finite, is_allowed) if each is not None]
                 verdict = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
                 return self.rule.apply_scaled(pairs, loss_scale, verdict)
             return self.rule.apply(pairs, name, aggregate=False)
 
+        decide = self._let_it_skip if safe else self._apply_or_skip
         operation = gradients.decide_for_all_replicas(
-            self._let_it_skip if safe else self._apply_or_skip,
-            apply,
-            grads,
-            (finite, is_allowed),
-            losses,
-            kept,
+            decide, (finite, is_allowed), share, apply, self._look
         )
         return operation, finite
 
     def _reduced(
         self,
+        share: _Share,
         grads: list[Any],
         marks: list[tf.Tensor],
         variables: list[Any],
@@ -198,12 +239,14 @@ class ScaledStep:
                 grads = gradients.unscale(grads, scaled_by)
             if replicas > 1:
                 marks = gradients.all_reduce(marks, in_float16=False)
+            share.sent = functools.partial(list, grads)
             grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
             return grads, marks, False
         if not aggregate or replicas == 1:
             return grads, marks, scaled
         packed, unpack = gradients.pack([*grads, *marks])
-        packed, scaled = self._sum_over_replicas(packed, scaled, scaled_by)
+        packed, scaled, sent = self._sum_over_replicas(packed, scaled, scaled_by)
+        share.sent = lambda: unpack(sent)[: len(grads)]
         if scaled and not self.rule.is_scaling_safe:
             packed, scaled = gradients.unscale(packed, scaled_by), False
         summed = unpack(packed)
@@ -211,19 +254,21 @@ class ScaledStep:
 
     def _sum_over_replicas(
         self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor
-    ) -> tuple[list[Any], bool]:
-        """Sums gradients over replicas; also tells whether the sums are scaled."""
+    ) -> tuple[list[Any], bool, list[Any]]:
+        """Sums gradients over replicas; tells whether the sums are scaled, and what was sent."""
         if self.verdicts:
             if self.in_float16 and not scaled:
                 grads, scaled = gradients.scale(grads, scaled_by), True
-            return gradients.all_reduce(grads, self.in_float16), scaled
+            sent = gradients.narrow(grads) if self.in_float16 else grads
+            summed = gradients.all_reduce(sent, in_float16=False)
+            return gradients.cast_as(summed, grads), scaled, sent
         # What overflows in float16 is harmless only where a step can be skipped.
         summed = gradients.all_reduce(gradients.widen(grads), in_float16=False)
         if self.rule.is_scaling_safe:
-            return summed, scaled
+            return summed, scaled, []
         if scaled:
             summed = gradients.unscale(summed, scaled_by)
-        return gradients.cast_as(summed, grads), False
+        return gradients.cast_as(summed, grads), False, []
 
     def _take_new_values(
         self,
@@ -246,24 +291,26 @@ class ScaledStep:
 
     def _apply_or_skip(
         self,
-        apply: Callable[[], Any],
         finite: tf.Tensor | None,
         is_allowed: tf.Tensor | None,
-        losses: Sequence[tf.Tensor],
-        kept: Sequence[forward_writes.Kept],
+        shares: Sequence[_Share],
+        apply: Callable[[], Any],
+        look: Callable[[], Any],
     ) -> tf.Operation | None:
         """Applies gradients if they are finite. Once for all replicas."""
+        kept = [share.kept for share in shares]
 
         # Each branch moves only what such a step moves: a good one has not much to do.
         def make() -> Any:
-            for each in kept:
-                each.let_go()
+            for share in shares:
+                share.let_go()
             applied = _operation(apply())
             return _operation([applied, *self.verdicts.good()])
 
         def skip() -> Any:
+            seen = self._seen(shares, look)
             self.rule.drop_accumulated()
-            return self._note_skip(losses, kept)
+            return self._note_skip(seen, kept)
 
         def add() -> Any:
             applied = _operation(apply())
@@ -287,19 +334,20 @@ class ScaledStep:
 
     def _let_it_skip(
         self,
-        apply: Callable[[], Any],
         finite: tf.Tensor | None,
         is_allowed: tf.Tensor | None,
-        losses: Sequence[tf.Tensor],
-        kept: Sequence[forward_writes.Kept],
+        shares: Sequence[_Share],
+        apply: Callable[[], Any],
+        look: Callable[[], Any],
     ) -> tf.Operation | None:
         """Lets what is scaling-safe make or skip the step, which is noted here."""
+        kept = [share.kept for share in shares]
         applied = _operation(apply())
         if finite is None:
             noted = self._unless_refused(is_allowed, kept, lambda: _operation([]))
         else:
             good = lambda: _operation(self.verdicts.good())  # noqa: E731
-            skip = lambda: self._note_skip(losses, kept)  # noqa: E731
+            skip = lambda: self._note_skip(self._seen(shares, look), kept)  # noqa: E731
             noted = self._choose(finite, is_allowed, kept, good, skip)
         return _operation([applied, noted])
 
@@ -331,13 +379,34 @@ class ScaledStep:
         return step() if is_allowed is None else tf.cond(is_allowed, step, refuse)
 
     def _note_skip(
-        self, losses: Sequence[tf.Tensor], kept: Sequence[forward_writes.Kept]
+        self, seen: Seen | None, kept: Sequence[forward_writes.Kept]
     ) -> tf.Operation | None:
         put_back = _put_back(kept)
         weights = [weight for each in kept for weight in each.weights]
         with tf.control_dependencies(put_back):
-            noted = self.verdicts.bad(losses, weights)
+            noted = self.verdicts.bad(seen, weights)
         return _operation([*put_back, *noted])
+
+    def _seen(self, shares: Sequence[_Share], look: Callable[[], Any]) -> Seen | None:
+        """What was not finite, on all replicas. Called in the branch that skips."""
+        if not host.runs_by_itself():
+            return None
+        counts, *_ = tf.distribute.get_strategy().experimental_local_results(look())
+        has_total = self._has_total(shares[0])
+        return Seen(shares[0].variables, counts, has_total, self.rule.steps_made(), self.names)
+
+    def _look(self, share: _Share) -> tf.Tensor:
+        """The counts of `Seen`. Called on each replica, which tells them to all others."""
+        judged = [gradient for gradient, _ in share.judged]
+        totals = None
+        if self._has_total(share):
+            totals = [total for total, _ in self.rule.totals(share.judged)]
+        sent = share.sent() if share.sent else judged
+        return overflows.look(share.losses, share.unclipped, sent, totals)
+
+    def _has_total(self, share: _Share) -> bool:
+        """Is something else judged than what this replica has computed?"""
+        return share.sent is not None or self.rule.accumulates()
 
 
 def _put_back(kept: Sequence[forward_writes.Kept]) -> list[tf.Operation]:

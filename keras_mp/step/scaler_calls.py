@@ -9,11 +9,12 @@ import enum
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.step import overflows
 from keras_mp.step.knowledge import Knowledge
 from keras_mp.step.scaled_step import Guard
 from keras_mp.support import host, messages
@@ -78,11 +79,13 @@ class Step(NamedTuple):
     Attributes:
         scaled: bool, or bool scalar tensor. Are they still scaled?
         was_finite: bool scalar tensor, the verdict when they were unscaled; None if nobody did.
+        unscaled: the gradients as they were then, as far as they are known.
         guard: refuses the step if the call is wrong; None where that is an error.
     """
 
     scaled: bool | tf.Tensor
     was_finite: tf.Tensor | None
+    unscaled: list[Any]
     guard: Guard | None
 
 
@@ -96,6 +99,8 @@ class _Mine(threading.local):
         uses: how many operations of the graph take the variable of the facts.
         scaled_by: what losses are multiplied by, a tensor of that graph.
         losses: the losses that were scaled there.
+        unscaled: by the number of an optimizer, what returns its gradients as they were when they
+            were unscaled.
     """
 
     graph: weakref.ref[Any] | None = None
@@ -104,6 +109,9 @@ class _Mine(threading.local):
     uses = 0
     scaled_by: tf.Tensor | None = None
     losses: tuple[tf.Tensor, ...] = ()
+
+    def __init__(self) -> None:
+        self.unscaled: dict[int, Callable[[], list[Any]]] = {}
 
 
 class ScalerCalls:
@@ -163,11 +171,14 @@ class ScalerCalls:
             return self._mine.scaled_by
         return tf.convert_to_tensor(self._scaled_by)
 
-    def unscale(self, optimizer: Any, finite: Callable[[], tf.Tensor] | None) -> None:
+    def unscale(
+        self, optimizer: Any, grads: Sequence[Any], finite: Callable[[], tf.Tensor] | None
+    ) -> None:
         """Notes that gradients are unscaled.
 
         Args:
             optimizer: whose they are; None for the only one.
+            grads: the gradients, unscaled.
             finite: tells whether they are finite, a bool scalar tensor; None where that does not
                 count.
         """
@@ -195,6 +206,7 @@ class ScalerCalls:
                 self._reports.post(_letter(_Call.UNSCALE, index, facts), when=is_wrong)
                 after = tf.where(is_wrong, _int64(news | _of(index, _SPOILED)), after)
         self._note(facts | after, seen | news)
+        self._mine.unscaled[index] = overflows.remember(grads)
 
     def by_tape(self, scaled_by: tf.Tensor) -> None:
         """Notes that a tape has scaled a loss, and unscaled the gradients.
@@ -242,11 +254,12 @@ class ScalerCalls:
                 is_allowed = tf.not_equal(facts & (_SCALED | _BY_TAPE), 0)
                 is_allowed &= tf.equal(facts & once, 0)
             guard = Guard(is_allowed, lambda: self._refuse(index, facts))
+        unclipped = [self._mine.unscaled.pop(i, list)() for i in (_ANYBODY, index)]
         stepped = _of(index, _STEPPED)
         after = facts if scaled is True else facts & ~unnamed
         self._note(after | stepped, seen & ~unnamed | stepped)
         try:
-            yield Step(scaled, was_finite, guard)
+            yield Step(scaled, was_finite, [*unclipped[0], *unclipped[1]], guard)
         except BaseException:
             if isinstance(facts, int):
                 # Other threads may have noted steps of theirs meanwhile.
@@ -272,6 +285,7 @@ class ScalerCalls:
         self._note(0, 0)
         mine = self._mine
         mine.losses, mine.scaled_by, mine.facts = (), None, None
+        mine.unscaled.clear()
         if isinstance(facts, int):
             return bool(facts & steps), lambda: _raise(_Call.UPDATE, 0, facts)
         if seen & steps:

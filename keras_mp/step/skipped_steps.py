@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import gradients
 from keras_mp.step.forward_writes import Weight
+from keras_mp.step.overflows import STREAK, Overflow, Overflows, Seen
 from keras_mp.support import host, messages
 
 # Of weights that are not finite, a warning names so many.
@@ -18,7 +18,7 @@ _MOST_NAMES = 5
 
 
 class SkippedSteps:
-    """Counts skipped steps, and warns when many are skipped in a row.
+    """Counts skipped steps, remembers why, and warns when many are skipped in a row.
 
     Attributes:
         total: int64 variable, how many steps were skipped.
@@ -32,11 +32,14 @@ class SkippedSteps:
         self.warn_after = warn_after
         with tf.init_scope():
             self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
-            # Of the steps skipped in a row: with a loss that is not finite, with one that is.
-            self._losses = tf.Variable([0, 0], dtype=tf.int64, name="losses", trainable=False)
+            # Of the steps skipped in a row: with a loss that is not finite, with one that is, and
+            # what `Overflows` keeps.
+            zeros = [0] * (2 + STREAK)
+            self._streak = tf.Variable(zeros, dtype=tf.int64, name="streak", trainable=False)
         # What to look at when it comes to warning. Not held: models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
-        self._reports = host.Mailbox(self._warn, size=3)
+        self._overflows = Overflows()
+        self._reports = host.Mailbox(self._warn, size=3 + STREAK)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_looked_at": ()}
@@ -47,24 +50,38 @@ class SkippedSteps:
             self._reports.watch()
 
     def skip(
-        self, goes_on: tf.Tensor, losses: Sequence[tf.Tensor], weights: Sequence[Weight]
+        self,
+        goes_on: tf.Tensor,
+        loss_scale: tf.Tensor,
+        seen: Seen | None,
+        weights: Sequence[Weight],
+        is_of_one: bool,
     ) -> list[Any]:
         """Counts a skipped step, and looks into it. Called in the branch that only it takes.
 
         Args:
             goes_on: bool scalar tensor. Was the step before it skipped too?
-            losses: the losses of this step, from every replica at hand; empty where unknown.
+            loss_scale: float32 scalar tensor.
+            seen: what was not finite; None in a graph of TensorFlow 1, which is not remembered.
             weights: the weights of the model, from every replica at hand, as far as they are known.
+            is_of_one: bool. Are all steps that are counted here made by one optimizer?
 
         Returns:
             list of the operations that count.
         """
         counted = [self.total.assign_add(1, read_value=False)]
-        if self.warn_after is not None and host.runs_by_itself():
+        if seen is None:
+            return counted
+        total = tf.convert_to_tensor(self.total)
+        streak = tf.convert_to_tensor(self._streak)
+        losses = streak[:2] * tf.cast(goes_on, tf.int64) + _how_many_are_finite(seen)
+        of_variables, noted = self._overflows.note(
+            seen, streak[2:], goes_on, loss_scale, total, is_of_one
+        )
+        streak = self._streak.assign(tf.concat([losses, of_variables], 0), read_value=False)
+        if self.warn_after is not None:
             self._looked_at = [(w.name, weakref.ref(w.handle), w.dtype) for w in weights]
-            before = tf.convert_to_tensor(self._losses) * tf.cast(goes_on, tf.int64)
-            self._losses.assign(before + _how_many_are_finite(losses), read_value=False)
-        return counted
+        return [*counted, noted, streak]
 
     def in_a_row(self, count: tf.Tensor) -> None:
         """Warns if it is time to. Called after `skip`, in the branch that only such a step takes.
@@ -74,31 +91,46 @@ class SkippedSteps:
         """
         if self.warn_after is not None and host.runs_by_itself():
             is_time = tf.equal(count, self.warn_after)
-            self._reports.post(tf.concat([count[tf.newaxis], self._losses], 0), when=is_time)
+            self._reports.post(tf.concat([count[tf.newaxis], self._streak], 0), when=is_time)
+
+    def last_overflow(self) -> Overflow | None:
+        """Returns what was not finite in the step that was skipped last; None if none was.
+
+        Raises:
+            RuntimeError: it is called in a graph.
+        """
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "`last_overflow` can be read in eager code only, for example after the tf.function "
+                "that makes a step, or in a callback."
+            )
+        return self._overflows.last()
 
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""
-        return {"losses": self._losses, "skip_report": self._reports.letter}
+        own = {"streak": self._streak, "skip_report": self._reports.letter}
+        return {**own, **self._overflows.variables()}
 
     def collect_reports(self) -> None:
         """Says what functions that XLA compiled had to say."""
         self._reports.collect()
 
     def _warn(self, counts: Sequence[int], line: messages.Line | None) -> None:
-        in_a_row, not_finite, finite = counts
+        in_a_row, not_finite, finite, *of_variables = counts
         messages.warn(
             f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}"
-            f"{_names_of_bad(self._looked_at)}",
+            f"{self._overflows.tell(of_variables)}{_names_of_bad(self._looked_at)}",
             line,
         )
 
 
-def _how_many_are_finite(losses: Sequence[tf.Tensor]) -> tf.Tensor:
+def _how_many_are_finite(seen: Seen) -> tf.Tensor:
     """Of one step: is its loss not finite, is it finite? Neither where it is not known."""
-    if not losses:
-        return tf.zeros([2], tf.int64)
-    is_finite = tf.cast(gradients.all_finite(losses), tf.int64)
-    return tf.stack([1 - is_finite, is_finite])
+    losses = seen.counts[:, 0]
+    is_known = tf.reduce_all(losses >= 0)
+    is_finite = tf.reduce_all(losses <= 0)
+    verdicts = [is_known & tf.logical_not(is_finite), is_known & is_finite]
+    return tf.cast(tf.stack(verdicts), tf.int64)
 
 
 def _names_of_bad(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:

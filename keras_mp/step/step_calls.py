@@ -7,11 +7,12 @@ import contextlib
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.step import overflows
 from keras_mp.step.knowledge import Knowledge
 from keras_mp.support import host, messages
 
@@ -108,6 +109,7 @@ class _Mine(threading.local):
         loss: the loss of the step under way.
         scaled_by: what it was multiplied by.
         results: what the last call returned.
+        unscaled: returns the gradients of the step under way as they were when they were unscaled.
     """
 
     has_read = False
@@ -116,6 +118,7 @@ class _Mine(threading.local):
     loss: tf.Tensor | None = None
     scaled_by: tf.Tensor | None = None
     results: tuple[weakref.ref[Any], ...] = ()
+    unscaled: Callable[[], list[Any]] = list
 
 
 class StepCalls:
@@ -144,7 +147,7 @@ class StepCalls:
         before = _ALL[self._known.of_last_call or 0]
         is_under_way = Facts.LOSS_SCALED in before
         mine.is_interleaved = is_under_way and _apply_unscales(before) != to_apply
-        mine.applied = frozenset()
+        mine.applied, mine.unscaled = frozenset(), list
         facts = Facts.LOSS_SCALED | Facts.APPLY_UNSCALES if to_apply else Facts.LOSS_SCALED
         self._known.note(facts, is_open=True)
         if host.runs_by_itself():
@@ -202,11 +205,11 @@ class StepCalls:
         been.
         """
         mine = self._mine
-        kept = mine.loss, mine.scaled_by, mine.results
+        kept = mine.loss, mine.scaled_by, mine.results, mine.unscaled
         try:
             yield
         finally:
-            mine.loss, mine.scaled_by, mine.results = kept
+            mine.loss, mine.scaled_by, mine.results, mine.unscaled = kept
             mine.applied = frozenset()
 
     def saw(self, loss: tf.Tensor, scaled_by: tf.Tensor) -> None:
@@ -217,6 +220,15 @@ class StepCalls:
         """The loss of this step, if it is known here. Only once."""
         loss, self._mine.loss = self._mine.loss, None
         return [loss] if _is_of_this_graph(loss) else []
+
+    def saw_unscaled(self, grads: Sequence[Any]) -> None:
+        """Remembers the gradients of this step as they are before the user may clip them."""
+        self._mine.unscaled = overflows.remember(grads)
+
+    def take_unscaled(self) -> list[Any]:
+        """The gradients of this step as they were, if they are known here. Only once."""
+        unscaled, self._mine.unscaled = self._mine.unscaled(), list
+        return unscaled
 
     def scaled_by(self, loss_scale: Callable[[], tf.Tensor]) -> tf.Tensor:
         """What the loss of this step was multiplied by.

@@ -57,6 +57,11 @@ class V1Optimizer(UpdateRule):
 
         tf.distribute.get_replica_context().merge_call(build, args=(list(variables),))
 
+    def steps_made(self) -> tf.Tensor | None:
+        if self._global_step is None:
+            return None
+        return tf.cast(tf.convert_to_tensor(self._global_step), tf.int64)
+
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:

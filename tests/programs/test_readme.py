@@ -95,6 +95,11 @@ def test_the_blocks_about_the_scaler_print_what_they_are_about(tmp_path, capfd):
     ]
 
 
+def test_the_block_about_overflows_prints_what_it_says(tmp_path, capfd):
+    [line] = printed_by_the_blocks_of("overflows.md", tmp_path, capfd)
+    assert f"It prints `{line}`" in (ROOT / "docs" / "overflows.md").read_text()
+
+
 def test_the_blocks_about_the_graph_rewrite_print_the_table(tmp_path, capfd):
     *lines, in_deny = printed_by_the_blocks_of("graph_rewrite.md", tmp_path, capfd)
     assert in_deny == "True"

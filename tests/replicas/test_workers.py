@@ -19,6 +19,7 @@ import tensorflow as tf
 import keras_mp
 from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, once, value
 from tests.replicas import workers
+from tests.step.test_overflows import Program, expected_of, said, spoil
 
 STEPS = 6
 # What each worker's loss is multiplied by, step by step: the first worker's, then the others'.
@@ -416,6 +417,43 @@ def test_workers_share_a_scaler(together):
         assert skipped == 1
 
 
+PATTERNS = 20
+
+
+def overflowing_loop(strategy, index):
+    """A loop in which single workers overflow, in all of their steps but the first of two."""
+    del index
+    program = Program(strategy=strategy)
+    seen = []
+    for values in patterns(program):
+        program.step(program.good())
+        program.step(values)
+        overflow = program.optimizer.last_overflow
+        places = [(loss.place.replica, loss.place.worker) for loss in overflow.losses]
+        seen.append((said(overflow), overflow.step, overflow.steps_skipped, places))
+    eager = Program("eager", strategy=strategy)
+    values = next(patterns(eager))
+    eager.step(values)
+    return seen, said(eager.optimizer.last_overflow)
+
+
+def patterns(program):
+    """What the workers' losses and gradients are, the same on each of them."""
+    rng = np.random.default_rng(0)
+    for _ in range(PATTERNS):
+        values = program.good()
+        spoil(values, rng)
+        yield values
+
+
+def test_each_worker_says_what_overflowed_on_another(together):
+    wanted = [expected_of(values) for values in patterns(Program(replicas=2))]
+    places = [(0, 0), (1, 1)]
+    for seen, eager in together["overflowing"]:
+        assert seen == [(each, 2 * n, n, places) for n, each in enumerate(wanted, 1)]
+        assert eager == wanted[0]
+
+
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """What two workers return that nobody disturbs: {name: of each worker}."""
@@ -424,6 +462,7 @@ def together(tmp_path_factory):
         "autocast": (autocast_loop, {}),
         "region": (in_a_region, {}),
         "scaler": (scaler_loop, {}),
+        "overflowing": (overflowing_loop, {}),
     }
     for name in FAMILIES:
         loop = {"name": name, "in_float16": name == FAMILIES[0]}

@@ -1,0 +1,577 @@
+"""Whose gradients were not finite in the steps that were skipped, and on which replica.
+
+All of it is looked for in the branch that skips, after the verdict, and kept in a variable for each
+list of variables that steps were made with. This module needs TensorFlow only.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.step import gradients
+from keras_mp.support import host
+
+# So many variables are named in a warning.
+MOST = 5
+
+# What a record has of its last step: which one it was of all that were skipped in this program; how
+# many were skipped so far, before a checkpoint was restored too; how many the optimizer had made by
+# then, or -1; how many of its steps were skipped; the bits of the loss scale.
+_HEADER = 5
+_UNKNOWN = -1
+# What is kept of the steps that were skipped in a row: how many there were before the first of them
+# and how many there are in this program; how many variables were not finite, and of the `MOST` of
+# them that most often were not, numbers and in how many.
+STREAK = 3 + 2 * MOST
+_KINDS = 3  # of each gradient: values that are Inf, values that are NaN, and is it only the sum?
+
+_eagerly = tf.__internal__.eager_context.eager_mode
+
+
+class Seen(NamedTuple):
+    """What all replicas have seen of a step that is skipped.
+
+    Attributes:
+        variables: list of what the gradients are of.
+        counts: int64 tensor of shape [rows, 1 + variables, 3]. A row is one replica's, and where
+            `has_total` the last one is that of what was judged. It begins with the loss, -1 where
+            it is not known; see `gradients.count_not_finite` for what is counted.
+        has_total: bool. Was something else judged than what single replicas have computed?
+        steps_made: int64 scalar tensor, by the optimizer so far, or None.
+        names: given variables, returns what users call them, or None where it does not know.
+    """
+
+    variables: Sequence[Any]
+    counts: tf.Tensor
+    has_total: bool
+    steps_made: tf.Tensor | None
+    names: Callable[[Sequence[Any]], list[str | None]] | None
+
+
+def remember(grads: Sequence[gradients.Gradient]) -> Callable[[], list[gradients.Gradient]]:
+    """Remembers gradients until they are applied, without keeping a graph alive.
+
+    Args:
+        grads: sequence of gradients of the graph that is being built, or of eager code.
+
+    Returns:
+        A function that returns them where they can be used, and elsewhere an empty list.
+    """
+    graph = host.current_graph()
+    if graph is None:
+        return lambda: list(grads) if host.current_graph() is None else []
+    # A graph keeps its tensors, but not what sparse gradients are made of them.
+    parts = [tuple(map(_weak, _parts(gradient))) for gradient in grads]
+    reference = weakref.ref(graph)
+
+    def recall() -> list[gradients.Gradient]:
+        if reference() is not host.current_graph():
+            return []
+        tensors = [[part() for part in each] for each in parts]
+        return [
+            tf.IndexedSlices(*each) if each[1:] and each[0] is not None else each[0]
+            for each in tensors
+        ]
+
+    return recall
+
+
+def _parts(gradient: gradients.Gradient) -> Sequence[tf.Tensor | None]:
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, gradient.indices, gradient.dense_shape
+    return (gradient,)
+
+
+def _weak(tensor: tf.Tensor | None) -> Callable[[], tf.Tensor | None]:
+    return (lambda: None) if tensor is None else weakref.ref(tensor)
+
+
+def changed_since(
+    before: Sequence[gradients.Gradient], now: Sequence[gradients.Gradient]
+) -> list[gradients.Gradient]:
+    """Returns gradients as they were before somebody clipped them, say, if that was done.
+
+    Args:
+        before: the gradients that somebody got, in their order.
+        now: those that came back.
+
+    Returns:
+        list, one for each of `now`; empty where none has changed, or these are not the same.
+    """
+    old = [gradient for gradient in before if gradient is not None]
+    places = [i for i, gradient in enumerate(now) if gradient is not None]
+    pairs = list(zip(old, (now[i] for i in places)))
+    if len(old) != len(places) or all(_parts(a)[0] is _parts(b)[0] for a, b in pairs):
+        return []
+    if not all(a.shape.is_compatible_with(b.shape) for a, b in pairs):
+        return []
+    aligned: list[gradients.Gradient] = [None] * len(now)
+    for i, gradient in zip(places, old):
+        aligned[i] = gradient
+    return aligned
+
+
+def look(
+    losses: Sequence[tf.Tensor],
+    unclipped: Sequence[gradients.Gradient],
+    sent: Sequence[gradients.Gradient],
+    totals: Sequence[gradients.Gradient] | None,
+) -> tf.Tensor:
+    """Looks for what is not finite. Called on each replica, in the branch that skips.
+
+    Args:
+        losses: the losses of this replica; empty where they are not known.
+        unclipped: its gradients before they were clipped; empty where they were not.
+        sent: its gradients as they are, or as it sent them to the others.
+        totals: what was judged, and in the first places made of `sent`; None where it is `sent`.
+
+    Returns:
+        int64 tensor, the `counts` of `Seen`, the same on every replica.
+    """
+    strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
+    args = list(losses), list(unclipped), list(sent), totals
+    if tf.executing_eagerly():
+        rows = _rows_of_replica(*args)
+    else:
+        # TensorFlow goes through each operation of a branch that is not taken; this makes it one.
+        apart = {"autograph": False, "experimental_attributes": {"_noinline": True}}
+        rows = tf.function(_rows_of_replica, **apart)(*args)
+    count = strategy.num_replicas_in_sync
+    if count == 1:
+        return tf.stack(rows)
+    replica = context.replica_id_in_sync_group
+    counts = tf.one_hot(replica, count, dtype=tf.int64)[:, tf.newaxis, tf.newaxis] * rows[0]
+    if totals is not None:
+        # Which all have; so that it is counted once.
+        of_first = rows[1] * tf.cast(tf.equal(replica, 0), tf.int64)
+        counts = tf.concat([counts, of_first[tf.newaxis]], 0)
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+
+
+def _rows_of_replica(
+    losses: Sequence[tf.Tensor],
+    unclipped: Sequence[gradients.Gradient],
+    sent: Sequence[gradients.Gradient],
+    totals: Sequence[gradients.Gradient] | None,
+) -> list[tf.Tensor]:
+    """Counts what is not finite: of what a replica has computed, and in what was judged."""
+    own = gradients.count_not_finite(sent)
+    if unclipped:
+        before = gradients.count_not_finite(unclipped)
+        own = tf.where(tf.reduce_any(before > 0), before, own)
+    loss = tf.constant([_UNKNOWN, _UNKNOWN, 0], tf.int64)
+    if losses:
+        loss = tf.reduce_sum(gradients.count_not_finite(losses), 0) * [1, 1, 0]
+    own = tf.concat([loss[tf.newaxis], own], 0)
+    if totals is None:
+        return [own]
+    more = len(totals) - len(sent)  # of which this replica has no gradient now
+    total = tf.concat([tf.zeros([1, 3], tf.int64), gradients.count_not_finite(totals)], 0)
+    return [tf.pad(own, [[0, more], [0, 0]]), total]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A replica.
+
+    Attributes:
+        replica: int. Its index among all replicas.
+        worker: int. The index of the worker process it belongs to; 0 where there is one process.
+        device: str, such as "GPU:0".
+    """
+
+    replica: int
+    worker: int
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.replica} (worker {self.worker}, {self.device})"
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOfReplica:
+    """What is known of a loss in a step that was skipped.
+
+    Attributes:
+        place: whose loss it is.
+        kind: "finite", "Inf", "NaN", or "not known" where the loss was scaled in another function
+            than the one that applied the gradients, or was not scaled by keras_mp.
+    """
+
+    place: Place
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OverflowedGradient:
+    """The gradient of a variable on a replica, which was not finite.
+
+    Attributes:
+        variable: str. The variable's name: with Keras 3 its path, with Keras 2 the names of its
+            layer and of itself.
+        layer: str. The name without its last part; empty where there is only one.
+        place: on which replica. None where each replica's gradient was finite, and what was made of
+            them was not: their sum, or the sum with gradients that were accumulated before.
+        infs: int. How many values are infinite.
+        nans: int. How many are NaN.
+        size: int, how many values the variable has; None where that is not known.
+        steps: int. In how many skipped steps so far it was not finite.
+    """
+
+    variable: str
+    layer: str
+    place: Place | None
+    infs: int
+    nans: int
+    size: int | None
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Overflow:
+    """A step that was skipped, and why. Its `str` is a table.
+
+    Attributes:
+        step: int. Which step it was, counted from 1, those that were skipped among them; None
+            where the optimizer counts none. With a `GradScaler`, skipped steps count from the start
+            of the program.
+        steps_skipped: int. How many steps were skipped so far, this one among them.
+        loss_scale: float. The loss scale at which it overflowed.
+        losses: tuple of LossOfReplica, one for each replica.
+        gradients: tuple of OverflowedGradient, in the order of the variables. Empty where all
+            values were finite and only the sum of all of them was not.
+        totals: dict, from each variable's name to how many skipped steps it was not finite in.
+
+    Example:
+
+    >>> optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable([1.0, 2.0, 3.0], name="v")
+    >>> _ = optimizer.minimize(lambda: tf.reduce_sum(tf.sqrt(v - [0.0, 2.0, 4.0])), [v])
+    >>> overflow = optimizer.last_overflow
+    >>> [(row.variable, row.infs, row.nans, row.size) for row in overflow.gradients]
+    [('v', 1, 1, 3)]
+    >>> [loss.kind for loss in overflow.losses], overflow.totals
+    (['NaN'], {'v': 1})
+    """
+
+    step: int | None
+    steps_skipped: int
+    loss_scale: float
+    losses: tuple[LossOfReplica, ...]
+    gradients: tuple[OverflowedGradient, ...]
+    totals: dict[str, int]
+
+    @property
+    def loss_is_finite(self) -> bool | None:
+        """Was the loss finite on every replica? None where that is not known."""
+        kinds = {loss.kind for loss in self.losses}
+        if kinds & {"Inf", "NaN"}:
+            return False
+        return None if "not known" in kinds else True
+
+    @property
+    def variables(self) -> list[str]:
+        """Names of the variables whose gradients were not finite."""
+        return list(dict.fromkeys(gradient.variable for gradient in self.gradients))
+
+    @property
+    def summary(self) -> str:
+        """What happened, in a line."""
+        which = "A step" if self.step is None else f"Step {self.step}"
+        names = [repr(name) for name in self.variables]
+        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+        whose = ", ".join(names[:MOST]) + more if names else "no single variable"
+        return (
+            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} so "
+            f"far). {self._of_the_loss()} Gradients that were not finite: {whose}."
+        )
+
+    def __str__(self) -> str:
+        which = "A step" if self.step is None else f"Step {self.step}"
+        text = (
+            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} "
+            f"skipped so far).\n{self._of_the_loss()}"
+        )
+        if not self.gradients:
+            return f"{text}\nEach gradient was finite. What was not is the sum of all of them."
+        head = ("gradient of", "replica", "Inf", "NaN", "values", "skipped steps")
+        rows = [head, *map(_cells, self.gradients)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([text, "", *lines])
+
+    def _of_the_loss(self) -> str:
+        bad = [f"{loss.kind} on replica {loss.place}" for loss in self.losses if _is_bad(loss)]
+        if bad:
+            return f"The loss was {', '.join(bad)}."
+        return "The loss was finite." if self.loss_is_finite else "The loss is not known."
+
+
+def _is_bad(loss: LossOfReplica) -> bool:
+    return loss.kind in ("Inf", "NaN")
+
+
+def _cells(row: OverflowedGradient) -> tuple[str, ...]:
+    where = "only the sum" if row.place is None else str(row.place)
+    infs, nans = (f"{n:,}" if row.infs or row.nans else "-" for n in (row.infs, row.nans))
+    size = "-" if row.size is None else f"{row.size:,}"
+    return row.variable, where, infs, nans, size, f"{row.steps:,}"
+
+
+class _Record:
+    """The variables of some steps, and what happened to them.
+
+    Attributes:
+        names: their names.
+        vector: int64 variable: the header; for each variable, in how many skipped steps it was not
+            finite, in all and of those in a row; the counts of the last step.
+
+    Args:
+        seen: of the first of these steps.
+        first: int. The number of its first variable among those of all records.
+    """
+
+    def __init__(self, seen: Seen, first: int) -> None:
+        self.first, self.has_total = first, seen.has_total
+        self.names = _names(seen)
+        self.sizes = [tf.TensorShape(v.shape).num_elements() for v in seen.variables]
+        self._variables = [_reference(variable) for variable in seen.variables]
+        strategy = tf.distribute.get_strategy()
+        self._is_on_each = _is_on_each()
+        # Where one replica notes for all, copies would only have to be sent around.
+        scope = strategy.scope() if self._is_on_each else contextlib.nullcontext()
+        self.shape = strategy.num_replicas_in_sync + seen.has_total, 1 + len(self.names), _KINDS
+        length = _HEADER + 2 * len(self.names) + int(np.prod(self.shape))
+        # An `init_scope` does not hide a variable from the tf.function that is being traced, which
+        # would be traced again, or refuse it. A graph of its own does.
+        with tf.Graph().as_default(), _eagerly(), scope:
+            # Not aggregated: every replica assigns the same.
+            self.vector = tf.Variable(
+                tf.zeros([length], tf.int64),
+                name="overflow",
+                trainable=False,
+                aggregation=tf.VariableAggregation.NONE,
+            )
+        self.places = _places(strategy, self.vector)
+
+    def is_of(self, seen: Seen) -> bool:
+        """Is it about the same variables?"""
+        return (
+            self._is_on_each == _is_on_each()
+            and self.has_total == seen.has_total
+            and len(self.places) == tf.distribute.get_strategy().num_replicas_in_sync
+            and len(self._variables) == len(seen.variables)
+            and all(ref() is v for ref, v in zip(self._variables, seen.variables))
+        )
+
+    def overflowed(self, counts: Any) -> list[tuple[Place | None, Any]]:
+        """Where a gradient was not finite, and the counts, given those of all rows."""
+        of_replicas = [pair for pair in zip(self.places, counts) if pair[1].any()]
+        if not of_replicas and counts[-1].any():
+            return [(None, counts[-1])]
+        return of_replicas
+
+    def parts(self, vector: Any) -> tuple[Any, Any, Any, Any]:
+        """Takes a value of `vector` apart."""
+        count = len(self.names)
+        ends = _HEADER, _HEADER + count, _HEADER + 2 * count
+        return (
+            vector[: ends[0]],
+            vector[ends[0] : ends[1]],
+            vector[ends[1] : ends[2]],
+            vector[ends[2] :],
+        )
+
+
+class Overflows:
+    """Remembers what `note` is told of skipped steps."""
+
+    def __init__(self) -> None:
+        self._records: list[_Record] = []
+
+    def note(
+        self,
+        seen: Seen,
+        streak: tf.Tensor,
+        goes_on: tf.Tensor,
+        loss_scale: tf.Tensor,
+        total: tf.Tensor,
+        is_of_one: bool,
+    ) -> tuple[tf.Tensor, Any]:
+        """Remembers a step that is skipped. Called in the branch that only it takes.
+
+        Args:
+            seen: what is known of the step.
+            streak: int64 tensor of shape [STREAK]: what the last call returned, at first zeros.
+            goes_on: bool scalar tensor. Was the step before it skipped too?
+            loss_scale: float32 scalar tensor.
+            total: int64 scalar tensor. How many steps were skipped so far, this one among them.
+            is_of_one: bool. Are all of them steps of one optimizer?
+
+        Returns:
+            tuple of the new `streak` and of the operation that remembers the rest.
+        """
+        record = self._of(seen)
+        began = tf.where(goes_on, streak[0], streak[1])
+        now = streak[1] + 1
+        header, in_all, in_a_row, _ = record.parts(tf.convert_to_tensor(record.vector))
+        overflowed = tf.cast(tf.reduce_any(seen.counts[:, 1:] > 0, axis=[0, 2]), tf.int64)
+        in_a_row = overflowed + tf.where(header[0] > began, in_a_row, tf.zeros_like(in_a_row))
+        made = tf.constant(_UNKNOWN, tf.int64) if seen.steps_made is None else seen.steps_made
+        skipped = total if is_of_one else header[3] + 1
+        bits = tf.cast(tf.bitcast(loss_scale, tf.int32), tf.int64)
+        header = tf.stack([now, total, made, skipped, bits])
+        counts = tf.reshape(seen.counts, [-1])
+        vector = tf.concat([header, in_all + overflowed, in_a_row, counts], 0)
+        most_often = _most_often(streak, began, record.first, in_a_row)
+        noted = record.vector.assign(vector, read_value=False)
+        return tf.concat([[began, now], most_often], 0), noted
+
+    def last(self) -> Overflow | None:
+        """Returns the step that was skipped last, or None. In eager."""
+        values = [(each, tf.convert_to_tensor(each.vector).numpy()) for each in self._records]
+        if not any(vector[0] for _, vector in values):
+            return None
+        record, vector = max(values, key=lambda value: value[1][0])
+        (_, total, made, skipped, bits), in_all, _, counts = record.parts(vector)
+        counts = counts.reshape(record.shape)
+        return Overflow(
+            step=None if made == _UNKNOWN else int(made + skipped),
+            steps_skipped=int(total),
+            loss_scale=float(bits.astype(np.int32).view(np.float32)),
+            losses=tuple(
+                LossOfReplica(place, _kind(*loss[:2]))
+                for place, loss in zip(record.places, counts[:, 0])
+            ),
+            gradients=tuple(
+                OverflowedGradient(
+                    variable=name,
+                    layer=name.rpartition("/")[0],
+                    place=place,
+                    infs=int(infs),
+                    nans=int(nans),
+                    size=record.sizes[i],
+                    steps=int(in_all[i]),
+                )
+                for i, name in enumerate(record.names)
+                for place, (infs, nans, _) in record.overflowed(counts[:, 1 + i])
+            ),
+            totals={name: int(steps) for name, steps in zip(record.names, in_all, strict=True)},
+        )
+
+    def tell(self, streak: Sequence[int]) -> str:
+        """Names the variables that most often were not finite.
+
+        Args:
+            streak: what `note` returned.
+        """
+        affected, *pairs = streak[2:]
+        texts = []
+        for number, steps in zip(pairs[:MOST], pairs[MOST:], strict=True):
+            if steps:
+                name = self._name(number)
+                layer = name.rpartition("/")[0]
+                texts.append(f"{name!r}{f' of layer {layer!r}' if layer else ''} (in {steps})")
+        if not texts:
+            return ""
+        more = f" and {affected - MOST} more" if affected > MOST else ""
+        return (
+            f" Most often it was the gradient of {', '.join(texts)}{more} that was not finite; "
+            "`last_overflow` tells more of the last step."
+        )
+
+    def _name(self, number: int) -> str:
+        record = next(r for r in reversed(self._records) if r.first <= number)
+        return record.names[number - record.first]
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """The variables of which a checkpoint knows nothing, by name."""
+        return {f"overflow_{i}": record.vector for i, record in enumerate(self._records)}
+
+    def _of(self, seen: Seen) -> _Record:
+        record = next((r for r in self._records if r.is_of(seen)), None)
+        if record is None:
+            first = sum(len(r.names) for r in self._records)
+            record = _Record(seen, first)
+            self._records.append(record)
+        return record
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Overflows":
+        return Overflows()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Overflows, ()
+
+
+def _most_often(streak: tf.Tensor, began: tf.Tensor, first: int, in_a_row: tf.Tensor) -> tf.Tensor:
+    """Puts a record's variables among those that most often were not finite."""
+    end = first + in_a_row.shape[0]
+    numbers, steps = streak[3 : 3 + MOST], streak[3 + MOST :]
+    is_other = (streak[0] == began) & ((numbers < first) | (numbers >= end))
+    # Of those that are alike the last: gradients come from the loss, and NaN spreads from there.
+    numbers = tf.concat([np.arange(first, end)[::-1], numbers], 0)
+    steps = tf.concat([in_a_row[::-1], tf.where(is_other, steps, tf.zeros_like(steps))], 0)
+    most, places = tf.math.top_k(steps, MOST)
+    affected = tf.math.count_nonzero(steps, keepdims=True)
+    return tf.concat([affected, tf.gather(numbers, places), most], 0)
+
+
+def _kind(infs: int, nans: int) -> str:
+    if infs == _UNKNOWN:
+        return "not known"
+    return "NaN" if nans else "Inf" if infs else "finite"
+
+
+def _names(seen: Seen) -> list[str]:
+    """Names variables as users know them, no two alike. Those of Keras 3 have paths."""
+    variables = seen.variables
+    known = seen.names(variables) if seen.names else [None] * len(variables)
+    names = [
+        name or getattr(variable, "path", None) or variable.name.partition(":")[0]
+        for name, variable in zip(known, variables, strict=True)
+    ]
+    counts = collections.Counter(names)
+    nth: collections.Counter[str] = collections.Counter()
+    for i, name in enumerate(names):
+        nth[name] += 1
+        if counts[name] > 1:
+            names[i] = f"{name} ({nth[name]} of {counts[name]})"
+    return names
+
+
+def _is_on_each() -> bool:
+    """Does each replica note by itself what happened? Elsewhere one does for all of them."""
+    is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+    return is_alone or tf.__internal__.distribute.strategy_supports_no_merge_call()
+
+
+def _reference(variable: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(variable)
+    except TypeError:  # what has slots, and none for references
+        return lambda: variable
+
+
+def _places(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[Place]:
+    """All replicas; of other workers it is known that they have as many devices, of the same kind.
+
+    Args:
+        strategy: the strategy.
+        variable: one that is on the device where there is only one.
+    """
+    count = strategy.num_replicas_in_sync
+    devices = [variable.device] if count == 1 else strategy.extended.worker_devices
+    specs = map(tf.DeviceSpec.from_string, devices)
+    names = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
+    return [Place(i, i // len(names), names[i % len(names)]) for i in range(count)]

@@ -1,0 +1,436 @@
+"""Whose gradients were not finite, on which replica, is known of a step that is skipped."""
+
+import collections
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import op_callbacks
+
+import keras_mp
+from keras_mp.step.scaled_step import ScaledStep
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
+
+# What Keras 3 says of a gradient that is None.
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+
+MODES = ["eager", "function", "jit"]
+# A large gradient travels alone, small ones are packed, that of the table is sparse.
+SHAPES = {"small": [3, 4], "large": [96, 96], "table": [8, 2], "other": [5]}
+ROWS = [1, 3, 1]
+BAD = [np.inf, -np.inf, np.nan]
+
+
+@tf.custom_gradient
+def backward(x, gradient):
+    """0, with a gradient of one's own."""
+    return tf.zeros([]), lambda upstream: (upstream * gradient, None)
+
+
+class Program:
+    """Makes steps with given losses and gradients, on each replica others."""
+
+    def __init__(self, mode="function", replicas=1, strategy=None, **arguments):
+        self.strategy = strategy or (
+            mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+        )
+        self.replicas = self.strategy.num_replicas_in_sync
+        with self.strategy.scope():
+            self.variables = [tf.Variable(tf.ones(s), name=n) for n, s in SHAPES.items()]
+            self.unused = tf.Variable(1.0, name="unused")
+            self.optimizer = keras_mp.LossScaleOptimizer(
+                make_optimizer(FAMILIES[0]), **{"warn_after_skips": None, **arguments}
+            )
+            self.optimizer.build([*self.variables, self.unused])
+        self._step = self._on_replicas
+        if mode != "eager":
+            self._step = tf.function(self._on_replicas, jit_compile=mode == "jit")
+
+    def _on_replicas(self, losses, *gradients):
+        self.strategy.run(self.replica_step, args=(losses, gradients))
+
+    def replica_step(self, losses, gradients):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with tf.GradientTape() as tape:
+            loss = losses[replica]
+            for v, gradient in zip(self.variables, gradients, strict=True):
+                x = tf.gather(v, ROWS) if v is self.variables[2] else tf.convert_to_tensor(v)
+                loss += backward(x, gradient[replica])
+            scaled = self.optimizer.scale_loss(loss)
+        variables = [*self.variables, self.unused]
+        self.optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables))
+
+    def good(self):
+        """Losses and gradients that are finite."""
+        shapes = [[len(ROWS), 2] if n == "table" else s for n, s in SHAPES.items()]
+        gradients = [np.full([self.replicas, *s], 2.0**-10, "float32") for s in shapes]
+        return [np.ones([self.replicas], "float32"), *gradients]
+
+    def step(self, values):
+        self._step(*map(tf.constant, values))
+
+
+def expected_of(values):
+    """What `Overflow` says of such losses and gradients: of the losses, and of the gradients."""
+    kinds = ["NaN" if np.isnan(x) else "finite" if np.isfinite(x) else "Inf" for x in values[0]]
+    rows = [
+        (name, replica, int(np.isinf(g).sum()), int(np.isnan(g).sum()))
+        for name, of_replicas in zip(SHAPES, values[1:], strict=True)
+        for replica, g in enumerate(of_replicas)
+        if not np.isfinite(g).all()
+    ]
+    return kinds, rows
+
+
+def said(overflow):
+    """The same, as it was said."""
+    for i, loss in enumerate(overflow.losses):
+        assert loss.place.replica == i
+    rows = [(g.variable, g.place.replica, g.infs, g.nans) for g in overflow.gradients]
+    return [loss.kind for loss in overflow.losses], rows
+
+
+def spoil(values, rng):
+    """Puts Inf and NaN into a few gradients, and sometimes into a loss."""
+    for _ in range(rng.integers(1, 6)):
+        gradient = values[rng.integers(1, len(values))][rng.integers(len(values[0]))]
+        gradient.flat[rng.integers(gradient.size, size=rng.integers(1, 4))] = rng.choice(BAD)
+    if rng.random() < 0.3:
+        values[0][rng.integers(len(values[0]))] = rng.choice(BAD)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_names_replicas_variables_and_steps(replicas):
+    program, rng = Program(replicas=replicas), np.random.default_rng(replicas)
+    assert program.optimizer.last_overflow is None
+    step, totals = 0, collections.Counter()
+    for number in range(1, 101):
+        if rng.random() < 0.2:
+            program.step(program.good())
+            step += 1
+        values = program.good()
+        spoil(values, rng)
+        program.step(values)
+        step += 1
+        overflow = program.optimizer.last_overflow
+        assert (overflow.step, overflow.steps_skipped) == (step, number)
+        assert said(overflow) == expected_of(values)
+        totals.update({name for name, *_ in expected_of(values)[1]})
+        assert overflow.totals == {name: totals[name] for name in [*SHAPES, "unused"]}
+        assert overflow.loss_is_finite == np.isfinite(values[0]).all()
+    assert all(place.device == f"CPU:{place.replica}" for place in map(_place, overflow.losses))
+    assert {place.worker for place in map(_place, overflow.losses)} == {0}
+
+
+def _place(loss):
+    return loss.place
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_on_one_device(mode):
+    program, rng = Program(mode), np.random.default_rng(1)
+    program.step(program.good())
+    assert program.optimizer.last_overflow is None
+    for number in range(1, 6):
+        values = program.good()
+        spoil(values, rng)
+        program.step(values)
+        overflow = program.optimizer.last_overflow
+        assert (overflow.step, overflow.steps_skipped) == (1 + number, number)
+        assert overflow.loss_scale == 2.0 ** (16 - number)
+        assert said(overflow) == expected_of(values)
+    before = overflow
+    program.step(program.good())
+    assert program.optimizer.last_overflow == before
+
+
+@once
+def test_two_replicas_in_eager():
+    program, rng = Program("eager", replicas=2), np.random.default_rng(2)
+    values = program.good()
+    spoil(values, rng)
+    program.step(values)
+    assert said(program.optimizer.last_overflow) == expected_of(values)
+
+
+def test_what_only_the_sum_or_the_wire_makes_infinite():
+    program = Program(replicas=2, loss_scale=keras_mp.DynamicLossScale(1))
+    values = program.good()
+    values[1][0, 0, 0] = 1e5  # finite, but not in float16, as which it is sent
+    values[2][:, 5, 5] = 4e4  # the sum of both is too large
+    program.step(values)
+    overflow = program.optimizer.last_overflow
+    rows = [(g.variable, g.place and g.place.replica, g.infs) for g in overflow.gradients]
+    assert rows == [("small", 0, 1), ("large", None, 1)]
+    assert overflow.loss_is_finite
+    assert "only the sum" in str(overflow)
+    assert [len(line.split()) for line in str(overflow).splitlines()[3:]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("calls", ["rfc", "scaler"])
+def test_before_the_user_clips(mode, calls):
+    a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable([3.0], name="b")
+    inner = make_optimizer(FAMILIES[0])
+    if calls == "rfc":
+        optimizer = keras_mp.LossScaleOptimizer(inner)
+        optimizer.build([a, b])
+    else:
+        optimizer = keras_mp.GradScaler()
+        keras_mp.OptimizerWrapper(inner).build([a, b])
+
+    def step(factor):
+        scale = optimizer.get_scaled_loss if calls == "rfc" else optimizer.scale
+        with tf.GradientTape() as tape:
+            scaled = scale(tf.reduce_sum(a) + tf.reduce_sum(b * factor))
+        gradients = tape.gradient(scaled, [a, b])
+        unscale = optimizer.get_unscaled_gradients if calls == "rfc" else optimizer.unscale
+        gradients, _ = tf.clip_by_global_norm(unscale(gradients), 1.0)
+        if calls == "rfc":
+            optimizer.apply_gradients(zip(gradients, [a, b]))
+        else:
+            optimizer.step(inner, zip(gradients, [a, b]))
+            optimizer.update()
+
+    step = step if mode == "eager" else tf.function(step, jit_compile=mode == "jit")
+    step(tf.constant(1.0))
+    assert optimizer.last_overflow is None
+    step(tf.constant(np.nan))
+    assert optimizer.last_overflow.variables == ["b"]
+    assert optimizer.last_overflow.step == 2
+    assert np.isfinite(value(a)).all()
+
+
+def test_clipped_by_the_inner_optimizer():
+    v, w = tf.Variable(1.0, name="v"), tf.Variable(1.0, name="w")
+    inner = make_optimizer(FAMILIES[0], global_clipnorm=1.0)
+    optimizer = keras_mp.LossScaleOptimizer(inner)
+    optimizer.minimize(lambda: v + np.inf * w, [v, w])
+    assert optimizer.last_overflow.variables == ["w"]
+
+
+@once
+def test_each_optimizer_of_a_scaler():
+    scaler = keras_mp.GradScaler(warn_after_skips=3)
+    variables = [tf.Variable(1.0, name=name) for name in ("generator", "critic")]
+    optimizers = [tf.keras.optimizers.SGD(0.1) for _ in variables]
+    for optimizer, v in zip(optimizers, variables):
+        optimizer.build([v])
+
+    @tf.function
+    def step(factors):
+        with tf.GradientTape(persistent=True) as tape:
+            scaled = scaler.scale([v * f for v, f in zip(variables, tf.unstack(factors))])
+        for optimizer, loss, v in zip(optimizers, scaled, variables):
+            scaler.step(optimizer, [(tape.gradient(loss, v), v)])
+        scaler.update()
+
+    step(tf.constant([np.inf, 1.0]))
+    assert (scaler.last_overflow.variables, scaler.last_overflow.step) == (["generator"], 1)
+    step(tf.constant([1.0, 1.0]))
+    step(tf.constant([1.0, np.nan]))
+    assert (scaler.last_overflow.variables, scaler.last_overflow.step) == (["critic"], 3)
+    step(tf.constant([np.inf, np.nan]))
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=r"of 'critic' \(in 3\), 'generator' "):
+        step(tf.constant([1.0, np.nan]))
+
+
+def test_many_skips_name_the_variables():
+    names = ["first", "second", "third"]
+    keras_mp.set_global_policy(None)
+    model = tf.keras.Sequential(
+        [tf.keras.Input([2]), *(tf.keras.layers.Dense(2, name=n) for n in names)]
+    )
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]), warn_after_skips=4)
+    model.compile(optimizer, "mse")
+    variables = model.trainable_variables
+
+    @tf.function
+    def step(factors):
+        with tf.GradientTape() as tape:
+            loss = tf.zeros([])
+            for v, factor in zip(variables, tf.unstack(factors), strict=True):
+                loss += backward(tf.convert_to_tensor(v), factor)
+            scaled = optimizer.scale_loss(loss)
+        optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables))
+
+    good, second = np.ones(6, "float32"), np.ones(6, "float32")
+    second[2] = np.inf  # the kernel of the second layer
+    both = second.copy()
+    both[4] = np.nan
+    last = np.array([1, 1, 1, 1, 1, np.inf], "float32")
+    for factors in (last, last, good):  # what a streak before overflowed does not count
+        step(tf.constant(factors))
+    for factors in (second, both, second):
+        step(tf.constant(factors))
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="4 steps in a row") as caught:
+        step(tf.constant(both))
+    text = str(caught[0].message)
+    kernel, other = (g.variable for g in optimizer.last_overflow.gradients)
+    assert kernel.endswith("second/kernel")
+    assert other.endswith("third/kernel")
+    layers = [g.layer for g in optimizer.last_overflow.gradients]
+    assert f"the gradient of {kernel!r} of layer {layers[0]!r} (in 4), {other!r}" in text
+    assert f"of layer {layers[1]!r} (in 2) that was not finite" in text
+    assert "The loss was finite in all 4" in text
+
+
+def skipped(optimizer, gradients, variables):
+    """Makes a step, in eager, of unscaled gradients; returns the overflow."""
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    gradients = optimizer.get_unscaled_gradients(gradients)
+    optimizer.apply_gradients(zip(gradients, variables))
+    return optimizer.last_overflow
+
+
+def test_what_only_sums_make_infinite():
+    large, half = tf.Variable(tf.ones([2]), name="large"), tf.Variable(tf.ones([2, 1], tf.float16))
+    optimizer = keras_mp.LossScaleOptimizer(
+        make_optimizer(FAMILIES[0]), keras_mp.DynamicLossScale(1)
+    )
+    optimizer.build([large, half])
+    rows = tf.IndexedSlices(tf.constant([[4e4], [4e4]], tf.float16), [1, 1], [2, 1])
+    # An optimizer would add up what has equal indices. Each value is finite.
+    overflow = skipped(optimizer, [tf.constant([1.0, 1.0]), rows], [large, half])
+    assert [(g.variable, g.infs, g.nans) for g in overflow.gradients] == [(half.name[:-2], 0, 0)]
+    overflow = skipped(optimizer, [tf.constant([3e38, 3e38]), None], [large, half])
+    assert [(g.variable, g.infs, g.nans) for g in overflow.gradients] == [("large", 0, 0)]
+    assert str(overflow).splitlines()[-1].split()[-4:] == ["-", "-", "2", "1"]
+    other = tf.Variable(tf.ones([2]))
+    gradients = [tf.constant([3e38, 0.0])] * 2
+    overflow = skipped(optimizer, gradients, [large, other])
+    assert overflow.gradients == ()
+    assert "What was not is the sum of all of them" in str(overflow)
+
+
+def test_a_loss_of_another_function_is_not_known():
+    optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0])), tf.Variable(1.0)
+    optimizer.build([v])
+    scale = tf.function(lambda: optimizer.scale_loss(v))
+    apply = tf.function(lambda g: optimizer.apply_gradients([(g, v)]))
+    scale()
+    apply(tf.constant(np.inf))
+    assert optimizer.last_overflow.loss_is_finite is None
+    assert "The loss is not known." in str(optimizer.last_overflow)
+    with pytest.raises(RuntimeError, match="can be read in eager code only"):
+        tf.function(lambda: optimizer.last_overflow)()
+
+
+def test_variables_of_one_name_are_told_apart():
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]))
+    variables = [tf.Variable(1.0, name=name) for name in ("v", "w", "v")]
+    overflow = skipped(optimizer, [tf.constant(x) for x in (1.0, 1.0, np.nan)], variables)
+    assert overflow.variables == ["v (2 of 2)"]
+    assert list(overflow.totals) == ["v (1 of 2)", "w", "v (2 of 2)"]
+
+
+def test_a_model_knows_what_its_variables_are_called():
+    class Scaled(tf.keras.layers.Layer):
+        def build(self, shape):
+            self.factor = self.add_weight(shape=[], initializer="ones", name="factor")
+            self.bare = tf.Variable(1.0)
+
+        def call(self, x):
+            return x * self.factor
+
+    inner = tf.keras.Sequential([tf.keras.Input([1]), Scaled(name="scaled")], name="inner")
+    model = tf.keras.Sequential([tf.keras.Input([1]), inner])
+    model.compile(keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0])), "mse")
+    variables = model.trainable_variables
+    overflow = skipped(model.optimizer, [tf.constant(np.inf)] * len(variables), variables)
+    names = ["inner/scaled/factor", "inner/scaled/bare"][: len(variables)]
+    assert [g.variable[-len(name) :] for g, name in zip(overflow.gradients, names)] == names
+
+
+def test_fixed_scales_and_files_know_of_nothing(tmp_path):
+    v = tf.Variable(1.0)
+    fixed = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]), 8)
+    assert skipped(fixed, [tf.constant(np.inf)], [v]) is None
+    bad = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]), 8, skip_nonfinite=True)
+    v.assign(1.0)
+    assert skipped(bad, [tf.constant(np.inf)], [v]).loss_scale == 8
+    names = saved(bad, tmp_path)
+    other = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]), 8, skip_nonfinite=True)
+    other.build([v])
+    assert names == saved(other, tmp_path)
+    assert len(bad.get_config()["state"]) == len(other.get_config()["state"])
+
+
+def saved(optimizer, folder):
+    """What a checkpoint holds of an optimizer."""
+    path = tf.train.Checkpoint(optimizer=optimizer).write(str(folder / "checkpoint"))
+    return {name for name, _ in tf.train.list_variables(path)}
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Only optimizers of Keras 3 accumulate gradients.")
+def test_what_was_accumulated():
+    inner = tf.keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    optimizer = keras_mp.LossScaleOptimizer(inner)
+    variables = [tf.Variable(1.0, name=name) for name in ("v", "w")]
+    optimizer.build(variables)
+    skipped(optimizer, [tf.constant(1.0), tf.constant(np.inf)], variables)
+    assert optimizer.last_overflow is None  # It was added to nothing yet.
+    overflow = skipped(optimizer, [tf.constant(np.nan), tf.constant(1.0)], variables)
+    rows = [(g.variable, g.place is None, g.infs, g.nans) for g in overflow.gradients]
+    assert rows == [("v", False, 0, 1), ("w", True, 1, 0)]
+    assert overflow.step == 1
+
+
+@once
+def test_of_an_optimizer_of_tensorflow_1():
+    inner = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    optimizer = keras_mp.compat.v1.LossScaleOptimizer(inner)
+    variables = [tf.Variable(1.0, name=name) for name in ("v", "w")]
+    optimizer.minimize(lambda: variables[0] + variables[1] * np.inf, var_list=variables)
+    assert optimizer.last_overflow.variables == ["w"]
+    assert optimizer.last_overflow.step is None
+    assert str(optimizer.last_overflow).startswith("A step was skipped")
+    assert "'w'" in optimizer.last_overflow.summary
+
+
+def operations(step, *args):
+    """Counts those of a function, and of the branches that good steps take; but for arguments."""
+    graph = step.get_concrete_function(*args).graph
+    functions = {f.signature.name: f for f in graph.as_graph_def().library.function}
+    counts = collections.Counter(op.type for op in graph.get_operations())
+    for op in graph.get_operations():
+        if op.type == "If":
+            taken = functions[op.get_attr("then_branch").name]
+            counts.update(node.op for node in taken.node_def)
+    del counts["Placeholder"]
+    return counts
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_good_steps_have_not_an_operation_more(replicas, monkeypatch):
+    def trace():
+        program = Program(replicas=replicas, warn_after_skips=50)
+        return operations(program._step, *map(tf.constant, program.good()))
+
+    ours = trace()
+    assert ours["If"]
+    monkeypatch.setattr(ScaledStep, "_seen", lambda *args: None)
+    assert ours == trace()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_good_steps_in_eager_run_not_an_operation_more(replicas, monkeypatch):
+    def count():
+        program, seen = Program("eager", replicas), collections.Counter()
+
+        def callback(op_type, *args, **kwargs):
+            seen[op_type] += 1
+
+        values = list(map(tf.constant, program.good()))
+        program._step(*values)
+        op_callbacks.add_op_callback(callback)
+        try:
+            program._step(*values)
+        finally:
+            op_callbacks.remove_op_callback(callback)
+        return seen
+
+    ours = count()
+    monkeypatch.setattr(ScaledStep, "_seen", lambda *args: None)
+    assert ours == count()
+    assert ours["Mul"]
