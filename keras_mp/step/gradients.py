@@ -30,21 +30,40 @@ _SUPPORTED_STRATEGIES = (
     tf.compat.v1.distribute.experimental.TPUStrategy,
 )
 
+# Those with one copy of the variables, to which each worker, or one device, applies gradients.
+_WITHOUT_VERDICTS = (
+    tf.distribute.ParameterServerStrategy,
+    tf.distribute.experimental.CentralStorageStrategy,
+)
 
-def check_strategy() -> None:
+
+def check_strategy(may_skip: bool = True) -> None:
     """Refuses strategies that are not known to judge gradients of all replicas together.
+
+    Args:
+        may_skip: bool. May a step be skipped? Without a verdict there is less to refuse.
 
     Raises:
         ValueError: the current strategy is one of them.
     """
     strategy = tf.distribute.get_strategy()
-    if tf.distribute.has_strategy() and not isinstance(strategy, _SUPPORTED_STRATEGIES):
+    works = _SUPPORTED_STRATEGIES if may_skip else _SUPPORTED_STRATEGIES + _WITHOUT_VERDICTS
+    if not tf.distribute.has_strategy() or isinstance(strategy, works):
+        return
+    if isinstance(strategy, _WITHOUT_VERDICTS):
         raise ValueError(
-            "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
-            "and skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
-            "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
-            f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
+            "Loss scaling that skips steps does not work under this strategy: its workers do not "
+            "reach one verdict, and each would move a scale that all of them share. Use a fixed "
+            "loss scale without `skip_nonfinite`, which skips nothing, or train without loss "
+            'scaling: keras_mp.set_global_policy("mixed_bfloat16"). '
+            f"Received: {strategy}"
         )
+    raise ValueError(
+        "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
+        "and skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
+        "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
+        f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
+    )
 
 
 def convert(gradients: Iterable[Any]) -> list[Gradient]:
@@ -229,14 +248,13 @@ def pack(
     return [*packed, *(gradients[i] for i in alone)], unpack
 
 
-def all_reduce(gradients: Sequence[Gradient], in_float16: bool) -> list[Gradient]:
+def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gradient]:
     """Sums gradients over all replicas. Called in a replica context.
 
     Args:
-        gradients: sequence of gradients. Those of float32 may travel as float16; float16, bfloat16
-            and float64 ones travel as they are.
-        in_float16: bool. Sends float32 gradients in half the bytes. They should be scaled, or small
-            ones underflow; a sum that overflows comes back infinite.
+        gradients: sequence of gradients. float16, bfloat16 and float64 ones travel as they are.
+        reduce_dtype: DType. In which those of float32 travel and are added up. As float16 they
+            should be scaled, or small ones underflow; a sum that overflows comes back infinite.
 
     Returns:
         list of summed gradients, each in the dtype it came in.
@@ -244,7 +262,7 @@ def all_reduce(gradients: Sequence[Gradient], in_float16: bool) -> list[Gradient
     Source: RFC 293, "All-reducing in float16".
     """
     context = tf.distribute.get_replica_context()
-    sent = [_map(_float32_to_float16, g) if in_float16 else g for g in gradients]
+    sent = [_map(lambda g: _float32_to(reduce_dtype, g), g) for g in gradients]
     received: list[Gradient] = [None] * len(sent)
     # TensorFlow packs what one call reduces, and cannot pack different dtypes.
     for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
@@ -440,8 +458,8 @@ def _multiply(
     return [_map(multiply, gradient) for gradient in gradients]
 
 
-def _float32_to_float16(gradient: tf.Tensor) -> tf.Tensor:
-    return tf.cast(gradient, tf.float16) if gradient.dtype == tf.float32 else gradient
+def _float32_to(dtype: tf.DType, gradient: tf.Tensor) -> tf.Tensor:
+    return tf.cast(gradient, dtype) if gradient.dtype == tf.float32 else gradient
 
 
 def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
