@@ -130,35 +130,27 @@ def measure(count: int) -> dict:
     def begin(seed):
         generator = np.random.default_rng(seed)
         for variable, shape in zip(weights, shapes):
-            is_matrix = len(shape) == 2
-            deviation = np.sqrt(2 / shape[0]) if is_matrix else 0.0
-            variable.assign(generator.normal(size=shape, scale=1.0) * deviation)
+            deviation = np.sqrt(2 / shape[0]) if len(shape) == 2 else 0.0
+            variable.assign(generator.normal(size=shape) * deviation)
         for variable in [*momenta, *residuals]:
             variable.assign(tf.zeros(variable.shape))
         order = generator.permutation(len(labels))
-        return order[:held_out], order[held_out:], generator
+        tested, trained = order[:held_out], order[held_out:]
+        draw = lambda: generator.choice(trained, BATCH, replace=False)  # noqa: E731
+        return tested, trained, [tf.constant(draw()) for _ in range(STEPS)]
 
     steps = {way: make_step(way) for way in WAYS}
     probes = {way: make_probe(way) for way in WAYS if way != "bfloat16, error feedback"}
     results = {way: {"first": [], "last": [], "loss": [], "accuracy": []} for way in WAYS}
     for seed in range(SEEDS):
         for way in WAYS:
-            tested, trained, generator = begin(seed)
-
-            def batch(trained=trained, generator=generator):
-                return tf.constant(generator.choice(trained, BATCH, replace=False))
-
-            if way == "float32":  # every sum of the same gradients
-                rows = batch()
-                for each, error in probes.items():
-                    results[each]["first"].append(error(rows))
-                tested, trained, generator = begin(seed)
-            for _ in range(STEPS):
-                steps[way](batch(trained, generator))
-            if way == "float32":
-                rows = batch(trained, generator)
-                for each, error in probes.items():
-                    results[each]["last"].append(error(rows))
+            tested, trained, batches = begin(seed)
+            for i, rows in enumerate(batches):
+                when = {0: "first", STEPS - 1: "last"}.get(i)
+                if way == "float32" and when:  # every sum, of the same gradients
+                    for each, error in probes.items():
+                        results[each][when].append(error(rows))
+                steps[way](rows)
             result, x, y = results[way], images[tested], labels[tested]
             result["loss"].append(float(loss_of(images[trained], labels[trained])))
             found = tf.argmax(logits_of(x), axis=1).numpy()
@@ -169,7 +161,11 @@ def measure(count: int) -> dict:
 def run() -> dict:
     """Measures all counts of replicas, and prints a table."""
     results = {c: common.in_own_process("benchmarks.reductions", str(c)) for c in COUNTS}
+    _print(results)
+    return results
 
+
+def _print(results: dict) -> None:
     def of_all(way, text):
         return " / ".join(text(results[count][way], results[count]["float32"]) for count in COUNTS)
 
@@ -178,7 +174,8 @@ def run() -> dict:
 
     def loss(result, exact):
         off = [a / b - 1 for a, b in zip(result["loss"], exact["loss"])]
-        return f"{statistics.mean(off):+.1%}"
+        uncertainty = statistics.stdev(off) / len(off) ** 0.5
+        return f"{statistics.mean(off):+.0%} ± {uncertainty:.0%}"
 
     def accuracy(result, exact):
         del exact
@@ -201,7 +198,6 @@ def run() -> dict:
         ["sum", "bytes sent", "error, first step", "last step", "training loss", "accuracy"],
         rows,
     )
-    return results
 
 
 if __name__ == "__main__":

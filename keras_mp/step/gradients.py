@@ -17,23 +17,27 @@ Gradient = tf.Tensor | tf.IndexedSlices | None
 # So many values of a gradient take longer than an operation of its own costs (2 cores).
 _MANY = 2**13
 
-# Those whose replicas sum gradients and update together. On a TPU nothing was tested.
-_SUPPORTED_STRATEGIES = (
-    tf.distribute.OneDeviceStrategy,
-    tf.distribute.MirroredStrategy,
-    tf.distribute.MultiWorkerMirroredStrategy,
+# A pack of so many bytes is sent as soon as its gradients are there, while others are still
+# computed. TensorFlow itself makes one of all, which waits for the last.
+_BYTES_PER_PACK = 2**22
+
+# On these nothing was tested.
+_TPU_STRATEGIES = (
     tf.distribute.TPUStrategy,
     tf.distribute.experimental.TPUStrategy,
-    tf.compat.v1.distribute.OneDeviceStrategy,
-    tf.compat.v1.distribute.MirroredStrategy,
-    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
     tf.compat.v1.distribute.experimental.TPUStrategy,
 )
 
-# Those with one copy of the variables, to which each worker, or one device, applies gradients.
-_WITHOUT_VERDICTS = (
-    tf.distribute.ParameterServerStrategy,
+# Those whose replicas sum gradients and update together.
+_SUPPORTED_STRATEGIES = (
+    *_TPU_STRATEGIES,
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.experimental.CentralStorageStrategy,
+    tf.compat.v1.distribute.OneDeviceStrategy,
+    tf.compat.v1.distribute.MirroredStrategy,
+    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
 )
 
 
@@ -41,22 +45,23 @@ def check_strategy(may_skip: bool = True) -> None:
     """Refuses strategies that are not known to judge gradients of all replicas together.
 
     Args:
-        may_skip: bool. May a step be skipped? Without a verdict there is less to refuse.
+        may_skip: bool. May a step be skipped? Where none is, a ParameterServerStrategy works.
 
     Raises:
         ValueError: the current strategy is one of them.
     """
     strategy = tf.distribute.get_strategy()
-    works = _SUPPORTED_STRATEGIES if may_skip else _SUPPORTED_STRATEGIES + _WITHOUT_VERDICTS
-    if not tf.distribute.has_strategy() or isinstance(strategy, works):
+    if not tf.distribute.has_strategy() or isinstance(strategy, _SUPPORTED_STRATEGIES):
         return
-    if isinstance(strategy, _WITHOUT_VERDICTS):
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        if not may_skip:
+            return
         raise ValueError(
-            "Loss scaling that skips steps does not work under this strategy: its workers do not "
-            "reach one verdict, and each would move a scale that all of them share. Use a fixed "
-            "loss scale without `skip_nonfinite`, which skips nothing, or train without loss "
-            'scaling: keras_mp.set_global_policy("mixed_bfloat16"). '
-            f"Received: {strategy}"
+            "Loss scaling that skips steps does not work under ParameterServerStrategy: its "
+            "workers make their steps apart, so there is no verdict for all of them, and they "
+            "would move one scale at the same time. Use a fixed scale without `skip_nonfinite`, "
+            "such as LossScaleOptimizer(optimizer, 1024), or train without loss scaling: "
+            f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
         )
     raise ValueError(
         "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
@@ -262,13 +267,18 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     Source: RFC 293, "All-reducing in float16".
     """
     context = tf.distribute.get_replica_context()
-    sent = [_map(lambda g: _float32_to(reduce_dtype, g), g) for g in gradients]
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
+    narrow = [_map(lambda g: _float32_to(reduce_dtype, g), g) for g in gradients]
+    sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in narrow]
     received: list[Gradient] = [None] * len(sent)
-    # TensorFlow packs what one call reduces, and cannot pack different dtypes.
+    # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.
     for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
         positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
-        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, [sent[i] for i in positions])
+        summed = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [sent[i] for i in positions], options
+        )
         for position, gradient in zip(positions, summed):
+            gradient = _bits_as(narrow[position].dtype, gradient)
             received[position] = _cast(gradient, gradients[position].dtype)
     return received
 
@@ -460,6 +470,19 @@ def _multiply(
 
 def _float32_to(dtype: tf.DType, gradient: tf.Tensor) -> tf.Tensor:
     return tf.cast(gradient, dtype) if gradient.dtype == tf.float32 else gradient
+
+
+def _cannot_be_gathered(gradient: Gradient) -> bool:
+    """Rows are gathered, not added up, by an operation that knows no bfloat16; not on a TPU."""
+    if not _is_sparse(gradient) or gradient.dtype != tf.bfloat16:
+        return False
+    return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
+
+
+def _bits_as(dtype: tf.DType, gradient: Gradient) -> Gradient:
+    if gradient.dtype == dtype:
+        return gradient
+    return _map(lambda g: tf.bitcast(g, dtype), gradient)
 
 
 def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
