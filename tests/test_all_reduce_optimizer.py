@@ -163,6 +163,7 @@ def train(name, make):
     return model
 
 
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_fit_and_save(name, tmp_path):
     model = train(name, keras_mp.AllReduceOptimizer)
     assert isinstance(model.optimizer, keras_mp.AllReduceOptimizer)

@@ -32,7 +32,7 @@ def get(reduce_dtype: Any, choices: tuple[str, ...] = _CHOICES, hint: str = "") 
         dtype = tf.as_dtype(reduce_dtype)
     except TypeError:
         dtype = None
-    if dtype is None or isinstance(reduce_dtype, bool):
+    if dtype is None or isinstance(reduce_dtype, int):  # TensorFlow numbers its dtypes
         raise TypeError(
             f"`reduce_dtype` must be one of {choices}. Received: reduce_dtype={reduce_dtype!r} "
             f"(of type {type(reduce_dtype)})"

@@ -32,7 +32,7 @@ def test_two_that_do_not_are_refused(by_name, by_bool):
     )
 
 
-@pytest.mark.parametrize("bad", [None, True, 3.5, "sixteen", [tf.float16]])
+@pytest.mark.parametrize("bad", [None, True, 1, 3.5, "sixteen", [tf.float16]])
 def test_what_is_no_dtype_is_refused(bad):
     with pytest.raises(TypeError, match=r"`reduce_dtype` must be one of .*Received: reduce_dtype="):
         reduce_dtype.get(bad)
