@@ -32,9 +32,9 @@ class AllReduceOptimizer(OptimizerWrapper):
     of its own. Nothing wraps an optimizer with it by itself.
 
     Gradients are rounded to 8 significant bits on their way: each replica's before they are added,
-    and their sum. Clipping, weight decay and averages see the sum, in float32. Gradients of other
-    dtypes travel as they are, and so does everything where there is one replica. Steps are never
-    skipped.
+    and their sum. Clipping, weight decay and averages see the sum, in float32. float16 gradients
+    are summed in the same dtype, those of bfloat16 and float64 in their own. With one replica
+    nothing is summed or rounded. Steps are never skipped.
 
     Args:
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
