@@ -1,4 +1,4 @@
-"""What two workers send each other: bytes and time of a step, in float16 and in float32.
+"""What two workers send each other: bytes and time of a step, by the dtype of the sum.
 
 Each worker is in a network namespace of its own, and the link between them is shaped. Needs root
 and Debian's iproute2.
@@ -9,21 +9,26 @@ import json
 import os
 import pathlib
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 from benchmarks import common
 
-MEGABYTES = 50
-RATES = {"unshaped": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
-REPEATS = {"unshaped": 12, "1 Gbit/s": 12, "100 Mbit/s": 6}
+MEGABYTES = 100
+RATES = {"unshaped": None, "1 Gbit/s": "1gbit", "200 Mbit/s": "200mbit"}
+REPEATS = {"unshaped": 12, "1 Gbit/s": 12, "200 Mbit/s": 5}
+# The link on which gradients take longer to send than to compute, and the rows of a batch.
+SLOW, BATCH = "200 Mbit/s", 512
 PORT = 12345
 
 
-def worker(index: int, repeats: int) -> dict:
-    """Is one of the two workers: makes steps in float16 and in float32, in turns."""
+def worker(index: int, repeats: int, computes: bool) -> dict:
+    """Is one of the two workers: makes steps of each kind, in turns."""
     addresses = [f"{_address(i)}:{PORT}" for i in range(2)]
     task = {"type": "worker", "index": index}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
@@ -31,73 +36,149 @@ def worker(index: int, repeats: int) -> dict:
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     import keras_mp
+    from keras_mp.step import gradients
+
+    def sgd():
+        return tf.keras.optimizers.SGD(0.0)
 
     with strategy.scope():
-        variables = [tf.Variable(tf.zeros([512, 512])) for _ in range(MEGABYTES)]
-        optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.0))
-        optimizer.build(variables)
+        variables = [tf.Variable(tf.eye(512)) for _ in range(MEGABYTES)]
+        optimizers = {
+            "Keras, float32": sgd(),
+            "bfloat16": keras_mp.AllReduceOptimizer(sgd()),
+            "float16": keras_mp.LossScaleOptimizer(sgd()),
+        }
+    rows = tf.fill([BATCH, 512], 1e-3)
 
-    def make_step(in_float16):
-        def step():
-            optimizer.aggregate_in_float16 = in_float16  # read where the step is traced
-            strategy.run(
-                lambda: optimizer.minimize(
-                    lambda: tf.add_n([tf.reduce_sum(v) for v in variables]) * 1e-3, variables
-                )
-            )
+    def loss():
+        if not computes:
+            return tf.add_n([tf.reduce_sum(v) for v in variables]) * 1e-3
+        x = rows
+        for v in variables:
+            x = x @ v
+        return tf.reduce_mean(x)
 
-        return tf.function(step)
+    def make_step(name):
+        return tf.function(
+            lambda: strategy.run(lambda: common.minimize(optimizers[name], loss, variables))
+        )
 
-    sent: dict[str, list[int]] = {"float16": [], "float32": []}
+    def in_packs_of(size, name):
+        # Read where the step is traced.
+        kept, gradients._BYTES_PER_PACK = gradients._BYTES_PER_PACK, size
+        step = make_step(name)
+        step()
+        gradients._BYTES_PER_PACK = kept
+        return step
+
+    def compute():
+        with tf.GradientTape() as tape:
+            value = loss()
+        return tf.add_n(tape.gradient(value, variables))
+
+    steps = {name: make_step(name) for name in optimizers}
+    if computes:
+        steps = {
+            "computing alone": tf.function(lambda: strategy.run(compute)),
+            "one pack": in_packs_of(0, "float16"),
+            "packs": steps["float16"],
+        }
+    sent: dict[str, list[int]] = {name: [] for name in steps}
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
     counter = pathlib.Path(f"/sys/class/net/{_link(index)}/statistics/tx_bytes")
 
     def counted(name, step):
         def run():
-            before = int(counter.read_text())
+            before, cpu_before = int(counter.read_text()), time.process_time()
             step()
             sent[name].append(int(counter.read_text()) - before)
+            cpu[name].append(time.process_time() - cpu_before)
 
         return run
 
-    steps = {name: counted(name, make_step(name == "float16")) for name in sent}
+    steps = {name: counted(name, step) for name, step in steps.items()}
     seconds = common.interleaved(steps, repeats)
-    assert int(optimizer.steps_skipped) == 0
-    return {"seconds": seconds, "bytes": {name: each[-repeats:] for name, each in sent.items()}}
+    assert int(optimizers["float16"].steps_skipped) == 0
+    last = {"seconds": seconds, "bytes": sent, "cpu": cpu}
+    return {what: {n: each[-repeats:] for n, each in of.items()} for what, of in last.items()}
+
+
+def limit(index: int, repeats: int) -> dict:
+    """Is one of two that send each other what a worker does in float16, over a bare connection."""
+    size = MEGABYTES * 2**19
+    if index == 0:
+        with socket.create_server((_address(0), PORT)) as server:
+            connection, _ = server.accept()
+    else:
+        connection = _connect()
+    data, buffer, seconds = bytes(size), bytearray(2**20), []
+    with connection:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            sending = threading.Thread(target=connection.sendall, args=(data,))
+            sending.start()
+            left = size
+            while left:
+                left -= connection.recv_into(buffer, min(left, len(buffer)))
+            sending.join()
+            seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds}
+
+
+def _connect() -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((_address(0), PORT))
+        except OSError:
+            time.sleep(0.1)
 
 
 def run() -> dict | None:
-    """Measures each rate, and prints a table; says so where there is no network to measure on."""
+    """Measures each rate, and prints tables; says so where there is no network to measure on."""
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("\nThe wire was not measured: it takes root, and ip and tc of iproute2.")
         return None
     results, rows = {}, []
     for name, rate in RATES.items():
         with _two_hosts(rate):
-            results[name] = result = _run_workers(REPEATS[name])
-        sent = {dtype: statistics.median(b) for dtype, b in result["bytes"].items()}
-        seconds = {d: statistics.median(s) for d, s in result["seconds"].items()}
-        rows.append(
-            [
-                name,
-                *(f"{sent[dtype] / 1e6:.1f} MB" for dtype in ("float32", "float16")),
-                f"{sent['float16'] / sent['float32']:.3f}",
-                *(f"{seconds[dtype] * 1e3:.0f} ms" for dtype in ("float32", "float16")),
-                common.ratio(result["seconds"], "float32", "float16"),
-            ]
-        )
+            results[name] = result = _run_workers("worker", REPEATS[name])
+            bare = statistics.median(_run_workers("limit", 5)["seconds"])
+        seconds = {n: statistics.median(s) for n, s in result["seconds"].items()}
+        result["limit"] = bare
+        for way, each in seconds.items():
+            sent = statistics.median(result["bytes"][way])
+            rows.append(
+                [
+                    name,
+                    way,
+                    f"{sent / 1e6:.0f} MB",
+                    f"{each * 1e3:.0f} ms",
+                    common.ratio(result["seconds"], "Keras, float32", way),
+                    f"{bare * (2 if way == 'Keras, float32' else 1) / each:.0%}",
+                    f"{statistics.median(result['cpu'][way]) * 1e3:.0f} ms",
+                ]
+            )
     common.print_table(
-        f"Two workers, gradients of {MEGABYTES} MiB, what one of them sends in a step (medians)",
-        ["link", "float32", "float16", "bytes", "float32", "float16", "times faster"],
+        f"Two workers, gradients of {MEGABYTES} MiB in float32: what one sends in a step, and how "
+        "long it takes (medians)",
+        ["link", "sum", "sent", "step", "times faster", "of the link", "CPU time of a worker"],
         rows,
+    )
+    with _two_hosts(RATES[SLOW]):
+        results["in flight"] = result = _run_workers("computing", REPEATS[SLOW])
+    common.print_table(
+        f"The same in float16 on {SLOW}, with gradients that are computed one after the other",
+        ["", "step"],
+        [[n, f"{statistics.median(s) * 1e3:.0f} ms"] for n, s in result["seconds"].items()],
     )
     return results
 
 
-def _run_workers(repeats: int) -> dict:
+def _run_workers(kind: str, repeats: int) -> dict:
     def start(index, **kwargs):
         command = ["ip", "netns", "exec", _host(index), sys.executable, "-m", "benchmarks.wire"]
         return subprocess.Popen(
-            [*command, str(index), str(repeats)],
+            [*command, kind, str(index), str(repeats)],
             cwd=common.ROOT,
             env=common.environment("Keras 3"),
             text=True,
@@ -147,4 +228,8 @@ def _two_hosts(rate: str | None) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(worker(int(sys.argv[1]), int(sys.argv[2]))))
+    kind, index, repeats = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if kind == "limit":
+        print(json.dumps(limit(index, repeats)))
+    else:
+        print(json.dumps(worker(index, repeats, computes=kind == "computing")))

@@ -14,6 +14,7 @@ from keras_mp import (
     regularizers,
 )
 from keras_mp._version import __version__
+from keras_mp.all_reduce_optimizer import AllReduceOptimizer
 from keras_mp.conversion import convert
 from keras_mp.grad_scaler import GradScaler
 from keras_mp.graph_rewrite import (
@@ -42,6 +43,7 @@ from keras_mp.variables import (
 )
 
 __all__ = [
+    "AllReduceOptimizer",
     "AutoCastVariable",
     "DynamicLossScale",
     "FixedLossScale",

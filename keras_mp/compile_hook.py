@@ -207,7 +207,7 @@ def _how_to_scale(
         return None
     return {
         "loss_scale": loss_scale_lib.get(loss_scale_lib.serialize(before.loss_scale)),
-        "aggregate_in_float16": before.aggregate_in_float16,
+        "reduce_dtype": before.reduce_dtype,
         "warn_after_skips": before.warn_after_skips,
     }
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hardware, optimizer_wrapper
+from keras_mp import all_reduce_optimizer, hardware, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import forward_writes, gradients, skipped_steps, update_rules
+from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.gathered import Gathered
 from keras_mp.step.loss_scale import DynamicLossScale, FixedLossScale, LossScale, schedule_of
 from keras_mp.step.optimizer_family import UpdateRule
@@ -57,7 +58,11 @@ class GradScaler(tf.Module):
         skip_nonfinite: bool. Skips steps with a fixed scale too, or without one: for training in
             bfloat16 or float32 in which one bad batch must not end it. Defaults to False.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
-            in half the bytes. Needs a scale that skips overflowing steps. Defaults to True.
+            in half the bytes. Needs a scale that skips overflowing steps. Defaults to True, unless
+            `reduce_dtype` is passed.
+        reduce_dtype: `"float16"`, `"bfloat16"`, `"float32"`, or such a DType. In which float32
+            gradients are summed over replicas: `"float16"` is `aggregate_in_float16=True`.
+            Defaults to None, which leaves it to `aggregate_in_float16`.
         warn_after_skips: int, or None for never. After how many steps in a row in which an
             optimizer was skipped to warn, and to say whether the loss itself is non-finite or only
             its gradients. Defaults to 50.
@@ -90,16 +95,16 @@ class GradScaler(tf.Module):
         *,
         enabled: bool = True,
         skip_nonfinite: bool = False,
-        aggregate_in_float16: bool = True,
+        aggregate_in_float16: bool | None = None,
+        reduce_dtype: Any = None,
         warn_after_skips: int | None = 50,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name or "grad_scaler")
-        gradients.check_strategy()
         given = loss_scale_lib.get(loss_scale)
         self._enabled = validation.boolean("enabled", enabled)
         self._skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
-        self._in_float16 = validation.boolean("aggregate_in_float16", aggregate_in_float16)
+        self._reduce_dtype = reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16)
         self._scales = enabled and given is not None
         self._given = given
         self._loss_scale = given if self._scales else FixedLossScale(1)
@@ -107,6 +112,7 @@ class GradScaler(tf.Module):
             validation.integer_or_none("warn_after_skips", warn_after_skips)
         )
         self._schedule = schedule_of(self._loss_scale, enabled and skip_nonfinite)
+        gradients.check_strategy(may_skip=self._schedule is not None)
         self._verdicts = None
         if self._schedule is not None:
             self._verdicts = Gathered(self._schedule, self._skipped)
@@ -149,6 +155,11 @@ class GradScaler(tf.Module):
         """
         self._collect_reports()
         return self._skipped.last_overflow()
+
+    @property
+    def reduce_dtype(self) -> str:
+        """In which dtype float32 gradients are summed over replicas."""
+        return self._reduce_dtype.name
 
     @property
     def warn_after_skips(self) -> int | None:
@@ -240,7 +251,7 @@ class GradScaler(tf.Module):
         """
         self._check_mode()
         self._collect_reports()
-        gradients.check_strategy()
+        gradients.check_strategy(may_skip=self._schedule is not None)
         rule = _rule(optimizer)
         pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
@@ -254,10 +265,12 @@ class GradScaler(tf.Module):
         if self._scales:
             scaled_by = self._calls.scaled_by()
             noted = self._calls.step(optimizer)
-        in_float16 = self._in_float16 and self._scales
+        reduce_dtype = self._reduce_dtype
+        if reduce_dtype == tf.float16 and not self._scales:
+            reduce_dtype = tf.float32
         with noted as known:
             guard = known.guard and Guard(known.guard.is_allowed, lambda: self._refuse(known.guard))
-            _, finite = ScaledStep(rule, self._verdicts, in_float16, guard).make(
+            _, finite = ScaledStep(rule, self._verdicts, reduce_dtype, guard).make(
                 pairs,
                 scaled=known.scaled,
                 scaled_by=scaled_by,
@@ -317,7 +330,8 @@ class GradScaler(tf.Module):
             "loss_scale": loss_scale_lib.serialize(self._given),
             "enabled": self._enabled,
             "skip_nonfinite": self._skip_nonfinite,
-            "aggregate_in_float16": self._in_float16,
+            "aggregate_in_float16": self._reduce_dtype == tf.float16,
+            "reduce_dtype": self.reduce_dtype,
             "warn_after_skips": self.warn_after_skips,
             "name": self.name,
         }
@@ -396,6 +410,7 @@ def _rule(optimizer: Any) -> UpdateRule:
             "and would scale twice. Pass the one inside of it, which is its `inner_optimizer`, and "
             f"use that one alone. Received: optimizer={optimizer!r}"
         )
+    all_reduce_optimizer.refuse_inside(optimizer, "GradScaler")
     rule, hint = None, optimizer_wrapper.hint(optimizer)
     if not callable(getattr(optimizer, "apply_scaled_gradients", None)):
         rule = optimizer_wrapper.family_of(optimizer)

@@ -10,12 +10,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api, optimizer_wrapper
+from keras_mp import all_reduce_optimizer, hardware, keras_api, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import forward_writes, gradients, skipped_steps
+from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.loss_scale import schedule_of
 from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
@@ -90,7 +91,11 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             `keras_mp.LossScale`. None scales nothing, and takes `skip_nonfinite`.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
             in half the bytes. Needs a scale that skips overflowing steps: with a fixed one, they
-            are summed in float32. Defaults to True.
+            are summed in float32. Defaults to True, unless `reduce_dtype` is passed.
+        reduce_dtype: `"float16"`, `"bfloat16"`, `"float32"`, or such a DType. In which float32
+            gradients are summed over replicas: `"float16"` is `aggregate_in_float16=True`.
+            `"bfloat16"` takes half the bytes with any scale, and rounds to 8 bits, not to 11.
+            Defaults to None, which leaves it to `aggregate_in_float16`.
         name: str. Defaults to the inner optimizer's name.
         warn_after_skips: int, or None for never. After how many skipped steps in a row to warn, and
             to say whether the loss itself is non-finite or only its gradients. Defaults to 50.
@@ -136,8 +141,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         self,
         inner_optimizer: Any,
         loss_scale: Any = "dynamic",
-        aggregate_in_float16: bool = True,
+        aggregate_in_float16: bool | None = None,
         *,
+        reduce_dtype: Any = None,
         name: str | None = None,
         warn_after_skips: int | None = 50,
         skip_nonfinite: bool = False,
@@ -155,7 +161,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        gradients.check_strategy()
+        all_reduce_optimizer.refuse_inside(inner_optimizer, "LossScaleOptimizer")
         super().__init__(inner_optimizer)
         wrapped = list(chain(inner_optimizer))
         if any(wrapper_of(optimizer) is not None for optimizer in wrapped):
@@ -176,14 +182,16 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         loss_scale = older_spellings.loss_scale_from_arguments(
             loss_scale if scales else 1, dynamic, initial_scale, dynamic_growth_steps
         )
+        schedule = schedule_of(loss_scale, skip_nonfinite)
+        gradients.check_strategy(may_skip=schedule is not None)
         vars(self).update(
             _name=name,
             _loss_scale=loss_scale,
             # False where there is nothing to scale by, and so no call that could be missing.
             _scales=scales,
             _skip_nonfinite=skip_nonfinite,
-            _schedule=schedule_of(loss_scale, skip_nonfinite),
-            _aggregate_in_float16=validation.boolean("aggregate_in_float16", aggregate_in_float16),
+            _schedule=schedule,
+            _reduce_dtype=reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16),
             _skipped=skipped_steps.SkippedSteps(
                 validation.integer_or_none("warn_after_skips", warn_after_skips)
             ),
@@ -198,6 +206,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 keras_api.refuse_stock_wrapper(optimizer, self)
         # Its variables have initialized the devices.
         hardware.warn_if_slow()
+
+    def __repr__(self) -> str:
+        how = "" if self.aggregate_in_float16 else f", reduce_dtype={self.reduce_dtype!r}"
+        return f"<{type(self).__name__} of {self.inner_optimizer!r}{how}>"
 
     @property
     def name(self) -> str:
@@ -217,11 +229,23 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     @property
     def aggregate_in_float16(self) -> bool:
         """Are float32 gradients summed over replicas as float16? May be set at any time."""
-        return self._aggregate_in_float16
+        return self._reduce_dtype == tf.float16
 
     @aggregate_in_float16.setter
     def aggregate_in_float16(self, value: bool) -> None:
-        vars(self)["_aggregate_in_float16"] = validation.boolean("aggregate_in_float16", value)
+        vars(self)["_reduce_dtype"] = reduce_dtypes.after_setting(self._reduce_dtype, value)
+
+    @property
+    def reduce_dtype(self) -> str:
+        """In which dtype float32 gradients are summed over replicas. May be set at any time.
+
+        A `tf.function` that was traced before it was set keeps the old one.
+        """
+        return self._reduce_dtype.name
+
+    @reduce_dtype.setter
+    def reduce_dtype(self, value: Any) -> None:
+        vars(self)["_reduce_dtype"] = reduce_dtypes.get(value)
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -574,7 +598,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             "name": self._name,
             "inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer),
             "loss_scale": loss_scale_lib.serialize(self._loss_scale) if self._scales else None,
-            "aggregate_in_float16": self._aggregate_in_float16,
+            "aggregate_in_float16": self.aggregate_in_float16,
+            "reduce_dtype": self.reduce_dtype,
             "warn_after_skips": self.warn_after_skips,
             "skip_nonfinite": self._skip_nonfinite,
         }
@@ -749,13 +774,15 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         self._collect_reports()
         passes.warn_if_compiled()
         # Again, since the optimizer may have been made outside of the strategy's scope.
-        gradients.check_strategy()
+        gradients.check_strategy(may_skip=self._schedule is not None)
         self.build([variable for _, variable in pairs])
         verdicts = None
         if self._schedule is not None:
             verdicts = MovedAtOnce(self._schedule, self._skipped)
-        in_float16 = self._aggregate_in_float16 and self._scales
-        step = ScaledStep(self._family, verdicts, in_float16, names=self._names_of)
+        reduce_dtype = self._reduce_dtype
+        if reduce_dtype == tf.float16 and not self._scales:
+            reduce_dtype = tf.float32
+        step = ScaledStep(self._family, verdicts, reduce_dtype, names=self._names_of)
         operation, _ = step.make(
             pairs,
             scaled=scaled,

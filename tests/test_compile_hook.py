@@ -297,14 +297,14 @@ def test_our_optimizer_is_not_wrapped_again():
 def test_a_model_that_was_compiled_with_ours_stays_so_unless_its_policy_says_otherwise():
     layer = tf.keras.layers.Dense(1, dtype="mixed_float16")
     model = tf.keras.Sequential([tf.keras.Input((4,)), layer])
-    ours = keras_mp.LossScaleOptimizer("sgd", 8, aggregate_in_float16=False, warn_after_skips=3)
+    ours = keras_mp.LossScaleOptimizer("sgd", 8, reduce_dtype="bfloat16", warn_after_skips=3)
     model.compile(keras_mp.OptimizerWrapper(ours), "mse")
     model.compile("adam", "mse")
     again = model.optimizer
     assert type(again) is keras_mp.LossScaleOptimizer
     assert again is not ours
     assert again.initial_scale == 8
-    assert not again.aggregate_in_float16
+    assert again.reduce_dtype == "bfloat16"
     assert again.warn_after_skips == 3
 
     # A policy that the layers do not follow is one that was in force when they were loaded.

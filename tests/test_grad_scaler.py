@@ -512,8 +512,14 @@ def test_arguments_are_checked_and_come_back_from_the_config():
         with pytest.raises(TypeError, match="must be a bool"):
             keras_mp.GradScaler(**arguments)
     scaler = keras_mp.GradScaler(
-        keras_mp.DynamicLossScale(64, 3), skip_nonfinite=True, warn_after_skips=None, name="mine"
+        keras_mp.DynamicLossScale(64, 3),
+        skip_nonfinite=True,
+        reduce_dtype="bfloat16",
+        warn_after_skips=None,
+        name="mine",
     )
+    with pytest.raises(ValueError, match="contradict each other"):
+        keras_mp.GradScaler(aggregate_in_float16=False, reduce_dtype="float16")
     copied = keras_mp.GradScaler.from_config(scaler.get_config())
     assert copied.get_config() == scaler.get_config()
     assert float(copied.loss_scale()) == 64

@@ -84,6 +84,8 @@ def test_older_keywords(name):
         (ValueError, {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": 2}),
         (TypeError, {"dynamic": 8}),
         (TypeError, {"aggregate_in_float16": "no"}),
+        (ValueError, {"aggregate_in_float16": True, "reduce_dtype": "bfloat16"}),
+        (TypeError, {"reduce_dtype": "sixteen"}),
         (ValueError, {"clipnorm": 1.0}),
         (ValueError, {"learning_rate": 1.0}),
     ],
@@ -545,8 +547,33 @@ def test_config_round_trip(name):
     assert float(value(again.learning_rate)) == 0.25
     assert again.loss_scale.get_config() == scale.get_config()
     assert not again.aggregate_in_float16
+    assert again.reduce_dtype == "float32"
     serialized = tf.keras.optimizers.serialize(optimizer)
     assert type(tf.keras.optimizers.deserialize(serialized)) is keras_mp.LossScaleOptimizer
+
+
+def test_the_dtype_of_the_sum_by_either_name(name):
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name), reduce_dtype=tf.bfloat16)
+    assert (optimizer.reduce_dtype, optimizer.aggregate_in_float16) == ("bfloat16", False)
+    assert repr(optimizer).endswith(", reduce_dtype='bfloat16'>")
+    config = optimizer.get_config()
+    again = keras_mp.LossScaleOptimizer.from_config(config)
+    assert again.reduce_dtype == "bfloat16"
+    # What files of before have.
+    for older, expected in ((True, "float16"), (False, "float32")):
+        del config["reduce_dtype"]
+        config["aggregate_in_float16"] = older
+        loaded = keras_mp.LossScaleOptimizer.from_config(config)
+        assert loaded.reduce_dtype == expected
+        config = loaded.get_config()
+    for in_float16, expected in ((True, "float16"), (False, "float32")):
+        optimizer.aggregate_in_float16 = in_float16
+        assert optimizer.reduce_dtype == expected
+    optimizer.reduce_dtype = "float16"
+    assert optimizer.aggregate_in_float16
+    with pytest.raises(TypeError, match="Received: reduce_dtype=16"):
+        optimizer.reduce_dtype = 16
+    assert optimizer.reduce_dtype == "float16"
 
 
 def test_takes_the_stock_classes_config(name):

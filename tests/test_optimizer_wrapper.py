@@ -37,7 +37,12 @@ def name(request):
     return request.param
 
 
-WRAPPERS = [keras_mp.LossScaleOptimizer, keras_mp.OptimizerWrapper, Lookahead]
+WRAPPERS = [
+    keras_mp.LossScaleOptimizer,
+    keras_mp.OptimizerWrapper,
+    keras_mp.AllReduceOptimizer,
+    Lookahead,
+]
 
 
 @pytest.fixture(params=WRAPPERS, ids=lambda cls: cls.__name__)

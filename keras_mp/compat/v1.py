@@ -368,7 +368,8 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         verdicts = MovedAtOnce(self._loss_scale, self._skipped) if self._can_skip else None
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
-        operation, _ = ScaledStep(rule, verdicts, self._aggregate_in_float16).make(
+        reduce_dtype = tf.float16 if self._aggregate_in_float16 else tf.float32
+        operation, _ = ScaledStep(rule, verdicts, reduce_dtype).make(
             pairs,
             scaled=scaled_by is not None,
             scaled_by=self._loss_scale() if scaled_by is None else scaled_by,

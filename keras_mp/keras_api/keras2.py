@@ -359,6 +359,10 @@ class _LegacyFamily(OptimizerFamily):
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
+        if isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
+            # A worker has one replica, so nothing is summed twice, and a legacy optimizer refuses
+            # to leave it out.
+            aggregate = aggregate or self.custom_aggregation() is None
         return self.optimizer.apply_gradients(
             grads_and_vars, **_named(name), experimental_aggregate_gradients=aggregate
         )

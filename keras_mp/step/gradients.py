@@ -18,34 +18,58 @@ Gradient = tf.Tensor | tf.IndexedSlices | None
 # So many values of a gradient take longer than an operation of its own costs (2 cores).
 _MANY = 2**13
 
-# Those whose replicas sum gradients and update together. On a TPU nothing was tested.
-_SUPPORTED_STRATEGIES = (
-    tf.distribute.OneDeviceStrategy,
-    tf.distribute.MirroredStrategy,
-    tf.distribute.MultiWorkerMirroredStrategy,
+# A pack of so many bytes is sent as soon as its gradients are there, while others are still
+# computed. TensorFlow itself makes one of all, which waits for the last.
+_BYTES_PER_PACK = 2**22
+
+# On these nothing was tested.
+_TPU_STRATEGIES = (
     tf.distribute.TPUStrategy,
     tf.distribute.experimental.TPUStrategy,
-    tf.compat.v1.distribute.OneDeviceStrategy,
-    tf.compat.v1.distribute.MirroredStrategy,
-    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
     tf.compat.v1.distribute.experimental.TPUStrategy,
 )
 
+# Those whose replicas sum gradients and update together.
+_SUPPORTED_STRATEGIES = (
+    *_TPU_STRATEGIES,
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.experimental.CentralStorageStrategy,
+    tf.compat.v1.distribute.OneDeviceStrategy,
+    tf.compat.v1.distribute.MirroredStrategy,
+    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
+)
 
-def check_strategy() -> None:
+
+def check_strategy(may_skip: bool = True) -> None:
     """Refuses strategies that are not known to judge gradients of all replicas together.
+
+    Args:
+        may_skip: bool. May a step be skipped? Where none is, a ParameterServerStrategy works.
 
     Raises:
         ValueError: the current strategy is one of them.
     """
     strategy = tf.distribute.get_strategy()
-    if tf.distribute.has_strategy() and not isinstance(strategy, _SUPPORTED_STRATEGIES):
+    if not tf.distribute.has_strategy() or isinstance(strategy, _SUPPORTED_STRATEGIES):
+        return
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        if not may_skip:
+            return
         raise ValueError(
-            "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
-            "and skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
-            "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
+            "Loss scaling that skips steps does not work under ParameterServerStrategy: its "
+            "workers make their steps apart, so there is no verdict for all of them, and they "
+            "would move one scale at the same time. Use a fixed scale without `skip_nonfinite`, "
+            "such as LossScaleOptimizer(optimizer, 1024), or train without loss scaling: "
             f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
         )
+    raise ValueError(
+        "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
+        "and skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
+        "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
+        f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
+    )
 
 
 def convert(gradients: Iterable[Any]) -> list[Gradient]:
@@ -210,16 +234,17 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     return tf.gather(tf.concat(rows, 0), np.argsort(order))
 
 
-def narrow(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Makes float16 gradients of float32 ones.
+def narrow(gradients: Sequence[Gradient], dtype: tf.DType) -> list[Gradient]:
+    """Casts float32 gradients to another dtype.
 
     Args:
         gradients: sequence of gradients.
+        dtype: DType.
 
     Returns:
         list of gradients; those that are not float32 as they are.
     """
-    return [_map(_float32_to_float16, gradient) for gradient in gradients]
+    return [_map(lambda values: _float32_to(dtype, values), gradient) for gradient in gradients]
 
 
 def widen(gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -281,14 +306,13 @@ def pack(
     return [*packed, *(gradients[i] for i in alone)], unpack
 
 
-def all_reduce(gradients: Sequence[Gradient], in_float16: bool) -> list[Gradient]:
+def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gradient]:
     """Sums gradients over all replicas. Called in a replica context.
 
     Args:
-        gradients: sequence of gradients. Those of float32 may travel as float16; float16, bfloat16
-            and float64 ones travel as they are.
-        in_float16: bool. Sends float32 gradients in half the bytes. They should be scaled, or small
-            ones underflow; a sum that overflows comes back infinite.
+        gradients: sequence of gradients. float16, bfloat16 and float64 ones travel as they are.
+        reduce_dtype: DType. In which those of float32 travel and are added up. As float16 they
+            should be scaled, or small ones underflow; a sum that overflows comes back infinite.
 
     Returns:
         list of summed gradients, each in the dtype it came in.
@@ -296,13 +320,18 @@ def all_reduce(gradients: Sequence[Gradient], in_float16: bool) -> list[Gradient
     Source: RFC 293, "All-reducing in float16".
     """
     context = tf.distribute.get_replica_context()
-    sent = narrow(gradients) if in_float16 else gradients
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
+    narrowed = narrow(gradients, reduce_dtype)
+    sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in narrowed]
     received: list[Gradient] = [None] * len(sent)
-    # TensorFlow packs what one call reduces, and cannot pack different dtypes.
+    # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.
     for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
         positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
-        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, [sent[i] for i in positions])
+        summed = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [sent[i] for i in positions], options
+        )
         for position, gradient in zip(positions, summed):
+            gradient = _bits_as(narrowed[position].dtype, gradient)
             received[position] = _cast(gradient, gradients[position].dtype)
     return received
 
@@ -489,8 +518,21 @@ def _multiply(
     return [_map(multiply, gradient) for gradient in gradients]
 
 
-def _float32_to_float16(gradient: tf.Tensor) -> tf.Tensor:
-    return tf.cast(gradient, tf.float16) if gradient.dtype == tf.float32 else gradient
+def _float32_to(dtype: tf.DType, gradient: tf.Tensor) -> tf.Tensor:
+    return tf.cast(gradient, dtype) if gradient.dtype == tf.float32 else gradient
+
+
+def _cannot_be_gathered(gradient: Gradient) -> bool:
+    """Rows are gathered, not added up, by an operation that knows no bfloat16; not on a TPU."""
+    if not _is_sparse(gradient) or gradient.dtype != tf.bfloat16:
+        return False
+    return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
+
+
+def _bits_as(dtype: tf.DType, gradient: Gradient) -> Gradient:
+    if gradient.dtype == dtype:
+        return gradient
+    return _map(lambda g: tf.bitcast(g, dtype), gradient)
 
 
 def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:

@@ -130,14 +130,15 @@ class ScaledStep:
     Attributes:
         rule: applies the gradients; what it needs is built.
         verdicts: is told of the verdict; None where no step is skipped.
-        in_float16: bool. Are float32 gradients summed as float16, where a step may be skipped?
+        reduce_dtype: DType. In which float32 gradients are summed over replicas; as float16 only
+            where a step may be skipped.
         guard: keeps the step from being made; not in a TensorFlow 1 graph.
         names: given variables, returns what users call them, or None where it does not know.
     """
 
     rule: UpdateRule
     verdicts: Verdicts | None
-    in_float16: bool
+    reduce_dtype: tf.DType
     guard: Guard | None = None
     names: Callable[[Sequence[Any]], list[str | None]] | None = None
 
@@ -238,7 +239,7 @@ class ScaledStep:
             if scaled:
                 grads = gradients.unscale(grads, scaled_by)
             if replicas > 1:
-                marks = gradients.all_reduce(marks, in_float16=False)
+                marks = gradients.all_reduce(marks, tf.float32)
             share.sent = functools.partial(list, grads)
             grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
             return grads, marks, False
@@ -256,14 +257,16 @@ class ScaledStep:
         self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor
     ) -> tuple[list[Any], bool, list[Any]]:
         """Sums gradients over replicas; tells whether the sums are scaled, and what was sent."""
+        in_float16 = self.reduce_dtype == tf.float16
         if self.verdicts:
-            if self.in_float16 and not scaled:
+            if in_float16 and not scaled:
                 grads, scaled = gradients.scale(grads, scaled_by), True
-            sent = gradients.narrow(grads) if self.in_float16 else grads
-            summed = gradients.all_reduce(sent, in_float16=False)
+            sent = gradients.narrow(grads, self.reduce_dtype)
+            summed = gradients.all_reduce(sent, tf.float32)
             return gradients.cast_as(summed, grads), scaled, sent
         # What overflows in float16 is harmless only where a step can be skipped.
-        summed = gradients.all_reduce(gradients.widen(grads), in_float16=False)
+        reduce_dtype = tf.float32 if in_float16 else self.reduce_dtype
+        summed = gradients.all_reduce(gradients.widen(grads), reduce_dtype)
         if self.rule.is_scaling_safe:
             return summed, scaled, []
         if scaled:

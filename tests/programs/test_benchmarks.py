@@ -20,6 +20,7 @@ from benchmarks import (
     models,
     numerics,
     overhead,
+    reductions,
     rounding,
     sums,
     third_party,
@@ -51,6 +52,21 @@ def test_rounding_shows_why_gradients_are_scaled(monkeypatch, tmp_path):
     assert results["-9"]["lost"] == 1
     assert results["-6"]["naive"] > 10 * results["-6"]["scaled"]
     assert results["0"]["naive"] < 1e-3
+
+
+@once
+def test_sums_over_two_replicas_are_held_against_float64(monkeypatch):
+    monkeypatch.setattr(common, "replicas", mirrored)
+    monkeypatch.setattr(reductions, "SEEDS", 1)
+    monkeypatch.setattr(reductions, "STEPS", 2)
+    results = reductions.measure(2)
+    errors = {way: result["first"][0] for way, result in results.items() if result["first"]}
+    assert errors["float32"] < 1e-6 < errors["float16, scaled"] < 2**-10
+    assert errors["bfloat16, gathered"] < errors["bfloat16"] < 2**-7
+    # A sum of two is rounded once, whoever adds up.
+    for what in ("first", "last", "loss"):
+        assert results["bfloat16"][what] == results["bfloat16, added in float32"][what]
+    assert [bytes_sent(2) for bytes_sent in reductions.WAYS.values()] == [4, 2, 2, 2, 2, 2]
 
 
 def test_a_weight_that_is_read_often_is_cast_once(monkeypatch):

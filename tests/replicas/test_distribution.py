@@ -162,27 +162,99 @@ def collective_dtypes(function, *args):
 
 
 SENT = [
-    ("dynamic", True, tf.float16),
-    ("dynamic", False, tf.float32),
+    ("dynamic", "float16", tf.float16),
+    ("dynamic", "float32", tf.float32),
     # With a fixed scale nothing is skipped, so nothing may overflow on the way.
-    (64, True, tf.float32),
+    (64, "float16", tf.float32),
+    (64, "bfloat16", tf.bfloat16),
 ]
 
 
 @pytest.mark.parametrize(("name", "way", "case"), pairs(FAMILIES, WAYS, SENT))
 def test_what_crosses_the_wire(name, way, case):
-    loss_scale, in_float16, sent = case
+    loss_scale, reduce_dtype, sent = case
     strategy = mirrored(2)
     with strategy.scope():
         v = tf.Variable([1.0, 2.0])
         optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), loss_scale)
-    optimizer.aggregate_in_float16 = in_float16
+    optimizer.reduce_dtype = reduce_dtype
 
     @tf.function
     def step():
         strategy.run(lambda: way(optimizer, [v], lambda: tf.reduce_sum(v**2)))
 
     assert collective_dtypes(step) == {sent}
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "skip"), [(64, False), (64, True), (None, True), ("dynamic", False)]
+)
+def test_sums_in_bfloat16_need_no_scale_that_skips(loss_scale, skip):
+    # 1e-9 is zero in float16, 1e5 infinite; neither has 8 bits only.
+    with mirrored(2).scope():
+        v = tf.Variable([0.0, 0.0])
+        optimizer = make_optimizer(FAMILIES[-1], 1.0, momentum=0.0)
+        optimizer = keras_mp.LossScaleOptimizer(
+            optimizer, loss_scale, reduce_dtype="bfloat16", skip_nonfinite=skip
+        )
+        optimizer.build([v])
+
+    @tf.function
+    def step():
+        mirrored(2).run(lambda: optimizer.minimize(lambda: tf.reduce_sum(v * [1e-9, 1e5]), [v]))
+
+    step()
+    exact = np.array([2e-9, 2e5])
+    errors = np.abs(-value(v) - exact) / exact
+    assert (errors > 2**-12).all()
+    assert (errors < 2**-8).all()
+    assert int(optimizer.steps_skipped) == 0
+
+
+def test_a_scaler_sums_in_bfloat16():
+    with mirrored(2).scope():
+        v, scaler = tf.Variable(0.0), keras_mp.GradScaler(64, reduce_dtype=tf.bfloat16)
+
+    def apply(pairs):
+        for gradient, variable in pairs:
+            variable.assign_sub(gradient)
+
+    @tf.function
+    def step():
+        def replica_step():
+            with tf.GradientTape() as tape:
+                loss = scaler.scale(v * (1 + 2.0**-9))
+            scaler.step(apply, [(tape.gradient(loss, v), v)])
+            scaler.update()
+
+        mirrored(2).run(replica_step)
+
+    assert collective_dtypes(step) == {tf.bfloat16}
+    assert scaler.get_config()["reduce_dtype"] == "bfloat16"
+
+
+def test_large_gradients_are_sent_in_packs():
+    # The second gradient, which is computed first, fills a pack; the small ones wait for the last.
+    sizes = [2**13, 2**21 + 1, 5, 7]
+    with mirrored(2).scope():
+        variables = [tf.Variable(tf.zeros([size])) for size in sizes]
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0], 1.0, momentum=0.0))
+
+    @tf.function
+    def step():
+        def loss():
+            return tf.add_n([tf.reduce_sum(v) for v in variables]) * 0.25
+
+        mirrored(2).run(lambda: optimizer.minimize(loss, variables))
+
+    graph = step.get_concrete_function().graph
+    sums = [op for op in graph.get_operations() if op.type == "CollectiveReduceV2"]
+    elements = {op.inputs[0].shape.num_elements() for op in sums if op.inputs[0].shape.rank}
+    assert elements == {2**21 + 1, 2**13 + 12}
+    step()
+    for v in variables:
+        assert_same_everywhere([v])
+        assert set(value(v)) == {-0.5}
 
 
 def test_small_gradients_survive_the_float16_reduction(name):
@@ -320,15 +392,61 @@ def test_cross_replica_context_is_refused(name):
             optimizer.apply_gradients([(tf.constant(1.0), v)])
 
 
-def test_central_storage_is_refused(name):
-    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
-    outside = keras_mp.LossScaleOptimizer(make_optimizer(name))
+def central_storage():
+    return tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
+
+
+def test_central_storage(name):
+    strategy = central_storage()
     with strategy.scope():
-        with pytest.raises(ValueError, match="does not work under this strategy"):
-            keras_mp.LossScaleOptimizer(make_optimizer(name))
-        v = tf.Variable(1.0)
-    with pytest.raises(ValueError, match="does not work under this strategy"):
-        strategy.run(lambda: outside.minimize(lambda: v * 1.0, [v]))
+        v = tf.Variable([1.0, 2.0])
+        optimizer = keras_mp.LossScaleOptimizer(
+            make_optimizer(name, 0.125, momentum=0.5), keras_mp.DynamicLossScale(64)
+        )
+        optimizer.build([v])
+
+    @tf.function
+    def step(factors):
+        factor = lambda: tf.gather(factors, replica_id())  # noqa: E731
+        strategy.run(lambda: optimizer.minimize(lambda: tf.reduce_sum(v) * factor(), [v]))
+
+    if name.startswith("legacy"):  # tf_keras's legacy optimizers want to sum themselves there.
+        with pytest.raises(NotImplementedError, match="not supported for ParameterServerStrategy"):
+            step(tf.constant([1.0, 2.0]))
+        return
+    seen = []
+    for factors in ([1.0, 2.0], [1.0, INF], [NAN, 1.0], [1.0, 1.0]):
+        step(tf.constant(factors))
+        seen.append((*value(v), float(optimizer.loss_scale), int(optimizer.steps_skipped)))
+    good = 0.625, 1.625
+    assert seen == [(*good, 64, 0), (*good, 32, 1), (*good, 16, 2), (0.1875, 1.1875, 16, 2)]
+    assert int(value(optimizer.iterations)) == 2
+
+
+def test_variables_cast_themselves_under_central_storage():
+    strategy = central_storage()
+    keras_mp.set_global_policy("mixed_bfloat16")
+    with strategy.scope():
+        v = keras_mp.autocast_variable(tf.Variable([1 + 2.0**-10, 2.0]))
+        layer = tf.keras.layers.Dense(2, kernel_initializer="ones")
+        layer.build((None, 2))
+
+    @tf.function
+    def read():
+        def replica_read():
+            with keras_mp.autocast_scope(tf.bfloat16):
+                cast = tf.convert_to_tensor(v)
+            with keras_mp.autocast(tf.bfloat16):
+                product = tf.linalg.matvec([[1.0, 0.0]], v)
+            return cast, product, layer(v[tf.newaxis])
+
+        return strategy.run(replica_read)
+
+    for results in zip(*map(strategy.experimental_local_results, read()), strict=True):
+        cast, product, of_layer = results
+        assert (cast.dtype, of_layer.dtype) == (tf.bfloat16, tf.bfloat16)
+        assert (product.dtype, float(product[0])) == (tf.float32, 1)
+        assert of_layer.numpy().tolist() == [[3, 3]]
 
 
 def test_a_strategy_that_nobody_knows_is_refused(name):

@@ -72,12 +72,7 @@ def own_loop(strategy, index, name, in_float16):
                 "statistic": float(strategy.experimental_local_results(statistic)[0]),
             }
         )
-    graph = step.get_concrete_function(tf.constant(1.0)).graph.as_graph_def()
-    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-    sent = {
-        tf.as_dtype(n.attr["T"].type).name for n in nodes if n.op.startswith("CollectiveReduce")
-    }
-    return seen, sent
+    return seen, dtypes_sent(step)
 
 
 def control_loop(name, count):
@@ -125,6 +120,50 @@ def check_own_loop(results, name, count, in_float16):
         for ours, expected in zip(seen, control, strict=True):
             for a, b in zip(ours["variables"], expected, strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+def bfloat16_loop(strategy, index):
+    """Large and small gradients, dense and sparse ones, summed in bfloat16."""
+    with strategy.scope():
+        large, small, table = (
+            tf.Variable(tf.zeros([2**21 + 1])),
+            tf.Variable(0.0),
+            tf.Variable([[0.0]]),
+        )
+        variables = [small, large, table]
+        optimizer = keras_mp.AllReduceOptimizer(make_optimizer(FAMILIES[-1], 1.0, momentum=0.0))
+        optimizer.build(variables)
+
+    @tf.function
+    def step(factor):
+        def replica_step():
+            def loss():
+                rows = tf.gather(table, [0] if index else [0, 0])
+                return (tf.reduce_sum(large) + small + tf.reduce_sum(rows)) * factor
+
+            optimizer.minimize(loss, variables)
+
+        strategy.run(replica_step)
+
+    step(tf.constant([1 + 2.0**-9, 1 + 2.0**-6 + 2.0**-9][index]))
+    return [value(small), set(value(large)), value(table).tolist()], dtypes_sent(step)
+
+
+def dtypes_sent(step):
+    """What the collectives of a function of one factor send."""
+    graph = step.get_concrete_function(tf.constant(1.0)).graph.as_graph_def()
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    return {
+        tf.as_dtype(n.attr["T"].type).name for n in nodes if n.op.startswith("CollectiveReduce")
+    }
+
+
+def test_workers_sum_in_bfloat16(together):
+    for moved, sent in together["bfloat16"]:
+        total = -(2 + 2.0**-6)
+        # Rows are rounded one by one, and added in float32.
+        assert moved == [total, {total}, [[-(3 + 2.0**-6)]]]
+        assert sent == {"bfloat16"}
 
 
 class Dense(keras_mp.layers.Layer):
@@ -459,6 +498,7 @@ def together(tmp_path_factory):
     """What two workers return that nobody disturbs: {name: of each worker}."""
     folder = {"folder": str(tmp_path_factory.mktemp("together"))}
     calls = {
+        "bfloat16": (bfloat16_loop, {}),
         "autocast": (autocast_loop, {}),
         "region": (in_a_region, {}),
         "scaler": (scaler_loop, {}),

@@ -12,6 +12,7 @@ import os
 import pathlib
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import warnings
@@ -42,8 +43,7 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
     with tempfile.TemporaryDirectory() as folder:
         results = [pathlib.Path(folder) / f"{index}.pickle" for index in range(count)]
         logs = [path.with_suffix(".log") for path in results]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.replicas.preloaded"])
+        context = _forkserver()
         all_done = context.Barrier(count)
         # Names, so that nothing is imported before the strategy is made.
         names = [(f.__module__, f.__name__, arguments) for f, arguments in calls]
@@ -60,6 +60,27 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
     return [[r[i] if i < len(r) else None for r in returned] for i in range(len(calls))]
 
 
+def alone(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Calls a function in a process of its own, in which TensorFlow has done nothing yet.
+
+    Args:
+        function: function of a module.
+        **arguments: what it is called with; can be pickled.
+
+    Returns:
+        What it returned.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = pathlib.Path(folder) / "result.pickle"
+        log = result.with_suffix(".log")
+        name = function.__module__, function.__name__, arguments
+        process = _forkserver().Process(target=_be_alone, args=(result, log, name))
+        process.start()
+        _wait([process])
+        print(log.read_text())  # pytest shows it where a test fails
+        return pickle.loads(result.read_bytes())
+
+
 def tf_config(index: int, ports: list[int]) -> str:
     """What TF_CONFIG says to a worker."""
     workers = [f"127.0.0.1:{port}" for port in ports]
@@ -73,6 +94,12 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def _forkserver() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.replicas.preloaded"])
+    return context
 
 
 def _wait(processes: list[BaseProcess]) -> None:
@@ -95,9 +122,7 @@ def _be_worker(
     all_done: Barrier,
 ) -> None:
     """Is one of the workers."""
-    output = os.open(log, os.O_CREAT | os.O_WRONLY)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    _write_to(log)
     os.environ["TF_CONFIG"] = tf_config(index, ports)
     import tensorflow as tf
 
@@ -118,3 +143,22 @@ def _be_worker(
         partial.rename(result)
     # Who leaves first would close what the others still read from.
     all_done.wait()
+
+
+def _be_alone(
+    result: pathlib.Path, log: pathlib.Path, call: tuple[str, str, dict[str, Any]]
+) -> None:
+    """Is the process that `alone` starts."""
+    _write_to(log)
+    module, name, arguments = call
+    returned = getattr(importlib.import_module(module), name)(**arguments)
+    result.write_bytes(pickle.dumps(returned))
+    # Servers of TensorFlow never end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _write_to(log: pathlib.Path) -> None:
+    output = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)

@@ -244,13 +244,13 @@ def test_pack_leaves_alone_what_is_large_or_of_unknown_shape():
     assert [len(g) for g in pack(tf.ones([3]), tf.ones([4]))] == [3, 4, 100, 2**14]
 
 
-@pytest.mark.parametrize("in_float16", [False, True])
-def test_all_reduce_sums_each_gradient_in_its_own_dtype(in_float16):
+@pytest.mark.parametrize("reduce_dtype", [tf.float32, tf.float16, tf.bfloat16])
+def test_all_reduce_sums_each_gradient_in_its_own_dtype(reduce_dtype):
     dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
 
     def reduce(replica):
         grads = [tf.cast(replica + 1, dtype) for dtype in dtypes]
-        return gradients.all_reduce([grads[0], None, *grads[1:]], in_float16)
+        return gradients.all_reduce([grads[0], None, *grads[1:]], reduce_dtype)
 
     for result in on_replicas(reduce):
         assert result[1] is None
@@ -259,16 +259,18 @@ def test_all_reduce_sums_each_gradient_in_its_own_dtype(in_float16):
         assert [float(g) for g in present] == [3, 3, 3, 3]
 
 
-def test_float16_reduction_rounds_and_overflows_as_float16_does():
-    def reduce(in_float16):
+def test_a_reduction_rounds_and_overflows_as_its_dtype_does():
+    def reduce(dtype):
         def fn(replica):
-            big = tf.constant([65504.0, 1.0 + 2.0**-12])
-            return gradients.all_reduce([big], in_float16)[0]
+            big = tf.constant([65504.0, 1.0 + 2.0**-12, 1.0 + 2.0**-7])
+            return gradients.all_reduce([big], dtype)[0]
 
         return on_replicas(fn)[0].numpy()
 
-    np.testing.assert_array_equal(reduce(False), [2 * 65504, 2 * (1 + 2.0**-12)])
-    np.testing.assert_array_equal(reduce(True), [INF, 2])
+    exact = [2 * 65504, 2 * (1 + 2.0**-12), 2 * (1 + 2.0**-7)]
+    np.testing.assert_array_equal(reduce(tf.float32), exact)
+    np.testing.assert_array_equal(reduce(tf.float16), [INF, 2, 2 * (1 + 2.0**-7)])
+    np.testing.assert_array_equal(reduce(tf.bfloat16), [2 * 65536, 2, 2 * (1 + 2.0**-7)])
 
 
 def test_all_reduce_keeps_sparse_gradients_sparse():
@@ -276,7 +278,7 @@ def test_all_reduce_keeps_sparse_gradients_sparse():
         grad = tf.IndexedSlices(
             tf.cast([[replica + 1]], tf.float32), tf.stack([replica]), tf.constant([4, 1])
         )
-        (reduced,) = gradients.all_reduce([grad], True)
+        (reduced,) = gradients.all_reduce([grad], tf.float16)
         assert isinstance(reduced, tf.IndexedSlices)
         assert reduced.values.dtype == tf.float32
         return tf.convert_to_tensor(reduced)

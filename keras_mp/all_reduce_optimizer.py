@@ -1,0 +1,145 @@
+"""The optimizer wrapper that sums gradients in bfloat16, where no loss is scaled.
+
+RFC 293, "All-reducing in float16", for runs in bfloat16 and float32. `LossScaleOptimizer` does the
+same for those that scale their loss.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
+from keras_mp.step import gradients
+from keras_mp.step import reduce_dtype as reduce_dtypes
+from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.support.unconverted import unconverted
+
+_CHOICES = ("bfloat16", "float32")
+_HINT = (
+    " In float16 gradients have to be scaled: that is what LossScaleOptimizer(optimizer, "
+    "reduce_dtype='float16') does."
+)
+
+
+@keras_api.register_serializable
+class AllReduceOptimizer(OptimizerWrapper):
+    """An optimizer that sums float32 gradients over replicas in bfloat16: in half the bytes.
+
+    For training without loss scaling, in `mixed_bfloat16` or float32, under
+    `MultiWorkerMirroredStrategy` or `MirroredStrategy`. A `LossScaleOptimizer` has a `reduce_dtype`
+    of its own. Nothing wraps an optimizer with it by itself.
+
+    Gradients are rounded to 8 significant bits on their way: each replica's before they are added,
+    and their sum. Clipping, weight decay and averages see the sum, in float32. float16 gradients
+    are summed in the same dtype, those of bfloat16 and float64 in their own. With one replica
+    nothing is summed or rounded. Steps are never skipped.
+
+    Args:
+        inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
+        reduce_dtype: `"bfloat16"` (the default) or `"float32"`, or such a DType. In which float32
+            gradients are summed.
+
+    Raises:
+        TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or one that sums gradients
+            itself: a `LossScaleOptimizer`, or another of this class.
+        ValueError: `reduce_dtype` is another one, such as float16, which takes loss scaling.
+
+    Example:
+
+    >>> optimizer = keras_mp.AllReduceOptimizer(tf.keras.optimizers.SGD(0.25))
+    >>> v = tf.Variable(1.0)
+    >>> _ = optimizer.minimize(lambda: v**2, [v])
+    >>> float(v), optimizer.reduce_dtype
+    (0.5, 'bfloat16')
+
+    Source: RFC 293, "All-reducing in float16"; PyTorch, `MixedPrecision(reduce_dtype=)`.
+    """
+
+    def __init__(self, inner_optimizer: Any, reduce_dtype: Any = "bfloat16") -> None:
+        if isinstance(inner_optimizer, (str, dict)):
+            inner_optimizer = keras_api.get_optimizer(inner_optimizer)
+        refuse_inside(inner_optimizer, "AllReduceOptimizer")
+        if any(isinstance(o, keras_api.StockLossScaleOptimizer) for o in chain(inner_optimizer)):
+            raise TypeError(
+                "A LossScaleOptimizer sums gradients itself, while they are scaled: use its "
+                "`reduce_dtype` instead of an AllReduceOptimizer. "
+                f"Received: inner_optimizer={inner_optimizer!r}"
+            )
+        super().__init__(inner_optimizer)
+        self.reduce_dtype = reduce_dtype
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"<{name} of {self.inner_optimizer!r}, reduce_dtype={self.reduce_dtype!r}>"
+
+    @property
+    def reduce_dtype(self) -> str:
+        """In which dtype float32 gradients are summed over replicas. May be set at any time.
+
+        A `tf.function` that was traced before it was set keeps the old one.
+        """
+        return self._reduce_dtype.name
+
+    @reduce_dtype.setter
+    def reduce_dtype(self, value: Any) -> None:
+        vars(self)["_reduce_dtype"] = reduce_dtypes.get(value, _CHOICES, _HINT)
+
+    @unconverted
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        *,
+        skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        """Sums gradients over replicas, and lets the inner optimizer apply them.
+
+        Args:
+            grads_and_vars: iterable of (gradient, variable) pairs. A gradient may be None.
+            name: str. Name of the operation.
+            skip_gradients_aggregation: bool. True where the gradients are summed already.
+            experimental_aggregate_gradients: bool. False means the same.
+
+        Returns:
+            `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
+
+        Raises:
+            ValueError: no variable has a gradient, or the call is in a cross-replica context.
+        """
+        pairs = gradients.checked_pairs(grads_and_vars)
+        if not pairs:
+            return self.iterations
+        self.build([variable for _, variable in pairs])
+        operation, _ = ScaledStep(self._family, None, self._reduce_dtype).make(
+            pairs,
+            scaled=False,
+            scaled_by=tf.constant(1.0),
+            aggregate=experimental_aggregate_gradients and not skip_gradients_aggregation,
+            name=name,
+        )
+        return self.iterations if operation is None else operation
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` makes an equal optimizer."""
+        return {**super().get_config(), "reduce_dtype": self.reduce_dtype}
+
+
+def refuse_inside(optimizer: Any, wrapper: str) -> None:
+    """Refuses an `AllReduceOptimizer` in what sums gradients itself, and would not let it.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or anything else.
+        wrapper: str. The name of what sums them.
+
+    Raises:
+        TypeError: it is one, or wraps one.
+    """
+    if any(isinstance(each, AllReduceOptimizer) for each in chain(optimizer)):
+        raise TypeError(
+            f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
+            f"would never do so. Pass `reduce_dtype` to the {wrapper}, and to it the optimizer "
+            f"inside. Received: {optimizer!r}"
+        )

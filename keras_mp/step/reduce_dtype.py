@@ -1,0 +1,92 @@
+"""In which dtype float32 gradients are summed over replicas: what users may ask for.
+
+RFC 293, "All-reducing in float16", has a bool for it. bfloat16 takes a name, that of PyTorch's
+`MixedPrecision(reduce_dtype=)`.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.support import validation
+
+_CHOICES = ("float16", "bfloat16", "float32")
+
+
+def get(reduce_dtype: Any, choices: tuple[str, ...] = _CHOICES, hint: str = "") -> tf.DType:
+    """Makes a dtype of what stands for one.
+
+    Args:
+        reduce_dtype: str, or DType.
+        choices: tuple of str. Those that are allowed. Defaults to float16, bfloat16 and float32.
+        hint: str. What the error says to do, where there is more to say.
+
+    Returns:
+        A DType.
+
+    Raises:
+        TypeError: it stands for no dtype.
+        ValueError: it stands for another one.
+    """
+    try:
+        dtype = tf.as_dtype(reduce_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or isinstance(reduce_dtype, int):  # TensorFlow numbers its dtypes
+        raise TypeError(
+            f"`reduce_dtype` must be one of {choices}. Received: reduce_dtype={reduce_dtype!r} "
+            f"(of type {type(reduce_dtype)})"
+        )
+    if dtype.name not in choices:
+        raise ValueError(
+            f"`reduce_dtype` must be one of {choices}.{hint} Received: "
+            f"reduce_dtype={reduce_dtype!r}"
+        )
+    return dtype
+
+
+def from_arguments(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
+    """Makes one of the two arguments that say it.
+
+    Args:
+        reduce_dtype: str, DType, or None, which leaves it to the other.
+        aggregate_in_float16: bool, or None, which stands for True.
+
+    Returns:
+        A DType.
+
+    Raises:
+        TypeError: one of them is something else.
+        ValueError: they contradict each other.
+    """
+    in_float16 = aggregate_in_float16
+    if in_float16 is not None:
+        validation.boolean("aggregate_in_float16", in_float16)
+    if reduce_dtype is None:
+        return tf.float32 if in_float16 is False else tf.float16
+    dtype = get(reduce_dtype)
+    if in_float16 is not None and in_float16 != (dtype == tf.float16):
+        raise ValueError(
+            "`reduce_dtype` and `aggregate_in_float16` contradict each other: the latter is "
+            "`reduce_dtype='float16'` if it is True, and any other if it is False. Pass one of "
+            f"them. Received: reduce_dtype={reduce_dtype!r}, aggregate_in_float16={in_float16!r}"
+        )
+    return dtype
+
+
+def after_setting(reduce_dtype: tf.DType, aggregate_in_float16: Any) -> tf.DType:
+    """What it becomes when `aggregate_in_float16` is set: bfloat16 is no float16 either.
+
+    Args:
+        reduce_dtype: DType. What it was.
+        aggregate_in_float16: bool.
+
+    Returns:
+        A DType.
+
+    Raises:
+        TypeError: `aggregate_in_float16` is something else.
+    """
+    if validation.boolean("aggregate_in_float16", aggregate_in_float16):
+        return tf.float16
+    return tf.float32 if reduce_dtype == tf.float16 else reduce_dtype

@@ -1,0 +1,52 @@
+import pytest
+import tensorflow as tf
+
+from keras_mp.step import reduce_dtype
+from tests.common import once
+
+pytestmark = once
+
+
+@pytest.mark.parametrize(
+    ("by_name", "by_bool", "expected"),
+    [
+        (None, None, tf.float16),
+        (None, True, tf.float16),
+        (None, False, tf.float32),
+        ("float16", True, tf.float16),
+        ("bfloat16", None, tf.bfloat16),
+        (tf.bfloat16, False, tf.bfloat16),
+        (tf.float32, False, tf.float32),
+    ],
+)
+def test_two_arguments_that_agree_are_one_dtype(by_name, by_bool, expected):
+    assert reduce_dtype.from_arguments(by_name, by_bool) == expected
+
+
+@pytest.mark.parametrize(("by_name", "by_bool"), [("bfloat16", True), ("float16", False)])
+def test_two_that_do_not_are_refused(by_name, by_bool):
+    with pytest.raises(ValueError, match="contradict each other") as raised:
+        reduce_dtype.from_arguments(by_name, by_bool)
+    assert f"Received: reduce_dtype={by_name!r}, aggregate_in_float16={by_bool}" in str(
+        raised.value
+    )
+
+
+@pytest.mark.parametrize("bad", [None, True, 1, 3.5, "sixteen", [tf.float16]])
+def test_what_is_no_dtype_is_refused(bad):
+    with pytest.raises(TypeError, match=r"`reduce_dtype` must be one of .*Received: reduce_dtype="):
+        reduce_dtype.get(bad)
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match="Received: reduce_dtype='float64'"):
+        reduce_dtype.get("float64")
+    with pytest.raises(ValueError, match="`reduce_dtype` must be one of .*Do so.* Received"):
+        reduce_dtype.get("float16", ("bfloat16",), " Do so.")
+
+
+def test_bfloat16_is_not_float16_either():
+    for before in (tf.float16, tf.bfloat16, tf.float32):
+        assert reduce_dtype.after_setting(before, True) == tf.float16
+    assert reduce_dtype.after_setting(tf.float16, False) == tf.float32
+    assert reduce_dtype.after_setting(tf.bfloat16, False) == tf.bfloat16

@@ -1,0 +1,201 @@
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, value
+from tests.replicas.test_distribution import assert_same_everywhere, collective_dtypes, replica_id
+
+# Neither term has 8 bits only, nor has their sum.
+TERMS = [1 + 2.0**-9, 1 + 2.0**-6 + 2.0**-9]
+ROUNDED_SUM = 2 + 2.0**-6
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request):
+    return request.param
+
+
+def sgd(name, learning_rate=1.0, **kwargs):
+    return make_optimizer(name, learning_rate, momentum=0.0, **kwargs)
+
+
+def on_replicas(make, initial, loss_of, **how):
+    """Lets two replicas make a step with a loss of `v` and the replica's term."""
+    with mirrored(2).scope():
+        v, optimizer = tf.Variable(initial), make()
+        optimizer.build([v])
+
+    @tf.function
+    def step():
+        def replica_step():
+            with tf.GradientTape() as tape:
+                loss = loss_of(v, tf.gather(TERMS, replica_id()))
+            optimizer.apply_gradients([(tape.gradient(loss, v), v)], **how)
+
+        mirrored(2).run(replica_step)
+
+    sent = collective_dtypes(step)
+    step()
+    assert_same_everywhere([v])
+    return value(v), sent
+
+
+def times(v, term):
+    return tf.reduce_sum(v) * term
+
+
+@pytest.mark.parametrize(
+    ("dtype", "total"), [("bfloat16", ROUNDED_SUM), (tf.float32, sum(TERMS))], ids=str
+)
+def test_gradients_are_summed_in_the_dtype(name, dtype, total):
+    make = lambda: keras_mp.AllReduceOptimizer(sgd(name), dtype)  # noqa: E731
+    moved, sent = on_replicas(make, [0.0, 1.0], times)
+    np.testing.assert_array_equal(moved, [-total, 1 - total])
+    assert sent == {tf.as_dtype(dtype)}
+
+
+def test_gradients_are_clipped_after_they_were_summed(name):
+    make = lambda: keras_mp.AllReduceOptimizer(sgd(name, clipvalue=1.5))  # noqa: E731
+    moved, _ = on_replicas(make, [0.0], times)
+    assert moved == [-1.5]
+
+
+def test_sparse_gradients_stay_sparse(name):
+    make = lambda: keras_mp.AllReduceOptimizer(sgd(name))  # noqa: E731
+    loss_of = lambda v, term: tf.reduce_sum(tf.gather(v, [1, 1])) * term  # noqa: E731
+    moved, _ = on_replicas(make, [0.0, 0.0, 0.0], loss_of)
+    np.testing.assert_array_equal(moved, [0, -2 * ROUNDED_SUM, 0])
+
+
+def test_other_dtypes_travel_as_they_are(name):
+    make = lambda: keras_mp.AllReduceOptimizer(sgd(name))  # noqa: E731
+    loss_of = lambda v, term: tf.reduce_sum(v) * tf.cast(term, tf.float64)  # noqa: E731
+    moved, sent = on_replicas(make, np.zeros(2), loss_of)
+    np.testing.assert_array_equal(moved, [-sum(TERMS)] * 2)
+    assert sent == {tf.float64}
+
+
+@pytest.mark.parametrize(
+    "how", [{"skip_gradients_aggregation": True}, {"experimental_aggregate_gradients": False}]
+)
+def test_what_the_user_has_summed_is_not_summed(name, how):
+    make = lambda: keras_mp.AllReduceOptimizer(sgd(name))  # noqa: E731
+    loss_of = lambda v, term: times(v, TERMS[0])  # noqa: E731
+    moved, sent = on_replicas(make, [0.0], loss_of, **how)
+    assert (moved, sent) == ([-TERMS[0]], set())
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("mode", ["eager", "tf.function", "jit_compile"])
+def test_one_replica_needs_no_sum(name, mode):
+    optimizer, v, w = keras_mp.AllReduceOptimizer(sgd(name)), tf.Variable(0.0), tf.Variable(1.0)
+
+    def step():
+        optimizer.minimize(lambda: v * TERMS[0] + 0 * w, [v, w])
+        optimizer.apply_gradients([(tf.constant(1.0), v), (None, w)])
+
+    optimizer.build([v, w])
+    if mode != "eager":
+        step = tf.function(step, jit_compile=mode == "jit_compile")
+    step()
+    assert (float(v), float(w)) == (-1 - TERMS[0], 1)
+    assert int(value(optimizer.iterations)) == 2
+    # A bad gradient is applied: nothing is skipped.
+    optimizer.apply_gradients([(tf.constant(np.inf), v)])
+    assert float(v) == -np.inf
+
+
+def test_the_dtype_can_be_set(name):
+    optimizer = keras_mp.AllReduceOptimizer(sgd(name))
+    optimizer.reduce_dtype = "float32"
+    assert optimizer.reduce_dtype == "float32"
+    with pytest.raises(ValueError, match=r"that is what LossScaleOptimizer\(optimizer, reduce_dty"):
+        optimizer.reduce_dtype = tf.float16
+    with pytest.raises(TypeError, match="Received: reduce_dtype=None"):
+        keras_mp.AllReduceOptimizer(sgd(name), None)
+    assert re.fullmatch(
+        r"<AllReduceOptimizer of .*SGD.*, reduce_dtype='float32'>", repr(optimizer), re.DOTALL
+    )
+    again = keras_mp.AllReduceOptimizer.from_config(optimizer.get_config())
+    assert again.reduce_dtype == "float32"
+    assert again.get_config() == optimizer.get_config()
+
+
+def test_what_sums_gradients_itself_is_not_wrapped_nor_wraps(name):
+    optimizer = keras_mp.AllReduceOptimizer(sgd(name))
+    deeper = keras_mp.OptimizerWrapper(optimizer)
+    for wrap in (keras_mp.AllReduceOptimizer, keras_mp.LossScaleOptimizer):
+        for each in (optimizer, deeper):
+            with pytest.raises(TypeError, match=f"The {wrap.__name__} sums .* itself"):
+                wrap(each)
+    with pytest.raises(TypeError, match="The GradScaler sums gradients over replicas itself"):
+        keras_mp.GradScaler(64).step(deeper, [(tf.constant(1.0), tf.Variable(1.0))])
+    for scaling in (keras_mp.LossScaleOptimizer, tf.keras.mixed_precision.LossScaleOptimizer):
+        if scaling is not keras_mp.LossScaleOptimizer and name.startswith("legacy"):
+            continue
+        with pytest.raises(TypeError, match="use its `reduce_dtype`"):
+            keras_mp.AllReduceOptimizer(scaling(sgd(name)))
+    with pytest.raises(TypeError, match="Expected an optimizer of `tf.keras`"):
+        keras_mp.AllReduceOptimizer(3)
+
+
+def test_a_model_that_scales_its_loss_says_what_to_pass(name):
+    keras_mp.set_global_policy(keras_mp.Policy("float32", loss_scale=64))
+    model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])
+    with pytest.raises(TypeError, match="Pass `reduce_dtype` to the LossScaleOptimizer"):
+        model.compile(keras_mp.AllReduceOptimizer(sgd(name)), "mse")
+
+
+def train(name, make):
+    images, labels = digits()
+    keras_mp.set_global_policy("mixed_bfloat16")
+    with mirrored(2).scope():
+        tf.keras.utils.set_random_seed(1)
+        model = tf.keras.Sequential(
+            [tf.keras.Input((64,)), tf.keras.layers.Dense(10, dtype="float32")]
+        )
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(make(make_optimizer(name, 0.1)), loss)
+    model.fit(images[:256], labels[:256], batch_size=64, verbose=0, shuffle=False)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_fit_and_save(name, tmp_path):
+    model = train(name, keras_mp.AllReduceOptimizer)
+    assert isinstance(model.optimizer, keras_mp.AllReduceOptimizer)
+    control = train(name, lambda optimizer: optimizer).get_weights()
+    for ours, exact in zip(model.get_weights(), control, strict=True):
+        assert 0 < np.abs(ours - exact).max() < 2**-7 * np.abs(exact).max()
+    for ending in (".keras", ".h5"):
+        if ending == ".keras" and name.startswith("legacy"):
+            continue
+        path = str(tmp_path / f"model{ending}")
+        model.save(path)
+        loaded = tf.keras.models.load_model(path)
+        optimizer = loaded.optimizer
+        assert isinstance(optimizer, keras_mp.AllReduceOptimizer)
+        assert optimizer.reduce_dtype == "bfloat16"
+        assert int(value(optimizer.iterations)) == 4
+        for a, b in zip(optimizer.variables, model.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(value(a), value(b))
+    # A checkpoint is one of the inner optimizer.
+    tf.train.Checkpoint(optimizer=model.optimizer).save(str(tmp_path / "checkpoint"))
+    inner = make_optimizer(name)
+    keras_mp.OptimizerWrapper(inner).build(tf.keras.models.clone_model(model).trainable_variables)
+    tf.train.Checkpoint(optimizer=inner).restore(
+        tf.train.latest_checkpoint(str(tmp_path))
+    ).expect_partial()
+    assert int(value(inner.iterations)) == 4
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Only Keras 3 accumulates gradients.")
+def test_accumulated_gradients_make_a_step():
+    optimizer, v = tf.keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), tf.Variable(0.0)
+    optimizer = keras_mp.AllReduceOptimizer(optimizer)
+    for _ in range(2):
+        optimizer.apply_gradients([(tf.constant(1.0), v)])
+    assert (float(v), int(value(optimizer.iterations))) == (-1, 1)
