@@ -15,18 +15,17 @@ BATCH = 12
 VALIDATION = slice(200, 237)
 
 
-def compiled(strategy, run_eagerly=False, cls=tf.keras.Sequential, **kwargs):
+def compiled(strategy, cls=tf.keras.Sequential, **kwargs):
     keras_mp.set_global_policy(keras_mp.Policy("float32", loss_scale="dynamic"))
     with strategy.scope():
         tf.keras.utils.set_random_seed(1)
         model = cls([tf.keras.Input((64,)), tf.keras.layers.Dense(10)])
         # That of a half is not the half of it.
-        metrics = [] if run_eagerly else [tf.keras.metrics.MeanIoU(10, sparse_y_pred=False, name="iou")]
+        iou = tf.keras.metrics.MeanIoU(10, sparse_y_pred=False, name="iou")
         model.compile(
             make_optimizer(FAMILIES[-1], 0.1),
             tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy", *metrics],
-            run_eagerly=run_eagerly,
+            metrics=["accuracy", iou],
             **kwargs,
         )
         model.optimizer.aggregate_in_float16 = False
@@ -72,15 +71,15 @@ def even(strategy, index, folder):
     }
 
 
-def by_steps(strategy, index, steps_per_execution=1):
-    """A dataset without an end, which an epoch does not begin anew."""
+def by_steps(strategy, index):
+    """A dataset without an end, which an epoch does not begin anew; two steps at a time."""
     del index
     data = tf.data.Dataset.from_tensor_slices(digits()).batch(BATCH, drop_remainder=True).repeat()
-    model = compiled(strategy, steps_per_execution=steps_per_execution)
+    model = compiled(strategy, steps_per_execution=2)
     history = model.fit(
         data,
         epochs=2,
-        steps_per_epoch=3,
+        steps_per_epoch=4,
         shuffle=False,
         validation_data=data,
         validation_steps=2,
@@ -91,7 +90,7 @@ def by_steps(strategy, index, steps_per_execution=1):
     return {"history": history.history, "weights": model.get_weights(), "predicted": predicted}
 
 
-def uneven(strategy, index, run_eagerly=False):
+def uneven(strategy, index):
     """Training with a last batch of which the workers get different shares, or none."""
     del index
     data = tf.data.Dataset.from_tensor_slices(tuple(each[VALIDATION] for each in digits()))
@@ -103,7 +102,7 @@ def uneven(strategy, index, run_eagerly=False):
         strategy.experimental_local_results(images)[0].shape[0]
         for images, _ in strategy.experimental_distribute_dataset(data)
     ]
-    model = compiled(strategy, run_eagerly=run_eagerly)
+    model = compiled(strategy)
     history = model.fit(data, epochs=1, shuffle=False, verbose=0)
     return shares, {"history": history.history, "weights": model.get_weights()}
 
@@ -121,7 +120,7 @@ def own_logs(strategy, index):
     model.index = index
     history = model.fit(images[:BATCH], labels[:BATCH], batch_size=BATCH, verbose=0)
     vector = np.mean(history.history["vector"])
-    model = compiled(strategy)
+    model = compiled(strategy, run_eagerly=True)
     share = slice(index * 4, index * 4 + 4)
     return vector, model.train_on_batch(images[share], labels[share], return_dict=True)
 
@@ -132,19 +131,18 @@ def close(mine, expected):
     )
 
 
-@pytest.fixture(scope="module", params=[2, 3] if IS_KERAS_3 else [2])
-def of_workers(request, tmp_path_factory):
-    """What each of the workers returns: {name: list}."""
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """What each of two workers returns: {name: list}, and the folder in which they write."""
     folder = str(tmp_path_factory.mktemp("fit"))
-    calls = {"even": (even, {"folder": folder}), "uneven": (uneven, {})}
-    if request.param == 2:
-        calls["by steps"] = (by_steps, {})
-        if IS_KERAS_3:
-            calls["executions"] = (by_steps, {"steps_per_execution": 2})
-            calls["eager"] = (uneven, {"run_eagerly": True})
-            calls["own logs"] = (own_logs, {})
-    results = dict(zip(calls, workers.run(list(calls.values()), request.param)))
-    return {"count": request.param, "folder": folder, **results}
+    calls = {
+        "even": (even, {"folder": folder}),
+        "by steps": (by_steps, {}),
+        "uneven": (uneven, {}),
+    }
+    if IS_KERAS_3:
+        calls["own logs"] = (own_logs, {})
+    return {**dict(zip(calls, workers.run(list(calls.values()), 2))), "folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -157,37 +155,44 @@ def alone(tmp_path_factory):
     }
 
 
-def test_fit_equals_that_of_one_worker(of_workers, alone):
+def test_fit_equals_that_of_one_worker(together, alone):
     expected = dict(alone["even"])
     assert expected["history"]["loss_scale"] == [2**15, 2**15]
     if not IS_KERAS_3:
         # Keras 2 multiplies what it tells callbacks of a batch by the number of workers.
         expected["batches"] = tf.nest.map_structure(
-            lambda value: value * of_workers["count"], expected["batches"]
+            lambda value: value * 2, expected["batches"]
         )
-    for result in of_workers["even"]:
+    for result in together["even"]:
         close(result, expected)
 
 
-def test_the_chief_alone_writes_a_model(of_workers):
-    assert os.listdir(of_workers["folder"]) == ["best.keras"]
-    saved = tf.keras.models.load_model(os.path.join(of_workers["folder"], "best.keras"))
-    result = of_workers["even"][0]
+def test_the_chief_alone_writes_a_model(together):
+    assert os.listdir(together["folder"]) == ["best.keras"]
+    saved = tf.keras.models.load_model(os.path.join(together["folder"], "best.keras"))
+    result = together["even"][0]
     assert np.argmin(result["history"]["val_loss"]) == 1
     close(saved.get_weights(), result["weights"])
     assert int(saved.optimizer.iterations) == 8
 
 
-def test_epochs_of_so_many_steps(of_workers, alone):
-    for name in ("by steps", "executions"):
-        for result in of_workers.get(name, []):
-            close(result, alone["by steps"])
+def test_epochs_of_so_many_steps(together, alone):
+    for result in together["by steps"]:
+        close(result, alone["by steps"])
 
 
-def test_workers_count_alike_where_they_share_unevenly(of_workers):
+def test_two_share_unevenly(together):
+    check_uneven(together["uneven"])
+
+
+def test_three_share_unevenly():
+    check_uneven(*workers.run([(uneven, {})], 3))
+
+
+def check_uneven(of_workers):
     """The gradient is the mean of the workers', and the metrics are those of all samples."""
     images, labels = (each[VALIDATION] for each in digits())
-    shares = np.transpose([each for each, _ in of_workers["uneven"]])
+    shares = np.transpose([each for each, _ in of_workers])
     assert [sum(batch) for batch in shares] == [12, 12, 12, 1]
     assert 0 in shares[-1]
     model = compiled(tf.distribute.get_strategy())
@@ -206,18 +211,16 @@ def test_workers_count_alike_where_they_share_unevenly(of_workers):
             loss = tf.add_n(means) / len(means)
         variables = model.trainable_variables
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-    for name in ("uneven", "eager"):
-        for _, result in of_workers.get(name, []):
-            close(result["weights"], model.get_weights())
-            close(result["history"]["loss"], [np.mean(losses)])
-            close(result["history"]["accuracy"], [np.mean(right)])
+    for _, result in of_workers:
+        close(result["weights"], model.get_weights())
+        close(result["history"]["loss"], [np.mean(losses)])
+        close(result["history"]["accuracy"], [np.mean(right)])
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 sums them.")
-def test_what_no_metric_has_is_averaged(of_workers):
-    if of_workers["count"] == 2:
-        (mean, logs), (same, _) = of_workers["own logs"]
-        assert mean == same == 0.5
-        images, labels = digits()
-        model = compiled(tf.distribute.get_strategy())
-        close(logs, model.train_on_batch(images[:8], labels[:8], return_dict=True))
+def test_what_no_metric_has_is_averaged(together):
+    (mean, logs), (same, _) = together["own logs"]
+    assert mean == same == 0.5
+    images, labels = digits()
+    model = compiled(tf.distribute.get_strategy())
+    close(logs, model.train_on_batch(images[:8], labels[:8], return_dict=True))
