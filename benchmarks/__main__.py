@@ -12,6 +12,7 @@ from benchmarks import (
     autocast,
     casts,
     common,
+    faults,
     figure,
     fit,
     guards,
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "guards": guards.run,
     "verdict": verdict.run,
     "wire": wire.run,
+    "faults": faults.run,
     "third_party": third_party.run,
 }
 

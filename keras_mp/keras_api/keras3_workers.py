@@ -8,7 +8,7 @@ Under `MultiWorkerMirroredStrategy` Keras 3 goes wrong in three places, for ever
   It also takes the metrics of half a batch for half of the metrics.
 - Callbacks write the same files in all workers at once.
 
-Each is mended in the attributes of one model, with what Keras offers where that does the job.
+Each is mended in the attributes of one model. What they call is Keras's own.
 """
 
 import functools
@@ -45,18 +45,16 @@ def mend_fit(model: Any) -> None:
     Args:
         model: the model. It gets attributes, in which methods of its class are called.
     """
-    if not has_several_workers(model.distribute_strategy):
+    if not _has_several_workers(model.distribute_strategy):
         return
-    mended = {"fit": _fit}
+    vars(model)["fit"] = functools.partial(_fit, model)
     if _BUILDS_WITH_MEAN:
-        mended["_maybe_symbolic_build"] = _maybe_symbolic_build
+        vars(model)["_maybe_symbolic_build"] = functools.partial(_build, model)
     if _REDUCES_AN_AXIS:
-        mended["_make_function"] = _make_function
-    for name, method in mended.items():
-        vars(model)[name] = functools.partial(method, model)
+        vars(model)["_make_function"] = functools.partial(_function_of_steps, model)
 
 
-def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
+def _has_several_workers(strategy: tf.distribute.Strategy) -> bool:
     """Are there replicas that this process does not have?"""
     return (
         isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -64,8 +62,8 @@ def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
     )
 
 
-def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
-    """Shows Keras this worker's batch only: it is about shapes."""
+def _build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Builds a model of this worker's batch, instead of the mean over all workers."""
     for _, _, batches in iterator or ():
         data_batch = keras.tree.map_structure(
             functools.partial(_first_of_this_worker, model.distribute_strategy), next(batches)
@@ -78,7 +76,7 @@ def _first_of_this_worker(strategy: tf.distribute.Strategy, value: Any) -> Any:
     return strategy.experimental_local_results(value)[0]
 
 
-def _make_function(model: Any, step_function: _Step) -> Callable[[Any], Any]:
+def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]:
     """Makes what runs a step of training or evaluation, of a step that returns what Keras takes."""
 
     @tf.autograph.experimental.do_not_convert
@@ -134,14 +132,17 @@ def _writes_on_the_chief(callbacks: Any, strategy: tf.distribute.Strategy) -> It
         for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
             if isinstance(callback, classes):
                 silenced.append((callback, dict(vars(callback))))
-                vars(callback).update(_save_model=_write_nothing, delete_checkpoint=False)
+                vars(callback)["_save_model"] = _write_nothing
+                vars(callback)["delete_checkpoint"] = False
     try:
         yield
     finally:
         for callback, before in silenced:
             for name in ("_save_model", "delete_checkpoint"):
-                vars(callback).pop(name)
-                vars(callback).update({name: before[name]} if name in before else {})
+                if name in before:
+                    vars(callback)[name] = before[name]
+                else:
+                    del vars(callback)[name]
 
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:

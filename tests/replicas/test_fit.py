@@ -160,9 +160,7 @@ def test_fit_equals_that_of_one_worker(together, alone):
     assert expected["history"]["loss_scale"] == [2**15, 2**15]
     if not IS_KERAS_3:
         # Keras 2 multiplies what it tells callbacks of a batch by the number of workers.
-        expected["batches"] = tf.nest.map_structure(
-            lambda value: value * 2, expected["batches"]
-        )
+        expected["batches"] = tf.nest.map_structure(lambda value: value * 2, expected["batches"])
     for result in together["even"]:
         close(result, expected)
 
