@@ -460,7 +460,7 @@ def test_keras_3_alone_cannot_fit(together):
 @once
 def test_the_program_of_the_docs(tmp_path):
     docs = (pathlib.Path(__file__).parent.parent.parent / "docs" / "replicas.md").read_text()
-    [program] = re.findall(r"```python\n(.*?)```", docs, re.DOTALL)
+    program = re.search(r"```python\n(.*?)```", docs, re.DOTALL)[1]
     for _ in range(2):  # The second time it finds a checkpoint of the last step.
         ports = workers.free_ports(2)
         processes = [

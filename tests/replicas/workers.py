@@ -12,10 +12,12 @@ import os
 import pathlib
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -42,8 +44,7 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
     with tempfile.TemporaryDirectory() as folder:
         results = [pathlib.Path(folder) / f"{index}.pickle" for index in range(count)]
         logs = [path.with_suffix(".log") for path in results]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.replicas.preloaded"])
+        context = _context()
         all_done = context.Barrier(count)
         # Names, so that nothing is imported before the strategy is made.
         names = [(f.__module__, f.__name__, arguments) for f, arguments in calls]
@@ -58,6 +59,29 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
         print(outputs)  # pytest shows it where a test fails
         returned = [pickle.loads(p.read_bytes()) if p.exists() else [] for p in results]
     return [[r[i] if i < len(r) else None for r in returned] for i in range(len(calls))]
+
+
+def start(program: str, arguments: Sequence[Sequence[str]]) -> list[BaseProcess]:
+    """Starts a program as workers on 127.0.0.1.
+
+    Args:
+        program: its source. It makes the strategy.
+        arguments: for each worker, those of its command line.
+    """
+    ports = free_ports(len(arguments))
+    processes = [
+        _context().Process(target=_be_program, args=(program, list(each), tf_config(i, ports)))
+        for i, each in enumerate(arguments)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.replicas.preloaded"])
+    return context
 
 
 def tf_config(index: int, ports: list[int]) -> str:
@@ -118,3 +142,10 @@ def _be_worker(
         partial.rename(result)
     # Who leaves first would close what the others still read from.
     all_done.wait()
+
+
+def _be_program(program: str, arguments: list[str], config: str) -> None:
+    """Is a worker that a program makes."""
+    os.environ["TF_CONFIG"] = config
+    sys.argv = ["program.py", *arguments]
+    exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
