@@ -103,4 +103,4 @@ def _state(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _counters(state: dict[str, np.ndarray]) -> dict[str, float]:
     """The loss scale and all that is counted."""
-    return {k: float(v) for k, v in state.items() if v.ndim == 0}
+    return {k.partition("/.")[0]: float(v) for k, v in state.items() if v.ndim == 0}

@@ -93,9 +93,10 @@ def test_it_ends_as_an_undisturbed_run(tmp_path, files):
     assert end(start(tmp_path / "fewer", good)) == [0]
     fewer = state(tmp_path / "fewer")
     for key, value in expected.items():
-        if value.ndim or "scale" in key or "iter" in key:
-            # A gradient of 16 samples is rounded to float16, and one of 32 is.
-            np.testing.assert_allclose(fewer[key], value, atol=0.01, err_msg=key)
+        # Gradients of 16 samples and of 32 are rounded to float16: some units are on or off then.
+        difference = np.mean(np.abs(fewer[key].astype("float64") - value))
+        is_counted = value.ndim == 0 and "_tracker" not in key
+        assert difference <= (0 if is_counted else 2e-3), key
 
 
 # What `supervise.py` starts here. Worker 1 has one fault after the other, and worker 0 waits.
