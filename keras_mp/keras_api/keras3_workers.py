@@ -126,23 +126,24 @@ def _fit(model: Any, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _writes_on_the_chief(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Keeps callbacks of the other workers from writing, and from removing, while `fit` runs."""
-    silenced = []
+    silenced, removes = [], []
     if not strategy.extended.should_checkpoint:
-        classes = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
         for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
-            if isinstance(callback, classes):
-                silenced.append((callback, dict(vars(callback))))
-                vars(callback)["_save_model"] = _write_nothing
-                vars(callback)["delete_checkpoint"] = False
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                silenced.append(callback)
+                removes.append((callback, callback.delete_checkpoint))
+                callback.delete_checkpoint = False
+            elif isinstance(callback, keras.callbacks.ModelCheckpoint):
+                silenced.append(callback)
+    for callback in silenced:
+        vars(callback)["_save_model"] = _write_nothing
     try:
         yield
     finally:
-        for callback, before in silenced:
-            for name in ("_save_model", "delete_checkpoint"):
-                if name in before:
-                    vars(callback)[name] = before[name]
-                else:
-                    del vars(callback)[name]
+        for callback in silenced:
+            del vars(callback)["_save_model"]
+        for callback, removed in removes:
+            callback.delete_checkpoint = removed
 
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:
