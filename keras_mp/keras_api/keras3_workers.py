@@ -128,7 +128,8 @@ def _writes_on_the_chief(callbacks: Any, strategy: tf.distribute.Strategy) -> It
     """Keeps callbacks of the other workers from writing, and from removing, while `fit` runs."""
     silenced, removes = [], []
     if not strategy.extended.should_checkpoint:
-        for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
+        given = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
+        for callback in dict.fromkeys(given):
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 silenced.append(callback)
                 removes.append((callback, callback.delete_checkpoint))
