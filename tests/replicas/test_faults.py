@@ -33,7 +33,8 @@ def files(tmp_path):
 
 def start(folder, *files):
     """Starts `train.py`, as a worker for each file."""
-    return workers.start(PROGRAMS["train.py"], [[str(folder), f, str(EPOCHS)] for f in files])
+    arguments = [[str(folder), file, str(EPOCHS)] for file in files]
+    return workers.start(PROGRAMS["train.py"], arguments, [None] * len(files))
 
 
 def end(processes):

@@ -8,8 +8,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -461,17 +459,10 @@ def test_keras_3_alone_cannot_fit(together):
 def test_the_program_of_the_docs(tmp_path):
     docs = (pathlib.Path(__file__).parent.parent.parent / "docs" / "replicas.md").read_text()
     program = re.search(r"```python\n(.*?)```", docs, re.DOTALL)[1]
+    files = [tmp_path / f"{i}.txt" for i in range(2)]
     for _ in range(2):  # The second time it finds a checkpoint of the last step.
-        ports = workers.free_ports(2)
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", program, str(tmp_path / "run")],
-                env={**os.environ, "TF_CONFIG": workers.tf_config(i, ports)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for i in range(2)
-        ]
-        outputs = [process.communicate()[0].strip() for process in processes]
+        for process in workers.start(program, [[str(tmp_path / "run")]] * 2, files):
+            process.join()
+        outputs = [file.read_text().strip() for file in files]
         assert outputs == ["[0.75 1.5 ] 32768.0"] * 2
         assert f"With two workers, both print `{outputs[0]}`" in docs

@@ -61,17 +61,20 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
     return [[r[i] if i < len(r) else None for r in returned] for i in range(len(calls))]
 
 
-def start(program: str, arguments: Sequence[Sequence[str]]) -> list[BaseProcess]:
+def start(
+    program: str, arguments: Sequence[Sequence[str]], outputs: Sequence[pathlib.Path | None]
+) -> list[BaseProcess]:
     """Starts a program as workers on 127.0.0.1.
 
     Args:
         program: its source. It makes the strategy.
         arguments: for each worker, those of its command line.
+        outputs: for each worker, where what it prints goes; None leaves that alone.
     """
     ports = free_ports(len(arguments))
     processes = [
-        _context().Process(target=_be_program, args=(program, list(each), tf_config(i, ports)))
-        for i, each in enumerate(arguments)
+        _context().Process(target=_be_program, args=(program, *each, tf_config(i, ports)))
+        for i, each in enumerate(zip(arguments, outputs, strict=True))
     ]
     for process in processes:
         process.start()
@@ -144,8 +147,12 @@ def _be_worker(
     all_done.wait()
 
 
-def _be_program(program: str, arguments: list[str], config: str) -> None:
+def _be_program(
+    program: str, arguments: Sequence[str], output: pathlib.Path | None, config: str
+) -> None:
     """Is a worker that a program makes."""
+    if output is not None:
+        os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 1)
     os.environ["TF_CONFIG"] = config
     sys.argv = ["program.py", *arguments]
     exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
