@@ -12,6 +12,7 @@ from benchmarks import (
     autocast,
     casts,
     common,
+    faults,
     figure,
     fit,
     guards,
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "verdict": verdict.run,
     "wire": wire.run,
     "numerics": numerics.run,
+    "faults": faults.run,
     "third_party": third_party.run,
 }
 

@@ -106,10 +106,6 @@ def _compile_for_policy(policy_class: type, stock_compile: Any, *args: Any, **kw
         _tell_optimizers(model)
         _warn_if_unscaled(model)
         return result
-    with model.distribute_strategy.scope():
-        problem = keras_api.why_fit_fails()
-    if problem:
-        messages.warn(problem)
     call.apply_defaults()
     dtype = "float64" if policy.compute_dtype == "float64" else "float32"
     call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
@@ -129,6 +125,7 @@ def _compile_for_policy(policy_class: type, stock_compile: Any, *args: Any, **kw
     else:
         result = stock_compile(*call.args, **call.kwargs)
     keras_api.widen_predictions(model)
+    keras_api.mend_fit(model)
     _tell_optimizers(model, is_scaled=has_our_policy and policy.scales_loss)
     if not has_our_policy or policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
@@ -146,6 +143,7 @@ def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
     for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
         if isinstance(optimizer, OptimizerWrapper):
             optimizer.compiled_for(model)
+            keras_api.mend_fit(model)
     if is_scaled or wrappers_among(getattr(model, "optimizer", None)):
         _remember_weights(model)
 

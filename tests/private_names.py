@@ -30,8 +30,8 @@ _LIBRARIES = ("keras", "tf_keras", "tensorflow")
 _NAME = re.compile(r"_[A-Za-z]\w*|[A-Za-z]\w*__")
 # namedtuple documents them.
 _PUBLIC = {"_asdict", "_fields", "_make"}
-# The adapter of the Keras that is not there cannot be imported.
-_OTHER_ADAPTER = {"keras": "keras2.py", "tf_keras": "keras3.py"}[keras_api.ROOT_PACKAGE]
+# What is for the Keras that is not there cannot be imported.
+_OTHER_ADAPTER = {"keras": "keras2", "tf_keras": "keras3"}[keras_api.ROOT_PACKAGE]
 
 
 class _Use(NamedTuple):
@@ -57,7 +57,7 @@ def find() -> dict[str, list[str]]:
     trees = {
         path: ast.parse(path.read_text())
         for path in sorted(ROOT.rglob("*.py"))
-        if path.name not in (_OTHER_ADAPTER, "__main__.py")
+        if path.name != "__main__.py" and not path.name.startswith(_OTHER_ADAPTER)
     }
     found: dict[str, list[str]] = defaultdict(list)
     uses, own = [], set()

@@ -441,3 +441,17 @@ def test_a_float32_model_of_stock_is_left_alone_whatever_it_is_compiled_with():
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
     model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse", metrics=["mse"])
     assert model.loss == "mse"
+
+
+def test_fit_on_several_workers_is_mended_for_models_of_keras_mp(monkeypatch):
+    mended = []
+    monkeypatch.setattr(keras_api, "mend_fit", mended.append)
+    sequential().compile("sgd", "mse")
+    assert mended == []
+    wrapped = sequential()
+    wrapped.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
+    assert wrapped in mended
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        unscaled = sequential()
+        unscaled.compile("sgd", "mse")
+    assert unscaled in mended

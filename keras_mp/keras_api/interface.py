@@ -22,6 +22,7 @@ Each of `keras2` and `keras3` defines:
 - `compile_without_wrapping(compile, call)`: Keras's own, with bound arguments; wraps nothing.
 - `flatten_layers(model)`: the model and all layers below it.
 - `layers_inside(layer)`: those right below it.
+- `mend_fit(model)`: lets several workers train a compiled model with `fit`.
 - `output_layers(model)`: the layers that make a model's outputs, or None where nothing tells.
 - `is_in_stock_wrapper(optimizer)`: does Keras's own `LossScaleOptimizer` wrap it, as far as one can
   tell?
@@ -31,7 +32,6 @@ Each of `keras2` and `keras3` defines:
   keeps labels from being narrowed to the predictions' dtype before our losses see them.
 - `paths_of_weights(model)`: {id of a weight, or of the `tf.Variable` in it: layers and name} of a
   model that is built.
-- `why_fit_fails()`: why `Model.fit` cannot work under the current strategy, or None.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
 - `thread_missed_global_policy()`: does this thread's Keras not know the global policy?
 - `trusted_scope()`: context manager in which layers are made of configs that hold code, too.

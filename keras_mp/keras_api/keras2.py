@@ -112,8 +112,8 @@ class BaseCallback(keras.callbacks.Callback):
         self._supports_tf_logs = True
 
 
-def why_fit_fails() -> None:
-    return None
+def mend_fit(model: Any) -> None:
+    del model  # its `fit` works
 
 
 def autocast_dtype() -> tf.DType | None:

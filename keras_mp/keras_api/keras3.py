@@ -17,6 +17,7 @@ from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 
 from keras_mp import variables
+from keras_mp.keras_api import keras3_workers
 from keras_mp.kernels import softmax_and_cross_entropy
 from keras_mp.step.optimizer_family import OptimizerFamily
 from keras_mp.variables import casts
@@ -29,6 +30,8 @@ StockLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES = (keras.optimizers.Optimizer,)
 COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = True
+
+mend_fit = keras3_workers.mend_fit
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
 
@@ -80,17 +83,6 @@ def output_layers(model: Any) -> list[Any] | None:
     if outputs is None:
         return None
     return [output._keras_history.operation for output in keras.tree.flatten(outputs)]
-
-
-def why_fit_fails() -> str | None:
-    if not isinstance(tf.distribute.get_strategy(), tf.distribute.MultiWorkerMirroredStrategy):
-        return None
-    return (
-        "Model.fit of Keras 3 fails under MultiWorkerMirroredStrategy, in float32 and without "
-        "keras_mp too: it takes the values of one worker's replica for a tensor. Write the loop "
-        "yourself, with the step in `strategy.run`, or use Keras 2 "
-        "(TF_USE_LEGACY_KERAS=1), whose fit works there."
-    )
 
 
 def autocast_dtype() -> tf.DType | None:

@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -81,6 +82,26 @@ def alone(function: Callable[..., Any], **arguments: Any) -> Any:
         return pickle.loads(result.read_bytes())
 
 
+def start(
+    program: str, arguments: Sequence[Sequence[str]], outputs: Sequence[pathlib.Path | None]
+) -> list[BaseProcess]:
+    """Starts a program as workers on 127.0.0.1.
+
+    Args:
+        program: its source. It makes the strategy.
+        arguments: for each worker, those of its command line.
+        outputs: for each worker, where what it prints goes; None leaves that alone.
+    """
+    ports = free_ports(len(arguments))
+    processes = [
+        _forkserver().Process(target=_be_program, args=(program, *each, tf_config(i, ports)))
+        for i, each in enumerate(zip(arguments, outputs, strict=True))
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
 def tf_config(index: int, ports: list[int]) -> str:
     """What TF_CONFIG says to a worker."""
     workers = [f"127.0.0.1:{port}" for port in ports]
@@ -96,7 +117,7 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _forkserver() -> Any:
+def _forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.replicas.preloaded"])
     return context
@@ -162,3 +183,14 @@ def _write_to(log: pathlib.Path) -> None:
     output = os.open(log, os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
+
+
+def _be_program(
+    program: str, arguments: Sequence[str], output: pathlib.Path | None, config: str
+) -> None:
+    """Is a worker that a program makes."""
+    if output is not None:
+        os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 1)
+    os.environ["TF_CONFIG"] = config
+    sys.argv = ["program.py", *arguments]
+    exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})

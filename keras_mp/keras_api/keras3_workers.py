@@ -1,0 +1,151 @@
+"""`Model.fit`, `evaluate` and `predict` of Keras 3 on several machines.
+
+Under `MultiWorkerMirroredStrategy` Keras 3 goes wrong in three places, for every model:
+
+- `_maybe_symbolic_build` looks at the first batch for shapes, and takes the mean of all workers'
+  batches for it. There is none of strings, nor of batches that differ in size.
+- `reduce_per_replica` takes the mean of what a step returns along its first axis. A loss has none.
+  It also takes the metrics of half a batch for half of the metrics.
+- Callbacks write the same files in all workers at once.
+
+Each is mended in the attributes of one model. What they call is Keras's own.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as _trainer
+
+from keras_mp.step import gradients
+
+keras = tf.keras
+
+_Step = Callable[[Any], Any]
+
+
+def _source_has(text: str, of: Any) -> bool:
+    try:
+        return text in inspect.getsource(of)
+    except OSError:  # there is no source
+        return True
+
+
+# What goes wrong. Where Keras has changed it, Keras's own runs.
+_BUILDS_WITH_MEAN = _source_has('"MEAN"', _trainer.TensorFlowTrainer._maybe_symbolic_build)
+_REDUCES_AN_AXIS = _source_has('reduce("MEAN", v, axis=0)', _trainer.reduce_per_replica)
+
+
+def mend_fit(model: Any) -> None:
+    """Lets a compiled model be trained by several workers, if its strategy has some.
+
+    Args:
+        model: the model. It gets attributes, in which methods of its class are called.
+    """
+    if not _has_several_workers(model.distribute_strategy):
+        return
+    vars(model)["fit"] = functools.partial(_fit, model)
+    if _BUILDS_WITH_MEAN:
+        vars(model)["_maybe_symbolic_build"] = functools.partial(_build, model)
+    if _REDUCES_AN_AXIS:
+        vars(model)["_make_function"] = functools.partial(_function_of_steps, model)
+
+
+def _has_several_workers(strategy: tf.distribute.Strategy) -> bool:
+    """Are there replicas that this process does not have?"""
+    return (
+        isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        and len(strategy.extended.worker_devices) < strategy.num_replicas_in_sync
+    )
+
+
+def _build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Builds a model of this worker's batch, instead of the mean over all workers."""
+    for _, _, batches in iterator or ():
+        data_batch = keras.tree.map_structure(
+            functools.partial(_first_of_this_worker, model.distribute_strategy), next(batches)
+        )
+        break
+    type(model)._maybe_symbolic_build(model, data_batch=data_batch)
+
+
+def _first_of_this_worker(strategy: tf.distribute.Strategy, value: Any) -> Any:
+    return strategy.experimental_local_results(value)[0]
+
+
+def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]:
+    """Makes what runs a step of training or evaluation, of a step that returns what Keras takes."""
+
+    @tf.autograph.experimental.do_not_convert
+    def step(data: Any) -> Any:
+        logs = _of_all_workers(model, step_function(data))
+        # Of an axis with one element Keras takes the mean over all replicas.
+        return keras.tree.map_structure(lambda value: tf.expand_dims(value, 0), logs)
+
+    return functools.partial(_execute, model, type(model)._make_function(model, step))
+
+
+def _execute(model: Any, function: Callable[[Any], Any], iterator: Any) -> Any:
+    """Runs `steps_per_execution` steps one by one: Keras's loop in a graph has no collectives."""
+    count, outputs = model.steps_per_execution, None
+    model.steps_per_execution = 1
+    try:
+        for _ in range(count):
+            outputs = function(iterator)
+    except (StopIteration, tf.errors.OutOfRangeError):
+        if outputs is None:
+            raise
+    finally:
+        model.steps_per_execution = count
+    return outputs
+
+
+def _of_all_workers(model: Any, logs: Any) -> Any:
+    """The model's metrics over all replicas' batches, if that is what a step has returned."""
+    if not isinstance(logs, dict) or set(logs) != set(model.get_metrics_result()):
+        return logs
+    summed = [v for v in model.metrics_variables if v.aggregation == "sum"]
+    # A read of a variable has no device in a graph, and TensorFlow asks for one.
+    mine = [tf.identity(variable) for variable in summed]
+    totals = gradients.all_reduce(mine, in_float16=False)
+    with keras.StatelessScope(state_mapping=list(zip(summed, totals, strict=True))):
+        return model.get_metrics_result()
+
+
+def _fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Lets only the chief write what all of them would."""
+    fit = type(model).fit
+    given = inspect.signature(fit).bind(model, *args, **kwargs).arguments
+    with _writes_on_the_chief(given.get("callbacks"), model.distribute_strategy):
+        return fit(model, *args, **kwargs)
+
+
+@contextmanager
+def _writes_on_the_chief(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Keeps callbacks of the other workers from writing, and from removing, while `fit` runs."""
+    silenced, removes = [], []
+    if not strategy.extended.should_checkpoint:
+        given = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
+        for callback in dict.fromkeys(given):
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                silenced.append(callback)
+                removes.append((callback, callback.delete_checkpoint))
+                callback.delete_checkpoint = False
+            elif isinstance(callback, keras.callbacks.ModelCheckpoint):
+                silenced.append(callback)
+    for callback in silenced:
+        vars(callback)["_save_model"] = _write_nothing
+    try:
+        yield
+    finally:
+        for callback in silenced:
+            del vars(callback)["_save_model"]
+        for callback, removed in removes:
+            callback.delete_checkpoint = removed
+
+
+def _write_nothing(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs
