@@ -1,29 +1,13 @@
 """Mixed precision training for tf.keras, as TensorFlow RFC 293 proposed it."""
 
-from keras_mp import (
-    callbacks,
-    compat,
-    compile_hook,
-    graph_rewrite,
-    hardware,
-    layers,
-    loss_scale,
-    losses,
-    numerics,
-    plots,
-    regularizers,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from keras_mp import callbacks, compile_hook, hardware, layers, loss_scale, losses, regularizers
 from keras_mp._version import __version__
 from keras_mp.all_reduce_optimizer import AllReduceOptimizer
-from keras_mp.conversion import convert
-from keras_mp.grad_scaler import GradScaler
-from keras_mp.graph_rewrite import (
-    disable_mixed_precision_graph_rewrite,
-    enable_mixed_precision_graph_rewrite,
-)
 from keras_mp.kernels.sums import enable_float32_sums
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
 from keras_mp.model_summary import summary
 from keras_mp.op_autocast import autocast, autocast_inputs, autocast_ops, autocast_state
@@ -41,6 +25,16 @@ from keras_mp.variables import (
     in_current_scope,
     recompute_grad,
 )
+
+if TYPE_CHECKING:
+    from keras_mp import compat, graph_rewrite, numerics, plots
+    from keras_mp.conversion import convert
+    from keras_mp.grad_scaler import GradScaler
+    from keras_mp.graph_rewrite import (
+        disable_mixed_precision_graph_rewrite,
+        enable_mixed_precision_graph_rewrite,
+    )
+    from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 
 __all__ = [
     "AllReduceOptimizer",
@@ -87,7 +81,27 @@ __all__ = [
     "training_step",
 ]
 
+# The modules of names that most programs do not use. They are imported when somebody asks for one.
+_LATER = {
+    "GradScaler": "grad_scaler",
+    "LossScaleGradientTape": "loss_scale_gradient_tape",
+    "compat": "compat",
+    "convert": "conversion",
+    "disable_mixed_precision_graph_rewrite": "graph_rewrite",
+    "enable_mixed_precision_graph_rewrite": "graph_rewrite",
+    "graph_rewrite": "graph_rewrite",
+    "numerics": "numerics",
+    "plots": "plots",
+}
+
 compile_hook.install(Policy)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_LATER[name]}")
+    return vars(module).get(name, module)
 
 
 def __dir__() -> list[str]:

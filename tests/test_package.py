@@ -1,6 +1,9 @@
 """The package as a whole: what it shows."""
 
+import ast
 import inspect
+
+import pytest
 
 import keras_mp
 
@@ -12,3 +15,18 @@ def test_dir_shows_the_public_names_and_nothing_else():
 
 def test_what_is_not_shown_can_be_imported():
     assert keras_mp.keras_api.ROOT_PACKAGE in ("keras", "tf_keras")
+
+
+def test_what_is_imported_later_is_what_editors_are_told():
+    tree = ast.parse(inspect.getsource(keras_mp))
+    [told] = [node for node in tree.body if isinstance(node, ast.If)]
+    names = {alias.name: node.module for node in told.body for alias in node.names}
+    modules = {n: m if m == "keras_mp" else m.removeprefix("keras_mp.") for n, m in names.items()}
+    assert keras_mp._LATER == {n: n if m == "keras_mp" else m for n, m in modules.items()}
+
+
+def test_names_that_are_imported_later():
+    assert keras_mp.GradScaler.__name__ == "GradScaler"
+    assert inspect.ismodule(keras_mp.plots)
+    with pytest.raises(AttributeError, match="module 'keras_mp' has no attribute 'GradScalar'"):
+        keras_mp.GradScalar  # noqa: B018
