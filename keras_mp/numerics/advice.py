@@ -17,6 +17,11 @@ class Advice(NamedTuple):
         policies: dict of paths of layers and names of policies, as `keras_mp.convert` takes it.
         loss_scale: float, the scale that is recommended, or None: to keep where a training run was
             measured, to start with where it was one batch.
+
+    Example:
+
+    >>> print(keras_mp.numerics.Advice([], {}, None))
+    Nothing is lost.
     """
 
     sentences: list[str]

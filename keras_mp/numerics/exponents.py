@@ -60,6 +60,11 @@ class Fate(NamedTuple):
         zero: int. How many become zero.
         subnormal: int. How many keep fewer digits than the dtype has.
         infinite: int. How many become infinite, or NaN in a dtype without infinities.
+
+    Example:
+
+    >>> keras_mp.numerics.Fate(values=8, zero=2, subnormal=1, infinite=0).share("zero")
+    0.25
     """
 
     values: int
@@ -82,6 +87,12 @@ class Window(NamedTuple):
     Attributes:
         low: int. The smallest at which no more than the tolerance becomes zero.
         high: int. The largest at which nothing becomes infinite.
+
+    Example:
+
+    >>> window = keras_mp.numerics.Window(low=6, high=13)
+    >>> print(window, window.margins(2.0**10))
+    2^6..2^13 (4.0, 3.0)
     """
 
     low: int

@@ -27,6 +27,14 @@ class Row(NamedTuple):
         histogram: a `Histogram`; of gradients as if the loss had not been scaled.
         overflowed_at: float. The smallest loss scale at which values were infinite or NaN, or
             infinity.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics import Histogram, Row
+    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
+    >>> str(row.window("float16"))
+    '2^-4..2^35'
     """
 
     kind: str
@@ -77,6 +85,17 @@ class Report:
     Attributes:
         rows: the rows, gradients first, as they come in the model.
         step, counted, loss_scale: as above.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics import Histogram, Report, Row
+    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
+    >>> report = Report([row], step=100, counted=1, loss_scale=2.0**15)
+    >>> report.window("float16").margins(report.loss_scale)
+    (19.0, 20.0)
+    >>> (report + report).counted
+    2
     """
 
     def __init__(self, rows: Sequence[Row], *, step: int, counted: int, loss_scale: float) -> None:

@@ -45,6 +45,11 @@ class Lost(NamedTuple):
         infinite: int. How many of those that are finite in float32 are infinite or NaN.
         error: float. How far the tensor, unscaled, is from that in float32, as a share of the
             latter's norm; infinity where it is not finite.
+
+    Example:
+
+    >>> keras_mp.numerics.Lost(values=8, zero=2, subnormal=1, infinite=0, error=0.1).share
+    0.25
     """
 
     values: int
@@ -73,6 +78,16 @@ class WhatIf:
             tensor had in such a run.
         consumers: dict of paths of layers, and of these sets of paths of the layers that take what
             they return.
+
+    Example:
+
+    >>> model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    >>> loss = lambda y, predictions: tf.reduce_mean(predictions)
+    >>> result = keras_mp.numerics.what_if(
+    ...     model, tf.ones([4, 2]), loss=loss, dtypes=["bfloat16"], scales=[1.0]
+    ... )
+    >>> result.dtypes, result.scales
+    (['bfloat16'], [1.0])
     """
 
     def __init__(

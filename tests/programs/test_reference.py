@@ -20,7 +20,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 VALUES = {name: getattr(keras_mp, name) for name in keras_mp.__all__}
 PUBLIC = {f"keras_mp.{name}": value for name, value in VALUES.items() if callable(value)}
 MODULES = list(filter(inspect.ismodule, VALUES.values()))
-MODULES += [getattr(keras_mp.compat, name) for name in keras_mp.compat.__all__]
+for package in (keras_mp.compat, keras_mp.numerics):
+    MODULES += filter(inspect.ismodule, (getattr(package, name) for name in package.__all__))
 # Of the submodules: what they list, or else define, and is not in `keras_mp` too.
 PUBLIC |= {
     f"{module.__name__}.{name}": value
