@@ -122,6 +122,18 @@ def heat_map(
     Raises:
         ImportError: matplotlib is not installed.
         KeyError: the dtype was not run.
+
+    Example:
+
+    >>> import matplotlib
+    >>> matplotlib.use("agg")  # without a window
+    >>> model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    >>> loss = lambda y, predictions: tf.reduce_mean(predictions)
+    >>> result = keras_mp.numerics.what_if(
+    ...     model, tf.ones([4, 2]), loss=loss, dtypes=["float16"], scales=[1.0, 1024.0]
+    ... )
+    >>> keras_mp.numerics.figures.heat_map(result).get_xlabel()
+    'loss scale'
     """
     paths = [path for each, path in result[dtype, result.scales[0]] if each == kind]
     runs = [[result[dtype, scale].get((kind, path)) for scale in result.scales] for path in paths]
@@ -165,6 +177,16 @@ def window(
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there are no reports.
+
+    Example:
+
+    >>> import matplotlib
+    >>> matplotlib.use("agg")  # without a window
+    >>> from keras_mp.numerics import Histogram, Report, Row, figures
+    >>> row = Row("gradient", "dense/kernel", "float32", Histogram.of([1e-6, 2e-6, 1e-3]))
+    >>> reports = [Report([row], step=i, counted=1, loss_scale=1024.0) for i in (1, 2)]
+    >>> figures.window(reports).get_title()
+    ''
     """
     if not reports:
         raise ValueError(f"Expected at least one report. Received: {reports!r}")
