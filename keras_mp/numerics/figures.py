@@ -186,7 +186,7 @@ def window(
     >>> row = Row("gradient", "dense/kernel", "float32", Histogram.of([1e-6, 2e-6, 1e-3]))
     >>> reports = [Report([row], step=i, counted=1, loss_scale=1024.0) for i in (1, 2)]
     >>> figures.window(reports).get_title()
-    ''
+    'Loss scales at which float16 loses nothing'
     """
     if not reports:
         raise ValueError(f"Expected at least one report. Received: {reports!r}")
