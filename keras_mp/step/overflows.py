@@ -129,28 +129,30 @@ def look(
         losses: the losses of this replica; empty where they are not known.
         unclipped: its gradients before they were clipped; empty where they were not.
         sent: its gradients as they are, or as it sent them to the others.
-        totals: what was judged, and in the first places made of `sent`; None where it is `sent`.
+        totals: what was judged, and in the first places made of `sent`; None where it is `sent`. Is
+            looked at on one replica only: it is the same on all of them.
 
     Returns:
         int64 tensor, the `counts` of `Seen`, the same on every replica.
     """
     strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
-    args = list(losses), list(unclipped), list(sent), totals
+    replica = context.replica_id_in_sync_group
+    count = strategy.num_replicas_in_sync
+    is_first = count == 1 or tf.get_static_value(replica) == 0
+    more = 0 if totals is None else len(totals) - len(sent)
+    args = list(losses), list(unclipped), [*sent, *[None] * more], totals if is_first else None
     if tf.executing_eagerly():
         rows = _rows_of_replica(*args)
     else:
         # TensorFlow goes through each operation of a branch that is not taken; this makes it one.
         apart = {"autograph": False, "experimental_attributes": {"_noinline": True}}
         rows = tf.function(_rows_of_replica, **apart)(*args)
-    count = strategy.num_replicas_in_sync
     if count == 1:
         return tf.stack(rows)
-    replica = context.replica_id_in_sync_group
     counts = tf.one_hot(replica, count, dtype=tf.int64)[:, tf.newaxis, tf.newaxis] * rows[0]
     if totals is not None:
-        # Which all have; so that it is counted once.
-        of_first = rows[1] * tf.cast(tf.equal(replica, 0), tf.int64)
-        counts = tf.concat([counts, of_first[tf.newaxis]], 0)
+        total = rows[1] if is_first else tf.zeros_like(rows[0])
+        counts = tf.concat([counts, total[tf.newaxis]], 0)
     return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
 
 
@@ -163,7 +165,8 @@ def _rows_of_replica(
     """Counts what is not finite: of what a replica has computed, and in what was judged."""
     own = gradients.count_not_finite(sent)
     if unclipped:
-        before = gradients.count_not_finite(unclipped)
+        more = [None] * (len(sent) - len(unclipped))
+        before = gradients.count_not_finite([*unclipped, *more])
         own = tf.where(tf.reduce_any(before > 0), before, own)
     loss = tf.constant([_UNKNOWN, _UNKNOWN, 0], tf.int64)
     if losses:
@@ -171,9 +174,8 @@ def _rows_of_replica(
     own = tf.concat([loss[tf.newaxis], own], 0)
     if totals is None:
         return [own]
-    more = len(totals) - len(sent)  # of which this replica has no gradient now
     total = tf.concat([tf.zeros([1, 3], tf.int64), gradients.count_not_finite(totals)], 0)
-    return [tf.pad(own, [[0, more], [0, 0]]), total]
+    return [own, total]
 
 
 @dataclasses.dataclass(frozen=True)
