@@ -110,7 +110,7 @@ def _of_all_workers(model: Any, logs: Any) -> Any:
     summed = [v for v in model.metrics_variables if v.aggregation == "sum"]
     # A read of a variable has no device in a graph, and TensorFlow asks for one.
     mine = [tf.identity(variable) for variable in summed]
-    totals = gradients.all_reduce(mine, in_float16=False)
+    totals = gradients.all_reduce(mine, tf.float32)
     with keras.StatelessScope(state_mapping=list(zip(summed, totals, strict=True))):
         return model.get_metrics_result()
 
