@@ -26,17 +26,17 @@ def measure(count: int) -> dict[int, dict[str, float]]:
     directions = generator.normal(size=(count, SIZE))
 
     @tf.function
-    def reduce(values, scale, in_float16):
+    def reduce(values, scale, dtype):
         def replica_sum():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             scaled = gradients.scale([tf.gather(values, replica)], scale)
-            return gradients.unscale(gradients.all_reduce(scaled, in_float16), scale)[0]
+            return gradients.unscale(gradients.all_reduce(scaled, dtype), scale)[0]
 
         return strategy.experimental_local_results(strategy.run(replica_sum))[0]
 
-    def error(values, scale, in_float16=True):
+    def error(values, scale, dtype=tf.float16):
         exact = values.astype("float64").sum(0)
-        found = reduce(tf.constant(values), tf.constant(scale), in_float16).numpy()
+        found = reduce(tf.constant(values), tf.constant(scale), dtype).numpy()
         if not np.isfinite(found).all():
             return float("inf"), 0.0
         lost = np.mean((found == 0) & (exact != 0))
@@ -50,7 +50,7 @@ def measure(count: int) -> dict[int, dict[str, float]]:
             settled /= 2
         naive, lost = error(values, 1.0)
         results[exponent] = {
-            "float32": error(values, 1.0, in_float16=False)[0],
+            "float32": error(values, 1.0, tf.float32)[0],
             "naive": naive,
             "lost": lost,
             "scaled": error(values, settled)[0],
