@@ -335,7 +335,7 @@ def test_models_of_pytorch_have_the_same_weights(name):
 def test_a_wrong_name_is_refused():
     done = run("speed")
     assert done.returncode == 2
-    assert "there are ['autocast', 'casts', 'fit', 'guards', 'imports', " in done.stderr
+    assert "there are ['autocast', 'casts', 'faults', 'fit', 'guards', " in done.stderr
 
 
 def test_a_guard_is_held_against_a_step_without_it(tiny, monkeypatch):
