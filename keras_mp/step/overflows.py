@@ -351,13 +351,17 @@ class _Record:
         self._variables = [_reference(variable) for variable in seen.variables]
         strategy = tf.distribute.get_strategy()
         self._is_on_each = _is_on_each()
-        # Where one replica notes for all, copies would only have to be sent around.
-        scope = strategy.scope() if self._is_on_each else contextlib.nullcontext()
         self.shape = strategy.num_replicas_in_sync + seen.has_total, 1 + len(self.names), _KINDS
         length = _HEADER + 2 * len(self.names) + int(np.prod(self.shape))
         # An `init_scope` does not hide a variable from the tf.function that is being traced, which
-        # would be traced again, or refuse it. A graph of its own does.
-        with tf.Graph().as_default(), _eagerly(), scope:
+        # would be traced again, or refuse it. A graph of its own does. And a scope enters again the
+        # graph in which it was made.
+        with (
+            tf.Graph().as_default(),
+            _eagerly(),
+            # Where one replica notes for all, copies would only have to be sent around.
+            strategy.scope() if self._is_on_each else contextlib.nullcontext(),
+        ):
             # Not aggregated: every replica assigns the same.
             self.vector = tf.Variable(
                 tf.zeros([length], tf.int64),
