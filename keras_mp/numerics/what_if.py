@@ -28,6 +28,10 @@ from keras_mp.step import gradients
 _DTYPES = ("float16", "bfloat16")
 _SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
 
+# How much the weights move, relative to each, to tell which gradients are rounding noise of float32,
+# whose unit roundoff is 2**-24; and from which change on, relative to its norm, one is.
+_JITTER, _NOISE = np.float32(2.0**-20), 0.5
+
 _SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 
 # The values of each row of a run, and what they were computed in.
@@ -78,6 +82,11 @@ class WhatIf:
             tensor had in such a run.
         consumers: dict of paths of layers, and of these sets of paths of the layers that take what
             they return.
+        noise: set of (kind, path) of those gradients that are nothing but rounding noise in
+            float32, since what they are of makes no difference to the loss: such as the bias of a
+            layer before a batch normalization, or that of the keys of an attention. `advise` leaves
+            them out. They are found by a second run in float32, whose weights differ by 2^-20 of
+            each: noise is another one then, by half of its norm at least.
 
     Example:
 
@@ -96,9 +105,10 @@ class WhatIf:
         lost: dict[tuple[str, float], dict[tuple[str, str], Lost]],
         computed_in: dict[str, dict[tuple[str, str], str]],
         consumers: dict[str, set[str]],
+        noise: Iterable[tuple[str, str]] = (),
     ) -> None:
         self.reference, self.computed_in = reference, computed_in
-        self.consumers = consumers
+        self.consumers, self.noise = consumers, set(noise)
         self._lost = lost
         self.dtypes = list(dict.fromkeys(dtype for dtype, _ in lost))
         self.scales = sorted({scale for _, scale in lost})
@@ -279,6 +289,12 @@ def what_if(
         Row(kind, path, dtype, Histogram.of(values))
         for (kind, path), (values, dtype) in expected.items()
     ]
+    nearly = reference.run(*batch, 1.0, jitter=_JITTER)
+    noise = {
+        row
+        for row, (values, _) in expected.items()
+        if row[0] != OUTPUT and row in nearly and _is_noise(values, nearly[row][0])
+    }
     lost: dict[tuple[str, float], dict[tuple[str, str], Lost]] = {}
     computed_in = {}
     for dtype in dtypes:
@@ -292,7 +308,7 @@ def what_if(
             }
         computed_in[dtype] = {row: in_dtype for row, (_, in_dtype) in found.items()}
     report = Report(rows, step=1, counted=1, loss_scale=1.0)
-    return WhatIf(report, lost, computed_in, reference.consumers)
+    return WhatIf(report, lost, computed_in, reference.consumers, noise)
 
 
 class _Replay:
@@ -324,9 +340,12 @@ class _Replay:
         # Where nothing is cast, a layer gets the very tensor that another one has returned.
         self.consumers: dict[str, set[str]] = {}
 
-    def run(self, x: Any, y: Any, sample_weight: Any, scale: float) -> _Values:
+    def run(self, x: Any, y: Any, sample_weight: Any, scale: float, jitter: float = 0.0) -> _Values:
         """Makes one step, without its end, and returns what it has computed."""
+        signs = np.random.default_rng(self._seed)
         for variable, value in zip(self.model.variables, self._start):
+            if jitter and np.issubdtype(value.dtype, np.floating):
+                value = value * (1 + jitter * signs.choice([-1, 1], value.shape))
             variable.assign(value)
         tf.random.set_seed(self._seed)
         outputs: dict[str, list[tf.Tensor]] = {}
@@ -373,6 +392,14 @@ def _values(tensors: Sequence[Any]) -> np.ndarray:
     dense = [tf.convert_to_tensor(tensor) for tensor in tensors if tensor is not None]
     flat = [tf.cast(tensor, tf.float32).numpy().ravel() for tensor in dense]
     return np.concatenate(flat) if flat else np.empty(0, np.float32)
+
+
+def _is_noise(values: np.ndarray, nearly: np.ndarray) -> bool:
+    """Do values change by about their own size where the weights hardly have?"""
+    if values.shape != nearly.shape or not (np.isfinite(values) & np.isfinite(nearly)).all():
+        return False
+    values = values.astype(np.float64)
+    return bool(np.linalg.norm(values - nearly) > _NOISE * np.linalg.norm(values))
 
 
 def _compare(values: np.ndarray, dtype: str, expected: np.ndarray, scale: float) -> Lost:
