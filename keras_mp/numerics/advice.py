@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, exponent_of, format_of
+from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, exponent_of
 from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
 from keras_mp.numerics.what_if import WhatIf
 
@@ -40,9 +40,9 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
 
     Each sentence has the numbers that it is based on. Of a model that loses nothing at the loss
     scale that it is trained with, there is nothing to say; for a batch, that is 2^15, at which a
-    `LossScaleOptimizer` begins. Gradients that are rounding noise do not count: `WhatIf.noise`. First come the layers whose outputs
-    overflow: as long as there are any, gradients are no guide. Act on it with
-    `keras_mp.convert(model, advice.policies)`, and measure again.
+    `LossScaleOptimizer` begins. Gradients that are rounding noise do not count: `WhatIf.noise`.
+    First come the layers whose outputs overflow: as long as there are any, gradients are no guide.
+    Act on it with `keras_mp.convert(model, advice.policies)`, and measure again.
 
     Args:
         measured: a `Report` of the steps of a training run, or what `what_if` returned. The latter
@@ -57,7 +57,7 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
 
     Raises:
         TypeError: `measured` is neither.
-        ValueError: `dtype` is another one, or `what_if` has not run it.
+        ValueError: `dtype` is another one, or `what_if` has not run it, or the tolerance is none.
 
     Example:
 
@@ -76,7 +76,10 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     Fix the loss scale at 2^13: between 2^12 and 2^15 no gradient loses more than 0.1 %, in 30 of \
 3,000 steps. At 2^0, 100.0 % of `a/kernel` is below float16.
     """
-    format_of(dtype)
+    if dtype not in ("float16", "bfloat16"):
+        raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
+    if not 0 <= tolerance <= 1:
+        raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
     facts = _facts(measured, dtype, tolerance)
     found = _about_outputs(facts) or _about_runs(measured, dtype) or _about_gradients(facts)
     if found is None:
