@@ -4,9 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, format_of
+from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, exponent_of
 from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
 from keras_mp.numerics.what_if import WhatIf
+
+# Where a `LossScaleOptimizer` begins unless told otherwise.
+_FIRST_SCALE = 2.0**15
 
 
 class Advice(NamedTuple):
@@ -36,9 +39,10 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     """Says what would keep a model from losing what it loses in 16 bits.
 
     Each sentence has the numbers that it is based on. Of a model that loses nothing at the loss
-    scale that it is trained with, there is nothing to say. First come the layers whose outputs
-    overflow: as long as there are any, gradients are no guide. Act on it with
-    `keras_mp.convert(model, advice.policies)`, and measure again.
+    scale that it is trained with, there is nothing to say; for a batch, that is 2^15, at which a
+    `LossScaleOptimizer` begins. Gradients that are rounding noise do not count: `WhatIf.noise`.
+    First come the layers whose outputs overflow: as long as there are any, gradients are no guide.
+    Act on it with `keras_mp.convert(model, advice.policies)`, and measure again.
 
     Args:
         measured: a `Report` of the steps of a training run, or what `what_if` returned. The latter
@@ -53,7 +57,7 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
 
     Raises:
         TypeError: `measured` is neither.
-        ValueError: `dtype` is another one, or `what_if` has not run it.
+        ValueError: `dtype` is another one, or `what_if` has not run it, or the tolerance is none.
 
     Example:
 
@@ -72,7 +76,10 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     Fix the loss scale at 2^13: between 2^12 and 2^15 no gradient loses more than 0.1 %, in 30 of \
 3,000 steps. At 2^0, 100.0 % of `a/kernel` is below float16.
     """
-    format_of(dtype)
+    if dtype not in ("float16", "bfloat16"):
+        raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
+    if not 0 <= tolerance <= 1:
+        raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
     facts = _facts(measured, dtype, tolerance)
     found = _about_outputs(facts) or _about_runs(measured, dtype) or _about_gradients(facts)
     if found is None:
@@ -89,7 +96,8 @@ class _Facts(NamedTuple):
         rows: those of tensors that 16 bits matter to.
         dtype: str.
         tolerance: float.
-        now: float. The loss scale in force, None where there is none.
+        now: float. The loss scale in force, or that which training would begin with.
+        seen: `Window`. The loss scales that real runs leave room for.
         where: str. What the numbers are of.
         set_scale: str. What to do with a loss scale that suits them.
         consumers: dict of paths of layers and of those that take what they return.
@@ -98,7 +106,8 @@ class _Facts(NamedTuple):
     rows: list[Row]
     dtype: str
     tolerance: float
-    now: float | None
+    now: float
+    seen: Window
     where: str
     set_scale: str
     consumers: Mapping[str, set[str]]
@@ -115,22 +124,37 @@ def _facts(measured: Report | WhatIf, dtype: str, tolerance: float) -> _Facts:
         rows = [
             row._replace(dtype=in_half[row.kind, row.path])
             for row in measured.reference.rows
-            if (row.kind, row.path) in in_half
+            if (row.kind, row.path) in in_half and (row.kind, row.path) not in measured.noise
         ]
         rows = Report(rows, step=1, counted=1, loss_scale=1.0).rows_in_16_bits
+        seen = _seen(measured, dtype, tolerance)
         # Other batches may well have larger gradients: that is no scale to keep.
-        about = None, "in the batch", "start the loss scale at", measured.consumers
+        about = _FIRST_SCALE, seen, "in the batch", "start the loss scale at", measured.consumers
     elif isinstance(measured, Report):
         rows = measured.rows_in_16_bits
         where = f"in {measured.counted:,} of {measured.step:,} steps"
         now = 2.0 ** math.floor(math.log2(measured.loss_scale))
-        about = now, where, "fix the loss scale at", {}
+        about = now, EVERYWHERE, where, "fix the loss scale at", {}
     else:
         raise TypeError(
             "Expected a keras_mp.numerics.Report or what what_if returned. "
             f"Received: {measured!r} (of type {type(measured)})"
         )
     return _Facts(rows, dtype, tolerance, *about)
+
+
+def _seen(measured: WhatIf, dtype: str, tolerance: float) -> Window:
+    """The loss scales between those of runs that have lost something of a gradient."""
+    seen = EVERYWHERE
+    for scale in measured.scales:
+        losses = measured.losses(dtype, scale, tolerance)
+        found = [lost for row, lost in losses.items() if row not in measured.noise]
+        exponent = exponent_of(scale)
+        if any(lost.infinite for lost in found):
+            seen &= Window(EVERYWHERE.low, exponent - 1)
+        elif found:
+            seen &= Window(exponent + 1, EVERYWHERE.high)
+    return seen
 
 
 def layer_of(row: tuple[str, str]) -> str:
@@ -188,7 +212,9 @@ def _about_gradients(facts: _Facts) -> Advice | None:
         window = row.window(dtype, facts.tolerance) & allowed
         windows[row.kind, row.path] = window
         common &= window
-    is_fine = now is not None and min(common.margins(now)) >= 0
+    if not (common & facts.seen).is_empty:
+        common &= facts.seen
+    is_fine = min(common.margins(now)) >= 0
     needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
     if is_fine or needs_none or not rows:
         return None
@@ -200,15 +226,14 @@ def _about_gradients(facts: _Facts) -> Advice | None:
         f"{facts.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
         f"2^{common.high} no gradient loses more than {_tolerated(facts)}, {facts.where}."
     )
-    if now is not None:
-        worst = max(rows, key=lambda row: _lost(row.histogram.fate(dtype, now)))
-        fate = worst.histogram.fate(dtype, now)
-        if fate.infinite or fate.zero:
-            beyond = "beyond" if fate.infinite else "below"
-            sentence += (
-                f" At {_power(now)}, {_share(fate.infinite or fate.zero, fate.values)} of "
-                f"`{worst.path}` is {beyond} {dtype}."
-            )
+    worst = max(rows, key=lambda row: _lost(row.histogram.fate(dtype, now)))
+    fate = worst.histogram.fate(dtype, now)
+    if fate.infinite or fate.zero:
+        beyond = "beyond" if fate.infinite else "below"
+        sentence += (
+            f" At {_power(now)}, {_share(fate.infinite or fate.zero, fate.values)} of "
+            f"`{worst.path}` is {beyond} {dtype}."
+        )
     return Advice([sentence], {}, 2.0**exponent)
 
 

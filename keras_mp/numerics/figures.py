@@ -113,7 +113,8 @@ def heat_map(
     Args:
         result: what `what_if` returned.
         dtype: one of its dtypes. Defaults to "float16".
-        kind: "gradient" (the default) or "output gradient".
+        kind: "gradient" (the default), "output gradient" or "output", which does not depend on the
+            scale.
         ax: `Axes` to draw into. Defaults to those of a new pyplot figure.
 
     Returns:

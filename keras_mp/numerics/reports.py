@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics.exponents import COLUMNS, EVERYWHERE, ROWS, Histogram, Window
+from keras_mp.support import messages
 
 GRADIENT, OUTPUT, OUTPUT_GRADIENT = KINDS = ("gradient", "output", "output gradient")
 _SCALED = (GRADIENT, OUTPUT_GRADIENT)
@@ -231,17 +232,18 @@ class Report:
 
         Returns:
             A `Report`.
+
+        Raises:
+            ValueError: it is another file.
         """
-        saved = json.loads(pathlib.Path(path).read_text())
-        rows = []
-        for row in saved.pop("rows"):
-            bins = np.zeros(ROWS * COLUMNS, np.int64)
-            for place, count in row["histogram"].items():
-                bins[int(place)] = count
-            histogram = Histogram(bins.reshape(ROWS, COLUMNS))
-            at = float("inf") if row["overflowed_at"] is None else row["overflowed_at"]
-            rows.append(Row(**{**row, "histogram": histogram, "overflowed_at": at}))
-        return cls(rows, **saved)
+        try:
+            saved = json.loads(pathlib.Path(path).read_text())
+            rows = [_row_of(row) for row in saved.pop("rows")]
+            return cls(rows, **saved)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"Expected a file that `Report.to_json` wrote. Received: path={str(path)!r}"
+            ) from error
 
     def to_csv(self, path: Any) -> None:
         """Writes how many values have which exponent: a line for each row and exponent.
@@ -268,11 +270,20 @@ class Report:
 
         For each row there is a histogram of exponents (of values that are finite and not zero), and
         the shares that become zero and infinite in a dtype at the loss scale of the report. It
-        needs the package tensorboard.
+        needs the package tensorboard. Without a default writer there is a `MixedPrecisionWarning`,
+        and nothing is written.
 
         Args:
             dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
         """
+        # So that what is asked is whether there is a writer, not whether it records now.
+        with tf.summary.record_if(True):
+            if not tf.summary.should_record_summaries():
+                messages.warn(
+                    "Report.to_tensorboard wrote nothing, since there is no default writer: call "
+                    "it in `with tf.summary.create_file_writer(directory).as_default():`."
+                )
+                return
         loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
         for row in self.rows:
             name = f"{row.kind}/{row.path}".replace(" ", "_")
@@ -283,6 +294,16 @@ class Report:
             tf.summary.histogram(
                 f"{name}/exponents", list(_sample(row.histogram.exponents)), step=self.step
             )
+
+
+def _row_of(saved: dict[str, Any]) -> Row:
+    """A row as `Report.to_json` writes it."""
+    bins = np.zeros(ROWS * COLUMNS, np.int64)
+    for place, count in saved["histogram"].items():
+        bins[int(place)] = count
+    histogram = Histogram(bins.reshape(ROWS, COLUMNS))
+    at = float("inf") if saved["overflowed_at"] is None else saved["overflowed_at"]
+    return Row(**{**saved, "histogram": histogram, "overflowed_at": at})
 
 
 def columns(lines: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import csv
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,10 @@ from keras_mp.step import gradients
 
 _DTYPES = ("float16", "bfloat16")
 _SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
+
+# How much the weights move, relative to each, to tell which gradients are rounding noise of
+# float32, whose unit roundoff is 2**-24; and from which change on, relative to its norm, one is.
+_JITTER, _NOISE = np.float32(2.0**-20), 0.5
 
 _SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 
@@ -78,6 +82,11 @@ class WhatIf:
             tensor had in such a run.
         consumers: dict of paths of layers, and of these sets of paths of the layers that take what
             they return.
+        noise: set of (kind, path) of those gradients that are nothing but rounding noise in
+            float32, since what they are of makes no difference to the loss: such as the bias of a
+            layer before a batch normalization, or that of the keys of an attention. `advise` leaves
+            them out. They are found by a second run in float32, whose weights differ by 2^-20 of
+            each: noise is another one then, by half of its norm at least.
 
     Example:
 
@@ -96,9 +105,10 @@ class WhatIf:
         lost: dict[tuple[str, float], dict[tuple[str, str], Lost]],
         computed_in: dict[str, dict[tuple[str, str], str]],
         consumers: dict[str, set[str]],
+        noise: Iterable[tuple[str, str]] = (),
     ) -> None:
         self.reference, self.computed_in = reference, computed_in
-        self.consumers = consumers
+        self.consumers, self.noise = consumers, set(noise)
         self._lost = lost
         self.dtypes = list(dict.fromkeys(dtype for dtype, _ in lost))
         self.scales = sorted({scale for _, scale in lost})
@@ -211,8 +221,8 @@ def what_if(
     y: Any = None,
     sample_weight: Any = None,
     *,
-    loss: Callable[[Any, Any], Any] | None = None,
-    dtypes: Iterable[str] = _DTYPES,
+    loss: Any = None,
+    dtypes: str | Iterable[str] = _DTYPES,
     scales: Sequence[float] = _SCALES,
     seed: int = 0,
 ) -> WhatIf:
@@ -229,10 +239,11 @@ def what_if(
         x: a batch of inputs.
         y: a batch of labels.
         sample_weight: their weights.
-        loss: callable with the labels and the predictions that returns the loss. Defaults to the
-            loss that the model is compiled with; losses of layers are part of it.
-        dtypes: iterable of "float16" and "bfloat16". Defaults to both. None of them: only what is
-            in `WhatIf.reference` is computed.
+        loss: callable with the labels and the predictions that returns the loss, or what else
+            `compile` takes: a name such as "mse", a list or a dict. Defaults to the loss that the
+            model is compiled with; losses of layers are part of it.
+        dtypes: "float16", "bfloat16" or an iterable of them. Defaults to both. None of them: only
+            what is in `WhatIf.reference` is computed.
         scales: sequence of float, powers of two. Defaults to 2^0, 2^3 and so on up to 2^24.
         seed: int. With Keras 2, that of TensorFlow before each run.
 
@@ -242,7 +253,8 @@ def what_if(
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
         ValueError: it cannot be made anew, has no loss, a dtype is another one, a scale is no
-            power of two, or there are none.
+            power of two, there are none, the batch is empty, or its loss in float32 is infinite or
+            NaN, as where an input is.
 
     Example:
 
@@ -258,7 +270,8 @@ def what_if(
     >>> result.good_scales("float16")
     [1024.0]
     """
-    dtypes, scales = list(dtypes), [float(scale) for scale in scales]
+    dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
+    scales = [float(scale) for scale in scales]
     for dtype in dtypes:
         if dtype not in _DTYPES:
             raise ValueError(
@@ -273,12 +286,28 @@ def what_if(
     batch = tf.nest.map_structure(
         lambda each: None if each is None else tf.convert_to_tensor(each), (x, y, sample_weight)
     )
+    for each in tf.nest.flatten(batch[0]):
+        if each is not None and not tf.size(each):
+            raise ValueError(
+                f"Expected a batch with values in it. Received: an input of the shape {each.shape}"
+            )
     reference = _Replay(model, "float32", loss, seed)
     expected = reference.run(*batch, 1.0)
+    if not np.isfinite(reference.loss):
+        raise ValueError(
+            f"The loss of the batch is {reference.loss} in float32, so that there is nothing to "
+            f"compare with: {_where_not_finite(batch)}"
+        )
     rows = [
         Row(kind, path, dtype, Histogram.of(values))
         for (kind, path), (values, dtype) in expected.items()
     ]
+    nearly = reference.run(*batch, 1.0, jitter=_JITTER)
+    noise = {
+        row
+        for row, (values, _) in expected.items()
+        if row[0] != OUTPUT and row in nearly and _is_noise(values, nearly[row][0])
+    }
     lost: dict[tuple[str, float], dict[tuple[str, str], Lost]] = {}
     computed_in = {}
     for dtype in dtypes:
@@ -292,7 +321,7 @@ def what_if(
             }
         computed_in[dtype] = {row: in_dtype for row, (_, in_dtype) in found.items()}
     report = Report(rows, step=1, counted=1, loss_scale=1.0)
-    return WhatIf(report, lost, computed_in, reference.consumers)
+    return WhatIf(report, lost, computed_in, reference.consumers, noise)
 
 
 class _Replay:
@@ -303,17 +332,19 @@ class _Replay:
     ) -> None:
         self.model = convert(model, policy)
         self._seed = seed
-        if loss is None:
-            given = getattr(model, "loss", None)
+        # Until a step was made.
+        self.loss = float("nan")
+        if not callable(loss):
+            given = getattr(model, "loss", None) if loss is None else loss
             if not given and not getattr(model, "compiled", False):
                 raise ValueError(
                     f"The model {model.name!r} has no loss: pass `loss`, or compile it. "
                     f"Received: loss={loss!r}"
                 )
-            config = model.get_compile_config() or {}
+            config = model.get_compile_config() or {} if loss is None else {}
             with policy_scope(policy):
                 self.model.compile(loss=given, loss_weights=config.get("loss_weights"))
-        self._loss = loss
+        self._loss = loss if callable(loss) else None
         # The seeds of layers are among them on Keras 3.
         variables = model.variables
         if [v.shape for v in variables] != [v.shape for v in self.model.variables]:
@@ -324,9 +355,12 @@ class _Replay:
         # Where nothing is cast, a layer gets the very tensor that another one has returned.
         self.consumers: dict[str, set[str]] = {}
 
-    def run(self, x: Any, y: Any, sample_weight: Any, scale: float) -> _Values:
+    def run(self, x: Any, y: Any, sample_weight: Any, scale: float, jitter: float = 0.0) -> _Values:
         """Makes one step, without its end, and returns what it has computed."""
+        signs = np.random.default_rng(self._seed)
         for variable, value in zip(self.model.variables, self._start):
+            if jitter and np.issubdtype(value.dtype, np.floating):
+                value = value * (1 + jitter * signs.choice([-1, 1], value.shape))
             variable.assign(value)
         tf.random.set_seed(self._seed)
         outputs: dict[str, list[tf.Tensor]] = {}
@@ -354,6 +388,7 @@ class _Replay:
                 loss = tf.cast(self._loss(y, predictions), tf.float32)
                 for extra in self.model.losses:
                     loss += tf.cast(extra, loss.dtype)
+            self.loss = float(tf.reduce_sum(loss))
             loss = gradients.scale_loss(loss, tf.constant(scale))
         variables = [variable for variable, _ in self._variables.values()]
         of_variables, of_outputs = tape.gradient(loss, (variables, outputs))
@@ -373,6 +408,28 @@ def _values(tensors: Sequence[Any]) -> np.ndarray:
     dense = [tf.convert_to_tensor(tensor) for tensor in tensors if tensor is not None]
     flat = [tf.cast(tensor, tf.float32).numpy().ravel() for tensor in dense]
     return np.concatenate(flat) if flat else np.empty(0, np.float32)
+
+
+def _where_not_finite(batch: tuple[Any, Any, Any]) -> str:
+    bad = [
+        name
+        for name, tensors in zip(("x", "y", "sample_weight"), batch)
+        for tensor in tf.nest.flatten(tensors)
+        if tensor is not None
+        and tensor.dtype.is_floating
+        and not tf.reduce_all(tf.math.is_finite(tensor))
+    ]
+    if not bad:
+        return "pass a batch with another loss, or see keras_mp.numerics.FirstBadOperation."
+    return f"there are infinite values or NaN in {' and '.join(dict.fromkeys(bad))}."
+
+
+def _is_noise(values: np.ndarray, nearly: np.ndarray) -> bool:
+    """Do values change by about their own size where the weights hardly have?"""
+    if values.shape != nearly.shape or not (np.isfinite(values) & np.isfinite(nearly)).all():
+        return False
+    values = values.astype(np.float64)
+    return bool(np.linalg.norm(values - nearly) > _NOISE * np.linalg.norm(values))
 
 
 def _compare(values: np.ndarray, dtype: str, expected: np.ndarray, scale: float) -> Lost:

@@ -98,6 +98,10 @@ def test_what_it_does_not_take():
         advise(3)
     with pytest.raises(ValueError, match="Received: dtype='float32'"):
         advise(report(row()), "float32")
+    with pytest.raises(ValueError, match="Received: dtype='float8_e5m2'"):
+        advise(report(), "float8_e5m2")
+    with pytest.raises(ValueError, match="from 0 to 1. Received: tolerance=5"):
+        advise(report(), tolerance=5)
 
 
 def model_with_a_mask():
@@ -132,3 +136,42 @@ def test_a_model_that_takes_it_loses_nothing():
     assert not any(lost.infinite for lost in result["float16", 2.0**8].values())
     assert mixed.get_layer("scores").compute_dtype == "float16"
     np.testing.assert_allclose(mixed(x), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_rounding_noise_is_no_reason_for_advice():
+    rng = np.random.default_rng(0)
+    K.utils.set_random_seed(0)
+    layers = [
+        K.layers.Dense(8, name="before"),  # whose bias the normalization takes away
+        K.layers.BatchNormalization(name="normalization"),
+        K.layers.Dense(1, dtype="float32", name="head"),
+    ]
+    model = K.Sequential([K.Input([4]), *layers])
+
+    def small(y, predictions):
+        return tf.reduce_mean((tf.cast(predictions, tf.float32) - y) ** 2) * 2.0**-14
+
+    x, y = rng.normal(size=[16, 4]), rng.normal(size=[16, 1])
+    runs = {"loss": small, "dtypes": ["float16"], "scales": [2.0**15]}
+    result = what_if(model, x.astype(np.float32), y.astype(np.float32), **runs)
+    assert result.noise == {("gradient", "before/bias")}
+    assert advise(result) == ([], {}, None)
+    # Were it taken for a gradient, it would be lost at 2^15.
+    result.noise.clear()
+    assert advise(result).sentences
+
+
+@once
+def test_no_sentence_contradicts_the_runs():
+    model = K.Sequential([K.Input([2]), K.layers.Dense(1, name="head", use_bias=False)])
+
+    def inner_overflow(y, predictions):
+        """Its gradients are about 1, and 2^10 in between."""
+        return tf.reduce_mean(predictions * 2.0**-10 * 2.0**10)
+
+    runs = {"dtypes": ["float16"], "scales": [1.0, 2.0**4, 2.0**9, 2.0**15]}
+    result = what_if(model, np.ones([4, 2], np.float32), loss=inner_overflow, **runs)
+    assert result.good_scales("float16") == [1.0, 2.0**4]
+    assert result.reference.window("float16").high >= 15
+    [sentence, _] = advise(result).sentences
+    assert sentence.startswith("Start the loss scale at 2^4: between 2^0 and 2^8 no gradient")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_mp
 from keras_mp.numerics import Histogram, Report, Row, Window
 from tests.common import once
 
@@ -107,3 +108,13 @@ def test_tensorboard(tmp_path):
     assert buckets[0, 0] == -40
     assert buckets[-1, 1] == -30
     assert buckets[:, 2].sum() == 10_000
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="no default writer"):
+        report(row()).to_tensorboard()
+
+
+@once
+@pytest.mark.parametrize("text", ["root:x:0", "[]", "{}", '{"rows": [{"histogram": {}}]}'])
+def test_another_file_is_no_report(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match="that `Report.to_json` wrote. Received: path="):
+        Report.from_json(tmp_path / "a.json")

@@ -125,3 +125,22 @@ def test_what_cannot_be_run_is_refused():
     with pytest.raises(KeyError, match="Expected one of the dtypes"):
         result["float16", 1.0]
     assert result.reference["output", "head"].histogram.total == 16
+    x, y = batch()
+    mse = K.losses.MeanSquaredError()
+    with pytest.raises(ValueError, match=r"values in it. Received: an input of the shape \(0,"):
+        what_if(model, x[:0], y[:0], loss=mse)
+    with pytest.raises(ValueError, match="nan in float32.* infinite values or NaN in x."):
+        what_if(model, x * np.nan, y, loss=mse)
+    with pytest.raises(ValueError, match="inf in float32.* infinite values or NaN in y."):
+        what_if(model, x, y + np.inf, loss=mse)
+    with pytest.raises(ValueError, match="pass a batch with another loss"):
+        what_if(model, x, y, loss=lambda y, p: tf.reduce_mean(p) * np.inf)
+
+
+def test_a_loss_by_name_and_one_dtype():
+    model, (x, y) = model_with_dropout(), batch()
+    named = what_if(model, x, y, loss="mse", dtypes="float16", scales=[1.0])
+    model.compile("sgd", "mse")
+    compiled = what_if(model, x, y, dtypes=["float16"], scales=[1.0])
+    assert named.dtypes == ["float16"]
+    assert named["float16", 1.0] == compiled["float16", 1.0]
