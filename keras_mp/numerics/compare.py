@@ -273,9 +273,13 @@ def _loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool
             weights = (compiled.get_compile_config() or {}).get("loss_weights")
             model.compile("sgd", loss=compiled_loss, loss_weights=weights)
         with_loss = model if getattr(model, "loss", None) else compiled
-        return lambda model, batch, prediction: with_loss.compute_loss(
-            batch.x, batch.y, prediction, batch.sample_weight
-        )
+
+        def compiled_value(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
+            del model
+            with runs.without_metrics(with_loss):
+                return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
+
+        return compiled_value
     return _signed_mean
 
 
@@ -300,6 +304,10 @@ def _run_at_a_good_scale(
     loss_scale: float | None,
 ) -> Run:
     scale = _first_scale(model) if loss_scale is None else float(loss_scale)
+    if not (1 <= scale < math.inf or loss_scale is None):
+        raise ValueError(
+            f"Expected a loss scale that is at least 1. Received: loss_scale={loss_scale!r}"
+        )
     while True:
         run = runs.run(
             model,

@@ -242,6 +242,33 @@ def test_weights_and_states_are_as_they_were():
     assert not tf.config.functions_run_eagerly()
 
 
+def test_metrics_are_as_they_were():
+    strategy = common.mirrored(2)
+    with strategy.scope():
+        inputs = tf.keras.Input([8])
+        outputs = {name: L.Dense(3, name=name)(inputs) for name in ("one", "two")}
+        model = tf.keras.Model(inputs, outputs)
+        model.compile("sgd", {"one": "mse", "two": "mse"})
+    x, y = batch()
+    labels = {"one": y, "two": y}
+    model.evaluate(x, labels, verbose=0)
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    before = [variable.numpy() for variable in variables]
+    assert any(before)
+    compare(model, x, labels, policy="mixed_float16")
+    record(model, x, labels)
+    assert [variable.numpy() for variable in variables] == before
+    model.evaluate(x, labels, verbose=0)
+    assert [variable.numpy() for variable in variables] == pytest.approx(before)
+
+
+def test_metrics_that_a_loss_makes_are_empty():
+    model = small_model()
+    compare(model, *batch(), policy="mixed_float16")
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    assert not any(variable.numpy() for variable in variables)
+
+
 def test_units_are_those_of_rounding():
     def off(x):
         return x * (1 + 100 * 2.0**-11) if x.dtype == tf.float16 else x
