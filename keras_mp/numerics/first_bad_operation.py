@@ -76,9 +76,8 @@ class Range:
         where = f" in {self.layer}" if self.layer else ""
         line = f", {self.line}" if self.line else ""
         bad = f", {self.bad:,} not finite" if self.bad else ""
-        return (
-            f"{self.operation}{where} ({self.dtype}{line}): {self.low:.3g} to {self.high:.3g}{bad}"
-        )
+        numbers = f"{self.low:.3g} to {self.high:.3g}" if self.low <= self.high else "none finite"
+        return f"{self.operation}{where} ({self.dtype}{line}): {numbers}{bad}"
 
 
 class NotFiniteError(ArithmeticError):
@@ -116,9 +115,10 @@ class NotFiniteError(ArithmeticError):
             f"The first operation whose result is not finite, in the {way} pass"
             f"{f' on {device}' if device else ''}:",
             f"  {operation}",
-            "Its inputs, from their smallest to their largest number:",
-            *(f"  {each}" for each in self.inputs),
         ]
+        if self.inputs:
+            lines += ["Its inputs, from their smallest to their largest number:"]
+            lines += [f"  {each}" for each in self.inputs]
         if self.history:
             lines += ["The layers before it, the last one last:"]
             lines += [f"  {each}" for each in self.history]
@@ -190,6 +190,7 @@ class FirstBadOperation:
 
     Raises:
         NotFiniteError: see above.
+        TypeError: something else was passed.
 
     Example:
 
@@ -208,6 +209,14 @@ class FirstBadOperation:
     """
 
     def __init__(self, *scaled: Any) -> None:
+        for each in scaled:
+            optimizer = getattr(each, "optimizer", each)
+            is_one = hasattr(optimizer, "apply_gradients") or hasattr(each, "loss_scale")
+            if not (is_one or isinstance(each, tf.keras.Model)):
+                raise TypeError(
+                    "Expected models, optimizers or `GradScaler`s, whose loss scale may fall. "
+                    f"Received: {each!r} (of type {type(each)})"
+                )
         self.planned = 0
         self._has_seen_any = False
         self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]

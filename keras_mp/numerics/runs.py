@@ -88,6 +88,8 @@ def run(
     def of_prediction(prediction: Any) -> tf.Tensor:
         return loss(model, batch, prediction)
 
+    of_prediction.kind = getattr(loss, "kind", LOSS)
+
     with as_it_was(model), tf.GradientTape() as tape:
         tape.watch(floating(batch.x))
         with watch.over(model):
@@ -314,7 +316,7 @@ def array(value: Any) -> np.ndarray:
 
 def kind_of(layer: Any) -> str:
     """What to call the class of what was called."""
-    return type(layer).__name__ if hasattr(layer, "call") else LOSS
+    return type(layer).__name__ if hasattr(layer, "call") else getattr(layer, "kind", LOSS)
 
 
 def dtype_of(call: Call) -> str:

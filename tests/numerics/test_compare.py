@@ -372,6 +372,14 @@ def test_records_are_kept_in_files_and_compared(tmp_path):
     assert after.layers[0].output.units == 0
 
 
+@common.once
+def test_records_of_different_losses_say_so():
+    model, (x, y) = small_model(), batch()
+    first = compare_records(record(model, x, y), record(model, x)).first
+    assert (first.path, first.direction) == ("loss", "forward")
+    assert first.what == "different losses: a loss, and a sum of the outputs in the reference"
+
+
 def test_a_record_of_something_else(tmp_path):
     np.savez(tmp_path / "other.npz", x=1)
     with pytest.raises(ValueError, match=r"Record.save wrote. Received: path='.*other.npz'"):

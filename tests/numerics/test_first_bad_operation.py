@@ -84,6 +84,24 @@ def test_bad_inputs_and_bad_weights_are_named_themselves():
 
 
 @common.once
+def test_what_is_not_known_is_not_shown():
+    step = tf.function(lambda x: x * 2)
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
+        step(tf.constant(math.nan))
+    assert "none finite, 1 not finite" in str(raised.value)
+    assert "Its inputs" not in str(raised.value)
+    assert " inf" not in str(raised.value)
+
+
+def test_what_it_can_watch_the_scale_of():
+    with pytest.raises(TypeError, match="Received: 'x'"):
+        FirstBadOperation("x")
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    model = tf.keras.Sequential([L.Dense(1)])
+    FirstBadOperation(optimizer, tf.keras.optimizers.SGD(), keras_mp.GradScaler(), model)
+
+
+@common.once
 def test_eager_code_stops_where_it_is_checked():
     with FirstBadOperation() as watch:
         x = tf.nn.softmax(tf.constant([-math.inf, 1.0]) * 2)
