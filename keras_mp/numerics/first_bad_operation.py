@@ -41,6 +41,9 @@ _ONLY_LOOKS = {
 # Classes of graphs. The gradient of a loop takes no variables but those of its forward pass.
 _LOOP, _GRADIENT_OF_LOOP = "WhileBodyFuncGraph", "_WhileBodyGradFuncGraph"
 
+# What brings arguments into a graph.
+_PASSED_IN = {"IteratorGetNext", "Placeholder"}
+
 # Results that are not finite where nothing is wrong: what the kernel keeps for the backward pass,
 # and what has no value yet.
 _NOT_LOOKED_AT = {"Empty", "EmptyTensorList", "TensorListReserve", "VarHandleOp"}
@@ -305,7 +308,9 @@ class FirstBadOperation:
             before = layers.pop(seen.layer, seen)
             layers[seen.layer] = max(before, seen, key=lambda each: max(-each.low, each.high))
         advice = ""
-        if row.is_gradient and not self._scales:
+        if row.is_given and row.operation in _PASSED_IN:
+            advice = "It was not finite already when it was passed in."
+        elif row.is_gradient and not self._scales:
             advice = (
                 "If a dynamic loss scale is to fall for it, pass the model or the optimizer to "
                 "FirstBadOperation, which then goes on."
@@ -384,7 +389,14 @@ class FirstBadOperation:
                 self._forward[name] = layer, place.line
             given = [v for v in inputs if v.dtype.is_floating and id(v) not in self._row_of]
             for value in given:
-                self._add(graph, value.op.type, layer, place, [value], [], is_given=True)
+                before = []
+                source = value.op.inputs[0] if value.op.type == "Cast" else None
+                if source is not None and source.op.type in _PASSED_IN and source.dtype.is_floating:
+                    # Was it the cast that overflowed, or was it not finite before?
+                    if id(source) not in self._row_of:
+                        self._add(graph, source.op.type, layer, place, [source], [], is_given=True)
+                    before = [self._row_of[id(source)]]
+                self._add(graph, value.op.type, layer, place, [value], before, is_given=True)
             known = [self._row_of[id(v)] for v in inputs if id(v) in self._row_of]
             self._add(graph, kind, layer, place, looked_at, known)
 

@@ -76,6 +76,16 @@ def test_bad_inputs_and_bad_weights_are_named_themselves():
     with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
         step(tf.constant(math.inf))
     assert raised.value.operation.operation == "Placeholder"
+    step = tf.function(lambda x: tf.cast(x, tf.float16) * 2)
+    passed_in = pytest.raises(NotFiniteError, match="not finite already when it was passed in")
+    with FirstBadOperation():
+        with passed_in as raised:
+            step(tf.constant(math.nan))
+        assert raised.value.operation.operation == "Placeholder"
+        with pytest.raises(NotFiniteError) as raised:
+            step(tf.constant(1e6))
+        assert raised.value.operation.operation == "Cast"
+        assert raised.value.inputs[0].high == 1e6
     step = tf.function(lambda x: x * 2 + weight)
     with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
         step(tf.constant(1.0))
