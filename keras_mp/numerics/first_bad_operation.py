@@ -274,14 +274,18 @@ class FirstBadOperation:
         scales = self._scales
         self._scales = [(scale, float(scale())) for scale, _ in scales]
         may_fall = any(before > scale.min_loss_scale for scale, before in scales)
-        for device, rows, values in self._take():
-            first = _first(rows, values)
-            if first is None:
-                continue
-            if rows[first].is_gradient and may_fall:
-                self.planned += 1
-                return
-            raise self._error(device, rows, values, first)
+        taken = [
+            (_first(rows, values), (device, rows, values)) for device, rows, values in self._take()
+        ]
+        found = [(first, rest) for first, rest in taken if first is not None]
+        if not found:
+            return
+        # What replicas have in common comes after what each of them has done.
+        first, (device, rows, values) = min(found, key=lambda each: each[0])
+        if rows[first].is_gradient and may_fall:
+            self.planned += 1
+            return
+        raise self._error(device, rows, values, first)
 
     def _take(self) -> Iterable[tuple[str, list[_Row], np.ndarray]]:
         with self._lock:
@@ -308,7 +312,7 @@ class FirstBadOperation:
             before = layers.pop(seen.layer, seen)
             layers[seen.layer] = max(before, seen, key=lambda each: max(-each.low, each.high))
         advice = ""
-        if row.is_given and row.operation in _PASSED_IN:
+        if row.operation in _PASSED_IN:
             advice = "It was not finite already when it was passed in."
         elif row.is_gradient and not self._scales:
             advice = (

@@ -200,6 +200,19 @@ def test_on_replicas():
     assert raised.value.operation.operation == "Exp"
 
 
+@common.once
+def test_fit_on_replicas_does_not_blame_what_they_have_in_common():
+    with common.mirrored(2).scope():
+        model = tf.keras.Sequential([tf.keras.Input([2]), L.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    x = np.ones([4, 2], "float32")
+    x[3] = math.inf
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
+        model.fit(x, np.zeros([4, 1]), batch_size=4, shuffle=False, verbose=0)
+    assert (raised.value.operation.operation, raised.value.operation.bad) == ("IteratorGetNext", 2)
+    assert "when it was passed in" in str(raised.value)
+
+
 class Norm(L.Layer):
     def call(self, x):
         return x / (tf.reduce_max(tf.abs(x), -1, keepdims=True) + tf.constant(1e-8, x.dtype))
