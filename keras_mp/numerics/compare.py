@@ -84,7 +84,8 @@ def compare(
         A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
 
     Raises:
-        ValueError: neither model computes in 16 bits, or the two do not call the same layers.
+        ValueError: neither model computes in 16 bits, the two do not call the same layers, there
+            are no samples, or numbers of the batch are not finite and so the loss is not either.
 
     Example:
 
@@ -109,6 +110,7 @@ def compare(
     ]
     run = _run_at_a_good_scale(narrow, batch, losses[0], step, numbers, training, loss_scale)
     other = runs.run(wide, batch, losses[1], step=step, numbers=numbers, training=training)
+    _check_finite(batch, other)
     if len(run.calls) != len(other.calls):
         raise ValueError(
             "The two models do not call the same layers. Expected "
@@ -183,6 +185,7 @@ def record(
     batch, numbers = _batch(x, y, sample_weight), RandomNumbers()
     value = _loss_of(model, model, batch, loss)
     run = _run_at_a_good_scale(model, batch, value, step, numbers, training, loss_scale)
+    _check_finite(batch, run)
     unit = max(unit_of(call) for call in run.calls)
     explained = whole_runs.explain_by_noise(model, batch, value, step, numbers, training, unit, run)
     return whole_runs.make_record(_describe(model), model, run, explained)
@@ -250,10 +253,32 @@ def _batch(x: Any, y: Any, sample_weight: Any) -> Batch:
     def tensor(value: Any) -> Any:
         return value if isinstance(value, tf.Tensor | tf.RaggedTensor) else tf.constant(value)
 
-    return Batch(
+    batch = Batch(
         *(None if each is None else tf.nest.map_structure(tensor, each) for each in (x, y)),
         sample_weight,
     )
+    for each in tf.nest.flatten(batch.x):
+        if isinstance(each, tf.Tensor) and each.shape.rank and each.shape[0] == 0:
+            raise ValueError(
+                "Without samples nothing can be compared. Expected a batch of at least one. "
+                f"Received: x of the shape {each.shape}"
+            )
+    return batch
+
+
+def _check_finite(batch: Batch, run: Run) -> None:
+    """A model may handle NaN in its inputs, so it is the loss that tells."""
+    if math.isfinite(run.loss):
+        return
+    for name, values in batch._asdict().items():
+        for each in runs.floating(values) if values is not None else []:
+            bad = int(np.count_nonzero(~np.isfinite(runs.array(each))))
+            if bad:
+                raise ValueError(
+                    "Nothing can be said about rounding where the loss is not finite since the "
+                    f"batch is not. Expected finite numbers. Received: {name} with {bad:,} of "
+                    f"{each.shape.num_elements():,} not finite"
+                )
 
 
 def _loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool = False) -> Loss:
@@ -273,9 +298,13 @@ def _loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool
             weights = (compiled.get_compile_config() or {}).get("loss_weights")
             model.compile("sgd", loss=compiled_loss, loss_weights=weights)
         with_loss = model if getattr(model, "loss", None) else compiled
-        return lambda model, batch, prediction: with_loss.compute_loss(
-            batch.x, batch.y, prediction, batch.sample_weight
-        )
+
+        def compiled_value(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
+            del model
+            with runs.without_metrics(with_loss):
+                return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
+
+        return compiled_value
     return _signed_mean
 
 
@@ -290,6 +319,10 @@ def _signed_mean(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
     return tf.add_n(parts)
 
 
+# Records of it and of a real loss are told apart.
+_signed_mean.kind = "sum of the outputs"
+
+
 def _run_at_a_good_scale(
     model: Any,
     batch: Batch,
@@ -300,6 +333,10 @@ def _run_at_a_good_scale(
     loss_scale: float | None,
 ) -> Run:
     scale = _first_scale(model) if loss_scale is None else float(loss_scale)
+    if not (1 <= scale < math.inf or loss_scale is None):
+        raise ValueError(
+            f"Expected a loss scale that is at least 1. Received: loss_scale={loss_scale!r}"
+        )
     while True:
         run = runs.run(
             model,
@@ -327,7 +364,10 @@ def _first_scale(model: Any) -> float:
 
 def _describe(model: Any) -> str:
     # A model that was loaded may have another policy than its layers.
-    dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)} & {*_NARROW}
+    # What a Sequential of Keras 3 makes when it is first called has the global policy.
+    hidden = tf.keras.Model | tf.keras.layers.InputLayer
+    layers = [each for each in keras_api.flatten_layers(model) if not isinstance(each, hidden)]
+    dtypes = {layer.compute_dtype for layer in layers} & {*_NARROW}
     has_its_own = not dtypes or model.compute_dtype in dtypes
     name = model.dtype_policy.name if has_its_own else " and ".join(sorted(dtypes))
     return f"{model.name} in {name}"

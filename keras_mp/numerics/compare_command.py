@@ -6,7 +6,10 @@ python -m keras_mp compare MODEL.keras BATCH.npz [--policy NAME] [--reference OT
 import argparse
 from collections.abc import Sequence
 
+import tensorflow as tf
+
 from keras_mp.numerics.command_line import (
+    FAILED,
     FOUND,
     SOUND,
     add_files,
@@ -26,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments of the command line; None for the process's own.
 
     Returns:
-        The exit status: 0 if rounding explains all differences, 1 if it does not.
+        The exit status: 0 if rounding explains all differences, 1 if it does not, 2 if the loss of
+        the reference is not finite, so that nothing can be said.
 
     Raises:
         SystemExit: an option or a file is wrong; its status is 2.
@@ -43,13 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             loss=options.loss,
             training=not options.inference,
         )
-    except (TypeError, ValueError) as error:
-        fail(str(error))
+    except (TypeError, ValueError, tf.errors.OpError) as error:
+        # Such as labels of another shape, which TensorFlow or the loss notices.
+        fail(f"{options.model} cannot be compared: {error}")
     print(comparison)
     if options.json:
         comparison.to_json(options.json)
     if options.picture:
         _draw(comparison, options.picture)
+    if not comparison.is_judged:
+        return FAILED
     return FOUND if comparison.findings else SOUND
 
 
@@ -58,7 +65,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m keras_mp compare",
         description="Runs a saved model in 16 bits and in float32, with the same weights and "
         "random numbers, forwards and backwards, and says which layers lose more than rounding "
-        "explains. The exit status is 0 if none does, 1 if one does, 2 if a file cannot be used.",
+        "explains. The exit status is 0 if none does, 1 if one does, 2 if a file cannot be used, "
+        "or if nothing can be said.",
     )
     add_files(parser)
     parser.add_argument(

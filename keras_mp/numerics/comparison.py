@@ -104,6 +104,18 @@ class Comparison:
         """The first layer that is further apart than rounding explains."""
         return self.findings[0] if self.findings else None
 
+    @property
+    def is_judged(self) -> bool:
+        """Is anything known? Not where the reference has no finite loss, unless there are findings.
+
+        Example:
+
+        >>> nan = float("nan")
+        >>> keras_mp.numerics.Comparison("16 bits", "float32", [], [], (nan, nan), 1.0).is_judged
+        False
+        """
+        return bool(self.findings) or math.isfinite(self.losses[1])
+
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
@@ -186,8 +198,10 @@ class Comparison:
             yield "Further apart than rounding explains:"
             for i, finding in enumerate(self.findings, 1):
                 yield f"{i}. {finding}"
-        else:
+        elif self.is_judged:
             yield "Rounding explains all differences."
+        else:
+            yield "Nothing can be said: the loss of the reference is not finite either."
         yield ""
         yield from _table(self.layers)
         yield ""

@@ -41,6 +41,9 @@ _ONLY_LOOKS = {
 # Classes of graphs. The gradient of a loop takes no variables but those of its forward pass.
 _LOOP, _GRADIENT_OF_LOOP = "WhileBodyFuncGraph", "_WhileBodyGradFuncGraph"
 
+# What brings arguments into a graph.
+_PASSED_IN = {"IteratorGetNext", "Placeholder"}
+
 # Results that are not finite where nothing is wrong: what the kernel keeps for the backward pass,
 # and what has no value yet.
 _NOT_LOOKED_AT = {"Empty", "EmptyTensorList", "TensorListReserve", "VarHandleOp"}
@@ -76,9 +79,8 @@ class Range:
         where = f" in {self.layer}" if self.layer else ""
         line = f", {self.line}" if self.line else ""
         bad = f", {self.bad:,} not finite" if self.bad else ""
-        return (
-            f"{self.operation}{where} ({self.dtype}{line}): {self.low:.3g} to {self.high:.3g}{bad}"
-        )
+        numbers = f"{self.low:.3g} to {self.high:.3g}" if self.low <= self.high else "none finite"
+        return f"{self.operation}{where} ({self.dtype}{line}): {numbers}{bad}"
 
 
 class NotFiniteError(ArithmeticError):
@@ -116,9 +118,10 @@ class NotFiniteError(ArithmeticError):
             f"The first operation whose result is not finite, in the {way} pass"
             f"{f' on {device}' if device else ''}:",
             f"  {operation}",
-            "Its inputs, from their smallest to their largest number:",
-            *(f"  {each}" for each in self.inputs),
         ]
+        if self.inputs:
+            lines += ["Its inputs, from their smallest to their largest number:"]
+            lines += [f"  {each}" for each in self.inputs]
         if self.history:
             lines += ["The layers before it, the last one last:"]
             lines += [f"  {each}" for each in self.history]
@@ -190,6 +193,7 @@ class FirstBadOperation:
 
     Raises:
         NotFiniteError: see above.
+        TypeError: something else was passed.
 
     Example:
 
@@ -208,6 +212,14 @@ class FirstBadOperation:
     """
 
     def __init__(self, *scaled: Any) -> None:
+        for each in scaled:
+            optimizer = getattr(each, "optimizer", each)
+            is_one = hasattr(optimizer, "apply_gradients") or hasattr(each, "loss_scale")
+            if not (is_one or isinstance(each, tf.keras.Model)):
+                raise TypeError(
+                    "Expected models, optimizers or `GradScaler`s, whose loss scale may fall. "
+                    f"Received: {each!r} (of type {type(each)})"
+                )
         self.planned = 0
         self._has_seen_any = False
         self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]
@@ -262,14 +274,18 @@ class FirstBadOperation:
         scales = self._scales
         self._scales = [(scale, float(scale())) for scale, _ in scales]
         may_fall = any(before > scale.min_loss_scale for scale, before in scales)
-        for device, rows, values in self._take():
-            first = _first(rows, values)
-            if first is None:
-                continue
-            if rows[first].is_gradient and may_fall:
-                self.planned += 1
-                return
-            raise self._error(device, rows, values, first)
+        taken = [
+            (_first(rows, values), (device, rows, values)) for device, rows, values in self._take()
+        ]
+        found = [(first, rest) for first, rest in taken if first is not None]
+        if not found:
+            return
+        # What replicas have in common comes after what each of them has done.
+        first, (device, rows, values) = min(found, key=lambda each: each[0])
+        if rows[first].is_gradient and may_fall:
+            self.planned += 1
+            return
+        raise self._error(device, rows, values, first)
 
     def _take(self) -> Iterable[tuple[str, list[_Row], np.ndarray]]:
         with self._lock:
@@ -296,7 +312,9 @@ class FirstBadOperation:
             before = layers.pop(seen.layer, seen)
             layers[seen.layer] = max(before, seen, key=lambda each: max(-each.low, each.high))
         advice = ""
-        if row.is_gradient and not self._scales:
+        if row.operation in _PASSED_IN:
+            advice = "It was not finite already when it was passed in."
+        elif row.is_gradient and not self._scales:
             advice = (
                 "If a dynamic loss scale is to fall for it, pass the model or the optimizer to "
                 "FirstBadOperation, which then goes on."
@@ -375,7 +393,14 @@ class FirstBadOperation:
                 self._forward[name] = layer, place.line
             given = [v for v in inputs if v.dtype.is_floating and id(v) not in self._row_of]
             for value in given:
-                self._add(graph, value.op.type, layer, place, [value], [], is_given=True)
+                before = []
+                source = value.op.inputs[0] if value.op.type == "Cast" else None
+                if source is not None and source.op.type in _PASSED_IN and source.dtype.is_floating:
+                    # Was it the cast that overflowed, or was it not finite before?
+                    if id(source) not in self._row_of:
+                        self._add(graph, source.op.type, layer, place, [source], [], is_given=True)
+                    before = [self._row_of[id(source)]]
+                self._add(graph, value.op.type, layer, place, [value], before, is_given=True)
             known = [self._row_of[id(v)] for v in inputs if id(v) in self._row_of]
             self._add(graph, kind, layer, place, looked_at, known)
 

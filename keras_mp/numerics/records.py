@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import zipfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -125,13 +126,17 @@ class Record:
         Raises:
             ValueError: it is another file.
         """
+        other = ValueError(
+            "Expected a file that keras_mp.numerics.Record.save wrote. "
+            f"Received: path={os.fspath(path)!r}"
+        )
+        if not zipfile.is_zipfile(path):
+            os.stat(path)  # Is there any?
+            raise other
         with np.load(path, allow_pickle=False) as file:
             described = json.loads(str(file["description"])) if "description" in file else {}
             if described.pop("format", None) != _FORMAT:
-                raise ValueError(
-                    "Expected a file that keras_mp.numerics.Record.save wrote. "
-                    f"Received: path={os.fspath(path)!r}"
-                )
+                raise other
             for i, layer in enumerate(described["layers"]):
                 for side in ("forward", "backward"):
                     layer[side] = {

@@ -88,6 +88,8 @@ def run(
     def of_prediction(prediction: Any) -> tf.Tensor:
         return loss(model, batch, prediction)
 
+    of_prediction.kind = getattr(loss, "kind", LOSS)
+
     with as_it_was(model), tf.GradientTape() as tape:
         tape.watch(floating(batch.x))
         with watch.over(model):
@@ -96,6 +98,7 @@ def run(
             else:
                 prediction = model(batch.x, training=training)
                 value = watch.run(LOSS, of_prediction, of_prediction, prediction)
+        _check_loss(value, LOSS if step is None else "step")
         scaled = tf.cast(value, tf.float32) * loss_scale
         weights = named_weights(model)
         outputs = [floating(call.outputs) for call in watch.calls]
@@ -108,6 +111,15 @@ def run(
         float(value),
         loss_scale,
     )
+
+
+def _check_loss(value: Any, name: str) -> None:
+    if not isinstance(value, tf.Tensor | tf.Variable) or value.shape.rank != 0:
+        shape = f", of the shape {value.shape}" if hasattr(value, "shape") else ""
+        raise ValueError(
+            f"Expected `{name}` to return the loss, a scalar tensor. "
+            f"Received: {type(value).__name__}{shape}"
+        )
 
 
 class Replay(NamedTuple):
@@ -199,11 +211,42 @@ def as_it_was(layer: Any) -> Iterator[None]:
     variables = list(getattr(layer, "variables", ()))
     before = [(variable, variable.numpy()) for variable in variables if hasattr(variable, "assign")]
     try:
-        yield
+        with without_metrics(layer):
+            yield
     finally:
         for variable, value in before:
             if not np.array_equal(variable.numpy(), value, equal_nan=value.dtype.kind == "f"):
                 variable.assign(value)
+
+
+@contextlib.contextmanager
+def without_metrics(model: Any) -> Iterator[None]:
+    """Leaves the metrics of a model or layer as they are, whatever the block shows them.
+
+    To compute the loss that a model is compiled with updates some of them, which fails outside of
+    replicas if they belong to a strategy with several.
+    """
+    metrics = list(getattr(model, "metrics", ()))
+    own = [vars(metric).get("update_state") for metric in metrics]
+    for metric in metrics:
+        vars(metric)["update_state"] = _ignore
+    try:
+        yield
+    finally:
+        for metric, update in zip(metrics, own):
+            if update is None:
+                del vars(metric)["update_state"]
+            else:
+                vars(metric)["update_state"] = update
+        # The first time that a loss is computed, its metrics are made.
+        known = {id(metric) for metric in metrics}
+        for metric in getattr(model, "metrics", ()):
+            if id(metric) not in known:
+                metric.reset_state()
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
 
 
 class Noise:
@@ -273,7 +316,7 @@ def array(value: Any) -> np.ndarray:
 
 def kind_of(layer: Any) -> str:
     """What to call the class of what was called."""
-    return type(layer).__name__ if hasattr(layer, "call") else LOSS
+    return type(layer).__name__ if hasattr(layer, "call") else getattr(layer, "kind", LOSS)
 
 
 def dtype_of(call: Call) -> str:

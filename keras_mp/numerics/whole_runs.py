@@ -144,6 +144,8 @@ def compare_layers(
                 name = next(name for name in found if found[name] is distance)
                 quantities = getattr(layer, side)[name], getattr(other, side)[name]
                 what = _what(*quantities, layer.dtype, _title(side, name))
+                if layer.path == runs.LOSS and layer.kind != other.kind:
+                    what = f"different losses: a {layer.kind}, and a {other.kind} in the reference"
                 too_far[side].append(Finding(layer.path, layer.kind, side, what, None, distance))
         rows.append(ComparedLayer(layer.path, layer.kind, layer.dtype, *distances.values()))
     first = too_far["forward"][:1] or too_far["backward"][-1:]

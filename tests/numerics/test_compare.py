@@ -242,6 +242,33 @@ def test_weights_and_states_are_as_they_were():
     assert not tf.config.functions_run_eagerly()
 
 
+def test_metrics_are_as_they_were():
+    strategy = common.mirrored(2)
+    with strategy.scope():
+        inputs = tf.keras.Input([8])
+        outputs = {name: L.Dense(3, name=name)(inputs) for name in ("one", "two")}
+        model = tf.keras.Model(inputs, outputs)
+        model.compile("sgd", {"one": "mse", "two": "mse"})
+    x, y = batch()
+    labels = {"one": y, "two": y}
+    model.evaluate(x, labels, verbose=0)
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    before = [variable.numpy() for variable in variables]
+    assert any(before)
+    compare(model, x, labels, policy="mixed_float16")
+    record(model, x, labels)
+    assert [variable.numpy() for variable in variables] == before
+    model.evaluate(x, labels, verbose=0)
+    assert [variable.numpy() for variable in variables] == pytest.approx(before)
+
+
+def test_metrics_that_a_loss_makes_are_empty():
+    model = small_model()
+    compare(model, *batch(), policy="mixed_float16")
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    assert not any(variable.numpy() for variable in variables)
+
+
 def test_units_are_those_of_rounding():
     def off(x):
         return x * (1 + 100 * 2.0**-11) if x.dtype == tf.float16 else x
@@ -345,10 +372,25 @@ def test_records_are_kept_in_files_and_compared(tmp_path):
     assert after.layers[0].output.units == 0
 
 
+@common.once
+def test_records_of_different_losses_say_so():
+    model, (x, y) = small_model(), batch()
+    first = compare_records(record(model, x, y), record(model, x)).first
+    assert (first.path, first.direction) == ("loss", "forward")
+    assert first.what == "different losses: a loss, and a sum of the outputs in the reference"
+
+
 def test_a_record_of_something_else(tmp_path):
     np.savez(tmp_path / "other.npz", x=1)
     with pytest.raises(ValueError, match=r"Record.save wrote. Received: path='.*other.npz'"):
         keras_mp.numerics.Record.load(tmp_path / "other.npz")
+    (tmp_path / "text.npz").write_text("no archive")
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04")
+    (tmp_path / "empty.npz").touch()
+    np.save(tmp_path / "array.npy", np.ones(3))
+    for name in ("text.npz", "broken.npz", "empty.npz", "array.npy"):
+        with pytest.raises(ValueError, match=f"Record.save wrote. Received: path='.*{name}'"):
+            keras_mp.numerics.Record.load(tmp_path / name)
     one = record(small_model(), *batch())
     with pytest.raises(ValueError, match=r"ends with '.npz'. Received: path='a.json'"):
         one.save("a.json")
@@ -377,6 +419,42 @@ def test_what_cannot_be_compared():
         compare(small_model(), *batch())
     with pytest.raises(ValueError, match="do not call the same layers"):
         compare(small_model(), *batch(), policy="mixed_float16", reference=small_model(L.ReLU()))
+
+
+def test_what_a_step_and_a_scale_have_to_be():
+    model, (x, y) = small_model(), batch()
+    for step, what in ((lambda *_: None, "NoneType"), (lambda m, x, y: m(x), r".*shape \(16, 3\)")):
+        with pytest.raises(ValueError, match=f"`step` to return the loss.* Received: {what}"):
+            compare(model, x, y, policy="mixed_float16", step=step)
+    for scale in (0.0, 0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"at least 1. Received: loss_scale={scale}"):
+            record(model, x, y, loss_scale=scale)
+
+
+def test_nothing_is_said_of_what_is_not_finite():
+    model, (x, y) = small_model(), batch()
+    with pytest.raises(ValueError, match=r"Received: x of the shape \(0, 8\)"):
+        compare(model, x[:0], y[:0], policy="mixed_float16")
+    for bad in ((x * math.nan, y), (x, y + math.inf)):
+        with pytest.raises(ValueError, match=r"Received: (x with 128 of 128|y with 48 of 48) not"):
+            compare(model, *bad, policy="mixed_float16")
+    # It handles them.
+    keep = Planted(lambda x: tf.where(tf.math.is_nan(x), tf.zeros_like(x), x), name="keep")
+    handling = tf.keras.Sequential([tf.keras.Input([8]), keep, L.Dense(3)])
+    handling.compile("sgd", "mse")
+    assert compare(handling, x * math.nan, y, policy="mixed_float16").is_judged
+    model.layers[0].set_weights([weight * math.nan for weight in model.layers[0].get_weights()])
+    comparison = compare(model, x, y, policy="mixed_float16")
+    assert not comparison.is_judged
+    assert "Nothing can be said" in str(comparison)
+
+
+@common.once
+def test_a_model_without_weights_yet_has_the_dtype_of_its_layers():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = tf.keras.Sequential([L.Dense(2)], name="model")
+        comparison = compare(model, batch()[0])
+    assert comparison.reference == "model in float32"
 
 
 def test_the_command(tmp_path, capsys):
@@ -412,6 +490,13 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
             main(["compare", *arguments])
         assert raised.value.code == 2
         assert message in capsys.readouterr().err
+    inputs = np.ones([16, 8], "float32")
+    for labels in (np.zeros([5, 3]), np.full([16, 3], math.nan)):
+        np.savez(tmp_path / "batch.npz", x=inputs, y=labels)
+        with pytest.raises(SystemExit) as raised:
+            main(["compare", model, data, "--policy", "mixed_float16"])
+        assert raised.value.code == 2
+        assert "model.keras cannot be compared: " in capsys.readouterr().err
     np.savez(tmp_path / "batch.npz", **{"x.a": [1.0], "x.b": [2.0], "y": [0.0]})
     batch = keras_mp.numerics.command_line.load_batch(data)
     assert (sorted(batch["x"]), batch["y"].tolist()) == (["a", "b"], [0.0])

@@ -76,11 +76,39 @@ def test_bad_inputs_and_bad_weights_are_named_themselves():
     with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
         step(tf.constant(math.inf))
     assert raised.value.operation.operation == "Placeholder"
+    step = tf.function(lambda x: tf.cast(x, tf.float16) * 2)
+    passed_in = pytest.raises(NotFiniteError, match="not finite already when it was passed in")
+    with FirstBadOperation():
+        with passed_in as raised:
+            step(tf.constant(math.nan))
+        assert raised.value.operation.operation == "Placeholder"
+        with pytest.raises(NotFiniteError) as raised:
+            step(tf.constant(1e6))
+        assert raised.value.operation.operation == "Cast"
+        assert raised.value.inputs[0].high == 1e6
     step = tf.function(lambda x: x * 2 + weight)
     with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
         step(tf.constant(1.0))
     assert raised.value.operation.operation == "ReadVariableOp"
     assert raised.value.operation.bad == 1
+
+
+@common.once
+def test_what_is_not_known_is_not_shown():
+    step = tf.function(lambda x: x * 2)
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
+        step(tf.constant(math.nan))
+    assert "none finite, 1 not finite" in str(raised.value)
+    assert "Its inputs" not in str(raised.value)
+    assert " inf" not in str(raised.value)
+
+
+def test_what_it_can_watch_the_scale_of():
+    with pytest.raises(TypeError, match="Received: 'x'"):
+        FirstBadOperation("x")
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    model = tf.keras.Sequential([L.Dense(1)])
+    FirstBadOperation(optimizer, tf.keras.optimizers.SGD(), keras_mp.GradScaler(), model)
 
 
 @common.once
@@ -170,6 +198,19 @@ def test_on_replicas():
         both()
     assert raised.value.device.endswith("CPU:1")
     assert raised.value.operation.operation == "Exp"
+
+
+@common.once
+def test_fit_on_replicas_does_not_blame_what_they_have_in_common():
+    with common.mirrored(2).scope():
+        model = tf.keras.Sequential([tf.keras.Input([2]), L.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    x = np.ones([4, 2], "float32")
+    x[3] = math.inf
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
+        model.fit(x, np.zeros([4, 1]), batch_size=4, shuffle=False, verbose=0)
+    assert (raised.value.operation.operation, raised.value.operation.bad) == ("IteratorGetNext", 2)
+    assert "when it was passed in" in str(raised.value)
 
 
 class Norm(L.Layer):
