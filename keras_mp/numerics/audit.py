@@ -116,15 +116,16 @@ def _policy_of(model: Any) -> str:
 
 def _findings(model: Any, batch: traces.Batch) -> Iterator[Finding]:
     traced: list[list[Suspect]] = []
+    scopes: dict[str, str] = {}
 
     def look(result: Any) -> Any:
-        seen = Look(model, batch, result)
+        seen = Look(model, batch, result, scopes)
         suspects = [suspect for hazard in hazards.HAZARDS for suspect in hazard(seen)]
         # A function that makes variables is traced twice, and it is the last one that is returned.
         traced.append(suspects)
         return [list(suspect.measured) for suspect in suspects]
 
-    step = traces.step_of(model, batch, look)
+    step = traces.step_of(model, batch, scopes, look)
     measured = _run_and_restore(step, batch)
     said = set()
     for suspect, values in zip(traced[-1], measured, strict=True):

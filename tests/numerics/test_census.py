@@ -276,6 +276,22 @@ def test_a_recurrent_layer_is_counted_for_each_step():
     assert census(model, tf.ones([2, 7, 3])).traced.work() == {"float32": (7 + 1) * step}
 
 
+def test_work_belongs_to_its_layer_whatever_keras_calls_them():
+    inner = K.Sequential([K.Input([8]), L.Dense(16, name="dense"), L.Dense(8, name="dense_1")])
+    layers = [inner, L.Dense(32, name="dense"), L.Dense(4, name="dense_1")]
+    model = K.Sequential([K.Input([8]), *layers, L.Dense(2, name="dense_2")])
+    by_layer = Counter()
+    for each in census(model, tf.ones([2, 8])).optimized.operations:
+        by_layer[each.layer] += each.work
+    assert {path: work for path, work in by_layer.items() if work} == {
+        f"{inner.name}/dense": 2 * 2 * 8 * 16,
+        f"{inner.name}/dense_1": 2 * 2 * 16 * 8,
+        "dense": 2 * 2 * 8 * 32,
+        "dense_1": 2 * 2 * 32 * 4,
+        "dense_2": 2 * 2 * 4 * 2,
+    }
+
+
 @once
 def test_what_cannot_be_counted_is_refused():
     with pytest.raises(TypeError, match="Expected a batch after the model"):
