@@ -125,6 +125,17 @@ def test_calls_loops_and_branches():
 
 
 @once
+def test_a_loop_over_a_range():
+    @tf.function
+    def loop(x):
+        for _ in tf.range(1, 10, 2):
+            x = x @ x
+        return x
+
+    assert census(loop, tf.TensorSpec([4, 4])).traced.work() == {"float32": 5 * 2 * 4**3}
+
+
+@once
 def test_what_xla_compiles_is_shown_as_traced():
     found = census(tf.function(lambda x: x @ x, jit_compile=True), tf.TensorSpec([4, 4]))
     assert found.optimized is None
