@@ -463,6 +463,27 @@ def test_what_is_no_model_is_refused():
         audit(classifier(dense(16)), (X, X, X, X))
 
 
+def test_a_batch_that_cannot_be_audited_is_refused():
+    model = classifier(dense())
+    dataset = tf.data.Dataset.from_tensors((X, CLASSES))
+    for batch, error, message in (
+        (None, TypeError, "Expected a batch"),
+        (dataset, TypeError, "next"),
+        ([X, CLASSES], ValueError, "pass a tuple"),
+        ((X[:0], CLASSES[:0]), ValueError, "empty"),
+    ):
+        with pytest.raises(error, match=message):
+            audit(model, batch)
+
+
+def test_a_batch_that_is_not_finite():
+    x = X.copy()
+    x[3, 4] = np.nan
+    finding = found(classifier(dense()), (x, CLASSES))["a batch that is not finite"]
+    assert finding.where == "the batch's x"
+    assert finding.why.startswith("1 of its numbers")
+
+
 def test_other_errors_are_left_alone():
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
         audit(classifier(dense(16)), (X[:, :3], CLASSES))
