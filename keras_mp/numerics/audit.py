@@ -79,8 +79,9 @@ def audit(model: Any, batch: Any) -> Audit:
         `Audit`. Its `findings` are empty if nothing was found.
 
     Raises:
-        TypeError: `model` is not a model of `tf.keras`.
-        ValueError: the batch is a tuple of another length.
+        TypeError: `model` is not a model of `tf.keras`, or the batch is None or a dataset.
+        ValueError: the batch is a tuple of another length, has no rows, or is a list with more or
+            fewer parts than the model has inputs.
 
     Example:
 
@@ -96,15 +97,48 @@ def audit(model: Any, batch: Any) -> Audit:
         raise TypeError(
             f"Expected a model of `tf.keras`. Received: model={model!r} (of type {type(model)})"
         )
+    _check_batch(model, batch)
     batch = traces.batch_of(batch)
     try:
-        findings = tuple(_findings(model, batch))
+        findings = (*_not_finite(batch), *_findings(model, batch))
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         finding = _finding_of_error(error)
         if finding is None:
             raise
         findings = (finding,)
     return Audit(model.name, _policy_of(model), findings)
+
+
+def _check_batch(model: Any, batch: Any) -> None:
+    x = batch[0] if isinstance(batch, tuple) and batch else batch
+    if x is None or isinstance(x, tf.data.Dataset):
+        raise TypeError(
+            "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight); of a dataset, "
+            f"next(iter(dataset)). Received: {type(x)}"
+        )
+    inputs = getattr(model, "inputs", None)
+    if isinstance(x, list) and inputs and len(x) != len(inputs):
+        raise ValueError(
+            f"A list is x, with one array for each input, of which {model.name!r} has "
+            f"{len(inputs)}. Received a list of {len(x)}. For x and y, pass a tuple (x, y)."
+        )
+    if any(np.size(part) == 0 for part in tf.nest.flatten(x)):
+        raise ValueError("Expected a batch with rows. Received an x that is empty.")
+
+
+def _not_finite(batch: traces.Batch) -> Iterator[Finding]:
+    for name, part in zip(batch._fields, batch):
+        tensors = [t for t in tf.nest.flatten(part) if t is not None and t.dtype.is_floating]
+        number = sum(int(tf.math.count_nonzero(~tf.math.is_finite(t))) for t in tensors)
+        if number:
+            yield Finding(
+                "a batch that is not finite",
+                f"the batch's {name}",
+                None,
+                f"{number:,} of its numbers are NaN or infinite, and so is what is computed of "
+                "them, in float32 as well.",
+                "Clean the data, or audit with another batch.",
+            )
 
 
 def _policy_of(model: Any) -> str:
@@ -116,15 +150,16 @@ def _policy_of(model: Any) -> str:
 
 def _findings(model: Any, batch: traces.Batch) -> Iterator[Finding]:
     traced: list[list[Suspect]] = []
+    scopes: dict[str, str] = {}
 
     def look(result: Any) -> Any:
-        seen = Look(model, batch, result)
+        seen = Look(model, batch, result, scopes)
         suspects = [suspect for hazard in hazards.HAZARDS for suspect in hazard(seen)]
         # A function that makes variables is traced twice, and it is the last one that is returned.
         traced.append(suspects)
         return [list(suspect.measured) for suspect in suspects]
 
-    step = traces.step_of(model, batch, look)
+    step = traces.step_of(model, batch, scopes, look)
     measured = _run_and_restore(step, batch)
     said = set()
     for suspect, values in zip(traced[-1], measured, strict=True):

@@ -217,7 +217,7 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
     >>> keras_mp.numerics.census(model, tf.ones([2, 8])).traced.work()
     {'float32': 128}
     """
-    model = None
+    model, scopes = None, {}
     if isinstance(function, tf.keras.Model):
         model = function
         if len(args) != 1 or kwargs:
@@ -225,18 +225,18 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
                 "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
                 f"Received {len(args)} positional and {len(kwargs)} other arguments."
             )
-        concrete = traces.step_of(model, traces.batch_of(args[0]))
+        concrete = traces.step_of(model, traces.batch_of(args[0]), scopes)
         step = "the training step" if traces.trains(model) else "the forward pass"
         name = f"{step} of {model.name!r}"
     else:
         concrete = traces.function_of(function, *args, **kwargs)
         name = getattr(function, "__name__", concrete.name)
-    return _census(concrete, name, model)
+    return _census(concrete, name, model, scopes)
 
 
-def _census(concrete: Any, name: str, model: Any) -> Census:
+def _census(concrete: Any, name: str, model: Any, scopes: dict[str, str]) -> Census:
     meta = rewrites.of_function(concrete, shapes=True)
-    reader = _Reader(concrete, model)
+    reader = _Reader(concrete, model, scopes)
     traced_nodes = graphs.walk(meta.graph_def)
     traced = reader.read(traced_nodes)
     if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
@@ -254,11 +254,12 @@ class _Reader:
     Args:
         concrete: `ConcreteFunction`.
         model: the model whose step it is, or None.
+        scopes: in which scopes its layers were called.
     """
 
-    def __init__(self, concrete: Any, model: Any) -> None:
+    def __init__(self, concrete: Any, model: Any, scopes: dict[str, str]) -> None:
         self._made = {op.name: op for op in concrete.graph.get_operations()}
-        self._layers, self._is_model = origins.Layers(model), model is not None
+        self._layers, self._is_model = origins.Layers(model, scopes), model is not None
         self._is_autocast = any(_is_autocast(name) for name in self._made)
         # A kernel in the graph that was rewritten, and in which dtype it was before.
         self._before: dict[str, str] = {}

@@ -45,7 +45,7 @@ def turns(
 
 
 def _limit(condition: Any, body: Any, given: list[Any]) -> Any:
-    """How often a loop turns that goes on while what counts up by 1 is below a limit."""
+    """How often a loop turns that goes on while what counts up is below a limit."""
     arguments = [arg.name for arg in condition.signature.input_arg]
     constants = {node.name: node for node in condition.node_def if node.op == "Const"}
     for node in condition.node_def:
@@ -60,25 +60,34 @@ def _limit(condition: Any, body: Any, given: list[Any]) -> Any:
         else:
             end = given[arguments.index(limit)] if limit in arguments else None
         # The loop's own counter, which is the first, is compared with its largest number.
-        if index and end is not None and given[index] is not None and _counts_up(body, index):
-            return end - given[index]
+        if index and end is not None and given[index] is not None:
+            step = _step(body, index, given)
+            if step is not None and np.ndim(step) == 0 and step > 0:
+                return np.ceil((end - given[index]) / step)
     return None
 
 
-def _counts_up(body: Any, index: int) -> bool:
-    """Is a value of a loop 1 more after a turn?"""
+def _step(body: Any, index: int, given: list[Any]) -> Any:
+    """By how much a value of a loop is more after a turn, or None if that is not known."""
     nodes = {node.name: node for node in body.node_def}
     argument = body.signature.input_arg[index].name
     source = body.ret[body.signature.output_arg[index].name].split(":")[0]
     while source in nodes and nodes[source].op == "Identity":
         source = nodes[source].input[0].split(":")[0]
     if source not in nodes or nodes[source].op not in ("Add", "AddV2"):
-        return False
+        return None
     added = [each.split(":")[0] for each in nodes[source].input[:2]]
-    steps = [nodes[each] for each in added if each in nodes and nodes[each].op == "Const"]
-    return argument in added and any(
-        tf.make_ndarray(step.attr["value"].tensor) == 1 for step in steps
-    )
+    if argument not in added:
+        return None
+    step = added[1 - added.index(argument)]
+    if step in nodes:
+        is_known = nodes[step].op == "Const"
+        return tf.make_ndarray(nodes[step].attr["value"].tensor) if is_known else None
+    arguments = [arg.name for arg in body.signature.input_arg]
+    at = arguments.index(step)
+    # `tf.range` hands its step around, unchanged.
+    is_same = body.ret[body.signature.output_arg[at].name] == step
+    return given[at] if is_same else None
 
 
 def _element(proto: Any, values: Any, begin: Any, *_: Any) -> Any:

@@ -2,15 +2,11 @@
 
 import functools
 import os
-import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from keras_mp import keras_api
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.support import messages
 
@@ -28,57 +24,54 @@ _LIKE_TENSORFLOW = tuple(os.path.join("src", each) + os.sep for each in ("ops", 
 class Layers:
     """Finds the layer that an operation belongs to, by the scopes in its name.
 
+    What a layer is called does not tell its scope: Keras 3 enters "dense_1" for a layer "dense"
+    whose name is taken in the graph. So the scopes are those that were seen in calls.
+
     Args:
         model: a model of `tf.keras`, or None for functions of other code, which have no layers.
+        scopes: dict of scopes and of the paths of the layers whose calls ran in them, as
+            `traces.step_of` notes them.
     """
 
-    def __init__(self, model: Any = None) -> None:
-        self._model = model
-        paths = {} if model is None else layers_by_path(model)
-        self._names = {id(layer): path for path, layer in paths.items()}
-        self._children: dict[int, dict[str, Any]] = {}
+    def __init__(self, model: Any = None, scopes: Mapping[str, str] | None = None) -> None:
+        self._layers = {} if model is None else {"": model, **layers_by_path(model)}
+        self._scopes = scopes or {}
         self._paths: dict[str, tuple[tuple[str, Any], ...]] = {}
 
     def path(self, name: str) -> tuple[tuple[str, Any], ...]:
-        """Returns the layers around an operation, the outermost first, each with its name.
+        """Returns the layers around an operation, the outermost first, each with its path.
 
         Args:
             name: str. The operation's name; one of the backward pass has its layer's name in it.
         """
         scopes = name.rpartition("/")[0]
         if scopes not in self._paths:
-            self._paths[scopes] = tuple(self._find(scopes.split("/")))
+            self._paths[scopes] = self._find(scopes)
         return self._paths[scopes]
 
-    def _find(self, scopes: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        current = self._model
-        for scope in scopes if current is not None else ():
-            children = self._inside(current)
-            # A scope that is entered again gets a number.
-            child = children.get(scope) or children.get(re.sub(r"_\d+$", "", scope))
-            if child is not None:
-                yield child.name, child
-                current = child
+    def _find(self, scopes: str) -> tuple[tuple[str, Any], ...]:
+        parts = [part for part in scopes.split("/") if part != _GRADIENT]
+        # Grappler puts names of its own before that which an operation had.
+        known = [
+            tuple(
+                self._scopes[scope]
+                for end in range(start + 1, len(parts) + 1)
+                if (scope := "/".join(parts[start:end])) in self._scopes
+            )
+            for start in range(len(parts))
+        ]
+        around = dict.fromkeys(max(known, key=len, default=()))
+        return tuple((path, self._layers[path]) for path in around if path in self._layers and path)
 
     def name(self, name: str) -> str:
         """Returns the path of the layer of an operation, such as "encoder/dense"; "" for none."""
         path = self.path(name)
-        if not path:
-            return ""
-        return self._names.get(id(path[-1][1]), "/".join(layer for layer, _ in path))
+        return path[-1][0] if path else ""
 
     def layer(self, name: str) -> Any:
         """Returns the innermost layer of an operation, or None."""
         path = self.path(name)
         return path[-1][1] if path else None
-
-    def _inside(self, layer: Any) -> dict[str, Any]:
-        if id(layer) not in self._children:
-            inside = list(keras_api.layers_inside(layer))
-            if isinstance(layer, tf.keras.Model):
-                inside += [each for each in layer.layers if each not in inside]
-            self._children[id(layer)] = {child.name: child for child in inside}
-        return self._children[id(layer)]
 
 
 def is_of_backward_pass(name: str) -> bool:

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.layer_paths import layers_by_path
+from keras_mp.numerics import watching
+
 _OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
 
 
@@ -68,7 +71,12 @@ def trains(model: Any) -> bool:
     return getattr(model, "optimizer", None) is not None
 
 
-def step_of(model: Any, batch: Batch, look: Callable[[Any], Any] | None = None) -> Any:
+def step_of(
+    model: Any,
+    batch: Batch,
+    scopes: dict[str, str],
+    look: Callable[[Any], Any] | None = None,
+) -> Any:
     """Traces the training step of a compiled model, or the forward pass of another one.
 
     It is the model's own `train_step`, under its strategy, without XLA. Nothing runs; weights and
@@ -77,6 +85,8 @@ def step_of(model: Any, batch: Batch, look: Callable[[Any], Any] | None = None) 
     Args:
         model: a model of `tf.keras`.
         batch: Batch.
+        scopes: filled with the scopes of the graph in which layers are called, each with the path
+            of the layer, which is "" for the model.
         look: called in the graph, with what the step returns, when the step is complete. What it
             returns is what the function returns.
 
@@ -84,8 +94,16 @@ def step_of(model: Any, batch: Batch, look: Callable[[Any], Any] | None = None) 
         `tf.types.experimental.ConcreteFunction` of `batch.data`.
     """
 
+    def note(path: str, output: tf.Tensor, arguments: Any) -> tf.Tensor:
+        if scope := tf.get_current_name_scope():
+            # A layer that calls `call` of another one, in its own scope, returns after it.
+            scopes[scope] = path
+        return output
+
     def run(data: Any) -> Any:
-        return model.train_step(data) if trains(model) else model(data[0], training=True)
+        # In the thread of a replica, which is that of its layers' calls.
+        with watching.watching_outputs({"": model, **layers_by_path(model)}, note):
+            return model.train_step(data) if trains(model) else model(data[0], training=True)
 
     strategy = model.distribute_strategy
     is_distributed = strategy.num_replicas_in_sync > 1
@@ -96,6 +114,7 @@ def step_of(model: Any, batch: Batch, look: Callable[[Any], Any] | None = None) 
 
     @tf.function
     def step(data: Any) -> Any:
+        scopes.clear()  # of a trace before, in which variables were made
         result = strategy.run(run, args=(data,)) if is_distributed else run(data)
         return result if look is None else look(result)
 

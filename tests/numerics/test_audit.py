@@ -100,6 +100,36 @@ def test_a_mask_of_minus_1e9():
     assert "-65504" in finding.cure
 
 
+class Sum(L.Layer):
+    def call(self, x):
+        return x + tf.reduce_sum(x * x, -1, keepdims=True)
+
+
+def test_the_layer_of_two_with_one_name_of_keras():
+    layers = [lambda: Sum(name="sum"), dense(), lambda: Sum(name="sum_1")]
+    finding = found(classifier(*layers), (200 * X, CLASSES))["an overflow in the forward pass"]
+    assert finding.where == "sum"
+
+
+def times_1e6(x):
+    return x * tf.cast(1e6, x.dtype)
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: L.Lambda(times_1e6, name="lam"), dense(4, activation=times_1e6, name="lam")]
+)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_constant_is_found_where_it_is_used(layer, is_last):
+    with keras_mp.policy_scope("mixed_float16"):
+        last = [] if is_last else [L.Dense(4, name="bb")]
+        model = K.Sequential([K.Input([16]), L.Dense(4, name="aa"), layer(), *last])
+        model.compile("sgd", "mse")
+    finding = found(model, (X, X[:, :4]))["a constant that is infinite in 16 bits"]
+    assert finding.where == "lam"
+    assert finding.line.number == line_of("times_1e6", "tf.cast")
+    assert ("results of Mul are infinite" if is_last else "in bb are NaN") in finding.why
+
+
 class Square(L.Layer):
     def call(self, x):
         return tf.square(x * 100.0) * 1e-6
@@ -431,6 +461,27 @@ def test_what_is_no_model_is_refused():
         audit(lambda x: x, X)
     with pytest.raises(ValueError, match="Received a tuple of 4"):
         audit(classifier(dense(16)), (X, X, X, X))
+
+
+def test_a_batch_that_cannot_be_audited_is_refused():
+    model = classifier(dense())
+    dataset = tf.data.Dataset.from_tensors((X, CLASSES))
+    for batch, error, message in (
+        (None, TypeError, "Expected a batch"),
+        (dataset, TypeError, "next"),
+        ([X, CLASSES], ValueError, "pass a tuple"),
+        ((X[:0], CLASSES[:0]), ValueError, "empty"),
+    ):
+        with pytest.raises(error, match=message):
+            audit(model, batch)
+
+
+def test_a_batch_that_is_not_finite():
+    x = X.copy()
+    x[3, 4] = np.nan
+    finding = found(classifier(dense()), (x, CLASSES))["a batch that is not finite"]
+    assert finding.where == "the batch's x"
+    assert finding.why.startswith("1 of its numbers")
 
 
 def test_other_errors_are_left_alone():

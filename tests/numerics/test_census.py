@@ -125,6 +125,17 @@ def test_calls_loops_and_branches():
 
 
 @once
+def test_a_loop_over_a_range():
+    @tf.function
+    def loop(x):
+        for _ in tf.range(1, 10, 2):
+            x = x @ x
+        return x
+
+    assert census(loop, tf.TensorSpec([4, 4])).traced.work() == {"float32": 5 * 2 * 4**3}
+
+
+@once
 def test_what_xla_compiles_is_shown_as_traced():
     found = census(tf.function(lambda x: x @ x, jit_compile=True), tf.TensorSpec([4, 4]))
     assert found.optimized is None
@@ -274,6 +285,22 @@ def test_a_recurrent_layer_is_counted_for_each_step():
     # what the cell returns.
     step = 2 * 2 * (3 + 4) * 4 * 4
     assert census(model, tf.ones([2, 7, 3])).traced.work() == {"float32": (7 + 1) * step}
+
+
+def test_work_belongs_to_its_layer_whatever_keras_calls_them():
+    inner = K.Sequential([K.Input([8]), L.Dense(16, name="dense"), L.Dense(8, name="dense_1")])
+    layers = [inner, L.Dense(32, name="dense"), L.Dense(4, name="dense_1")]
+    model = K.Sequential([K.Input([8]), *layers, L.Dense(2, name="dense_2")])
+    by_layer = Counter()
+    for each in census(model, tf.ones([2, 8])).optimized.operations:
+        by_layer[each.layer] += each.work
+    assert {path: work for path, work in by_layer.items() if work} == {
+        f"{inner.name}/dense": 2 * 2 * 8 * 16,
+        f"{inner.name}/dense_1": 2 * 2 * 16 * 8,
+        "dense": 2 * 2 * 8 * 32,
+        "dense_1": 2 * 2 * 32 * 4,
+        "dense_2": 2 * 2 * 4 * 2,
+    }
 
 
 @once

@@ -1,7 +1,7 @@
 """What hazards look at: the graph of one step, its layers, and the tensors of one batch."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,11 +82,12 @@ class Look:
         model: a model of `tf.keras`.
         batch: `Batch`.
         result: what the step returns.
+        scopes: dict of the scopes of calls and the paths of layers, as `traces.step_of` notes it.
     """
 
-    def __init__(self, model: Any, batch: Batch, result: Any) -> None:
+    def __init__(self, model: Any, batch: Batch, result: Any, scopes: Mapping[str, str]) -> None:
         self.model, self.batch, self.result = model, batch, result
-        self.layers = origins.Layers(model)
+        self.layers = origins.Layers(model, scopes)
         graph = tf.compat.v1.get_default_graph()
         self.operations = [o for o in graph.get_operations() if traces.is_first_replica(o.name)]
         self.forward = list(_forward(self.operations))

@@ -50,39 +50,58 @@ def not_finite(look: Look) -> Iterator[Suspect]:
 
 
 def _first(operations: list[tf.Operation], counts: dict[Any, Any]) -> Any:
-    """The first operation of which NaN comes, the one that it comes from, and the number of NaN."""
+    """The first operation of which NaN comes, and what it comes from.
+
+    Returns:
+        None, or the operation where it began; the first one that computes with it; the one whose
+        results are NaN, or the second again if none are; how many are; and "NaN" or "infinite".
+    """
 
     def of(tensor: tf.Tensor) -> tuple[int, int]:
         return counts.get(tensor.ref(), (0, 0))
 
-    infinite: dict[tf.Operation, tf.Operation] = {}  # and where the infinity began
+    # Where an infinity began, and what computed with it first: of a constant, its taker.
+    infinite: dict[tf.Operation, tuple[tf.Operation, tf.Operation]] = {}
     first = None
     for operation in operations:
         i, n = of(operation.outputs[0])
-        before = next((infinite[t.op] for t in operation.inputs if t.op in infinite), None)
+        if not i and not n:
+            continue
+        begun = next((infinite[t.op] for t in operation.inputs if t.op in infinite), None)
+        origin, user = begun or (operation, operation)
+        if static_value(user.outputs[0]) is not None:
+            user = operation
         if i:
-            infinite[operation] = before or operation
-            first = first or operation
+            infinite[operation] = origin, user
+            if first is None and static_value(operation.outputs[0]) is None:
+                first = origin, user, user, i, "infinite"
         if n and not any(of(tensor)[1] for tensor in operation.inputs):
-            return before or operation, operation, n
-    return first and (first, first, of(first.outputs[0])[0])
+            return origin, user, operation, n, "NaN"
+    return first
 
 
 def _say_not_finite(
-    look: Look, origin: tf.Operation, ended: tf.Operation, number: int
+    look: Look,
+    origin: tf.Operation,
+    user: tf.Operation,
+    ended: tf.Operation,
+    number: int,
+    in_words: str,
 ) -> Finding | None:
     dtype = origin.outputs[0].dtype
     if dtype not in HALF and not any(tensor.dtype in HALF for tensor in origin.inputs):
         return None  # It would be so in float32, too.
     constant = static_value(origin.outputs[0])
-    in_words = "NaN" if ended is not origin else "not finite"
     if constant is not None:
+        place = f" in {look.where(ended)}" if look.where(ended) != look.where(user) else ""
         return look.finding(
-            ended,
+            user,
             "a constant that is infinite in 16 bits",
             f"A constant, such as the -1e9 of a mask, is {np.ravel(constant)[0]} in {dtype.name}, "
-            f"and with it {int(number):,} results of {ended.type} are {in_words}; so is the loss.",
-            f"Use the lowest number of the dtype, {dtype.min:.5g}, or tf.where on the result.",
+            f"and with it {int(number):,} results of {ended.type}{place} are {in_words}; so is the "
+            "loss.",
+            f"Use a number that the dtype holds, which ends at {dtype.max:.5g}; for a mask, its "
+            f"lowest one, {dtype.min:.5g}, or tf.where on the result.",
         )
     largest = f", which ends at {dtype.max:,.0f}" if dtype == tf.float16 else ""
     return look.finding(
