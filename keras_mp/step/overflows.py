@@ -141,12 +141,7 @@ def look(
     is_first = count == 1 or tf.get_static_value(replica) == 0
     more = 0 if totals is None else len(totals) - len(sent)
     args = list(losses), list(unclipped), [*sent, *[None] * more], totals if is_first else None
-    if tf.executing_eagerly():
-        rows = _rows_of_replica(*args)
-    else:
-        # TensorFlow goes through each operation of a branch that is not taken; this makes it one.
-        apart = {"autograph": False, "experimental_attributes": {"_noinline": True}}
-        rows = tf.function(_rows_of_replica, **apart)(*args)
+    rows = _as_one_operation(_rows_of_replica)(*args)
     if count == 1:
         return tf.stack(rows)
     counts = tf.one_hot(replica, count, dtype=tf.int64)[:, tf.newaxis, tf.newaxis] * rows[0]
@@ -154,6 +149,13 @@ def look(
         total = rows[1] if is_first else tf.zeros_like(rows[0])
         counts = tf.concat([counts, total[tf.newaxis]], 0)
     return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+
+
+def _as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes one operation of a function: in a branch that is not taken, each costs a little."""
+    if tf.executing_eagerly():
+        return function
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def _rows_of_replica(
@@ -399,6 +401,34 @@ class _Record:
             vector[ends[2] :],
         )
 
+    def after(
+        self,
+        vector: tf.Tensor,
+        streak: tf.Tensor,
+        counts: tf.Tensor,
+        goes_on: tf.Tensor,
+        loss_scale: tf.Tensor,
+        total: tf.Tensor,
+        made: tf.Tensor,
+        skipped: tf.Tensor | None,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """What `vector` and the streak become with a step of these counts, see `Overflows.note`.
+
+        `skipped` is how many steps of the optimizer were skipped; None to count these here.
+        """
+        header, in_all, in_a_row, _ = self.parts(vector)
+        began = tf.where(goes_on, streak[0], streak[1])
+        now = streak[1] + 1
+        overflowed = tf.cast(tf.reduce_any(counts[:, 1:] > 0, axis=[0, 2]), tf.int64)
+        in_a_row = overflowed + tf.where(header[0] > began, in_a_row, tf.zeros_like(in_a_row))
+        skipped = header[3] + 1 if skipped is None else skipped
+        bits = tf.cast(tf.bitcast(loss_scale, tf.int32), tf.int64)
+        header = tf.stack([now, total, made, skipped, bits])
+        counts = tf.reshape(counts, [-1])
+        most_often = _most_often(streak, began, self.first, in_a_row)
+        vector = tf.concat([header, in_all + overflowed, in_a_row, counts], 0)
+        return vector, tf.concat([[began, now], most_often], 0)
+
 
 class Overflows:
     """Remembers what `note` is told of skipped steps."""
@@ -429,20 +459,18 @@ class Overflows:
             tuple of the new `streak` and of the operation that remembers the rest.
         """
         record = self._of(seen)
-        began = tf.where(goes_on, streak[0], streak[1])
-        now = streak[1] + 1
-        header, in_all, in_a_row, _ = record.parts(tf.convert_to_tensor(record.vector))
-        overflowed = tf.cast(tf.reduce_any(seen.counts[:, 1:] > 0, axis=[0, 2]), tf.int64)
-        in_a_row = overflowed + tf.where(header[0] > began, in_a_row, tf.zeros_like(in_a_row))
         made = tf.constant(_UNKNOWN, tf.int64) if seen.steps_made is None else seen.steps_made
-        skipped = total if is_of_one else header[3] + 1
-        bits = tf.cast(tf.bitcast(loss_scale, tf.int32), tf.int64)
-        header = tf.stack([now, total, made, skipped, bits])
-        counts = tf.reshape(seen.counts, [-1])
-        vector = tf.concat([header, in_all + overflowed, in_a_row, counts], 0)
-        most_often = _most_often(streak, began, record.first, in_a_row)
-        noted = record.vector.assign(vector, read_value=False)
-        return tf.concat([[began, now], most_often], 0), noted
+        vector, streak = _as_one_operation(record.after)(
+            tf.convert_to_tensor(record.vector),
+            streak,
+            seen.counts,
+            goes_on,
+            loss_scale,
+            total,
+            made,
+            total if is_of_one else None,
+        )
+        return streak, record.vector.assign(vector, read_value=False)
 
     def last(self) -> Overflow | None:
         """Returns the step that was skipped last, or None. In eager."""
