@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.support import text_tables
 
 _POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 _BEST = "best"
@@ -423,11 +424,7 @@ def _format_table(results: Sequence[Result]) -> str:
         "ms per step",
         "activation bytes",
     )
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-        for row in (header, *rows)
-    ]
+    lines = text_tables.aligned([header, *rows])
     return "\n".join(
         [
             "ms per step: median, without the first steps, which trace.",

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_mp import hardware, keras_api
 from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.support import text_tables
 
 _DIGITS = {"float16": 3, "bfloat16": 2}
 _UNKNOWN = "-"
@@ -131,11 +132,7 @@ def _lines(model: Any) -> Iterator[str]:
     for place in places:
         marks = [notes.setdefault(note, len(notes) + 1) for note in _notes(place, model)]
         rows.append((*_cells(place), " ".join(f"[{mark}]" for mark in marks)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
-        cells[4] = row[4].rjust(widths[4])
-        yield "  ".join(cells).rstrip()
+    yield from text_tables.aligned(rows, left=(0, 1, 2, 3, 5))
     yield ""
     total, trainable = _parameters(model), _parameters(model, "trainable_weights")
     yield f"Parameters: {_number(total)}, trainable: {_number(trainable)}"

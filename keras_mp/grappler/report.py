@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.grappler import tf_optimizer
 
 from keras_mp.grappler import op_lists, passes
-from keras_mp.support import registered_kernels
+from keras_mp.support import registered_kernels, text_tables
 
 # What the passes end the names of their casts with.
 _SUFFIX = "AutoMixedPrecision"
@@ -98,12 +98,7 @@ class Report(NamedTuple):
             whys = Counter(each.why for each in others)
             why = "; ".join(f"{why} ({n})" if len(whys) > 1 else why for why, n in whys.items())
             rows.append((op, str(rewritten.get(op, 0)), str(len(others)), why))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [
-            f"{op:{widths[0]}}  {n:>{widths[1]}}  {others:>{widths[2]}}  {why}".rstrip()
-            for op, n, others, why in rows
-        ]
-        return "\n".join([head, "", *lines])
+        return "\n".join([head, "", *text_tables.aligned(rows, left=(0, 3))])
 
 
 def report(

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_mp import hardware
 from keras_mp.hardware import stopwatch, tables, verdicts
+from keras_mp.support import text_tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,9 +66,7 @@ def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
         (operation, *(_cell(by_dtype, dtype) for dtype in stopwatch.DTYPES))
         for operation, by_dtype in speeds.items()
     ]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        yield "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+    return text_tables.aligned(rows)
 
 
 def _cell(by_dtype: dict[str, float], dtype: str) -> str:

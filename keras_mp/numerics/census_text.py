@@ -1,8 +1,10 @@
 """A census as sentences and tables."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from keras_mp.support import text_tables
 
 NO_LAYER = "outside of layers"
 
@@ -27,7 +29,7 @@ def lines(of: Any) -> Iterator[str]:
     for title, graph in (("traced", of.traced), ("runs", of.optimized)):
         if graph is not None:
             rows += list(_rows(title, graph))
-    yield from _table(rows)
+    yield from text_tables.aligned(rows)
     yield ""
     work = sums(
         ((e.dtype, e.layer or NO_LAYER, e.why), e.work) for e in of.runs.operations if e.work
@@ -36,7 +38,7 @@ def lines(of: Any) -> Iterator[str]:
         total = sum(work.values())
         rows = [("work", "dtype", "layer", "why")]
         rows += [(f"{n / total:.1%}", *key) for key, n in list(work.items())[:_MOST]]
-        yield from _table(rows, left=(1, 2, 3))
+        yield from text_tables.aligned(rows, left=(1, 2, 3))
         yield from _more(len(work))
         yield ""
     bytes_of = sums((_between(each), each.bytes) for each in of.runs.casts)
@@ -46,7 +48,7 @@ def lines(of: Any) -> Iterator[str]:
         for key, n in list(bytes_of.items())[:_MOST]:
             source, to, after, before, why = key
             rows.append((_bytes(n), str(counts[key]), source, to, f"{after} > {before}", why))
-        yield from _table(rows, left=(2, 3, 4, 5))
+        yield from text_tables.aligned(rows, left=(2, 3, 4, 5))
         yield from _more(len(bytes_of))
 
 
@@ -101,16 +103,6 @@ def _rows(title: str, graph: Any) -> Iterator[tuple[str, ...]]:
 
 def _between(cast: Any) -> tuple[str, ...]:
     return cast.source, cast.to, cast.after or NO_LAYER, cast.before or NO_LAYER, cast.why
-
-
-def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 def _percent(share: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_mp.numerics.distances import LIMIT, Distance
+from keras_mp.support import text_tables
 
 _WIDEST_NAME = 48
 
@@ -219,10 +220,7 @@ def _table(rows: Sequence[ComparedLayer]) -> Iterator[str]:
         if len(name) > _WIDEST_NAME:
             name = "..." + name[3 - _WIDEST_NAME :]
         cells.append((name, row.dtype, *map(_cell, distances)))
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for line in cells:
-        start = [line[0].ljust(widths[0]), line[1].ljust(widths[1])]
-        yield "  ".join([*start, *map(str.rjust, line[2:], widths[2:])]).rstrip()
+    return text_tables.aligned(cells, left=(0, 1))
 
 
 def _cell(distance: Distance | None) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics.exponents import COLUMNS, EVERYWHERE, ROWS, Histogram, Window
-from keras_mp.support import messages
+from keras_mp.support import messages, text_tables
 
 GRADIENT, OUTPUT, OUTPUT_GRADIENT = KINDS = ("gradient", "output", "output gradient")
 _SCALED = (GRADIENT, OUTPUT_GRADIENT)
@@ -186,7 +186,7 @@ class Report:
                     str(row.window(dtype)),
                 )
             )
-        return "\n".join([head, "", *columns(lines, left=(0, 1, 2, 6, 10))])
+        return "\n".join([head, "", *text_tables.aligned(lines, left=(0, 1, 2, 6, 10))])
 
     def __str__(self) -> str:
         return self.table()
@@ -304,22 +304,6 @@ def _row_of(saved: dict[str, Any]) -> Row:
     histogram = Histogram(bins.reshape(ROWS, COLUMNS))
     at = float("inf") if saved["overflowed_at"] is None else saved["overflowed_at"]
     return Row(**{**saved, "histogram": histogram, "overflowed_at": at})
-
-
-def columns(lines: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
-    """Yields the lines of a table.
-
-    Args:
-        lines: the cells of each line.
-        left: which columns are aligned to the left.
-    """
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for cells in lines:
-        padded = [
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(cells, widths))
-        ]
-        yield "  ".join(padded).rstrip()
 
 
 def percent(count: int, of: int) -> str:

@@ -18,12 +18,12 @@ from keras_mp.numerics.reports import (
     OUTPUT_GRADIENT,
     Report,
     Row,
-    columns,
     percent,
 )
 from keras_mp.numerics.watching import drawing_in_float32, watching_outputs
 from keras_mp.policy import policy_scope
 from keras_mp.step import gradients
+from keras_mp.support import text_tables
 
 _DTYPES = ("float16", "bfloat16")
 _SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
@@ -167,7 +167,7 @@ class WhatIf:
         for row in self[dtype, scales[0]]:
             if row[0] == kind:
                 lines.append((row[1], *(_cell(self[dtype, scale][row]) for scale in scales)))
-        return "\n".join(columns(lines, left=(0,)))
+        return "\n".join(text_tables.aligned(lines))
 
     def __str__(self) -> str:
         found = []

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.step import gradients
-from keras_mp.support import host
+from keras_mp.support import host, text_tables
 
 # So many variables are named in a warning.
 MOST = 5
@@ -305,15 +305,7 @@ class Overflow:
             return f"{text}\nEach gradient was finite. What was not is the sum of all of them."
         head = ("gradient of", "replica", "Inf", "NaN", "values", "skipped steps")
         rows = [head, *map(_cells, self.gradients)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([text, "", *lines])
+        return "\n".join([text, "", *text_tables.aligned(rows, left=(0, 1))])
 
     def _of_the_loss(self) -> str:
         bad = [f"{loss.kind} on replica {loss.place}" for loss in self.losses if _is_bad(loss)]
