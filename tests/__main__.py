@@ -197,9 +197,13 @@ class Run:
         try:
             what, *about = worker.connection.recv()
         except (EOFError, ConnectionError):
-            log = worker.log.read_text(errors="replace")[-5000:]
-            self._fail(queue, worker.test or worker.file, f"The process died.\n{log}")
+            test = worker.test or worker.file
+            worker.file = ""  # It ends by itself, and may still be writing why.
             self._dismiss(worker)
+            log = worker.log.read_text(errors="replace").strip()
+            *_, last = log.split("\n")
+            status = worker.process.returncode
+            self._fail(queue, test, f"The process died with status {status}: {last}\n{log[-5000:]}")
             return
         if what == "collected":
             queue.add(*about)

@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import sys
+import traceback
 from multiprocessing import connection
 
 import pytest
@@ -26,7 +27,13 @@ def main() -> int:
         # TensorFlow above all, took a sixth of all the time.
         gc.freeze()
         before = sum(os.times()[:4])
-        status = pytest.main([*options, *selection, *arguments], [_Reporter(boss, collect_only)])
+        reporter = _Reporter(boss, collect_only)
+        try:
+            status = pytest.main([*options, *selection, *arguments], [reporter])
+        except Exception as error:
+            # What the last garbage collection found after the last test.
+            reporter.tell(selection[0], "failed", _text(error))
+            status = pytest.ExitCode.TESTS_FAILED
         # Of all cores, with child processes: what does not depend on who else is at work.
         seconds = sum(os.times()[:4]) - before
         boss.send(("done", int(status), seconds, _peak_gigabytes()))
@@ -45,7 +52,7 @@ class _Reporter:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._tell("failed", report)
+            self._tell_of("failed", report)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._seconds = 0.0
@@ -58,19 +65,28 @@ class _Reporter:
             outcome = "xfailed" if report.skipped else "xpassed"
         # A test has three reports. It is told of once, unless it fails in two of them.
         if report.when == "call" or outcome != "passed":
-            self._tell(outcome, report)
+            self._tell_of(outcome, report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._boss.send(("finished", nodeid, self._seconds))
 
-    def _tell(self, outcome: str, report: pytest.CollectReport | pytest.TestReport) -> None:
+    def tell(self, test: str, outcome: str, text: str = "") -> None:
+        self._boss.send(("outcome", test, outcome, text))
+
+    def _tell_of(self, outcome: str, report: pytest.CollectReport | pytest.TestReport) -> None:
         text = ""
         if outcome == "skipped" and isinstance(report.longrepr, tuple):
             text = report.longrepr[2].removeprefix("Skipped: ")
         elif outcome == "failed":
             captured = [f"----- {title} -----\n{content}" for title, content in report.sections]
             text = "\n".join([report.longreprtext, *captured])
-        self._boss.send(("outcome", report.nodeid, outcome, text))
+        self.tell(report.nodeid, outcome, text)
+
+
+def _text(error: Exception) -> str:
+    """What went wrong first: a reader may see no more than the beginning."""
+    error = error.with_traceback(None)  # pytest's own lines
+    return "".join([f"{error!r}\n\n", *traceback.format_exception(error)])
 
 
 def _peak_gigabytes() -> float:
