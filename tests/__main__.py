@@ -2,8 +2,8 @@
 
 python -m tests [--quick] [--jobs N] [files, folders or tests] [options of pytest]
 
-As many processes as there are cores take test files from a queue for each Keras, the longest first,
-and help the other Keras out when theirs is empty.
+Processes take test files from a queue for each Keras, the longest first, and help the other Keras
+out when theirs is empty. There is one more of them than there are cores, since some tests wait.
 """
 
 import argparse
@@ -67,6 +67,16 @@ class Queue:
         return self._seconds.get(
             f"{self.keras} {file}", _OF_A_TEST.get(room, 0.4) * self.counts[file]
         )
+
+    def record(self) -> dict[str, float]:
+        """Seconds that the files took."""
+        everything = sum(seconds for seconds, _ in self.took.values())
+        share = sum(of_core for _, of_core in self.took.values()) / max(everything, 1)
+        # What waits takes longer than a core is busy with it.
+        return {
+            f"{self.keras} {file}": round(max(of_core, share * seconds), 1)
+            for file, (seconds, of_core) in self.took.items()
+        }
 
     def waiting(self) -> float:
         """Seconds that the files in it may take."""
@@ -325,7 +335,7 @@ def main() -> int:
     """Runs what the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only unit tests of the core")
-    parser.add_argument("--jobs", type=int, default=min(os.cpu_count(), 8), help="processes")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() + 1, 8), help="processes")
     parser.add_argument("--record", action="store_true", help=f"write {_SECONDS.name} anew")
     arguments, others = parser.parse_known_args()
     selection = [each for each in others if (_ROOT / each.split("::")[0]).exists()]
@@ -337,7 +347,7 @@ def main() -> int:
     if arguments.record:
         took = json.loads(_SECONDS.read_text()) if _SECONDS.exists() else {}
         for queue in run.queues:
-            took |= {f"{queue.keras} {file}": round(s, 1) for file, (_, s) in queue.took.items()}
+            took |= queue.record()
         took = {key: took[key] for key in sorted(took) if (_ROOT / key.split()[-1]).exists()}
         _SECONDS.write_text(json.dumps(took, indent=1) + "\n")
     return not is_well

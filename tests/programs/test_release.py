@@ -13,6 +13,9 @@ import zipfile
 import pytest
 
 import keras_mp
+from tests.common import once
+
+pytestmark = once
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "keras_mp")

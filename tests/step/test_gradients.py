@@ -3,7 +3,9 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.step import gradients
-from tests.common import mirrored
+from tests.common import mirrored, once
+
+pytestmark = once
 
 INF, NAN = float("inf"), float("nan")
 

@@ -11,6 +11,9 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.step.scaler_calls import MOST, ScalerCalls
+from tests.common import once
+
+pytestmark = once
 
 
 def sgd(pairs):

@@ -10,7 +10,9 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.kernels import sums
-from tests.common import mirrored
+from tests.common import mirrored, once
+
+pytestmark = once
 
 
 def autocast(value=(1.0, 2.0)):
