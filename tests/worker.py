@@ -16,6 +16,8 @@ import pytest
 def main() -> int:
     """Runs what the other end of the connection asks for, until it hangs up."""
     descriptor, *arguments = sys.argv[1:]
+    # Several processes would write the same cache.
+    arguments = ["-p", "no:cacheprovider", *arguments]
     boss = connection.Connection(int(descriptor))
     while True:
         try:

@@ -38,9 +38,12 @@ def start(folder, *files):
 
 
 def end(processes):
+    codes = []
     for process in processes:
         process.join()
-    return [process.exitcode for process in processes]
+        codes.append(process.exitcode)
+        process.close()
+    return codes
 
 
 def epoch(folder):
@@ -90,6 +93,7 @@ def test_it_ends_as_an_undisturbed_run(tmp_path, files):
     healthy, sick = start(tmp_path / "fewer", good, bad)
     assert end([sick]) == [3]
     healthy.kill()
+    assert end([healthy]) == [-signal.SIGKILL]
     assert epoch(tmp_path / "fewer") == begin
     assert end(start(tmp_path / "fewer", good)) == [0]
     fewer = state(tmp_path / "fewer")

@@ -542,6 +542,7 @@ def test_the_program_of_the_docs(tmp_path):
     for _ in range(2):  # The second time it finds a checkpoint of the last step.
         for process in workers.start(program, [[str(tmp_path / "run")]] * 2, files):
             process.join()
+            process.close()
         outputs = [file.read_text().strip() for file in files]
         assert outputs == ["[0.75 1.5 ] 32768.0"] * 2
         assert f"With two workers, both print `{outputs[0]}`" in docs

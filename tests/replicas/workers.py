@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Barrier
 from typing import Any
 
 # Only for what hangs: a machine that is busy may take long.
@@ -45,12 +44,11 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
         results = [pathlib.Path(folder) / f"{index}.pickle" for index in range(count)]
         logs = [path.with_suffix(".log") for path in results]
         context = _forkserver()
-        all_done = context.Barrier(count)
         # Names, so that nothing is imported before the strategy is made.
         names = [(f.__module__, f.__name__, arguments) for f, arguments in calls]
         processes = [
-            context.Process(target=_be_worker, args=(*each, ports, names, all_done))
-            for each in zip(range(count), results, logs)
+            context.Process(target=_be_worker, args=(index, results, logs[index], ports, names))
+            for index in range(count)
         ]
         for process in processes:
             process.start()
@@ -132,15 +130,16 @@ def _wait(processes: list[BaseProcess]) -> None:
             for process in processes:
                 process.kill()
         time.sleep(0.1)
+    for process in processes:
+        process.close()
 
 
 def _be_worker(
     index: int,
-    result: pathlib.Path,
+    results: list[pathlib.Path],
     log: pathlib.Path,
     ports: list[int],
     calls: list[tuple[str, str, dict[str, Any]]],
-    all_done: Barrier,
 ) -> None:
     """Is one of the workers."""
     _write_to(log)
@@ -159,11 +158,14 @@ def _be_worker(
             warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
             function = getattr(importlib.import_module(module), name)
             returned.append(function(strategy, index, **arguments))
-        partial = result.with_suffix(".partial")
+        partial = results[index].with_suffix(".partial")
         partial.write_bytes(pickle.dumps(returned))
-        partial.rename(result)
+        partial.rename(results[index])
     # Who leaves first would close what the others still read from.
-    all_done.wait()
+    all_done = [result.with_suffix(".done") for result in results]
+    all_done[index].touch()
+    while not all(each.exists() for each in all_done):
+        time.sleep(0.05)
 
 
 def _be_alone(
