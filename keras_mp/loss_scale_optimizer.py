@@ -22,7 +22,7 @@ from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.step_calls import StepCalls
 from keras_mp.support import messages, validation
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.unconverted import converted, unconverted
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -422,6 +422,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         self._calls.saw_unscaled(unscaled)
         return unscaled
 
+    @unconverted
     def minimize(
         self,
         loss: Any,
@@ -452,6 +453,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 return self.iterations
             return self._step(pairs, scaled=self._scales, aggregate=True, name=name)
 
+    @unconverted
     def compute_gradients(
         self,
         loss: Any,
@@ -718,7 +720,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     def _scale(self, loss: Any, loss_scale: tf.Tensor | None = None) -> Any:
         if callable(loss) and not tf.is_tensor(loss):
-            return lambda: self._scale(loss())
+            users = converted(loss)
+            return unconverted(lambda: self._scale(users()))
         if not self._scales:
             self._calls.saw(tf.convert_to_tensor(loss), tf.constant(1.0))
             return loss

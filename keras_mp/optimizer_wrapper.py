@@ -16,6 +16,7 @@ from tensorflow.python.saved_model.revived_types import serialize as serialize_r
 from keras_mp import keras_api
 from keras_mp.step.optimizer_family import OptimizerFamily
 from keras_mp.support import messages
+from keras_mp.support.unconverted import converted, unconverted
 
 _ALIASES = {"lr": "learning_rate"}
 
@@ -89,9 +90,10 @@ class OptimizerWrapper(
             self: OptimizerWrapper, grads_and_vars: Any, *args: Any, **kwargs: Any
         ) -> Any:
             # Also where a LossScaleOptimizer further in would be the one to unscale.
-            return method(self, self._unscaled_early(grads_and_vars), *args, **kwargs)
+            users = converted(method)
+            return users(self, self._unscaled_early(grads_and_vars), *args, **kwargs)
 
-        cls.apply_gradients = apply_gradients
+        cls.apply_gradients = unconverted(apply_gradients)
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
@@ -329,6 +331,7 @@ class OptimizerWrapper(
             object_proto.user_object.CopyFrom(revived)
         object_proto.registered_name = ""  # which would be looked up at loading, without us too
 
+    @unconverted
     def minimize(
         self,
         loss: Any,
@@ -352,6 +355,7 @@ class OptimizerWrapper(
         pairs = self.compute_gradients(loss, var_list, tape, grad_loss)
         return self.apply_gradients(pairs, name=name)
 
+    @unconverted
     def compute_gradients(
         self,
         loss: Any,
@@ -375,8 +379,10 @@ class OptimizerWrapper(
                 "`tape` must be a tf.GradientTape; pass `grad_loss` and `name` by keyword. "
                 f"Received: tape={tape!r} (of type {type(tape)})"
             )
+        loss = converted(loss) if callable(loss) else loss
         return self._family.compute_gradients(loss, var_list, tape, grad_loss)
 
+    @unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """Applies gradients, in the two lists that Keras 3 has for them.
 
@@ -393,6 +399,7 @@ class OptimizerWrapper(
         inner = self.inner_optimizer
         return inner._unscaled_early(pairs) if isinstance(inner, OptimizerWrapper) else pairs
 
+    @unconverted
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_mp.step.optimizer_family import UpdateRule
 from keras_mp.support import host
+from keras_mp.support.unconverted import converted, unconverted
 
 
 def update_rule(optimizer: Any) -> UpdateRule | None:
@@ -50,6 +51,7 @@ class V1Optimizer(UpdateRule):
         if host.runs_by_itself() and not (tf.distribute.has_strategy() and meets):
             return
 
+        @unconverted
         def build(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
             del strategy
             with tf.init_scope():
@@ -76,28 +78,40 @@ class V1Optimizer(UpdateRule):
 class TwoLists(UpdateRule):
     """An object with a method `apply(updates, parameters)`, as Sonnet's optimizers have it."""
 
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._apply = converted(optimizer.apply)
+
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
         del name, aggregate
         updates, parameters = [g for g, _ in grads_and_vars], [v for _, v in grads_and_vars]
-        return self.optimizer.apply(updates, parameters)
+        return self._apply(updates, parameters)
 
 
 class Function(UpdateRule):
     """A function that is called with the list of (gradient, variable) pairs."""
 
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._apply = converted(optimizer)
+
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:
         del name, aggregate
-        return self.optimizer(list(grads_and_vars))
+        return self._apply(list(grads_and_vars))
 
 
 class ScalingSafe(UpdateRule):
     """An optimizer with a method `apply_scaled_gradients(grads_and_vars, loss_scale, finite)`."""
 
     is_scaling_safe = True
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._apply_scaled = converted(optimizer.apply_scaled_gradients)
 
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
@@ -108,4 +122,4 @@ class ScalingSafe(UpdateRule):
     def apply_scaled(
         self, grads_and_vars: Sequence[tuple[Any, Any]], loss_scale: tf.Tensor, finite: tf.Tensor
     ) -> Any:
-        return self.optimizer.apply_scaled_gradients(list(grads_and_vars), loss_scale, finite)
+        return self._apply_scaled(list(grads_and_vars), loss_scale, finite)

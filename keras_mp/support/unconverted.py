@@ -1,4 +1,4 @@
-"""What AutoGraph need not convert: it takes seconds for code that has nothing to convert.
+"""What AutoGraph converts, and what it need not: it takes seconds for code without control flow.
 
 This module needs TensorFlow only.
 """
@@ -6,15 +6,18 @@ This module needs TensorFlow only.
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 
 def unconverted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lets AutoGraph call a function as it is, and convert what users of it define.
 
     `tf.autograph.experimental.do_not_convert` would switch AutoGraph off for all that the function
-    calls, a user's own optimizer among it.
+    calls, what `converted` returns among it.
 
     Args:
-        function: A function or method without control flow that depends on tensors.
+        function: A function, method or `functools.partial` without control flow that depends on
+            tensors. TensorFlow lets AutoGraph look at what it is given to call, too.
 
     Returns:
         The function.
@@ -31,3 +34,29 @@ def unconverted(function: Callable[..., Any]) -> Callable[..., Any]:
     # No public name: it is how AutoGraph marks what it has made itself.
     function.autograph_info__ = {}
     return function
+
+
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets AutoGraph convert a user's function that is called by one that it need not convert.
+
+    Args:
+        function: Any callable.
+
+    Returns:
+        A callable. It is converted if AutoGraph converts what calls `converted`.
+
+    Example:
+
+    >>> from keras_mp.support.unconverted import converted, unconverted
+    >>> @unconverted
+    ... def call(function, x):
+    ...     return converted(function)(x)
+    >>> def magnitude(x):
+    ...     if x > 0:  # Only AutoGraph makes this work in a graph.
+    ...         return x
+    ...     return -x
+    >>> float(tf.function(lambda x: call(magnitude, x))(tf.constant(-2.0)))
+    2.0
+    """
+    context = tf.__internal__.autograph.control_status_ctx()
+    return tf.__internal__.autograph.tf_convert(function, context, convert_by_default=False)
