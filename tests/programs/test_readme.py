@@ -1,8 +1,8 @@
-import os
+import contextlib
+import io
 import pathlib
 import re
 import runpy
-import subprocess
 import sys
 import tempfile
 
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import IS_KERAS_3, mirrored, once
+from tests.replicas import workers
 
 matplotlib.use("agg")
 
@@ -26,15 +27,15 @@ def run_program(program, *args):
         # A file, since AutoGraph wants to read the source.
         path = pathlib.Path(folder) / "program.py"
         path.write_text(program)
-        run = subprocess.run(
-            [sys.executable, str(path), *args],
-            cwd=ROOT,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    return run.stdout.strip() or run.stderr
+        return workers.alone(printed_by, path=str(path), arguments=args)
+
+
+def printed_by(path, arguments):
+    printed = io.StringIO()
+    sys.argv = [path, *arguments]
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue().strip()
 
 
 def test_the_blocks_run_in_order(monkeypatch, tmp_path):
