@@ -1,5 +1,6 @@
 """What users call the layers and variables of a model: the names on the way down to them."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,20 +56,56 @@ def variables_by_path(model: Any) -> dict[str, tuple[Any, Any]]:
         dict from paths, such as "encoder/dense/kernel", to tuples of the variable and of the
         innermost layer that has it; that is the model for a variable of its own.
     """
-    owners = {id(v): ("", model) for v in model.trainable_variables}
-    for path, layer in layers_by_path(model).items():
-        for variable in layer.trainable_weights:
-            owners[id(variable)] = f"{path}/", layer
+    trained = {id(variable) for variable in model.trainable_variables}
+    found = _weights_by_path(model).items()
+    return {path: (weight, layer) for path, (weight, layer) in found if id(weight) in trained}
+
+
+def paths_of_weights(model: Any) -> dict[int, str]:
+    """Returns the paths of all weights of a model, as `variables_by_path` has them.
+
+    Args:
+        model: A model of `tf.keras`, built.
+
+    Returns:
+        dict from the id of each weight, and of the `tf.Variable` that a weight of Keras 3 has
+        inside, to its path.
+    """
+    paths: dict[int, str] = {}
+    with keras_api.autocast_scope(None):
+        for path, (weight, _) in _weights_by_path(model).items():
+            inside = getattr(weight, "value", None)
+            paths[id(weight)] = path
+            if isinstance(inside, tf.Variable):
+                paths[id(inside)] = path
+    return paths
+
+
+def _weights_by_path(model: Any) -> dict[str, tuple[Any, Any]]:
+    owners: dict[int, tuple[str, Any]] = {}
+    for path, layer in {"": model, **layers_by_path(model)}.items():
+        # A layer that is in several others has its path from one of them only.
+        inside = {id(weight) for child in _children(layer) for weight in child.weights}
+        for weight in layer.weights:
+            if id(weight) not in inside:
+                owners[id(weight)] = path and f"{path}/", layer
     found: dict[str, tuple[Any, Any]] = {}
-    for variable in model.trainable_variables:
-        path, layer = owners[id(variable)]
-        # On Keras 2 a variable's name is a path of scopes.
-        name = path + variable.name.split(":")[0].split("/")[-1]
-        count = 1
+    for weight in model.weights:
+        path, layer = owners[id(weight)]
+        name, count = path + _name_in(layer, weight), 1
         while (unique := f"{name}#{count}" if count > 1 else name) in found:
             count += 1
-        found[unique] = variable, layer
+        found[unique] = weight, layer
     return found
+
+
+def _name_in(layer: Any, weight: Any) -> str:
+    """The name of a weight, or, if nobody gave it one, the attribute that it is."""
+    # On Keras 2 a variable's name is a path of scopes.
+    name = weight.name.partition(":")[0].rpartition("/")[2]
+    if not re.fullmatch(r"[Vv]ariable(_\d+)?", name):
+        return name
+    return next((each for each, value in vars(layer).items() if value is weight), name)
 
 
 def _children(layer: Any) -> list[Any]:

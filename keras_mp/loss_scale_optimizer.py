@@ -14,6 +14,7 @@ from keras_mp import all_reduce_optimizer, hardware, keras_api, optimizer_wrappe
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
+from keras_mp.layer_paths import paths_of_weights
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import forward_writes, gradients, skipped_steps
 from keras_mp.step import reduce_dtype as reduce_dtypes
@@ -715,7 +716,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
     def _names_of(self, variables: Sequence[Any]) -> list[str | None]:
         """The paths of variables in the model that is trained, None for others."""
         model = self._model()
-        paths = {} if model is None or not model.built else keras_api.paths_of_weights(model)
+        paths = {} if model is None or not model.built else paths_of_weights(model)
         return [paths.get(id(variable)) for variable in variables]
 
     def _scale(self, loss: Any, loss_scale: tf.Tensor | None = None) -> Any:

@@ -30,8 +30,6 @@ Each of `keras2` and `keras3` defines:
 - `is_weight(value)`: is it what layers of `tf.keras` have as weights?
 - `widen_predictions(model)`: lets the metrics of a compiled model see predictions in float32, and
   keeps labels from being narrowed to the predictions' dtype before our losses see them.
-- `paths_of_weights(model)`: {id of a weight, or of the `tf.Variable` in it: layers and name} of a
-  model that is built.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
 - `thread_missed_global_policy()`: does this thread's Keras not know the global policy?
 - `trusted_scope()`: context manager in which layers are made of configs that hold code, too.
@@ -46,6 +44,7 @@ Each of `keras2` and `keras3` defines:
   policy's config.
 - `serialize_optimizer`, `deserialize_optimizer`.
 - `states(model)`: the variables of stateful layers, which are not among the model's weights.
+- `steps_per_execution(model)`: how many steps a call of `train_function` makes, in `fit`.
 - `stock_layout(optimizer)`: a trackable of what a `LossScaleOptimizer` of ours shares with
   Keras's own, under the names by which checkpoints of the latter know it.
 - `STOCK_LAYOUT_CHILD`: what is below an optimizer in checkpoints of Keras's own only, or None.

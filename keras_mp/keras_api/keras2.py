@@ -80,21 +80,9 @@ def states(model: Any) -> list[Any]:
     return [value for value in values if hasattr(value, "assign")]
 
 
-def paths_of_weights(model: Any) -> dict[int, str]:
-    paths: dict[int, str] = {}
-
-    def add(layer: Any, path: str) -> None:
-        for inner in layers_inside(layer):
-            add(inner, f"{path}{inner.name}/")
-        attributes = {id(value): name for name, value in vars(layer).items()}
-        for weight in layer.weights:
-            # A bare tf.Variable is known by the attribute that it is.
-            name = weight.name.partition(":")[0].rpartition("/")[2]
-            name = attributes.get(id(weight), name) if name == "Variable" else name
-            paths.setdefault(id(weight), path + name)
-
-    add(model, "")
-    return paths
+def steps_per_execution(model: Any) -> int:
+    variable = model._steps_per_execution
+    return 1 if variable is None else variable.numpy().item()
 
 
 def output_layers(model: Any) -> list[Any] | None:

@@ -72,10 +72,8 @@ def states(model: Any) -> list[Any]:
     return [value for value in values if hasattr(value, "assign")]
 
 
-def paths_of_weights(model: Any) -> dict[int, str]:
-    with autocast_scope(None):
-        pairs = [(weight, weight.value) for weight in model.weights]
-    return {id(each): pair[0].path for pair in pairs for each in pair}
+def steps_per_execution(model: Any) -> int:
+    return model.steps_per_execution
 
 
 def output_layers(model: Any) -> list[Any] | None:

@@ -34,6 +34,9 @@ _KINDS = 3  # of each gradient: values that are Inf, values that are NaN, and is
 _eagerly = tf.__internal__.eager_context.eager_mode
 
 
+Names = Callable[[Sequence[Any]], list[str | None]]
+
+
 class Seen(NamedTuple):
     """What all replicas have seen of a step that is skipped.
 
@@ -51,7 +54,15 @@ class Seen(NamedTuple):
     counts: tf.Tensor
     has_total: bool
     steps_made: tf.Tensor | None
-    names: Callable[[Sequence[Any]], list[str | None]] | None
+    names: Names | None
+
+    def names_of(self, variables: Sequence[Any]) -> list[str]:
+        """Names variables as users know them; those that `names` does not know by themselves."""
+        known = self.names(variables) if self.names else [None] * len(variables)
+        return [
+            name or getattr(variable, "path", None) or variable.name.partition(":")[0]
+            for name, variable in zip(known, variables, strict=True)
+        ]
 
 
 def remember(grads: Sequence[gradients.Gradient]) -> Callable[[], list[gradients.Gradient]]:
@@ -141,7 +152,7 @@ def look(
     is_first = count == 1 or tf.get_static_value(replica) == 0
     more = 0 if totals is None else len(totals) - len(sent)
     args = list(losses), list(unclipped), [*sent, *[None] * more], totals if is_first else None
-    rows = _as_one_operation(_rows_of_replica)(*args)
+    rows = host.as_one_operation(_rows_of_replica)(*args)
     if count == 1:
         return tf.stack(rows)
     counts = tf.one_hot(replica, count, dtype=tf.int64)[:, tf.newaxis, tf.newaxis] * rows[0]
@@ -149,13 +160,6 @@ def look(
         total = rows[1] if is_first else tf.zeros_like(rows[0])
         counts = tf.concat([counts, total[tf.newaxis]], 0)
     return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
-
-
-def _as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes one operation of a function: in a branch that is not taken, each costs a little."""
-    if tf.executing_eagerly():
-        return function
-    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def _rows_of_replica(
@@ -217,8 +221,9 @@ class OverflowedGradient:
     """The gradient of a variable on a replica, which was not finite.
 
     Attributes:
-        variable: str. The variable's name: with Keras 3 its path, with Keras 2 the names of its
-            layer and of itself.
+        variable: str. The variable's path in the model that the optimizer was compiled for, such
+            as "encoder/dense/kernel". In a loop of one's own no model is known: there it is the
+            path that Keras 3 gives a weight, or else the variable's name.
         layer: str. The name without its last part; empty where there is only one.
         place: on which replica. None where each replica's gradient was finite, and what was made of
             them was not: their sum, or the sum with gradients that were accumulated before.
@@ -452,7 +457,7 @@ class Overflows:
         """
         record = self._of(seen)
         made = tf.constant(_UNKNOWN, tf.int64) if seen.steps_made is None else seen.steps_made
-        vector, streak = _as_one_operation(record.after)(
+        vector, streak = host.as_one_operation(record.after)(
             tf.convert_to_tensor(record.vector),
             streak,
             seen.counts,
@@ -560,13 +565,8 @@ def _kind(infs: int, nans: int) -> str:
 
 
 def _names(seen: Seen) -> list[str]:
-    """Names variables as users know them, no two alike. Those of Keras 3 have paths."""
-    variables = seen.variables
-    known = seen.names(variables) if seen.names else [None] * len(variables)
-    names = [
-        name or getattr(variable, "path", None) or variable.name.partition(":")[0]
-        for name, variable in zip(known, variables, strict=True)
-    ]
+    """Names the variables of steps, no two alike."""
+    names = seen.names_of(seen.variables)
     counts = collections.Counter(names)
     nth: collections.Counter[str] = collections.Counter()
     for i, name in enumerate(names):

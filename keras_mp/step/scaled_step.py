@@ -140,7 +140,7 @@ class ScaledStep:
     verdicts: Verdicts | None
     reduce_dtype: tf.DType
     guard: Guard | None = None
-    names: Callable[[Sequence[Any]], list[str | None]] | None = None
+    names: overflows.Names | None = None
 
     def make(
         self,
@@ -362,6 +362,9 @@ class ScaledStep:
         make: Callable[[], Any],
         skip: Callable[[], Any],
     ) -> Any:
+        if host.runs_by_itself() and not tf.distribute.has_strategy():
+            # Under a strategy replicas may meet in it, or its variables be on several machines.
+            skip = host.as_one_operation(skip)
         if is_allowed is None:
             return tf.cond(finite, make, skip)
         # A good step passes one condition only.

@@ -80,7 +80,11 @@ class SkippedSteps:
         )
         streak = self._streak.assign(tf.concat([losses, of_variables], 0), read_value=False)
         if self.warn_after is not None:
-            self._looked_at = [(w.name, weakref.ref(w.handle), w.dtype) for w in weights]
+            names = seen.names_of([weight.variable for weight in weights])
+            self._looked_at = [
+                (name, weakref.ref(weight.handle), weight.dtype)
+                for name, weight in zip(names, weights, strict=True)
+            ]
         return [*counted, noted, streak]
 
     def in_a_row(self, count: tf.Tensor) -> None:

@@ -109,6 +109,20 @@ def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Vari
         )
 
 
+def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes one operation of a function: in a branch that is not taken, each costs a little.
+
+    Args:
+        function: takes and returns structures of tensors, and may assign to variables.
+
+    Returns:
+        The same in eager; in a graph, a function that makes one operation each time it is called.
+    """
+    if tf.executing_eagerly():
+        return function
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+
+
 def is_compiled_by_xla() -> bool:
     """Does XLA compile the function that is being traced?"""
     return tf.__internal__.get_enclosing_xla_context() is not None

@@ -266,12 +266,10 @@ def test_many_skips_name_the_variables():
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="4 steps in a row") as caught:
         step(tf.constant(both))
     text = str(caught[0].message)
-    kernel, other = (g.variable for g in optimizer.last_overflow.gradients)
-    assert kernel.endswith("second/kernel")
-    assert other.endswith("third/kernel")
-    layers = [g.layer for g in optimizer.last_overflow.gradients]
-    assert f"the gradient of {kernel!r} of layer {layers[0]!r} (in 4), {other!r}" in text
-    assert f"of layer {layers[1]!r} (in 2) that was not finite" in text
+    assert optimizer.last_overflow.variables == ["second/kernel", "third/kernel"]
+    assert [g.layer for g in optimizer.last_overflow.gradients] == ["second", "third"]
+    assert "the gradient of 'second/kernel' of layer 'second' (in 4), 'third/kernel'" in text
+    assert "of layer 'third' (in 2) that was not finite" in text
     assert "The loss was finite in all 4" in text
 
 
@@ -327,19 +325,28 @@ def test_variables_of_one_name_are_told_apart():
 def test_a_model_knows_what_its_variables_are_called():
     class Scaled(tf.keras.layers.Layer):
         def build(self, shape):
-            self.factor = self.add_weight(shape=[], initializer="ones", name="factor")
+            self.factor = self.add_weight(shape=[], initializer="ones")
             self.bare = tf.Variable(1.0)
 
         def call(self, x):
             return x * self.factor
 
-    inner = tf.keras.Sequential([tf.keras.Input([1]), Scaled(name="scaled")], name="inner")
-    model = tf.keras.Sequential([tf.keras.Input([1]), inner])
+    shared = tf.keras.layers.Dense(2, name="shared")
+    inner = tf.keras.Sequential([tf.keras.Input([2]), Scaled(name="scaled"), shared], name="inner")
+    outer = tf.keras.Sequential([tf.keras.Input([2]), shared, inner], name="outer")
+    model = tf.keras.Sequential([tf.keras.Input([2]), outer])
     model.compile(keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0])), "mse")
     variables = model.trainable_variables
-    overflow = skipped(model.optimizer, [tf.constant(np.inf)] * len(variables), variables)
-    names = ["inner/scaled/factor", "inner/scaled/bare"][: len(variables)]
-    assert [g.variable[-len(name) :] for g, name in zip(overflow.gradients, names)] == names
+    shared.trainable = False
+    infinite = [tf.fill(variable.shape, np.float32(np.inf)) for variable in variables]
+    overflow = skipped(model.optimizer, infinite, variables)
+    names = ["outer/shared/kernel", "outer/shared/bias", "outer/inner/scaled/factor"]
+    if len(variables) == 4:  # as in Keras 2
+        names.append("outer/inner/scaled/bare")
+    assert overflow.variables == names
+    shared.trainable = True
+    histograms = keras_mp.numerics.ExponentHistograms(model, gradients=True, outputs=False)
+    assert {path for _, path in histograms._rows} == set(names)
 
 
 def test_fixed_scales_and_files_know_of_nothing(tmp_path):
