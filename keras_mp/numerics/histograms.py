@@ -15,14 +15,17 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.layer_paths import layers_by_path, variables_by_path
+from keras_mp.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.numerics.exponents import COLUMNS, EDGES, ROWS, Histogram
 from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
-from keras_mp.numerics.watching import watching_gradients, watching_outputs
+from keras_mp.numerics.watching import replaced, watching_gradients, watching_outputs
 from keras_mp.step import observers
-from keras_mp.support import host, validation
+from keras_mp.support import host, messages, validation
 from keras_mp.support.unconverted import unconverted
+
+# How many values 16 bits can have.
+_PATTERNS = 2**16
 
 
 class ExponentHistograms:
@@ -109,13 +112,11 @@ class ExponentHistograms:
         rows: list[tuple[str, str]] = []
         self._dtypes: dict[tuple[str, str], str] = {}
         if validation.boolean("gradients", gradients):
-            for path, (variable, layer) in variables_by_path(model).items():
+            self._paths = paths_of_weights(model)
+            for path, (_, layer) in variables_by_path(model).items():
                 rows.append((GRADIENT, path))
                 self._dtypes[GRADIENT, path] = layer.compute_dtype
-                # A weight of Keras 3 has a variable, which may stand for it.
-                inside = getattr(variable, "value", None)
-                for each in (variable, inside if isinstance(inside, tf.Variable) else variable):
-                    self._paths[id(each)] = path
+        self.misses_gradients = bool(rows)
         rows += [(OUTPUT, path) for path in self._outputs]
         rows += [(OUTPUT_GRADIENT, path) for path in self._output_gradients]
         self._rows = {row: place for place, row in enumerate(rows)}
@@ -157,17 +158,33 @@ class ExponentHistograms:
             yield
         step.count()
 
-    def read(self) -> Report:
+    def go_on_from(self, step: int) -> None:
+        """Says how many steps were made before the next, of which `step` has not seen all.
+
+        Args:
+            step: int.
+        """
+        for each in self._strategy.experimental_local_results(self._steps):
+            each.assign(step)
+
+    def read(self, all_workers: bool = False) -> Report:
         """Reads what was counted since the last time, from the device, and begins anew.
 
-        With several workers, each reads what its own replicas have counted.
+        Args:
+            all_workers: bool. Reads what the replicas of all workers have counted? It is then to be
+                called on each of them, as each waits for the others. Defaults to False: what the
+                replicas of this worker have counted.
 
         Returns:
             A `Report`. A row is there for each gradient and output of which a value was counted.
         """
         local = self._strategy.experimental_local_results
-        bins = sum(each.numpy() for each in local(self._bins))
-        overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
+        if validation.boolean("all_workers", all_workers):
+            of_replicas = self._strategy.run(tf.function(self._of_all_replicas, autograph=False))
+            bins, overflowed_at = (local(each)[0].numpy() for each in of_replicas)
+        else:
+            bins = sum(each.numpy() for each in local(self._bins))
+            overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
         steps, counted, loss_scale = (
             local(variable)[0].numpy().item()
             for variable in (self._steps, self._counted, self._loss_scale)
@@ -183,13 +200,23 @@ class ExponentHistograms:
                 each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
         return Report(rows, step=steps, counted=counted, loss_scale=loss_scale)
 
+    def _of_all_replicas(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """The sum of all bins, and the smallest scales of overflows. Called on each replica."""
+        context = tf.distribute.get_replica_context()
+        is_mine = tf.range(context.num_replicas_in_sync) == context.replica_id_in_sync_group
+        mine = tf.where(is_mine[:, tf.newaxis], tf.convert_to_tensor(self._overflowed_at), 0.0)
+        # A read of a variable has no device in a graph, and TensorFlow asks for one.
+        sums = tf.identity(self._bins), mine
+        bins, overflowed_at = (context.all_reduce(tf.distribute.ReduceOp.SUM, x) for x in sums)
+        return bins, tf.reduce_min(overflowed_at, 0)
+
 
 class ExponentMonitor(keras_api.BaseCallback):
     """Gathers histograms of exponents in `Model.fit`.
 
     They are gathered as `ExponentHistograms` says, and read at the end of each epoch, or every so
-    many batches. Before and after a `fit` with this callback, the model's training step is as it
-    would be without it.
+    many batches. The steps between run the function that `fit` runs without this callback; those
+    that count run another one, which is traced, or compiled by XLA, beside it.
 
     Args:
         every: int. Counts in the first step and in every so many after it. Defaults to 100.
@@ -199,6 +226,9 @@ class ExponentMonitor(keras_api.BaseCallback):
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
             to False.
         read_freq: `"epoch"` (the default), or an int, the number of batches between reads.
+        all_workers: bool. Reads what the replicas of all workers have counted? All of them then
+            need this callback, as they wait for each other. Defaults to False: each worker reads
+            what its own replicas have counted.
 
     Attributes:
         history: list of `Report`s, one for each time that something was read. A second `fit`
@@ -206,7 +236,7 @@ class ExponentMonitor(keras_api.BaseCallback):
 
     Raises:
         TypeError: `read_freq` is neither a str nor an int.
-        ValueError: it is another str than "epoch", or a number is below 1.
+        ValueError: it is another str than "epoch", a number is below 1, or a `fit` has two of it.
 
     Example:
 
@@ -231,6 +261,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         outputs: bool | Iterable[str] = True,
         output_gradients: bool | Iterable[str] = False,
         read_freq: str | int = "epoch",
+        all_workers: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(read_freq, str):
@@ -241,6 +272,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         else:
             read_freq = validation.integer("read_freq", read_freq)
         self.read_freq = read_freq
+        self.all_workers = validation.boolean("all_workers", all_workers)
         self.history: list[Report] = []
         self._arguments = {
             "every": validation.integer("every", every),
@@ -249,8 +281,11 @@ class ExponentMonitor(keras_api.BaseCallback):
             "output_gradients": output_gradients,
         }
         self._histograms: ExponentHistograms | None = None
-        self._train_step: Callable[..., Any] | None = None
-        self._steps_before = 0
+        # What runs one execution of `fit`, of one or more steps: Keras's own, and one that counts.
+        self._plain: Callable[[Any], Any] | None = None
+        self._counting: Callable[[Any], Any] | None = None
+        # How many steps were made, in this `fit` and in it before this epoch; before this `fit`.
+        self._made = self._before_epoch = self._before_fit = 0
 
     def report(self) -> Report:
         """Returns the sum of what was read so far.
@@ -268,8 +303,18 @@ class ExponentMonitor(keras_api.BaseCallback):
         Args:
             logs: not used.
         """
+        self._detach()  # if an error has ended the `fit` before
         if self.model.built:
             self._attach()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes where the epoch begins.
+
+        Args:
+            epoch: not used.
+            logs: not used.
+        """
+        self._before_epoch = self._made
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads, unless that is done for epochs only.
@@ -291,6 +336,10 @@ class ExponentMonitor(keras_api.BaseCallback):
             epoch: not used.
             logs: not used.
         """
+        # The last execution of an epoch may have fewer steps than the others.
+        in_epoch = (self.params or {}).get("steps")
+        if in_epoch is not None:
+            self._made = min(self._made, self._before_epoch + in_epoch)
         self._read()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -299,33 +348,63 @@ class ExponentMonitor(keras_api.BaseCallback):
         Args:
             logs: not used.
         """
-        if self._histograms is None:
-            return
-        del vars(self.model)["train_step"]
-        if self._train_step is not None:
-            vars(self.model)["train_step"] = self._train_step
-        self.model.train_function = None
-        self._histograms = None
+        self._detach()
 
     def _attach(self) -> None:
         model = self.model
-        histograms = ExponentHistograms(model, **self._arguments)
-        self._train_step = vars(model).get("train_step")
-        train_step = model.train_step
+        other = getattr(model.train_function, "__self__", None)
+        if isinstance(other, ExponentMonitor):
+            # All callbacks of a `fit` share their parameters. An error has ended that of others.
+            if other.params is self.params:
+                raise ValueError(
+                    "Expected one ExponentMonitor in a `fit`: each counts in steps of its own. "
+                    f"Received: {other!r} and {self!r}"
+                )
+            other._detach()
+        self._histograms = ExponentHistograms(model, **self._arguments)
+        self._made = self._before_epoch = 0
+        self._before_fit = self.history[-1].step if self.history else 0
+        self._plain = model.train_function
+        with self._counting_steps():
+            model.make_train_function(force=True)
+        self._counting, model.train_function = model.train_function, self._execute
 
-        def observed_step(*args: Any, **kwargs: Any) -> Any:
-            with histograms.step():
-                return train_step(*args, **kwargs)
+    def _detach(self) -> None:
+        if self._histograms is not None:
+            model = self._histograms.model
+            if model.train_function == self._execute:  # unless it was compiled meanwhile
+                model.train_function = self._plain
+            self._histograms = self._plain = self._counting = None
 
-        vars(model)["train_step"] = observed_step
-        model.make_train_function(force=True)
-        self._histograms = histograms
-        self._steps_before = self.history[-1].step if self.history else 0
+    def _counting_steps(self) -> contextlib.AbstractContextManager[None]:
+        """Where Keras finds the step of which it makes a function, when it makes or traces it."""
+        histograms = self._histograms
+
+        def counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
+            def counted_step(*args: Any, **kwargs: Any) -> Any:
+                with histograms.step():
+                    return train_step(*args, **kwargs)
+
+            return counted_step
+
+        return replaced("count", self.model, "train_step", counted)
+
+    def _execute(self, iterator: Any) -> Any:
+        """Runs what `fit` runs at once: the function that counts, if one of its steps is due."""
+        steps = keras_api.steps_per_execution(self.model)
+        if -self._made % self._arguments["every"] >= steps:
+            logs = self._plain(iterator)
+        else:
+            self._histograms.go_on_from(self._made)
+            with self._counting_steps():
+                logs = self._counting(iterator)
+        self._made += steps
+        return logs
 
     def _read(self) -> None:
         if self._histograms is not None:
-            report = self._histograms.read()
-            report.step += self._steps_before
+            report = self._histograms.read(self.all_workers)
+            report.step = self._before_fit + self._made
             if report.counted:
                 self.history.append(report)
 
@@ -390,6 +469,7 @@ class _Step:
             path = self.owner._paths.get(id(variable))
             if gradient is None or path is None:
                 continue
+            self.owner.misses_gradients = False
             if scaled_by is not None:
                 self._seen_early.add(path)
             elif path in self._seen_early:
@@ -409,6 +489,13 @@ class _Step:
 
     def count(self) -> None:
         """Counts what was seen, if that is due: the end of the step."""
+        if self.owner.misses_gradients:
+            self.owner.misses_gradients = False
+            messages.warn(
+                "No gradient of a variable was seen in a step with histograms, so only outputs are "
+                "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
+                f"or `gradients=False`. Received: optimizer={self.owner.optimizer!r}"
+            )
         seen = [*self._seen, *((row, tensor, self._scale) for row, tensor in self._still_scaled)]
 
         def count() -> None:
@@ -423,7 +510,7 @@ class _Step:
         if tf.executing_eagerly():
             count()  # A step that is not due is not looked at.
         else:
-            tf.cond(self.due, count, lambda: None)
+            tf.cond(self.due, host.as_one_operation(count), lambda: None)
 
     def _add(self, seen: Sequence[tuple[tuple[str, str], tf.Tensor, tf.Tensor | None]]) -> None:
         rows = self.owner._rows
@@ -453,7 +540,18 @@ def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Ten
     Returns:
         int64 tensor, the bins one after the other.
     """
-    values = tf.reshape(tf.cast(tensor, tf.float32), [-1])
+    values = tf.reshape(tensor, [-1])
+    if tensor.dtype.size != 2 or (values.shape[0] or _PATTERNS) < _PATTERNS:
+        return tf.cast(_bincount(_bins_of(values, scale), ROWS * COLUMNS), tf.int64)
+    # There are so few different values that it is quicker to count each, and then to look at them.
+    counts = _bincount(tf.cast(tf.bitcast(values, tf.uint16), tf.int32), _PATTERNS)
+    every = tf.bitcast(tf.cast(tf.range(_PATTERNS), tf.uint16), tensor.dtype)
+    return tf.cast(_bincount(_bins_of(every, scale), ROWS * COLUMNS, counts), tf.int64)
+
+
+def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
+    """The bin of each value, an int32 tensor."""
+    values = tf.cast(values, tf.float32)
     if scale is not None:
         values *= 1.0 / scale
     bits = tf.bitwise.bitwise_and(tf.bitcast(values, tf.int32), 0x7FFFFFFF)
@@ -464,14 +562,13 @@ def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Ten
     row = tf.maximum(tf.bitwise.right_shift(bits, 23) + tf.where(is_normal, 23, -126), 0)
     fraction = tf.bitwise.bitwise_and(bits, 0x7FFFFF)
     column = tf.add_n([tf.cast(fraction >= edge, tf.int32) for edge in EDGES[1:]])
+    return row * COLUMNS + column
+
+
+def _bincount(places: tf.Tensor, size: int, weights: tf.Tensor | None = None) -> tf.Tensor:
     # `tf.math.bincount` looks at the values for the number of bins first.
-    counts = tf.raw_ops.DenseBincount(
-        input=row * COLUMNS + column,
-        size=ROWS * COLUMNS,
-        weights=tf.constant([], tf.int32),
-        binary_output=False,
-    )
-    return tf.cast(counts, tf.int64)
+    weights = tf.constant([], tf.int32) if weights is None else weights
+    return tf.raw_ops.DenseBincount(input=places, size=size, weights=weights, binary_output=False)
 
 
 def _chosen(name: str, choice: bool | Iterable[str], layers: dict[str, Any]) -> list[str]:

@@ -275,8 +275,8 @@ def what_if(
     for dtype in dtypes:
         if dtype not in _DTYPES:
             raise ValueError(
-                "TensorFlow computes in float16 and bfloat16; of other dtypes, "
-                "`WhatIf.reference` and histograms tell what they would lose. "
+                "TensorFlow computes in float16 and bfloat16. What float8 would lose of the values "
+                "of float32, `WhatIf.reference.table(dtype, loss_scale)` tells. "
                 f"Received: dtype={dtype!r}"
             )
     if not scales:

@@ -58,8 +58,13 @@ def test_a_device_counts_as_numpy_does(jit_compile):
 @once
 def test_16_bit_values_are_counted_exactly():
     every = tf.bitcast(tf.cast(tf.range(2**16), tf.uint16), tf.float16)
-    bins = count_exponents(every).numpy().reshape(Histogram.of([]).bins.shape)
-    assert Histogram(bins) == Histogram.of(every.numpy())
+    # Few values are looked at one by one.
+    for values in (every, every[::-7], tf.concat([every, every[99:999]], 0)):
+        bins = count_exponents(values, tf.constant(8.0)).numpy()
+        bins = bins.reshape(Histogram.of([]).bins.shape)
+        with np.errstate(invalid="ignore"):  # as NumPy says of NaN
+            expected = Histogram.of(values.numpy().astype(np.float32) / 8)
+        assert Histogram(bins) == expected
 
 
 @pytest.mark.parametrize("how", ["eager", "function", pytest.param("xla", marks=once)])
@@ -156,15 +161,30 @@ def test_an_overflow_is_remembered_with_its_scale():
     assert row.window("bfloat16").high > 100
 
 
+class Own(K.callbacks.Callback):
+    """Counts the calls of what `fit` runs by itself."""
+
+    def on_train_begin(self, logs=None):
+        self.calls, self.function = 0, self.model.train_function
+        self.model.train_function = self.call
+
+    def call(self, iterator):
+        self.calls += 1
+        return self.function(iterator)
+
+
 def test_fit_is_watched_and_left_as_it_was():
     (x, y), monitor = data(16), ExponentMonitor(every=3, output_gradients=["last"])
     x, y = x / 8, y / 8  # with which nothing overflows
     with keras_mp.policy_scope("mixed_float16"):
         model = small_model()
         model.compile(K.optimizers.SGD(0.01), "mse")
-    before = vars(model)["train_step"]
-    model.fit(x, y, 4, epochs=2, callbacks=[monitor], verbose=0)
+    before, own = vars(model)["train_step"], Own()
+    model.fit(x, y, 4, epochs=2, callbacks=[own, monitor], verbose=0)
     assert [(report.step, report.counted) for report in monitor.history] == [(4, 2), (8, 1)]
+    # What does not count is Keras's own, and it is there again.
+    assert own.calls == 8 - 3
+    assert model.train_function == own.call
     assert vars(model)["train_step"] is before
     report = monitor.report()
     assert (report.step, report.counted) == (8, 3)
@@ -173,12 +193,26 @@ def test_fit_is_watched_and_left_as_it_was():
     assert report["output gradient", "last"].histogram.total == 3 * 4 * 2
     assert max(report["output gradient", "last"].histogram.exponents) < 4
     assert report["gradient", "first/kernel"].histogram.total == 3 * 4 * 3
-    # Without the callback the step is traced anew, and nothing is left of it.
     model.fit(x, y, 4, verbose=0)
-    assert len(monitor.history) == 2
+    assert (own.calls, len(monitor.history)) == (8 - 3 + 4, 2)
     assert "call" not in vars(model.get_layer("first"))
     model.fit(x, y, 16, callbacks=[monitor], verbose=0)
     assert [report.step for report in monitor.history] == [4, 8, 9]
+
+
+def test_several_steps_in_one_execution_and_a_fit_that_fails():
+    (x, y), monitor = data(16), ExponentMonitor(every=4, all_workers=True)
+    # With several replicas Keras 3 cannot run its own loop of steps.
+    strategy = tf.distribute.get_strategy() if IS_KERAS_3 else mirrored(2)
+    with strategy.scope():
+        model = small_model("mixed_bfloat16")
+        model.compile(K.optimizers.SGD(0.01), "mse", steps_per_execution=3)
+    with pytest.raises(ValueError, match="Expected one ExponentMonitor"):
+        model.fit(x, y, 2, callbacks=[ExponentMonitor(), monitor], verbose=0)
+    # The last of three executions of an epoch has two steps.
+    model.fit(x, y, 2, epochs=2, callbacks=[monitor], verbose=0)
+    assert [(report.step, report.counted) for report in monitor.history] == [(8, 2), (16, 2)]
+    assert monitor.report()["output", "last"].histogram.total == 4 * 2 * 2
 
 
 def test_a_step_without_histograms_has_no_operation_more():
@@ -303,6 +337,17 @@ def test_what_cannot_be_watched_is_refused():
         ExponentMonitor(read_freq="batch")
     with pytest.raises(ValueError, match="Nothing was read yet"):
         ExponentMonitor().report()
+
+
+def test_gradients_that_nobody_shows_are_missed():
+    model, (x, _) = small_model("mixed_bfloat16"), data()
+    histograms = ExponentHistograms(model, every=1)
+    told = pytest.warns(keras_mp.MixedPrecisionWarning, match="Received: optimizer=None")
+    with told, histograms.step():
+        model(x)
+    with histograms.step():  # It is said once.
+        model(x)
+    assert {row.kind for row in histograms.read().rows} == {"output"}
 
 
 def test_an_error_in_a_step_leaves_nothing_behind():

@@ -485,6 +485,41 @@ def test_each_worker_says_what_overflowed_on_another(together):
         assert eager == wanted[0]
 
 
+def histograms_loop(strategy, index):
+    """Exponents of a gradient that is 4 on the first worker and 8, or infinite, on the second."""
+    with strategy.scope():
+        dense = tf.keras.layers.Dense(1, use_bias=False, name="dense")
+        model = tf.keras.Sequential([tf.keras.Input([2]), dense])
+        optimizer = keras_mp.LossScaleOptimizer(
+            make_optimizer(FAMILIES[0]), keras_mp.DynamicLossScale(2.0**10)
+        )
+        optimizer.build(model.trainable_variables)
+        histograms = keras_mp.numerics.ExponentHistograms(model, every=1, optimizer=optimizer)
+
+    @tf.function
+    def step(factor):
+        def replica_step():
+            with histograms.step():
+                loss = lambda: tf.reduce_sum(model(tf.ones([4, 2])) * factor)  # noqa: E731
+                optimizer.minimize(loss, model.trainable_variables)
+
+        strategy.run(replica_step)
+
+    seen = []
+    for factor, all_workers in ((2, False), (2, True), (np.inf, True), (2, True)):
+        step(tf.constant(factor if index else 1, tf.float32))
+        row = histograms.read(all_workers=all_workers)["gradient", "dense/kernel"]
+        seen.append((row.histogram.exponents, row.histogram.infinities, row.overflowed_at))
+    return seen
+
+
+def test_histograms_of_one_worker_and_of_all(together):
+    both = [({2: 2, 3: 2}, 0, np.inf), ({2: 2}, 2, 2.0**10), ({2: 2, 3: 2}, 0, np.inf)]
+    first, second = together["histograms"]
+    assert first == [({2: 2}, 0, np.inf), *both]
+    assert second == [({3: 2}, 0, np.inf), *both]
+
+
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """What two workers return that nobody disturbs: {name: of each worker}."""
@@ -495,6 +530,7 @@ def together(tmp_path_factory):
         "region": (in_a_region, {}),
         "scaler": (scaler_loop, {}),
         "overflowing": (overflowing_loop, {}),
+        "histograms": (histograms_loop, {}),
     }
     for name in FAMILIES:
         loop = {"name": name, "in_float16": name == FAMILIES[0]}
