@@ -52,12 +52,7 @@ def convert(model: Any, policy: Any) -> Any:
     >>> mixed.layers[-1].compute_dtype
     'float32'
     """
-    if not isinstance(model, tf.keras.Model):
-        raise TypeError(
-            "Expected a model of `tf.keras`, which is "
-            f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
-            f"(of type {type(model)})"
-        )
+    keras_api.check_model(model)
     try:
         weights = model.get_weights()
     except ValueError as error:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp.grappler import passes
 from keras_mp.grappler import report as rewrites
-from keras_mp.numerics import census_text, estimates, graphs, origins, traces
+from keras_mp.numerics import batches, census_text, estimates, graphs, origins, traces
 from keras_mp.numerics.census_text import sums
 from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
@@ -209,7 +209,9 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
         `Census`.
 
     Raises:
-        TypeError: `function` cannot be called, or a model comes without a batch.
+        TypeError: `function` cannot be called, or a model comes without a batch, or with a dataset.
+        ValueError: the batch is a tuple of more than three, has no values, or does not suit the
+            model.
 
     Example:
 
@@ -225,13 +227,20 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
                 "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
                 f"Received {len(args)} positional and {len(kwargs)} other arguments."
             )
-        concrete = traces.step_of(model, traces.batch_of(args[0]), scopes)
-        step = "the training step" if traces.trains(model) else "the forward pass"
-        name = f"{step} of {model.name!r}"
+        concrete = _step_of(model, args[0], scopes)
+        name = traces.name_of_step(model)
     else:
         concrete = traces.function_of(function, *args, **kwargs)
         name = getattr(function, "__name__", concrete.name)
     return _census(concrete, name, model, scopes)
+
+
+def _step_of(model: Any, batch: Any, scopes: dict[str, str]) -> Any:
+    batch = batches.as_fit_takes_it(model, batch)
+    try:
+        return traces.step_of(model, batch, scopes)
+    except ValueError as error:
+        raise batches.misfit(traces.name_of_step(model), batch, error) from error
 
 
 def _census(concrete: Any, name: str, model: Any, scopes: dict[str, str]) -> Census:
