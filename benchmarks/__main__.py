@@ -24,6 +24,7 @@ from benchmarks import (
     rounding,
     sums,
     third_party,
+    third_party_numerics,
     tracing,
     verdict,
     wire,
@@ -46,6 +47,7 @@ BENCHMARKS = {
     "numerics": numerics.run,
     "faults": faults.run,
     "third_party": third_party.run,
+    "third_party_numerics": third_party_numerics.run,
 }
 
 

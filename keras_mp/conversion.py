@@ -52,12 +52,7 @@ def convert(model: Any, policy: Any) -> Any:
     >>> mixed.layers[-1].compute_dtype
     'float32'
     """
-    if not isinstance(model, tf.keras.Model):
-        raise TypeError(
-            "Expected a model of `tf.keras`, which is "
-            f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
-            f"(of type {type(model)})"
-        )
+    keras_api.check_model(model)
     try:
         weights = model.get_weights()
     except ValueError as error:
@@ -66,12 +61,7 @@ def convert(model: Any, policy: Any) -> Any:
             f"converted. Keras said: {error}"
         ) from error
     layers = keras_api.flatten_layers(model)
-    # Not those of Keras, which has a layer `Add` and an operation of that name.
-    classes = {
-        type(layer).__name__: type(layer)
-        for layer in layers
-        if type(layer).__module__.partition(".")[0] != keras_api.ROOT_PACKAGE
-    }
+    classes = {type(layer).__name__: type(layer) for layer in layers if not _is_known(layer)}
     by_path = dict(policy) if isinstance(policy, Mapping) else None
     if by_path is not None:
         _check_paths(model, by_path)
@@ -118,6 +108,14 @@ def convert(model: Any, policy: Any) -> Any:
         )
     converted.set_weights(weights)
     return converted
+
+
+def _is_known(layer: Any) -> bool:
+    """Does Keras find the class by its name? Not those that only its applications use."""
+    # Of a name of its own it may have two: the layer `Add`, and an operation.
+    name, module = type(layer).__name__, type(layer).__module__
+    is_public = isinstance(layer, tf.keras.Model) or hasattr(tf.keras.layers, name)
+    return module.partition(".")[0] == keras_api.ROOT_PACKAGE and is_public
 
 
 def _culprit(layer: Any) -> tuple[Any, Exception] | None:

@@ -61,12 +61,7 @@ def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
     <BLANKLINE>
     Parameters: 280, trainable: 280
     """
-    if not isinstance(model, tf.keras.Model):
-        raise TypeError(
-            "Expected a model of `tf.keras`, which is "
-            f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
-            f"(of type {type(model)})"
-        )
+    keras_api.check_model(model)
     for line in _lines(model):
         (print_fn or print)(line)
 

@@ -1,5 +1,7 @@
 """The same model with the same weights under another policy."""
 
+import importlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -254,6 +256,13 @@ def test_a_layer_of_the_name_of_an_operation():
     np.testing.assert_allclose(
         tf.cast(converted(tf.ones([1, 4])), tf.float32), model(tf.ones([1, 4])), rtol=2.0**-5
     )
+
+
+def test_a_layer_that_only_an_application_of_keras_has():
+    convnext = importlib.import_module(f"{keras_api.ROOT_PACKAGE}.src.applications.convnext")
+    inputs = K.Input([4])
+    model = K.Model(inputs, convnext.LayerScale(0.5, 4, name="scale")(inputs))
+    assert keras_mp.convert(model, "mixed_bfloat16")(tf.ones([1, 4])).dtype == tf.bfloat16
 
 
 @pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 makes an unbuilt model of one.")

@@ -37,7 +37,7 @@ def imported(path):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_what_is_below_it(room):
-    paths = [path for path in (ROOT / room).glob("*.py") if path.name != "__main__.py"]
+    paths = [path for path in (ROOT / room).rglob("*.py") if path.name != "__main__.py"]
     assert paths
     for path in paths:
         names = [name.split(".") for name in imported(path)]

@@ -7,6 +7,7 @@ like are those of the module that fits. Nothing outside this folder asks which K
 import importlib
 import os
 import sys
+from typing import Any
 
 import tensorflow as tf
 
@@ -113,6 +114,19 @@ set_global_policy = _module.set_global_policy
 thread_missed_global_policy = _module.thread_missed_global_policy
 trusted_scope = _module.trusted_scope
 tracks_floatx = _module.tracks_floatx
+
+
+def check_model(model: Any) -> None:
+    """Raises a TypeError unless an argument is a model of `tf.keras`: not one of the other Keras.
+
+    Args:
+        model: Any. What was passed as `model`.
+    """
+    if not isinstance(model, tf.keras.Model):
+        raise TypeError(
+            f"Expected a model of `tf.keras`, which is {ROOT_PACKAGE} in this process. "
+            f"Received: model={model!r} (of type {type(model)})"
+        )
 
 
 def switch_hint() -> str:

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.numerics import hazards, origins, traces
+from keras_mp.numerics import batches, hazards, origins, traces
+from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.hazards.look import Finding, Look, Suspect
 from keras_mp.support.messages import Line
 
@@ -80,8 +81,8 @@ def audit(model: Any, batch: Any) -> Audit:
 
     Raises:
         TypeError: `model` is not a model of `tf.keras`, or the batch is None or a dataset.
-        ValueError: the batch is a tuple of another length, has no rows, or is a list with more or
-            fewer parts than the model has inputs.
+        ValueError: the batch is a tuple of another length, has no values, is a list with more or
+            fewer parts than the model has inputs, or does not suit the model.
 
     Example:
 
@@ -93,52 +94,30 @@ def audit(model: Any, batch: Any) -> Audit:
     >>> [finding.hazard for finding in audit.findings]
     ['outputs in 16 bits']
     """
-    if not isinstance(model, tf.keras.Model):
-        raise TypeError(
-            f"Expected a model of `tf.keras`. Received: model={model!r} (of type {type(model)})"
-        )
-    _check_batch(model, batch)
-    batch = traces.batch_of(batch)
+    keras_api.check_model(model)
+    batch = batches.as_fit_takes_it(model, batch)
     try:
         findings = (*_not_finite(batch), *_findings(model, batch))
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         finding = _finding_of_error(error)
         if finding is None:
-            raise
+            if isinstance(error, TypeError) or _is_made_here(error):
+                raise
+            raise batches.misfit(traces.name_of_step(model), batch, error) from error
         findings = (finding,)
     return Audit(model.name, _policy_of(model), findings)
 
 
-def _check_batch(model: Any, batch: Any) -> None:
-    x = batch[0] if isinstance(batch, tuple) and batch else batch
-    if x is None or isinstance(x, tf.data.Dataset):
-        raise TypeError(
-            "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight); of a dataset, "
-            f"next(iter(dataset)). Received: {type(x)}"
+def _not_finite(batch: Batch) -> Iterator[Finding]:
+    for name, bad, _ in batches.not_finite(batch):
+        yield Finding(
+            "a batch that is not finite",
+            f"the batch's {name}",
+            None,
+            f"{bad:,} of its numbers are NaN or infinite, and so is what is computed of them, in "
+            "float32 as well.",
+            "Clean the data, or audit with another batch.",
         )
-    inputs = getattr(model, "inputs", None)
-    if isinstance(x, list) and inputs and len(x) != len(inputs):
-        raise ValueError(
-            f"A list is x, with one array for each input, of which {model.name!r} has "
-            f"{len(inputs)}. Received a list of {len(x)}. For x and y, pass a tuple (x, y)."
-        )
-    if any(np.size(part) == 0 for part in tf.nest.flatten(x)):
-        raise ValueError("Expected a batch with rows. Received an x that is empty.")
-
-
-def _not_finite(batch: traces.Batch) -> Iterator[Finding]:
-    for name, part in zip(batch._fields, batch):
-        tensors = [t for t in tf.nest.flatten(part) if t is not None and t.dtype.is_floating]
-        number = sum(int(tf.math.count_nonzero(~tf.math.is_finite(t))) for t in tensors)
-        if number:
-            yield Finding(
-                "a batch that is not finite",
-                f"the batch's {name}",
-                None,
-                f"{number:,} of its numbers are NaN or infinite, and so is what is computed of "
-                "them, in float32 as well.",
-                "Clean the data, or audit with another batch.",
-            )
 
 
 def _policy_of(model: Any) -> str:
@@ -148,7 +127,7 @@ def _policy_of(model: Any) -> str:
     return names.most_common(1)[0][0] if names else model.dtype_policy.name
 
 
-def _findings(model: Any, batch: traces.Batch) -> Iterator[Finding]:
+def _findings(model: Any, batch: Batch) -> Iterator[Finding]:
     traced: list[list[Suspect]] = []
     scopes: dict[str, str] = {}
 
@@ -171,7 +150,7 @@ def _findings(model: Any, batch: traces.Batch) -> Iterator[Finding]:
             yield finding
 
 
-def _run_and_restore(step: Any, batch: traces.Batch) -> Any:
+def _run_and_restore(step: Any, batch: Batch) -> Any:
     before = [(variable, tf.identity(variable)) for variable in step.variables]
     try:
         return step(batch.data)
@@ -180,22 +159,25 @@ def _run_and_restore(step: Any, batch: traces.Batch) -> Any:
             variable.assign(value)
 
 
+def _is_made_here(error: Exception) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename.startswith(_OURS) for frame in frames)
+
+
 def _finding_of_error(error: Exception) -> Finding | None:
     """What an error is about that comes of dtypes that do not fit; None of any other."""
-    message = str(error)
+    reason = batches.reason(error)
     frames = traceback.extract_tb(error.__traceback__)
-    is_ours = any(frame.filename.startswith(_OURS) for frame in frames)
-    if is_ours or not any(dtype in message for dtype in _DTYPES):
+    if _is_made_here(error) or not any(dtype in reason for dtype in _DTYPES):
         return None
     is_gradient = any(frame.filename.endswith("custom_gradient.py") for frame in frames)
     lines = [Line(f.filename, f.lineno) for f in frames if not origins.is_library(f.filename)]
-    first = message.strip().partition("\n")[0]
     if is_gradient:
         return Finding(
             "a custom gradient without dtypes",
             "a function with tf.custom_gradient",
             lines[-1] if lines else None,
-            f"The step cannot be traced: {first}",
+            f"The step cannot be traced: {reason}",
             "Let the gradient have the dtype of what it is the gradient of: tf.cast(gradient, "
             "x.dtype).",
         )
@@ -203,6 +185,6 @@ def _finding_of_error(error: Exception) -> Finding | None:
         "dtypes that do not fit",
         "the training step",
         lines[-1] if lines else None,
-        f"The step cannot be traced: {first}",
+        f"The step cannot be traced: {reason}",
         "Cast to self.compute_dtype, and make variables with `add_weight`, which casts them.",
     )

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp.grappler import passes
 from keras_mp.grappler import report as rewrites
-from keras_mp.numerics import census_text, estimates, graphs, origins, traces
+from keras_mp.numerics import batches, census_text, estimates, graphs, origins, traces
 from keras_mp.numerics.census_text import sums
 from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
@@ -28,6 +28,7 @@ _NO_COMPUTATIONS = frozenset(
         *("ReadVariableOp", "VarHandleOp", "AssignVariableOp", "Cast", "Identity", "IdentityN"),
         *("StopGradient", "PreventGradient", "Snapshot", "Shape", "ShapeN", "Size", "Rank"),
         *("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "Case"),
+        *("Enter", "Switch", "Merge", "NextIteration", "LoopCond", "Exit"),
         *("StatelessIf", "StatelessCase", "Pack", "Unpack", "Reshape", "ExpandDims", "Squeeze"),
         *("StridedSlice", "Slice", "ConcatV2", "Split", "SplitV", "Transpose", "Tile"),
         *("BroadcastTo", "BroadcastGradientArgs", "ZerosLike", "OnesLike", "Fill"),
@@ -49,13 +50,16 @@ class Operation(NamedTuple):
         line: the line of a program that made it, or None if libraries alone did.
         why: str. Why it computes in this dtype.
         turns: int. How often a call runs it.
-        kind: str. "matrix product" or "convolution"; empty for all others.
+        kind: str. "matrix product" or "convolution"; empty for all others, and if the shapes are
+            not known.
         work: int. How many floating-point operations of products a call takes for it.
+        is_least: bool. Is it in a loop of which nothing tells how often it turns? Its turns and
+            work are those of one turn then.
 
     Example:
 
     >>> from keras_mp.numerics.census import Operation
-    >>> Operation("a", "Exp", "float32", "", None, "", 1, "", 0).op
+    >>> Operation("a", "Exp", "float32", "", None, "", 1, "", 0, False).op
     'Exp'
     """
 
@@ -68,6 +72,7 @@ class Operation(NamedTuple):
     turns: int
     kind: str
     work: int
+    is_least: bool
 
 
 class Cast(NamedTuple):
@@ -195,7 +200,8 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
 
     Floating-point work is that of matrix products and convolutions, forwards and backwards, where a
     multiplication and an addition count as two. Of a branch, the one with more work counts. A loop
-    counts with the turns that it is known to make at most, and once if that is not known.
+    counts with the turns that it is known to make at most. If nothing tells, it counts once, which
+    is said (`Operation.is_least`).
 
     Args:
         function: a model of `tf.keras`; or a `tf.types.experimental.ConcreteFunction`, a
@@ -209,7 +215,9 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
         `Census`.
 
     Raises:
-        TypeError: `function` cannot be called, or a model comes without a batch.
+        TypeError: `function` cannot be called, or a model comes without a batch, or with a dataset.
+        ValueError: the batch is a tuple of more than three, has no values, or does not suit the
+            model.
 
     Example:
 
@@ -225,27 +233,33 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
                 "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
                 f"Received {len(args)} positional and {len(kwargs)} other arguments."
             )
-        concrete = traces.step_of(model, traces.batch_of(args[0]), scopes)
-        step = "the training step" if traces.trains(model) else "the forward pass"
-        name = f"{step} of {model.name!r}"
+        concrete = _step_of(model, args[0], scopes)
+        name = traces.name_of_step(model)
     else:
         concrete = traces.function_of(function, *args, **kwargs)
-        name = getattr(function, "__name__", concrete.name)
+        name = getattr(function, "__name__", None) or concrete.name.decode()
     return _census(concrete, name, model, scopes)
+
+
+def _step_of(model: Any, batch: Any, scopes: dict[str, str]) -> Any:
+    batch = batches.as_fit_takes_it(model, batch)
+    try:
+        return traces.step_of(model, batch, scopes)
+    except ValueError as error:
+        raise batches.misfit(traces.name_of_step(model), batch, error) from error
 
 
 def _census(concrete: Any, name: str, model: Any, scopes: dict[str, str]) -> Census:
     meta = rewrites.of_function(concrete, shapes=True)
     reader = _Reader(concrete, model, scopes)
-    traced_nodes = graphs.walk(meta.graph_def)
-    traced = reader.read(traced_nodes)
+    walked = graphs.walk(meta.graph_def)
+    traced = reader.read(walked.nodes)
     if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
         return Census(name, traced, None)
     rewritten_to = passes.enabled_dtype()
     graph = rewrites.optimized(meta, rewritten_to)
-    shapes = {node.proto.name: node.outputs for node in traced_nodes}
     reader.rewritten_to = rewritten_to
-    return Census(name, traced, reader.read(graphs.walk(graph, shapes)))
+    return Census(name, traced, reader.read(graphs.walk(graph, walked).nodes))
 
 
 class _Reader:
@@ -276,35 +290,50 @@ class _Reader:
         for node in nodes:
             if node.proto.op == "Cast":
                 if len(node.dtypes) == 2:
-                    casts.append(self._cast(node, takers[node.proto.name]))
+                    takers_of = takers[node.proto.name] if node.is_in_main else ()
+                    casts.append(self._cast(node, takers_of))
             elif node.dtypes and node.proto.op not in _NO_COMPUTATIONS:
                 operations.append(self._operation(node))
-        self._before = {each.name: each.dtype for each in operations}
         return Graph(tuple(operations), tuple(casts))
 
+    def _owner(self, path: str) -> str:
+        """The name of an operation that tells the layer of another one."""
+        if self._layers.path(path):
+            return path
+        # The backward pass of a function is one too, and has no scope of its layer, but it takes
+        # what the function in the layer has kept for it.
+        call = self._made.get(path.partition("/")[0])
+        takes = () if call is None or call.type not in graphs.CALLS else call.inputs
+        calls = [each.op.name for each in takes if each.op.type in graphs.CALLS]
+        return next(filter(self._layers.path, calls), path)
+
     def _operation(self, node: Node) -> Operation:
-        proto, work = node.proto, node.work
+        work = node.work
         dtype = node.dtypes.get("T") or next(iter(node.dtypes.values()))
+        why = self._why(node, dtype)
+        if self.rewritten_to is None:
+            self._before[node.path] = dtype
         return Operation(
-            proto.name,
-            proto.op,
+            node.proto.name,
+            node.proto.op,
             dtype,
-            self._layers.name(proto.name),
-            self._line(proto.name),
-            self._why(proto, dtype),
+            self._layers.name(self._owner(node.path)),
+            self._line(node.path),
+            why,
             node.turns,
             work.kind if work else "",
             work.count * node.turns if work else 0,
+            node.is_least,
         )
 
-    def _why(self, proto: Any, dtype: str) -> str:
-        if self.rewritten_to == dtype and self._before.get(proto.name, dtype) != dtype:
+    def _why(self, node: Node, dtype: str) -> str:
+        if self.rewritten_to == dtype and self._before.get(node.path, dtype) != dtype:
             return "the graph rewrite"
-        if self._is_autocast and proto.op in op_table.ROWS:
-            row = op_table.ROWS[proto.op]
+        if self._is_autocast and node.proto.op in op_table.ROWS:
+            row = op_table.ROWS[node.proto.op]
             if row.verdict in (op_table.DENY, op_table.PROMOTE) or dtype in _HALF:
                 return f"autocast: {row.why}"
-        layer, made = self._layers.layer(proto.name), self._made.get(proto.name)
+        layer, made = self._layers.layer(self._owner(node.path)), self._made.get(node.path)
         if layer is None:
             is_users = made is not None and origins.maker_of(made) == "user"
             return (
@@ -318,9 +347,10 @@ class _Reader:
         return f"{type(layer).__name__} computes so under {policy}"
 
     def _cast(self, node: Node, takers: Sequence[Any]) -> Cast:
-        proto, source = node.proto, node.sources[0]
-        name = proto.name
-        after = self._layers.name(source.name) if source is not None else ""
+        source, name = node.sources[0], node.path
+        after = ""
+        if source is not None:
+            after = self._layers.name(name.removesuffix(node.proto.name) + source.name)
         before = next(filter(None, (self._layers.name(each.name) for each in takers)), "")
         source_dtype, dtype = node.dtypes["SrcT"], node.dtypes["DstT"]
         size = tf.as_dtype(source_dtype).size + tf.as_dtype(dtype).size
@@ -329,7 +359,7 @@ class _Reader:
             count *= dimension
         own = self._layers.name(name)
         return Cast(
-            name,
+            node.proto.name,
             source_dtype,
             dtype,
             after or own,

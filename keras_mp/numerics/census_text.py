@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from keras_mp.numerics import work as works
 from keras_mp.support import text_tables
 
 NO_LAYER = "outside of layers"
@@ -31,9 +32,7 @@ def lines(of: Any) -> Iterator[str]:
             rows += list(_rows(title, graph))
     yield from text_tables.aligned(rows)
     yield ""
-    work = sums(
-        ((e.dtype, e.layer or NO_LAYER, e.why), e.work) for e in of.runs.operations if e.work
-    )
+    work = sums((_about(each), each.work) for each in of.runs.operations if each.work)
     if work:
         total = sum(work.values())
         rows = [("work", "dtype", "layer", "why")]
@@ -81,8 +80,23 @@ def _sentences(of: Any) -> Iterator[str]:
             f"{len(graph.casts)} cast{'s' * (len(graph.casts) > 1)} move {_bytes(moved)} a call, "
             f"{most} of them {between}."
         )
+    turning = dict.fromkeys(each.layer or NO_LAYER for each in graph.operations if each.is_least)
+    if turning:
+        yield f"Nothing tells how often some loops turn. They are counted once: {_some(turning)}."
+    unknown = [each for each in graph.operations if works.is_counted(each.op) and not each.kind]
+    if unknown:
+        places = dict.fromkeys(each.layer or NO_LAYER for each in unknown)
+        yield (
+            f"The shapes of {len(unknown)} product{'s' * (len(unknown) > 1)} are not known, so "
+            f"that they count nothing: {_some(places)}."
+        )
     if of.optimized is None:
         yield "XLA compiles it: it is shown as it was traced, and XLA may leave casts out."
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join([*shown[:3], *([f"{len(shown) - 3} more"] if len(shown) > 3 else [])])
 
 
 def _rows(title: str, graph: Any) -> Iterator[tuple[str, ...]]:
@@ -99,6 +113,11 @@ def _rows(title: str, graph: Any) -> Iterator[tuple[str, ...]]:
             f"{casts.get(dtype, 0):,}",
             _bytes(moved.get(dtype, 0)),
         )
+
+
+def _about(operation: Any) -> tuple[str, ...]:
+    why = operation.why + " (a loop, counted once)" * operation.is_least
+    return operation.dtype, operation.layer or NO_LAYER, why
 
 
 def _between(cast: Any) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.conversion import convert
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import own_share, runs, whole_runs
+from keras_mp.numerics import batches, own_share, runs, whole_runs
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.records import Record
@@ -230,12 +230,7 @@ def compare_records(run: Record, reference: Record) -> Comparison:
 
 
 def _both(model: Any, policy: Any, reference: Any) -> tuple[Any, Any]:
-    if not isinstance(model, tf.keras.Model):
-        raise TypeError(
-            "Expected a model of `tf.keras`, which is "
-            f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
-            f"(of type {type(model)})"
-        )
+    keras_api.check_model(model)
     is_narrow = any(layer.compute_dtype in _NARROW for layer in keras_api.flatten_layers(model))
     if policy is None and not is_narrow and not isinstance(reference, tf.keras.Model):
         raise ValueError(
@@ -257,12 +252,7 @@ def _batch(x: Any, y: Any, sample_weight: Any) -> Batch:
         *(None if each is None else tf.nest.map_structure(tensor, each) for each in (x, y)),
         sample_weight,
     )
-    for each in tf.nest.flatten(batch.x):
-        if isinstance(each, tf.Tensor) and each.shape.rank and each.shape[0] == 0:
-            raise ValueError(
-                "Without samples nothing can be compared. Expected a batch of at least one. "
-                f"Received: x of the shape {each.shape}"
-            )
+    batches.check_values(batch.x)
     return batch
 
 
@@ -270,15 +260,11 @@ def _check_finite(batch: Batch, run: Run) -> None:
     """A model may handle NaN in its inputs, so it is the loss that tells."""
     if math.isfinite(run.loss):
         return
-    for name, values in batch._asdict().items():
-        for each in runs.floating(values) if values is not None else []:
-            bad = int(np.count_nonzero(~np.isfinite(runs.array(each))))
-            if bad:
-                raise ValueError(
-                    "Nothing can be said about rounding where the loss is not finite since the "
-                    f"batch is not. Expected finite numbers. Received: {name} with {bad:,} of "
-                    f"{each.shape.num_elements():,} not finite"
-                )
+    for part, bad, size in batches.not_finite(batch):
+        raise ValueError(
+            "Nothing can be said about rounding where the loss is not finite since the batch is "
+            f"not. Expected finite numbers. Received: {part} with {bad:,} of {size:,} not finite"
+        )
 
 
 def _loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool = False) -> Loss:

@@ -15,7 +15,7 @@ UNIT_ROUNDOFF = {
 }
 
 # More units of what rounding explains than these are not explained by it: about 1 % in float16, 8 %
-# in bfloat16. Sound layers have 0.2 to 1, and gradients of convolutions in float16 up to 8, since
+# in bfloat16. Sound layers have 0.2 to 1, and gradients of convolutions in float16 up to 15, since
 # kernels for CPUs add up some thousand products in it. Planted defects begin at 100.
 LIMIT = 16.0
 
@@ -57,6 +57,33 @@ class Distance:
             distance / explained if explained else math.inf,
         )
 
+    @classmethod
+    def of_gradient(
+        cls,
+        value: np.ndarray,
+        reference: np.ndarray,
+        explained: float,
+        unit: float,
+        largest: float,
+    ) -> "Distance":
+        """Measures that of a gradient, which may be zero but for rounding.
+
+        Such as that of the bias of an attention's keys, or of queries while the keys are alike: it
+        is what is left of larger numbers that cancel, and those are nowhere to be seen. So where a
+        gradient is further off than its own size, what rounding does to the largest explains it.
+
+        Args:
+            value: as for `of`.
+            reference: as for `of`.
+            explained: as for `of`.
+            unit: as for `of`.
+            largest: float. The root mean square of the largest gradient beside it.
+        """
+        distance = cls.of(value, reference, explained, unit)
+        if distance.relative > 1 and math.isfinite(distance.units):
+            return cls.of(value, reference, max(explained, unit * largest), unit)
+        return distance
+
     @staticmethod
     def worst(distances: "Sequence[Distance]") -> "Distance | None":
         """The one of most units; of what is nothing but rounding, only if there is nothing else."""
@@ -64,6 +91,11 @@ class Distance:
         # further apart than its own size.
         told = [each for each in distances if each.relative <= 1 or each.units > LIMIT]
         return max(told or distances, key=lambda distance: distance.units, default=None)
+
+
+def is_of_weight(name: str) -> bool:
+    """Is it the gradient of a weight, and not of "input 0" or "output 0"?"""
+    return not name.startswith(("input ", "output "))
 
 
 def rms(values: np.ndarray) -> float:

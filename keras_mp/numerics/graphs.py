@@ -4,9 +4,11 @@ The graph is read as protos, which is what grappler takes and returns, so that b
 the same way. This module needs TensorFlow only.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry as _op_defs
 
@@ -18,10 +20,18 @@ FLOATS = {
     dtype.as_datatype_enum: dtype.name
     for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 }
-# Their result has the shape of what comes in; grappler makes such nodes, and gives them no shape.
-_SAME_SHAPE = frozenset(("Cast", "Identity", "Snapshot", "StopGradient", "PreventGradient"))
+# Their results have the shape of what comes in; grappler makes such nodes, and gives them no shape.
+_SAME_SHAPE = frozenset(
+    (
+        *("Cast", "Identity", "Snapshot", "StopGradient", "PreventGradient"),
+        *("Enter", "Switch", "Merge", "NextIteration", "Exit"),
+    )
+)
 _LOOPS = ("While", "StatelessWhile")
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+# What grappler puts into names where it puts functions in the place of their calls.
+_NUMBER = re.compile(r"/_\d+(?=/)")
 
 
 class Node(NamedTuple):
@@ -29,26 +39,47 @@ class Node(NamedTuple):
 
     Attributes:
         proto: `NodeDef`.
+        path: str. The names of what calls it, and its own. It stays when grappler puts the nodes of
+            a function in the place of what calls it.
         dtypes: dict. Its floating-point dtypes by attribute, such as {"T": "float32"}.
         inputs: shapes of its inputs.
         outputs: shapes of its outputs.
         sources: the nodes that its inputs come from; None for an argument of a function.
         turns: int. How often it runs in one call.
+        is_least: bool. Is it in a loop of which nothing tells how often it turns? It is counted
+            once then.
         is_in_main: bool. Is it in the graph itself, and not in a function that this calls?
     """
 
     proto: Any
+    path: str
     dtypes: dict[str, str]
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
     sources: tuple[Any, ...]
     turns: int
+    is_least: bool
     is_in_main: bool
 
     @property
     def work(self) -> Work | None:
         """What it computes each time, or None if it is neither a product nor a convolution."""
         return works.of(self.proto, self.inputs, self.outputs)
+
+
+class Walked(NamedTuple):
+    """What is in a graph and in what it calls.
+
+    Attributes:
+        nodes: list of Node.
+        loops: dict. By the path of a loop, how often it turns; None if nothing tells.
+        branches: list of tuples. What the paths of the nodes in the branches of each condition
+            begin with.
+    """
+
+    nodes: list[Node]
+    loops: dict[str, int | None]
+    branches: list[tuple[str, ...]]
 
 
 def floats_of(proto: Any) -> dict[str, str]:
@@ -67,9 +98,7 @@ def floats_of(proto: Any) -> dict[str, str]:
     return found
 
 
-def walk(
-    graph: tf.compat.v1.GraphDef, before: Mapping[str, tuple[Shape, ...]] | None = None
-) -> list[Node]:
+def walk(graph: tf.compat.v1.GraphDef, before: Walked | None = None) -> Walked:
     """Lists the nodes of a graph and of what it calls, as one call runs them.
 
     Of a branch, it is the one with the most work that counts, and then the one with more nodes. The
@@ -78,103 +107,223 @@ def walk(
     Args:
         graph: `GraphDef` whose nodes have the attribute `_output_shapes`, as
             `Graph.as_graph_def(add_shapes=True)` gives it.
-        before: shapes by name, for nodes that have none: of the graph that this one was made of.
+        before: the graph that grappler has made this one of. It has shapes that are lost here, and
+            tells how often loops turn and which branches there are, where they are taken apart.
     """
     library = {function.signature.name: function for function in graph.library.function}
-    return list(_Walk(library, before or {}).body(graph.node, {}, 1, True))
+    before = before or Walked([], {}, [])
+    by_path = {node.path: node for node in before.nodes}
+    walk = _Walk(library, by_path, before.loops, {}, [])
+    nodes = list(_Body(walk, graph.node, _Outside({}, {}, "", 1, False, True)).nodes())
+    return Walked(_without_branches(nodes, before.branches), walk.loops, walk.branches)
 
 
-class _Walk:
-    """Goes through a graph.
+class _Walk(NamedTuple):
+    """What is known of all that is walked through.
 
-    Args:
+    Attributes:
         library: `FunctionDef`s by name.
-        before: shapes by name.
+        before: nodes by path, of the graph that this one was made of.
+        loops_before: as in Walked, of that graph.
+        loops: as in Walked, filled on the way.
+        branches: the same.
     """
 
-    def __init__(self, library: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-        self._library, self._before = library, before
+    library: Mapping[str, Any]
+    before: Mapping[str, Node]
+    loops_before: Mapping[str, int | None]
+    loops: dict[str, int | None]
+    branches: list[tuple[str, ...]]
 
-    def body(
-        self,
-        protos: Sequence[Any],
-        shapes: dict[str, tuple[Shape, ...]],
-        turns: int,
-        is_in_main: bool,
-    ) -> Iterator[Node]:
-        by_name = {proto.name: proto for proto in protos}
-        shapes = dict(shapes)
 
-        def shapes_of(name: str) -> tuple[Shape, ...]:
-            if name not in shapes:
-                shapes[name] = ()  # where a loop of TensorFlow 1 comes back
-                shapes[name] = self._shapes(by_name[name], shape_at)
-            return shapes[name]
+class _Outside(NamedTuple):
+    """What a graph or function gets from outside.
 
-        def shape_at(source: str) -> Shape:
-            name, index = _parse(source, by_name)
-            found = shapes_of(name) if name in by_name or name in shapes else ()
-            return found[index] if index < len(found) else None
+    Attributes:
+        shapes: of its arguments, by name.
+        values: the same, as far as they are known.
+        prefix: str. What the paths of its nodes begin with.
+        turns: int. How often it runs.
+        is_least: bool. As in Node.
+        is_in_main: bool. As in Node.
+    """
 
-        for proto in protos:
-            sources = [source for source in proto.input if not source.startswith("^")]
+    shapes: Mapping[str, Shape]
+    values: Mapping[str, Any]
+    prefix: str
+    turns: int
+    is_least: bool
+    is_in_main: bool
+
+
+class _Body:
+    """The nodes of a graph or function."""
+
+    def __init__(self, walk: _Walk, protos: Sequence[Any], outside: _Outside) -> None:
+        self._walk, self._protos, self._outside = walk, protos, outside
+        self._by_name = {proto.name: proto for proto in protos}
+        self._shapes = {name: (shape,) for name, shape in outside.shapes.items()}
+        self._values: dict[str, Any] = {}
+        self._frames = loops.frames(protos, self._node_of)
+
+    def nodes(self) -> Iterator[Node]:
+        """Yields them, and those of what they call."""
+        for proto in self._protos:
+            turns, is_least = self._turns(proto)
+            if not turns:
+                continue
+            sources = _data(proto)
+            inputs, before = map(self._shape_at, sources), self._before(proto)
+            if before is not None and len(before.inputs) == len(sources):
+                inputs = (mine or other for mine, other in zip(inputs, before.inputs))
             yield Node(
                 proto,
+                self._path(proto.name),
                 floats_of(proto),
-                tuple(map(shape_at, sources)),
-                shapes_of(proto.name),
-                tuple(by_name.get(_parse(source, by_name)[0]) for source in sources),
+                tuple(inputs),
+                self._shapes_of(proto.name),
+                tuple(self._by_name.get(self._node_of(source)) for source in sources),
                 turns,
-                is_in_main,
+                is_least,
+                self._outside.is_in_main,
             )
-            yield from self._called(proto, by_name, shape_at, sources, turns)
+            yield from self._called(proto)
 
-    def _shapes(self, proto: Any, shape_at: Callable[[str], Shape]) -> tuple[Shape, ...]:
+    def _called(self, proto: Any) -> Iterator[Node]:
+        functions = {name: each.func.name for name, each in proto.attr.items() if each.func.name}
+        if proto.op in _LOOPS:
+            times = self._walk.loops[self._path(proto.name)] = self._times(proto)
+            yield from self._inside(proto, functions["body"], "body/", times).nodes()
+        elif proto.op in CALLS:
+            yield from self._inside(proto, functions["f"]).nodes()
+        elif proto.op in _BRANCHES:
+            if "branches" in proto.attr:  # To ask for an attribute that is not there would make it.
+                several = enumerate(proto.attr["branches"].list.func)
+                named = {f"branch{i}": each.name for i, each in several}
+            else:
+                named = {"then": functions["then_branch"], "else": functions["else_branch"]}
+            bodies = [self._inside(proto, each, f"{name}/") for name, each in named.items()]
+            self._walk.branches.append(tuple(body._outside.prefix for body in bodies))
+            yield from max((list(body.nodes()) for body in bodies), key=_amount)
+
+    def _inside(self, proto: Any, name: str, prefix: str = "", times: int | None = 1) -> "_Body":
+        """The function that a node calls.
+
+        Args:
+            proto: the node.
+            name: str. That of the function.
+            prefix: str. What grappler puts before the names of its nodes, beside that of the node.
+            times: int. How often the node calls it; None if that is not known.
+        """
+        prefix = f"{self._path(proto.name)}/{prefix}"
+        turns, is_least = self._turns(proto)
+        function = self._walk.library.get(name)
+        if function is None:
+            return _Body(self._walk, (), self._outside._replace(prefix=prefix))
+        arguments = [arg.name for arg in function.signature.input_arg]
+        sources = _data(proto)[1 if proto.op in _BRANCHES else 0 :]
+        outside = _Outside(
+            dict(zip(arguments, map(self._shape_at, sources))),
+            # In a loop they are others in each turn.
+            {} if proto.op in _LOOPS else dict(zip(arguments, map(self._value_at, sources))),
+            prefix,
+            turns * (1 if times is None else times),
+            is_least or times is None,
+            False,
+        )
+        return _Body(self._walk, function.node_def, outside)
+
+    def _turns(self, proto: Any) -> tuple[int, bool]:
+        """How often a node runs, and whether that is only known to be the least."""
+        turns, is_least = self._outside.turns, self._outside.is_least
+        for frame in self._frames.get(proto.name, ()):
+            times = self._walk.loops_before.get(self._path(frame))
+            turns, is_least = turns * (1 if times is None else times), is_least or times is None
+        return turns, is_least
+
+    def _times(self, loop: Any) -> int | None:
+        condition, body = (
+            self._walk.library[loop.attr[each].func.name] for each in ("cond", "body")
+        )
+        return loops.turns(condition, body, [self._value_at(source) for source in _data(loop)])
+
+    def _path(self, name: str) -> str:
+        return _NUMBER.sub("", self._outside.prefix + name)
+
+    def _before(self, proto: Any) -> Node | None:
+        found = self._walk.before.get(self._path(proto.name))
+        return found if found is not None and found.proto.op == proto.op else None
+
+    def _node_of(self, source: str) -> str:
+        return _parse(source, self._by_name)[0]
+
+    def _shapes_of(self, name: str) -> tuple[Shape, ...]:
+        if name not in self._shapes:
+            self._shapes[name] = ()  # where a loop comes back
+            self._shapes[name] = self._find_shapes(self._by_name[name])
+        return self._shapes[name]
+
+    def _shape_at(self, source: str) -> Shape:
+        name, index = _parse(source, self._by_name)
+        found = self._shapes_of(name) if name in self._by_name or name in self._shapes else ()
+        return found[index] if index < len(found) else None
+
+    def _find_shapes(self, proto: Any) -> tuple[Shape, ...]:
+        if proto.op == "Const":
+            return (_dimensions(proto.attr["value"].tensor.tensor_shape),)
+        known = self._before(proto)
         if "_output_shapes" in proto.attr:
-            found = proto.attr["_output_shapes"].list.shape
-            return tuple(_dimensions(shape) for shape in found)
-        if proto.name in self._before:
-            return self._before[proto.name]
+            found = tuple(map(_dimensions, proto.attr["_output_shapes"].list.shape))
+            if known is None or len(known.outputs) != len(found):
+                return found
+            return tuple(mine or other for mine, other in zip(found, known.outputs))
+        if known is not None:
+            return known.outputs
         if proto.op in _SAME_SHAPE:
-            return (shape_at(proto.input[0]),)
+            return (self._shape_at(proto.input[0]),) * 2
         return ()
 
-    def _called(
-        self,
-        proto: Any,
-        by_name: Mapping[str, Any],
-        shape_at: Callable[[str], Shape],
-        sources: Sequence[str],
-        turns: int,
-    ) -> Iterator[Node]:
-        """The nodes of the functions that a node calls."""
-        names = {name: value.func.name for name, value in proto.attr.items() if value.func.name}
-        lists = [value.list.func for value in proto.attr.values()]
-        given = tuple(map(shape_at, sources))
+    def _value_at(self, source: str) -> Any:
+        """The value of an input, as far as it may tell how often a loop turns, or None."""
+        if source not in self._values:
+            self._values[source] = None  # where a loop comes back
+            self._values[source] = self._find_value(*_parse(source, self._by_name))
+        return self._values[source]
 
-        def inside(function: str, times: int, given: Sequence[Shape]) -> list[Node]:
-            if function not in self._library:
-                return []
-            definition = self._library[function]
-            arguments = [arg.name for arg in definition.signature.input_arg]
-            shapes = {name: (shape,) for name, shape in zip(arguments, given)}
-            return list(self.body(definition.node_def, shapes, turns * times, False))
+    def _find_value(self, name: str, index: int) -> Any:
+        if name not in self._by_name:
+            return self._outside.values.get(name)
+        proto = self._by_name[name]
+        if proto.op in _LOOPS:  # Its first result is how often it has turned.
+            return self._times(proto) if index == 0 else None
+        if proto.op in CALLS and (function := self._walk.library.get(proto.attr["f"].func.name)):
+            result = function.signature.output_arg[index].name
+            return self._inside(proto, function.signature.name)._value_at(function.ret[result])
+        if proto.op == "Shape":
+            shape = self._shape_at(proto.input[0])
+            return None if shape is None else np.array(shape)
+        if not loops.is_folded(proto):
+            return None
+        return loops.folded(proto, *map(self._value_at, _data(proto)))
 
-        if proto.op in _LOOPS:
-            condition, body = (self._library[names[each]] for each in ("cond", "body"))
-            times = loops.turns(proto, condition, body, by_name, shape_at)
-            yield from inside(names["body"], times, given)
-        elif proto.op in _BRANCHES:
-            functions = [*names.values(), *(func.name for group in lists for func in group)]
-            branches = [inside(function, 1, given[1:]) for function in functions]
-            yield from max(branches, key=_amount, default=[])
-        elif proto.op in ("PartitionedCall", "StatefulPartitionedCall"):
-            yield from inside(names["f"], 1, given)
+
+def _without_branches(nodes: list[Node], branches: Sequence[tuple[str, ...]]) -> list[Node]:
+    """Leaves out the branches with less work, of conditions that grappler has taken apart."""
+    for prefixes in sorted(branches, key=lambda each: -len(each[0])):  # the innermost first
+        sides = [[node for node in nodes if node.path.startswith(each)] for each in prefixes]
+        most = max(sides, key=_amount)
+        others = {id(node) for side in sides if side is not most for node in side}
+        nodes = [node for node in nodes if id(node) not in others]
+    return nodes
 
 
 def _amount(nodes: Sequence[Node]) -> tuple[int, int]:
-    works_of = (node.work for node in nodes)
-    return sum(each.count for each in works_of if each is not None), len(nodes)
+    amounts = (node.work.count * node.turns for node in nodes if node.work is not None)
+    return sum(amounts), len(nodes)
+
+
+def _data(proto: Any) -> list[str]:
+    return [source for source in proto.input if not source.startswith("^")]
 
 
 def _parse(source: str, by_name: Mapping[str, Any]) -> tuple[str, int]:

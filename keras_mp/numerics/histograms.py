@@ -82,12 +82,7 @@ class ExponentHistograms:
         output_gradients: bool | Iterable[str] = False,
         optimizer: Any = None,
     ) -> None:
-        if not isinstance(model, tf.keras.Model):
-            raise TypeError(
-                "Expected a model of `tf.keras`, which is "
-                f"{keras_api.ROOT_PACKAGE} in this process. Received: model={model!r} "
-                f"(of type {type(model)})"
-            )
+        keras_api.check_model(model)
         if not model.built:
             raise ValueError(
                 f"The model {model.name!r} is not built: nobody knows its layers and variables "

@@ -1,73 +1,62 @@
-"""How often a loop of a graph turns, as far as its protos tell.
+"""How often a loop of a graph turns, as far as its protos tell, and what is in which loop.
 
 The loops of recurrent layers count up to the number of steps, which is that of a shape. This module
 needs TensorFlow only.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 
-def turns(
-    loop: Any, condition: Any, body: Any, by_name: Mapping[str, Any], shape_at: Callable[[str], Any]
-) -> int:
-    """Returns how often a loop turns, if that is known, or else at most, or else 1.
+def turns(condition: Any, body: Any, given: Sequence[Any]) -> int | None:
+    """Returns how often a loop turns, if that is known, or else at most, or else None.
 
     Args:
-        loop: `NodeDef` of a While.
         condition: `FunctionDef` of its condition.
         body: `FunctionDef` of its body.
-        by_name: the nodes around the loop.
-        shape_at: returns the shape of an input.
+        given: the values that it begins with, as far as they are known; None for the others.
     """
-
-    def value(source: str) -> Any:
-        proto = by_name.get(source.split(":")[0])
-        if proto is None:
-            return None
-        if proto.op == "Const":
-            return tf.make_ndarray(proto.attr["value"].tensor)
-        if proto.op == "Shape":
-            shape = shape_at(proto.input[0])
-            return None if shape is None else np.array(shape)
-        inputs = [value(each) for each in proto.input if not each.startswith("^")]
-        if proto.op not in _FOLDED or any(each is None for each in inputs):
-            return None
-        return _FOLDED[proto.op](proto, *inputs)
-
-    given = [value(source) for source in loop.input if not source.startswith("^")]
-    counts = [_limit(condition, body, given), given[1]]  # The second one is the largest number.
-    known = [int(count) for count in counts if count is not None and np.ndim(count) == 0]
-    return min((count for count in known if count > 0), default=1)
+    counts = [max(0, int(count)) for count in _limits(condition, body, given)]
+    most = given[1]  # -1 if the program gave none
+    if most is not None and most >= 0:
+        counts.append(int(most))
+    return min(counts, default=None)
 
 
-def _limit(condition: Any, body: Any, given: list[Any]) -> Any:
+def _limits(condition: Any, body: Any, given: Sequence[Any]) -> Iterator[Any]:
     """How often a loop turns that goes on while what counts up is below a limit."""
     arguments = [arg.name for arg in condition.signature.input_arg]
-    constants = {node.name: node for node in condition.node_def if node.op == "Const"}
-    for node in condition.node_def:
-        if node.op != "Less":
-            continue
+    nodes = {node.name: node for node in condition.node_def}
+    for node in _all_of(condition.ret[condition.signature.output_arg[0].name], nodes):
         counter, limit = (source.split(":")[0] for source in node.input[:2])
-        if counter not in arguments:
+        if node.op != "Less" or counter not in arguments:
             continue
         index = arguments.index(counter)
-        if limit in constants:
-            end = tf.make_ndarray(constants[limit].attr["value"].tensor)
+        if limit in nodes:
+            end = folded(nodes[limit]) if nodes[limit].op == "Const" else None
         else:
-            end = given[arguments.index(limit)] if limit in arguments else None
-        # The loop's own counter, which is the first, is compared with its largest number.
-        if index and end is not None and given[index] is not None:
+            end = given[arguments.index(limit)]
+        if end is not None and given[index] is not None:
             step = _step(body, index, given)
-            if step is not None and np.ndim(step) == 0 and step > 0:
-                return np.ceil((end - given[index]) / step)
-    return None
+            if step is not None and all(np.ndim(each) == 0 for each in (end, step)) and step > 0:
+                yield np.ceil((end - given[index]) / step)
 
 
-def _step(body: Any, index: int, given: list[Any]) -> Any:
+def _all_of(source: str, nodes: Mapping[str, Any]) -> Iterator[Any]:
+    """What has to hold, all of it, for a condition to do so."""
+    node = nodes.get(source.split(":")[0])
+    if node is not None and node.op in ("Identity", "LogicalAnd"):
+        for each in node.input:
+            if not each.startswith("^"):
+                yield from _all_of(each, nodes)
+    elif node is not None and len(node.input) > 1:
+        yield node
+
+
+def _step(body: Any, index: int, given: Sequence[Any]) -> Any:
     """By how much a value of a loop is more after a turn, or None if that is not known."""
     nodes = {node.name: node for node in body.node_def}
     argument = body.signature.input_arg[index].name
@@ -81,8 +70,7 @@ def _step(body: Any, index: int, given: list[Any]) -> Any:
         return None
     step = added[1 - added.index(argument)]
     if step in nodes:
-        is_known = nodes[step].op == "Const"
-        return tf.make_ndarray(nodes[step].attr["value"].tensor) if is_known else None
+        return folded(nodes[step]) if nodes[step].op == "Const" else None
     arguments = [arg.name for arg in body.signature.input_arg]
     at = arguments.index(step)
     # `tf.range` hands its step around, unchanged.
@@ -90,11 +78,66 @@ def _step(body: Any, index: int, given: list[Any]) -> Any:
     return given[at] if is_same else None
 
 
+def frames(protos: Sequence[Any], node_of: Callable[[str], str]) -> dict[str, tuple[str, ...]]:
+    """Returns in which loops nodes are, the outermost first, where grappler has taken them apart.
+
+    A loop has the name of its While. What is in it follows from where numbers enter and leave it,
+    since grappler moves out what is the same in each turn.
+
+    Args:
+        protos: the nodes of a graph, or of a function.
+        node_of: returns the name of the node that an input comes from.
+    """
+    if not any(proto.op in _ENTER for proto in protos):
+        return {}
+    takers: dict[str, list[Any]] = {}
+    for proto in protos:
+        for source in proto.input:
+            takers.setdefault(node_of(source), []).append(proto)
+    found: dict[str, tuple[str, ...]] = {}
+    waiting = [(proto, ()) for proto in protos if not proto.input]
+    # The arguments of a function are nodes that are not among its own.
+    arguments = takers.keys() - {proto.name for proto in protos}
+    waiting += [(proto, ()) for name in arguments for proto in takers[name]]
+    while waiting:
+        proto, around = waiting.pop()
+        if proto.name in found:
+            continue
+        if proto.op in _ENTER:
+            around = (*around, proto.attr["frame_name"].s.decode())
+        found[proto.name] = around
+        inside = around[:-1] if proto.op in _EXIT else around
+        waiting += [(taker, inside) for taker in takers.get(proto.name, ())]
+    return found
+
+
+def is_folded(proto: Any) -> bool:
+    """Does `folded` know what a node computes?"""
+    return proto.op == "Const" or proto.op in _FOLDED
+
+
+def folded(proto: Any, *inputs: Any) -> Any:
+    """Returns the value of a node, of what the limits of loops are made of; None of any other.
+
+    Args:
+        proto: `NodeDef`.
+        *inputs: the values of its inputs, None for those that are not known.
+    """
+    if proto.op == "Const":
+        return tf.make_ndarray(proto.attr["value"].tensor)
+    if proto.op not in _FOLDED or any(each is None for each in inputs):
+        return None
+    return _FOLDED[proto.op](proto, *inputs)
+
+
+_ENTER, _EXIT = ("Enter", "RefEnter"), ("Exit", "RefExit")
+
+
 def _element(proto: Any, values: Any, begin: Any, *_: Any) -> Any:
     return values[int(begin[0])] if proto.attr["shrink_axis_mask"].i == 1 else None
 
 
-# Of what the limit of a loop is made, as in the recurrent layers of both Kerases.
+# As in the recurrent layers of both Kerases.
 _FOLDED: dict[str, Callable[..., Any]] = {
     "Identity": lambda proto, value: value,
     "Cast": lambda proto, value: value,

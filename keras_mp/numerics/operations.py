@@ -162,7 +162,8 @@ def place_in(frames: Iterable[tuple[str, int]]) -> Place:
     is_gradient, is_data, line = False, False, None
     for file, number in frames:
         kind = _kind_of_file(file)
-        if kind == "end" and line is not None:
+        # A gradient has no line but that of a custom one, and not that of whoever asks for it here.
+        if kind == "end" and (line is not None or is_gradient):
             break
         if kind == "shown" and line is None:
             line = f"{os.path.basename(file)}:{number}"

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_mp.numerics import operations, runs
 from keras_mp.numerics.comparison import ComparedLayer, Finding
-from keras_mp.numerics.distances import LIMIT, Distance, apart, relative
+from keras_mp.numerics.distances import LIMIT, Distance, apart, is_of_weight, relative, rms
 from keras_mp.numerics.explanations import Explanation, explain
 from keras_mp.numerics.layer_calls import Call, RandomNumbers
 from keras_mp.numerics.runs import NOISE, NOISY_RUNS, Noise, Run
@@ -125,7 +125,9 @@ def _own(call: Call, wide: Call, run: Run, numbers: RandomNumbers) -> _Own:
             )
     sides = [[each.forward() for each in (narrow, exact, *noisy)]]
     sides.append([each.backward() for each in (narrow, exact, *noisy)])
-    forward, backward = (_worst(*values, unit=unit) for values in sides)
+    forward, backward = (
+        _worst(*values, unit=unit, are_gradients=i == 1) for i, values in enumerate(sides)
+    )
     moved = [
         relative(each.forward()[name], value)
         for name, value in exact.forward().items()
@@ -149,11 +151,19 @@ def _worst(
     exact: dict[str, np.ndarray],
     *noisy: dict[str, np.ndarray],
     unit: float,
+    are_gradients: bool,
 ) -> Distance | None:
     distances = []
     for name in narrow.keys() & exact.keys():
         explained = max(apart(each[name], exact[name]) for each in noisy)
-        distances.append(Distance.of(narrow[name], exact[name], explained, unit))
+        values = narrow[name], exact[name], explained, unit
+        if are_gradients:
+            # Those of inputs and of weights have sizes of their own.
+            beside = [v for each, v in exact.items() if is_of_weight(each) == is_of_weight(name)]
+            largest = max(rms(each[np.isfinite(each)]) for each in beside)
+            distances.append(Distance.of_gradient(*values, largest))
+        else:
+            distances.append(Distance.of(*values))
     return Distance.worst(distances)
 
 

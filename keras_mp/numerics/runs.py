@@ -267,7 +267,13 @@ class Noise:
         self._random = np.random.default_rng(seed)
 
     def __call__(self, value: tf.Tensor) -> tf.Tensor:
-        """Moves each number, by up to twice the unit roundoff of its size."""
+        """Moves each number, by up to twice the unit roundoff of its size.
+
+        A mask of zeros and ones is left alone: every dtype holds it, and what is masked would not
+        be any more, where a layer multiplies 1 - mask by a large number.
+        """
+        if tf.reduce_all((value == 0) | (value == 1)):
+            return value
         dtype = value.dtype if value.dtype.size >= 4 else tf.float32
         factors = 1 + self._step * self._random.uniform(-1, 1, tuple(value.shape))
         return tf.cast(tf.cast(value, dtype) * tf.cast(factors, dtype), value.dtype)

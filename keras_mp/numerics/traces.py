@@ -2,73 +2,27 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.numerics import watching
+from keras_mp.numerics.batches import Batch
 
 _OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
-
-
-class Batch(NamedTuple):
-    """What `fit` takes for a step.
-
-    Attributes:
-        x: tensor, or a structure of tensors.
-        y: the same, or None.
-        sample_weight: the same, or None.
-    """
-
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
-
-    @property
-    def data(self) -> Any:
-        """What `train_step` takes."""
-        if self.sample_weight is not None:
-            return tuple(self)
-        return (self.x, self.y) if self.y is not None else (self.x,)
-
-
-def batch_of(batch: Any) -> Batch:
-    """Makes tensors of a batch, in the dtypes that `fit` gives them.
-
-    Args:
-        batch: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays, tensors or structures of them;
-            or x alone, which is no tuple then.
-
-    Raises:
-        ValueError: the tuple has another length.
-    """
-    parts = batch if isinstance(batch, tuple) else (batch,)
-    if not 1 <= len(parts) <= 3:
-        raise ValueError(
-            "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight). "
-            f"Received a tuple of {len(parts)}."
-        )
-    return Batch(*(_as_tensors(part) for part in parts))
-
-
-def _as_tensors(part: Any) -> Any:
-    return None if part is None else tf.nest.map_structure(_as_tensor, part)
-
-
-def _as_tensor(value: Any) -> Any:
-    if tf.is_tensor(value) or value is None:
-        return value
-    value = tf.convert_to_tensor(value)
-    # As `fit` does with arrays; it takes tensors as they are.
-    floatx = tf.as_dtype(tf.keras.backend.floatx())
-    return tf.cast(value, floatx) if value.dtype.is_floating else value
 
 
 def trains(model: Any) -> bool:
     """Has a model been compiled with an optimizer, so that there is a step to look at?"""
     return getattr(model, "optimizer", None) is not None
+
+
+def name_of_step(model: Any) -> str:
+    """Returns what `step_of` traces, in words."""
+    step = "the training step" if trains(model) else "the forward pass"
+    return f"{step} of {model.name!r}"
 
 
 def step_of(

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_mp.conversion import convert
 from keras_mp.layer_paths import layers_by_path, variables_by_path
+from keras_mp.numerics import batches
 from keras_mp.numerics.exponents import Histogram, exponent_of
 from keras_mp.numerics.reports import (
     GRADIENT,
@@ -286,11 +287,7 @@ def what_if(
     batch = tf.nest.map_structure(
         lambda each: None if each is None else tf.convert_to_tensor(each), (x, y, sample_weight)
     )
-    for each in tf.nest.flatten(batch[0]):
-        if each is not None and not tf.size(each):
-            raise ValueError(
-                f"Expected a batch with values in it. Received: an input of the shape {each.shape}"
-            )
+    batches.check_values(batch[0])
     reference = _Replay(model, "float32", loss, seed)
     expected = reference.run(*batch, 1.0)
     if not np.isfinite(reference.loss):
@@ -411,17 +408,10 @@ def _values(tensors: Sequence[Any]) -> np.ndarray:
 
 
 def _where_not_finite(batch: tuple[Any, Any, Any]) -> str:
-    bad = [
-        name
-        for name, tensors in zip(("x", "y", "sample_weight"), batch)
-        for tensor in tf.nest.flatten(tensors)
-        if tensor is not None
-        and tensor.dtype.is_floating
-        and not tf.reduce_all(tf.math.is_finite(tensor))
-    ]
+    bad = [each.part for each in batches.not_finite(batches.Batch(*batch))]
     if not bad:
         return "pass a batch with another loss, or see keras_mp.numerics.FirstBadOperation."
-    return f"there are infinite values or NaN in {' and '.join(dict.fromkeys(bad))}."
+    return f"there are infinite values or NaN in {' and '.join(bad)}."
 
 
 def _is_noise(values: np.ndarray, nearly: np.ndarray) -> bool:

@@ -9,7 +9,14 @@ import tensorflow as tf
 
 from keras_mp.numerics import runs
 from keras_mp.numerics.comparison import ComparedLayer, Finding
-from keras_mp.numerics.distances import LIMIT, Distance, apart, underflow
+from keras_mp.numerics.distances import (
+    LIMIT,
+    Distance,
+    apart,
+    is_of_weight,
+    rms,
+    underflow,
+)
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.records import Layer, Quantity, Record
 from keras_mp.numerics.runs import NOISY_RUNS, Batch, Noise, Run, dtype_of, unit_of
@@ -95,10 +102,10 @@ def explain_by_noise(
             for side in _Sides._fields:
                 for name, value in getattr(before, side).items():
                     other = getattr(after, side).get(name)
-                    if other is not None:
-                        moved = apart(other, value)
-                        key = (i, side, name)
-                        largest[key] = max(largest.get(key, 0.0), moved)
+                    # What a layer both returns and uses has no gradient as the moved output.
+                    moved = math.inf if other is None else apart(other, value)
+                    key = (i, side, name)
+                    largest[key] = max(largest.get(key, 0.0), moved)
     return largest
 
 
@@ -131,14 +138,19 @@ def compare_layers(
     else:
         pairs = list(zip(run.layers, reference.layers))
     rows, too_far = [], {"forward": [], "backward": []}
+    largest = max((_largest(layer.backward, True) for layer in reference.layers), default=0.0)
     for layer, other in pairs:
         distances = {}
         for side in _Sides._fields:
-            found = {
-                name: _distance(quantity, getattr(other, side)[name], layer, other)
-                for name, quantity in getattr(layer, side).items()
-                if name in getattr(other, side)
-            }
+            found = {}
+            for name, quantity in getattr(layer, side).items():
+                if name not in getattr(other, side):
+                    continue
+                beside = 0.0
+                if side == "backward":
+                    beside = largest if is_of_weight(name) else _largest(other.backward, False)
+                unit = max(layer.unit, other.unit)
+                found[name] = _distance(quantity, getattr(other, side)[name], unit, beside)
             distance = distances[side] = Distance.worst(list(found.values()))
             if distance is not None and distance.units > LIMIT:
                 name = next(name for name in found if found[name] is distance)
@@ -152,11 +164,16 @@ def compare_layers(
     return rows, first
 
 
-def _distance(quantity: Quantity, other: Quantity, layer: Layer, of: Layer) -> Distance:
+def _largest(gradients: Mapping[str, Quantity], of_weights: bool) -> float:
+    of_kind = [each.values for k, each in gradients.items() if is_of_weight(k) == of_weights]
+    return max((rms(values[np.isfinite(values)]) for values in of_kind), default=0.0)
+
+
+def _distance(quantity: Quantity, other: Quantity, unit: float, largest: float) -> Distance:
     if quantity.not_finite and not other.not_finite:
         return Distance(math.inf, math.inf)
     explained = max(quantity.explained, other.explained)
-    return Distance.of(quantity.values, other.values, explained, max(layer.unit, of.unit))
+    return Distance.of_gradient(quantity.values, other.values, explained, unit, largest)
 
 
 def _title(side: str, name: str) -> str:

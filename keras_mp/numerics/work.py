@@ -38,15 +38,23 @@ def of(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work | N
     Returns:
         `Work`; None if it is neither a product nor a convolution, or if a shape is not known.
     """
-    # Grappler fuses a product with what follows, and keeps its inputs.
-    name = node.op.removeprefix("_Fused")
-    if name not in COUNTED:
+    if not is_counted(node.op):
         return None
-    kind, count = COUNTED[name]
+    kind, count = COUNTED[_plain(node.op)]
     try:
         return Work(kind, 2 * count(node, inputs, outputs))
     except (TypeError, IndexError):  # a shape is not known
         return None
+
+
+def is_counted(op: str) -> bool:
+    """Is it the type of a product or of a convolution?"""
+    return _plain(op) in COUNTED
+
+
+def _plain(op: str) -> str:
+    # Grappler fuses a product with what follows, and keeps its inputs.
+    return op.removeprefix("_Fused")
 
 
 def multiplied_dimensions(

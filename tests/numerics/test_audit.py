@@ -37,11 +37,11 @@ def dense(units=16, **kwargs):
     return lambda: L.Dense(units, **kwargs)
 
 
-def classifier(*layers, dtype="float16", optimizer="sgd", **kwargs):
+def classifier(*layers, dtype="float16", optimizer="sgd", name=None, **kwargs):
     """A model of what these return, with logits in float32, compiled under a mixed policy."""
     with keras_mp.policy_scope(f"mixed_{dtype}"):
         made = [layer() for layer in layers]
-        model = K.Sequential([K.Input([16]), *made, L.Dense(4, dtype="float32")])
+        model = K.Sequential([K.Input([16]), *made, L.Dense(4, dtype="float32")], name=name)
         model.compile(optimizer, FROM_LOGITS, **kwargs)
     return model
 
@@ -470,7 +470,7 @@ def test_a_batch_that_cannot_be_audited_is_refused():
         (None, TypeError, "Expected a batch"),
         (dataset, TypeError, "next"),
         ([X, CLASSES], ValueError, "pass a tuple"),
-        ((X[:0], CLASSES[:0]), ValueError, "empty"),
+        ((X[:0], CLASSES[:0]), ValueError, r"values in it. Received: x of the shape \(0, 16\)"),
     ):
         with pytest.raises(error, match=message):
             audit(model, batch)
@@ -484,6 +484,24 @@ def test_a_batch_that_is_not_finite():
     assert finding.why.startswith("1 of its numbers")
 
 
+def test_a_batch_that_does_not_suit_the_model():
+    suits = "suit the training step of 'clf'. Received: "
+    for batch, message in (
+        ((X[:, :3], CLASSES), r"x of the shape \(8, 3\); y of the shape \(8,\). .*incompatible"),
+        ((X, CLASSES[:5]), r"y of the shape \(5,\)"),
+        ((X, CLASSES, np.ones([5], "float32")), r"sample_weight of the shape \(5,\)"),
+        ((X, CLASSES + 9), "The error is: Received a label value of 12"),
+    ):
+        with pytest.raises(ValueError, match=suits + ".*" + message) as raised:
+            audit(classifier(dense(16), name="clf"), batch)
+        assert len(str(raised.value).splitlines()) == 1
+
+
+class Fails(L.Layer):
+    def call(self, x):
+        raise KeyError("positions")
+
+
 def test_other_errors_are_left_alone():
-    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
-        audit(classifier(dense(16)), (X[:, :3], CLASSES))
+    with pytest.raises((KeyError, RuntimeError), match="positions"):
+        audit(K.Sequential([Fails()]), X)

@@ -114,14 +114,35 @@ def test_calls_loops_and_branches():
         return x @ weight
 
     @tf.function
-    def outer(x, flag):
-        x = inner(x)
-        x = tf.while_loop(lambda x: True, lambda x: [x @ weight], [x], maximum_iterations=5)[0]
+    def outer(x, flag, which):
+        def body(x):
+            x = tf.while_loop(lambda x: True, lambda x: [inner(x)], [x], maximum_iterations=3)[0]
+            return [tf.cond(flag, lambda: x @ weight @ weight, lambda: x @ weight)]
+
+        x = tf.while_loop(lambda x: True, body, [inner(x)], maximum_iterations=5)[0]
+        x = tf.switch_case(which, [lambda: x, lambda: x @ weight @ weight @ weight, lambda: -x])
         return tf.cond(flag, lambda: x @ weight @ weight, lambda: x @ weight)
 
-    specs = tf.TensorSpec([3, 4]), tf.TensorSpec([], tf.bool)
-    product = 2 * 3 * 4 * 4
-    assert census(outer, *specs).traced.work() == {"float32": (1 + 5 + 2) * product}
+    specs = tf.TensorSpec([3, 4]), tf.TensorSpec([], tf.bool), tf.TensorSpec([], tf.int32)
+    found = census(outer, *specs)
+    work = {"float32": (1 + 5 * (3 + 2) + 3 + 2) * 2 * 3 * 4 * 4}
+    assert found.traced.work() == work
+    assert found.optimized.work() == work  # Grappler has taken all of it apart.
+
+
+@once
+def test_a_loop_of_which_nothing_tells_how_often_it_turns():
+    def loop(x, count):
+        for _ in tf.range(count):
+            x = x @ x
+        return tf.while_loop(lambda x: tf.reduce_sum(x) < 9, lambda x: [x @ x], [x])[0]
+
+    found = census(tf.function(loop), tf.TensorSpec([4, 4]), tf.TensorSpec([], tf.int32))
+    for graph in (found.traced, found.optimized):
+        assert [each.is_least for each in graph.operations if each.work] == [True, True]
+        assert graph.work() == {"float32": 2 * 2 * 4**3}
+    assert "some loops turn. They are counted once: outside of layers." in str(found)
+    assert "the program (a loop, counted once)" in str(found)
 
 
 @once
@@ -279,12 +300,18 @@ def test_a_model_without_an_optimizer():
     assert found.traced.work() == {"float32": 2 * 2 * 8 * 4}
 
 
-def test_a_recurrent_layer_is_counted_for_each_step():
-    model = K.Sequential([K.Input([7, 3]), L.LSTM(4)])
-    # Of the input and of the state, for four gates; and one more step, with which Keras finds out
-    # what the cell returns.
-    step = 2 * 2 * (3 + 4) * 4 * 4
-    assert census(model, tf.ones([2, 7, 3])).traced.work() == {"float32": (7 + 1) * step}
+def test_the_work_of_a_recurrent_layer():
+    model = K.Sequential([K.Input([7, 3]), L.LSTM(4, name="lstm"), L.Dense(2, name="head")])
+    model.compile("sgd", "mse")
+    found = census(model, (tf.ones([2, 7, 3]), tf.ones([2, 2])))
+    # Four gates; the input needs no gradient, the first state does for its loop.
+    of_input, of_state, head = 2 * 2 * 3 * 4 * 4, 2 * 2 * 4 * 4 * 4, 2 * 2 * 4 * 2
+    assert found.optimized.work() == {"float32": 7 * (2 * of_input + 3 * of_state) + 3 * head}
+    # One more step, with which Keras finds out what the cell returns, and a gradient of the input.
+    traced = 8 * (of_input + of_state) + 7 * 2 * (of_input + of_state) + 3 * head
+    assert found.traced.work() == {"float32": traced}
+    layers = {each.layer.partition("/")[0] for each in found.optimized.operations if each.work}
+    assert layers == {"lstm", "head"}
 
 
 def test_work_belongs_to_its_layer_whatever_keras_calls_them():
@@ -311,10 +338,28 @@ def test_what_cannot_be_counted_is_refused():
         census(3)
 
 
+def test_a_batch_that_cannot_be_counted_is_refused():
+    model = K.Sequential([K.Input([8]), L.Dense(4)], name="model")
+    model.compile("sgd", "mse")
+    x, y = tf.ones([2, 8]), tf.ones([2, 4])
+    for batch, error, message in (
+        (None, TypeError, "Expected a batch"),
+        ((x, y, y, y), ValueError, "a tuple of 4"),
+        ([x, y], ValueError, "pass a tuple"),
+        ((x[:0], y[:0]), ValueError, r"values in it. Received: x of the shape \(0, 8\)"),
+        ((x[:, :3], y), ValueError, r"suit the training step of 'model'. Received: x of the .*3\)"),
+    ):
+        with pytest.raises(error, match=message):
+            census(model, batch)
+
+
 @once
 def test_shapes_that_are_not_known_count_nothing():
     found = census(lambda x: x @ x, tf.TensorSpec([None, None]))
     assert found.traced.work() == {}
     assert dtypes_of(found.traced)["MatMul", "float32"] == 1
     assert work.of(tf.compat.v1.NodeDef(op="Relu"), [()], [()]) is None
-    assert graphs.walk(tf.compat.v1.GraphDef()) == []
+    assert graphs.walk(tf.compat.v1.GraphDef()).nodes == []
+    assert str(found).splitlines()[1] == (
+        "The shapes of 1 product are not known, so that they count nothing: outside of layers."
+    )

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.__main__ import main
-from keras_mp.numerics import compare, compare_records, layer_calls, record, runs
+from keras_mp.numerics import compare, compare_records, layer_calls, operations, record, runs
 from keras_mp.numerics.distances import Distance, apart, relative, underflow
 from tests import common
 
@@ -177,6 +177,35 @@ def clean(comparison, units=1.5):
     return comparison
 
 
+class MaskedScores(L.Layer):
+    """As others write attention: in float32, with a mask among its inputs."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.parts = [L.Dense(8, dtype=self.dtype_policy, name=name) for name in "qkv"]
+
+    def build(self, shapes):
+        for layer in self.parts:
+            layer.build(shapes[0])
+        self.built = True
+
+    def call(self, inputs):
+        x, mask = inputs
+        q, k, v = (tf.cast(layer(x), tf.float32) for layer in self.parts)
+        scores = tf.matmul(q, k, transpose_b=True) - 1e30 * (1 - tf.cast(mask, tf.float32))
+        return tf.cast(tf.matmul(tf.nn.softmax(scores), v), x.dtype)
+
+
+@common.once
+def test_a_mask_among_the_inputs_and_a_gradient_of_zero_are_sound():
+    x, mask = tf.keras.Input([5, 8]), tf.keras.Input([1, 5])
+    model = tf.keras.Model([x, mask], L.Dense(3)(MaskedScores(name="scores")([x, mask])))
+    values = np.random.default_rng(0).normal(size=[4, 5, 8]).astype("float32")
+    keep = np.tile([1.0, 1.0, 1.0, 0.0, 0.0], [4, 1, 1]).astype("float32")
+    # The bias of the keys has no gradient: a softmax does not see it.
+    clean(compare(model, [values, keep], policy="mixed_bfloat16"))
+
+
 @common.once
 def test_a_deep_net_in_float16_drifts_and_is_sound():
     layers = [L.Dense(12, "relu", kernel_initializer="he_normal") for _ in range(50)]
@@ -295,6 +324,27 @@ def test_distances():
     assert Distance.worst([noise, real]) is real
     assert Distance.worst([noise]) is noise
     assert Distance.worst([Distance(30.0, 40.0), real]).units == 40
+
+
+@common.once
+def test_a_gradient_that_is_zero_but_for_rounding():
+    zero, rounded = np.array([1e-9, -1e-9]), np.array([2e-6, 1e-6])
+    assert Distance.of(rounded, zero, 1e-9, 2**-8).units > 1000
+    found = Distance.of_gradient(rounded, zero, 1e-9, 2**-8, largest=1e-3)
+    assert found.units < 1
+    assert found.relative > 1000
+    # What is not larger than the gradient itself has to be explained by noise.
+    value, wrong = np.array([1e-9, 1e-9]), np.array([1e-9, 1.5e-9])
+    assert Distance.of_gradient(wrong, value, 1e-12, 2**-8, largest=1.0).units > 80
+    assert Distance.of_gradient(zero * np.inf, zero, 0.0, 2**-8, largest=1.0).units == math.inf
+
+
+@common.once
+def test_the_line_of_a_gradient_is_not_that_of_who_asks_for_it():
+    tape, tool = "tensorflow/python/eager/backprop.py", runs.__file__
+    assert operations.place_in([(tape, 1), (tool, 2), (__file__, 3)]).line is None
+    assert operations.place_in([(__file__, 1), (tape, 2), (tool, 3)]).line == "test_compare.py:1"
+    assert operations.place_in([(tool, 1), (__file__, 2)]).line == "test_compare.py:2"
 
 
 def test_the_loss_scale_falls_until_nothing_overflows():

@@ -127,7 +127,7 @@ def test_what_cannot_be_run_is_refused():
     assert result.reference["output", "head"].histogram.total == 16
     x, y = batch()
     mse = K.losses.MeanSquaredError()
-    with pytest.raises(ValueError, match=r"values in it. Received: an input of the shape \(0,"):
+    with pytest.raises(ValueError, match=r"values in it. Received: x of the shape \(0,"):
         what_if(model, x[:0], y[:0], loss=mse)
     with pytest.raises(ValueError, match="nan in float32.* infinite values or NaN in x."):
         what_if(model, x * np.nan, y, loss=mse)

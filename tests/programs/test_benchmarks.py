@@ -25,6 +25,7 @@ from benchmarks import (
     sums,
     third_party,
     third_party_models,
+    third_party_numerics,
     tracing,
 )
 from benchmarks.__main__ import main
@@ -218,27 +219,29 @@ def test_the_graph_rewrite_computes_in_bfloat16(tiny):
         assert tf.reduce_all(multiply(a) == exact)
 
 
+def dense():
+    layers = [tf.keras.Input([3]), tf.keras.layers.Dense(2)]
+    inputs = np.arange(12, dtype="float32").reshape(4, 3)  # Scaled gradients overflow at first.
+    model = tf.keras.Sequential(layers)
+    return third_party_models.Example(model, inputs, np.arange(4) % 2, has_own_loss=False)
+
+
+def broken():
+    raise KeyError("vocabulary")
+
+
 def test_models_of_others_are_held_against_float32(monkeypatch):
-    def make():
-        layers = [tf.keras.Input([3]), tf.keras.layers.Dense(2)]
-        inputs = np.arange(12, dtype="float32").reshape(4, 3)  # Scaled gradients overflow at first.
-        model = tf.keras.Sequential(layers)
-        return third_party_models.Example(model, inputs, np.arange(4) % 2, has_own_loss=False)
-
-    def broken():
-        raise KeyError("vocabulary")
-
-    monkeypatch.setattr(third_party_models, "MODELS", {KERAS: {"dense": make, "broken": broken}})
+    monkeypatch.setattr(third_party_models, "MODELS", {KERAS: {"dense": dense, "broken": broken}})
     monkeypatch.setattr(third_party, "STEPS", 4)
     monkeypatch.setattr(third_party, "MORE_STEPS", 1)
     monkeypatch.setattr(third_party, "LEARNING_RATE", 0.1)
     variants = dict(list(third_party.VARIANTS.items())[:3])
     monkeypatch.setattr(third_party, "VARIANTS", variants)
     results = third_party.measure(KERAS)
-    dense = results["dense"]
-    exact, ours, of_keras = dense.values()
+    exact, ours, of_keras = results["dense"].values()
     # On Keras 2 its own is too far: it counts the skipped step, which shortens Adam's next one.
-    assert {third_party.verdict(dense, variant) for variant in list(variants)[:2]} == {"ok"}
+    verdicts = [third_party.verdict(results["dense"], variant) for variant in list(variants)[:2]]
+    assert set(verdicts) == {"ok"}
     assert ours["deviation"] <= of_keras["deviation"]
     assert (exact["skipped"], exact["deviation"]) == (0, 0)
     assert ours["skipped"] == of_keras["skipped"] > 0
@@ -248,6 +251,23 @@ def test_models_of_others_are_held_against_float32(monkeypatch):
     for what, worse in (("deviation", 0.1), ("resumed", 0.01), ("converted", float("nan"))):
         changed = {"keras_mp mixed_float16": {**ours, what: worse}}
         assert third_party.verdict(changed, "keras_mp mixed_float16") == f"too far: {what}"
+
+
+def test_tools_look_at_models_of_others(monkeypatch):
+    applications = third_party_numerics.APPLICATIONS
+    assert [name for name in applications if hasattr(tf.keras.applications, name)] == [
+        *applications
+    ]
+    makers = {"dense": dense, "broken": broken}
+    monkeypatch.setattr(third_party_numerics, "models", lambda keras: makers)
+    results = third_party_numerics.measure(KERAS)
+    assert results["dense"]["audit, float16"]["findings"] == []
+    compared = results["dense"]["compare, bfloat16"]
+    assert compared["findings"] == []
+    assert 0 < compared["own_output"] < 2
+    assert results["broken"]["audit, bfloat16"]["error"] == "KeyError: 'vocabulary'"
+    rows = [third_party_numerics._columns(results[name]) for name in makers]
+    assert [row[3] for row in rows] == ["0, 0", "error, error"]
 
 
 def test_memory_peaks_while_a_model_is_trained(tiny):

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.numerics import origins, traces, work
-from keras_mp.numerics.traces import Batch
+from keras_mp.numerics.batches import Batch
 from keras_mp.support.messages import Line
 
 HALF = (tf.float16, tf.bfloat16)

@@ -1,0 +1,164 @@
+"""The batch that a tool looks at: as tensors, and what is wrong with it, if something is."""
+
+import re
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+# What errors have around the line that says what is wrong.
+_AROUND = re.compile(
+    r"\s*(File \"|in user code:|Exception encountered|(Call a|A)rguments received|•|Graph execution"
+    r"|Detected at|Stack trace|\[\[\{\{node|$)"
+)
+_COLORS = re.compile(r"\x1b\[\d*m")
+_KIND = re.compile(r"^\w+(Error|Exception): ")
+
+
+class Batch(NamedTuple):
+    """What `fit` takes for a step.
+
+    Attributes:
+        x: tensor, or a structure of tensors.
+        y: the same, or None.
+        sample_weight: the same, or None.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+
+    @property
+    def data(self) -> Any:
+        """What `train_step` takes."""
+        if self.sample_weight is not None:
+            return tuple(self)
+        return (self.x, self.y) if self.y is not None else (self.x,)
+
+
+class NotFinite(NamedTuple):
+    """Numbers of a batch that are NaN or infinite.
+
+    Attributes:
+        part: "x", "y" or "sample_weight".
+        bad: int. How many are.
+        size: int. How many there are in this part.
+    """
+
+    part: str
+    bad: int
+    size: int
+
+
+def as_fit_takes_it(model: Any, batch: Any) -> Batch:
+    """Makes tensors of a batch, in the dtypes that `fit` gives them.
+
+    Args:
+        model: a model of `tf.keras`.
+        batch: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays, tensors or structures of them;
+            or x alone, which is no tuple then.
+
+    Raises:
+        TypeError: it is None or a dataset.
+        ValueError: the tuple has another length, there is nothing in x, or x is a list with more or
+            fewer parts than the model has inputs.
+    """
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    if not 1 <= len(parts) <= 3:
+        raise ValueError(
+            "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight). "
+            f"Received a tuple of {len(parts)}."
+        )
+    x = parts[0]
+    if x is None or isinstance(x, tf.data.Dataset):
+        raise TypeError(
+            "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight); of a dataset, "
+            f"next(iter(dataset)). Received: {type(x)}"
+        )
+    inputs = getattr(model, "inputs", None)
+    if isinstance(x, list) and inputs and len(x) != len(inputs):
+        raise ValueError(
+            f"A list is x, with one array for each input, of which {model.name!r} has "
+            f"{len(inputs)}. Received a list of {len(x)}. For x and y, pass a tuple (x, y)."
+        )
+    made = Batch(*map(_as_tensors, parts))
+    check_values(made.x)
+    return made
+
+
+def check_values(x: Any) -> None:
+    """Raises a ValueError if an input has no values in it.
+
+    Args:
+        x: tensor, or a structure of tensors, or of None.
+    """
+    for each in tf.nest.flatten(x):
+        if each is not None and each.shape.rank and 0 in each.shape.as_list():
+            raise ValueError(
+                f"Expected a batch with values in it. Received: x of the shape {each.shape}"
+            )
+
+
+def not_finite(batch: Any) -> list[NotFinite]:
+    """Counts what is NaN or infinite, in the parts of a batch where something is.
+
+    Args:
+        batch: `Batch`, or another named tuple with its fields.
+    """
+    found = []
+    for name, part in batch._asdict().items():
+        flat = (each for each in tf.nest.flatten(part, expand_composites=True) if each is not None)
+        tensors = [each for each in map(tf.convert_to_tensor, flat) if each.dtype.is_floating]
+        bad = sum(int(tf.math.count_nonzero(~tf.math.is_finite(each))) for each in tensors)
+        if bad:
+            found.append(NotFinite(name, bad, sum(int(tf.size(each)) for each in tensors)))
+    return found
+
+
+def misfit(what: str, batch: Batch, error: Exception) -> ValueError:
+    """Makes an error that has the shapes of the batch, of one that TensorFlow or Keras raised.
+
+    Args:
+        what: str. What was run or traced, such as "the training step of 'model'".
+        batch: Batch.
+        error: what was raised.
+    """
+    shapes = "; ".join(
+        f"{name} of {_shapes(part)}" for name, part in batch._asdict().items() if part is not None
+    )
+    return ValueError(
+        f"Expected a batch of shapes that suit {what}. Received: {shapes}. "
+        f"The error is: {reason(error)}"
+    )
+
+
+def reason(error: Exception) -> str:
+    """Returns the line of an error's message that says what is wrong, without where it came from.
+
+    Args:
+        error: of TensorFlow or Keras, as it leaves a `tf.function`, or its call.
+    """
+    lines = _COLORS.sub("", str(getattr(error, "message", error))).splitlines()
+    kept = [
+        line.strip()
+        for before, line in zip(["", *lines], lines)
+        if not _AROUND.match(line) and not before.lstrip().startswith('File "')
+    ]
+    return _KIND.sub("", kept[-1]) if kept else str(error)
+
+
+def _as_tensors(part: Any) -> Any:
+    return None if part is None else tf.nest.map_structure(_as_tensor, part)
+
+
+def _as_tensor(value: Any) -> Any:
+    if tf.is_tensor(value) or value is None:
+        return value
+    value = tf.convert_to_tensor(value)
+    # As `fit` does with arrays; it takes tensors as they are.
+    floatx = tf.as_dtype(tf.keras.backend.floatx())
+    return tf.cast(value, floatx) if value.dtype.is_floating else value
+
+
+def _shapes(part: Any) -> str:
+    shapes = [str(each.shape) for each in tf.nest.flatten(part) if each is not None]
+    return f"the shape {shapes[0]}" if len(shapes) == 1 else f"the shapes {', '.join(shapes)}"
