@@ -45,7 +45,7 @@ def watching_outputs(layers: Mapping[str, Any], watcher: Watcher) -> Iterator[No
         with contextlib.ExitStack() as stack:
             for path, layer in layers.items():
                 stack.enter_context(
-                    _replaced("watch", layer, "call", functools.partial(_watched, path))
+                    replaced("watch", layer, "call", functools.partial(_watched, path))
                 )
             yield
     finally:
@@ -59,7 +59,7 @@ def watching_gradients(optimizer: Any) -> Iterator[None]:
     Args:
         optimizer: An optimizer of `tf.keras` that scales no loss.
     """
-    with _replaced("show", optimizer, "apply_gradients", _shown):
+    with replaced("show", optimizer, "apply_gradients", _shown):
         yield
 
 
@@ -75,7 +75,7 @@ def drawing_in_float32(layers: Iterable[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in layers:
             if isinstance(layer, _DRAWING):
-                stack.enter_context(_replaced("draw", layer, "call", _in_float32))
+                stack.enter_context(replaced("draw", layer, "call", _in_float32))
         yield
 
 
@@ -97,8 +97,15 @@ def _in_float32(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _replaced(purpose: str, owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Wraps a method of one object, once for all threads that do so for one purpose."""
+def replaced(purpose: str, owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Wraps a method of one object, once for all threads that do so for one purpose.
+
+    Args:
+        purpose: str. Of those with the same one, the first wraps.
+        owner: the object.
+        name: str. The method's.
+        wrap: called with the method; returns what takes its place.
+    """
     key, attributes = (id(owner), purpose), vars(owner)
     with _lock:
         _users[key] = _users.get(key, 0) + 1
