@@ -12,6 +12,7 @@ from benchmarks import (
     autocast,
     casts,
     common,
+    defects,
     faults,
     figure,
     fit,
@@ -44,6 +45,7 @@ BENCHMARKS = {
     "verdict": verdict.run,
     "wire": wire.run,
     "numerics": numerics.run,
+    "defects": defects.run,
     "faults": faults.run,
     "third_party": third_party.run,
 }
