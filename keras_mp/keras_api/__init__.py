@@ -88,6 +88,7 @@ arguments_of_loss = _module.arguments_of_loss
 autocast_dtype = _module.autocast_dtype
 autocast_scope = _module.autocast_scope
 autocast_variables = _module.autocast_variables
+build_loss = _module.build_loss
 compile_without_wrapping = _module.compile_without_wrapping
 flatten_layers = _module.flatten_layers
 is_in_stock_wrapper = _module.is_in_stock_wrapper

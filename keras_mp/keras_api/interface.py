@@ -19,6 +19,7 @@ Each of `keras2` and `keras3` defines:
 - `autocast_dtype()`: the dtype that `tf.keras` casts variables to in this thread, or None.
 - `autocast_scope(dtype)`: context manager that sets it.
 - `autocast_variables(weights)`: the `AutoCastVariable`s among the weights of a layer, or in them.
+- `build_loss(model, predictions)`: makes the metrics that the loss of a compiled model updates.
 - `compile_without_wrapping(compile, call)`: Keras's own, with bound arguments; wraps nothing.
 - `flatten_layers(model)`: the model and all layers below it.
 - `layers_inside(layer)`: those right below it.

@@ -213,6 +213,12 @@ def widen_predictions(model: Any) -> None:
         model.compiled_metrics.__class__ = _WideMetrics
 
 
+def build_loss(model: Any, predictions: Any) -> None:
+    if not model.compiled_loss.built:
+        with model.distribute_strategy.scope():
+            model.compiled_loss.build(predictions)
+
+
 def get_global_policy() -> Any:
     return keras.mixed_precision.global_policy()
 

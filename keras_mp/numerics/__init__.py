@@ -8,6 +8,7 @@ from keras_mp.numerics.advice import Advice, advise
 from keras_mp.numerics.audit import Audit, audit
 from keras_mp.numerics.census import Census, census
 from keras_mp.numerics.compare import compare, compare_records, record
+from keras_mp.numerics.compare_function import compare_function
 from keras_mp.numerics.comparison import Comparison, Finding
 from keras_mp.numerics.exponents import Fate, Histogram, Window
 from keras_mp.numerics.first_bad_operation import FirstBadOperation, NotFiniteError
@@ -38,6 +39,7 @@ __all__ = [
     "audit",
     "census",
     "compare",
+    "compare_function",
     "compare_records",
     "figures",
     "record",

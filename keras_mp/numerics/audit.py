@@ -99,7 +99,7 @@ def audit(model: Any, batch: Any) -> Audit:
     try:
         findings = (*_not_finite(batch), *_findings(model, batch))
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
-        finding = _finding_of_error(error)
+        finding = _finding_of_error(model, batch, error)
         if finding is None:
             if isinstance(error, TypeError) or _is_made_here(error):
                 raise
@@ -164,27 +164,54 @@ def _is_made_here(error: Exception) -> bool:
     return any(frame.filename.startswith(_OURS) for frame in frames)
 
 
-def _finding_of_error(error: Exception) -> Finding | None:
+def _finding_of_error(model: Any, batch: batches.Batch, error: Exception) -> Finding | None:
     """What an error is about that comes of dtypes that do not fit; None of any other."""
-    reason = batches.reason(error)
     frames = traceback.extract_tb(error.__traceback__)
-    if _is_made_here(error) or not any(dtype in reason for dtype in _DTYPES):
+    # AutoGraph puts the user's lines before the message.
+    of_dtypes = [text for text in str(error).splitlines() if any(d in text for d in _DTYPES)]
+    if _is_made_here(error) or not of_dtypes:
         return None
-    is_gradient = any(frame.filename.endswith("custom_gradient.py") for frame in frames)
+    why = f"The step cannot be traced: {of_dtypes[-1].strip()}"
     lines = [Line(f.filename, f.lineno) for f in frames if not origins.is_library(f.filename)]
-    if is_gradient:
+    custom = _custom_gradients(model, batch)
+    if custom:
         return Finding(
             "a custom gradient without dtypes",
-            "a function with tf.custom_gradient",
-            lines[-1] if lines else None,
-            f"The step cannot be traced: {reason}",
-            "Let the gradient have the dtype of what it is the gradient of: tf.cast(gradient, "
-            "x.dtype).",
+            " or ".join(custom),
+            next(iter(custom.values())),
+            why,
+            "Let the gradient of tf.custom_gradient have the dtype of what it is the gradient of: "
+            "tf.cast(gradient, x.dtype).",
         )
     return Finding(
         "dtypes that do not fit",
         "the training step",
         lines[-1] if lines else None,
-        f"The step cannot be traced: {reason}",
+        why,
         "Cast to self.compute_dtype, and make variables with `add_weight`, which casts them.",
     )
+
+
+def _custom_gradients(model: Any, batch: batches.Batch) -> dict[str, Line]:
+    """Where programs use `tf.custom_gradient`, with the lines; nothing if the forward pass fails.
+
+    Gradients of TensorFlow have the dtype of what they are of. So where only the backward pass
+    fails over dtypes, it is one of these that has another one.
+    """
+    found: dict[str, Line] = {}
+    scopes: dict[str, str] = {}
+
+    def look(result: Any) -> Any:
+        seen = Look(model, batch, result, scopes)
+        for operation in seen.forward:
+            is_custom = "_gradient_op_type" in operation.node_def.attr
+            line = seen.line(operation) if is_custom else None
+            if line is not None:
+                found.setdefault(seen.where(operation), line)
+        return result
+
+    try:
+        traces.step_of(model, batch, scopes, look, forward_only=True)
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+        return {}
+    return found

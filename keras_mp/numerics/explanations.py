@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,11 +79,16 @@ def explain(narrow: Kept, wide: Kept, side: str, dtype: str) -> Explanation | No
     return Explanation(_inexact(worst, dtype), worst.narrow.line)
 
 
-def _pairs(narrow: list[Operation], wide: list[Operation]) -> Iterable[_Pair]:
+def matches(narrow: Sequence[Operation], wide: Sequence[Operation]) -> Iterator[tuple[int, int]]:
+    """Yields which operations of two runs are the same, by their places in both."""
     kinds = [[(op.type, op.is_gradient) for op in ops] for ops in (narrow, wide)]
     matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
     for start, other, count in matcher.get_matching_blocks():
-        yield from map(_Pair, narrow[start : start + count], wide[other : other + count])
+        yield from zip(range(start, start + count), range(other, other + count))
+
+
+def _pairs(narrow: list[Operation], wide: list[Operation]) -> Iterator[_Pair]:
+    return (_Pair(narrow[i], wide[j]) for i, j in matches(narrow, wide))
 
 
 def _is_number(value: Any) -> bool:

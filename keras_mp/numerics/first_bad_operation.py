@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import operations
+from keras_mp.numerics import operations, running_layers
 from keras_mp.support import messages
 
 # Rows of a variable. Operations that come later are not watched.
@@ -56,8 +56,8 @@ class Range:
 
     Attributes:
         operation: str. Its type, "MatMul" say.
-        layer: str. The name scopes it is in, which are those of layers. Keras 3 opens them twice,
-            so that a layer "norm" is "norm_1" here.
+        layer: str. The path of its layer, such as "encoder/dense", if the model was passed; of what
+            a model computes between its layers, the name of the model; else the name scopes.
         line: str or None. The line it comes from, as "model.py:12".
         dtype: str.
         low: float. The smallest finite number; Inf if there is none.
@@ -222,7 +222,9 @@ class FirstBadOperation:
                 )
         self.planned = 0
         self._has_seen_any = False
+        self._not_watched = 0
         self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]
+        self._naming: Any = None
         self._scaled = scaled
         self._scales: list[tuple[Any, float]] = []
         self._rows: list[_Row] = []
@@ -232,8 +234,10 @@ class FirstBadOperation:
         self._eager = _Eager()
         # How many bad numbers a row's operation returned, in the graph that it is in.
         self._bad: dict[int, tf.Tensor] = {}
-        # Of the operations of a forward pass, the layer and the line, by name.
+        # Of the operations of a forward pass, the layer and the line, by name; and the layers of
+        # the scopes that they are in.
         self._forward: dict[str, tuple[str, str | None]] = {}
+        self._layer_of_scope: dict[str, str] = {}
         # By device: each replica has one.
         self._states: dict[str, tf.Tensor] = {}
         self._lock = threading.RLock()
@@ -243,12 +247,15 @@ class FirstBadOperation:
     def __enter__(self) -> "FirstBadOperation":
         self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
         self._forget_traces()
+        self._naming = running_layers.named(self._models)
+        self._naming.__enter__()
         self._observing = operations.observed(self._see)
         self._observing.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._observing.__exit__(None, None, None)
+        self._naming.__exit__(None, None, None)
         self._forget_traces()
         if kind is None:
             self.check()
@@ -256,6 +263,12 @@ class FirstBadOperation:
                 messages.warn(
                     "FirstBadOperation has seen no operation. Functions are watched that are "
                     "traced inside of its block: make the tf.function, or trace it, in there."
+                )
+            if self._not_watched:
+                messages.warn(
+                    f"FirstBadOperation watches {_CAPACITY:,} operations of functions, and has "
+                    f"found nothing in them. {self._not_watched:,} that were traced later were not "
+                    "watched: use it around a part of the program, or a smaller model."
                 )
 
     def check(self) -> None:
@@ -375,22 +388,15 @@ class FirstBadOperation:
         elif not looked_at:
             for i in known if kind not in _ONLY_LOOKS else ():
                 self._rows[i].is_used_elsewhere = True
-        elif len(self._rows) + len(inputs) < _CAPACITY:
+        elif len(self._rows) + len(inputs) >= _CAPACITY:
+            self._not_watched += 1
+        else:
             stack = ((each.filename, each.lineno) for each in reversed(outputs[0].op.traceback))
             place = operations.place_in(stack)
             if place.is_data:
                 return
-            name = _tidy(name or "")
-            layer = name.rpartition("/")[0]
-            if place.is_gradient:
-                # The name scope of a gradient is the name of the operation that it is of, or the
-                # two are next to each other, SqrtGrad and Sqrt.
-                beside = f"{layer}/{kind.removesuffix('Grad')}".strip("/")
-                found = self._forward.get(layer) or self._forward.get(beside)
-                layer, line = found or (layer, place.line)
-                place = place._replace(line=line)
-            else:
-                self._forward[name] = layer, place.line
+            layer, line = self._origin(kind, _tidy(name or ""), place)
+            place = place._replace(line=line)
             given = [v for v in inputs if v.dtype.is_floating and id(v) not in self._row_of]
             for value in given:
                 before = []
@@ -403,6 +409,26 @@ class FirstBadOperation:
                 self._add(graph, value.op.type, layer, place, [value], before, is_given=True)
             known = [self._row_of[id(v)] for v in inputs if id(v) in self._row_of]
             self._add(graph, kind, layer, place, looked_at, known)
+
+    def _origin(self, kind: str, name: str, place: operations.Place) -> tuple[str, str | None]:
+        """The layer and the line of an operation of a graph; of a gradient, of what it is of."""
+        scope = name.rpartition("/")[0]
+        if not place.is_gradient:
+            layer = running_layers.running_layer()
+            if layer:
+                self._layer_of_scope[scope] = layer
+            self._forward[name] = layer or scope, place.line
+            return self._forward[name]
+        # The name scope of a gradient is the name of the operation that it is of, or the two are
+        # next to each other, SqrtGrad and Sqrt.
+        beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
+        found = self._forward.get(scope) or self._forward.get(beside)
+        around = scope
+        while found is None and around:
+            around = around.rpartition("/")[0]
+            if around in self._layer_of_scope:
+                found = self._layer_of_scope[around], place.line
+        return found or (scope, place.line)
 
     def _add(
         self,
@@ -466,8 +492,8 @@ class _Eager:
             for i in known if kind not in _ONLY_LOOKS else ():
                 self.rows[i].is_used_elsewhere = True
             return
-        scope = tf.get_current_name_scope()
-        index = _append(self.rows, kind, _tidy(scope), operations.place(), looked_at[0], known)
+        layer = running_layers.running_layer() or _tidy(tf.get_current_name_scope())
+        index = _append(self.rows, kind, layer, operations.place(), looked_at[0], known)
         self._row_of.update((id(value), index) for value in looked_at)
         self._held.extend(outputs)
         numbers = np.concatenate([value.numpy().ravel() for value in looked_at])

@@ -121,7 +121,7 @@ class Watch:
 
     @contextlib.contextmanager
     def over(self, root: Any) -> Iterator["Watch"]:
-        """Watches a model, or a layer, with the layers inside of it."""
+        """Watches a model, or a layer, with the layers inside of it; of None what `run` calls."""
         with contextlib.ExitStack() as stack:
             seen: set[int] = set()
             for path, layer in _named(root):
@@ -190,7 +190,9 @@ def _eager_functions() -> Iterator[None]:
 
 
 def _named(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yields a model or layer, and what is inside of it that can be called, with their paths."""
+    """Yields a model or layer, if any, and what is inside that can be called, with their paths."""
+    if root is None:
+        return
     yield root.name, root
     if not isinstance(root, tf.keras.layers.Layer):
         return

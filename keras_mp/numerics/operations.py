@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import tensorflow as tf
 from tensorflow.python.framework import op_callbacks as _op_callbacks
 
 from keras_mp.support import messages
@@ -43,6 +44,7 @@ class Operation(NamedTuple):
         is_gradient: did it run for a gradient?
         line: the line of the program that it came from, "model.py:12"; None where only libraries
             had to do with it.
+        scope: the name scope that it ran in.
     """
 
     type: str
@@ -50,6 +52,7 @@ class Operation(NamedTuple):
     outputs: tuple[Any, ...]
     is_gradient: bool
     line: str | None
+    scope: str
 
 
 @contextlib.contextmanager
@@ -104,7 +107,14 @@ class Kept:
             maker = len(self.operations)
             where = place()
             self.operations.append(
-                Operation(kind, tuple(inputs), tuple(outputs), where.is_gradient, where.line)
+                Operation(
+                    kind,
+                    tuple(inputs),
+                    tuple(outputs),
+                    where.is_gradient,
+                    where.line,
+                    tf.get_current_name_scope(),
+                )
             )
         else:
             maker = next((self._makers[id(v)] for v in inputs if self.is_computed(v)), None)

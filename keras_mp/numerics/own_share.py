@@ -74,7 +74,9 @@ def judge(
         if any(call.contains(culprit.call) for culprit in forward):
             continue
         if own.forward is not None and own.forward.units > LIMIT:
-            forward.append(_Culprit(call, wide, own.forward))
+            # A pooling with the maximum makes finite numbers of NaN, which say nothing either.
+            if not forward or _off_before(call, wide) <= 1:
+                forward.append(_Culprit(call, wide, own.forward))
             continue
         if not any(call.contains(each) for each in run.calls):
             text = _amplification(call, wide, row, own.amplification)
@@ -172,14 +174,19 @@ def _amplification(call: Call, wide: Call, row: ComparedLayer, amplification: fl
     unit = runs.unit_of(call)
     if amplification <= _AMPLIFIES or row.output is None or row.output.relative <= _RISES * unit:
         return None
-    inputs = [runs.floating((each.args, each.kwargs)) for each in (call, wide)]
-    before = max([relative(runs.array(n), runs.array(w)) for n, w in zip(*inputs)] or [0.0])
+    before = _off_before(call, wide)
     if row.output.relative <= _RISES * max(before, unit):
         return None
     return (
         f"cancellation: it amplifies rounding by {amplification:,.0f}; what goes in is off by "
         f"{before:.2%}, what comes out by {row.output.relative:.1%}"
     )
+
+
+def _off_before(call: Call, wide: Call) -> float:
+    """How far what goes in is apart in the two runs."""
+    inputs = [runs.floating((each.args, each.kwargs)) for each in (call, wide)]
+    return max([relative(runs.array(n), runs.array(w)) for n, w in zip(*inputs)] or [0.0])
 
 
 def _finding(culprit: _Culprit, side: str, run: Run, numbers: RandomNumbers) -> Finding:

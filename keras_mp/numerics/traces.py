@@ -30,6 +30,7 @@ def step_of(
     batch: Batch,
     scopes: dict[str, str],
     look: Callable[[Any], Any] | None = None,
+    forward_only: bool = False,
 ) -> Any:
     """Traces the training step of a compiled model, or the forward pass of another one.
 
@@ -43,6 +44,7 @@ def step_of(
             of the layer, which is "" for the model.
         look: called in the graph, with what the step returns, when the step is complete. What it
             returns is what the function returns.
+        forward_only: bool. The forward pass in any case?
 
     Returns:
         `tf.types.experimental.ConcreteFunction` of `batch.data`.
@@ -57,7 +59,9 @@ def step_of(
     def run(data: Any) -> Any:
         # In the thread of a replica, which is that of its layers' calls.
         with watching.watching_outputs({"": model, **layers_by_path(model)}, note):
-            return model.train_step(data) if trains(model) else model(data[0], training=True)
+            if forward_only or not trains(model):
+                return model(data[0], training=True)
+            return model.train_step(data)
 
     strategy = model.distribute_strategy
     is_distributed = strategy.num_replicas_in_sync > 1

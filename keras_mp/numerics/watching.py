@@ -101,10 +101,10 @@ def replaced(purpose: str, owner: Any, name: str, wrap: Callable[[Any], Any]) ->
     """Wraps a method of one object, once for all threads that do so for one purpose.
 
     Args:
-        purpose: str.
+        purpose: str. Of those with the same one, the first wraps.
         owner: the object.
-        name: str. The name of the method.
-        wrap: makes of the bound method what takes its place, a function.
+        name: str. The method's.
+        wrap: called with the method; returns what takes its place.
     """
     key, attributes = (id(owner), purpose), vars(owner)
     with _lock:

@@ -209,14 +209,17 @@ def _take_back(hook: _Hook) -> None:
 
 def _try_out() -> None:
     """Looks at one product in each mode, before a user's is autocast."""
+    runs_eagerly = tf.config.functions_run_eagerly()
     try:
         _put(_LASTING)
         _open()
+        tf.config.run_functions_eagerly(False)  # Functions are what is tried, too.
         try:
             # In a thread there is nothing of what the user is in the middle of: graphs, tapes.
             with futures.ThreadPoolExecutor(1) as thread:
                 thread.submit(_expect_all).result()
         finally:
+            tf.config.run_functions_eagerly(runs_eagerly)
             _close()
     except Exception as error:
         _take_back(_LASTING)

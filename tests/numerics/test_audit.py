@@ -100,6 +100,19 @@ def test_a_mask_of_minus_1e9():
     assert "-65504" in finding.cure
 
 
+class MaskedRows(L.Layer):
+    def call(self, x):
+        scores = tf.where(x > 100, x, x * 0 + tf.cast(-1e9, x.dtype))
+        return tf.repeat((tf.nn.softmax(scores) * x)[:, None], 2, 1)
+
+
+def test_nan_that_a_pooling_drops():
+    layers = [dense(16), lambda: MaskedRows(name="rows"), L.MaxPooling1D, L.Flatten]
+    finding = found(classifier(*layers), (X, CLASSES))["a constant that is infinite in 16 bits"]
+    assert finding.where == "rows"
+    assert "results of Softmax are NaN; so are gradients, though the loss is not" in finding.why
+
+
 class Sum(L.Layer):
     def call(self, x):
         return x + tf.reduce_sum(x * x, -1, keepdims=True)
@@ -397,7 +410,9 @@ def test_a_step_that_cannot_be_skipped():
     with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=2.0**40)):
         model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(4)])
         model.compile("sgd", FROM_LOGITS)
-    finding = found(model, (X, CLASSES))["a step that cannot be skipped"]
+    # And nothing about the forward pass, whose loss is finite.
+    [(hazard, finding)] = found(model, (X, CLASSES)).items()
+    assert hazard == "a step that cannot be skipped"
     assert "loss scale 1.09951e+12" in finding.why
     assert np.isfinite(model.get_weights()[0]).all()
 
@@ -424,8 +439,26 @@ class Rounds(L.Layer):
 
 
 def test_a_custom_gradient_without_dtypes():
-    hazards = found(classifier(dense(16), Rounds), (X, CLASSES))
-    assert hazards.keys() & {"a custom gradient without dtypes", "dtypes that do not fit"}
+    finding = found(classifier(dense(16), Rounds), (X, CLASSES))["a custom gradient without dtypes"]
+    assert finding.where == "rounds"
+    assert finding.line == (__file__, line_of("Rounds", "straight_through"))
+    assert "float16" in finding.why
+    assert "user code" not in finding.why
+
+
+class Mixes(L.Layer):
+    def __init__(self):
+        super().__init__()
+        self.bias = tf.Variable(tf.ones([16]))
+
+    def call(self, x):
+        return x + self.bias
+
+
+def test_dtypes_that_do_not_fit():
+    with keras_mp.policy_scope("mixed_float16"):
+        layer = Mixes()
+    assert found(K.Sequential([layer, L.Dense(1)]), X).keys() == {"dtypes that do not fit"}
 
 
 def test_a_shape_that_no_tensor_core_likes(monkeypatch):

@@ -159,6 +159,14 @@ def test_a_planted_defect_is_the_first_that_is_named(defect):
     assert "planted (Planted, test_compare.py:" in str(comparison)
 
 
+def test_what_is_made_of_nan_is_not_blamed():
+    # The pooling makes finite numbers of NaN: the largest there are, which overflow behind it.
+    rows = [L.Reshape([4, 4]), L.MaxPooling1D(), L.Flatten()]
+    model = small_model(Planted(mask_of_minus_1e9, name="planted"), *rows, L.Dense(64))
+    comparison = compare(model, *batch(), policy="mixed_float16")
+    assert [finding.path for finding in comparison.findings] == ["planted"]
+
+
 def test_saturation_in_bfloat16_is_named():
     comparison = compare(
         small_model(Planted(shifted, name="planted")), *batch(), policy="mixed_bfloat16"
@@ -280,6 +288,7 @@ def test_metrics_are_as_they_were():
         model.compile("sgd", {"one": "mse", "two": "mse"})
     x, y = batch()
     labels = {"one": y, "two": y}
+    assert not compare(model, x, labels, policy="mixed_float16").findings  # never trained
     model.evaluate(x, labels, verbose=0)
     variables = [variable for metric in model.metrics for variable in metric.variables]
     before = [variable.numpy() for variable in variables]

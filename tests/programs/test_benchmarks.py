@@ -13,6 +13,7 @@ from benchmarks import (
     autocast,
     casts,
     common,
+    defects,
     figure,
     fit,
     guards,
@@ -376,3 +377,22 @@ def test_histograms_are_held_against_a_step_without_them(tiny, monkeypatch):
     }
     twice_as_long = {"without": [1.0] * 4, "not due": [1.0] * 4, "due": [2.0] * 4}
     assert numerics.share(twice_as_long) == "+1.0 % (+1.0 to +1.0 %)"
+
+
+def test_defects_are_planted_and_found(monkeypatch):
+    from benchmarks import defective_models
+
+    def first_layers(**kwargs):
+        model = tf.keras.applications.VGG16(**kwargs)
+        x = model.get_layer("block1_pool").output
+        return tf.keras.Model(model.input, tf.keras.layers.GlobalAveragePooling2D()(x))
+
+    of_model = defective_models.MODELS["VGG16"]._replace(make=first_layers)
+    monkeypatch.setitem(defective_models.MODELS, "VGG16", of_model)
+    name = "a sum over all positions that overflows"
+    results = defects.measure([name])
+    assert defects._found_by(results[name]) == "audit, compare"
+    for tool in results[name]["tools"].values():
+        assert tool["named"][0] == "block1_pool"
+        assert not tool["others"]
+    assert defects.measure_clean(["VGG16"]) == {"VGG16": {"audit": [], "compare": []}}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import origins
+from keras_mp.numerics import origins, work
 from keras_mp.numerics.hazards.look import (
     HALF,
     UNIT_ROUNDOFF,
@@ -24,7 +24,10 @@ _MOST_VARIANCE = 0.01
 
 
 def not_finite(look: Look) -> Iterator[Suspect]:
-    """The loss is infinite or NaN: which operation of the forward pass was the first one?"""
+    """The loss is infinite or NaN: which operation of the forward pass was the first one?
+
+    A pooling with the maximum drops NaN, and so the loss may be finite. The gradients are not.
+    """
     operations = [o for o in look.forward if o.outputs and o.outputs[0].dtype.is_floating]
     if not any(operation.outputs[0].dtype in HALF for operation in operations):
         return
@@ -33,18 +36,32 @@ def not_finite(look: Look) -> Iterator[Suspect]:
     results += [look.scaling.inputs[0]] if look.scaling is not None else []
     if not results:
         return
+    gradients = [
+        health(operation.outputs[0])
+        for operation in look.operations
+        if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
+    ]
     measured = [
         tf.stack([health(result) for result in results]),
         tf.stack([health(output) for output in outputs]),
+        tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64),
     ]
 
-    def say(bad: Any, counts: Any) -> Finding | None:
-        if not bad[:, 2:].any():
+    # What comes after the gradients may compute with those, which overflow as is planned.
+    names = [operation.name for operation in look.operations]
+    backward = next((n for n in names if origins.is_of_backward_pass(n)), None)
+    before = set(look.operations[: None if backward is None else names.index(backward)])
+    is_before = np.array([operation in before for operation in operations])
+
+    def say(bad: Any, counts: Any, of_gradients: Any) -> Finding | None:
+        is_lost = bad[:, 2:].any()
+        if not is_lost and not (counts[is_before, 4].any() and of_gradients[2:].any()):
             return None
         pairs = zip(counts[:, 2] + counts[:, 3], counts[:, 4])
         by_output = {output.ref(): pair for output, pair in zip(outputs, pairs)}
         found = _first(operations, by_output)
-        return found and _say_not_finite(look, *found)
+        so = "so is the loss" if is_lost else "so are gradients, though the loss is not"
+        return found and _say_not_finite(look, *found, so)
 
     yield Suspect(measured, say)
 
@@ -87,6 +104,7 @@ def _say_not_finite(
     ended: tf.Operation,
     number: int,
     in_words: str,
+    so: str,
 ) -> Finding | None:
     dtype = origin.outputs[0].dtype
     if dtype not in HALF and not any(tensor.dtype in HALF for tensor in origin.inputs):
@@ -98,8 +116,7 @@ def _say_not_finite(
             user,
             "a constant that is infinite in 16 bits",
             f"A constant, such as the -1e9 of a mask, is {np.ravel(constant)[0]} in {dtype.name}, "
-            f"and with it {int(number):,} results of {ended.type}{place} are {in_words}; so is the "
-            "loss.",
+            f"and with it {int(number):,} results of {ended.type}{place} are {in_words}; {so}.",
             f"Use a number that the dtype holds, which ends at {dtype.max:.5g}; for a mask, its "
             f"lowest one, {dtype.min:.5g}, or tf.where on the result.",
         )
@@ -108,8 +125,8 @@ def _say_not_finite(
         origin,
         "an overflow in the forward pass",
         f"{origin.type} in {dtype.name}{largest} is the first operation whose results are not "
-        f"finite though what it takes is: {int(number):,} results of {ended.type} are {in_words}, "
-        "and so is the loss.",
+        f"finite though what it takes is: {int(number):,} results of {ended.type} are {in_words}; "
+        f"{so}.",
         "Compute it in float32, scale its inputs down, or use mixed_bfloat16.",
     )
 
