@@ -16,6 +16,7 @@ from keras_mp import variables
 from keras_mp.kernels import softmax_and_cross_entropy
 from keras_mp.step.optimizer_family import OptimizerFamily
 from keras_mp.support import messages
+from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
@@ -52,14 +53,12 @@ def compile_without_wrapping(
     stock_compile: Callable[..., Any], call: inspect.BoundArguments
 ) -> Any:
     """Keras 2 wraps by the policy's name alone; only its private method knows how not to."""
-    model = call.args[0]
-    vars(model)["_get_optimizer"] = lambda optimizer: tf.nest.map_structure(
-        keras.optimizers.get, optimizer
-    )
-    try:
+
+    def get_optimizer(optimizer: Any) -> Any:
+        return tf.nest.map_structure(keras.optimizers.get, optimizer)
+
+    with replaced(call.args[0], "_get_optimizer", get_optimizer):
         return stock_compile(*call.args, **call.kwargs)
-    finally:
-        del vars(model)["_get_optimizer"]
 
 
 def trusted_scope() -> Any:

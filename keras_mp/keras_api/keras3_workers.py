@@ -14,13 +14,14 @@ Each is mended in the attributes of one model. What they call is Keras's own.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as _trainer
 
 from keras_mp.step import gradients
+from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
@@ -126,25 +127,15 @@ def _fit(model: Any, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _writes_on_the_chief(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Keeps callbacks of the other workers from writing, and from removing, while `fit` runs."""
-    silenced, removes = [], []
-    if not strategy.extended.should_checkpoint:
-        given = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
-        for callback in dict.fromkeys(given):
+    given = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
+    writing = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+    with ExitStack() as stack:
+        for callback in dict.fromkeys(given) if not strategy.extended.should_checkpoint else ():
+            if isinstance(callback, writing):
+                stack.enter_context(replaced(callback, "_save_model", _write_nothing))
             if isinstance(callback, keras.callbacks.BackupAndRestore):
-                silenced.append(callback)
-                removes.append((callback, callback.delete_checkpoint))
-                callback.delete_checkpoint = False
-            elif isinstance(callback, keras.callbacks.ModelCheckpoint):
-                silenced.append(callback)
-    for callback in silenced:
-        vars(callback)["_save_model"] = _write_nothing
-    try:
+                stack.enter_context(replaced(callback, "delete_checkpoint", False))
         yield
-    finally:
-        for callback in silenced:
-            del vars(callback)["_save_model"]
-        for callback, removed in removes:
-            callback.delete_checkpoint = removed
 
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:

@@ -22,10 +22,11 @@ from keras_mp import keras_api
 from keras_mp.conversion import convert
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.numerics import batches, own_share, runs, whole_runs
+from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.records import Record
-from keras_mp.numerics.runs import Batch, Run, unit_of
+from keras_mp.numerics.runs import Run, unit_of
 
 _DEFAULT_LOSS_SCALE = 2.0**15
 _NARROW = ("float16", "bfloat16")

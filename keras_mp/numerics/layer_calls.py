@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.layer_paths import layers_by_path
+from keras_mp.support import attributes
 
 # Random operations are called through these modules. Of the functions in them, those that draw.
 _RANDOM_MODULES = (
@@ -127,23 +128,12 @@ class Watch:
             for path, layer in _named(root):
                 if id(layer) not in seen:
                     seen.add(id(layer))
-                    stack.enter_context(self._watching(path, layer))
+                    own = layer.call
+                    call = functools.wraps(own)(functools.partial(self.run, path, layer, own))
+                    stack.enter_context(attributes.replaced(layer, "call", call))
             stack.enter_context(self._drawing())
             stack.enter_context(_eager_functions())
             yield self
-
-    @contextlib.contextmanager
-    def _watching(self, path: str, layer: Any) -> Iterator[None]:
-        attributes = vars(layer)
-        own_attribute, own = attributes.get("call"), layer.call
-        vars(layer)["call"] = functools.wraps(own)(functools.partial(self.run, path, layer, own))
-        try:
-            yield
-        finally:
-            if own_attribute is None:
-                del attributes["call"]
-            else:
-                attributes["call"] = own_attribute
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import Call, RandomNumbers, Watch
+from keras_mp.support import attributes
 
 # How far a run with noise moves each number: twice as far as rounding does at most. Rounding that
 # flips a ReLU is then found out by a few such runs. (Rounding one number of a tensor is on average
@@ -19,20 +21,6 @@ NOISE = 2.0
 NOISY_RUNS = 4
 
 LOSS = "loss"
-
-
-class Batch(NamedTuple):
-    """What a model is run on.
-
-    Attributes:
-        x: tensors, in the structure that the model takes.
-        y: labels, or None.
-        sample_weight: weights of the loss, or None.
-    """
-
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
 
 
 class Run(NamedTuple):
@@ -227,17 +215,12 @@ def without_metrics(model: Any) -> Iterator[None]:
     replicas if they belong to a strategy with several.
     """
     metrics = list(getattr(model, "metrics", ()))
-    own = [vars(metric).get("update_state") for metric in metrics]
-    for metric in metrics:
-        vars(metric)["update_state"] = _ignore
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            for metric in metrics:
+                stack.enter_context(attributes.replaced(metric, "update_state", _ignore))
+            yield
     finally:
-        for metric, update in zip(metrics, own):
-            if update is None:
-                del vars(metric)["update_state"]
-            else:
-                vars(metric)["update_state"] = update
         # The first time that a loss is computed, its metrics are made.
         known = {id(metric) for metric in metrics}
         for metric in getattr(model, "metrics", ()):

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics import runs
+from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison import ComparedLayer, Finding
 from keras_mp.numerics.distances import (
     LIMIT,
@@ -19,7 +20,7 @@ from keras_mp.numerics.distances import (
 )
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.records import Layer, Quantity, Record
-from keras_mp.numerics.runs import NOISY_RUNS, Batch, Noise, Run, dtype_of, unit_of
+from keras_mp.numerics.runs import NOISY_RUNS, Noise, Run, dtype_of, unit_of
 
 # A gradient of which so many numbers are zero only in 16 bits has underflowed.
 _MANY_ZEROS = 0.05

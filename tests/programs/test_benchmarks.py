@@ -356,7 +356,7 @@ def test_models_of_pytorch_have_the_same_weights(name):
 def test_a_wrong_name_is_refused():
     done = run("speed")
     assert done.returncode == 2
-    assert "there are ['autocast', 'casts', 'faults', 'fit', 'guards', " in done.stderr
+    assert "there are ['autocast', 'casts', 'defects', 'faults', 'fit', " in done.stderr
 
 
 def test_a_guard_is_held_against_a_step_without_it(tiny, monkeypatch):
@@ -370,13 +370,11 @@ def test_a_guard_is_held_against_a_step_without_it(tiny, monkeypatch):
 def test_histograms_are_held_against_a_step_without_them(tiny, monkeypatch):
     monkeypatch.setattr(numerics, "REPEATS", 2)
     seconds = numerics.measure("MLP")
-    assert {kind: len(times) for kind, times in seconds.items()} == {
-        "without": 2,
-        "not due": 2,
-        "due": 2,
-    }
-    twice_as_long = {"without": [1.0] * 4, "not due": [1.0] * 4, "due": [2.0] * 4}
-    assert numerics.share(twice_as_long) == "+1.0 % (+1.0 to +1.0 %)"
+    kinds = (numerics.WITHOUT, numerics.IDLE, numerics.DUE)
+    assert {kind: len(times) for kind, times in seconds.items()} == dict.fromkeys(kinds, 2)
+    times = dict(zip(kinds, ([1.0] * 4, [1.01] * 4, [2.0] * 4)))
+    assert numerics.share(times, numerics.WITHOUT) == "+1.0 % (+1.0 to +1.0 %)"
+    assert numerics.share(times, numerics.IDLE) == "+2.0 % (+2.0 to +2.0 %)"
 
 
 def test_defects_are_planted_and_found(monkeypatch):
