@@ -98,10 +98,10 @@ def audit(model: Any, batch: Any) -> Audit:
     batch = batches.as_fit_takes_it(model, batch)
     try:
         findings = (*_not_finite(batch), *_findings(model, batch))
-    except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+    except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
         finding = _finding_of_error(model, batch, error)
         if finding is None:
-            if isinstance(error, TypeError) or _is_made_here(error):
+            if not batches.is_misfit(batch, error) or _is_made_here(error):
                 raise
             raise batches.misfit(traces.name_of_step(model), batch, error) from error
         findings = (finding,)

@@ -114,6 +114,12 @@ def not_finite(batch: Any) -> list[NotFinite]:
     return found
 
 
+def is_misfit(batch: Batch, error: Exception) -> bool:
+    """Is an error of TensorFlow or Keras about the shapes of a batch, or about labels it lacks?"""
+    lacks_labels = batch.y is None and isinstance(error, AttributeError)
+    return lacks_labels or isinstance(error, (ValueError, tf.errors.InvalidArgumentError))
+
+
 def misfit(what: str, batch: Batch, error: Exception) -> ValueError:
     """Makes an error that has the shapes of the batch, of one that TensorFlow or Keras raised.
 

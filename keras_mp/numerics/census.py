@@ -245,7 +245,9 @@ def _step_of(model: Any, batch: Any, scopes: dict[str, str]) -> Any:
     batch = batches.as_fit_takes_it(model, batch)
     try:
         return traces.step_of(model, batch, scopes)
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:
+        if not batches.is_misfit(batch, error):
+            raise
         raise batches.misfit(traces.name_of_step(model), batch, error) from error
 
 

@@ -281,6 +281,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         self._counting: Callable[[Any], Any] | None = None
         # How many steps were made, in this `fit` and in it before this epoch; before this `fit`.
         self._made = self._before_epoch = self._before_fit = 0
+        self._is_called = False
 
     def report(self) -> Report:
         """Returns the sum of what was read so far.
@@ -310,6 +311,15 @@ class ExponentMonitor(keras_api.BaseCallback):
             logs: not used.
         """
         self._before_epoch = self._made
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that the next steps belong to a `fit` with this callback.
+
+        Args:
+            batch: not used.
+            logs: not used.
+        """
+        self._is_called = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads, unless that is done for epochs only.
@@ -386,6 +396,11 @@ class ExponentMonitor(keras_api.BaseCallback):
 
     def _execute(self, iterator: Any) -> Any:
         """Runs what `fit` runs at once: the function that counts, if one of its steps is due."""
+        if not self._is_called:  # An error has ended the `fit` that had this callback.
+            plain = self._plain
+            self._detach()
+            return plain(iterator)
+        self._is_called = False
         steps = keras_api.steps_per_execution(self.model)
         if -self._made % self._arguments["every"] >= steps:
             logs = self._plain(iterator)
@@ -509,7 +524,7 @@ class _Step:
 
     def _add(self, seen: Sequence[tuple[tuple[str, str], tf.Tensor, tf.Tensor | None]]) -> None:
         rows = self.owner._rows
-        bins: list[Any] = [np.zeros(ROWS * COLUMNS, int)] * len(rows)
+        bins = [tf.zeros([ROWS * COLUMNS], tf.int64)] * len(rows)
         overflowed_at: list[Any] = [np.float32(np.inf)] * len(rows)
         for row, tensor, scale in seen:
             place = rows[row]

@@ -215,6 +215,23 @@ def test_several_steps_in_one_execution_and_a_fit_that_fails():
     assert monitor.report()["output", "last"].histogram.total == 4 * 2 * 2
 
 
+def test_a_fit_after_one_that_failed_does_not_count():
+    class Fails(K.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("as a user's callback may")
+
+    model, (x, y), monitor = small_model("mixed_bfloat16"), data(8), ExponentMonitor(every=1)
+    model.compile(K.optimizers.SGD(0.01), "mse")
+    with pytest.raises(RuntimeError, match="as a user's"):
+        model.fit(x, y, 2, callbacks=[monitor, Fails()], verbose=0)
+    counted = monitor._histograms
+    model.fit(x, y, 2, verbose=0)
+    assert counted.read().counted == 1
+    assert getattr(model.train_function, "__self__", None) is not monitor
+    model.fit(x, y, 2, callbacks=[monitor], verbose=0)
+    assert [report.counted for report in monitor.history] == [4]
+
+
 def test_a_step_without_histograms_has_no_operation_more():
     model, optimizer, (x, y) = small_model(), scaling(), data()
 
@@ -357,3 +374,6 @@ def test_an_error_in_a_step_leaves_nothing_behind():
         tf.linalg.matmul(model(data()[0]), tf.ones([9, 9]))
     assert "call" not in vars(model.layers[1])
     assert histograms.read().counted == 0
+    with pytest.warns(keras_mp.MixedPrecisionWarning), histograms.step():
+        pass  # Nothing is seen.
+    assert histograms.read().counted == 1
