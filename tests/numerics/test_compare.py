@@ -516,6 +516,22 @@ def test_a_model_without_weights_yet_has_the_dtype_of_its_layers():
     assert comparison.reference == "model in float32"
 
 
+@pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.filterwarnings("ignore::keras_mp.MixedPrecisionWarning")
+def test_layers_in_16_bits_in_a_model_in_float32(dtype):
+    tf.keras.utils.set_random_seed(0)
+    inner = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(8, dtype=dtype), L.Dense(8)])
+    model = tf.keras.Sequential([tf.keras.Input([8]), inner, L.Dense(3)])
+    model.compile("sgd", "mse")
+    x, y = batch()
+    comparison = compare(model, x, y)
+    assert not comparison.findings
+    narrow = dtype.removeprefix("mixed_")
+    around = {layer.dtype for layer in comparison.layers if layer.kind == "Sequential"}
+    assert around == {narrow}
+    assert not compare_records(record(model, x, y), record(model, x, y)).findings
+
+
 def test_the_command(tmp_path, capsys):
     x, y = batch()
     np.savez(tmp_path / "batch.npz", x=x, y=y)
