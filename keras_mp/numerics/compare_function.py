@@ -70,7 +70,7 @@ def compare_function(
         A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
 
     Raises:
-        TypeError: `function` cannot be called.
+        TypeError: `function` cannot be called, or `variables` are others than these.
         ValueError: nothing is computed in 16 bits, nothing that is floating point is returned, or
             the dtype or the loss scale is another one.
 
@@ -174,6 +174,19 @@ def _tensor(value: Any) -> Any:
     return value if tf.is_tensor(value) else tf.convert_to_tensor(value)
 
 
+def _listed(variables: Any) -> list[Any]:
+    given = variables.variables if isinstance(variables, tf.Module) else variables
+    if given is None:
+        return []
+    listed = list(given) if isinstance(given, Iterable) else [None]
+    if not all(hasattr(each, "assign") for each in listed):
+        raise TypeError(
+            "Expected a tf.Module or an iterable of variables. "
+            f"Received: variables={variables!r} (of type {type(variables)})"
+        )
+    return listed
+
+
 def _held(
     function: Callable[..., Any],
     args: Any,
@@ -185,8 +198,7 @@ def _held(
     The function is run once to see them; and so that those of its kernels that may be wrong have
     been tried out before the run that is looked at.
     """
-    given = variables.variables if isinstance(variables, tf.Module) else variables or ()
-    held = types.SimpleNamespace(variables=list(given))
+    held = types.SimpleNamespace(variables=_listed(variables))
     with (
         runs.as_it_was(held),
         Watch(RandomNumbers()).over(None),

@@ -186,5 +186,8 @@ def test_what_cannot_be_compared():
         compare_function(lambda x: x @ w, X, dtype="float32")
     with pytest.raises(ValueError, match="at least 1. Received: loss_scale=nan"):
         compare_function(lambda x: x @ w, X, loss_scale=math.nan)
+    for variables in ({"w": w}, [3], 3, w, X):
+        with pytest.raises(TypeError, match=r"Expected a tf.Module or an iterable of variables\."):
+            compare_function(lambda x: x @ w, X, variables=variables)
     nothing = compare_function(lambda x: x @ w, X * math.nan)
     assert not nothing.is_judged
