@@ -62,7 +62,7 @@ def compare_function(
         reference: the function to compare with. Defaults to the same one, outside of the context.
         variables: a `tf.Module`, or an iterable of the variables that the function uses. They are
             put back to what they were. Defaults to the trainable ones that it reads; then other
-            states that it assigns are not put back.
+            states that it assigns are not put back, nor what it assigns before it reads it.
         loss_scale: float, at least 1. The loss is multiplied by it. Defaults to 2 ** 15 in float16,
             and 1 in bfloat16. If gradients overflow, it is halved until they do not.
 
@@ -203,13 +203,36 @@ def _held(
         runs.as_it_was(held),
         Watch(RandomNumbers()).over(None),
         tf.GradientTape() as tape,
-        under(),
     ):
-        function(*args)
+        keeping = _as_first_read(tape) if variables is None else contextlib.nullcontext()
+        with keeping, under():
+            function(*args)
     if variables is None:
         held.variables = list(tape.watched_variables())
     held.weights = held.variables
     return held
+
+
+@contextlib.contextmanager
+def _as_first_read(tape: tf.GradientTape) -> Iterator[None]:
+    """Puts back the variables that a tape sees, to the values that the block first read."""
+    seen: set[int] = set()
+    read: list[tuple[Any, np.ndarray]] = []
+
+    def keep(_: Any, inputs: Sequence[Any], *__: Any, **___: Any) -> None:
+        if tf.executing_eagerly() and any(value.dtype == tf.resource for value in inputs):
+            for variable in tape.watched_variables():
+                if id(variable) not in seen:
+                    # First, since to read it here comes back here.
+                    seen.add(id(variable))
+                    read.append((variable, variable.numpy()))
+
+    try:
+        with operations.observed(keep):
+            yield
+    finally:
+        for variable, value in read:
+            variable.assign(value)
 
 
 def _run_at_a_good_scale(

@@ -164,6 +164,28 @@ def test_both_draw_the_same_numbers():
     clean(compare_function(loss, X, variables=[w]))
 
 
+@pytest.mark.parametrize("read", [tf.identity, lambda w: tf.gather(w, tf.range(8))])
+def test_variables_are_put_back(read):
+    w = tf.Variable(X[:8, :8])
+
+    def loss(x):
+        y = x @ read(w)
+        w.assign(w * 1.5)
+        w.assign_add(w)
+        return y
+
+    for variables in (None, [w]):
+        clean(compare_function(loss, X, variables=variables))
+        np.testing.assert_array_equal(w.numpy(), X[:8, :8])
+
+    def fails(x):
+        raise RuntimeError(loss(x))
+
+    with pytest.raises(RuntimeError):
+        compare_function(fails, X)
+    np.testing.assert_array_equal(w.numpy(), X[:8, :8])
+
+
 def test_the_loss_scale_falls_until_nothing_overflows():
     w = tf.Variable(X[:8, :8])
     comparison = clean(compare_function(lambda x: tf.reduce_sum(x @ w) * 1e2, X))
