@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_mp.numerics import operations, runs
 from keras_mp.numerics.comparison import ComparedLayer, Comparison, Finding
-from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF, Distance, apart
+from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF, Distance, apart, rms
 from keras_mp.numerics.explanations import explain, matches
 from keras_mp.numerics.layer_calls import RandomNumbers, Watch
 from keras_mp.numerics.operations import Kept, Operation
@@ -345,7 +345,7 @@ def _rows(run: _Run, exact: _Run, noisy: Sequence[_Run], unit: float) -> Iterato
     # Of noisy runs the operations are those of the exact one, unless numbers decide what runs.
     same = [each for each in noisy if list(each.outputs) == other_names] or [exact]
 
-    def distance(side: str, name: str, other: str) -> Distance | None:
+    def distance(side: str, name: str, other: str, largest: float = 0.0) -> Distance | None:
         narrow, wide = getattr(run, side).get(name), getattr(exact, side).get(other)
         if narrow is None or wide is None:
             return None
@@ -354,7 +354,7 @@ def _rows(run: _Run, exact: _Run, noisy: Sequence[_Run], unit: float) -> Iterato
             runs.array(g) for each in same if (g := getattr(each, side).get(other)) is not None
         ]
         explained = max(apart(each, value) for each in found) if found else 0.0
-        return Distance.of(runs.array(narrow), value, explained, unit)
+        return Distance.of_gradient(runs.array(narrow), value, explained, unit, largest)
 
     for i, j in matches(run.forward, exact.forward):
         distances = [distance(side, names[i], other_names[j]) for side in ("outputs", "gradients")]
@@ -366,11 +366,21 @@ def _rows(run: _Run, exact: _Run, noisy: Sequence[_Run], unit: float) -> Iterato
         if name.startswith("result "):
             distances = [distance(side, name, name) for side in ("outputs", "gradients")]
             yield _Row(ComparedLayer(name, "result", value.dtype.name, *distances))
+    # Of one kind the largest gradient tells whether another is zero but for rounding.
+    largest: dict[str, float] = {}
+    for name, gradient in exact.gradients.items():
+        if name not in exact.outputs:
+            kind = _kind(name)
+            largest[kind] = max(largest.get(kind, 0.0), rms(runs.array(gradient)))
     for name, gradient in run.gradients.items():
         if name not in run.outputs:
-            kind = "argument" if name.startswith("argument ") else "variable"
-            found = distance("gradients", name, name)
+            kind = _kind(name)
+            found = distance("gradients", name, name, largest.get(kind, 0.0))
             yield _Row(ComparedLayer(name, kind, gradient.dtype.name, None, found))
+
+
+def _kind(name: str) -> str:
+    return "argument" if name.startswith("argument ") else "variable"
 
 
 def _first(rows: Sequence[_Row]) -> tuple[_Row, str] | None:

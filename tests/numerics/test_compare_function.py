@@ -155,6 +155,18 @@ def test_a_defect_on_the_way_back_is_named():
     assert "a constant of 1e-09 that goes in is 0 in float16" in first.what
 
 
+def test_a_gradient_that_is_zero_but_for_rounding():
+    model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(8)])
+    model.add(tf.keras.layers.BatchNormalization())
+    model.add(tf.keras.layers.Dense(1))
+    model.set_weights([np.resize(X, w.shape) + 1 for w in model.get_weights()])
+
+    def loss(x):
+        return model(x, training=True)
+
+    assert compare_function(loss, X).findings == []
+
+
 def test_both_draw_the_same_numbers():
     w = tf.Variable(X[:8, :8])
 
