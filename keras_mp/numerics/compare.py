@@ -84,8 +84,10 @@ def compare(
         A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
 
     Raises:
+        TypeError: x is None or a dataset.
         ValueError: neither model computes in 16 bits, the two do not call the same layers, there
-            are no samples, or numbers of the batch are not finite and so the loss is not either.
+            are no samples, x is a list with more or fewer parts than the model has inputs, or
+            numbers of the batch are not finite and so the loss is not either.
 
     Example:
 
@@ -102,7 +104,7 @@ def compare(
     'overflow: Sum, a sum over 1,000 values, reaches 9e+04; float16 ends at 65,504'
     """
     narrow, wide = _both(model, policy, reference)
-    batch = _batch(x, y, sample_weight)
+    batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     numbers = RandomNumbers()
     losses = [
         _loss_of(each, model, batch, loss, is_a_copy=each is not model and each is not reference)
@@ -182,7 +184,8 @@ def record(
     []
     """
     tf.keras.utils.set_random_seed(seed)
-    batch, numbers = _batch(x, y, sample_weight), RandomNumbers()
+    batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
+    numbers = RandomNumbers()
     value = _loss_of(model, model, batch, loss)
     run = _run_at_a_good_scale(model, batch, value, step, numbers, training, loss_scale)
     _check_finite(batch, run)
@@ -242,18 +245,6 @@ def _both(model: Any, policy: Any, reference: Any) -> tuple[Any, Any]:
     narrow = model if policy is None else convert(model, policy)
     wide = model if not is_narrow and reference == "float32" else convert(model, reference)
     return narrow, wide
-
-
-def _batch(x: Any, y: Any, sample_weight: Any) -> Batch:
-    def tensor(value: Any) -> Any:
-        return value if isinstance(value, tf.Tensor | tf.RaggedTensor) else tf.constant(value)
-
-    batch = Batch(
-        *(None if each is None else tf.nest.map_structure(tensor, each) for each in (x, y)),
-        sample_weight,
-    )
-    batches.check_values(batch.x)
-    return batch
 
 
 def _check_finite(batch: Batch, run: Run) -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_mp.numerics import operations, runs
 from keras_mp.numerics.comparison import ComparedLayer, Comparison, Finding
-from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF, Distance, apart
+from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF, Distance, apart, rms
 from keras_mp.numerics.explanations import explain, matches
 from keras_mp.numerics.layer_calls import RandomNumbers, Watch
 from keras_mp.numerics.operations import Kept, Operation
@@ -62,7 +62,7 @@ def compare_function(
         reference: the function to compare with. Defaults to the same one, outside of the context.
         variables: a `tf.Module`, or an iterable of the variables that the function uses. They are
             put back to what they were. Defaults to the trainable ones that it reads; then other
-            states that it assigns are not put back.
+            states that it assigns are not put back, nor what it assigns before it reads it.
         loss_scale: float, at least 1. The loss is multiplied by it. Defaults to 2 ** 15 in float16,
             and 1 in bfloat16. If gradients overflow, it is halved until they do not.
 
@@ -70,7 +70,7 @@ def compare_function(
         A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
 
     Raises:
-        TypeError: `function` cannot be called.
+        TypeError: `function` cannot be called, or `variables` are others than these.
         ValueError: nothing is computed in 16 bits, nothing that is floating point is returned, or
             the dtype or the loss scale is another one.
 
@@ -174,6 +174,19 @@ def _tensor(value: Any) -> Any:
     return value if tf.is_tensor(value) else tf.convert_to_tensor(value)
 
 
+def _listed(variables: Any) -> list[Any]:
+    given = variables.variables if isinstance(variables, tf.Module) else variables
+    if given is None:
+        return []
+    listed = list(given) if isinstance(given, Iterable) else [None]
+    if not all(hasattr(each, "assign") for each in listed):
+        raise TypeError(
+            "Expected a tf.Module or an iterable of variables. "
+            f"Received: variables={variables!r} (of type {type(variables)})"
+        )
+    return listed
+
+
 def _held(
     function: Callable[..., Any],
     args: Any,
@@ -185,19 +198,41 @@ def _held(
     The function is run once to see them; and so that those of its kernels that may be wrong have
     been tried out before the run that is looked at.
     """
-    given = variables.variables if isinstance(variables, tf.Module) else variables or ()
-    held = types.SimpleNamespace(variables=list(given))
+    held = types.SimpleNamespace(variables=_listed(variables))
     with (
         runs.as_it_was(held),
         Watch(RandomNumbers()).over(None),
         tf.GradientTape() as tape,
-        under(),
     ):
-        function(*args)
+        keeping = _as_first_read(tape) if variables is None else contextlib.nullcontext()
+        with keeping, under():
+            function(*args)
     if variables is None:
         held.variables = list(tape.watched_variables())
     held.weights = held.variables
     return held
+
+
+@contextlib.contextmanager
+def _as_first_read(tape: tf.GradientTape) -> Iterator[None]:
+    """Puts back the variables that a tape sees, to the values that the block first read."""
+    seen: set[int] = set()
+    read: list[tuple[Any, np.ndarray]] = []
+
+    def keep(_: Any, inputs: Sequence[Any], *__: Any, **___: Any) -> None:
+        if tf.executing_eagerly() and any(value.dtype == tf.resource for value in inputs):
+            for variable in tape.watched_variables():
+                if id(variable) not in seen:
+                    # First, since to read it here comes back here.
+                    seen.add(id(variable))
+                    read.append((variable, variable.numpy()))
+
+    try:
+        with operations.observed(keep):
+            yield
+    finally:
+        for variable, value in read:
+            variable.assign(value)
 
 
 def _run_at_a_good_scale(
@@ -310,7 +345,7 @@ def _rows(run: _Run, exact: _Run, noisy: Sequence[_Run], unit: float) -> Iterato
     # Of noisy runs the operations are those of the exact one, unless numbers decide what runs.
     same = [each for each in noisy if list(each.outputs) == other_names] or [exact]
 
-    def distance(side: str, name: str, other: str) -> Distance | None:
+    def distance(side: str, name: str, other: str, largest: float = 0.0) -> Distance | None:
         narrow, wide = getattr(run, side).get(name), getattr(exact, side).get(other)
         if narrow is None or wide is None:
             return None
@@ -319,7 +354,7 @@ def _rows(run: _Run, exact: _Run, noisy: Sequence[_Run], unit: float) -> Iterato
             runs.array(g) for each in same if (g := getattr(each, side).get(other)) is not None
         ]
         explained = max(apart(each, value) for each in found) if found else 0.0
-        return Distance.of(runs.array(narrow), value, explained, unit)
+        return Distance.of_gradient(runs.array(narrow), value, explained, unit, largest)
 
     for i, j in matches(run.forward, exact.forward):
         distances = [distance(side, names[i], other_names[j]) for side in ("outputs", "gradients")]
@@ -331,11 +366,21 @@ def _rows(run: _Run, exact: _Run, noisy: Sequence[_Run], unit: float) -> Iterato
         if name.startswith("result "):
             distances = [distance(side, name, name) for side in ("outputs", "gradients")]
             yield _Row(ComparedLayer(name, "result", value.dtype.name, *distances))
+    # Of one kind the largest gradient tells whether another is zero but for rounding.
+    largest: dict[str, float] = {}
+    for name, gradient in exact.gradients.items():
+        if name not in exact.outputs:
+            kind = _kind(name)
+            largest[kind] = max(largest.get(kind, 0.0), rms(runs.array(gradient)))
     for name, gradient in run.gradients.items():
         if name not in run.outputs:
-            kind = "argument" if name.startswith("argument ") else "variable"
-            found = distance("gradients", name, name)
+            kind = _kind(name)
+            found = distance("gradients", name, name, largest.get(kind, 0.0))
             yield _Row(ComparedLayer(name, kind, gradient.dtype.name, None, found))
+
+
+def _kind(name: str) -> str:
+    return "argument" if name.startswith("argument ") else "variable"
 
 
 def _first(rows: Sequence[_Row]) -> tuple[_Row, str] | None:

@@ -21,7 +21,7 @@ _DIFFERENCES = {"Sub", "AddV2", "Add", "SquaredDifference", "Mean", "Sum"}
 _CANCELS = 32
 
 # The smallest number above zero, a subnormal one.
-_SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133}
+_SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149}
 
 # A smaller share of zeros is not worth a word.
 _FEW_ZEROS = 0.01

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_mp import keras_api
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import Call, RandomNumbers, Watch
@@ -319,10 +320,14 @@ def kind_of(layer: Any) -> str:
 
 
 def dtype_of(call: Call) -> str:
-    """The coarsest dtype of what goes into a call, of what comes out, and that it computes in."""
+    """The coarsest dtype of what goes into a call, of what comes out, and that it computes in.
+
+    A model that was loaded may have another policy than the layers inside of it.
+    """
     tensors = floating((call.args, call.kwargs, call.outputs))
     dtypes = [value.dtype.name for value in tensors]
-    dtypes.append(getattr(call.layer, "compute_dtype", None))
+    if isinstance(call.layer, tf.keras.layers.Layer):
+        dtypes += [layer.compute_dtype for layer in keras_api.flatten_layers(call.layer)]
     return max(
         [dtype for dtype in dtypes if dtype in UNIT_ROUNDOFF] or ["float32"],
         key=UNIT_ROUNDOFF.__getitem__,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_mp import keras_api
 from keras_mp.conversion import convert
 from keras_mp.layer_paths import layers_by_path, variables_by_path
 from keras_mp.numerics import batches
@@ -252,10 +253,11 @@ def what_if(
         A `WhatIf`.
 
     Raises:
-        TypeError: `model` is not a model of `tf.keras`.
+        TypeError: `model` is not a model of `tf.keras`, or x is None or a dataset.
         ValueError: it cannot be made anew, has no loss, a dtype is another one, a scale is no
-            power of two, there are none, the batch is empty, or its loss in float32 is infinite or
-            NaN, as where an input is.
+            power of two, there are none, the batch is empty, x is a list with more or fewer parts
+            than the model has inputs, or its loss in float32 is infinite or NaN, as where an input
+            is.
 
     Example:
 
@@ -284,10 +286,8 @@ def what_if(
         raise ValueError("Expected at least one loss scale. Received: scales=[]")
     for scale in scales:
         exponent_of(scale)
-    batch = tf.nest.map_structure(
-        lambda each: None if each is None else tf.convert_to_tensor(each), (x, y, sample_weight)
-    )
-    batches.check_values(batch[0])
+    keras_api.check_model(model)
+    batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     reference = _Replay(model, "float32", loss, seed)
     expected = reference.run(*batch, 1.0)
     if not np.isfinite(reference.loss):

@@ -471,6 +471,27 @@ def test_json_and_picture(tmp_path):
     assert "the layer's own share: not finite" in axes[0].get_legend_handles_labels()[1]
 
 
+def test_weights_of_samples():
+    model, (x, y) = small_model(), batch()
+    model.compile("sgd", "mse")
+    weight = np.ones(16, "float32")
+    assert not compare(model, x, y, weight, policy="mixed_float16").findings
+    of_half = record(model, x, y, weight / 2)
+    assert of_half.loss == pytest.approx(record(model, x, y).loss / 2)
+
+
+def test_a_batch_is_as_fit_takes_it():
+    x, y = batch()
+    with keras_mp.policy_scope("mixed_float16"):
+        model = small_model()
+    for function in (compare, record, keras_mp.numerics.what_if):
+        for bad in (None, tf.data.Dataset.from_tensors((x, y))):
+            with pytest.raises(TypeError, match="Expected a batch as `fit` takes it"):
+                function(model, bad)
+        with pytest.raises(ValueError, match="Received a list of 2. For x and y, pass"):
+            function(model, [x, y])
+
+
 def test_what_cannot_be_compared():
     with pytest.raises(TypeError, match="Expected a model of `tf.keras`"):
         compare(tf.Module(), tf.ones([1, 2]))
@@ -514,6 +535,22 @@ def test_a_model_without_weights_yet_has_the_dtype_of_its_layers():
         model = tf.keras.Sequential([L.Dense(2)], name="model")
         comparison = compare(model, batch()[0])
     assert comparison.reference == "model in float32"
+
+
+@pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.filterwarnings("ignore::keras_mp.MixedPrecisionWarning")
+def test_layers_in_16_bits_in_a_model_in_float32(dtype):
+    tf.keras.utils.set_random_seed(0)
+    inner = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(8, dtype=dtype), L.Dense(8)])
+    model = tf.keras.Sequential([tf.keras.Input([8]), inner, L.Dense(3)])
+    model.compile("sgd", "mse")
+    x, y = batch()
+    comparison = compare(model, x, y)
+    assert not comparison.findings
+    narrow = dtype.removeprefix("mixed_")
+    around = {layer.dtype for layer in comparison.layers if layer.kind == "Sequential"}
+    assert around == {narrow}
+    assert not compare_records(record(model, x, y), record(model, x, y)).findings
 
 
 def test_the_command(tmp_path, capsys):

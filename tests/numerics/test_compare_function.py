@@ -155,6 +155,18 @@ def test_a_defect_on_the_way_back_is_named():
     assert "a constant of 1e-09 that goes in is 0 in float16" in first.what
 
 
+def test_a_gradient_that_is_zero_but_for_rounding():
+    model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(8)])
+    model.add(tf.keras.layers.BatchNormalization())
+    model.add(tf.keras.layers.Dense(1))
+    model.set_weights([np.resize(X, w.shape) + 1 for w in model.get_weights()])
+
+    def loss(x):
+        return model(x, training=True)
+
+    assert compare_function(loss, X).findings == []
+
+
 def test_both_draw_the_same_numbers():
     w = tf.Variable(X[:8, :8])
 
@@ -162,6 +174,28 @@ def test_both_draw_the_same_numbers():
         return tf.nn.dropout(x @ w, 0.5) + tf.random.normal([16, 8])
 
     clean(compare_function(loss, X, variables=[w]))
+
+
+@pytest.mark.parametrize("read", [tf.identity, lambda w: tf.gather(w, tf.range(8))])
+def test_variables_are_put_back(read):
+    w = tf.Variable(X[:8, :8])
+
+    def loss(x):
+        y = x @ read(w)
+        w.assign(w * 1.5)
+        w.assign_add(w)
+        return y
+
+    for variables in (None, [w]):
+        clean(compare_function(loss, X, variables=variables))
+        np.testing.assert_array_equal(w.numpy(), X[:8, :8])
+
+    def fails(x):
+        raise RuntimeError(loss(x))
+
+    with pytest.raises(RuntimeError):
+        compare_function(fails, X)
+    np.testing.assert_array_equal(w.numpy(), X[:8, :8])
 
 
 def test_the_loss_scale_falls_until_nothing_overflows():
@@ -186,5 +220,8 @@ def test_what_cannot_be_compared():
         compare_function(lambda x: x @ w, X, dtype="float32")
     with pytest.raises(ValueError, match="at least 1. Received: loss_scale=nan"):
         compare_function(lambda x: x @ w, X, loss_scale=math.nan)
+    for variables in ({"w": w}, [3], 3, w, X):
+        with pytest.raises(TypeError, match=r"Expected a tf.Module or an iterable of variables\."):
+            compare_function(lambda x: x @ w, X, variables=variables)
     nothing = compare_function(lambda x: x @ w, X * math.nan)
     assert not nothing.is_judged
