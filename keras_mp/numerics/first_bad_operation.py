@@ -582,9 +582,10 @@ def _note(
         begins_here = tf.logical_and(begins_here, tf.equal(tf.add_n(before), 0))
     row = tf.stack([bad[0], low[0], high[0], tf.cast(begins_here, tf.float32)])
     if _is_inside(bad[0].graph, _LOOP):
-        # What comes round again is bad in the next iteration already.
+        # What comes round again is bad in the next iteration already. And a step that is bad may be
+        # followed by one that is not: what it led to is to be known, and not only where it began.
         old = tf.raw_ops.ResourceGather(resource=state, indices=index, dtype=tf.float32)
-        row = tf.where(old[3] > 0, old, row)
+        row = tf.where(tf.logical_and(old[0] > 0, old[3] >= row[3]), old, row)
     tf.raw_ops.ResourceScatterUpdate(resource=state, indices=index, updates=row)
     return bad[0]
 

@@ -164,6 +164,25 @@ def test_it_goes_on_while_the_loss_scale_falls():
         assert not raised.value.operation.is_gradient
 
 
+def test_it_goes_on_with_several_steps_per_execution():
+    dense = L.Dense(1, kernel_initializer="ones", dtype="mixed_float16")
+    to_float32 = L.Activation("linear", dtype="float32")
+    model = tf.keras.Sequential([tf.keras.Input([1]), dense, to_float32])
+    scale = keras_mp.DynamicLossScale(2.0**14, min_loss_scale=2.0**10)
+    optimizer = keras_mp.LossScaleOptimizer("sgd", scale)
+    model.compile(optimizer, "mse", steps_per_execution=2, jit_compile=False)
+    # The gradient of the first step is too large with this scale, and the second's is not.
+    x = np.array([[4], [0]], "float32")
+    with FirstBadOperation(model) as watch:
+        model.fit(x, np.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
+    assert watch.planned == 1
+    # Not planned: what is computed of the input, in the first of two steps.
+    x[0] = 1e30
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
+        model.fit(x, np.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
+    assert not raised.value.operation.is_gradient
+
+
 @common.once
 def test_without_a_scale_the_advice_is_to_pass_it():
     weight = tf.Variable([0.0, 1.0])
