@@ -393,7 +393,7 @@ class FirstBadOperation:
         else:
             stack = ((each.filename, each.lineno) for each in reversed(outputs[0].op.traceback))
             place = operations.place_in(stack)
-            if place.is_data:
+            if place.is_data or place.is_of_a_tool:
                 return
             layer, line = self._origin(kind, _tidy(name or ""), place)
             place = place._replace(line=line)
@@ -492,8 +492,11 @@ class _Eager:
             for i in known if kind not in _ONLY_LOOKS else ():
                 self.rows[i].is_used_elsewhere = True
             return
+        place = operations.place()
+        if place.is_of_a_tool:
+            return
         layer = running_layers.running_layer() or _tidy(tf.get_current_name_scope())
-        index = _append(self.rows, kind, layer, operations.place(), looked_at[0], known)
+        index = _append(self.rows, kind, layer, place, looked_at[0], known)
         self._row_of.update((id(value), index) for value in looked_at)
         self._held.extend(outputs)
         numbers = np.concatenate([value.numpy().ravel() for value in looked_at])

@@ -183,6 +183,29 @@ def test_it_goes_on_with_several_steps_per_execution():
     assert not raised.value.operation.is_gradient
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_what_histograms_count_with_is_not_looked_at(in_graph):
+    model = tf.keras.Sequential([tf.keras.Input([1]), L.Dense(1)])
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    histograms = keras_mp.numerics.ExponentHistograms(model, every=1, optimizer=optimizer)
+
+    def step(x):
+        with histograms.step():
+            optimizer.minimize(lambda: tf.reduce_sum(model(x)), model.trainable_variables)
+
+    step = tf.function(step) if in_graph else step
+
+    def checked_step(x):
+        step(x)
+        watch.check()
+
+    with FirstBadOperation(optimizer) as watch:
+        checked_step(tf.ones([1, 1]))
+        # What they look at is looked at.
+        with pytest.raises(NotFiniteError):
+            checked_step(tf.constant([[math.inf]]))
+
+
 @common.once
 def test_without_a_scale_the_advice_is_to_pass_it():
     weight = tf.Variable([0.0, 1.0])
