@@ -194,6 +194,7 @@ class FirstBadOperation:
     Raises:
         NotFiniteError: see above.
         TypeError: something else was passed.
+        RuntimeError: the block is inside of another one.
 
     Example:
 
@@ -245,15 +246,22 @@ class FirstBadOperation:
         self._observing: Any = None
 
     def __enter__(self) -> "FirstBadOperation":
+        if _blocks.is_in_one:
+            raise RuntimeError(
+                "Expected one block of a FirstBadOperation at a time: what one looks with, another "
+                "would look at. Pass all models and optimizers to one of them."
+            )
         self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
         self._forget_traces()
         self._naming = running_layers.named(self._models)
         self._naming.__enter__()
         self._observing = operations.observed(self._see)
         self._observing.__enter__()
+        _blocks.is_in_one = True
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        _blocks.is_in_one = False
         self._observing.__exit__(None, None, None)
         self._naming.__exit__(None, None, None)
         self._forget_traces()
@@ -463,6 +471,15 @@ class FirstBadOperation:
 
 
 _names = itertools.count()
+
+
+class _Blocks(threading.local):
+    """Is a thread in a block?"""
+
+    is_in_one = False
+
+
+_blocks = _Blocks()
 
 
 class _Mine(threading.local):

@@ -56,6 +56,16 @@ def test_nothing_is_left_behind():
 
 
 @common.once
+def test_one_block_at_a_time():
+    with FirstBadOperation():
+        with pytest.raises(RuntimeError, match="one block"), FirstBadOperation():
+            pass
+        # The outer one goes on.
+        with pytest.raises(NotFiniteError):
+            program()(tf.constant([3.0]))
+
+
+@common.once
 def test_loops_and_branches():
     @tf.function
     def step(x):
