@@ -194,6 +194,7 @@ class FirstBadOperation:
     Raises:
         NotFiniteError: see above.
         TypeError: something else was passed.
+        RuntimeError: the block is inside of another one.
 
     Example:
 
@@ -245,15 +246,22 @@ class FirstBadOperation:
         self._observing: Any = None
 
     def __enter__(self) -> "FirstBadOperation":
+        if _blocks.is_in_one:
+            raise RuntimeError(
+                "Expected one block of a FirstBadOperation at a time: what one looks with, another "
+                "would look at. Pass all models and optimizers to one of them."
+            )
         self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
         self._forget_traces()
         self._naming = running_layers.named(self._models)
         self._naming.__enter__()
         self._observing = operations.observed(self._see)
         self._observing.__enter__()
+        _blocks.is_in_one = True
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        _blocks.is_in_one = False
         self._observing.__exit__(None, None, None)
         self._naming.__exit__(None, None, None)
         self._forget_traces()
@@ -393,7 +401,7 @@ class FirstBadOperation:
         else:
             stack = ((each.filename, each.lineno) for each in reversed(outputs[0].op.traceback))
             place = operations.place_in(stack)
-            if place.is_data:
+            if place.is_data or place.is_of_a_tool:
                 return
             layer, line = self._origin(kind, _tidy(name or ""), place)
             place = place._replace(line=line)
@@ -465,6 +473,15 @@ class FirstBadOperation:
 _names = itertools.count()
 
 
+class _Blocks(threading.local):
+    """Is a thread in a block?"""
+
+    is_in_one = False
+
+
+_blocks = _Blocks()
+
+
 class _Mine(threading.local):
     """What a thread is doing."""
 
@@ -492,8 +509,11 @@ class _Eager:
             for i in known if kind not in _ONLY_LOOKS else ():
                 self.rows[i].is_used_elsewhere = True
             return
+        place = operations.place()
+        if place.is_of_a_tool:
+            return
         layer = running_layers.running_layer() or _tidy(tf.get_current_name_scope())
-        index = _append(self.rows, kind, layer, operations.place(), looked_at[0], known)
+        index = _append(self.rows, kind, layer, place, looked_at[0], known)
         self._row_of.update((id(value), index) for value in looked_at)
         self._held.extend(outputs)
         numbers = np.concatenate([value.numpy().ravel() for value in looked_at])
@@ -582,9 +602,10 @@ def _note(
         begins_here = tf.logical_and(begins_here, tf.equal(tf.add_n(before), 0))
     row = tf.stack([bad[0], low[0], high[0], tf.cast(begins_here, tf.float32)])
     if _is_inside(bad[0].graph, _LOOP):
-        # What comes round again is bad in the next iteration already.
+        # What comes round again is bad in the next iteration already. And a step that is bad may be
+        # followed by one that is not: what it led to is to be known, and not only where it began.
         old = tf.raw_ops.ResourceGather(resource=state, indices=index, dtype=tf.float32)
-        row = tf.where(old[3] > 0, old, row)
+        row = tf.where(tf.logical_and(old[0] > 0, old[3] >= row[3]), old, row)
     tf.raw_ops.ResourceScatterUpdate(resource=state, indices=index, updates=row)
     return bad[0]
 

@@ -19,6 +19,13 @@ _GRADIENT_FILES = tuple(
     for path in (("eager", "backprop.py"), ("ops", "gradients_util.py"))
 )
 
+# What keras_mp's tools make their own operations with.
+_BELOW_TOOLS = (
+    os.path.join("tensorflow", "python", ""),
+    os.path.join("keras_mp", "support", ""),
+    os.sep + "contextlib.py",
+)
+
 _DATA_FOLDER = os.path.join("tensorflow", "python", "data", "")
 
 # They call every layer.
@@ -144,11 +151,13 @@ class Place(NamedTuple):
         line: the innermost line that is the user's own or that of a layer of Keras, as
             "model.py:12", or None.
         is_data: does it belong to a pipeline of `tf.data`?
+        is_of_a_tool: has a tool of this room made it, such as histograms that count what they see?
     """
 
     is_gradient: bool
     line: str | None
     is_data: bool
+    is_of_a_tool: bool
 
 
 def place() -> Place:
@@ -170,8 +179,14 @@ def place_in(frames: Iterable[tuple[str, int]]) -> Place:
         frames: names of files and numbers of lines, the innermost first.
     """
     is_gradient, is_data, line = False, False, None
+    # Whose is it? Of whoever called TensorFlow; in eager the one that asks here is inside of it.
+    was_below, is_of_a_tool = False, None
     for file, number in frames:
         kind = _kind_of_file(file)
+        if any(part in file for part in _BELOW_TOOLS):
+            was_below = True
+        elif was_below and is_of_a_tool is None:
+            is_of_a_tool = kind == "end"
         # A gradient has no line but that of a custom one, and not that of whoever asks for it here.
         if kind == "end" and (line is not None or is_gradient):
             break
@@ -179,7 +194,7 @@ def place_in(frames: Iterable[tuple[str, int]]) -> Place:
             line = f"{os.path.basename(file)}:{number}"
         is_gradient = is_gradient or kind == "gradient"
         is_data = is_data or kind == "data"
-    return Place(is_gradient, line, is_data)
+    return Place(is_gradient, line, is_data, bool(is_of_a_tool))
 
 
 @functools.cache

@@ -56,6 +56,16 @@ def test_nothing_is_left_behind():
 
 
 @common.once
+def test_one_block_at_a_time():
+    with FirstBadOperation():
+        with pytest.raises(RuntimeError, match="one block"), FirstBadOperation():
+            pass
+        # The outer one goes on.
+        with pytest.raises(NotFiniteError):
+            program()(tf.constant([3.0]))
+
+
+@common.once
 def test_loops_and_branches():
     @tf.function
     def step(x):
@@ -162,6 +172,48 @@ def test_it_goes_on_while_the_loss_scale_falls():
         with pytest.raises(NotFiniteError) as raised:
             step(tf.constant(60_000.0))
         assert not raised.value.operation.is_gradient
+
+
+def test_it_goes_on_with_several_steps_per_execution():
+    dense = L.Dense(1, kernel_initializer="ones", dtype="mixed_float16")
+    to_float32 = L.Activation("linear", dtype="float32")
+    model = tf.keras.Sequential([tf.keras.Input([1]), dense, to_float32])
+    scale = keras_mp.DynamicLossScale(2.0**14, min_loss_scale=2.0**10)
+    optimizer = keras_mp.LossScaleOptimizer("sgd", scale)
+    model.compile(optimizer, "mse", steps_per_execution=2, jit_compile=False)
+    # The gradient of the first step is too large with this scale, and the second's is not.
+    x = np.array([[4], [0]], "float32")
+    with FirstBadOperation(model) as watch:
+        model.fit(x, np.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
+    assert watch.planned == 1
+    # Not planned: what is computed of the input, in the first of two steps.
+    x[0] = 1e30
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
+        model.fit(x, np.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
+    assert not raised.value.operation.is_gradient
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_what_histograms_count_with_is_not_looked_at(in_graph):
+    model = tf.keras.Sequential([tf.keras.Input([1]), L.Dense(1)])
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    histograms = keras_mp.numerics.ExponentHistograms(model, every=1, optimizer=optimizer)
+
+    def step(x):
+        with histograms.step():
+            optimizer.minimize(lambda: tf.reduce_sum(model(x)), model.trainable_variables)
+
+    step = tf.function(step) if in_graph else step
+
+    def checked_step(x):
+        step(x)
+        watch.check()
+
+    with FirstBadOperation(optimizer) as watch:
+        checked_step(tf.ones([1, 1]))
+        # What they look at is looked at.
+        with pytest.raises(NotFiniteError):
+            checked_step(tf.constant([[math.inf]]))
 
 
 @common.once
