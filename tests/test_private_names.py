@@ -189,6 +189,9 @@ def changes():
                 of = re.fullmatch(r"vars\((\w+)\)", ast.unparse(node.value))
                 if of and of[1] != "self":
                     yield node.slice.value
+            elif isinstance(node, ast.Call) and len(node.args) == 3:
+                if ast.unparse(node.func) in ("replaced", "attributes.replaced"):
+                    yield ast.literal_eval(node.args[1])
 
 
 def test_the_page_of_changes_has_each():
