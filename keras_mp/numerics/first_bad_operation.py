@@ -189,7 +189,8 @@ class FirstBadOperation:
         *scaled: models, optimizers or `GradScaler`s whose loss scale may have to fall.
 
     Attributes:
-        planned: int. How many steps had gradients that overflowed as the loss scale expects.
+        planned: int. How many steps had gradients that overflowed as the loss scale expects; of
+            several steps per execution, how many executions.
 
     Raises:
         NotFiniteError: see above.
