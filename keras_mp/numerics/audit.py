@@ -164,7 +164,7 @@ def _is_made_here(error: Exception) -> bool:
     return any(frame.filename.startswith(_OURS) for frame in frames)
 
 
-def _finding_of_error(model: Any, batch: batches.Batch, error: Exception) -> Finding | None:
+def _finding_of_error(model: Any, batch: Batch, error: Exception) -> Finding | None:
     """What an error is about that comes of dtypes that do not fit; None of any other."""
     frames = traceback.extract_tb(error.__traceback__)
     # AutoGraph puts the user's lines before the message.
@@ -192,7 +192,7 @@ def _finding_of_error(model: Any, batch: batches.Batch, error: Exception) -> Fin
     )
 
 
-def _custom_gradients(model: Any, batch: batches.Batch) -> dict[str, Line]:
+def _custom_gradients(model: Any, batch: Batch) -> dict[str, Line]:
     """Where programs use `tf.custom_gradient`, with the lines; nothing if the forward pass fails.
 
     Gradients of TensorFlow have the dtype of what they are of. So where only the backward pass

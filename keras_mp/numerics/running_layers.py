@@ -8,6 +8,7 @@ from typing import Any
 
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.numerics import watching
+from keras_mp.support import attributes
 
 
 class _Thread(threading.local):
@@ -46,18 +47,8 @@ def _in_scope(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
     # AutoGraph converts this one, and so what it calls, which a user may have written.
     @functools.wraps(call)
     def in_scope(*args: Any, **kwargs: Any) -> Any:
-        with _running(path):
+        with attributes.replaced(_thread, "paths", (*_thread.paths, path)):
             result = call(*args, **kwargs)
         return result
 
     return in_scope
-
-
-@contextlib.contextmanager
-def _running(path: str) -> Iterator[None]:
-    before = _thread.paths
-    _thread.paths = (*before, path)
-    try:
-        yield
-    finally:
-        _thread.paths = before

@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.support import attributes
+
 Observer = Callable[[Sequence[tuple[Any, Any]], "bool | tf.Tensor", "tf.Tensor | None"], None]
 
 
@@ -26,12 +28,8 @@ def observing(observer: Observer) -> Iterator[None]:
             are still scaled (a bool or a bool scalar tensor) and with what the loss was multiplied
             by (a float32 scalar tensor; None where nothing scales a loss).
     """
-    before = _thread.observers
-    _thread.observers = (*before, observer)
-    try:
+    with attributes.replaced(_thread, "observers", (*_thread.observers, observer)):
         yield
-    finally:
-        _thread.observers = before
 
 
 def show(

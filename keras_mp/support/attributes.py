@@ -14,7 +14,8 @@ _NOTHING = object()
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Gives an object an attribute inside of the block.
 
-    Keras, and layers of keras_mp, track what is set on them. This goes past that.
+    Keras, and layers of keras_mp, track what is set on them. This goes past that. What a
+    `threading.local` has is replaced for this thread.
 
     Args:
         owner: object with a `__dict__`.
