@@ -36,7 +36,7 @@ _SECONDS = _ROOT / "tests" / "seconds.json"
 # The same of one test in a file that is not among them, by its room.
 _OF_A_TEST = {"programs": 15, "replicas": 2, "saving": 1.5, "step": 0.8}
 # TensorFlow keeps what it compiled. A process that has grown by that much is replaced.
-_GIGABYTES = 2.0
+_GIGABYTES = 3.0
 # Seconds of work below which another process is not worth its start.
 _START = 20
 

@@ -25,10 +25,11 @@ MOST = 5
 # then, or -1; how many of its steps were skipped; the bits of the loss scale.
 _HEADER = 5
 _UNKNOWN = -1
-# What is kept of the steps that were skipped in a row: how many there were before the first of them
-# and how many there are in this program; how many variables were not finite, and of the `MOST` of
-# them that most often were not, numbers and in how many.
-STREAK = 3 + 2 * MOST
+# What is kept of the steps that were skipped in a row: in how many the loss was not finite, and in
+# how many it was; how many there were before the first of them and how many there are in this
+# program; how many variables were not finite, and of the `MOST` of them that most often were not,
+# numbers and in how many.
+STREAK = 5 + 2 * MOST
 _KINDS = 3  # of each gradient: values that are Inf, values that are NaN, and is it only the sum?
 
 _eagerly = tf.__internal__.eager_context.eager_mode
@@ -152,7 +153,7 @@ def look(
     is_first = count == 1 or tf.get_static_value(replica) == 0
     more = 0 if totals is None else len(totals) - len(sent)
     args = list(losses), list(unclipped), [*sent, *[None] * more], totals if is_first else None
-    rows = host.as_one_operation(_rows_of_replica)(*args)
+    rows = _rows_of_replica(*args)
     if count == 1:
         return tf.stack(rows)
     counts = tf.one_hot(replica, count, dtype=tf.int64)[:, tf.newaxis, tf.newaxis] * rows[0]
@@ -162,6 +163,7 @@ def look(
     return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
 
 
+@host.shared_operation
 def _rows_of_replica(
     losses: Sequence[tf.Tensor],
     unclipped: Sequence[gradients.Gradient],
@@ -387,44 +389,67 @@ class _Record:
             return [(None, counts[-1])]
         return of_replicas
 
-    def parts(self, vector: Any) -> tuple[Any, Any, Any, Any]:
-        """Takes a value of `vector` apart."""
-        count = len(self.names)
-        ends = _HEADER, _HEADER + count, _HEADER + 2 * count
-        return (
-            vector[: ends[0]],
-            vector[ends[0] : ends[1]],
-            vector[ends[1] : ends[2]],
-            vector[ends[2] :],
-        )
 
-    def after(
-        self,
-        vector: tf.Tensor,
-        streak: tf.Tensor,
-        counts: tf.Tensor,
-        goes_on: tf.Tensor,
-        loss_scale: tf.Tensor,
-        total: tf.Tensor,
-        made: tf.Tensor,
-        skipped: tf.Tensor | None,
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """What `vector` and the streak become with a step of these counts, see `Overflows.note`.
+def _parts_of(vector: Any, count: int) -> list[tf.Tensor]:
+    """Takes a record's `vector` of so many variables apart."""
+    return tf.split(vector, [_HEADER, count, count, -1])
 
-        `skipped` is how many steps of the optimizer were skipped; None to count these here.
-        """
-        header, in_all, in_a_row, _ = self.parts(vector)
-        began = tf.where(goes_on, streak[0], streak[1])
-        now = streak[1] + 1
-        overflowed = tf.cast(tf.reduce_any(counts[:, 1:] > 0, axis=[0, 2]), tf.int64)
-        in_a_row = overflowed + tf.where(header[0] > began, in_a_row, tf.zeros_like(in_a_row))
-        skipped = header[3] + 1 if skipped is None else skipped
-        bits = tf.cast(tf.bitcast(loss_scale, tf.int32), tf.int64)
-        header = tf.stack([now, total, made, skipped, bits])
-        counts = tf.reshape(counts, [-1])
-        most_often = _most_often(streak, began, self.first, in_a_row)
-        vector = tf.concat([header, in_all + overflowed, in_a_row, counts], 0)
-        return vector, tf.concat([[began, now], most_often], 0)
+
+@host.shared_operation
+def _after(
+    vector: tf.Tensor,
+    streak: tf.Tensor,
+    counts: tf.Tensor,
+    goes_on: tf.Tensor,
+    loss_scale: tf.Tensor,
+    total: tf.Tensor,
+    made: tf.Tensor,
+    skipped: tf.Tensor | None,
+    first: int,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """What a record's `vector` and the streak become with a step of these counts.
+
+    `skipped` is how many steps of the optimizer were skipped; None to count these here. `first` is
+    that of the record, and the rest is as in `Overflows.note`.
+    """
+    header, in_all, in_a_row, _ = _parts_of(vector, counts.shape[1] - 1)
+    last, _, _, skipped_before, _ = tf.unstack(header)
+    losses, before, now, most_often = tf.split(streak, [2, 1, 1, -1])
+    losses = losses * tf.cast(goes_on, tf.int64) + _how_many_are_finite(counts[:, 0])
+    began = tf.where(goes_on, before, now)
+    now += 1
+    overflowed = tf.cast(tf.reduce_any(counts[:, 1:] > 0, axis=[0, 2]), tf.int64)
+    in_a_row = overflowed + tf.where(last > began, in_a_row, tf.zeros_like(in_a_row))
+    skipped = skipped_before + 1 if skipped is None else skipped
+    bits = tf.cast(tf.bitcast(loss_scale, tf.int32), tf.int64)
+    rest = tf.stack([total, made, skipped, bits])
+    vector = tf.concat([now, rest, in_all + overflowed, in_a_row, tf.reshape(counts, [-1])], 0)
+    most_often = _most_often(most_often, goes_on, first, in_a_row)
+    return vector, tf.concat([losses, began, now, most_often], 0)
+
+
+def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
+    """Of one step: is its loss not finite, is it finite? Neither where it is not known."""
+    is_known = tf.reduce_all(losses >= 0)
+    is_finite = tf.reduce_all(losses <= 0)
+    verdicts = [is_known & tf.logical_not(is_finite), is_known & is_finite]
+    return tf.cast(tf.stack(verdicts), tf.int64)
+
+
+def _most_often(
+    before: tf.Tensor, goes_on: tf.Tensor, first: int, in_a_row: tf.Tensor
+) -> tf.Tensor:
+    """Puts a record's variables among those that most often were not finite."""
+    end = first + in_a_row.shape[0]
+    _, numbers, steps = tf.split(before, [1, MOST, MOST])
+    is_other = goes_on & ((numbers < first) | (numbers >= end))
+    # Of those that are alike the last: gradients come from the loss, and NaN spreads from there.
+    numbers = tf.concat([np.arange(first, end)[::-1], numbers], 0)
+    steps = tf.where(is_other, steps, tf.zeros_like(steps))
+    steps = tf.concat([tf.reverse(in_a_row, [0]), steps], 0)
+    most, places = tf.math.top_k(steps, MOST)
+    affected = tf.math.count_nonzero(steps, keepdims=True)
+    return tf.concat([affected, tf.gather(numbers, places), most], 0)
 
 
 class Overflows:
@@ -457,7 +482,7 @@ class Overflows:
         """
         record = self._of(seen)
         made = tf.constant(_UNKNOWN, tf.int64) if seen.steps_made is None else seen.steps_made
-        vector, streak = host.as_one_operation(record.after)(
+        vector, streak = _after(
             tf.convert_to_tensor(record.vector),
             streak,
             seen.counts,
@@ -466,6 +491,7 @@ class Overflows:
             total,
             made,
             total if is_of_one else None,
+            record.first,
         )
         return streak, record.vector.assign(vector, read_value=False)
 
@@ -475,7 +501,8 @@ class Overflows:
         if not any(vector[0] for _, vector in values):
             return None
         record, vector = max(values, key=lambda value: value[1][0])
-        (_, total, made, skipped, bits), in_all, _, counts = record.parts(vector)
+        parts = (part.numpy() for part in _parts_of(vector, len(record.names)))
+        (_, total, made, skipped, bits), in_all, _, counts = parts
         counts = counts.reshape(record.shape)
         return Overflow(
             step=None if made == _UNKNOWN else int(made + skipped),
@@ -507,7 +534,7 @@ class Overflows:
         Args:
             streak: what `note` returned.
         """
-        affected, *pairs = streak[2:]
+        affected, *pairs = streak[4:]
         texts = []
         for number, steps in zip(pairs[:MOST], pairs[MOST:], strict=True):
             if steps:
@@ -543,19 +570,6 @@ class Overflows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Overflows, ()
-
-
-def _most_often(streak: tf.Tensor, began: tf.Tensor, first: int, in_a_row: tf.Tensor) -> tf.Tensor:
-    """Puts a record's variables among those that most often were not finite."""
-    end = first + in_a_row.shape[0]
-    numbers, steps = streak[3 : 3 + MOST], streak[3 + MOST :]
-    is_other = (streak[0] == began) & ((numbers < first) | (numbers >= end))
-    # Of those that are alike the last: gradients come from the loss, and NaN spreads from there.
-    numbers = tf.concat([np.arange(first, end)[::-1], numbers], 0)
-    steps = tf.concat([in_a_row[::-1], tf.where(is_other, steps, tf.zeros_like(steps))], 0)
-    most, places = tf.math.top_k(steps, MOST)
-    affected = tf.math.count_nonzero(steps, keepdims=True)
-    return tf.concat([affected, tf.gather(numbers, places), most], 0)
 
 
 def _kind(infs: int, nans: int) -> str:

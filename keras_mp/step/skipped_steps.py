@@ -32,14 +32,13 @@ class SkippedSteps:
         self.warn_after = warn_after
         with tf.init_scope():
             self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
-            # Of the steps skipped in a row: with a loss that is not finite, with one that is, and
-            # what `Overflows` keeps.
-            zeros = [0] * (2 + STREAK)
+            # Of the steps skipped in a row: what `Overflows` keeps.
+            zeros = [0] * STREAK
             self._streak = tf.Variable(zeros, dtype=tf.int64, name="streak", trainable=False)
         # What to look at when it comes to warning. Not held: models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
         self._overflows = Overflows()
-        self._reports = host.Mailbox(self._warn, size=3 + STREAK)
+        self._reports = host.Mailbox(self._warn, size=1 + STREAK)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_looked_at": ()}
@@ -74,18 +73,15 @@ class SkippedSteps:
             return counted
         total = tf.convert_to_tensor(self.total)
         streak = tf.convert_to_tensor(self._streak)
-        losses = streak[:2] * tf.cast(goes_on, tf.int64) + _how_many_are_finite(seen)
-        of_variables, noted = self._overflows.note(
-            seen, streak[2:], goes_on, loss_scale, total, is_of_one
-        )
-        streak = self._streak.assign(tf.concat([losses, of_variables], 0), read_value=False)
+        streak, noted = self._overflows.note(seen, streak, goes_on, loss_scale, total, is_of_one)
+        kept = self._streak.assign(streak, read_value=False)
         if self.warn_after is not None:
             names = seen.names_of([weight.variable for weight in weights])
             self._looked_at = [
                 (name, weakref.ref(weight.handle), weight.dtype)
                 for name, weight in zip(names, weights, strict=True)
             ]
-        return [*counted, noted, streak]
+        return [*counted, noted, kept]
 
     def in_a_row(self, count: tf.Tensor) -> None:
         """Warns if it is time to. Called after `skip`, in the branch that only such a step takes.
@@ -120,21 +116,13 @@ class SkippedSteps:
         self._reports.collect()
 
     def _warn(self, counts: Sequence[int], line: messages.Line | None) -> None:
-        in_a_row, not_finite, finite, *of_variables = counts
+        in_a_row, *streak = counts
+        not_finite, finite, *_ = streak
         messages.warn(
             f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}"
-            f"{self._overflows.tell(of_variables)}{_names_of_bad(self._looked_at)}",
+            f"{self._overflows.tell(streak)}{_names_of_bad(self._looked_at)}",
             line,
         )
-
-
-def _how_many_are_finite(seen: Seen) -> tf.Tensor:
-    """Of one step: is its loss not finite, is it finite? Neither where it is not known."""
-    losses = seen.counts[:, 0]
-    is_known = tf.reduce_all(losses >= 0)
-    is_finite = tf.reduce_all(losses <= 0)
-    verdicts = [is_known & tf.logical_not(is_finite), is_known & is_finite]
-    return tf.cast(tf.stack(verdicts), tf.int64)
 
 
 def _names_of_bad(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:

@@ -4,6 +4,7 @@ This module needs TensorFlow only. What does not happen costs nothing, but for o
 in functions that are called from one that XLA compiles.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -118,8 +119,33 @@ def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
         The same in eager; in a graph, a function that makes one operation each time it is called.
     """
-    if tf.executing_eagerly():
-        return function
+    return function if tf.executing_eagerly() else _one_operation(function)
+
+
+def shared_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function as `as_one_operation` does, for all who call it: it is traced once.
+
+    What is traced for arguments of some shapes and dtypes is kept for as long as the process runs.
+
+    Args:
+        function: takes and returns structures of tensors, and depends on nothing else but on
+            whether XLA compiles it.
+
+    Returns:
+        The decorated function.
+    """
+    operations = [_one_operation(function) for _ in range(2)]
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if tf.executing_eagerly():
+            return function(*args)
+        return operations[is_compiled_by_xla()](*args)
+
+    return call
+
+
+def _one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 

@@ -10,3 +10,4 @@ import tensorflow as tf
 tf.keras  # noqa: B018 - is imported when it is first asked for
 
 import keras_mp  # noqa: E402, F401
+import tests.common  # noqa: E402, F401

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, once
 from tests.replicas import workers
 
 BATCH = 12
@@ -183,6 +183,7 @@ def test_two_share_unevenly(together):
     check_uneven(together["uneven"])
 
 
+@once
 def test_three_share_unevenly():
     check_uneven(*workers.run([(uneven, {})], 3))
 

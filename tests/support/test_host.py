@@ -1,5 +1,8 @@
 """From a graph to Python: at once where that is possible, else the next time somebody looks."""
 
+import gc
+import weakref
+
 import pytest
 import tensorflow as tf
 
@@ -114,3 +117,41 @@ def test_tensorflow_tells_what_xla_compiles():
     assert issubclass(
         type(tf.function(function).get_concrete_function(1.0).graph), tf.__internal__.FuncGraph
     )
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_shared_operation_is_traced_once_for_each_shape(jit_compile):
+    traced = []
+
+    @host.shared_operation
+    def double(value):
+        traced.append((value.shape.rank, host.is_compiled_by_xla()))
+        return 2 * value
+
+    assert double(tf.constant(3)).numpy() == 6  # in eager it is called
+    traced.clear()
+    for _ in range(2):
+        function = tf.function(lambda: (double(tf.constant(3)), double(tf.constant([3, 4]))))
+        compiled = tf.function(function.python_function, jit_compile=jit_compile)
+        for each in (function, compiled):
+            scalar, vector = each()
+            assert scalar.numpy() == 6
+            assert vector.numpy().tolist() == [6, 8]
+    kinds = {False, jit_compile}
+    assert sorted(traced) == sorted((rank, kind) for rank in (0, 1) for kind in kinds)
+
+
+def test_a_shared_operation_keeps_nobody_alive():
+    @host.shared_operation
+    def double(value):
+        return 2 * value
+
+    def run():
+        variable = tf.Variable(3.0)
+        function = tf.function(lambda: double(variable + 1))
+        assert function().numpy() == 8
+        return weakref.ref(variable), weakref.ref(function.get_concrete_function().graph)
+
+    references = run()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
