@@ -29,6 +29,25 @@ with warnings.catch_warnings():
     keras_mp.hardware.warn_if_slow("bfloat16")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Takes what `.ci/run` gives for the oldest TensorFlow."""
+    parser.addoption(
+        "--fewer-cases", action="store_true", help="of each test the first and the last case only"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves cases out: every behaviour is looked at, but not with every combination."""
+    if not config.getoption("--fewer-cases"):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(item) for each in cases.values() for item in (each[0], each[-1])}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
 @pytest.fixture(autouse=True)
 def clean_slate(doctest_namespace: dict) -> Iterator[None]:
     """Names for doctests; policy, floatx and graph rewrite as TensorFlow starts with them."""

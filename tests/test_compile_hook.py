@@ -390,7 +390,11 @@ def test_float16_layers_in_a_float32_model_are_warned_about(own_policy):
 def test_mobilenet():
     keras_mp.set_global_policy("mixed_float16")
     shape = (32, 32, 3)
-    model = tf.keras.applications.MobileNet(shape, alpha=0.25, weights=None, classes=3)
+    whole = tf.keras.applications.MobileNet(shape, alpha=0.25, weights=None, classes=3)
+    # Its first blocks: a few of every kind of layer that it has.
+    features = tf.keras.layers.GlobalAveragePooling2D()(whole.get_layer("conv_pw_3_relu").output)
+    outputs = tf.keras.layers.Dense(3, "softmax", dtype="float32")(features)
+    model = tf.keras.Model(whole.input, outputs)
     model.compile("adam", loss="categorical_crossentropy")
     assert type(model.optimizer) is keras_mp.LossScaleOptimizer
     x, y = np.random.rand(4, 32, 32, 3).astype("float32"), np.eye(4, 3, dtype="float32")

@@ -146,7 +146,10 @@ def batch(rows=16):
     return x, np.zeros([rows, 3], "float32")
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
+# Which Keras it is makes a difference to the model, not to what is wrong in it.
+@pytest.mark.parametrize(
+    "defect", list(DEFECTS)[:: 1 if common.IS_KERAS_3 else 3], ids=lambda defect: defect.__name__
+)
 def test_a_planted_defect_is_the_first_that_is_named(defect):
     model = small_model(Planted(defect, name="planted"))
     comparison = compare(model, *batch(), policy="mixed_float16")

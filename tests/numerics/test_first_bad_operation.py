@@ -289,7 +289,9 @@ def nested(**kwargs):
     return model
 
 
-@pytest.mark.parametrize("how", ["several steps", "replicas", "function", "eager"])
+@pytest.mark.parametrize(
+    "how", ["several steps", pytest.param("replicas", marks=common.once), "function", "eager"]
+)
 def test_the_path_of_a_layer(how):
     x, y = np.ones([8, 4], "float32"), np.zeros([8, 1], "float32")
     x[1] = 0

@@ -71,6 +71,7 @@ def test_sums_over_two_replicas_are_held_against_float64(monkeypatch):
     assert [bytes_sent(2) for bytes_sent in reductions.WAYS.values()] == [4, 2, 2, 2, 2, 2]
 
 
+@once
 def test_a_weight_that_is_read_often_is_cast_once(monkeypatch):
     monkeypatch.setattr(casts, "REPEATS", 1)
     results = casts.measure()
@@ -85,6 +86,7 @@ def test_a_weight_that_is_read_often_is_cast_once(monkeypatch):
     }
 
 
+@once
 def test_sums_are_held_against_float64(monkeypatch):
     name = "embedding, `Gather`"
     case = sums.cases()[name]
@@ -95,6 +97,7 @@ def test_sums_are_held_against_float64(monkeypatch):
         assert by_variant["keras_mp"]["eager"] < 2**-8
 
 
+@once
 def test_biases_learn_as_in_float32(monkeypatch):
     monkeypatch.setattr(sums, "STEPS", 10)
     curves = sums.train()
@@ -195,6 +198,7 @@ def test_fit_is_measured_for_every_variant(tiny, monkeypatch):
     assert not tf.config.optimizer.get_experimental_options().get(fit.REWRITE)
 
 
+@once
 def test_autocast_is_measured_for_every_variant(tiny, monkeypatch):
     monkeypatch.setattr(fit, "TURNS", 2)
     monkeypatch.setattr(autocast, "EAGER_REPEATS", 2)
@@ -254,6 +258,7 @@ def test_models_of_others_are_held_against_float32(monkeypatch):
         assert third_party.verdict(changed, "keras_mp mixed_float16") == f"too far: {what}"
 
 
+@once
 def test_tools_look_at_models_of_others(monkeypatch):
     applications = third_party_numerics.APPLICATIONS
     assert [name for name in applications if hasattr(tf.keras.applications, name)] == [
@@ -359,6 +364,7 @@ def test_a_wrong_name_is_refused():
     assert "there are ['autocast', 'casts', 'defects', 'faults', 'fit', " in done.stderr
 
 
+@once
 def test_a_guard_is_held_against_a_step_without_it(tiny, monkeypatch):
     monkeypatch.setattr(guards, "TURNS", 2)
     seconds = guards.measure("MLP", "mixed_bfloat16")
@@ -367,6 +373,7 @@ def test_a_guard_is_held_against_a_step_without_it(tiny, monkeypatch):
     assert keras_mp_sums.are_enabled()
 
 
+@once
 def test_histograms_are_held_against_a_step_without_them(tiny, monkeypatch):
     monkeypatch.setattr(numerics, "REPEATS", 2)
     seconds = numerics.measure("MLP")

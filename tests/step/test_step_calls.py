@@ -163,7 +163,7 @@ STEPS = st.builds(
 
 
 @hypothesis.settings(
-    max_examples=20 // len(FAMILIES),
+    max_examples=14 // len(FAMILIES),
     deadline=None,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
     derandomize=True,

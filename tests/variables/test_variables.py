@@ -752,6 +752,18 @@ def test_checkpoints_are_those_of_plain_variables(tmp_path):
     assert keys[0] == keys[1]
 
 
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
+    variable = autocast()
+    options = tf.train.CheckpointOptions(enable_async=True)
+    checkpoint = tf.train.Checkpoint(v=variable, many=[variable])
+    path = checkpoint.save(str(tmp_path / "c"), options)
+    variable.assign_add(tf.ones([4]))
+    checkpoint.sync()
+    variable.assign(tf.zeros([4]))
+    checkpoint.read(path).assert_consumed()
+    assert variable.numpy().tolist() == [1, 2, 3, 4]
+
+
 def test_a_checkpoint_is_restored_when_the_variable_comes_later(tmp_path):
     path = tf.train.Checkpoint(v=plain((1 / 3, 2 / 3))).write(str(tmp_path / "c"))
     root = tf.train.Checkpoint()
