@@ -1,9 +1,10 @@
-"""Runs all tests, once for each Keras: a process can hold only one `tf.keras`.
+"""Runs the tests, once for each Keras: a process can hold only one `tf.keras`.
 
 python -m tests [--quick] [--jobs N] [files, folders or tests] [options of pytest]
 
 Processes take test files from a queue for each Keras, the longest first, and help the other Keras
 out when theirs is empty. There is one more of them than there are cores, since some tests wait.
+What lies in `tests/ci` runs if it is named.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from multiprocessing import connection
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _KERASES = {"Keras 3": "0", "tf_keras": "1"}
-_ALL = ["tests", "keras_mp"]
+# What surrounds the package is for CI to look at.
+_ALL = ["tests", "keras_mp", "--ignore=tests/ci"]
 # What a developer wants to know after each change: the core, less what trains models.
 _QUICK = [
     "tests/step/test_gradients.py",
