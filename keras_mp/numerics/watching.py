@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.step import observers
+from keras_mp.support import attributes
 from keras_mp.support.unconverted import unconverted
 
 Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
@@ -39,17 +40,12 @@ def watching_outputs(layers: Mapping[str, Any], watcher: Watcher) -> Iterator[No
             has returned, and a list of all arguments of the call; what it returns takes the
             tensor's place. Not called while Keras only asks for shapes.
     """
-    before = _thread.watchers
-    _thread.watchers = (*before, watcher)
-    try:
-        with contextlib.ExitStack() as stack:
-            for path, layer in layers.items():
-                stack.enter_context(
-                    replaced("watch", layer, "call", functools.partial(_watched, path))
-                )
-            yield
-    finally:
-        _thread.watchers = before
+    watchers = (*_thread.watchers, watcher)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attributes.replaced(_thread, "watchers", watchers))
+        for path, layer in layers.items():
+            stack.enter_context(replaced("watch", layer, "call", functools.partial(_watched, path)))
+        yield
 
 
 @contextlib.contextmanager
