@@ -19,15 +19,15 @@ WITH, *WITHOUT = VARIANTS = ("keras_mp", "TensorFlow's sums", "forward writes st
 @contextlib.contextmanager
 def _traced_as(variant: str) -> Iterator[None]:
     import keras_mp
-    from keras_mp.step import forward_writes
+    from keras_mp.step import state_rollback
 
     if variant == "TensorFlow's sums":
         keras_mp.enable_float32_sums(False)
         yield
         keras_mp.enable_float32_sums(True)
     elif variant == "forward writes stay":
-        nothing = forward_writes.Kept((), [])
-        with mock.patch.object(forward_writes, "keep", return_value=nothing):
+        nothing = state_rollback.Kept((), [])
+        with mock.patch.object(state_rollback, "keep", return_value=nothing):
             yield
     else:
         yield

@@ -14,7 +14,7 @@ from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 
 _CHOICES = ("bfloat16", "float32")
 _HINT = (
@@ -61,7 +61,7 @@ class AllReduceOptimizer(OptimizerWrapper):
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
         refuse_inside(inner_optimizer, "AllReduceOptimizer")
-        if any(isinstance(o, keras_api.StockLossScaleOptimizer) for o in chain(inner_optimizer)):
+        if any(isinstance(o, keras_api.KerasLossScaleOptimizer) for o in chain(inner_optimizer)):
             raise TypeError(
                 "A LossScaleOptimizer sums gradients itself, while they are scaled: use its "
                 "`reduce_dtype` instead of an AllReduceOptimizer. "
@@ -86,7 +86,7 @@ class AllReduceOptimizer(OptimizerWrapper):
     def reduce_dtype(self, value: Any) -> None:
         vars(self)["_reduce_dtype"] = reduce_dtypes.get(value, _CHOICES, _HINT)
 
-    @unconverted
+    @do_not_convert
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
@@ -113,7 +113,7 @@ class AllReduceOptimizer(OptimizerWrapper):
         if not pairs:
             return self.iterations
         self.build([variable for _, variable in pairs])
-        operation, _ = ScaledStep(self._family, None, self._reduce_dtype).make(
+        operation, _ = ScaledStep(self._adapter, None, self._reduce_dtype).make(
             pairs,
             scaled=False,
             scaled_by=tf.constant(1.0),

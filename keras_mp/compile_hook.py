@@ -26,7 +26,7 @@ from keras_mp.loss_scale_optimizer import (
     wrappers_among,
 )
 from keras_mp.optimizer_wrapper import OptimizerWrapper
-from keras_mp.step.forward_writes import training_step
+from keras_mp.step.state_rollback import training_step
 from keras_mp.support import messages, regions
 
 _lock = threading.Lock()
@@ -52,29 +52,29 @@ def _guard_other_keras(policy_class: type) -> None:
 
 
 def _hook(owner: type, replacement: Any) -> None:
-    stock_compile = vars(owner)["compile"]
-    if hasattr(stock_compile, "_keras_mp_hook"):
+    keras_compile = vars(owner)["compile"]
+    if hasattr(keras_compile, "_keras_mp_hook"):
         return
 
-    @functools.wraps(stock_compile)
+    @functools.wraps(keras_compile)
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(stock_compile, self, *args, **kwargs)
+        return replacement(keras_compile, self, *args, **kwargs)
 
     compile._keras_mp_hook = True
     owner.compile = compile
 
 
-def _compile(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) -> Any:
+def _compile(policy_class: type, keras_compile: Any, *args: Any, **kwargs: Any) -> Any:
     model = args[0]
     if passes.enabled_dtype() is None:
-        return _compile_for_policy(policy_class, stock_compile, *args, **kwargs)
+        return _compile_for_policy(policy_class, keras_compile, *args, **kwargs)
     mixed = [each for each in keras_api.flatten_layers(model) if _is_mixed(each)]
     if mixed:
         passes.refuse_policy(
             f"the model {model.name!r}, whose layer {mixed[0].name!r} has the policy "
             f"{mixed[0].dtype_policy.name!r}"
         )
-    result = _compile_for_policy(policy_class, stock_compile, *args, **kwargs)
+    result = _compile_for_policy(policy_class, keras_compile, *args, **kwargs)
     if model.run_eagerly:
         passes.warn_if_not_rewritten(f"the model {model.name!r}, which runs eagerly")
     elif model.jit_compile:
@@ -88,11 +88,11 @@ def _is_mixed(layer: Any) -> bool:
     return layer.compute_dtype in ("float16", "bfloat16") and layer.variable_dtype == "float32"
 
 
-def _compile_for_policy(policy_class: type, stock_compile: Any, *args: Any, **kwargs: Any) -> Any:
+def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        call = inspect.signature(stock_compile).bind(*args, **kwargs)
+        call = inspect.signature(keras_compile).bind(*args, **kwargs)
     except TypeError:
-        return stock_compile(*args, **kwargs)  # which says what is wrong
+        return keras_compile(*args, **kwargs)  # which says what is wrong
     model, policy = args[0], args[0].dtype_policy
     hardware.warn_if_slow()
     has_our_policy = isinstance(policy, policy_class)
@@ -102,7 +102,7 @@ def _compile_for_policy(policy_class: type, stock_compile: Any, *args: Any, **kw
     before = _scaling_before(model)
     if not has_our_policy and before is None and not _has_lost_its_policy(model, call):
         _warn_if_set_with_keras(policy_class, model, call)
-        result = stock_compile(*args, **kwargs)
+        result = keras_compile(*args, **kwargs)
         _tell_optimizers(model)
         _warn_if_unscaled(model)
         return result
@@ -121,11 +121,11 @@ def _compile_for_policy(policy_class: type, stock_compile: Any, *args: Any, **kw
                 optimizer = _wrap(scaling, optimizer)
         call.arguments["optimizer"] = optimizer
     if has_our_policy:
-        result = keras_api.compile_without_wrapping(stock_compile, call)
+        result = keras_api.compile_without_wrapping(keras_compile, call)
     else:
-        result = stock_compile(*call.args, **call.kwargs)
+        result = keras_compile(*call.args, **call.kwargs)
     keras_api.widen_predictions(model)
-    keras_api.mend_fit(model)
+    keras_api.patch_fit(model)
     _tell_optimizers(model, is_scaled=has_our_policy and policy.scales_loss)
     if not has_our_policy or policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
@@ -143,7 +143,7 @@ def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
     for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
         if isinstance(optimizer, OptimizerWrapper):
             optimizer.compiled_for(model)
-            keras_api.mend_fit(model)
+            keras_api.patch_fit(model)
     if is_scaled or wrappers_among(getattr(model, "optimizer", None)):
         _remember_weights(model)
 
@@ -309,7 +309,7 @@ def _warn_if_set_with_keras(policy_class: type, model: Any, call: inspect.BoundA
         not isinstance(policy, policy_class)
         and own.name == policy.name
         and own.compute_dtype != own.variable_dtype
-        and not any(isinstance(each, keras_api.StockLossScaleOptimizer) for each in optimizers)
+        and not any(isinstance(each, keras_api.KerasLossScaleOptimizer) for each in optimizers)
     ):
         messages.warn(
             f"The global policy {policy.name!r} was set with the function of tf.keras, so the "
@@ -320,7 +320,7 @@ def _warn_if_set_with_keras(policy_class: type, model: Any, call: inspect.BoundA
 
 
 def _refuse_other_keras(
-    policy_class: type, stock_compile: Any, model: Any, *args: Any, **kwargs: Any
+    policy_class: type, keras_compile: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     optimizer = kwargs.get("optimizer", args[0] if args else None)
     policy = keras_api.get_global_policy()
@@ -333,4 +333,4 @@ def _refuse_other_keras(
             f"{policy.name!r} nor a keras_mp.LossScaleOptimizer reaches it. Build the model with "
             f"`tf.keras`, or {keras_api.switch_hint()}."
         )
-    return stock_compile(model, *args, **kwargs)
+    return keras_compile(model, *args, **kwargs)

@@ -14,16 +14,16 @@ from keras_mp import all_reduce_optimizer, hardware, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
-from keras_mp.step import forward_writes, gradients, skipped_steps, update_rules
+from keras_mp.step import gradients, skipped_steps, state_rollback, update_rules
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.gathered import Gathered
 from keras_mp.step.loss_scale import DynamicLossScale, FixedLossScale, LossScale, schedule_of
-from keras_mp.step.optimizer_family import UpdateRule
+from keras_mp.step.optimizer_adapter import UpdateRule
 from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import Guard, ScaledStep
 from keras_mp.step.scaler_calls import ScalerCalls, Step
 from keras_mp.support import host, validation
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 
 
 class GradScaler(tf.Module):
@@ -166,7 +166,7 @@ class GradScaler(tf.Module):
         """After how many steps in a row with a skipped one to warn; None for never."""
         return self._skipped.warn_after
 
-    @unconverted
+    @do_not_convert
     def scale(self, losses: Any) -> Any:
         """Multiplies losses by the loss scale.
 
@@ -194,7 +194,7 @@ class GradScaler(tf.Module):
         scaled = [gradients.scale_loss(loss, loss_scale) for loss in flat]
         return tf.nest.pack_sequence_as(losses, scaled)
 
-    @unconverted
+    @do_not_convert
     def unscale(self, grads: Iterable[Any], optimizer: Any = None) -> list[Any]:
         """Divides gradients by the loss scale, for those who want to look at them or to clip them.
 
@@ -223,7 +223,7 @@ class GradScaler(tf.Module):
         self._calls.unscale(optimizer, unscaled, finite)
         return unscaled
 
-    @unconverted
+    @do_not_convert
     def step(
         self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, aggregate: bool = True
     ) -> tf.Tensor:
@@ -282,7 +282,7 @@ class GradScaler(tf.Module):
         applied = [each for each in (finite, guard and guard.is_allowed) if each is not None]
         return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
 
-    @unconverted
+    @do_not_convert
     def update(self, new_scale: Any = None) -> None:
         """Ends the training step: moves a dynamic scale, once for all optimizers.
 
@@ -319,7 +319,7 @@ class GradScaler(tf.Module):
         known_later = [has_stepped] if tf.is_tensor(has_stepped) else []
         scale = [] if new_scale is None else [new_scale]
         gradients.once_for_all_replicas(move, [*known_later, *scale])
-        forward_writes.step_is_over()
+        state_rollback.step_is_over()
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal scaler.
@@ -384,7 +384,7 @@ class GradScaler(tf.Module):
         return tf.constant(number, tf.float32)
 
     def _check_mode(self) -> None:
-        if not host.runs_by_itself():
+        if host.in_v1_graph():
             raise RuntimeError(
                 "A GradScaler works in eager code and in tf.function. In a graph of TensorFlow 1 "
                 "use a keras_mp.LossScaleOptimizer."
@@ -413,7 +413,7 @@ def _rule(optimizer: Any) -> UpdateRule:
     all_reduce_optimizer.refuse_inside(optimizer, "GradScaler")
     rule, hint = None, optimizer_wrapper.hint(optimizer)
     if not callable(getattr(optimizer, "apply_scaled_gradients", None)):
-        rule = optimizer_wrapper.family_of(optimizer)
+        rule = optimizer_wrapper.adapter_of(optimizer)
     if rule is None and not hint:
         rule = update_rules.update_rule(optimizer)
     if rule is None:

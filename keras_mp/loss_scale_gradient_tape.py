@@ -13,7 +13,7 @@ from keras_mp.grad_scaler import GradScaler
 from keras_mp.step import gradients
 from keras_mp.step.loss_scale import DynamicLossScale, LossScale, LossScaleState
 from keras_mp.support import validation
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 
 
 class LossScaleGradientTape(tf.GradientTape):
@@ -84,7 +84,7 @@ class LossScaleGradientTape(tf.GradientTape):
         """Returns variables that the tape watches, in the order in which they were first used."""
         return super().watched_variables() if self._watched_before is None else self._watched_before
 
-    @unconverted
+    @do_not_convert
     def gradient(
         self,
         target: Any,

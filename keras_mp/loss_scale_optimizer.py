@@ -16,14 +16,14 @@ from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
 from keras_mp.layer_paths import paths_of_weights
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.step import forward_writes, gradients, skipped_steps
+from keras_mp.step import gradients, skipped_steps, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.loss_scale import schedule_of
 from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.step_calls import StepCalls
 from keras_mp.support import messages, validation
-from keras_mp.support.unconverted import converted, unconverted
+from keras_mp.support.autograph import allow_conversion, do_not_convert
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -49,7 +49,7 @@ def find_loss_scale_optimizer(optimizer: Any) -> Any:
     Returns:
         A `LossScaleOptimizer`, ours or Keras's own, or None.
     """
-    scaling = (o for o in chain(optimizer) if isinstance(o, keras_api.StockLossScaleOptimizer))
+    scaling = (o for o in chain(optimizer) if isinstance(o, keras_api.KerasLossScaleOptimizer))
     return next(scaling, None)
 
 
@@ -64,7 +64,7 @@ def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
 
 
 @keras_api.register_serializable
-class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
+class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
     """An optimizer that applies loss scaling, so that float16 gradients do not underflow.
 
     One step is: multiply the loss by the loss scale; compute the gradients; sum them over all
@@ -171,7 +171,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 "done so: look at `model.optimizer`). Use that one, or make a new optimizer. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        if any(keras_api.is_in_stock_wrapper(optimizer) for optimizer in wrapped):
+        if any(keras_api.is_in_keras_wrapper(optimizer) for optimizer in wrapped):
             raise ValueError(
                 "The optimizer is wrapped by tf.keras's own LossScaleOptimizer already "
                 "(Model.compile wraps it under a mixed_float16 policy of tf.keras: look at "
@@ -204,7 +204,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         for optimizer in wrapped:
             _wrappers[optimizer] = weakref.ref(self)
             if not isinstance(optimizer, OptimizerWrapper):
-                keras_api.refuse_stock_wrapper(optimizer, self)
+                keras_api.refuse_keras_wrapper(optimizer, self)
         # Its variables have initialized the devices.
         hardware.warn_if_slow()
 
@@ -361,7 +361,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         self._note_reading()
         return self._loss_scale.loss_scale if self.dynamic else None
 
-    @unconverted
+    @do_not_convert
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale. `get_unscaled_gradients` is its counterpart.
 
@@ -380,7 +380,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             self._calls.scaled(loss_scale, to_apply=False)
         return scaled
 
-    @unconverted
+    @do_not_convert
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale; `apply_gradients` or `apply` then unscale.
 
@@ -399,7 +399,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             self._calls.scaled(loss_scale, to_apply=True)
         return scaled
 
-    @unconverted
+    @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Divides gradients by the loss scale. `get_scaled_loss` is its counterpart.
 
@@ -423,7 +423,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         self._calls.saw_unscaled(unscaled)
         return unscaled
 
-    @unconverted
+    @do_not_convert
     def minimize(
         self,
         loss: Any,
@@ -454,7 +454,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 return self.iterations
             return self._step(pairs, scaled=self._scales, aggregate=True, name=name)
 
-    @unconverted
+    @do_not_convert
     def compute_gradients(
         self,
         loss: Any,
@@ -502,7 +502,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         """
         return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
 
-    @unconverted
+    @do_not_convert
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
@@ -639,7 +639,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
                 variable.assign(saved[name])
         return optimizer
 
-    def stock_layout(self) -> Any:
+    def keras_layout(self) -> Any:
         """Returns what checkpoints of Keras's own `LossScaleOptimizer` hold, under their names.
 
         That of tf_keras lays its checkpoints out as this one does, which is itself returned there.
@@ -657,21 +657,21 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = tf.train.Checkpoint(optimizer=other).save(directory + "/checkpoint")
-        ...     checkpoint = tf.train.Checkpoint(optimizer=optimizer.stock_layout())
+        ...     checkpoint = tf.train.Checkpoint(optimizer=optimizer.keras_layout())
         ...     _ = checkpoint.restore(path).expect_partial()
         >>> float(optimizer.loss_scale()), int(optimizer.iterations)
         (64.0, 1)
         """
-        return keras_api.stock_layout(self)
+        return keras_api.keras_layout(self)
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # What checkpoints call the children that the two layouts share comes before what tells the
         # layouts apart, and is not restored before all have been looked up.
-        if name == keras_api.STOCK_LAYOUT_CHILD:
+        if name == keras_api.KERAS_LAYOUT_CHILD:
             raise ValueError(
                 "This is a checkpoint of tf.keras's own LossScaleOptimizer, whose layout in Keras "
                 "3 is not that of other optimizers. Restore it with "
-                "`tf.train.Checkpoint(optimizer=optimizer.stock_layout()).restore(path)`. Nothing "
+                "`tf.train.Checkpoint(optimizer=optimizer.keras_layout()).restore(path)`. Nothing "
                 "was restored."
             )
         if name == older_spellings.INNER_CHILD:
@@ -721,8 +721,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
 
     def _scale(self, loss: Any, loss_scale: tf.Tensor | None = None) -> Any:
         if callable(loss) and not tf.is_tensor(loss):
-            users = converted(loss)
-            return unconverted(lambda: self._scale(users()))
+            users = allow_conversion(loss)
+            return do_not_convert(lambda: self._scale(users()))
         if not self._scales:
             self._calls.saw(tf.convert_to_tensor(loss), tf.constant(1.0))
             return loss
@@ -765,7 +765,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             loss = scale(loss)
         return super().compute_gradients(loss, var_list, tape, grad_loss)
 
-    @unconverted
+    @do_not_convert
     def _step(
         self,
         pairs: list[tuple[Any, Any]],
@@ -786,7 +786,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
         reduce_dtype = self._reduce_dtype
         if reduce_dtype == tf.float16 and not self._scales:
             reduce_dtype = tf.float32
-        step = ScaledStep(self._family, verdicts, reduce_dtype, names=self._names_of)
+        step = ScaledStep(self._adapter, verdicts, reduce_dtype, names=self._names_of)
         operation, _ = step.make(
             pairs,
             scaled=scaled,
@@ -796,7 +796,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.StockLossScaleOptimizer):
             aggregate=aggregate,
             name=name,
         )
-        forward_writes.step_is_over()
+        state_rollback.step_is_over()
         return self.iterations if operation is None else operation
 
     def _collect_reports(self) -> None:

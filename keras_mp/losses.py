@@ -267,8 +267,8 @@ _classes = {
     if hasattr(tf.keras.losses, name)
 }
 globals().update(_classes)
-_of_stock = {ours._stock: ours for ours in _classes.values()}
-_of_function = {stock().fn: ours for stock, ours in _of_stock.items()}
+_of_keras = {ours._stock: ours for ours in _classes.values()}
+_of_function = {stock().fn: ours for stock, ours in _of_keras.items()}
 
 
 @keras_api.register_serializable
@@ -344,11 +344,11 @@ def get(identifier: Any, dtype: Any = "float32") -> Any:
     if inspect.isclass(identifier) and issubclass(identifier, tf.keras.losses.Loss):
         return get(identifier(), dtype)
     loss = tf.keras.losses.get(identifier)
-    if type(loss) in _of_stock:
+    if type(loss) in _of_keras:
         arguments = keras_api.arguments_of_loss(loss)
         dtypes = (dtype, arguments.pop("dtype", dtype))
         widest = max(dtypes, key=lambda each: tf.as_dtype(each).size)
-        return _of_stock[type(loss)](dtype=widest, **arguments)
+        return _of_keras[type(loss)](dtype=widest, **arguments)
     if inspect.isfunction(loss) and loss in _of_function:
         return _of_function[loss](dtype=dtype, **(name or {"name": loss.__name__}))
     return loss

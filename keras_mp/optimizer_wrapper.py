@@ -14,9 +14,9 @@ from tensorflow.python.saved_model.registration import register_serializable
 from tensorflow.python.saved_model.revived_types import serialize as serialize_revived
 
 from keras_mp import keras_api
-from keras_mp.step.optimizer_family import OptimizerFamily
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.support import messages
-from keras_mp.support.unconverted import converted, unconverted
+from keras_mp.support.autograph import allow_conversion, do_not_convert
 
 _ALIASES = {"lr": "learning_rate"}
 
@@ -66,17 +66,17 @@ class OptimizerWrapper(
     def __init__(self, inner_optimizer: Any) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
         # counter and learning rate, which nothing would ever use.
-        family = family_of(inner_optimizer)
-        if family is None:
+        adapter = adapter_of(inner_optimizer)
+        if adapter is None:
             raise TypeError(
                 "Expected an optimizer of `tf.keras`, which is "
                 f"{keras_api.ROOT_PACKAGE} in this process{hint(inner_optimizer)}. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
         vars(self).update(
-            _family=family,
+            _adapter=adapter,
             _trackable=inner_optimizer,
-            _hyperparameters=family.hyperparameters() - _names_of_wrappers(type(self)),
+            _hyperparameters=adapter.hyperparameters() - _names_of_wrappers(type(self)),
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -90,10 +90,10 @@ class OptimizerWrapper(
             self: OptimizerWrapper, grads_and_vars: Any, *args: Any, **kwargs: Any
         ) -> Any:
             # Also where a LossScaleOptimizer further in would be the one to unscale.
-            users = converted(method)
+            users = allow_conversion(method)
             return users(self, self._unscaled_early(grads_and_vars), *args, **kwargs)
 
-        cls.apply_gradients = unconverted(apply_gradients)
+        cls.apply_gradients = do_not_convert(apply_gradients)
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
@@ -187,7 +187,7 @@ class OptimizerWrapper(
         variables = list(var_list) or list(self._variables_of_model())
         if not variables:
             return
-        self._family.build(variables)
+        self._adapter.build(variables)
         weights = vars(self).pop("_weights_to_come", None)
         if weights is not None:
             with tf.init_scope():
@@ -268,7 +268,7 @@ class OptimizerWrapper(
         Args:
             store: dict-like, of names and arrays.
         """
-        if not self._family.is_saved_by_keras:
+        if not self._adapter.is_saved_by_keras:
             for i, variable in enumerate(self.variables):
                 store[str(i)] = tf.convert_to_tensor(variable).numpy()
 
@@ -312,7 +312,7 @@ class OptimizerWrapper(
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         is_of_a_model = self in _models
-        if save_type == "savedmodel" and is_of_a_model and self._family.is_revived_without_state:
+        if save_type == "savedmodel" and is_of_a_model and self._adapter.is_revived_without_state:
             messages.warn(
                 "tf.keras loads a model from a SavedModel with a new optimizer: without iterations "
                 "and slots. To train on after loading, save the model as .keras or .h5, or "
@@ -331,7 +331,7 @@ class OptimizerWrapper(
             object_proto.user_object.CopyFrom(revived)
         object_proto.registered_name = ""  # which would be looked up at loading, without us too
 
-    @unconverted
+    @do_not_convert
     def minimize(
         self,
         loss: Any,
@@ -355,7 +355,7 @@ class OptimizerWrapper(
         pairs = self.compute_gradients(loss, var_list, tape, grad_loss)
         return self.apply_gradients(pairs, name=name)
 
-    @unconverted
+    @do_not_convert
     def compute_gradients(
         self,
         loss: Any,
@@ -379,10 +379,10 @@ class OptimizerWrapper(
                 "`tape` must be a tf.GradientTape; pass `grad_loss` and `name` by keyword. "
                 f"Received: tape={tape!r} (of type {type(tape)})"
             )
-        loss = converted(loss) if callable(loss) else loss
-        return self._family.compute_gradients(loss, var_list, tape, grad_loss)
+        loss = allow_conversion(loss) if callable(loss) else loss
+        return self._adapter.compute_gradients(loss, var_list, tape, grad_loss)
 
-    @unconverted
+    @do_not_convert
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """Applies gradients, in the two lists that Keras 3 has for them.
 
@@ -392,14 +392,14 @@ class OptimizerWrapper(
                 that the inner optimizer was built with.
         """
         if trainable_variables is None:
-            trainable_variables = self._family.built_variables()
+            trainable_variables = self._adapter.built_variables()
         self.apply_gradients(zip(grads, trainable_variables, strict=True))
 
     def _unscaled_early(self, pairs: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
         inner = self.inner_optimizer
         return inner._unscaled_early(pairs) if isinstance(inner, OptimizerWrapper) else pairs
 
-    @unconverted
+    @do_not_convert
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
@@ -420,7 +420,7 @@ class OptimizerWrapper(
             What the inner optimizer returns.
         """
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        return self._family.apply(list(grads_and_vars), name, aggregate)
+        return self._adapter.apply(list(grads_and_vars), name, aggregate)
 
 
 register_serializable("keras_mp", predicate=lambda value: isinstance(value, OptimizerWrapper))(
@@ -439,26 +439,26 @@ def chain(optimizer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
-def family_of(optimizer: Any) -> OptimizerFamily | None:
+def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
     """Tells how an optimizer of `tf.keras`, or a wrapper of one, is driven.
 
     Args:
         optimizer: Any.
 
     Returns:
-        An `OptimizerFamily`, or None where it is neither.
+        An `OptimizerAdapter`, or None where it is neither.
     """
     if isinstance(optimizer, OptimizerWrapper):
-        return _WrapperFamily(optimizer)
-    return keras_api.optimizer_family(optimizer)
+        return _WrapperAdapter(optimizer)
+    return keras_api.optimizer_adapter(optimizer)
 
 
-class _WrapperFamily(OptimizerFamily):
+class _WrapperAdapter(OptimizerAdapter):
     """A wrapper that is wrapped itself."""
 
     @property
     def is_revived_without_state(self) -> bool:
-        return self.optimizer._family.is_revived_without_state
+        return self.optimizer._adapter.is_revived_without_state
 
     def hyperparameters(self) -> frozenset[str]:
         return self.optimizer._hyperparameters
@@ -467,7 +467,7 @@ class _WrapperFamily(OptimizerFamily):
         self.optimizer.build(variables)
 
     def built_variables(self) -> Sequence[Any]:
-        return self.optimizer._family.built_variables()
+        return self.optimizer._adapter.built_variables()
 
     def compute_gradients(
         self,
@@ -479,7 +479,7 @@ class _WrapperFamily(OptimizerFamily):
         return self.optimizer.compute_gradients(loss, var_list, tape, grad_loss)
 
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
-        return self.optimizer._family.custom_aggregation()
+        return self.optimizer._adapter.custom_aggregation()
 
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
@@ -489,19 +489,19 @@ class _WrapperFamily(OptimizerFamily):
         )
 
     def accumulates(self) -> bool:
-        return self.optimizer._family.accumulates()
+        return self.optimizer._adapter.accumulates()
 
     def completes_step(self) -> tf.Tensor:
-        return self.optimizer._family.completes_step()
+        return self.optimizer._adapter.completes_step()
 
     def totals(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
-        return self.optimizer._family.totals(grads_and_vars)
+        return self.optimizer._adapter.totals(grads_and_vars)
 
     def drop_accumulated(self) -> None:
-        self.optimizer._family.drop_accumulated()
+        self.optimizer._adapter.drop_accumulated()
 
     def is_overwritten(self, variable: Any) -> bool:
-        return self.optimizer._family.is_overwritten(variable)
+        return self.optimizer._adapter.is_overwritten(variable)
 
 
 def _names_of_wrappers(cls: type) -> set[str]:

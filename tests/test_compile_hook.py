@@ -242,7 +242,7 @@ def test_each_model_has_its_own_loss_scale():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_optimizer_family(name):
+def test_every_optimizer_adapter(name):
     keras_mp.set_global_policy("mixed_float16")
     model = sequential()
     inner = make_optimizer(name)
@@ -427,9 +427,9 @@ def test_hooked_once():
 
 def test_models_without_our_policy_train_exactly_as_before():
     keras_mp.Policy("mixed_float16")  # the hook is in place
-    stock_compile = keras_api.COMPILE_OWNER.compile.__wrapped__
+    keras_compile = keras_api.COMPILE_OWNER.compile.__wrapped__
     weights = []
-    for compile in (type(sequential()).compile, stock_compile):
+    for compile in (type(sequential()).compile, keras_compile):
         tf.keras.utils.set_random_seed(3)
         model = sequential()
         compile(model, "adam", loss="mse")
@@ -449,7 +449,7 @@ def test_a_float32_model_of_stock_is_left_alone_whatever_it_is_compiled_with():
 
 def test_fit_on_several_workers_is_mended_for_models_of_keras_mp(monkeypatch):
     mended = []
-    monkeypatch.setattr(keras_api, "mend_fit", mended.append)
+    monkeypatch.setattr(keras_api, "patch_fit", mended.append)
     sequential().compile("sgd", "mse")
     assert mended == []
     wrapped = sequential()

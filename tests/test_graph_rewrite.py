@@ -412,4 +412,4 @@ def test_digits_are_learnt_as_well_as_in_float32():
 
 
 def test_the_adapter_knows_no_optimizer_of_tensorflow_1():
-    assert keras_api.optimizer_family(sgd()) is None
+    assert keras_api.optimizer_adapter(sgd()) is None

@@ -229,7 +229,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
             variable.assign(value, read_value=False)
             for variable, value in zip(self._state(), after, strict=True)
         ]
-        return None if host.runs_by_itself() else tf.group(*moved)
+        return tf.group(*moved) if host.in_v1_graph() else None
 
     def _state(self) -> LossScaleState:
         return LossScaleState(self.loss_scale, self.good_steps, self.bad_steps)

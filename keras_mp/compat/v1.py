@@ -28,7 +28,7 @@ from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.update_rules import V1Optimizer
 from keras_mp.support import host, messages, validation
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 
 __all__ = [
     "ExponentialUpdateLossScaleManager",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _Optimizer = tf.compat.v1.train.Optimizer
-_StockWrapper = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
+_TensorFlowWrapper = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
 
 _wrapped: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -60,7 +60,7 @@ def scales_loss(optimizer: Any) -> bool:
     """
     if not isinstance(optimizer, _Optimizer):
         return False
-    return isinstance(optimizer, (LossScaleOptimizer, _StockWrapper)) or optimizer in _wrapped
+    return isinstance(optimizer, (LossScaleOptimizer, _TensorFlowWrapper)) or optimizer in _wrapped
 
 
 class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Optimizer):
@@ -124,7 +124,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
                 "Expected a tf.compat.v1.train.Optimizer; for an optimizer of tf.keras there is "
                 f"keras_mp.LossScaleOptimizer. Received: opt={opt!r} (of type {type(opt)})"
             )
-        if isinstance(opt, (LossScaleOptimizer, _StockWrapper)):
+        if isinstance(opt, (LossScaleOptimizer, _TensorFlowWrapper)):
             raise TypeError(
                 "The optimizer scales the loss already, which would be scaled twice. Pass the one "
                 f"inside. Received: opt={opt!r}"
@@ -142,7 +142,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             "aggregate_in_float16", aggregate_in_float16
         )
         warn_after_skips = validation.integer_or_none("warn_after_skips", warn_after_skips)
-        is_told = host.runs_by_itself()
+        is_told = not host.in_v1_graph()
         self._skipped = skipped_steps.SkippedSteps(warn_after_skips) if is_told else _OnlyCounted()
         self._calls = _Calls()
         _wrapped.add(opt)
@@ -186,7 +186,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         """Returns the inner optimizer's name."""
         return self.inner_optimizer.get_name()
 
-    @unconverted
+    @do_not_convert
     def minimize(
         self,
         loss: Any,
@@ -231,7 +231,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         pairs = _checked(self._scaled_gradients(loss, scaled_by, losses, var_list, **how))
         return self._step(pairs, global_step, name, scaled_by=scaled_by, losses=losses)
 
-    @unconverted
+    @do_not_convert
     def compute_gradients(
         self,
         loss: Any,
@@ -270,7 +270,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
-    @unconverted
+    @do_not_convert
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

@@ -74,7 +74,7 @@ def warn_if_slow(dtype: str | None = None, wait: bool = False) -> None:
             if figures is None:
                 continue
         reason = verdicts.why_slow(each, figures)
-        if reason is None and (wait or not host.runs_by_itself()):
+        if reason is None and (wait or host.in_v1_graph()):
             continue  # Devices may still be hidden, or a graph of TensorFlow 1 be left.
         with _lock:
             is_first = each not in _settled

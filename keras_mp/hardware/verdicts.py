@@ -21,7 +21,7 @@ _known: dict[str, Speeds | None] = {}
 
 def wants_figures() -> bool:
     """Does the device have to be timed, and may this program do so?"""
-    return not tables.tell() and _is_on() and host.runs_by_itself()
+    return not tables.tell() and _is_on() and not host.in_v1_graph()
 
 
 def _is_on() -> bool:

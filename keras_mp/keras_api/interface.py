@@ -10,7 +10,7 @@ Each of `keras2` and `keras3` defines:
 - `BasePolicy`: `tf.keras`'s own dtype policy class.
 - `init_base_policy(policy, name)`: what a subclass of it calls first.
 - `LossFunctionWrapper`: the loss that computes a function.
-- `StockLossScaleOptimizer`: `tf.keras.mixed_precision.LossScaleOptimizer`.
+- `KerasLossScaleOptimizer`: `tf.keras.mixed_precision.LossScaleOptimizer`.
 - `OPTIMIZER_BASES`: the classes that Keras takes for an optimizer.
 - `CROSSENTROPY_NAMES`: what `compile(loss=)` takes for the cross entropy that fits the shapes.
 - `COMPILE_OWNER`: the class on which `Model.compile` is defined.
@@ -23,9 +23,9 @@ Each of `keras2` and `keras3` defines:
 - `compile_without_wrapping(compile, call)`: Keras's own, with bound arguments; wraps nothing.
 - `flatten_layers(model)`: the model and all layers below it.
 - `layers_inside(layer)`: those right below it.
-- `mend_fit(model)`: lets several workers train a compiled model with `fit`.
+- `patch_fit(model)`: lets several workers train a compiled model with `fit`.
 - `output_layers(model)`: the layers that make a model's outputs, or None where nothing tells.
-- `is_in_stock_wrapper(optimizer)`: does Keras's own `LossScaleOptimizer` wrap it, as far as one can
+- `is_in_keras_wrapper(optimizer)`: does Keras's own `LossScaleOptimizer` wrap it, as far as one can
   tell?
 - `is_symbolic()`: does Keras only ask for shapes?
 - `is_weight(value)`: is it what layers of `tf.keras` have as weights?
@@ -36,9 +36,9 @@ Each of `keras2` and `keras3` defines:
 - `trusted_scope()`: context manager in which layers are made of configs that hold code, too.
 - `tracks_floatx()`: does the global policy follow floatx?
 - `get_optimizer(identifier)`: instance, name or config to optimizer.
-- `optimizer_family(optimizer)`: the `OptimizerFamily` of an optimizer, or None.
+- `optimizer_adapter(optimizer)`: the `OptimizerAdapter` of an optimizer, or None.
 - `quantized_policy(name)`: the quantized policy of that name, or None.
-- `refuse_stock_wrapper(optimizer, wrapper)`: keeps Keras's own `LossScaleOptimizer` from wrapping
+- `refuse_keras_wrapper(optimizer, wrapper)`: keeps Keras's own `LossScaleOptimizer` from wrapping
   an optimizer whose loss a wrapper of ours scales.
 - `register_serializable`: decorator.
 - `register_policy`: decorator; without keras_mp, `tf.keras` makes a policy of its own of such a
@@ -46,7 +46,7 @@ Each of `keras2` and `keras3` defines:
 - `serialize_optimizer`, `deserialize_optimizer`.
 - `states(model)`: the variables of stateful layers, which are not among the model's weights.
 - `steps_per_execution(model)`: how many steps a call of `train_function` makes, in `fit`.
-- `stock_layout(optimizer)`: a trackable of what a `LossScaleOptimizer` of ours shares with
+- `keras_layout(optimizer)`: a trackable of what a `LossScaleOptimizer` of ours shares with
   Keras's own, under the names by which checkpoints of the latter know it.
-- `STOCK_LAYOUT_CHILD`: what is below an optimizer in checkpoints of Keras's own only, or None.
+- `KERAS_LAYOUT_CHILD`: what is below an optimizer in checkpoints of Keras's own only, or None.
 """

@@ -14,13 +14,13 @@ from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScop
 
 from keras_mp import variables
 from keras_mp.kernels import softmax_and_cross_entropy
-from keras_mp.step.optimizer_family import OptimizerFamily
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.support import messages
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
-StockLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
+KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 _Optimizer = keras.optimizers.Optimizer
 _LegacyOptimizer = keras.optimizers.legacy.Optimizer
 # A wrapper is an instance of both bases, whichever family it wraps: Keras saves in `.keras` files
@@ -50,7 +50,7 @@ def _is_not_compatibility_check(record: logging.LogRecord) -> bool:
 
 
 def compile_without_wrapping(
-    stock_compile: Callable[..., Any], call: inspect.BoundArguments
+    keras_compile: Callable[..., Any], call: inspect.BoundArguments
 ) -> Any:
     """Keras 2 wraps by the policy's name alone; only its private method knows how not to."""
 
@@ -58,7 +58,7 @@ def compile_without_wrapping(
         return tf.nest.map_structure(keras.optimizers.get, optimizer)
 
     with replaced(call.args[0], "_get_optimizer", get_optimizer):
-        return stock_compile(*call.args, **call.kwargs)
+        return keras_compile(*call.args, **call.kwargs)
 
 
 def trusted_scope() -> Any:
@@ -99,7 +99,7 @@ class BaseCallback(keras.callbacks.Callback):
         self._supports_tf_logs = True
 
 
-def mend_fit(model: Any) -> None:
+def patch_fit(model: Any) -> None:
     del model  # its `fit` works
 
 
@@ -241,7 +241,7 @@ def tracks_floatx() -> bool:
 
 get_optimizer = keras.optimizers.get
 serialize_optimizer = keras.optimizers.serialize
-STOCK_LAYOUT_CHILD = None
+KERAS_LAYOUT_CHILD = None
 
 
 def deserialize_optimizer(
@@ -252,29 +252,29 @@ def deserialize_optimizer(
     return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
 
 
-def stock_layout(optimizer: Any) -> Any:
+def keras_layout(optimizer: Any) -> Any:
     return optimizer
 
 
-def is_in_stock_wrapper(optimizer: Any) -> bool:
+def is_in_keras_wrapper(optimizer: Any) -> bool:
     return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False) is True
 
 
-def refuse_stock_wrapper(optimizer: Any, wrapper: Any) -> None:
+def refuse_keras_wrapper(optimizer: Any, wrapper: Any) -> None:
     del wrapper
     # Keras's own sets it to True, and refuses whatever is true.
     optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"
 
 
-def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
+def optimizer_adapter(optimizer: Any) -> OptimizerAdapter | None:
     if isinstance(optimizer, _LegacyOptimizer):
-        return _LegacyFamily(optimizer)
+        return _LegacyAdapter(optimizer)
     if isinstance(optimizer, _Optimizer):
-        return _NewFamily(optimizer)
+        return _KerasAdapter(optimizer)
     return None
 
 
-class _NewFamily(OptimizerFamily):
+class _KerasAdapter(OptimizerAdapter):
     """`tf.keras.optimizers.*`."""
 
     is_revived_without_state = True
@@ -313,7 +313,7 @@ class _NewFamily(OptimizerFamily):
         )
 
 
-class _LegacyFamily(OptimizerFamily):
+class _LegacyAdapter(OptimizerAdapter):
     """`tf.keras.optimizers.legacy.*`, also in the graph mode of TensorFlow 1."""
 
     is_revived_without_state = True

@@ -19,19 +19,19 @@ from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 from keras_mp import variables
 from keras_mp.keras_api import keras3_workers
 from keras_mp.kernels import softmax_and_cross_entropy
-from keras_mp.step.optimizer_family import OptimizerFamily
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.variables import casts
 
 keras = tf.keras
 
 BaseCallback = keras.callbacks.Callback
 BasePolicy = keras.mixed_precision.Policy
-StockLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
+KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES = (keras.optimizers.Optimizer,)
 COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = True
 
-mend_fit = keras3_workers.mend_fit
+patch_fit = keras3_workers.patch_fit
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
 
@@ -48,10 +48,10 @@ def init_base_policy(policy: Any, name: Any) -> None:
 
 
 def compile_without_wrapping(
-    stock_compile: Callable[..., Any], call: inspect.BoundArguments
+    keras_compile: Callable[..., Any], call: inspect.BoundArguments
 ) -> Any:
     call.arguments["auto_scale_loss"] = False
-    return stock_compile(*call.args, **call.kwargs)
+    return keras_compile(*call.args, **call.kwargs)
 
 
 def trusted_scope() -> Any:
@@ -294,10 +294,10 @@ def quantized_policy(name: str) -> Any:
 get_optimizer = keras.optimizers.get
 serialize_optimizer = keras.optimizers.serialize
 deserialize_optimizer = keras.optimizers.deserialize
-STOCK_LAYOUT_CHILD = "dynamic_scale"
+KERAS_LAYOUT_CHILD = "dynamic_scale"
 
 
-def stock_layout(optimizer: Any) -> Any:
+def keras_layout(optimizer: Any) -> Any:
     layout = tf.Module()
     layout.inner_optimizer = optimizer.inner_optimizer
     layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
@@ -314,17 +314,17 @@ def _is_in(wrappers: _Wrappers, optimizer: Any) -> bool:
     return reference is not None and reference() is not None
 
 
-def is_in_stock_wrapper(optimizer: Any) -> bool:
+def is_in_keras_wrapper(optimizer: Any) -> bool:
     return _is_in(_keras_own, optimizer)
 
 
-def refuse_stock_wrapper(optimizer: Any, wrapper: Any) -> None:
+def refuse_keras_wrapper(optimizer: Any, wrapper: Any) -> None:
     _ours[optimizer] = weakref.ref(wrapper)
 
 
 def _watch_stock_wrapper() -> None:
     """Lets Keras's own wrapper look at what it wraps: in Keras 3 it tells nobody that it does."""
-    stock_init = StockLossScaleOptimizer.__init__
+    stock_init = KerasLossScaleOptimizer.__init__
 
     @functools.wraps(stock_init)
     def __init__(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -338,14 +338,14 @@ def _watch_stock_wrapper() -> None:
         stock_init(self, inner_optimizer, *args, **kwargs)
         _keras_own[inner_optimizer] = weakref.ref(self)
 
-    StockLossScaleOptimizer.__init__ = __init__
+    KerasLossScaleOptimizer.__init__ = __init__
 
 
 _watch_stock_wrapper()
 
 
-def optimizer_family(optimizer: Any) -> OptimizerFamily | None:
-    return _Family(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
+def optimizer_adapter(optimizer: Any) -> OptimizerAdapter | None:
+    return _KerasAdapter(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
 
 
 class _Reduction(threading.local):
@@ -355,7 +355,7 @@ class _Reduction(threading.local):
 _reduction = _Reduction()
 
 
-class _Family(OptimizerFamily):
+class _KerasAdapter(OptimizerAdapter):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._refuse_second_scale()

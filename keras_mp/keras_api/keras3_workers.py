@@ -40,7 +40,7 @@ _BUILDS_WITH_MEAN = _source_has('"MEAN"', _trainer.TensorFlowTrainer._maybe_symb
 _REDUCES_AN_AXIS = _source_has('reduce("MEAN", v, axis=0)', _trainer.reduce_per_replica)
 
 
-def mend_fit(model: Any) -> None:
+def patch_fit(model: Any) -> None:
     """Lets a compiled model be trained by several workers, if its strategy has some.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.support import messages, regions
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 
 _HALF = (tf.bfloat16, tf.float16)
 
@@ -103,7 +103,7 @@ class Table:
         right = kernel.right or in_float32
 
         @functools.wraps(stock)
-        @unconverted
+        @do_not_convert
         def call(*args: Any, **kwargs: Any) -> Any:
             half = _first_half(args, kwargs)
             dtype, region = getattr(half, "dtype", None), regions.current()

@@ -22,7 +22,7 @@ from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report,
 from keras_mp.numerics.watching import replaced, watching_gradients, watching_outputs
 from keras_mp.step import observers
 from keras_mp.support import host, messages, validation
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 
 # How many values 16 bits can have.
 _PATTERNS = 2**16
@@ -91,7 +91,7 @@ class ExponentHistograms:
         self.every = validation.integer("every", every)
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        _refuse_stock_wrapper(self.optimizer)
+        _refuse_keras_wrapper(self.optimizer)
         # Those that scale a loss show their gradients themselves.
         self._not_ours = [
             each
@@ -125,7 +125,7 @@ class ExponentHistograms:
             )
             self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
 
-    @unconverted
+    @do_not_convert
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Context manager for one step; in a `tf.function` or not, in a replica context.
@@ -452,7 +452,7 @@ class _Step:
                 self._saw_output_gradient(path, upstream)
                 return upstream
 
-            return tf.identity(x), unconverted(gradient)
+            return tf.identity(x), do_not_convert(gradient)
 
         return tapped(tensor)
 
@@ -539,7 +539,7 @@ class _Step:
         self.owner._overflowed_at.assign(lowest)
 
 
-@unconverted
+@do_not_convert
 def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Tensor:
     """Counts as `Histogram.of` does, on the device.
 
@@ -601,10 +601,10 @@ def _is_left_out(layer: Any) -> bool:
     return isinstance(layer, tf.keras.Model) or hasattr(layer, "state_size")
 
 
-def _refuse_stock_wrapper(optimizers: Any) -> None:
+def _refuse_keras_wrapper(optimizers: Any) -> None:
     for optimizer in tf.nest.flatten(optimizers):
-        is_stock = isinstance(optimizer, keras_api.StockLossScaleOptimizer)
-        if is_stock and not isinstance(optimizer, LossScaleOptimizer):
+        is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
+        if is_of_keras and not isinstance(optimizer, LossScaleOptimizer):
             raise ValueError(
                 "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: "
                 "nothing tells by what tf.keras's own wrapper has scaled a gradient. Received: "

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.step import observers
 from keras_mp.support import attributes
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 
 Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
 
@@ -131,7 +131,7 @@ def _watched(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-@unconverted
+@do_not_convert
 def _seen(path: str, outputs: Any, arguments: Any) -> Any:
     if not _thread.watchers or keras_api.is_symbolic():
         return outputs

@@ -5,11 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.forward_writes import Weight
 from keras_mp.step.loss_scale import LossScaleState, Schedule, state_variable
 from keras_mp.step.overflows import Seen
 from keras_mp.step.scaled_step import Verdicts
 from keras_mp.step.skipped_steps import SkippedSteps
+from keras_mp.step.state_rollback import Weight
 
 # The worst of the verdicts: all that were made are good; gradients were added up that no step was
 # made of yet; a step was skipped.

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.support import host
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -377,11 +377,11 @@ def decide_for_all_replicas(
         calls = [functools.partial(function, mine) for function in of_each]
         return decide(*verdicts, [mine], *calls)
 
-    @unconverted
+    @do_not_convert
     def cross_replica(strategy: tf.distribute.Strategy, verdicts: Sequence[Any], all: Any) -> Any:
         local = strategy.experimental_local_results
         on_each = strategy.extended.call_for_each_replica
-        functions = [unconverted(functools.partial(function)) for function in of_each]
+        functions = [do_not_convert(functools.partial(function)) for function in of_each]
         calls = [functools.partial(on_each, function, args=(all,)) for function in functions]
         return decide(*(local(verdict)[0] for verdict in verdicts), local(all), *calls)
 
@@ -405,7 +405,7 @@ def once_for_all_replicas(function: Callable[[Sequence[tf.Tensor]], Any], tensor
     ):
         return function(tensors)
 
-    @unconverted
+    @do_not_convert
     def cross_replica(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> Any:
         return function([strategy.experimental_local_results(t)[0] for t in tensors])
 

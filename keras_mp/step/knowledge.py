@@ -67,7 +67,7 @@ class Knowledge:
             return self.read()
         if mine.graph is not None and mine.graph() is graph and mine.facts is not None:
             return mine.facts
-        return None if host.runs_by_itself() else 0
+        return 0 if host.in_v1_graph() else None
 
     def read(self) -> int:
         """Reads the variable, in eager."""
@@ -91,5 +91,5 @@ class Knowledge:
         self._latest = threading.get_ident()
         self._mine.graph = None if graph is None else weakref.ref(graph)
         self._mine.facts = None if tf.is_tensor(facts) else int(facts)
-        if host.runs_by_itself():
+        if not host.in_v1_graph():
             self.variable.assign(facts if tf.is_tensor(facts) else int(facts), read_value=False)

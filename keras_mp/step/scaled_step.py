@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step import forward_writes, gradients, observers, overflows
+from keras_mp.step import gradients, observers, overflows, state_rollback
 from keras_mp.step.loss_scale import Schedule
-from keras_mp.step.optimizer_family import UpdateRule
+from keras_mp.step.optimizer_adapter import UpdateRule
 from keras_mp.step.overflows import Seen
 from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.support import host
@@ -36,7 +36,7 @@ class Verdicts(abc.ABC):
         """The gradients were finite."""
 
     @abc.abstractmethod
-    def bad(self, seen: Seen | None, weights: Sequence[forward_writes.Weight]) -> list[Any]:
+    def bad(self, seen: Seen | None, weights: Sequence[state_rollback.Weight]) -> list[Any]:
         """They were not.
 
         Args:
@@ -69,7 +69,7 @@ class MovedAtOnce(Verdicts):
         """The gradients were finite."""
         return self.schedule.move(True)[0]
 
-    def bad(self, seen: Seen | None, weights: Sequence[forward_writes.Weight]) -> list[Any]:
+    def bad(self, seen: Seen | None, weights: Sequence[state_rollback.Weight]) -> list[Any]:
         """They were not."""
         goes_on = tf.convert_to_tensor(self.schedule.num_bad_steps) > 0
         counted = self.skipped.skip(goes_on, self.schedule(), seen, weights, is_of_one=True)
@@ -105,7 +105,7 @@ class _Share:
 
     def __init__(
         self,
-        kept: forward_writes.Kept,
+        kept: state_rollback.Kept,
         losses: Sequence[tf.Tensor],
         unclipped: list[gradients.Gradient],
     ) -> None:
@@ -176,7 +176,7 @@ class ScaledStep:
         """
         observers.show(pairs, scaled, scaled_by)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        kept = forward_writes.keep(variables if self.verdicts else ())
+        kept = state_rollback.keep(variables if self.verdicts else ())
         share = _Share(kept, losses, overflows.changed_since(unclipped or (), grads))
         if unclipped:
             unclipped.clear()
@@ -358,11 +358,11 @@ class ScaledStep:
         self,
         finite: tf.Tensor,
         is_allowed: tf.Tensor | None,
-        kept: Sequence[forward_writes.Kept],
+        kept: Sequence[state_rollback.Kept],
         make: Callable[[], Any],
         skip: Callable[[], Any],
     ) -> Any:
-        if host.runs_by_itself() and not tf.distribute.has_strategy():
+        if not host.in_v1_graph() and not tf.distribute.has_strategy():
             # Under a strategy replicas may meet in it, or its variables be on several machines.
             skip = host.as_one_operation(skip)
         if is_allowed is None:
@@ -374,7 +374,7 @@ class ScaledStep:
     def _unless_refused(
         self,
         is_allowed: tf.Tensor | None,
-        kept: Sequence[forward_writes.Kept],
+        kept: Sequence[state_rollback.Kept],
         step: Callable[[], Any],
     ) -> Any:
         def refuse() -> Any:
@@ -385,7 +385,7 @@ class ScaledStep:
         return step() if is_allowed is None else tf.cond(is_allowed, step, refuse)
 
     def _note_skip(
-        self, seen: Seen | None, kept: Sequence[forward_writes.Kept]
+        self, seen: Seen | None, kept: Sequence[state_rollback.Kept]
     ) -> tf.Operation | None:
         put_back = _put_back(kept)
         weights = [weight for each in kept for weight in each.weights]
@@ -395,7 +395,7 @@ class ScaledStep:
 
     def _seen(self, shares: Sequence[_Share], look: Callable[[], Any]) -> Seen | None:
         """What was not finite, on all replicas. Called in the branch that skips."""
-        if not host.runs_by_itself():
+        if host.in_v1_graph():
             return None
         counts, *_ = tf.distribute.get_strategy().experimental_local_results(look())
         has_total = self._has_total(shares[0])
@@ -415,13 +415,13 @@ class ScaledStep:
         return share.sent is not None or self.rule.accumulates()
 
 
-def _put_back(kept: Sequence[forward_writes.Kept]) -> list[tf.Operation]:
+def _put_back(kept: Sequence[state_rollback.Kept]) -> list[tf.Operation]:
     return [operation for each in kept for operation in each.put_back()]
 
 
 def _operation(result: Any) -> tf.Operation | None:
     """What both branches of `tf.cond` return: an operation, which only TensorFlow 1 has to run."""
-    if host.runs_by_itself():
+    if not host.in_v1_graph():
         return None
     of_replicas = tf.distribute.get_strategy().experimental_local_results(result)
     return tf.group(*(each for each in tf.nest.flatten(of_replicas) if each is not None))

@@ -122,7 +122,7 @@ class ScalerCalls:
         self._known = Knowledge()
         self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
         self._optimizers = _Optimizers()
-        self._reports = host.Mailbox(_report, size=3)
+        self._reports = host.HostCallback(_report, size=3)
 
     def scale(self, loss_scale: Callable[[], tf.Tensor]) -> tf.Tensor:
         """Notes that losses are scaled.
@@ -303,7 +303,7 @@ class ScalerCalls:
         return {
             "facts": self._known.variable,
             "scaled_by": self._scaled_by,
-            "call_report": self._reports.letter,
+            "call_report": self._reports.buffer,
         }
 
     def _so_far(self) -> tuple[int, int | tf.Tensor]:

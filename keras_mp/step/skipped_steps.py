@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.forward_writes import Weight
 from keras_mp.step.overflows import STREAK, Overflow, Overflows, Seen
+from keras_mp.step.state_rollback import Weight
 from keras_mp.support import host, messages
 
 # Of weights that are not finite, a warning names so many.
@@ -38,7 +38,7 @@ class SkippedSteps:
         # What to look at when it comes to warning. Not held: models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
         self._overflows = Overflows()
-        self._reports = host.Mailbox(self._warn, size=1 + STREAK)
+        self._reports = host.HostCallback(self._warn, size=1 + STREAK)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_looked_at": ()}
@@ -89,7 +89,7 @@ class SkippedSteps:
         Args:
             count: int64 scalar tensor. How many steps were skipped since one was not.
         """
-        if self.warn_after is not None and host.runs_by_itself():
+        if self.warn_after is not None and not host.in_v1_graph():
             is_time = tf.equal(count, self.warn_after)
             self._reports.post(tf.concat([count[tf.newaxis], self._streak], 0), when=is_time)
 
@@ -108,7 +108,7 @@ class SkippedSteps:
 
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""
-        own = {"streak": self._streak, "skip_report": self._reports.letter}
+        own = {"streak": self._streak, "skip_report": self._reports.buffer}
         return {**own, **self._overflows.variables()}
 
     def collect_reports(self) -> None:

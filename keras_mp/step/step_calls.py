@@ -132,7 +132,7 @@ class StepCalls:
         self._mine = _Mine()
         self._known = Knowledge()
         self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
-        self._reports = host.Mailbox(
+        self._reports = host.HostCallback(
             lambda numbers, line: messages.warn(_missing(_ALL[numbers[0]]), line), size=1
         )
 
@@ -150,7 +150,7 @@ class StepCalls:
         mine.applied, mine.unscaled = frozenset(), list
         facts = Facts.LOSS_SCALED | Facts.APPLY_UNSCALES if to_apply else Facts.LOSS_SCALED
         self._known.note(facts, is_open=True)
-        if host.runs_by_itself():
+        if not host.in_v1_graph():
             self._scaled_by.assign(scaled_by, read_value=False)
 
     def unscaled(self) -> None:
@@ -243,7 +243,7 @@ class StepCalls:
         """
         if _is_of_this_graph(self._mine.scaled_by):
             return self._mine.scaled_by
-        if not host.runs_by_itself():
+        if host.in_v1_graph():
             return loss_scale()
         is_known = tf.cast(_look_up(_knows_its_scale, self._known.at_run_time()), tf.bool)
         return tf.where(is_known, self._scaled_by, loss_scale())
@@ -274,7 +274,7 @@ class StepCalls:
         return {
             "facts": self._known.variable,
             "scaled_by": self._scaled_by,
-            "call_report": self._reports.letter,
+            "call_report": self._reports.buffer,
         }
 
     def resolve(self, variables: Iterable[Any]) -> bool | tf.Tensor:

@@ -5,9 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.optimizer_family import UpdateRule
+from keras_mp.step.optimizer_adapter import UpdateRule
 from keras_mp.support import host
-from keras_mp.support.unconverted import converted, unconverted
+from keras_mp.support.autograph import allow_conversion, do_not_convert
 
 
 def update_rule(optimizer: Any) -> UpdateRule | None:
@@ -48,10 +48,10 @@ class V1Optimizer(UpdateRule):
         # Where Python runs with the step, `apply` does it. A graph of TensorFlow 1 would name slots
         # after the branch in which they are made, and each replica would make its own.
         meets = not tf.__internal__.distribute.strategy_supports_no_merge_call()
-        if host.runs_by_itself() and not (tf.distribute.has_strategy() and meets):
+        if not host.in_v1_graph() and not (tf.distribute.has_strategy() and meets):
             return
 
-        @unconverted
+        @do_not_convert
         def build(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
             del strategy
             with tf.init_scope():
@@ -80,7 +80,7 @@ class TwoLists(UpdateRule):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self._apply = converted(optimizer.apply)
+        self._apply = allow_conversion(optimizer.apply)
 
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
@@ -95,7 +95,7 @@ class Function(UpdateRule):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self._apply = converted(optimizer)
+        self._apply = allow_conversion(optimizer)
 
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
@@ -111,7 +111,7 @@ class ScalingSafe(UpdateRule):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self._apply_scaled = converted(optimizer.apply_scaled_gradients)
+        self._apply_scaled = allow_conversion(optimizer.apply_scaled_gradients)
 
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool

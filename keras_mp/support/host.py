@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_mp.support import messages
 
 
-class Mailbox:
+class HostCallback:
     """Carries a few numbers from a graph to a Python function.
 
     Eager code and ordinary graphs call the function at once. A graph that XLA compiles cannot call
@@ -34,7 +34,7 @@ class Mailbox:
         self, read: Callable[[list[int], messages.Line | None], None], *, size: int
     ) -> None:
         self._read = read
-        self.letter = local_variable("letter", [0] * (1 + size))
+        self.buffer = local_variable("buffer", [0] * (1 + size))
         self._is_watched = False
 
     def post(self, numbers: tf.Tensor, when: tf.Tensor) -> None:
@@ -47,7 +47,7 @@ class Mailbox:
         if is_compiled_by_xla():
             # Not in a branch: one that holds none is no branch any more once XLA has compiled it.
             letter = tf.concat([[1], numbers], 0)
-            self.letter.assign(tf.where(when, letter, self.letter), read_value=False)
+            self.buffer.assign(tf.where(when, letter, self.buffer), read_value=False)
         else:
             tf.cond(when, lambda: self._tell(numbers, messages.users_line()), lambda: None)
 
@@ -81,11 +81,11 @@ class Mailbox:
             tf.py_function(read, [numbers], [])
 
     def _look_into(self) -> None:
-        letter = tf.convert_to_tensor(self.letter)
+        letter = tf.convert_to_tensor(self.buffer)
 
         def deliver() -> None:
             # In the graph, which so knows that it comes before the next letter.
-            self.letter.assign(tf.zeros_like(letter), read_value=False)
+            self.buffer.assign(tf.zeros_like(letter), read_value=False)
             self._tell(letter[1:], None)
 
         tf.cond(tf.not_equal(letter[0], 0), deliver, lambda: None)
@@ -154,9 +154,9 @@ def is_compiled_by_xla() -> bool:
     return tf.__internal__.get_enclosing_xla_context() is not None
 
 
-def runs_by_itself() -> bool:
-    """Does what is called run, in its order? A graph of TensorFlow 1 runs what it is asked for."""
-    return tf.compat.v1.executing_eagerly_outside_functions()
+def in_v1_graph() -> bool:
+    """Whether a graph of TensorFlow 1 is being built: it runs only what a session asks for."""
+    return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
 def current_graph() -> Any:

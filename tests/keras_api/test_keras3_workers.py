@@ -19,19 +19,19 @@ def model():
 
 
 def test_one_worker_needs_nothing(model):
-    keras3_workers.mend_fit(model)
+    keras3_workers.patch_fit(model)
     assert "fit" not in vars(model)
 
 
 def test_what_keras_has_mended_is_left_alone(model, monkeypatch):
     monkeypatch.setattr(keras3_workers, "_has_several_workers", lambda strategy: True)
     monkeypatch.setattr(keras3_workers, "_BUILDS_WITH_MEAN", False)
-    keras3_workers.mend_fit(model)
+    keras3_workers.patch_fit(model)
     assert {"fit", "_make_function"} <= vars(model).keys()
     assert "_maybe_symbolic_build" not in vars(model)
     monkeypatch.setattr(keras3_workers, "_REDUCES_AN_AXIS", False)
     del vars(model)["_make_function"]
-    keras3_workers.mend_fit(model)
+    keras3_workers.patch_fit(model)
     assert "_make_function" not in vars(model)
 
 

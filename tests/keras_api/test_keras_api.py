@@ -157,24 +157,24 @@ def test_flatten_layers_goes_all_the_way_down():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_built_variables(name):
     variables = [tf.Variable(1.0)]
-    family = keras_api.optimizer_family(make_optimizer(name))
+    adapter = keras_api.optimizer_adapter(make_optimizer(name))
     with pytest.raises(ValueError, match="Pass the variables together with the gradients"):
-        family.built_variables()
-    family.build(variables)
+        adapter.built_variables()
+    adapter.build(variables)
     if IS_KERAS_3:
-        assert family.built_variables()[0] is variables[0]
+        assert adapter.built_variables()[0] is variables[0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_own_aggregation_is_recognized(name):
     optimizer = make_optimizer(name)
-    assert keras_api.optimizer_family(optimizer).custom_aggregation() is None
+    assert keras_api.optimizer_adapter(optimizer).custom_aggregation() is None
     if IS_KERAS_3:
         return
 
     method = "_aggregate_gradients" if name.startswith("legacy") else "aggregate_gradients"
     own = type("Own", (type(optimizer),), {method: lambda self, pairs: pairs})
-    aggregation = keras_api.optimizer_family(own(0.1)).custom_aggregation()
+    aggregation = keras_api.optimizer_adapter(own(0.1)).custom_aggregation()
     assert aggregation([(1, 2)]) == [(1, 2)]
 
 

@@ -16,7 +16,7 @@ DTYPES = {
 }
 
 
-def converted(values, dtype, scale):
+def allow_conversion(values, dtype, scale):
     """What NumPy and ml_dtypes make of the values."""
     values = values[np.isfinite(values) & (values != 0)]
     with np.errstate(over="ignore", under="ignore"):
@@ -64,7 +64,7 @@ def test_fates_are_those_of_a_conversion(name, dtype):
                 is_exact = scaled.astype(np.float32) == scaled
             exact = values[is_exact | (np.abs(scaled) >= 2.0**128)]
         fate = Histogram.of(exact).fate(dtype, scale)
-        assert fate == converted(exact, dtype, scale), exponent
+        assert fate == allow_conversion(exact, dtype, scale), exponent
 
 
 @once
@@ -74,8 +74,8 @@ def test_a_window_ends_where_something_is_lost(dtype, seed):
     rng = np.random.default_rng(seed)
     values = np.exp(rng.normal(rng.uniform(-20, 5), rng.uniform(0, 3), 300)).astype(np.float32)
     low, high = Histogram.of(values).window(dtype)
-    zero = [converted(values, dtype, 2.0**exponent)[1] for exponent in (low - 1, low)]
-    infinite = [converted(values, dtype, 2.0**exponent)[3] for exponent in (high, high + 1)]
+    zero = [allow_conversion(values, dtype, 2.0**exponent)[1] for exponent in (low - 1, low)]
+    infinite = [allow_conversion(values, dtype, 2.0**exponent)[3] for exponent in (high, high + 1)]
     assert zero[0] > 0 == zero[1]
     assert infinite[0] == 0 < infinite[1]
 

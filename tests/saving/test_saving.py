@@ -211,7 +211,7 @@ def trained_optimizer(cls, steps):
 
 def in_stock_layout(optimizer):
     is_ours = isinstance(optimizer, keras_mp.LossScaleOptimizer)
-    return optimizer.stock_layout() if is_ours else optimizer
+    return optimizer.keras_layout() if is_ours else optimizer
 
 
 # What both Kerases' own class calls it, and ours.
@@ -247,7 +247,7 @@ def test_a_checkpoint_of_the_stock_optimizer_says_how_to_read_it(tmp_path):
     path = tf.train.Checkpoint(optimizer=saved).save(str(tmp_path / "c"))
     optimizer, _ = trained_optimizer(keras_mp.LossScaleOptimizer, 1)
     before = [value(v) for v in optimizer.variables]
-    with pytest.raises(ValueError, match="stock_layout()"):
+    with pytest.raises(ValueError, match="keras_layout()"):
         tf.train.Checkpoint(optimizer=optimizer).restore(path)
     for ours, reference in zip(optimizer.variables, before, strict=True):
         np.testing.assert_array_equal(value(ours), reference)

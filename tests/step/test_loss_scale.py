@@ -152,7 +152,7 @@ def test_checkpoint_restores_the_state_with_a_floor(tmp_path):
     assert run(again, [False])[-1] == (16, 0, 2)
 
 
-def test_checkpoint_keys_are_those_of_stock(tmp_path):
+def test_checkpoint_keys_are_those_of_keras(tmp_path):
     path = tf.train.Checkpoint(scale=keras_mp.DynamicLossScale()).save(str(tmp_path / "ckpt"))
     keys = {key for key, _ in tf.train.list_variables(path)}
     assert {

@@ -12,7 +12,7 @@ from keras_mp.support import host
 class Reader:
     def __init__(self):
         self.numbers, self.lines = [], []
-        self.mailbox = host.Mailbox(self.read, size=1)
+        self.mailbox = host.HostCallback(self.read, size=1)
 
     def read(self, numbers, line):
         self.numbers += numbers
@@ -99,7 +99,7 @@ def test_collecting_is_free_where_nothing_was_compiled():
     reader = Reader()
     tf.function(reader.step)(tf.constant(3, tf.int64))
     # Reads no variable: it is not even there any more.
-    del reader.mailbox.letter
+    del reader.mailbox.buffer
     reader.mailbox.collect()
 
 

@@ -203,8 +203,8 @@ def replicas_that_do_not_agree(look: Look) -> Iterator[Suspect]:
     """Keras's own wrapper looks at the gradients of one replica before it skips a step for all."""
     optimizer = getattr(look.model, "optimizer", None)
     replicas = look.model.distribute_strategy.num_replicas_in_sync
-    is_stock = isinstance(optimizer, keras_api.StockLossScaleOptimizer)
-    if replicas < 2 or not is_stock or type(optimizer).__module__.startswith("keras_mp"):
+    is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
+    if replicas < 2 or not is_of_keras or type(optimizer).__module__.startswith("keras_mp"):
         return
     if not keras_api.APPLY_TAKES_SCALED_GRADIENTS:
         return  # Keras 2 asks all replicas.

@@ -9,11 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 
-def unconverted(function: Callable[..., Any]) -> Callable[..., Any]:
+def do_not_convert(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lets AutoGraph call a function as it is, and convert what users of it define.
 
     `tf.autograph.experimental.do_not_convert` would switch AutoGraph off for all that the function
-    calls, what `converted` returns among it.
+    calls, what `allow_conversion` returns among it.
 
     Args:
         function: A function, method or `functools.partial` without control flow that depends on
@@ -24,8 +24,8 @@ def unconverted(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Example:
 
-    >>> from keras_mp.support.unconverted import unconverted
-    >>> @unconverted
+    >>> from keras_mp.support.autograph import do_not_convert
+    >>> @do_not_convert
     ... def twice(x):
     ...     return x + x
     >>> float(tf.function(lambda x: twice(x))(tf.constant(1.0)))
@@ -36,21 +36,21 @@ def unconverted(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+def allow_conversion(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lets AutoGraph convert a user's function that is called by one that it need not convert.
 
     Args:
         function: Any callable.
 
     Returns:
-        A callable. It is converted if AutoGraph converts what calls `converted`.
+        A callable. It is converted if AutoGraph converts what calls `allow_conversion`.
 
     Example:
 
-    >>> from keras_mp.support.unconverted import converted, unconverted
-    >>> @unconverted
+    >>> from keras_mp.support.autograph import allow_conversion, do_not_convert
+    >>> @do_not_convert
     ... def call(function, x):
-    ...     return converted(function)(x)
+    ...     return allow_conversion(function)(x)
     >>> def magnitude(x):
     ...     if x > 0:  # Only AutoGraph makes this work in a graph.
     ...         return x

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 from tests.common import FAMILIES, make_optimizer, mirrored, value
 
 
@@ -15,12 +15,12 @@ def branches(x):
     return -x
 
 
-@unconverted
+@do_not_convert
 def has_control_flow(x):
     return branches(x)
 
 
-@unconverted
+@do_not_convert
 def calls(fn, x):
     return tf.distribute.get_strategy().run(fn, args=(x,))
 

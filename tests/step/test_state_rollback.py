@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import compile_hook
-from keras_mp.step import forward_writes
+from keras_mp.step import state_rollback
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, value
 
 layers = tf.keras.layers
@@ -346,9 +346,9 @@ def test_nothing_is_held_in_eager_while_a_step_is_made(monkeypatch):
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
     optimizer.build(model.trainable_variables)
     held, sizes = [], []
-    keep, let_go = forward_writes.keep, forward_writes.Kept.let_go
-    monkeypatch.setattr(forward_writes, "keep", lambda v: held.append(keep(v)) or held[-1])
-    monkeypatch.setattr(forward_writes.Kept, "let_go", lambda k: sizes.append(bool(k)) or let_go(k))
+    keep, let_go = state_rollback.keep, state_rollback.Kept.let_go
+    monkeypatch.setattr(state_rollback, "keep", lambda v: held.append(keep(v)) or held[-1])
+    monkeypatch.setattr(state_rollback.Kept, "let_go", lambda k: sizes.append(bool(k)) or let_go(k))
     own_loop(model, optimizer)(*map(tf.constant, data(1)))
     assert sizes == [True]
     assert not held[0]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.support import host, messages
-from keras_mp.support.unconverted import unconverted
+from keras_mp.support.autograph import do_not_convert
 from keras_mp.variables import casts, scope
 
 
@@ -84,7 +84,7 @@ class _Mine(threading.local):
 _mine = _Mine()
 
 
-@unconverted
+@do_not_convert
 @contextlib.contextmanager
 def training_step(*models: Any) -> Iterator[None]:
     """Makes a skipped step leave no trace in a model, in a training loop of your own.
@@ -129,7 +129,7 @@ def training_step(*models: Any) -> Iterator[None]:
     >>> bool(optimizer.last_step_skipped), model.layers[0].moving_mean.numpy().tolist()
     (True, [0.0, 0.0])
     """
-    if not host.runs_by_itself():
+    if host.in_v1_graph():
         yield
         return
     if tf.distribute.in_cross_replica_context():
@@ -158,7 +158,7 @@ def keep(trained: Iterable[Any]) -> Kept:
         trained: iterable of the variables that the step trains. Of other trainable weights it is
             not known whether the forward pass wrote them or another step did.
     """
-    if not host.runs_by_itself():
+    if host.in_v1_graph():
         return Kept((), [])
     weights = _by_handle((variable, True) for variable in trained)
     if _mine.step is None:

@@ -75,7 +75,7 @@ class UpdateRule(abc.ABC):
         return False
 
 
-class OptimizerFamily(UpdateRule):
+class OptimizerAdapter(UpdateRule):
     """How the optimizers of one family are driven by a wrapper.
 
     Args:
