@@ -1,5 +1,6 @@
 """What every test, and every doctest, starts from."""
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -60,3 +61,8 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
         keras_mp.disable_mixed_precision_graph_rewrite()
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from looking through TensorFlow again and again."""
+    gc.freeze()

@@ -76,6 +76,7 @@ setuptools.setup(
             "coverage>=7.10",
             "hypothesis",
             "pytest>=8",
+            "pytest-xdist",
             "ruff",
         ],
     },

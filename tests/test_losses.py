@@ -496,7 +496,7 @@ Y = 300 * random.normal(size=[8, 2]).astype("float32")
         ("mae", False),
         ({"out0": tf.keras.losses.MeanSquaredError, "out1": losses.LogCosh()}, False),
     ],
-    ids=str,
+    ids=["list", "dict", "None", "name", "class"],
 )
 def test_several_outputs_train_as_in_float32(loss, eager):
     if IS_KERAS_3 and isinstance(loss, list) and None in loss:
