@@ -1,0 +1,273 @@
+"""What a training step would do on a GPU: kernels, copies and waits, read from the graph.
+
+TensorFlow's Linux package registers its GPU kernels on every machine. This module traces a step
+and places each operation as TensorFlow would on a machine with one GPU: on the GPU if a kernel is
+registered for its dtypes, else on the CPU. Then it counts the tensors that have to move. No GPU is
+needed, and nothing is run.
+"""
+
+import collections
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.framework import kernels as _kernels
+from tensorflow.python.framework import op_def_registry as _op_defs
+
+from benchmarks import common
+
+# They move no data: handles of variables live on the host, and TensorFlow makes a constant where
+# it is used.
+_NO_DATA = frozenset((tf.resource.as_datatype_enum, tf.variant.as_datatype_enum))
+_EVERYWHERE = frozenset(("Const", "NoOp"))
+_CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
+_CONDITIONS = frozenset(("If", "StatelessIf"))
+_LOOPS = frozenset(("While", "StatelessWhile"))
+
+
+class Tensor(NamedTuple):
+    """A tensor of a step.
+
+    Attributes:
+        name: str. The path of the operation that makes it, and its number there.
+        is_on_gpu: bool. Whether it is in the memory of the GPU.
+        is_constant: bool. Whether its value is known before the step.
+    """
+
+    name: str
+    is_on_gpu: bool
+    is_constant: bool = False
+
+
+class Step(NamedTuple):
+    """What one step would do on a machine with a GPU.
+
+    Attributes:
+        operations: int. How many it runs.
+        without_gpu_kernel: Counter of the types of operations that have to run on the CPU, with
+            their dtypes.
+        to_host: set of str. The tensors that are copied to the host, which waits for them.
+        to_gpu: set of str. The tensors that are copied to the GPU.
+    """
+
+    operations: int
+    without_gpu_kernel: collections.Counter[str]
+    to_host: set[str]
+    to_gpu: set[str]
+
+
+def step(function: Any, *arguments: Any, skipped: bool = False) -> Step:
+    """Places the operations of one step.
+
+    Args:
+        function: `tf.function` that makes a step. In each `tf.cond` on a verdict, the first branch
+            is what a good step does; a branch that calls Python is taken to be rare.
+        *arguments: arguments or `tf.TensorSpec`s of the function.
+        skipped: bool. Looks at a step that is skipped. Defaults to False.
+
+    Returns:
+        A `Step`.
+    """
+    graph = function.get_concrete_function(*arguments).graph.as_graph_def()
+    library = {each.signature.name: each for each in graph.library.function}
+    walk = _Walk(library, skipped, Step(0, collections.Counter(), set(), set()))
+    walk.body(graph.node, {}, "")
+    return walk.found
+
+
+class _Walk:
+    """Goes through a graph and the functions that it calls."""
+
+    def __init__(self, library: Mapping[str, Any], skipped: bool, found: Step) -> None:
+        self._library, self._skipped, self.found = library, skipped, found
+        self._conditions = 0  # that surround the operation
+
+    def body(
+        self, nodes: Any, arguments: Mapping[str, Tensor], path: str
+    ) -> Callable[[str], Tensor]:
+        """Counts the operations of a graph or function; returns what looks a tensor up."""
+        by_name = {node.name: node for node in nodes}
+        outputs: dict[str, list[Tensor]] = {}
+
+        def run(name: str) -> list[Tensor]:
+            if name not in outputs:
+                outputs[name] = self._run(by_name[name], tensor, f"{path}{name}")
+            return outputs[name]
+
+        def tensor(source: str) -> Tensor:
+            name, *rest = source.split(":")
+            if name in arguments:
+                return arguments[name]
+            index = int(rest[-1]) if rest else 0
+            if len(rest) == 2:
+                index += _first_of(by_name[name], rest[0])
+            return run(name)[index]
+
+        for name in by_name:
+            run(name)
+        return tensor
+
+    def _run(self, node: Any, tensor: Callable[[str], Tensor], path: str) -> list[Tensor]:
+        inputs = [tensor(source) for source in node.input if not source.startswith("^")]
+        if node.op in _CALLS:
+            return self._call(node.attr["f"].func.name, inputs, path)
+        if node.op in _CONDITIONS:
+            self._move(inputs[:1], [False])
+            taken = self._taken(node)
+            self._conditions += 1
+            results = self._call(taken, inputs[1:], path)
+            self._conditions -= 1
+            return results
+        if node.op in _LOOPS:
+            [verdict] = self._call(node.attr["cond"].func.name, inputs, f"{path}/cond")
+            self._move([verdict], [False])
+            return self._call(node.attr["body"].func.name, inputs, path)
+        ins, outs = _memory(node)
+        self.found.without_gpu_kernel.update(_without_gpu_kernel(node))
+        self._move(inputs, ins)
+        self.found = self.found._replace(operations=self.found.operations + 1)
+        is_constant = node.op == "Const"
+        return [Tensor(f"{path}:{i}", on_gpu, is_constant) for i, on_gpu in enumerate(outs)]
+
+    def _call(self, name: str, inputs: list[Tensor], path: str) -> list[Tensor]:
+        function = self._library[name]
+        names = [arg.name for arg in function.signature.input_arg]
+        tensor = self.body(function.node_def, dict(zip(names, inputs, strict=True)), f"{path}/")
+        return [tensor(function.ret[arg.name]) for arg in function.signature.output_arg]
+
+    def _move(self, inputs: list[Tensor], are_on_gpu: list[bool | None]) -> None:
+        for each, on_gpu in zip(inputs, are_on_gpu, strict=True):
+            if on_gpu is None or each.is_on_gpu == on_gpu or each.is_constant:
+                continue
+            (self.found.to_gpu if on_gpu else self.found.to_host).add(each.name)
+
+    def _taken(self, node: Any) -> str:
+        branches = [node.attr[each].func.name for each in ("then_branch", "else_branch")]
+        calm = [each for each in branches if not self._calls_python(each)]
+        if len(calm) == 1:
+            return calm[0]
+        # What a skipped step decides further in is whether it may be made at all.
+        return branches[self._skipped and not self._conditions]
+
+    def _calls_python(self, name: str) -> bool:
+        """Whether a function calls Python each time that it runs."""
+        return any(
+            node.op == "EagerPyFunc"
+            or (node.op in _CALLS and self._calls_python(node.attr["f"].func.name))
+            for node in self._library[name].node_def
+        )
+
+
+def _first_of(node: Any, output: str) -> int:
+    """The number of the first tensor of an output, which may be a list."""
+    position = 0
+    for arg in _op_defs.get(node.op).output_arg:
+        if arg.name == output:
+            return position
+        position += len(_dtypes(node, arg))
+    raise KeyError(output)
+
+
+def _dtypes(node: Any, arg: Any) -> list[int]:
+    if arg.type_list_attr:
+        return list(node.attr[arg.type_list_attr].list.type)
+    dtype = arg.type or node.attr[arg.type_attr].type
+    return [dtype] * (node.attr[arg.number_attr].i if arg.number_attr else 1)
+
+
+@functools.cache
+def _gpu_kernels(op: str) -> tuple[Any, ...]:
+    kernels = _kernels.get_registered_kernels_for_op(op).kernel
+    return tuple(each for each in kernels if each.device_type in ("GPU", "DEFAULT"))
+
+
+def _gpu_kernel(node: Any) -> Any:
+    """The kernel that a GPU would run, or None."""
+    matching = [
+        kernel
+        for kernel in _gpu_kernels(node.op)
+        if all(_allows(each, node.attr[each.name]) for each in kernel.constraint)
+    ]
+    # One for GPUs comes before one for any device.
+    return min(matching, key=lambda each: (-each.priority, each.device_type != "GPU"), default=None)
+
+
+def _allows(constraint: Any, attribute: Any) -> bool:
+    allowed = set(constraint.allowed_values.list.type)
+    return {attribute.type, *attribute.list.type} - {0} <= allowed
+
+
+def _memory(node: Any) -> tuple[list[bool | None], list[bool]]:
+    """Whether inputs have to be, and outputs are, on the GPU; None where it does not matter."""
+    definition, kernel = _op_defs.get(node.op), _gpu_kernel(node)
+    on_host = {arg.name for arg in (*definition.input_arg, *definition.output_arg)}
+    if kernel is not None:
+        on_host &= set(kernel.host_memory_arg)
+    ins, outs = (
+        [
+            None if dtype in _NO_DATA else arg.name not in on_host
+            for arg in args
+            for dtype in _dtypes(node, arg)
+        ]
+        for args in (definition.input_arg, definition.output_arg)
+    )
+    return ins, [bool(each) for each in outs]
+
+
+def _without_gpu_kernel(node: Any) -> Iterator[str]:
+    if node.op not in _EVERYWHERE and _gpu_kernel(node) is None:
+        dtypes = [*node.attr.items()]
+        names = {tf.as_dtype(value.type).name for _, value in dtypes if value.type}
+        yield f"{node.op}({', '.join(sorted(names))})"
+
+
+def measure() -> dict[str, dict]:
+    """Places the steps of `benchmarks.gpu_steps`."""
+    from benchmarks import gpu_steps
+
+    found: dict[str, dict] = {}
+    for name, (make, _) in gpu_steps.STEPS.items():
+        function = make()
+        found[name] = {
+            outcome: step(function, gpu_steps.X, skipped=outcome == "skipped")._asdict()
+            for outcome in ("good", "skipped")
+        }
+        for each in found[name].values():
+            each["to_host"], each["to_gpu"] = len(each["to_host"]), len(each["to_gpu"])
+    return found
+
+
+def run() -> dict:
+    """Looks at both Kerases, and prints a table for each."""
+    results = {}
+    for keras in common.KERASES:
+        results[keras] = common.in_own_process("benchmarks.gpu_kernels", keras=keras)
+        rows = [
+            [
+                name,
+                *(
+                    text
+                    for found in (outcomes["good"], outcomes["skipped"])
+                    for text in (
+                        str(found["operations"]),
+                        ", ".join(found["without_gpu_kernel"]) or "none",
+                        str(found["to_host"]),
+                        str(found["to_gpu"]),
+                    )
+                ),
+            ]
+            for name, outcomes in results[keras].items()
+        ]
+        columns = ["operations", "without a GPU kernel", "waits", "copies to the GPU"]
+        common.print_table(
+            f"Steps as TensorFlow would place them on a GPU ({keras})",
+            ["", *(f"good: {each}" for each in columns), *(f"skipped: {each}" for each in columns)],
+            rows,
+        )
+    return results
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure()))
