@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.grappler import tf_optimizer
 
 from keras_mp.grappler import op_lists, passes
-from keras_mp.support import registered_kernels, text_tables
+from keras_mp.support import op_table, registered_kernels, text_tables
 
 # What the passes end the names of their casts with.
 _SUFFIX = "AutoMixedPrecision"
@@ -23,11 +23,9 @@ _FLOATS = frozenset(
 )
 
 # They bring values in and out, and compute nothing.
-_NO_COMPUTATIONS = {
-    *("Const", "Placeholder", "PlaceholderWithDefault", "_Arg", "_Retval"),
-    *("ReadVariableOp", "VarHandleOp", "VariableV2"),
-    *("PartitionedCall", "StatefulPartitionedCall"),
-}
+_NO_COMPUTATIONS = op_table.ops(
+    *("arguments", "constants", "results", "variables", "reads of variables", "calls"),
+)
 
 
 class Operation(NamedTuple):

@@ -1,12 +1,12 @@
-"""Where op autocast takes hold of TensorFlow: all of it, in one table.
+"""The functions of TensorFlow that op autocast replaces: all of them, in one table.
 
-While a region is in force anywhere in the process, the functions of the table stand in the place of
+While a region is in force anywhere in the process, the functions of the table take the place of
 TensorFlow's own; when the last region ends, TensorFlow's own are back. So code outside of a region
-is what it was, and as quick. One hook stays: functions that are made later may have to do with what
-was computed in a region.
+is what it was, and as fast. One hook stays: functions that are made later may use what was computed
+in a region.
 
-The first time, each hook is tried out. Where TensorFlow has moved something, regions refuse to be
-entered, and TensorFlow is left as it is. This module needs TensorFlow only.
+When the first region is entered, the hooks are checked. Where TensorFlow has moved something,
+regions refuse to be entered, and TensorFlow is left as it is. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from tensorflow.python.ops import gradients_util as _gradients_util
 from tensorflow.python.ops.parallel_for import pfor as _pfor
 
 from keras_mp import kernels
-from keras_mp.op_autocast import cast_pairs, operations, visible
+from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision
 from keras_mp.support import regions
 from keras_mp.support.regions import Region
 
@@ -40,7 +40,7 @@ class _Hook(NamedTuple):
     Attributes:
         owner: module or class.
         name: of the function in it.
-        make: takes TensorFlow's function and returns what stands in its place.
+        make: takes TensorFlow's function and returns what takes its place.
     """
 
     owner: Any
@@ -86,7 +86,7 @@ def _with_gradient_as_forward(own: Callable[..., Any]) -> Callable[..., Any]:
                 with entered(region):
                     return gradient(*args, **kwargs)
 
-            # TensorFlow looks whether the signature has `variables`, and looks through this.
+            # TensorFlow asks whether the signature has `variables`, and looks through this.
             return result, tf.__internal__.decorator.make_decorator(gradient, backward)
 
         return own(forward, args, kwargs)
@@ -123,9 +123,9 @@ def _without_pairs(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _HOOKS = (
-    _Hook(_pywrap_tfe, "TFE_Py_FastPathExecute", operations.in_eager),
-    _Hook(_op_def_library, "_apply_op_helper", operations.in_graph),
-    _Hook(_execute, "record_gradient", operations.on_tape),
+    _Hook(_pywrap_tfe, "TFE_Py_FastPathExecute", dispatch.in_eager),
+    _Hook(_op_def_library, "_apply_op_helper", dispatch.in_graph),
+    _Hook(_execute, "record_gradient", dispatch.on_tape),
     _Hook(_function_context, "make_function_context", _key),
     _Hook(_imperative_grad, "imperative_grad", _without_region),
     _Hook(_gradients_util, "_GradientsHelper", _without_region),
@@ -134,18 +134,18 @@ _HOOKS = (
     _Hook(_custom_gradient, "_graph_mode_decorator", _with_gradient_as_forward),
     _Hook(_mirrored_run._MirroredReplicaThread, "__init__", _in_threads_region),
 )
-_LASTING = _Hook(_atomic_function, "from_func_graph", _without_pairs)
+_PERMANENT = _Hook(_atomic_function, "from_func_graph", _without_pairs)
 
 
 class _State:
-    """Of this process."""
+    """What this process has checked, and how many regions are in force in it."""
 
-    is_tried_out = False
+    is_checked = False
     open_regions = 0
 
 
 _lock = threading.RLock()
-# What stands in the place of what, so that it is made once.
+# TensorFlow's function and ours, so that ours is made once.
 _made: dict[_Hook, tuple[Any, Any]] = {}
 
 
@@ -164,8 +164,8 @@ def entered(region: Region | None) -> Iterator[None]:
             yield
         return
     with _lock:
-        if not _State.is_tried_out:
-            _try_out()
+        if not _State.is_checked:
+            _check()
         _open()
     try:
         with regions.entered(region):
@@ -202,34 +202,34 @@ def _put(hook: _Hook) -> None:
 
 def _take_back(hook: _Hook) -> None:
     own, ours = _made.get(hook, (None, None))
-    # Somebody may have put a function of theirs around it meanwhile.
+    # Other code may have put a function of its own around it meanwhile.
     if ours is not None and getattr(hook.owner, hook.name) is ours:
         setattr(hook.owner, hook.name, own)
 
 
-def _try_out() -> None:
-    """Looks at one product in each mode, before a user's is autocast."""
+def _check() -> None:
+    """Checks a product in each mode, before one of the program's is autocast."""
     runs_eagerly = tf.config.functions_run_eagerly()
     try:
-        _put(_LASTING)
+        _put(_PERMANENT)
         _open()
-        tf.config.run_functions_eagerly(False)  # Functions are what is tried, too.
+        tf.config.run_functions_eagerly(False)  # Functions are checked, too.
         try:
-            # In a thread there is nothing of what the user is in the middle of: graphs, tapes.
+            # A new thread has none of the graphs and tapes that this one is in.
             with futures.ThreadPoolExecutor(1) as thread:
                 thread.submit(_expect_all).result()
         finally:
             tf.config.run_functions_eagerly(runs_eagerly)
             _close()
     except Exception as error:
-        _take_back(_LASTING)
+        _take_back(_PERMANENT)
         raise RuntimeError(
             f"`keras_mp.autocast` does not know TensorFlow {tf.__version__}, and has left it as it "
             "is. The rest of keras_mp works. Expected a matrix product to run in bfloat16 inside "
             f"of a region, with right gradients. Found: {error!r}"
         ) from error
     kernels.install()
-    _State.is_tried_out = True
+    _State.is_checked = True
 
 
 _TRIAL = Region(tf.bfloat16)
@@ -254,16 +254,14 @@ def _expect_in_eager() -> None:
         with regions.entered(_TRIAL):
             product = tf.matmul(x, x)
             result = tf.nn.relu(product)
-    narrow = visible.origin(product).narrow
-    _expect(product.dtype == tf.float32, "a visible dtype other than float32, in eager")
-    _expect(narrow is not None and narrow.dtype == tf.bfloat16, "a float32 product, in eager")
-    _expect(visible.origin(result).narrow is not None, "a float32 Relu of it, in eager")
+    _expect(product.dtype == tf.float32, "a result other than float32, in eager")
+    for each, op in ((product, "product"), (result, "Relu of it")):
+        computed = lower_precision.low_precision_of(each, tf.bfloat16)
+        _expect(computed is not None, f"a float32 {op}, in eager")
     for source, expected in ((x, 6.0), (product, 1.0)):
         gradient = tape.gradient(result, source)
-        _expect(
-            gradient is not None and gradient.numpy().item() == expected,
-            "a wrong gradient, in eager",
-        )
+        is_right = gradient is not None and gradient.numpy().item() == expected
+        _expect(is_right, "a wrong gradient, in eager")
 
 
 def _expect_in_functions() -> None:
@@ -275,21 +273,16 @@ def _expect_in_functions() -> None:
         return tape.gradient(result, x)
 
     x = tf.constant([[3.0]])
-    outside = function(x)
+    results = [function(x)]
     with regions.entered(_TRIAL):
-        inside = function(x)
+        results.append(function(x))
         concrete = function.get_concrete_function(x)
-    _expect(
-        outside.numpy().item() == inside.numpy().item() == 6.0, "a wrong gradient, in a function"
-    )
+    _expect({each.numpy().item() for each in results} == {6.0}, "a wrong gradient, in a function")
     traces = function.experimental_get_tracing_count()
     _expect(traces == 2, f"{traces} traces of a function that was called inside and outside")
     nodes = concrete.function_def.node_def
-    products = [node for node in nodes if node.op == "MatMul"]
-    half = tf.bfloat16.as_datatype_enum
-    _expect(
-        all(node.attr["T"].type == half for node in products), "a float32 product, in a function"
-    )
+    dtypes = {tf.as_dtype(node.attr["T"].type) for node in nodes if node.op == "MatMul"}
+    _expect(dtypes == {tf.bfloat16}, "a float32 product, in a function")
     casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
     relus = [node for node in nodes if node.op == "Relu"]
     _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")
@@ -301,6 +294,6 @@ def _expect_in_graphs() -> None:
         product = tf.matmul(x, x)
         source = product.op.inputs[0]
         (gradient,) = tf.gradients(tf.nn.relu(product), [product])
-    _expect(product.dtype == tf.float32, "a visible dtype other than float32, in a graph")
+    _expect(product.dtype == tf.float32, "a result other than float32, in a graph")
     _expect(source.dtype == tf.bfloat16, "a float32 product, in a graph")
     _expect(gradient is not None, "no gradient, in a graph")
