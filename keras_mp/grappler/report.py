@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.grappler import tf_optimizer
 
-from keras_mp.grappler import op_lists, passes
+from keras_mp.grappler import op_lists, optimize, passes
 from keras_mp.support import op_table, registered_kernels, text_tables
 
 # What the passes end the names of their casts with.
@@ -59,6 +58,7 @@ class Report(NamedTuple):
             casts that were put in.
         casts: dict of dtypes, str, and how many casts to them were put in.
         before: int. How many operations computed in the dtype before.
+        device: str. The GPU that it is about; None if it is about this machine.
 
     Example:
 
@@ -73,6 +73,7 @@ class Report(NamedTuple):
     operations: tuple[Operation, ...]
     casts: dict[str, int]
     before: int
+    device: str | None = None
 
     def by_dtype(self) -> dict[str, dict[str, int]]:
         """Returns a dict of dtypes and, by type of operation, how many there are."""
@@ -84,10 +85,11 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         by_dtype = self.by_dtype()
         rewritten = by_dtype.get(self.dtype, {})
+        where = f" on a {self.device}" if self.device else ""
         head = (
-            f"Graph rewrite of {self.of}: {sum(rewritten.values())} of {len(self.operations)} "
-            f"floating-point operations compute in {self.dtype} ({self.before} without the "
-            "rewrite). Casts put in: "
+            f"Graph rewrite of {self.of}{where}: "
+            f"{sum(rewritten.values())} of {len(self.operations)} floating-point operations "
+            f"compute in {self.dtype} ({self.before} without the rewrite). Casts put in: "
             + ", ".join(f"{count} to {dtype}" for dtype, count in self.casts.items())
         )
         rows = [("operation", self.dtype, "others", "why not")]
@@ -100,20 +102,25 @@ class Report(NamedTuple):
 
 
 def report(
-    graph: tf.compat.v1.MetaGraphDef, name: str, dtype: str, compiled: bool = False
+    graph: tf.compat.v1.MetaGraphDef,
+    name: str,
+    dtype: str,
+    compiled: bool = False,
+    device: str | None = None,
 ) -> Report:
-    """Rewrites a graph as TensorFlow will, and looks at the result.
+    """Rewrites a graph as TensorFlow will, and says what the result is.
 
     Args:
         graph: `MetaGraphDef`, as `of_function` and `of_fetches` make it.
         name: str. What the graph is called.
         dtype: str, "float16" or "bfloat16".
-        compiled: bool. Does XLA compile it, in place of what grappler does?
+        compiled: bool. Whether XLA compiles it, in place of what grappler does.
+        device: str. The GPU on which it would run, such as "GPU 7.0"; None for this machine.
     """
     if compiled:
         without = rewritten = graph.graph_def
     else:
-        without, rewritten = optimized(graph, None), optimized(graph, dtype)
+        without, rewritten = (optimized(graph, each, device) for each in (None, dtype))
     of_xla = _functions_for_xla(graph.graph_def)
     bodies = _bodies(without, of_xla, compiled)
     before = sum(dtype in each for body in bodies for _, each in _computations(body.nodes))
@@ -121,7 +128,7 @@ def report(
     casts = {dtype: 0, "float32": 0}
     lists = op_lists.read(dtype)
     for body in _bodies(rewritten, of_xla, compiled):
-        why = _Why(body, dtype, lists)
+        why = _Why(body, dtype, lists, device)
         for node, dtypes in _computations(body.nodes):
             if node.op == "Cast" and node.name.endswith(_SUFFIX):
                 casts[tf.as_dtype(node.attr["DstT"].type).name] += 1
@@ -129,19 +136,22 @@ def report(
                 operations.append(Operation(node.name, node.op, dtype, ""))
             else:
                 operations.append(Operation(node.name, node.op, dtypes[0], why(node, dtypes)))
-    return Report(name, dtype, tuple(operations), casts, before)
+    return Report(name, dtype, tuple(operations), casts, before, device)
 
 
-def optimized(graph: tf.compat.v1.MetaGraphDef, dtype: str | None) -> tf.compat.v1.GraphDef:
+def optimized(
+    graph: tf.compat.v1.MetaGraphDef, dtype: str | None, device: str | None = None
+) -> tf.compat.v1.GraphDef:
     """Returns what grappler makes of a graph before it runs, with the options of this program.
 
     Args:
         graph: `MetaGraphDef`, as `of_function` and `of_fetches` make it.
         dtype: str, "float16" or "bfloat16", to which it is rewritten; None for no rewrite.
+        device: str. The GPU on which it would run, such as "GPU 7.0". Defaults to this machine.
     """
     config = passes.config_for_sessions(None, dtype or "bfloat16")
     config = config if dtype else passes.without(config)
-    return tf_optimizer.OptimizeGraph(config, graph, verbose=False)
+    return optimize.graph(config, graph, device)
 
 
 def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDef:
@@ -149,7 +159,7 @@ def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDe
 
     Args:
         function: `tf.types.experimental.ConcreteFunction`.
-        shapes: bool. Shall nodes have the shapes of their outputs? Defaults to False.
+        shapes: bool. Whether nodes have the shapes of their outputs. Defaults to False.
     """
     definition = function.graph.as_graph_def(add_shapes=shapes)
     # As TensorFlow has the graph of a function when it rewrites it.
@@ -171,7 +181,7 @@ def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDe
 
 
 def is_compiled(function: Any) -> bool:
-    """Does XLA compile a concrete function as a whole, so that grappler never sees it?
+    """Whether XLA compiles a concrete function as a whole, so that grappler never sees it.
 
     Args:
         function: `tf.types.experimental.ConcreteFunction`.
@@ -199,7 +209,7 @@ def _with_fetches(
 
 
 class _Body(NamedTuple):
-    """The nodes of a graph or of a function in its library, and does XLA compile them?"""
+    """The nodes of a graph or of a function in its library, and whether XLA compiles them."""
 
     nodes: Sequence[tf.compat.v1.NodeDef]
     is_compiled: bool
@@ -260,11 +270,19 @@ class _Why:
         body: the nodes among which they are.
         dtype: str. To which dtype the others were rewritten.
         lists: what `op_lists.read` returns.
+        device: str. The GPU that the graph was rewritten for; None for this machine.
     """
 
-    def __init__(self, body: _Body, dtype: str, lists: Mapping[str, frozenset[str]]) -> None:
+    def __init__(
+        self,
+        body: _Body,
+        dtype: str,
+        lists: Mapping[str, frozenset[str]],
+        device: str | None,
+    ) -> None:
         self._nodes = {node.name: node for node in body.nodes}
         self._is_compiled, self._dtype, self._lists = body.is_compiled, dtype, lists
+        self._device = device or _DEVICES[dtype]
         self._behind = functools.cache(self._find_denied)
 
     def __call__(self, node: tf.compat.v1.NodeDef, dtypes: Sequence[str]) -> str:
@@ -279,10 +297,10 @@ class _Why:
             return "on no list"
         if of == "deny":
             return "on the deny list"
-        if not _has_kernel(node, self._dtype):
+        if not _has_kernel(node, self._dtype, self._device.split()[0]):
             return f"no {self._dtype} kernel"
         if of == "allow":
-            return f"not on a {_DEVICES[self._dtype]} that is fast, or fetched"
+            return f"not on a {self._device.split()[0]} that is fast, or fetched"
         denied = self._behind(node.name)
         return f"after {denied}" if denied else "not among operations of the allow list"
 
@@ -303,14 +321,10 @@ class _Why:
         return None
 
 
-def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str) -> bool:
-    """Can some attribute of a node be of the dtype, with the others as they are?"""
+def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str, device: str) -> bool:
+    """Whether some attribute of a node can be of the dtype, with the others as they are."""
     types = {name: each[0] for name, each in _types(node).items()}
     enum = tf.as_dtype(dtype).as_datatype_enum
-    on_device = registered_kernels.allowed_types(node.op, _DEVICES[dtype])
-    for changed in types:
-        wanted = {**types, changed: enum}
-        for allowed in on_device:
-            if all(wanted[name] in allowed.get(name, (wanted[name],)) for name in wanted):
-                return True
-    return False
+    return any(
+        registered_kernels.has_kernel(node.op, {**types, name: enum}, device) for name in types
+    )

@@ -257,7 +257,5 @@ def _has_kernels(op: str, dtype: tf.DType, device: str) -> bool:
 def _has_kernel(op: str, dtype: tf.DType, device: str) -> bool:
     if _op_defs.get(op) is None:
         return False
-    attr = dtype_attr(op, dtype)
-    enum = dtype.as_datatype_enum
-    allowed = registered_kernels.allowed_types(op, device, "DEFAULT")
-    return any(enum in of_kernel.get(attr, (enum,)) for of_kernel in allowed)
+    types = {dtype_attr(op, dtype): dtype.as_datatype_enum}
+    return registered_kernels.has_kernel(op, types, device)

@@ -159,6 +159,7 @@ def gradients_of(op: str) -> tuple[str, ...]:
 
     Example:
 
+    >>> from keras_mp.support import op_table
     >>> op_table.gradients_of("Conv2D")
     ('Conv2DBackpropInput', 'Conv2DBackpropFilter')
     """
