@@ -149,9 +149,7 @@ def optimized(
         dtype: str, "float16" or "bfloat16", to which it is rewritten; None for no rewrite.
         device: str. The GPU on which it would run, such as "GPU 7.0". Defaults to this machine.
     """
-    config = passes.config_for_sessions(None, dtype or "bfloat16")
-    config = config if dtype else passes.without(config)
-    return optimize.graph(config, graph, device)
+    return optimize.graph(passes.config_for_sessions(None, dtype), graph, device)
 
 
 def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDef:

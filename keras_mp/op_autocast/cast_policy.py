@@ -38,92 +38,87 @@ class OpPolicy(NamedTuple):
     why: str
 
 
-_BY_KIND: dict[str, dict[str, tuple[str, ...]]] = {
+# By policy, the reasons, and the kinds of operations that each is a reason for.
+_KINDS = {
     ALLOW: {
         "matrix products are what 16 bits make fast; sums are kept in float32 inside": (
-            "matrix products",
+            "matrix products"
         ),
-        "convolutions are, too": ("convolutions", "padded convolutions"),
-        "a transposed convolution is this operation in the forward pass": (
-            "transposed convolutions",
-        ),
+        "convolutions are, too": "convolutions, padded convolutions",
+        "a transposed convolution is this operation in the forward pass": "transposed convolutions",
     },
     INFER: {
-        "at most doubles what comes in; fuses with the product before it": ("additions",),
-        "bfloat16 only: in float16 the sum of many may overflow": ("sums of tensors",),
+        "at most doubles what comes in; fuses with the product before it": "additions",
+        "bfloat16 only: in float16 the sum of many may overflow": "sums of tensors",
         "float16: only by a factor that is known to be at most 2, since products overflow": (
-            "multiplications",
+            "multiplications"
         ),
         "bfloat16 only: it adds up before it divides, which may overflow in float16": (
-            "average pooling",
+            "average pooling"
         ),
-        "its statistics, scale and offset stay float32": ("batch normalization",),
-        "bounded by what comes in, unless its slope is above 1": ("leaky relu",),
-        "bounded by what comes in": ("softsign",),
+        "its statistics, scale and offset stay float32": "batch normalization",
+        "bounded by what comes in, unless its slope is above 1": "leaky relu",
+        "bounded by what comes in": "softsign",
         "on GPUs; on CPUs its 16-bit kernel is slower than the float32 one": (
-            *("exponential units", "sigmoids"),
+            "exponential units, sigmoids"
         ),
     },
     CLEAR: {
         "one of the numbers that come in, or 0": (
-            *("relu", "maxima over axes", "maxima of two", "max pooling", "signs", "selections"),
+            "relu, maxima over axes, maxima of two, max pooling, signs, selections"
         ),
         "the same numbers in other places": (
-            *("identities", "identities without a gradient", "reshapes", "views", "moves"),
+            "identities, identities without a gradient, reshapes, views, moves"
         ),
     },
     PROMOTE: {
-        "compares float32, which the numbers of 16-bit operations are without loss": (
-            "comparisons",
-        ),
+        "compares float32, which the numbers of 16-bit operations are without loss": "comparisons",
         "squares overflow in float16, and differences of near numbers lose digits": (
-            "squared differences",
+            "squared differences"
         ),
-        "overflows in float16, and magnifies what was rounded": ("powers",),
+        "overflows in float16, and magnifies what was rounded": "powers",
     },
     DENY: {
-        "overflows in float16, and magnifies what was rounded": ("exponentials", "squares"),
-        "near 1 it is the digits that 16 bits leave out which count": (
-            *("logarithms", "log softmax"),
-        ),
+        "overflows in float16, and magnifies what was rounded": "exponentials, squares",
+        "near 1 it is the digits that 16 bits leave out which count": "logarithms, log softmax",
         "sums many numbers": (
-            *("sums over axes", "running sums", "norms", "products over axes", "softmax"),
-            "sparse matrix products",
+            "sums over axes, running sums, norms, products over axes, softmax, "
+            "sparse matrix products"
         ),
-        "a loss is a sum of logarithms": ("cross entropies",),
-        "has exponentials and logarithms inside": ("softplus",),
+        "a loss is a sum of logarithms": "cross entropies",
+        "has exponentials and logarithms inside": "softplus",
         "its result is large where what comes in is small": (
-            *("divisions", "divisions without NaN", "reciprocals", "roots"),
+            "divisions, divisions without NaN, reciprocals, roots"
         ),
         "the quotient of whole numbers above 256 is not theirs in 16 bits": (
-            "divisions without remainder",
+            "divisions without remainder"
         ),
     },
     NONE: {
         "of the backward pass, which runs in the dtypes of the forward pass without being asked": (
-            *("gradients", "gradients of biases", "gradients of kernels"),
+            "gradients, gradients of biases, gradients of kernels"
         ),
         "only looks at numbers, and the program sees float32": (
-            *("tests", "shapes", "orders", "identities that check"),
+            "tests, shapes, orders, identities that check"
         ),
-        "rounds, and whole numbers above 256 are not all in bfloat16": ("roundings",),
-        "makes new numbers": ("fills",),
+        "rounds, and whole numbers above 256 are not all in bfloat16": "roundings",
+        "makes new numbers": "fills",
         "carries what the program sees, and keeps its dtype for as long as it lives": (
-            *("loops", "entries of frames", "exits of frames", "frames", "identities of lists"),
-            *("lists of a loop", "moves by index"),
+            "loops, entries of frames, exits of frames, frames, identities of lists, "
+            "lists of a loop, moves by index"
         ),
-        "its result is float32 whatever comes in": ("interpolations",),
-        "files keep what the program sees": ("files",),
-        "a cell whose state would be 16-bit from one step to the next": ("recurrent cells",),
-        "made by grappler, or not a part of TensorFlow": ("fusions",),
+        "its result is float32 whatever comes in": "interpolations",
+        "files keep what the program sees": "files",
+        "a cell whose state would be 16-bit from one step to the next": "recurrent cells",
+        "made by grappler, or not a part of TensorFlow": "fusions",
     },
 }
 
 ROWS: dict[str, OpPolicy] = {
     op: OpPolicy(policy, why)
-    for policy, reasons in _BY_KIND.items()
+    for policy, reasons in _KINDS.items()
     for why, kinds in reasons.items()
-    for kind in kinds
+    for kind in kinds.split(", ")
     for op in op_table.BY_KIND[kind]
 }
 

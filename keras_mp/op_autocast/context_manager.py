@@ -310,16 +310,13 @@ def _machinery(module: str) -> Any:
 
 
 def _checked(dtype: Any) -> tf.DType:
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
-    if name in _NAMES:
-        return tf.as_dtype(name)
     try:
         name = tf.as_dtype(dtype).name
-        if name in _NAMES:
-            return tf.as_dtype(name)
     except TypeError:
-        pass
-    nearest = difflib.get_close_matches(str(name), _NAMES, n=1)
+        name = str(dtype)
+    if name in _NAMES:
+        return tf.as_dtype(name)
+    nearest = difflib.get_close_matches(name, _NAMES, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"Operations run in 'bfloat16' or 'float16'; None takes what is fast here.{hint} "

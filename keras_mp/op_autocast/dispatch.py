@@ -33,7 +33,7 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
         region = regions.current()
         if region is None:
             return execute(context, op, name, *args)
-        plan = plans.plans_of(region)[op]
+        plan = plans.plan_of(op, region)
         if plan is None:
             result = execute(context, op, name, *args)
             if op == _READS and result.dtype == tf.float32:
@@ -80,7 +80,7 @@ def in_graph(apply: Callable[..., Any]) -> Callable[..., Any]:
         region = regions.current()
         if region is None:
             return apply(op_type_name, name, **keywords)
-        plan = plans.plans_of(region)[op_type_name]
+        plan = plans.plan_of(op_type_name, region)
         if plan is None:
             made = apply(op_type_name, name, **keywords)
             if op_type_name == _READS and made[3][0].dtype == tf.float32:

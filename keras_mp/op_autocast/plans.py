@@ -48,27 +48,6 @@ class Plan(NamedTuple):
     is_view: bool
 
 
-class Plans(dict):
-    """The plans of a region by operation, made when they are asked for; None: left alone.
-
-    Args:
-        region: Region.
-    """
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.dtype = region.dtype
-        self._region = region
-        self._device = usual_device()
-
-    def __missing__(self, op: str) -> Plan | None:
-        self[op] = plan = _make(op, self._region, self._device)
-        return plan
-
-
-plans_of = functools.cache(Plans)
-
-
 @functools.cache
 def usual_device() -> str:
     """Returns the type of the device on which TensorFlow computes unless it is told otherwise."""
@@ -161,8 +140,15 @@ def policy_for(op: str, region: Region, device: str) -> OpPolicy | None:
     return row
 
 
-def _make(op: str, region: Region, device: str) -> Plan | None:
-    row = policy_for(op, region, device)
+@functools.cache
+def plan_of(op: str, region: Region) -> Plan | None:
+    """Returns what a region does with an operation, or None if it is left alone.
+
+    Args:
+        op: str.
+        region: Region.
+    """
+    row = policy_for(op, region, usual_device())
     if row is None or row.policy in (cast_policy.DENY, cast_policy.NONE):
         return None
     op_def = _op_defs.get(op)
