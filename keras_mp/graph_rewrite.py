@@ -16,14 +16,14 @@ from keras_mp.compat import v1
 from keras_mp.grappler import op_lists as lists
 from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as reports
-from keras_mp.grappler.report import Operation, Report
+from keras_mp.grappler.report import RewriteReport, RewrittenOperation
 from keras_mp.kernels import sums
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, find_loss_scale_optimizer, wrapper_of
 from keras_mp.support import messages
 
 __all__ = [
-    "Operation",
-    "Report",
+    "RewriteReport",
+    "RewrittenOperation",
     "change_op_lists",
     "disable_mixed_precision_graph_rewrite",
     "enable_mixed_precision_graph_rewrite",
@@ -151,7 +151,7 @@ def session_config(config: Any = None) -> Any:
     return passes.config_for_sessions(config, _enabled("session_config"))
 
 
-def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> Report:
+def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> RewriteReport:
     """Says what the graph rewrite makes of a function, or of what a session runs.
 
     The function is traced, as calling it would trace it, and does not run. From its graph, and all
@@ -171,7 +171,7 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
         **kwargs: keyword arguments of the function.
 
     Returns:
-        A `Report`. Printed, it is a table.
+        A `RewriteReport`. Printed, it is a table.
 
     Raises:
         RuntimeError: the graph rewrite is not on, and `device` is None.

@@ -1,4 +1,4 @@
-"""What a pass makes of a graph: operations by dtype, casts put in, and why the others stayed.
+"""The result of a pass: operations by dtype, casts put in, and why the others stayed.
 
 TensorFlow 1.15, "enable_mixed_precision_graph_rewrite": the four lists. Grappler is called as
 TensorFlow calls it before a function first runs, but nothing runs.
@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_mp.grappler import op_lists, optimize, passes
 from keras_mp.support import op_table, registered_kernels, text_tables
 
-# What the passes end the names of their casts with.
+# The end of the names of casts that the passes put in.
 _SUFFIX = "AutoMixedPrecision"
 _DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
 _FLOATS = frozenset(
@@ -27,19 +27,19 @@ _NO_COMPUTATIONS = op_table.ops(
 )
 
 
-class Operation(NamedTuple):
+class RewrittenOperation(NamedTuple):
     """An operation on floating-point numbers, in the graph as it runs.
 
     Attributes:
         name: str. Its name.
         op: str. Its type, such as "MatMul".
-        dtype: str. In which dtype it computes.
+        dtype: str. The dtype in which it computes.
         why: str. Why it was not rewritten; empty if it computes in the dtype of the rewrite.
 
     Example:
 
-    >>> keras_mp.graph_rewrite.Operation("Exp", "Exp", "float32", "on the deny list")
-    Operation(name='Exp', op='Exp', dtype='float32', why='on the deny list')
+    >>> keras_mp.graph_rewrite.RewrittenOperation("Exp", "Exp", "float32", "on the deny list")
+    RewrittenOperation(name='Exp', op='Exp', dtype='float32', why='on the deny list')
     """
 
     name: str
@@ -48,21 +48,21 @@ class Operation(NamedTuple):
     why: str
 
 
-class Report(NamedTuple):
+class RewriteReport(NamedTuple):
     """What the graph rewrite made of a graph. `str` of it, and `print`, give a table.
 
     Attributes:
         of: str. The name of the function.
-        dtype: str. To which dtype it was rewritten.
-        operations: tuple of `Operation`. All that compute with floating-point numbers, but for the
-            casts that were put in.
+        dtype: str. The dtype to which it was rewritten.
+        operations: tuple of `RewrittenOperation`. All that compute with floating-point numbers, but
+            for the casts that were put in.
         casts: dict of dtypes, str, and how many casts to them were put in.
         before: int. How many operations computed in the dtype before.
         device: str. The GPU that it is about; None if it is about this machine.
 
     Example:
 
-    >>> report = keras_mp.graph_rewrite.Report(
+    >>> report = keras_mp.graph_rewrite.RewriteReport(
     ...     "step", "float16", (), casts={"float16": 0, "float32": 0}, before=0)
     >>> report.by_dtype()
     {}
@@ -70,7 +70,7 @@ class Report(NamedTuple):
 
     of: str
     dtype: str
-    operations: tuple[Operation, ...]
+    operations: tuple[RewrittenOperation, ...]
     casts: dict[str, int]
     before: int
     device: str | None = None
@@ -107,7 +107,7 @@ def report(
     dtype: str,
     compiled: bool = False,
     device: str | None = None,
-) -> Report:
+) -> RewriteReport:
     """Rewrites a graph as TensorFlow will, and says what the result is.
 
     Args:
@@ -124,7 +124,7 @@ def report(
     of_xla = _functions_for_xla(graph.graph_def)
     bodies = _bodies(without, of_xla, compiled)
     before = sum(dtype in each for body in bodies for _, each in _computations(body.nodes))
-    operations: list[Operation] = []
+    operations: list[RewrittenOperation] = []
     casts = {dtype: 0, "float32": 0}
     lists = op_lists.read(dtype)
     for body in _bodies(rewritten, of_xla, compiled):
@@ -132,11 +132,12 @@ def report(
         for node, dtypes in _computations(body.nodes):
             if node.op == "Cast" and node.name.endswith(_SUFFIX):
                 casts[tf.as_dtype(node.attr["DstT"].type).name] += 1
-            elif dtype in dtypes:
-                operations.append(Operation(node.name, node.op, dtype, ""))
-            else:
-                operations.append(Operation(node.name, node.op, dtypes[0], why(node, dtypes)))
-    return Report(name, dtype, tuple(operations), casts, before, device)
+                continue
+            in_dtype = dtype in dtypes
+            reason = "" if in_dtype else why(node, dtypes)
+            computes_in = dtype if in_dtype else dtypes[0]
+            operations.append(RewrittenOperation(node.name, node.op, computes_in, reason))
+    return RewriteReport(name, dtype, tuple(operations), casts, before, device)
 
 
 def optimized(
@@ -266,7 +267,7 @@ class _Why:
 
     Args:
         body: the nodes among which they are.
-        dtype: str. To which dtype the others were rewritten.
+        dtype: str. The dtype to which the others were rewritten.
         lists: what `op_lists.read` returns.
         device: str. The GPU that the graph was rewritten for; None for this machine.
     """
