@@ -1,5 +1,6 @@
 """Regions: nesting, threads, decorators, errors, and what is said of them."""
 
+import copy
 import threading
 
 import pytest
@@ -115,6 +116,21 @@ def test_decorator_of_a_tf_function_that_is_a_method():
         assert product(x).numpy().item() == 1.0
         assert product.w.dtype == tf.float32
         assert product.__call__.get_concrete_function(x)(x).numpy().item() == 1.0
+
+
+def test_a_decorated_tf_function_is_saved_as_a_signature(tmp_path):
+    class Product(tf.Module):
+        @keras_mp.autocast("bfloat16")
+        @tf.function(input_signature=[tf.TensorSpec([1, 1])])
+        def product(self, x):
+            return tf.matmul(x, x)
+
+    module, x = Product(), tf.constant([[1.0 + 2**-10]])
+    signature = module.product.get_concrete_function()
+    tf.saved_model.save(module, str(tmp_path), signatures=signature)
+    served = tf.saved_model.load(str(tmp_path)).signatures["serving_default"](x)
+    assert served["output_0"].numpy().item() == module.product(x).numpy().item() == 1.0
+    assert copy.deepcopy(module).product(x).numpy().item() == 1.0
 
 
 def test_region_in_a_function_that_autograph_converts():
