@@ -281,7 +281,9 @@ class _Why:
     ) -> None:
         self._nodes = {node.name: node for node in body.nodes}
         self._is_compiled, self._dtype, self._lists = body.is_compiled, dtype, lists
-        self._device = device or _DEVICES[dtype]
+        self._device = _DEVICES[dtype] if device is None else "GPU"
+        # The pass for float16 leaves the whole graph alone then.
+        self._is_older = device is not None and float(optimize.compute_capability(device)) < 7.0
         self._behind = functools.cache(self._find_denied)
 
     def __call__(self, node: tf.compat.v1.NodeDef, dtypes: Sequence[str]) -> str:
@@ -296,10 +298,10 @@ class _Why:
             return "on no list"
         if of == "deny":
             return "on the deny list"
-        if not _has_kernel(node, self._dtype, self._device.split()[0]):
+        if not _has_kernel(node, self._dtype, self._device):
             return f"no {self._dtype} kernel"
-        if of == "allow":
-            return f"not on a {self._device.split()[0]} that is fast, or fetched"
+        if of == "allow" or self._is_older:
+            return f"not on a {self._device} that is fast, or fetched"
         denied = self._behind(node.name)
         return f"after {denied}" if denied else "not among operations of the allow list"
 
