@@ -145,8 +145,8 @@ class _State:
 
 
 _lock = threading.RLock()
-# TensorFlow's function and ours, so that ours is made once.
-_made: dict[_Hook, tuple[Any, Any]] = {}
+# TensorFlow's functions by ours.
+_own: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 @contextlib.contextmanager
@@ -189,22 +189,23 @@ def _close() -> None:
             _take_back(hook)
 
 
+@functools.cache
+def _replacement(hook: _Hook, own: Callable[..., Any]) -> Callable[..., Any]:
+    made = hook.make(own)
+    _own[made] = own
+    return made
+
+
 def _put(hook: _Hook) -> None:
-    own = getattr(hook.owner, hook.name)
-    known, ours = _made.get(hook, (None, None))
-    if own is ours:
-        return
-    if own is not known:
-        ours = hook.make(own)
-        _made[hook] = own, ours
-    setattr(hook.owner, hook.name, ours)
+    function = getattr(hook.owner, hook.name)
+    if function not in _own:
+        setattr(hook.owner, hook.name, _replacement(hook, function))
 
 
 def _take_back(hook: _Hook) -> None:
-    own, ours = _made.get(hook, (None, None))
-    # Other code may have put a function of its own around it meanwhile.
-    if ours is not None and getattr(hook.owner, hook.name) is ours:
-        setattr(hook.owner, hook.name, own)
+    function = getattr(hook.owner, hook.name)
+    # Other code may have put a function of its own around it meanwhile, which stays.
+    setattr(hook.owner, hook.name, _own.get(function, function))
 
 
 def _check() -> None:
