@@ -71,8 +71,8 @@ def graph(
 
 
 def _device(kind: str, **properties: Any) -> _device_properties.NamedDevice:
-    properties = _device_properties.DeviceProperties(type=kind, **properties)
-    return _device_properties.NamedDevice(name=_NAME.format(kind), properties=properties)
+    of_kind = _device_properties.DeviceProperties(type=kind, **properties)
+    return _device_properties.NamedDevice(name=_NAME.format(kind), properties=of_kind)
 
 
 def _placed(graph: tf.compat.v1.MetaGraphDef) -> tf.compat.v1.MetaGraphDef:

@@ -12,7 +12,7 @@ regions refuse to be entered, and TensorFlow is left as it is. This module needs
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -253,7 +253,7 @@ def _expect_all() -> None:
         _gradients(tf.constant([[_X]]), "in a graph")
 
 
-def _gradients(x: tf.Tensor, where: str) -> list[tf.Tensor]:
+def _gradients(x: tf.Tensor, where: str) -> Sequence[Any]:
     """Differentiates a product; in a region, it has to be one in 16 bits."""
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -272,7 +272,7 @@ def _gradients(x: tf.Tensor, where: str) -> list[tf.Tensor]:
 
 def _expect_in_functions() -> None:
     @tf.function(autograph=False)
-    def function(x: tf.Tensor) -> list[tf.Tensor]:
+    def function(x: tf.Tensor) -> Sequence[Any]:
         return _gradients(x, "in a function")
 
     x = tf.constant([[_X]])

@@ -151,9 +151,8 @@ def plan_of(op: str, region: Region) -> Plan | None:
     row = policy_for(op, region, usual_device())
     if row is None or row.policy in (cast_policy.DENY, cast_policy.NONE):
         return None
-    op_def = _op_defs.get(op)
-    attr = None if op_def is None else dtype_attr(op, region.dtype)
-    if attr is None:
+    op_def, attr = _op_defs.get(op), dtype_attr(op, region.dtype)
+    if op_def is None or attr is None:
         return None
     return Plan(
         op=op,
@@ -176,10 +175,12 @@ def dtype_attr(op: str, dtype: tf.DType) -> str | None:
     It is that of the first input that may be float32 as well as of the dtype.
 
     Args:
-        op: str. The name of a registered operation.
+        op: str. The operation's name.
         dtype: DType.
     """
     op_def = _op_defs.get(op)
+    if op_def is None:
+        return None
     wanted = {tf.float32.as_datatype_enum, dtype.as_datatype_enum}
     allowed = {attr.name: set(attr.allowed_values.list.type) for attr in op_def.attr}
     for arg in op_def.input_arg:
@@ -241,7 +242,5 @@ def _has_kernels(op: str, dtype: tf.DType, device: str) -> bool:
 
 @functools.cache
 def _has_kernel(op: str, dtype: tf.DType, device: str) -> bool:
-    if _op_defs.get(op) is None:
-        return False
-    types = {dtype_attr(op, dtype): dtype.as_datatype_enum}
-    return registered_kernels.has_kernel(op, types, device)
+    attr, enum = dtype_attr(op, dtype), dtype.as_datatype_enum
+    return attr is not None and registered_kernels.has_kernel(op, {attr: enum}, device)
