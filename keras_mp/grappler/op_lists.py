@@ -6,6 +6,7 @@ environment variables each time that it rewrites a graph; so nothing here has a 
 
 import os
 import pathlib
+import re
 import tempfile
 import threading
 from collections.abc import Collection, Mapping
@@ -69,20 +70,17 @@ def read(dtype: str) -> dict[str, frozenset[str]]:
             optimize.graph(config, _graph_with_probe())
         finally:
             _put(before)
-        written = sorted(pathlib.Path(folder).glob("paintbuckets*.txt"))
-        lines = written[0].read_text().splitlines() if written else []
-    found: dict[str, set[str]] = {}
-    for line in lines:
-        if line.endswith("List:"):
-            names = found.setdefault(line.removesuffix("List:").lower(), set())
-        elif line and line != _PROBE:
-            names.add(line)
+        text = "".join(each.read_text() for each in pathlib.Path(folder).glob("paintbuckets*.txt"))
+    found = {
+        name.lower(): frozenset(ops.split()) - {_PROBE}
+        for name, ops in re.findall(r"^(\w+)List:\n((?:\w+\n)*)", text, re.MULTILINE)
+    }
     if set(found) != set(LISTS):
         raise RuntimeError(
             "TensorFlow does not tell its lists of operations. Is an operation on two of them, by "
             f"the environment variables {_PREFIX}*? Expected {LISTS}. Received: {sorted(found)}"
         )
-    return {name: frozenset(found[name]) for name in LISTS}
+    return {name: found[name] for name in LISTS}
 
 
 def _graph_with_probe() -> tf.compat.v1.MetaGraphDef:
@@ -90,9 +88,7 @@ def _graph_with_probe() -> tf.compat.v1.MetaGraphDef:
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [8])
         tf.identity(getattr(tf.raw_ops, _PROBE)(x=x), name="result")
-    result = tf.compat.v1.MetaGraphDef(graph_def=graph.as_graph_def())
-    result.collection_def["train_op"].node_list.value.append("result")
-    return result
+    return optimize.with_fetches(graph.as_graph_def(), ["result"])
 
 
 def change(changes: Mapping[str, Collection[str]]) -> None:

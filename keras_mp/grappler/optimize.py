@@ -7,6 +7,7 @@ without one. This module needs TensorFlow only.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -54,7 +55,7 @@ def graph(
 
     Args:
         config: `ConfigProto`. Which passes are on.
-        given: `MetaGraphDef`, with what it returns in the collection "train_op".
+        given: `MetaGraphDef`, as `with_fetches` makes it.
         device: str. The GPU on which it would run, such as "GPU 7.0". Defaults to this machine.
     """
     if device is None:
@@ -68,6 +69,15 @@ def graph(
         return _tf_optimizer.OptimizeGraph(config, _placed(given), verbose=False, cluster=cluster)
     finally:
         cluster.Shutdown()
+
+
+def with_fetches(
+    definition: tf.compat.v1.GraphDef, fetches: Sequence[str]
+) -> tf.compat.v1.MetaGraphDef:
+    """Makes what grappler takes of a graph and the names of the nodes that are fetched."""
+    result = tf.compat.v1.MetaGraphDef(graph_def=definition)
+    result.collection_def["train_op"].node_list.value.extend(fetches)
+    return result
 
 
 def _device(kind: str, **properties: Any) -> _device_properties.NamedDevice:

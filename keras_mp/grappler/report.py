@@ -176,7 +176,7 @@ def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDe
         result.attr["T"].type = tensor.dtype.as_datatype_enum
         result.attr["index"].i = i
         fetches.append(result.name)
-    return _with_fetches(definition, fetches)
+    return optimize.with_fetches(definition, fetches)
 
 
 def is_compiled(function: Any) -> bool:
@@ -196,15 +196,7 @@ def of_fetches(fetches: Sequence[Any]) -> tf.compat.v1.MetaGraphDef:
     """
     operations = [getattr(fetch, "op", fetch) for fetch in fetches]
     definition = operations[0].graph.as_graph_def()
-    return _with_fetches(definition, [operation.name for operation in operations])
-
-
-def _with_fetches(
-    definition: tf.compat.v1.GraphDef, fetches: Sequence[str]
-) -> tf.compat.v1.MetaGraphDef:
-    result = tf.compat.v1.MetaGraphDef(graph_def=definition)
-    result.collection_def["train_op"].node_list.value.extend(fetches)
-    return result
+    return optimize.with_fetches(definition, [operation.name for operation in operations])
 
 
 class _Body(NamedTuple):
