@@ -14,16 +14,16 @@ from absl import logging
 from keras_mp import hardware, keras_api
 from keras_mp.compat import v1
 from keras_mp.grappler import op_lists as lists
-from keras_mp.grappler import passes
+from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as reports
-from keras_mp.grappler.report import Operation, Report
+from keras_mp.grappler.report import RewriteReport, RewrittenOperation
 from keras_mp.kernels import sums
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, find_loss_scale_optimizer, wrapper_of
 from keras_mp.support import messages
 
 __all__ = [
-    "Operation",
-    "Report",
+    "RewriteReport",
+    "RewrittenOperation",
     "change_op_lists",
     "disable_mixed_precision_graph_rewrite",
     "enable_mixed_precision_graph_rewrite",
@@ -151,24 +151,31 @@ def session_config(config: Any = None) -> Any:
     return passes.config_for_sessions(config, _enabled("session_config"))
 
 
-def report(function: Any, *args: Any, **kwargs: Any) -> Report:
+def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> RewriteReport:
     """Says what the graph rewrite makes of a function, or of what a session runs.
 
-    The function is traced, as calling it would trace it, and does not run. Of its graph, and of all
+    The function is traced, as calling it would trace it, and does not run. From its graph, and all
     that the graph calls, TensorFlow's grappler then makes what will run.
+
+    With `device` it says what TensorFlow would do on a GPU. None is needed: grappler is given one
+    of that compute capability, and TensorFlow's wheel knows its kernels. Neither does the rewrite
+    have to be on; the report is then about TensorFlow's own lists.
 
     Args:
         function: a `tf.function`, or a concrete one; a model of `tf.keras` that is compiled, for
             its step of training; or an operation or a tensor of a `tf.Graph`, or a list of these.
         *args: what the function is called with, tensors or `tf.TensorSpec`s. For a model a batch:
             `x`, `y`, and sample weights if there are any.
+        device: str. A GPU and its compute capability, such as "GPU 7.0". None (the default) stands
+            for this machine.
         **kwargs: keyword arguments of the function.
 
     Returns:
-        A `Report`. Printed, it is a table.
+        A `RewriteReport`. Printed, it is a table.
 
     Raises:
-        RuntimeError: the graph rewrite is not on.
+        RuntimeError: the graph rewrite is not on, and `device` is None.
+        ValueError: `device` is no such description, or TensorFlow was built without CUDA.
         TypeError: `function` is something else; a Python function has no graph.
 
     Example:
@@ -183,10 +190,15 @@ def report(function: Any, *args: Any, **kwargs: Any) -> Report:
     'on the deny list'
     >>> keras_mp.disable_mixed_precision_graph_rewrite()
     """
-    dtype = _enabled("report")
+    if device is None:
+        dtype = _enabled("report")
+    else:
+        optimize.compute_capability(device)
+        dtype = passes.enabled_dtype() or "float16"
     fetches = list(function) if isinstance(function, (list, tuple)) else [function]
     if fetches and all(_is_in_graph(fetch) for fetch in fetches):
-        return reports.report(reports.of_fetches(fetches), fetches[0].name, dtype)
+        graph = reports.of_fetches(fetches)
+        return reports.report(graph, fetches[0].name, dtype, device=device)
     if isinstance(function, tf.keras.Model):
         function, args = _step_of_training(function, args)
     if isinstance(function, tf.types.experimental.ConcreteFunction):
@@ -201,7 +213,7 @@ def report(function: Any, *args: Any, **kwargs: Any) -> Report:
         )
     name = getattr(function, "__name__", None) or concrete.name
     compiled = reports.is_compiled(concrete)
-    return reports.report(reports.of_function(concrete), name, dtype, compiled)
+    return reports.report(reports.of_function(concrete), name, dtype, compiled, device)
 
 
 def op_lists(dtype: str | None = None) -> dict[str, frozenset[str]]:

@@ -273,6 +273,24 @@ def test_what_has_no_graph():
         graph_rewrite.report([])
 
 
+@pytest.mark.skipif(
+    not tf.sysconfig.get_build_info().get("is_cuda_build"), reason="built without CUDA"
+)
+def test_what_fit_would_run_on_a_gpu():
+    """It needs no GPU, and the rewrite does not have to be on."""
+    batch = np.ones([8, 4], "float32"), np.ones([8, 1], "float32")
+    model = small_model(jit_compile=False)
+    report = graph_rewrite.report(model, *batch, device="GPU 8.0")
+    older = graph_rewrite.report(model, *batch, device="GPU 6.1")
+    assert report.by_dtype()["float16"]["MatMul"] >= 3
+    assert "MatMul" not in report.by_dtype()["float32"]
+    assert "float16" not in older.by_dtype()
+    optimizer = ignored(enable, K.optimizers.SGD(), dtype="float16")
+    model.compile(optimizer, "mse", jit_compile=False)
+    found = graph_rewrite.report(model, *batch, device="GPU 8.0").by_dtype()
+    assert found["float16"]["MatMul"] == report.by_dtype()["float16"]["MatMul"]
+
+
 def test_a_function_that_xla_compiles():
     enable(K.optimizers.SGD(), dtype="bfloat16")
     product = tf.function(lambda x: tf.matmul(x, x), jit_compile=True)

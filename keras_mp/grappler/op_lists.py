@@ -6,14 +6,15 @@ environment variables each time that it rewrites a graph; so nothing here has a 
 
 import os
 import pathlib
+import re
 import tempfile
 import threading
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import tensorflow as tf
-from tensorflow.python.grappler import tf_optimizer
 
+from keras_mp.grappler import optimize
 from keras_mp.grappler.passes import PASSES
 
 # The parts of the names of environment variables; the second ones are those of TensorFlow 1.
@@ -30,16 +31,16 @@ _LOG_PATH = f"{_PREFIX}LOG_PATH"
 # What the pass of float16 leaves alone without a suitable GPU, this one does for the same lists.
 _TRIED_WITH = {**PASSES, "float16": "auto_mixed_precision_cpu"}
 
-# An operation that nobody has on a list, for the pass to find.
+# An operation that is on no list, for the pass to find.
 _PROBE = "BesselI0e"
 
 _lock = threading.Lock()
-# The environment as somebody has set it before the lists were changed here.
+# The environment as it was before the lists were changed here.
 _environment: dict[str, str | None] = {}
 
 
-class _Wanted:
-    """How the lists are to differ from TensorFlow's."""
+class _Changes:
+    """How the lists are to differ from TensorFlow's, in this process."""
 
     changes: ClassVar[dict[str, frozenset[str]]] = {}
     kept_out: frozenset[str] = frozenset()
@@ -66,23 +67,20 @@ def read(dtype: str) -> dict[str, frozenset[str]]:
         before = {name: os.environ.get(name) for name in (_LOG_PATH, allowed)}
         _put({_LOG_PATH: folder, allowed: ",".join({*_split(before[allowed]), _PROBE})})
         try:
-            tf_optimizer.OptimizeGraph(config, _graph_with_probe(), verbose=False)
+            optimize.graph(config, _graph_with_probe())
         finally:
             _put(before)
-        written = sorted(pathlib.Path(folder).glob("paintbuckets*.txt"))
-        lines = written[0].read_text().splitlines() if written else []
-    found: dict[str, set[str]] = {}
-    for line in lines:
-        if line.endswith("List:"):
-            names = found.setdefault(line.removesuffix("List:").lower(), set())
-        elif line and line != _PROBE:
-            names.add(line)
+        text = "".join(each.read_text() for each in pathlib.Path(folder).glob("paintbuckets*.txt"))
+    found = {
+        name.lower(): frozenset(ops.split()) - {_PROBE}
+        for name, ops in re.findall(r"^(\w+)List:\n((?:\w+\n)*)", text, re.MULTILINE)
+    }
     if set(found) != set(LISTS):
         raise RuntimeError(
             "TensorFlow does not tell its lists of operations. Is an operation on two of them, by "
             f"the environment variables {_PREFIX}*? Expected {LISTS}. Received: {sorted(found)}"
         )
-    return {name: frozenset(found[name]) for name in LISTS}
+    return {name: found[name] for name in LISTS}
 
 
 def _graph_with_probe() -> tf.compat.v1.MetaGraphDef:
@@ -90,9 +88,7 @@ def _graph_with_probe() -> tf.compat.v1.MetaGraphDef:
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [8])
         tf.identity(getattr(tf.raw_ops, _PROBE)(x=x), name="result")
-    result = tf.compat.v1.MetaGraphDef(graph_def=graph.as_graph_def())
-    result.collection_def["train_op"].node_list.value.append("result")
-    return result
+    return optimize.with_fetches(graph.as_graph_def(), ["result"])
 
 
 def change(changes: Mapping[str, Collection[str]]) -> None:
@@ -103,7 +99,7 @@ def change(changes: Mapping[str, Collection[str]]) -> None:
             from all other lists.
     """
     with _lock:
-        _Wanted.changes = {name: frozenset(ops) for name, ops in changes.items() if ops}
+        _Changes.changes = {name: frozenset(ops) for name, ops in changes.items() if ops}
         _write()
 
 
@@ -114,17 +110,17 @@ def keep_out(ops: Collection[str]) -> None:
         ops: names of operations.
     """
     with _lock:
-        _Wanted.kept_out = frozenset(ops)
+        _Changes.kept_out = frozenset(ops)
         _write()
 
 
 def kept_out() -> frozenset[str]:
-    """What was taken off all lists by `keep_out`, and is not on one by `change`."""
-    return _Wanted.kept_out.difference(*_Wanted.changes.values())
+    """Operations that `keep_out` has taken off all lists, and `change` has put on none."""
+    return _Changes.kept_out.difference(*_Changes.changes.values())
 
 
 def _write() -> None:
-    wanted = dict(_Wanted.changes)
+    wanted = dict(_Changes.changes)
     if kept_out():
         wanted["none"] = wanted.get("none", frozenset()) | kept_out()
     if not _environment:

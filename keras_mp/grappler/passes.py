@@ -1,4 +1,4 @@
-"""The passes of grappler that move float32 operations to 16 bits: which, on and off, for sessions.
+"""The passes of grappler that move float32 operations to 16 bits: on and off, and for sessions.
 
 TensorFlow 1.15, `tf.train.experimental.enable_mixed_precision_graph_rewrite`.
 """
@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 class _Switch:
-    """What was turned on here.
+    """The pass that was turned on here.
 
     Attributes:
         dtype: "float16", "bfloat16", or None.
@@ -33,9 +33,9 @@ class _Switch:
 
 
 def enabled_dtype() -> str | None:
-    """To which dtype graphs are rewritten: "float16", "bfloat16", or None while they are not."""
+    """The dtype to which graphs are rewritten, "float16" or "bfloat16"; None while they are not."""
     dtype = _Switch.dtype
-    # Somebody may have turned it off by TensorFlow's own functions.
+    # TensorFlow's own functions may have turned it off.
     return dtype if dtype is not None and _options().get(PASSES[dtype]) else None
 
 
@@ -61,7 +61,7 @@ def turn_on(dtype: str) -> None:
         _Switch.before = {name: options.get(name, False) for name in PASSES.values()}
         _Switch.dtype = dtype
         _set({name: each == dtype for each, name in PASSES.items()})
-        # By which a session that comes with a config of its own turns on the pass for float16.
+        # A session that comes with a config of its own turns on the pass for float16 by that.
         _of_sessions.set_mixed_precision_graph_rewrite_enabled(dtype == "float16")
 
 
@@ -111,13 +111,13 @@ def warn_if_not_rewritten(what: str) -> None:
         )
 
 
-def config_for_sessions(config: Any, dtype: str) -> Any:
-    """Returns a `ConfigProto` with the pass on.
+def config_for_sessions(config: Any, dtype: str | None) -> Any:
+    """Returns a `ConfigProto` with the pass for a dtype on, and the other off.
 
     Args:
         config: `tf.compat.v1.ConfigProto`, which is not changed; None stands for one with the
             options of `tf.config.optimizer`.
-        dtype: str, "float16" or "bfloat16".
+        dtype: str, "float16" or "bfloat16"; None for both passes off.
     """
     result = tf.compat.v1.ConfigProto()
     rewriter = result.graph_options.rewrite_options
@@ -127,21 +127,8 @@ def config_for_sessions(config: Any, dtype: str) -> Any:
         for name, value in _options().items():
             is_toggle = isinstance(value, bool) and not name.startswith("disable_")
             setattr(rewriter, name, _toggle(rewriter, value) if is_toggle else value)
-    setattr(rewriter, PASSES[dtype], _toggle(rewriter, True))
-    return result
-
-
-def without(config: Any) -> Any:
-    """Returns a `ConfigProto` like another, with the passes off.
-
-    Args:
-        config: `tf.compat.v1.ConfigProto`, which is not changed.
-    """
-    result = tf.compat.v1.ConfigProto()
-    result.CopyFrom(config)
-    rewriter = result.graph_options.rewrite_options
-    for name in PASSES.values():
-        setattr(rewriter, name, _toggle(rewriter, False))
+    for each, name in PASSES.items():
+        setattr(rewriter, name, _toggle(rewriter, each == dtype))
     return result
 
 

@@ -1,4 +1,4 @@
-"""What a pass makes of a graph: operations by dtype, casts put in, and why the others stayed.
+"""The result of a pass: operations by dtype, casts put in, and why the others stayed.
 
 TensorFlow 1.15, "enable_mixed_precision_graph_rewrite": the four lists. Grappler is called as
 TensorFlow calls it before a function first runs, but nothing runs.
@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.grappler import tf_optimizer
 
-from keras_mp.grappler import op_lists, passes
-from keras_mp.support import registered_kernels, text_tables
+from keras_mp.grappler import op_lists, optimize, passes
+from keras_mp.support import op_table, registered_kernels, text_tables
 
-# What the passes end the names of their casts with.
+# The end of the names of casts that the passes put in.
 _SUFFIX = "AutoMixedPrecision"
 _DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
 _FLOATS = frozenset(
@@ -23,26 +22,24 @@ _FLOATS = frozenset(
 )
 
 # They bring values in and out, and compute nothing.
-_NO_COMPUTATIONS = {
-    *("Const", "Placeholder", "PlaceholderWithDefault", "_Arg", "_Retval"),
-    *("ReadVariableOp", "VarHandleOp", "VariableV2"),
-    *("PartitionedCall", "StatefulPartitionedCall"),
-}
+_NO_COMPUTATIONS = op_table.ops(
+    *("arguments", "constants", "results", "variables", "reads of variables", "calls"),
+)
 
 
-class Operation(NamedTuple):
+class RewrittenOperation(NamedTuple):
     """An operation on floating-point numbers, in the graph as it runs.
 
     Attributes:
         name: str. Its name.
         op: str. Its type, such as "MatMul".
-        dtype: str. In which dtype it computes.
+        dtype: str. The dtype in which it computes.
         why: str. Why it was not rewritten; empty if it computes in the dtype of the rewrite.
 
     Example:
 
-    >>> keras_mp.graph_rewrite.Operation("Exp", "Exp", "float32", "on the deny list")
-    Operation(name='Exp', op='Exp', dtype='float32', why='on the deny list')
+    >>> keras_mp.graph_rewrite.RewrittenOperation("Exp", "Exp", "float32", "on the deny list")
+    RewrittenOperation(name='Exp', op='Exp', dtype='float32', why='on the deny list')
     """
 
     name: str
@@ -51,20 +48,21 @@ class Operation(NamedTuple):
     why: str
 
 
-class Report(NamedTuple):
+class RewriteReport(NamedTuple):
     """What the graph rewrite made of a graph. `str` of it, and `print`, give a table.
 
     Attributes:
         of: str. The name of the function.
-        dtype: str. To which dtype it was rewritten.
-        operations: tuple of `Operation`. All that compute with floating-point numbers, but for the
-            casts that were put in.
+        dtype: str. The dtype to which it was rewritten.
+        operations: tuple of `RewrittenOperation`. All that compute with floating-point numbers, but
+            for the casts that were put in.
         casts: dict of dtypes, str, and how many casts to them were put in.
         before: int. How many operations computed in the dtype before.
+        device: str. The GPU that it is about; None if it is about this machine.
 
     Example:
 
-    >>> report = keras_mp.graph_rewrite.Report(
+    >>> report = keras_mp.graph_rewrite.RewriteReport(
     ...     "step", "float16", (), casts={"float16": 0, "float32": 0}, before=0)
     >>> report.by_dtype()
     {}
@@ -72,9 +70,10 @@ class Report(NamedTuple):
 
     of: str
     dtype: str
-    operations: tuple[Operation, ...]
+    operations: tuple[RewrittenOperation, ...]
     casts: dict[str, int]
     before: int
+    device: str | None = None
 
     def by_dtype(self) -> dict[str, dict[str, int]]:
         """Returns a dict of dtypes and, by type of operation, how many there are."""
@@ -86,10 +85,11 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         by_dtype = self.by_dtype()
         rewritten = by_dtype.get(self.dtype, {})
+        where = f" on a {self.device}" if self.device else ""
         head = (
-            f"Graph rewrite of {self.of}: {sum(rewritten.values())} of {len(self.operations)} "
-            f"floating-point operations compute in {self.dtype} ({self.before} without the "
-            "rewrite). Casts put in: "
+            f"Graph rewrite of {self.of}{where}: "
+            f"{sum(rewritten.values())} of {len(self.operations)} floating-point operations "
+            f"compute in {self.dtype} ({self.before} without the rewrite). Casts put in: "
             + ", ".join(f"{count} to {dtype}" for dtype, count in self.casts.items())
         )
         rows = [("operation", self.dtype, "others", "why not")]
@@ -102,48 +102,55 @@ class Report(NamedTuple):
 
 
 def report(
-    graph: tf.compat.v1.MetaGraphDef, name: str, dtype: str, compiled: bool = False
-) -> Report:
-    """Rewrites a graph as TensorFlow will, and looks at the result.
+    graph: tf.compat.v1.MetaGraphDef,
+    name: str,
+    dtype: str,
+    compiled: bool = False,
+    device: str | None = None,
+) -> RewriteReport:
+    """Rewrites a graph as TensorFlow will, and says what the result is.
 
     Args:
         graph: `MetaGraphDef`, as `of_function` and `of_fetches` make it.
         name: str. What the graph is called.
         dtype: str, "float16" or "bfloat16".
-        compiled: bool. Does XLA compile it, in place of what grappler does?
+        compiled: bool. Whether XLA compiles it, in place of what grappler does.
+        device: str. The GPU on which it would run, such as "GPU 7.0"; None for this machine.
     """
     if compiled:
         without = rewritten = graph.graph_def
     else:
-        without, rewritten = optimized(graph, None), optimized(graph, dtype)
+        without, rewritten = (optimized(graph, each, device) for each in (None, dtype))
     of_xla = _functions_for_xla(graph.graph_def)
     bodies = _bodies(without, of_xla, compiled)
     before = sum(dtype in each for body in bodies for _, each in _computations(body.nodes))
-    operations: list[Operation] = []
+    operations: list[RewrittenOperation] = []
     casts = {dtype: 0, "float32": 0}
     lists = op_lists.read(dtype)
     for body in _bodies(rewritten, of_xla, compiled):
-        why = _Why(body, dtype, lists)
+        why = _Why(body, dtype, lists, device)
         for node, dtypes in _computations(body.nodes):
             if node.op == "Cast" and node.name.endswith(_SUFFIX):
                 casts[tf.as_dtype(node.attr["DstT"].type).name] += 1
-            elif dtype in dtypes:
-                operations.append(Operation(node.name, node.op, dtype, ""))
-            else:
-                operations.append(Operation(node.name, node.op, dtypes[0], why(node, dtypes)))
-    return Report(name, dtype, tuple(operations), casts, before)
+                continue
+            in_dtype = dtype in dtypes
+            reason = "" if in_dtype else why(node, dtypes)
+            computes_in = dtype if in_dtype else dtypes[0]
+            operations.append(RewrittenOperation(node.name, node.op, computes_in, reason))
+    return RewriteReport(name, dtype, tuple(operations), casts, before, device)
 
 
-def optimized(graph: tf.compat.v1.MetaGraphDef, dtype: str | None) -> tf.compat.v1.GraphDef:
+def optimized(
+    graph: tf.compat.v1.MetaGraphDef, dtype: str | None, device: str | None = None
+) -> tf.compat.v1.GraphDef:
     """Returns what grappler makes of a graph before it runs, with the options of this program.
 
     Args:
         graph: `MetaGraphDef`, as `of_function` and `of_fetches` make it.
         dtype: str, "float16" or "bfloat16", to which it is rewritten; None for no rewrite.
+        device: str. The GPU on which it would run, such as "GPU 7.0". Defaults to this machine.
     """
-    config = passes.config_for_sessions(None, dtype or "bfloat16")
-    config = config if dtype else passes.without(config)
-    return tf_optimizer.OptimizeGraph(config, graph, verbose=False)
+    return optimize.graph(passes.config_for_sessions(None, dtype), graph, device)
 
 
 def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDef:
@@ -151,7 +158,7 @@ def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDe
 
     Args:
         function: `tf.types.experimental.ConcreteFunction`.
-        shapes: bool. Shall nodes have the shapes of their outputs? Defaults to False.
+        shapes: bool. Whether nodes have the shapes of their outputs. Defaults to False.
     """
     definition = function.graph.as_graph_def(add_shapes=shapes)
     # As TensorFlow has the graph of a function when it rewrites it.
@@ -169,11 +176,11 @@ def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDe
         result.attr["T"].type = tensor.dtype.as_datatype_enum
         result.attr["index"].i = i
         fetches.append(result.name)
-    return _with_fetches(definition, fetches)
+    return optimize.with_fetches(definition, fetches)
 
 
 def is_compiled(function: Any) -> bool:
-    """Does XLA compile a concrete function as a whole, so that grappler never sees it?
+    """Whether XLA compiles a concrete function as a whole, so that grappler never sees it.
 
     Args:
         function: `tf.types.experimental.ConcreteFunction`.
@@ -189,19 +196,11 @@ def of_fetches(fetches: Sequence[Any]) -> tf.compat.v1.MetaGraphDef:
     """
     operations = [getattr(fetch, "op", fetch) for fetch in fetches]
     definition = operations[0].graph.as_graph_def()
-    return _with_fetches(definition, [operation.name for operation in operations])
-
-
-def _with_fetches(
-    definition: tf.compat.v1.GraphDef, fetches: Sequence[str]
-) -> tf.compat.v1.MetaGraphDef:
-    result = tf.compat.v1.MetaGraphDef(graph_def=definition)
-    result.collection_def["train_op"].node_list.value.extend(fetches)
-    return result
+    return optimize.with_fetches(definition, [operation.name for operation in operations])
 
 
 class _Body(NamedTuple):
-    """The nodes of a graph or of a function in its library, and does XLA compile them?"""
+    """The nodes of a graph or of a function in its library, and whether XLA compiles them."""
 
     nodes: Sequence[tf.compat.v1.NodeDef]
     is_compiled: bool
@@ -260,13 +259,23 @@ class _Why:
 
     Args:
         body: the nodes among which they are.
-        dtype: str. To which dtype the others were rewritten.
+        dtype: str. The dtype to which the others were rewritten.
         lists: what `op_lists.read` returns.
+        device: str. The GPU that the graph was rewritten for; None for this machine.
     """
 
-    def __init__(self, body: _Body, dtype: str, lists: Mapping[str, frozenset[str]]) -> None:
+    def __init__(
+        self,
+        body: _Body,
+        dtype: str,
+        lists: Mapping[str, frozenset[str]],
+        device: str | None,
+    ) -> None:
         self._nodes = {node.name: node for node in body.nodes}
         self._is_compiled, self._dtype, self._lists = body.is_compiled, dtype, lists
+        self._device = _DEVICES[dtype] if device is None else "GPU"
+        # The pass for float16 leaves the whole graph alone then.
+        self._is_older = device is not None and float(optimize.compute_capability(device)) < 7.0
         self._behind = functools.cache(self._find_denied)
 
     def __call__(self, node: tf.compat.v1.NodeDef, dtypes: Sequence[str]) -> str:
@@ -281,10 +290,10 @@ class _Why:
             return "on no list"
         if of == "deny":
             return "on the deny list"
-        if not _has_kernel(node, self._dtype):
+        if not _has_kernel(node, self._dtype, self._device):
             return f"no {self._dtype} kernel"
-        if of == "allow":
-            return f"not on a {_DEVICES[self._dtype]} that is fast, or fetched"
+        if of == "allow" or self._is_older:
+            return f"not on a {self._device} that is fast, or fetched"
         denied = self._behind(node.name)
         return f"after {denied}" if denied else "not among operations of the allow list"
 
@@ -305,14 +314,10 @@ class _Why:
         return None
 
 
-def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str) -> bool:
-    """Can some attribute of a node be of the dtype, with the others as they are?"""
+def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str, device: str) -> bool:
+    """Whether some attribute of a node can be of the dtype, with the others as they are."""
     types = {name: each[0] for name, each in _types(node).items()}
     enum = tf.as_dtype(dtype).as_datatype_enum
-    on_device = registered_kernels.allowed_types(node.op, _DEVICES[dtype])
-    for changed in types:
-        wanted = {**types, changed: enum}
-        for allowed in on_device:
-            if all(wanted[name] in allowed.get(name, (wanted[name],)) for name in wanted):
-                return True
-    return False
+    return any(
+        registered_kernels.has_kernel(node.op, {**types, name: enum}, device) for name in types
+    )

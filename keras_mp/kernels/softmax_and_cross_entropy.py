@@ -15,13 +15,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.support import op_table
+
 # Keras's own, where it keeps probabilities from 0 and 1.
 _EPSILON = 1e-7
 # The loss of a class with a probability of 0; as Keras rounds it on its way, a little less.
 _CUT_OFF = -0.99 * math.log(_EPSILON)
 # What changes no value, or only rounds it.
-_KEEPS_VALUES = ("Cast", "Identity", "IdentityN", "CheckNumerics", "EnsureShape")
-_KEEPS_ORDER = ("Reshape", "Squeeze", "ExpandDims")
+_KEEPS_VALUES = op_table.ops(
+    *("casts", "identities", "identities of lists", "identities that check")
+)
+_KEEPS_ORDER = op_table.ops("reshapes")
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
 _STATIC = {
     "AddV2": np.add,
@@ -31,15 +35,12 @@ _STATIC = {
     "Sub": np.subtract,
 }
 # What people do to probabilities after the softmax and before the loss.
-_ADJUSTS = (
-    *_KEEPS_VALUES,
-    *_KEEPS_ORDER,
-    *("Add", "AddN", "AddV2", "AvgPool", "BroadcastTo", "ClipByValue", "ConcatV2", "DivNoNan"),
-    *("Exp", "GatherNd", "GatherV2", "Log", "Log1p", "Max", "MaxPool", "Maximum", "Mean", "Min"),
-    *("Minimum", "MirrorPad", "Mul", "Neg", "Pack", "Pad", "PadV2", "Pow", "Prod", "RealDiv"),
-    *("ResizeBilinear", "ResizeNearestNeighbor", "ReverseV2", "SelectV2", "Slice", "Split"),
-    *("SplitV", "Sqrt", "Square", "StopGradient", "StridedSlice", "Sub", "Sum", "Tile"),
-    *("Transpose", "Unpack"),
+_ADJUSTS = op_table.ops(
+    *(*op_table.SAME_NUMBERS, "identities that check", "interpolations"),
+    *("sums over axes", "sums of tensors", "products over axes", "maxima over axes"),
+    *("average pooling", "max pooling", "additions", "multiplications", "squares", "powers"),
+    *("divisions", "divisions without NaN", "reciprocals", "roots", "exponentials", "logarithms"),
+    *("maxima of two", "selections", "signs"),
 )
 
 
@@ -351,7 +352,7 @@ def _logits_of_parts(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | No
 def _before(tensor: tf.Tensor) -> tf.Tensor | None:
     """What a tensor of a graph is only a cast, or another shape, of."""
     op = tensor.op
-    is_same = op.type in (*_KEEPS_VALUES, *_KEEPS_ORDER, "Transpose")
+    is_same = op.type in _KEEPS_VALUES | _KEEPS_ORDER | {"Transpose"}
     if not is_same or _has_own_gradient(op):
         return None
     before = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]

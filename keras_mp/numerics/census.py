@@ -17,25 +17,17 @@ from keras_mp.numerics import batches, census_text, estimates, graphs, origins, 
 from keras_mp.numerics.census_text import sums
 from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
-from keras_mp.op_autocast import op_table, visible
+from keras_mp.op_autocast import cast_policy, lower_precision
+from keras_mp.support import op_table
 from keras_mp.support.messages import Line
 
 _HALF = ("float16", "bfloat16")
 # They hand on what they get, and compute nothing.
-_NO_COMPUTATIONS = frozenset(
-    (
-        *("Const", "Placeholder", "PlaceholderWithDefault", "_Arg", "_Retval", "NoOp"),
-        *("ReadVariableOp", "VarHandleOp", "AssignVariableOp", "Cast", "Identity", "IdentityN"),
-        *("StopGradient", "PreventGradient", "Snapshot", "Shape", "ShapeN", "Size", "Rank"),
-        *("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "Case"),
-        *("Enter", "Switch", "Merge", "NextIteration", "LoopCond", "Exit"),
-        *("StatelessIf", "StatelessCase", "Pack", "Unpack", "Reshape", "ExpandDims", "Squeeze"),
-        *("StridedSlice", "Slice", "ConcatV2", "Split", "SplitV", "Transpose", "Tile"),
-        *("BroadcastTo", "BroadcastGradientArgs", "ZerosLike", "OnesLike", "Fill"),
-        *("TensorListReserve", "TensorListStack", "TensorListFromTensor", "TensorListGetItem"),
-        *("TensorListSetItem", "TensorListPushBack", "TensorListPopBack", "EmptyTensorList"),
-        "TensorListElementShape",
-    )
+_NO_COMPUTATIONS = op_table.ops(
+    *("arguments", "constants", "results", "variables", "reads of variables"),
+    *("writes of variables", *op_table.SAME_NUMBERS, "shapes", "fills", "no numbers"),
+    *("calls", "conditions", "loops", "entries of frames", "exits of frames", "frames"),
+    *("empty tensors", "lists of a loop"),
 )
 
 
@@ -331,9 +323,9 @@ class _Reader:
     def _why(self, node: Node, dtype: str) -> str:
         if self.rewritten_to == dtype and self._before.get(node.path, dtype) != dtype:
             return "the graph rewrite"
-        if self._is_autocast and node.proto.op in op_table.ROWS:
-            row = op_table.ROWS[node.proto.op]
-            if row.verdict in (op_table.DENY, op_table.PROMOTE) or dtype in _HALF:
+        if self._is_autocast and node.proto.op in cast_policy.ROWS:
+            row = cast_policy.ROWS[node.proto.op]
+            if row.policy in (cast_policy.DENY, cast_policy.PROMOTE) or dtype in _HALF:
                 return f"autocast: {row.why}"
         layer, made = self._layers.layer(self._owner(node.path)), self._made.get(node.path)
         if layer is None:
@@ -396,7 +388,7 @@ class _Reader:
 
 
 def _is_autocast(name: str) -> bool:
-    return name.rpartition("/")[2].startswith(visible.NAME)
+    return name.rpartition("/")[2].startswith(lower_precision.NAME)
 
 
 def _as_dict(each: Any) -> dict[str, Any]:

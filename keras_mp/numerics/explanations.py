@@ -11,11 +11,12 @@ import tensorflow as tf
 from keras_mp.numerics import runs
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative, rms, underflow
 from keras_mp.numerics.operations import Kept, Operation
+from keras_mp.support import op_table
 
-_REDUCTIONS = {"Sum", "Mean", "BiasAddGrad", "Cumsum", "SegmentSum", "UnsortedSegmentSum", "AddN"}
-_PRODUCTS = {"MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D"}
-_POLES = {"RealDiv", "Div", "DivNoNan", "Log", "Rsqrt", "Reciprocal", "Xdivy", "Pow"}
-_DIFFERENCES = {"Sub", "AddV2", "Add", "SquaredDifference", "Mean", "Sum"}
+_REDUCTIONS = op_table.ops("sums over axes", "sums of tensors", "gradients of biases")
+_PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype") | {"Conv2D"}
+_POLES = op_table.ops("divisions", "reciprocals", "powers") | {"Log"}
+_DIFFERENCES = op_table.ops("additions", "squared differences")
 
 # A result that is that much smaller than what it is computed from has lost that many units.
 _CANCELS = 32

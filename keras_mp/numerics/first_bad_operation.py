@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.numerics import operations, running_layers
-from keras_mp.support import messages
+from keras_mp.support import messages, op_table
 
 # Rows of a variable. Operations that come later are not watched.
 _CAPACITY = 2**14
@@ -33,20 +33,17 @@ _EAGER_ROWS = 2**12
 _HISTORY = 12
 
 # What makes something else of numbers that are not finite: it looks, it does not use them.
-_ONLY_LOOKS = {
-    *("ArgMax", "ArgMin", "Equal", "Greater", "GreaterEqual", "IsFinite", "IsInf", "IsNan"),
-    *("Less", "LessEqual", "NotEqual", "Rank", "Shape", "ShapeN", "Size", "Where"),
-}
+_ONLY_LOOKS = op_table.ops("comparisons", "tests", "shapes")
 
 # Classes of graphs. The gradient of a loop takes no variables but those of its forward pass.
 _LOOP, _GRADIENT_OF_LOOP = "WhileBodyFuncGraph", "_WhileBodyGradFuncGraph"
 
 # What brings arguments into a graph.
-_PASSED_IN = {"IteratorGetNext", "Placeholder"}
+_PASSED_IN = op_table.ops("arguments", "data")
 
 # Results that are not finite where nothing is wrong: what the kernel keeps for the backward pass,
 # and what has no value yet.
-_NOT_LOOKED_AT = {"Empty", "EmptyTensorList", "TensorListReserve", "VarHandleOp"}
+_NOT_LOOKED_AT = op_table.ops("empty tensors", "variables")
 _FIRST_OUTPUT_ONLY = ("FusedBatchNorm",)
 
 

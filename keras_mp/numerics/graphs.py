@@ -15,21 +15,20 @@ from tensorflow.python.framework import op_def_registry as _op_defs
 from keras_mp.numerics import loops
 from keras_mp.numerics import work as works
 from keras_mp.numerics.work import Shape, Work
+from keras_mp.support import op_table
 
 FLOATS = {
     dtype.as_datatype_enum: dtype.name
     for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 }
 # Their results have the shape of what comes in; grappler makes such nodes, and gives them no shape.
-_SAME_SHAPE = frozenset(
-    (
-        *("Cast", "Identity", "Snapshot", "StopGradient", "PreventGradient"),
-        *("Enter", "Switch", "Merge", "NextIteration", "Exit"),
-    )
+_SAME_SHAPE = op_table.ops(
+    *("casts", "identities", "identities without a gradient"),
+    *("entries of frames", "exits of frames", "frames"),
 )
-_LOOPS = ("While", "StatelessWhile")
-_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_LOOPS = op_table.ops("loops")
+_BRANCHES = op_table.ops("conditions")
+CALLS = op_table.ops("calls")
 # What grappler puts into names where it puts functions in the place of their calls.
 _NUMBER = re.compile(r"/_\d+(?=/)")
 

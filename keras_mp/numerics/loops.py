@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.support import op_table
+
 
 def turns(condition: Any, body: Any, given: Sequence[Any]) -> int | None:
     """Returns how often a loop turns, if that is known, or else at most, or else None.
@@ -130,7 +132,7 @@ def folded(proto: Any, *inputs: Any) -> Any:
     return _FOLDED[proto.op](proto, *inputs)
 
 
-_ENTER, _EXIT = ("Enter", "RefEnter"), ("Exit", "RefExit")
+_ENTER, _EXIT = op_table.ops("entries of frames"), op_table.ops("exits of frames")
 
 
 def _element(proto: Any, values: Any, begin: Any, *_: Any) -> Any:

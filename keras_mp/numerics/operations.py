@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks as _op_callbacks
 
-from keras_mp.support import messages
+from keras_mp.support import messages, op_table
 
 # Functions of these files call what makes gradients.
 _GRADIENT_FILES = tuple(
@@ -32,13 +32,10 @@ _DATA_FOLDER = os.path.join("tensorflow", "python", "data", "")
 _BASE_LAYERS = ("layer.py", "base_layer.py")
 
 # What moves or renames numbers, and computes none.
-SAFE = {
-    *("Assert", "Bitcast", "BroadcastTo", "Cast", "Concat", "ConcatV2", "Const", "ExpandDims"),
-    *("Fill", "Gather", "GatherV2", "Identity", "IdentityN", "OnesLike", "Pack", "Pad", "PadV2"),
-    *("Placeholder", "PreventGradient", "ReadVariableOp", "Reshape", "Reverse", "ReverseV2"),
-    *("Slice", "Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Tile", "Transpose"),
-    *("Unpack", "ZerosLike"),
-}
+SAFE = op_table.ops(
+    *("arguments", "constants", "reads of variables", "fills", "no numbers"),
+    *op_table.SAME_NUMBERS,
+)
 
 
 class Operation(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keras_mp.hardware.stopwatch import CONVOLUTION, MATRIX_PRODUCT
+from keras_mp.support import op_table
 
 # Dimensions, or None for those of a tensor whose shape is not known.
 Shape = tuple[int, ...] | None
@@ -127,18 +128,20 @@ def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[.
 
 # By operation: what it is, and half of how many floating-point operations it takes.
 COUNTED = {
-    "MatMul": (MATRIX_PRODUCT, _matrix_product),
     **dict.fromkeys(
-        ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), (MATRIX_PRODUCT, _batch_of_products)
+        op_table.ops("matrix products", "matrix products into another dtype"),
+        (MATRIX_PRODUCT, _batch_of_products),
     ),
+    "MatMul": (MATRIX_PRODUCT, _matrix_product),
     "Einsum": (MATRIX_PRODUCT, _einsum),
     **{
-        f"{name}{suffix}": (CONVOLUTION, _convolution(image, kernel, "Depthwise" in name))
-        for name in ("Conv2D", "Conv3D", "DepthwiseConv2dNative")
-        for suffix, image, kernel in (
-            ("", -1, 1),
-            *((f"BackpropInput{version}", 2, 1) for version in ("", "V2")),
-            *((f"BackpropFilter{version}", 2, -1) for version in ("", "V2")),
+        op: (CONVOLUTION, _convolution(image, kernel, op.startswith("Depthwise")))
+        for kind, image, kernel in (
+            ("convolutions", -1, 1),
+            ("transposed convolutions", 2, 1),
+            ("transposed convolutions to the shape of a tensor", 2, 1),
+            ("gradients of kernels", 2, -1),
         )
+        for op in op_table.BY_KIND[kind]
     },
 }

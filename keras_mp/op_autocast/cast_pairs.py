@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.op_autocast.visible import NAME
+from keras_mp.op_autocast.lower_precision import NAME
 
 _HALF = (tf.bfloat16, tf.float16)
 
@@ -53,8 +53,8 @@ def _undone_by(op: tf.Operation) -> tf.Tensor | None:
     """The 16-bit tensor that a cast to 16 bits gives back, if it does."""
     if op.type != "Cast" or op.control_inputs or op.outputs[0].dtype not in _HALF:
         return None
-    wide = op.inputs[0].op
-    if wide.type != "Cast" or wide.outputs[0].dtype != tf.float32:
+    before = op.inputs[0].op
+    if before.type != "Cast" or before.outputs[0].dtype != tf.float32:
         return None
-    original = wide.inputs[0]
+    original = before.inputs[0]
     return original if original.dtype == op.outputs[0].dtype else None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import hardware
-from keras_mp.op_autocast import op_table
+from keras_mp.op_autocast import cast_policy
 from keras_mp.support import messages, regions
 from keras_mp.support.regions import Region
 
@@ -52,8 +52,7 @@ class autocast(contextlib.ContextDecorator):
     Raises:
         ValueError: the dtype is another one, TensorFlow has no such operation, or an operation is
             in both lists or cannot run in 16 bits.
-        TypeError: `enabled` is no bool, a list is none, or what is decorated is a class or a
-            `tf.function`.
+        TypeError: `enabled` is no bool, `allow` or `deny` is no list, or a class is decorated.
         RuntimeError: on entering, if this version of TensorFlow is not known.
 
     Example:
@@ -104,27 +103,28 @@ class autocast(contextlib.ContextDecorator):
             )
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function with the region around each call of it."""
+        """Returns the function with the region around each call of it.
+
+        Around a `tf.function` the region does what `with` does around its calls: there is a trace
+        for this region, beside those of others.
+        """
         if isinstance(function, type) or not callable(function):
             raise TypeError(
                 "`autocast(...)` decorates a function or a method, not a class: decorate its "
                 f"methods. Received: {function!r} (of type {type(function)})"
             )
         if hasattr(function, "get_concrete_function"):
-            raise TypeError(
-                "`tf.function` goes around `autocast(...)`: write `@tf.function` above "
-                f"`@keras_mp.autocast(...)`. Received: {function!r}"
-            )
+            return _FunctionInRegion(self, function)
         return super().__call__(function)
 
     def __enter__(self) -> "autocast":
         scope = _machinery("hooks").entered(self._region())
         scope.__enter__()
-        _mine.scopes.append(scope)
+        _entered.scopes.append(scope)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _mine.scopes.pop().__exit__(*error)
+        _entered.scopes.pop().__exit__(*error)
 
     def _region(self) -> Region | None:
         if not self._is_enabled:
@@ -136,6 +136,38 @@ class autocast(contextlib.ContextDecorator):
         dtype = None if self._dtype is None else self._dtype.name
         lists = f", allow={sorted(self._allow)}, deny={sorted(self._deny)}"
         return f"autocast({dtype!r}, enabled={self._is_enabled}{lists})"
+
+
+class _FunctionInRegion:
+    """A `tf.function` that is called and traced in a region.
+
+    What else it has is that of the function. Unlike a Python function around it, it can be a
+    method: TensorFlow then makes a function for each object.
+
+    Args:
+        region: `autocast`.
+        function: `tf.function`.
+    """
+
+    def __init__(self, region: autocast, function: Any) -> None:
+        functools.update_wrapper(self, function.python_function, updated=())
+        self._region, self._function = region, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._region:
+            return self._function(*args, **kwargs)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+        with self._region:
+            return self._function.get_concrete_function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "_FunctionInRegion":
+        return _FunctionInRegion(self._region, self._function.__get__(instance, owner))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._function, name)
 
 
 def autocast_inputs(dtype: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -175,7 +207,7 @@ def autocast_inputs(dtype: Any) -> Callable[[Callable[..., Any]], Callable[..., 
             region = regions.current()
             if region is None:
                 return function(*args, **kwargs)
-            cast = _machinery("visible").cast
+            cast = _machinery("lower_precision").cast
             args, kwargs = tf.nest.map_structure(lambda x: cast(x, wanted), (args, kwargs))
             with regions.none():
                 results = function(*args, **kwargs)
@@ -220,7 +252,7 @@ def autocast_state() -> AutocastState:
     return AutocastState(region.dtype, tuple(sorted(region.allow)), tuple(sorted(region.deny)))
 
 
-def autocast_ops(dtype: Any = None, device: str | None = None) -> dict[str, op_table.Row]:
+def autocast_ops(dtype: Any = None, device: str | None = None) -> dict[str, cast_policy.OpPolicy]:
     """Returns the table of operations: what a region does with each, and why.
 
     Args:
@@ -231,8 +263,8 @@ def autocast_ops(dtype: Any = None, device: str | None = None) -> dict[str, op_t
             given.
 
     Returns:
-        dict by name of the operation, sorted, of named tuples of `verdict`, which is "allow",
-        "infer", "clear", "promote", "deny" or "apart", and `why`. Operations that are not in it are
+        dict by name of the operation, sorted, of named tuples of `policy`, which is "allow",
+        "infer", "clear", "promote", "deny" or "none", and `why`. Operations that are not in it are
         left alone.
 
     Raises:
@@ -240,34 +272,34 @@ def autocast_ops(dtype: Any = None, device: str | None = None) -> dict[str, op_t
 
     Example:
 
-    >>> keras_mp.autocast_ops()["MatMul"].verdict
+    >>> keras_mp.autocast_ops()["MatMul"].policy
     'allow'
     >>> keras_mp.autocast_ops("bfloat16", "CPU")["Tanh"]
-    Row(verdict='deny', why='on CPUs its 16-bit kernel is slower than the float32 one')
+    OpPolicy(policy='deny', why='on CPUs its 16-bit kernel is slower than the float32 one')
     """
     if dtype is None and device is None:
-        return dict(sorted(op_table.ROWS.items()))
+        return dict(sorted(cast_policy.ROWS.items()))
     if device not in (None, "CPU", "GPU"):
         raise ValueError(f"Expected 'CPU' or 'GPU'. Received: device={device!r}")
     plans = _machinery("plans")
     region = Region(tf.bfloat16 if dtype is None else _checked(dtype))
     where = device or plans.usual_device()
-    return {op: plans.verdict_on(op, region, where) for op in sorted(op_table.ROWS)}
+    return {op: plans.policy_for(op, region, where) for op in sorted(cast_policy.ROWS)}
 
 
-class _ByThread(threading.local):
-    """What this thread has entered, and not left."""
+class _EnteredRegions(threading.local):
+    """The regions that this thread has entered, and not left."""
 
     def __init__(self) -> None:
-        self.scopes: list[contextlib.AbstractContextManager] = []
+        self.scopes: list[contextlib.AbstractContextManager[None]] = []
 
 
-_mine = _ByThread()
+_entered = _EnteredRegions()
 
 
 @functools.cache
 def _machinery(module: str) -> Any:
-    """A module that uses what is TensorFlow's own, which another version may not have."""
+    """Imports a module that uses TensorFlow's private names, which another version may not have."""
     try:
         return importlib.import_module(f"keras_mp.op_autocast.{module}")
     except (ImportError, AttributeError) as error:
@@ -278,16 +310,13 @@ def _machinery(module: str) -> Any:
 
 
 def _checked(dtype: Any) -> tf.DType:
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
-    if name in _NAMES:
-        return tf.as_dtype(name)
     try:
         name = tf.as_dtype(dtype).name
-        if name in _NAMES:
-            return tf.as_dtype(name)
     except TypeError:
-        pass
-    nearest = difflib.get_close_matches(str(name), _NAMES, n=1)
+        name = str(dtype)
+    if name in _NAMES:
+        return tf.as_dtype(name)
+    nearest = difflib.get_close_matches(name, _NAMES, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"Operations run in 'bfloat16' or 'float16'; None takes what is fast here.{hint} "
@@ -299,12 +328,12 @@ def _fast_dtype() -> tf.DType | None:
     policy = hardware.best_policy()
     if policy != "float32":
         return tf.as_dtype(policy.removeprefix("mixed_"))
-    _say_once()
+    _warn_once()
     return None
 
 
 @functools.cache
-def _say_once() -> None:
+def _warn_once() -> None:
     messages.warn(
         "`keras_mp.autocast()` leaves everything in float32: neither float16 nor bfloat16 is known "
         "to be faster on this machine. `python -m keras_mp.hardware` says more. "

@@ -1,18 +1,18 @@
-"""Where op autocast takes hold of TensorFlow: all of it, in one table.
+"""The functions of TensorFlow that op autocast replaces: all of them, in one table.
 
-While a region is in force anywhere in the process, the functions of the table stand in the place of
+While a region is in force anywhere in the process, the functions of the table take the place of
 TensorFlow's own; when the last region ends, TensorFlow's own are back. So code outside of a region
-is what it was, and as quick. One hook stays: functions that are made later may have to do with what
-was computed in a region.
+is what it was, and as fast. One hook stays: functions that are made later may use what was computed
+in a region.
 
-The first time, each hook is tried out. Where TensorFlow has moved something, regions refuse to be
-entered, and TensorFlow is left as it is. This module needs TensorFlow only.
+When the first region is entered, the hooks are checked. Where TensorFlow has moved something,
+regions refuse to be entered, and TensorFlow is left as it is. This module needs TensorFlow only.
 """
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from tensorflow.python.ops import gradients_util as _gradients_util
 from tensorflow.python.ops.parallel_for import pfor as _pfor
 
 from keras_mp import kernels
-from keras_mp.op_autocast import cast_pairs, operations, visible
+from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision
 from keras_mp.support import regions
 from keras_mp.support.regions import Region
 
@@ -40,7 +40,7 @@ class _Hook(NamedTuple):
     Attributes:
         owner: module or class.
         name: of the function in it.
-        make: takes TensorFlow's function and returns what stands in its place.
+        make: takes TensorFlow's function and returns what takes its place.
     """
 
     owner: Any
@@ -86,7 +86,7 @@ def _with_gradient_as_forward(own: Callable[..., Any]) -> Callable[..., Any]:
                 with entered(region):
                     return gradient(*args, **kwargs)
 
-            # TensorFlow looks whether the signature has `variables`, and looks through this.
+            # TensorFlow asks whether the signature has `variables`, and looks through this.
             return result, tf.__internal__.decorator.make_decorator(gradient, backward)
 
         return own(forward, args, kwargs)
@@ -123,9 +123,9 @@ def _without_pairs(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _HOOKS = (
-    _Hook(_pywrap_tfe, "TFE_Py_FastPathExecute", operations.in_eager),
-    _Hook(_op_def_library, "_apply_op_helper", operations.in_graph),
-    _Hook(_execute, "record_gradient", operations.on_tape),
+    _Hook(_pywrap_tfe, "TFE_Py_FastPathExecute", dispatch.in_eager),
+    _Hook(_op_def_library, "_apply_op_helper", dispatch.in_graph),
+    _Hook(_execute, "record_gradient", dispatch.on_tape),
     _Hook(_function_context, "make_function_context", _key),
     _Hook(_imperative_grad, "imperative_grad", _without_region),
     _Hook(_gradients_util, "_GradientsHelper", _without_region),
@@ -134,19 +134,19 @@ _HOOKS = (
     _Hook(_custom_gradient, "_graph_mode_decorator", _with_gradient_as_forward),
     _Hook(_mirrored_run._MirroredReplicaThread, "__init__", _in_threads_region),
 )
-_LASTING = _Hook(_atomic_function, "from_func_graph", _without_pairs)
+_PERMANENT = _Hook(_atomic_function, "from_func_graph", _without_pairs)
 
 
 class _State:
-    """Of this process."""
+    """What this process has checked, and how many regions are in force in it."""
 
-    is_tried_out = False
+    is_checked = False
     open_regions = 0
 
 
 _lock = threading.RLock()
-# What stands in the place of what, so that it is made once.
-_made: dict[_Hook, tuple[Any, Any]] = {}
+# TensorFlow's functions by ours.
+_own: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 @contextlib.contextmanager
@@ -164,8 +164,8 @@ def entered(region: Region | None) -> Iterator[None]:
             yield
         return
     with _lock:
-        if not _State.is_tried_out:
-            _try_out()
+        if not _State.is_checked:
+            _check()
         _open()
     try:
         with regions.entered(region):
@@ -189,50 +189,52 @@ def _close() -> None:
             _take_back(hook)
 
 
+@functools.cache
+def _replacement(hook: _Hook, own: Callable[..., Any]) -> Callable[..., Any]:
+    made = hook.make(own)
+    _own[made] = own
+    return made
+
+
 def _put(hook: _Hook) -> None:
-    own = getattr(hook.owner, hook.name)
-    known, ours = _made.get(hook, (None, None))
-    if own is ours:
-        return
-    if own is not known:
-        ours = hook.make(own)
-        _made[hook] = own, ours
-    setattr(hook.owner, hook.name, ours)
+    function = getattr(hook.owner, hook.name)
+    if function not in _own:
+        setattr(hook.owner, hook.name, _replacement(hook, function))
 
 
 def _take_back(hook: _Hook) -> None:
-    own, ours = _made.get(hook, (None, None))
-    # Somebody may have put a function of theirs around it meanwhile.
-    if ours is not None and getattr(hook.owner, hook.name) is ours:
-        setattr(hook.owner, hook.name, own)
+    function = getattr(hook.owner, hook.name)
+    # Other code may have put a function of its own around it meanwhile, which stays.
+    setattr(hook.owner, hook.name, _own.get(function, function))
 
 
-def _try_out() -> None:
-    """Looks at one product in each mode, before a user's is autocast."""
+def _check() -> None:
+    """Checks a product in each mode, before one of the program's is autocast."""
     runs_eagerly = tf.config.functions_run_eagerly()
     try:
-        _put(_LASTING)
+        _put(_PERMANENT)
         _open()
-        tf.config.run_functions_eagerly(False)  # Functions are what is tried, too.
+        tf.config.run_functions_eagerly(False)  # Functions are checked, too.
         try:
-            # In a thread there is nothing of what the user is in the middle of: graphs, tapes.
+            # A new thread has none of the graphs and tapes that this one is in.
             with futures.ThreadPoolExecutor(1) as thread:
                 thread.submit(_expect_all).result()
         finally:
             tf.config.run_functions_eagerly(runs_eagerly)
             _close()
     except Exception as error:
-        _take_back(_LASTING)
+        _take_back(_PERMANENT)
         raise RuntimeError(
             f"`keras_mp.autocast` does not know TensorFlow {tf.__version__}, and has left it as it "
             "is. The rest of keras_mp works. Expected a matrix product to run in bfloat16 inside "
             f"of a region, with right gradients. Found: {error!r}"
         ) from error
     kernels.install()
-    _State.is_tried_out = True
+    _State.is_checked = True
 
 
 _TRIAL = Region(tf.bfloat16)
+_X, _GRADIENTS = 3.0, [6.0, 1.0]
 
 
 def _expect(is_so: bool, what: str) -> None:
@@ -242,65 +244,46 @@ def _expect(is_so: bool, what: str) -> None:
 
 def _expect_all() -> None:
     if tf.executing_eagerly():
-        _expect_in_eager()
-        _expect_in_functions()
-    _expect_in_graphs()
-
-
-def _expect_in_eager() -> None:
-    x = tf.constant([[3.0]])
-    with tf.GradientTape(persistent=True) as tape:
-        tape.watch(x)
         with regions.entered(_TRIAL):
-            product = tf.matmul(x, x)
-            result = tf.nn.relu(product)
-    narrow = visible.origin(product).narrow
-    _expect(product.dtype == tf.float32, "a visible dtype other than float32, in eager")
-    _expect(narrow is not None and narrow.dtype == tf.bfloat16, "a float32 product, in eager")
-    _expect(visible.origin(result).narrow is not None, "a float32 Relu of it, in eager")
-    for source, expected in ((x, 6.0), (product, 1.0)):
-        gradient = tape.gradient(result, source)
-        _expect(
-            gradient is not None and gradient.numpy().item() == expected,
-            "a wrong gradient, in eager",
-        )
+            gradients = _gradients(tf.constant([[_X]]), "in eager")
+        values = [gradient.numpy().item() for gradient in gradients]
+        _expect(values == _GRADIENTS, "a wrong gradient, in eager")
+        _expect_in_functions()
+    with tf.Graph().as_default(), regions.entered(_TRIAL):
+        _gradients(tf.constant([[_X]]), "in a graph")
+
+
+def _gradients(x: tf.Tensor, where: str) -> Sequence[Any]:
+    """Differentiates a product; in a region, it has to be one in 16 bits."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        product = tf.matmul(x, x)
+        result = tf.nn.relu(product)
+    differentiate = tf.gradients if where == "in a graph" else tape.gradient
+    gradients = differentiate(result, [x, product])
+    if regions.current() is not None:
+        _expect(product.dtype == tf.float32, f"a result other than float32, {where}")
+        for each, op in ((product, "product"), (result, "Relu of it")):
+            computed = lower_precision.low_precision_of(each, tf.bfloat16)
+            _expect(computed is not None, f"a float32 {op}, {where}")
+        _expect(all(each is not None for each in gradients), f"no gradient, {where}")
+    return gradients
 
 
 def _expect_in_functions() -> None:
     @tf.function(autograph=False)
-    def function(x: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            result = tf.nn.relu(tf.matmul(x, x))
-        return tape.gradient(result, x)
+    def function(x: tf.Tensor) -> Sequence[Any]:
+        return _gradients(x, "in a function")
 
-    x = tf.constant([[3.0]])
-    outside = function(x)
+    x = tf.constant([[_X]])
+    results = [function(x)]
     with regions.entered(_TRIAL):
-        inside = function(x)
-        concrete = function.get_concrete_function(x)
-    _expect(
-        outside.numpy().item() == inside.numpy().item() == 6.0, "a wrong gradient, in a function"
-    )
+        results.append(function(x))
+        nodes = function.get_concrete_function(x).function_def.node_def
+    values = [[gradient.numpy().item() for gradient in result] for result in results]
+    _expect(values == [_GRADIENTS] * 2, "a wrong gradient, in a function")
     traces = function.experimental_get_tracing_count()
     _expect(traces == 2, f"{traces} traces of a function that was called inside and outside")
-    nodes = concrete.function_def.node_def
-    products = [node for node in nodes if node.op == "MatMul"]
-    half = tf.bfloat16.as_datatype_enum
-    _expect(
-        all(node.attr["T"].type == half for node in products), "a float32 product, in a function"
-    )
     casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
     relus = [node for node in nodes if node.op == "Relu"]
     _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")
-
-
-def _expect_in_graphs() -> None:
-    with tf.Graph().as_default(), regions.entered(_TRIAL):
-        x = tf.constant([[3.0]])
-        product = tf.matmul(x, x)
-        source = product.op.inputs[0]
-        (gradient,) = tf.gradients(tf.nn.relu(product), [product])
-    _expect(product.dtype == tf.float32, "a visible dtype other than float32, in a graph")
-    _expect(source.dtype == tf.bfloat16, "a float32 product, in a graph")
-    _expect(gradient is not None, "no gradient, in a graph")

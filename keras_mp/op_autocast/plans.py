@@ -1,62 +1,51 @@
-"""What a region does with an operation: which of its inputs are cast, and when.
+"""What a region does with an operation: which of its inputs are cast, and in which dtype it runs.
 
-This module needs TensorFlow only.
+The first is the same for all calls of an operation in a region, and is a `Plan`; the second depends
+on what comes in. This module needs TensorFlow only.
 """
 
 import difflib
 import functools
+import numbers
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry as _op_defs
 
 from keras_mp.kernels import sums
-from keras_mp.op_autocast import op_table
-from keras_mp.support import registered_kernels
+from keras_mp.op_autocast import cast_policy, lower_precision
+from keras_mp.op_autocast.cast_policy import OpPolicy
+from keras_mp.support import op_table, registered_kernels
 from keras_mp.support.regions import Region
+
+_FLOATS = (tf.float32, tf.bfloat16, tf.float16)
+# Beyond these float16 has fewer digits, or none.
+_SMALLEST, _LARGEST = 1e-4, 1e4
+# A factor can do no more harm than an addition.
+_LARGEST_FACTOR = 2.0
 
 
 class Plan(NamedTuple):
-    """Of one operation in one region.
+    """What is the same for all calls of an operation in a region.
 
     Attributes:
         op: str. Its name.
-        verdict: str. A key of `op_table.VERDICTS`; those that change nothing have no plan.
+        policy: str. A key of `cast_policy.POLICIES`; those that change nothing have no plan.
         names: of all inputs, in their order.
         positions: of the inputs that share the dtype in question.
         others: positions of other inputs, such as shapes and indices, and their dtypes, or None.
-        is_bounded: bool. Are results at most 1?
-        is_view: bool. Is the result as good as a variable if the input is?
+        is_bounded: bool. Whether results are at most 1.
+        is_view: bool. Whether the result is as good as a variable if the input is.
     """
 
     op: str
-    verdict: str
+    policy: str
     names: tuple[str, ...]
     positions: tuple[int, ...]
     others: tuple[tuple[int, tf.DType | None], ...]
     is_bounded: bool
     is_view: bool
-
-
-class Plans(dict):
-    """The plans of a region by operation, made when they are asked for; None: left alone.
-
-    Args:
-        region: Region.
-    """
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.dtype = region.dtype
-        self._region = region
-        self._device = usual_device()
-
-    def __missing__(self, op: str) -> Plan | None:
-        self[op] = plan = _make(op, self._region, self._device)
-        return plan
-
-
-plans_of = functools.cache(Plans)
 
 
 @functools.cache
@@ -65,7 +54,68 @@ def usual_device() -> str:
     return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
 
 
-def verdict_on(op: str, region: Region, device: str) -> op_table.Row | None:
+def dtype_for(plan: Plan, values: Sequence[Any], dtype: tf.DType) -> tf.DType | None:
+    """Decides in which dtype an operation runs.
+
+    Args:
+        plan: of the operation.
+        values: its inputs that share a dtype: tensors and numbers.
+        dtype: DType of the region.
+
+    Returns:
+        The region's dtype, or float32 where 16-bit and float32 tensors meet, or None: as it is.
+    """
+    found = {value.dtype for value in values if not isinstance(value, numbers.Real)}
+    if not found or not found.issubset(_FLOATS) or tf.float32 not in found:
+        return None
+    if plan.policy == cast_policy.ALLOW:
+        return dtype
+    if len(found) > 1:
+        return tf.float32
+    if plan.policy == cast_policy.PROMOTE:
+        return None
+    if not any(lower_precision.low_precision_of(value, dtype) is not None for value in values):
+        return None
+    if not all(_is_safe(value, dtype) for value in values):
+        return None
+    if plan.op == "Mul" and dtype == tf.float16 and not any(map(_is_small_factor, values)):
+        return None
+    return dtype
+
+
+def _is_safe(value: Any, dtype: tf.DType) -> bool:
+    """Whether the value fits into the dtype as well as what models compute in it."""
+    if lower_precision.low_precision_of(value, dtype) is not None:
+        return True
+    if lower_precision.origin(value).is_weight:
+        return True
+    if dtype == tf.bfloat16:  # It has the range of float32.
+        return isinstance(value, numbers.Real) or value.shape.rank == 0
+    number = _number(value)
+    return number is not None and (number == 0 or _SMALLEST <= abs(number) <= _LARGEST)
+
+
+def _is_small_factor(value: Any) -> bool:
+    if lower_precision.origin(value).is_bounded:
+        return True
+    number = _number(value)
+    return number is not None and abs(number) <= _LARGEST_FACTOR
+
+
+def _number(value: Any) -> float | None:
+    """The value of a scalar that is known here and now."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if value.shape.rank != 0:
+        return None
+    if isinstance(value, tf.__internal__.EagerTensor):
+        # Reading it from another device would wait for the device.
+        return float(value) if value.device.endswith("CPU:0") else None
+    known = tf.get_static_value(value)
+    return None if known is None else float(known)
+
+
+def policy_for(op: str, region: Region, device: str) -> OpPolicy | None:
     """Returns what is done with an operation, or None if nothing is known of it.
 
     Args:
@@ -74,33 +124,39 @@ def verdict_on(op: str, region: Region, device: str) -> op_table.Row | None:
         device: str, "CPU" or "GPU".
     """
     if op in region.deny:
-        return op_table.Row(op_table.DENY, "the user says so")
+        return OpPolicy(cast_policy.DENY, "the user says so")
     if op in region.allow:
-        return op_table.Row(op_table.ALLOW, "the user says so")
-    row = op_table.ROWS.get(op)
-    if row is None or row.verdict not in (op_table.ALLOW, op_table.INFER, op_table.CLEAR):
+        return OpPolicy(cast_policy.ALLOW, "the user says so")
+    row = cast_policy.ROWS.get(op)
+    if row is None or row.policy not in (cast_policy.ALLOW, cast_policy.INFER, cast_policy.CLEAR):
         return row
-    if region.dtype == tf.float16 and op in op_table.SUMS_IN_FLOAT16:
-        return op_table.Row(op_table.DENY, op_table.WHY_NOT_IN_FLOAT16)
-    if device == "CPU" and op in op_table.SLOW_ON_CPU:
-        return op_table.Row(op_table.DENY, op_table.WHY_SLOW_ON_CPU)
+    if region.dtype == tf.float16 and op in cast_policy.SUMS_IN_FLOAT16:
+        return OpPolicy(cast_policy.DENY, cast_policy.WHY_NOT_IN_FLOAT16)
+    if device == "CPU" and op in cast_policy.SLOW_ON_CPU:
+        return OpPolicy(cast_policy.DENY, cast_policy.WHY_SLOW_ON_CPU)
     if not _has_kernels(op, region.dtype, device):
         why = f"this TensorFlow has no {region.dtype.name} kernel of it for a {device}"
-        return op_table.Row(op_table.DENY, why)
+        return OpPolicy(cast_policy.DENY, why)
     return row
 
 
-def _make(op: str, region: Region, device: str) -> Plan | None:
-    row = verdict_on(op, region, device)
-    if row is None or row.verdict in (op_table.DENY, op_table.APART):
+@functools.cache
+def plan_of(op: str, region: Region) -> Plan | None:
+    """Returns what a region does with an operation, or None if it is left alone.
+
+    Args:
+        op: str.
+        region: Region.
+    """
+    row = policy_for(op, region, usual_device())
+    if row is None or row.policy in (cast_policy.DENY, cast_policy.NONE):
         return None
-    op_def = _op_defs.get(op)
-    attr = None if op_def is None else dtype_attr(op, region.dtype)
-    if attr is None:
+    op_def, attr = _op_defs.get(op), dtype_attr(op, region.dtype)
+    if op_def is None or attr is None:
         return None
     return Plan(
         op=op,
-        verdict=row.verdict,
+        policy=row.policy,
         names=tuple(arg.name for arg in op_def.input_arg),
         positions=tuple(i for i, arg in enumerate(op_def.input_arg) if arg.type_attr == attr),
         others=tuple(
@@ -108,8 +164,8 @@ def _make(op: str, region: Region, device: str) -> Plan | None:
             for i, arg in enumerate(op_def.input_arg)
             if arg.type_attr != attr and not arg.number_attr and not arg.type_list_attr
         ),
-        is_bounded=op in op_table.BOUNDED,
-        is_view=op in op_table.VIEWS,
+        is_bounded=op in cast_policy.BOUNDED,
+        is_view=op in cast_policy.VIEWS,
     )
 
 
@@ -119,10 +175,12 @@ def dtype_attr(op: str, dtype: tf.DType) -> str | None:
     It is that of the first input that may be float32 as well as of the dtype.
 
     Args:
-        op: str. The name of a registered operation.
+        op: str. The operation's name.
         dtype: DType.
     """
     op_def = _op_defs.get(op)
+    if op_def is None:
+        return None
     wanted = {tf.float32.as_datatype_enum, dtype.as_datatype_enum}
     allowed = {attr.name: set(attr.allowed_values.list.type) for attr in op_def.attr}
     for arg in op_def.input_arg:
@@ -179,15 +237,10 @@ def check_names(argument: str, ops: Any, dtype: tf.DType | None) -> frozenset[st
 
 
 def _has_kernels(op: str, dtype: tf.DType, device: str) -> bool:
-    ops = (op, *op_table.GRADIENTS.get(op, ()))
-    return all(_has_kernel(each, dtype, device) for each in ops)
+    return all(_has_kernel(each, dtype, device) for each in (op, *op_table.gradients_of(op)))
 
 
 @functools.cache
 def _has_kernel(op: str, dtype: tf.DType, device: str) -> bool:
-    if _op_defs.get(op) is None:
-        return False
-    attr = dtype_attr(op, dtype)
-    enum = dtype.as_datatype_enum
-    allowed = registered_kernels.allowed_types(op, device, "DEFAULT")
-    return any(enum in of_kernel.get(attr, (enum,)) for of_kernel in allowed)
+    attr, enum = dtype_attr(op, dtype), dtype.as_datatype_enum
+    return attr is not None and registered_kernels.has_kernel(op, {attr: enum}, device)

@@ -1,6 +1,6 @@
-"""Which op autocast is in force in this thread. `op_autocast` acts on it.
+"""The region of `autocast` that is in force in this thread. `op_autocast` acts on it.
 
-It is here, below all rooms, so that code whose dtypes are its own business can step out of it. This
+It is here, below all subpackages, so that code that chooses its dtypes itself can leave it. This
 module needs TensorFlow only.
 """
 
@@ -26,18 +26,18 @@ class Region(NamedTuple):
     deny: frozenset[str] = frozenset()
 
 
-class _ByThread(threading.local):
-    """The region of this thread, and those around it."""
+class _CurrentRegion(threading.local):
+    """The region of this thread."""
 
     region: Region | None = None
 
 
-_mine = _ByThread()
+_thread = _CurrentRegion()
 
 
 def current() -> Region | None:
     """Returns the region that is in force in this thread; None where nothing is autocast."""
-    return _mine.region
+    return _thread.region
 
 
 @contextlib.contextmanager
@@ -47,12 +47,12 @@ def entered(region: Region | None) -> Iterator[None]:
     Args:
         region: Region or None.
     """
-    before = _mine.region
-    _mine.region = region
+    before = _thread.region
+    _thread.region = region
     try:
         yield
     finally:
-        _mine.region = before
+        _thread.region = before
 
 
 def none() -> contextlib.AbstractContextManager[None]:

@@ -1,23 +1,30 @@
 """Which kernels TensorFlow has registered for an operation."""
 
 import functools
+from collections.abc import Mapping
 
 from tensorflow.python.framework import kernels as _kernels
 
 
-@functools.cache
-def allowed_types(op: str, *devices: str) -> tuple[dict[str, frozenset[int]], ...]:
-    """Returns what the kernels of an operation allow, one for each kernel.
+def has_kernel(op: str, types: Mapping[str, int], device: str) -> bool:
+    """Whether a kernel of an operation computes in some dtypes.
 
     Args:
         op: str. The operation's type.
-        *devices: str. Types of devices, such as "CPU"; "DEFAULT" is any.
-
-    Returns:
-        tuple of dicts: for each attribute that a kernel limits, the numbers of its dtypes.
+        types: by attribute of the operation, the number of its dtype.
+        device: str. The type of the device, "CPU" or "GPU".
     """
+    return any(
+        all(dtype in allowed.get(name, (dtype,)) for name, dtype in types.items())
+        for allowed in _allowed_types(op, device)
+    )
+
+
+@functools.cache
+def _allowed_types(op: str, device: str) -> tuple[dict[str, frozenset[int]], ...]:
+    """The dtypes that each kernel allows, by the attributes that it limits."""
     return tuple(
         {each.name: frozenset(each.allowed_values.list.type) for each in kernel.constraint}
         for kernel in _kernels.get_registered_kernels_for_op(op).kernel
-        if kernel.device_type in devices
+        if kernel.device_type in (device, "DEFAULT")
     )

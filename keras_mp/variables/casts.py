@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 
-from keras_mp.support import host
+from keras_mp.support import host, op_table
 
 # Graphs that run where they are built. Nothing public tells them from those of functions.
 _CONTROL_FLOW = (
@@ -28,9 +28,7 @@ _CONTROL_FLOW = (
 )
 
 # Operations that take the handle of a variable and leave its value alone.
-_READS = frozenset(
-    ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp")
-)
+_READS = op_table.ops("reads of variables", "looks at variables")
 # On operations that call a function: which of their inputs the function only reads.
 _READ_ONLY_INPUTS = "_read_only_resource_inputs"
 

@@ -72,7 +72,7 @@ def test_a_config_of_nothing_has_the_options_of_tf_config():
 
 def test_a_config_without_the_passes():
     passes.turn_on("bfloat16")
-    rewriter = passes.without(passes.config_for_sessions(None, "bfloat16")).graph_options
-    rewriter = rewriter.rewrite_options
-    assert rewriter.auto_mixed_precision_onednn_bfloat16 == rewriter.OFF
-    assert rewriter.auto_mixed_precision == rewriter.OFF
+    for given in (None, passes.config_for_sessions(None, "float16")):
+        rewriter = passes.config_for_sessions(given, None).graph_options.rewrite_options
+        assert rewriter.auto_mixed_precision_onednn_bfloat16 == rewriter.OFF
+        assert rewriter.auto_mixed_precision == rewriter.OFF

@@ -1,5 +1,6 @@
 """Regions: nesting, threads, decorators, errors, and what is said of them."""
 
+import copy
 import threading
 
 import pytest
@@ -72,6 +73,64 @@ def test_decorator_with_autograph():
 
     x = tf.constant([[1.0 + 2**-10]])
     assert tf.function(function)(x).numpy().item() == 4.0
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_decorator_of_a_tf_function(jit_compile):
+    """It does what `with` does around each call."""
+
+    @tf.function(jit_compile=jit_compile)
+    def function(x):
+        """Documentation."""
+        if tf.reduce_sum(x) > 0:
+            x = x * 2.0
+        return tf.matmul(x, x)
+
+    decorated = keras_mp.autocast("bfloat16")(function)
+    x = tf.constant([[1.0 + 2**-10]])
+    exact = function(x)
+    with keras_mp.autocast("bfloat16"):
+        expected = function(x)
+    assert decorated(x).numpy().item() == expected.numpy().item() == 4.0 != exact.numpy().item()
+    assert function(x).numpy().item() == exact.numpy().item()
+    assert decorated.experimental_get_tracing_count() == 2  # one for each of both regions
+    assert (decorated.__name__, decorated.__doc__) == ("function", "Documentation.")
+    assert decorated.get_concrete_function(x)(x).numpy().item() == 4.0
+    assert tf.function(lambda x: (decorated(x), x))(x)[0].numpy().item() == 4.0
+    assert not is_autocast()
+
+
+def test_decorator_of_a_tf_function_that_is_a_method():
+    class Product(tf.Module):
+        w = None
+
+        @keras_mp.autocast("bfloat16")
+        @tf.function
+        def __call__(self, x):
+            if self.w is None:
+                self.w = tf.Variable(x)
+            return tf.matmul(x, self.w)
+
+    x = tf.constant([[1.0 + 2**-10]])
+    for product in (Product(), Product()):  # Each makes a variable when it is traced first.
+        assert product(x).numpy().item() == 1.0
+        assert product.w.dtype == tf.float32
+        assert product.__call__.get_concrete_function(x)(x).numpy().item() == 1.0
+
+
+def test_a_decorated_tf_function_is_saved_as_a_signature(tmp_path):
+    class Product(tf.Module):
+        @keras_mp.autocast("bfloat16")
+        @tf.function(input_signature=[tf.TensorSpec([1, 1])])
+        def product(self, x):
+            return tf.matmul(x, x)
+
+    module, x = Product(), tf.constant([[1.0 + 2**-10]])
+    signature = module.product.get_concrete_function()
+    tf.saved_model.save(module, str(tmp_path), signatures=signature)
+    served = tf.saved_model.load(str(tmp_path)).signatures["serving_default"](x)
+    assert served["output_0"].numpy().item() == module.product(x).numpy().item() == 1.0
+    assert copy.deepcopy(module).product(x).numpy().item() == 1.0
 
 
 def test_region_in_a_function_that_autograph_converts():
@@ -174,7 +233,7 @@ def test_a_dtype_that_is_fast_here(monkeypatch):
 
 def test_where_no_dtype_is_fast_it_is_said_once(monkeypatch):
     monkeypatch.setattr(verdicts, "best_policy", lambda: ("float32", ""))
-    module._say_once.cache_clear()
+    module._warn_once.cache_clear()
     region = keras_mp.autocast()
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="leaves everything in float32"), region:
         assert not is_autocast()
@@ -196,11 +255,11 @@ def test_table_for_a_device():
     everywhere, cpu = keras_mp.autocast_ops(), keras_mp.autocast_ops("float16", "CPU")
     assert everywhere.keys() == cpu.keys()
     assert list(cpu) == sorted(cpu)
-    assert everywhere["Tanh"].verdict == "infer"
-    assert cpu["Tanh"].verdict == "deny"
-    assert cpu["MatMul"].verdict == "allow"
+    assert everywhere["Tanh"].policy == "infer"
+    assert cpu["Tanh"].policy == "deny"
+    assert cpu["MatMul"].policy == "allow"
     # TensorFlow has this kernel in bfloat16 only.
-    assert (cpu["MaxPool3D"].verdict, everywhere["MaxPool3D"].verdict) == ("deny", "clear")
+    assert (cpu["MaxPool3D"].policy, everywhere["MaxPool3D"].policy) == ("deny", "clear")
     with pytest.raises(ValueError, match="device='TPU'"):
         keras_mp.autocast_ops(device="TPU")
 
@@ -253,8 +312,6 @@ def test_what_cannot_be_decorated():
         class Module(tf.Module):
             pass
 
-    with pytest.raises(TypeError, match=r"write `@tf.function` above"):
-        keras_mp.autocast("bfloat16")(tf.function(tf.nn.relu))
     with pytest.raises(TypeError, match="with parentheses"):
         keras_mp.autocast(lambda x: x)
 
@@ -267,5 +324,5 @@ def test_sums_that_overflow_in_float16_stay_in_float32():
         pooled = tf.nn.avg_pool2d(window @ one, 64, 64, "VALID")
     assert float(tf.squeeze(total)) == 80_000
     assert float(tf.squeeze(pooled)) == 30
-    assert keras_mp.autocast_ops("float16", "CPU")["AvgPool"].verdict == "deny"
-    assert keras_mp.autocast_ops("bfloat16", "CPU")["AvgPool"].verdict == "infer"
+    assert keras_mp.autocast_ops("float16", "CPU")["AvgPool"].policy == "deny"
+    assert keras_mp.autocast_ops("bfloat16", "CPU")["AvgPool"].policy == "infer"

@@ -37,7 +37,7 @@ def test_with_respect_to_intermediates(wrap):
 
 
 def test_of_a_tensor_that_several_operations_take():
-    """What they give back is summed in float32, as the visible tensor is float32."""
+    """What they give back is summed in float32, as what the program sees is float32."""
     with keras_mp.autocast("bfloat16"), tf.GradientTape() as tape:
         x = normal(1, 1) @ tf.eye(1)
         tape.watch(x)
@@ -45,7 +45,7 @@ def test_of_a_tensor_that_several_operations_take():
     assert tape.gradient(y, x).numpy().item() == 5 + 10 * 2.0**-7
 
 
-def test_a_visible_tensor_that_is_watched_late():
+def test_a_float32_tensor_that_is_watched_late():
     with keras_mp.autocast("bfloat16"):
         z = normal(2, 2) @ normal(2, 2)
         with tf.GradientTape() as tape:

@@ -102,7 +102,7 @@ def test_a_tensorflow_that_does_not_use_a_hook_is_refused(name, found, monkeypat
     broken = [hook for hook in hooks._HOOKS if hook.name == name]
     kept = tuple(hook for hook in hooks._HOOKS if hook not in broken)
     monkeypatch.setattr(hooks, "_HOOKS", kept)
-    monkeypatch.setattr(hooks._State, "is_tried_out", False)
+    monkeypatch.setattr(hooks._State, "is_checked", False)
     expected = f"does not know TensorFlow.*{found}"
     with pytest.raises(RuntimeError, match=expected), keras_mp.autocast("bfloat16"):
         pass
@@ -113,17 +113,17 @@ def test_a_tensorflow_that_does_not_use_a_hook_is_refused(name, found, monkeypat
 
 
 def test_without_the_hook_on_functions_it_is_refused(monkeypatch):
-    monkeypatch.setattr(hooks._State, "is_tried_out", False)
-    hooks._take_back(hooks._LASTING)
-    monkeypatch.setattr(hooks, "_LASTING", hooks._Hook(hooks, "_expect", lambda own: own))
+    monkeypatch.setattr(hooks._State, "is_checked", False)
+    hooks._take_back(hooks._PERMANENT)
+    monkeypatch.setattr(hooks, "_PERMANENT", hooks._Hook(hooks, "_expect", lambda own: own))
     with pytest.raises(RuntimeError, match="nothing needs"), keras_mp.autocast("bfloat16"):
         pass
     monkeypatch.undo()
-    hooks._put(hooks._LASTING)
+    hooks._put(hooks._PERMANENT)
 
 
 def test_entered_first_within_a_function_and_a_tape(monkeypatch):
-    monkeypatch.setattr(hooks._State, "is_tried_out", False)
+    monkeypatch.setattr(hooks._State, "is_checked", False)
     w = tf.Variable(normal(2, 2))
 
     @tf.function
@@ -133,4 +133,4 @@ def test_entered_first_within_a_function_and_a_tape(monkeypatch):
         return tape.gradient(y, w)
 
     assert function().dtype == tf.float32
-    assert hooks._State.is_tried_out
+    assert hooks._State.is_checked

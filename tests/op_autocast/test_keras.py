@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.op_autocast import operations
+from keras_mp.op_autocast import dispatch
 from tests.common import digits
 from tests.op_autocast.common import error, region
 
@@ -71,13 +71,13 @@ def test_fit(make):
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_what_runs_in_16_bits(run_eagerly, monkeypatch):
     found = set()
-    own = operations._widened
+    own = dispatch._to_float32
 
     def widened(result, dtype, plan):
         found.add((plan.op, dtype.name))
         return own(result, dtype, plan)
 
-    monkeypatch.setattr(operations, "_widened", widened)
+    monkeypatch.setattr(dispatch, "_to_float32", widened)
     x, y = (each[:32] for each in digits())
     model = compiled(convolutions, run_eagerly=run_eagerly)
     with keras_mp.autocast("bfloat16"):

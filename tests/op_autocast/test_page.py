@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from keras_mp.op_autocast import op_table
+from keras_mp.op_autocast import cast_policy
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "autocast.md").read_text()
 
@@ -11,10 +11,10 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "autocast.md").read_text()
 def table():
     """The table of operations in Markdown."""
     groups = {}
-    for op, row in op_table.ROWS.items():
+    for op, row in cast_policy.ROWS.items():
         groups.setdefault(row, []).append(f"`{op}`")
-    rows = ["| verdict | operations | why |", "|---|---|---|"]
-    rows += [f"| {row.verdict} | {', '.join(ops)} | {row.why} |" for row, ops in groups.items()]
+    rows = ["| policy | operations | why |", "|---|---|---|"]
+    rows += [f"| {row.policy} | {', '.join(ops)} | {row.why} |" for row, ops in groups.items()]
     return "\n".join(rows)
 
 
@@ -30,5 +30,5 @@ def test_the_programs_print_what_the_page_says(capsys):
 
 def test_the_table_is_that_of_the_package():
     assert table() in PAGE
-    for verdict, meaning in op_table.VERDICTS.items():
-        assert f" - **{verdict}**: {meaning}" in PAGE
+    for policy, meaning in cast_policy.POLICIES.items():
+        assert f" - **{policy}**: {meaning}" in PAGE

@@ -102,9 +102,10 @@ def test_the_block_about_overflows_prints_what_it_says(tmp_path, capfd):
 
 
 def test_the_blocks_about_the_graph_rewrite_print_the_table(tmp_path, capfd):
-    *lines, in_deny = printed_by_the_blocks_of("graph_rewrite.md", tmp_path, capfd)
+    *lines, older_gpu, gpu, in_deny = printed_by_the_blocks_of("graph_rewrite.md", tmp_path, capfd)
     assert in_deny == "True"
     said = (ROOT / "docs" / "graph_rewrite.md").read_text()
+    assert f"# {older_gpu}\n# {gpu}\n" in said
     # Another Keras, or TensorFlow, has other operations around the matrix products.
     [products] = [line.split()[:3] for line in lines if line.startswith("MatMul")]
     assert products == ["MatMul", "5", "0"]

@@ -9,11 +9,12 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp.numerics import origins, work
 from keras_mp.numerics.hazards.look import HALF, Finding, Look, Suspect, widened
+from keras_mp.support import op_table
 
 # With less of a model's work, a layer is not worth a word.
 _LARGE_SHARE = 0.01
 _HALF = ("float16", "bfloat16")
-_MOVES = ("Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze")
+_MOVES = op_table.ops("identities", "reshapes", "views")
 
 
 def layers_against_their_policy(look: Look) -> Iterator[Suspect]:

@@ -6,11 +6,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.numerics.hazards.look import HALF, UNIT_ROUNDOFF, Finding, Look, Suspect, widened
+from keras_mp.support import op_table
 
 # What stands between probabilities and the logarithm of a cross entropy.
-_ON_THE_WAY = (
-    *("Cast", "Identity", "Maximum", "Minimum", "ClipByValue", "RealDiv", "DivNoNan", "Reshape"),
-    *("Sub", "AddV2", "Squeeze", "ExpandDims"),
+_ON_THE_WAY = op_table.ops(
+    *("casts", "identities", "reshapes", "maxima of two", "additions"),
+    *("divisions", "divisions without NaN"),
 )
 # In nats. A probability that is 5 % off.
 _TOO_FAR = 0.05

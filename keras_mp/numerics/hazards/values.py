@@ -18,8 +18,9 @@ from keras_mp.numerics.hazards.look import (
     static_value,
     widened,
 )
+from keras_mp.support import op_table
 
-_DIVIDE = ("RealDiv", "Div", "Rsqrt", "Reciprocal", "Inv", "Log", "Xdivy")
+_DIVIDE = op_table.ops("divisions", "reciprocals") | {"Log"}
 _MOST_VARIANCE = 0.01
 
 

@@ -1,4 +1,4 @@
-"""How an operation runs in a region: what stands between generated code and TensorFlow.
+"""How an operation runs in a region: what is called between generated code and TensorFlow.
 
 Generated code makes operations through one function in eager and through another one in graphs,
 and tells tapes about the latter through a third. In a region those are the functions of this
@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import core as _core
 
-from keras_mp.op_autocast import decisions, plans, visible
+from keras_mp.op_autocast import lower_precision, plans
+from keras_mp.op_autocast.lower_precision import Origin
 from keras_mp.op_autocast.plans import Plan
-from keras_mp.op_autocast.visible import Origin
 from keras_mp.support import regions
 
 _READS = "ReadVariableOp"
@@ -33,15 +33,15 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
         region = regions.current()
         if region is None:
             return execute(context, op, name, *args)
-        plan = plans.plans_of(region)[op]
+        plan = plans.plan_of(op, region)
         if plan is None:
             result = execute(context, op, name, *args)
             if op == _READS and result.dtype == tf.float32:
-                visible.mark(result, _WEIGHT)
+                lower_precision.mark(result, _WEIGHT)
             return result
         given = _read([args[i] for i in plan.positions])
         values = _values(given)
-        dtype = None if values is None else decisions.dtype_for(plan, values, region.dtype)
+        dtype = None if values is None else plans.dtype_for(plan, values, region.dtype)
         if dtype is None and not plan.is_view:
             return execute(context, op, name, *args)
         # Given lists or variables, TensorFlow may leave this function, and run the operation
@@ -62,8 +62,8 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
             # A kernel that cannot; or the user's mistake, which is reported as ever.
             return execute(context, op, name, *args)
         if isinstance(results, list | tuple):
-            return type(results)(_widened(each, region.dtype, plan) for each in results)
-        return _widened(results, region.dtype, plan)
+            return type(results)(_to_float32(each, region.dtype, plan) for each in results)
+        return _to_float32(results, region.dtype, plan)
 
     return call
 
@@ -80,16 +80,16 @@ def in_graph(apply: Callable[..., Any]) -> Callable[..., Any]:
         region = regions.current()
         if region is None:
             return apply(op_type_name, name, **keywords)
-        plan = plans.plans_of(region)[op_type_name]
+        plan = plans.plan_of(op_type_name, region)
         if plan is None:
             made = apply(op_type_name, name, **keywords)
             if op_type_name == _READS and made[3][0].dtype == tf.float32:
-                visible.mark(made[3][0], _WEIGHT)
+                lower_precision.mark(made[3][0], _WEIGHT)
             return made
         names = [plan.names[i] for i in plan.positions]
         given = _read([keywords[each] for each in names])
         values = _values(given)
-        dtype = None if values is None else decisions.dtype_for(plan, values, region.dtype)
+        dtype = None if values is None else plans.dtype_for(plan, values, region.dtype)
         if dtype is None:
             made = apply(op_type_name, name, **keywords)
             _noted(made[3][0] if made[3] else None, plan, values)
@@ -97,7 +97,7 @@ def in_graph(apply: Callable[..., Any]) -> Callable[..., Any]:
         keywords.update({each: _cast(value, dtype) for each, value in zip(names, given)})
         structure, is_stateful, op, outputs = apply(op_type_name, name, **keywords)
         # Tapes hear of these casts when they have heard of the operation: see `on_tape`.
-        outputs = [_widened(each, region.dtype, plan) for each in outputs]
+        outputs = [_to_float32(each, region.dtype, plan) for each in outputs]
         return structure, is_stateful, op, outputs
 
     return call
@@ -111,14 +111,12 @@ def on_tape(record: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(op: Any, inputs: Any, attributes: Any, results: Any) -> None:
-        shown = {i: visible.origin(each).narrow for i, each in enumerate(results)}
-        shown = {i: narrow for i, narrow in shown.items() if narrow is not None}
-        if not shown:
-            record(op, inputs, attributes, results)
-            return
-        record(op, inputs, attributes, [shown.get(i, each) for i, each in enumerate(results)])
-        for i, narrow in shown.items():
-            record("Cast", [narrow], (), [results[i]])
+        computed = [lower_precision.origin(each).low_precision for each in results]
+        pairs = list(zip(computed, results))
+        record(op, inputs, attributes, [r if c is None else c for c, r in pairs])
+        for each, result in pairs:
+            if each is not None:
+                record("Cast", [each], (), [result])
 
     return call
 
@@ -152,21 +150,21 @@ def _cast(value: Any, dtype: tf.DType) -> Any:
         return [_cast(each, dtype) for each in value]
     if dtype == tf.float32:  # A 16-bit tensor meets float32 ones.
         return tf.cast(value, dtype)
-    return visible.narrowed(value, dtype)
+    return lower_precision.to_low_precision(value, dtype)
 
 
-def _widened(result: Any, dtype: tf.DType, plan: Plan) -> Any:
+def _to_float32(result: Any, dtype: tf.DType, plan: Plan) -> Any:
     if isinstance(result, list | tuple):
-        return [_widened(each, dtype, plan) for each in result]
+        return [_to_float32(each, dtype, plan) for each in result]
     if not tf.is_tensor(result) or result.dtype != dtype:
         return result
-    shown = visible.widened(result)
-    visible.mark(shown, Origin(result, plan.is_bounded))
-    return shown
+    cast = lower_precision.to_float32(result)
+    lower_precision.mark(cast, Origin(result, plan.is_bounded))
+    return cast
 
 
 def _noted(result: Any, plan: Plan, values: Sequence[Any] | None) -> Any:
     """The result of an operation that was left alone: what it made of a weight is one, too."""
-    if plan.is_view and values and visible.origin(values[0]).is_weight:
-        visible.mark(result, _WEIGHT)
+    if plan.is_view and values and lower_precision.origin(values[0]).is_weight:
+        lower_precision.mark(result, _WEIGHT)
     return result

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.op_autocast import visible
+from keras_mp.op_autocast import lower_precision
 from tests.common import once
 from tests.op_autocast.common import HALF, normal, region
 
@@ -15,20 +15,20 @@ X = normal(4, 4)
 IMAGE, FILTER = normal(1, 4, 4, 2), normal(3, 3, 2, 2)
 
 
-def narrow(tensor):
-    """The dtype in which a visible tensor was computed."""
-    found = visible.origin(tensor).narrow
+def computed_dtype(tensor):
+    """The dtype in which a tensor that the program sees as float32 was computed."""
+    found = lower_precision.origin(tensor).low_precision
     return "float32" if found is None else found.dtype.name
 
 
 def computed_in(function, dtype, eager=True):
-    """The dtype in which the results of a function were computed. They are visible as float32."""
+    """The dtype in which the results of a function were computed. The program gets float32."""
     found = []
 
     def call(z):
         with region(dtype):
             results = tf.nest.flatten(function(tf.matmul(z, z)))
-        found.extend(map(narrow, results))
+        found.extend(map(computed_dtype, results))
         assert {result.dtype for result in results} == {tf.float32}
         return results
 
@@ -36,7 +36,7 @@ def computed_in(function, dtype, eager=True):
     return set(found).pop() if len(set(found)) == 1 else found
 
 
-# By verdict: functions of a matrix that was computed in 16 bits.
+# By policy: functions of a matrix that was computed in 16 bits.
 CASES = {
     "16 bits": {
         "MatMul": lambda z: z @ z,
@@ -161,8 +161,8 @@ def test_a_bounded_factor_in_float16():
     # Sigmoid is float32 on CPUs unless it is allowed.
     with keras_mp.autocast("float16", allow=["Sigmoid"]):
         z = X @ X
-        assert narrow(tf.sigmoid(z) * z) == "float16"
-        assert narrow(z * z) == "float32"
+        assert computed_dtype(tf.sigmoid(z) * z) == "float16"
+        assert computed_dtype(z * z) == "float32"
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
@@ -201,19 +201,19 @@ def test_16_bit_tensors_of_the_users_meet_float32(wrap):
         np.testing.assert_allclose(results[0], exact @ X, atol=0.05)
 
 
-def test_a_visible_tensor_in_a_region_of_the_other_dtype():
+def test_a_tensor_of_one_region_in_a_region_of_the_other_dtype():
     with keras_mp.autocast("bfloat16"):
         z = X @ X
         with keras_mp.autocast("float16"):
-            assert narrow(tf.nn.relu(z)) == "float32"
-            assert narrow(z @ z) == "float16"
+            assert computed_dtype(tf.nn.relu(z)) == "float32"
+            assert computed_dtype(z @ z) == "float16"
 
 
 def test_numbers_lists_and_arrays_as_arguments():
     with keras_mp.autocast("bfloat16"):
         z = tf.matmul([[1.0, 2.0]], np.ones([2, 2], "float32"))
-        assert narrow(z) == "bfloat16"
-        assert narrow(tf.raw_ops.AddV2(x=z, y=1)) == "bfloat16"
+        assert computed_dtype(z) == "bfloat16"
+        assert computed_dtype(tf.raw_ops.AddV2(x=z, y=1)) == "bfloat16"
         assert tf.matmul(np.ones([2, 2]), np.ones([2, 2])).dtype == tf.float64
 
 

@@ -1,10 +1,10 @@
-"""The two faces of a tensor: 16-bit for the operations of a region, float32 for everybody else.
+"""The two dtypes of a tensor: 16 bits for the operations of a region, float32 for the program.
 
-What a 16-bit operation computed is cast to float32, and that is what user code sees: the *visible*
-tensor. It remembers its 16-bit *origin*. The next operation gets a cast of the visible tensor, so
-that the visible tensor stays a node of what is differentiated, and gradients with respect to it are
-right. In eager that cast shares the memory of the origin. In a graph it is a cast, which
-`cast_pairs` takes out.
+What a 16-bit operation computes is cast to float32, and that is what the program gets. The float32
+tensor remembers the 16-bit one. The next operation gets a cast of the float32 tensor, so that this
+one stays a node of what is differentiated, and gradients with respect to it are right. In eager
+that cast shares the memory of the 16-bit tensor. In a graph it is a cast, which `cast_pairs` takes
+out.
 
 This module needs TensorFlow only.
 """
@@ -27,12 +27,12 @@ class Origin(NamedTuple):
     """What is known of a float32 tensor.
 
     Attributes:
-        narrow: 16-bit tensor that has the same value, or None.
-        is_bounded: bool. Is the value at most 1?
-        is_weight: bool. Is it the value of a variable?
+        low_precision: 16-bit tensor that has the same value, or None.
+        is_bounded: bool. Whether the value is at most 1.
+        is_weight: bool. Whether it is the value of a variable.
     """
 
-    narrow: tf.Tensor | None = None
+    low_precision: tf.Tensor | None = None
     is_bounded: bool = False
     is_weight: bool = False
 
@@ -50,25 +50,25 @@ def mark(tensor: tf.Tensor, known: Origin) -> None:
     tensor._keras_mp_origin = known
 
 
-def narrow_of(tensor: Any, dtype: tf.DType) -> tf.Tensor | None:
-    """Returns the 16-bit tensor that a visible one was made of, where it is of that dtype.
+def low_precision_of(tensor: Any, dtype: tf.DType) -> tf.Tensor | None:
+    """Returns the 16-bit tensor that a float32 one was cast from, where it is of that dtype.
 
     Args:
         tensor: any tensor.
         dtype: DType.
 
     Returns:
-        The tensor, or None; of a tensor of another graph always None.
+        The tensor; None also for a tensor of another graph.
     """
-    narrow = origin(tensor).narrow
-    if narrow is None or narrow.dtype != dtype:
+    found = origin(tensor).low_precision
+    if found is None or found.dtype != dtype:
         return None
     graph = host.current_graph()
-    return narrow if graph is None or getattr(narrow, "graph", None) is graph else None
+    return found if graph is None or getattr(found, "graph", None) is graph else None
 
 
-def narrowed(tensor: Any, dtype: tf.DType) -> tf.Tensor:
-    """Casts what is visible for an operation of a region.
+def to_low_precision(tensor: Any, dtype: tf.DType) -> tf.Tensor:
+    """Casts a float32 tensor for an operation of a region.
 
     Args:
         tensor: float32 tensor, or a number.
@@ -79,23 +79,23 @@ def narrowed(tensor: Any, dtype: tf.DType) -> tf.Tensor:
     if tensor.dtype == dtype:
         return tensor
     if not tf.executing_eagerly():
-        return _narrowed_in_graph(tensor, dtype)
-    narrow = narrow_of(tensor, dtype)
-    if narrow is not None and not _record.could_possibly_record():
-        return narrow
+        return _cast_in_graph(tensor, dtype)
+    known = low_precision_of(tensor, dtype)
+    if known is not None and not _record.could_possibly_record():
+        return known
     with _record.stop_recording():
-        result = tf.cast(tensor, dtype) if narrow is None else tf.identity(narrow)
+        result = tf.cast(tensor, dtype) if known is None else tf.identity(known)
     _record_cast(tensor, result)
     return result
 
 
-def widened(narrow: tf.Tensor) -> tf.Tensor:
+def to_float32(computed: tf.Tensor) -> tf.Tensor:
     """Casts a result of a 16-bit operation to float32. In a graph tapes are not told of it."""
     with _record.stop_recording():
-        visible = tf.cast(narrow, tf.float32, name=NAME)
+        result = tf.cast(computed, tf.float32, name=NAME)
     if tf.executing_eagerly():
-        _record_cast(narrow, visible)
-    return visible
+        _record_cast(computed, result)
+    return result
 
 
 def cast(value: Any, dtype: tf.DType) -> Any:
@@ -108,7 +108,7 @@ def cast(value: Any, dtype: tf.DType) -> Any:
     if not isinstance(value, tf.Tensor | tf.Variable) or value.dtype not in _FLOATS:
         return value
     if value.dtype == tf.float32 != dtype:
-        return narrowed(tf.convert_to_tensor(value), dtype)
+        return to_low_precision(tf.convert_to_tensor(value), dtype)
     return value if value.dtype == dtype else tf.cast(value, dtype)
 
 
@@ -126,7 +126,7 @@ def _record_cast(given: tf.Tensor, result: tf.Tensor) -> None:
 _hoisted: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
 
 
-def _narrowed_in_graph(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _cast_in_graph(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     graph = getattr(tensor, "graph", None)
     if not isinstance(graph, tf.Graph) or not casts.is_in_a_loop_of(graph):
         return tf.cast(tensor, dtype, name=NAME)

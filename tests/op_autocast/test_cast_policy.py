@@ -1,4 +1,4 @@
-"""The table against the lists of the installed TensorFlow, and against TensorFlow's operations."""
+"""The cast policies against the lists of the installed TensorFlow."""
 
 import pathlib
 import re
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.kernels import sums
-from keras_mp.op_autocast import op_table
+from keras_mp.op_autocast import cast_policy
 from tests.common import once
 
 pytestmark = once
@@ -20,22 +20,22 @@ LISTS = {"AllowList": "allow", "InferList": "infer", "DenyList": "deny", "ClearL
 
 
 def tensorflows_lists():
-    """What TensorFlow's graph rewrite does: its verdicts by operation, for GPUs and for CPUs."""
+    """What TensorFlow's graph rewrite does: its lists by operation, for GPUs and for CPUs."""
     text = HEADER.read_text()
     found = {}
     for cls in re.findall(r"class (AutoMixedPrecisionLists\w+) :", text):
         body = text[text.index(f"class {cls} ") :].partition("\n};")[0]
-        for method, verdict in LISTS.items():
+        for method, name in LISTS.items():
             of_list = body[body.index(f"{method}() override") :].partition("\n  }\n\n")[0]
             for op in re.findall(r'"(\w+)"', of_list):
                 if not op.endswith("LIST"):
-                    found.setdefault(op, set()).add(verdict)
+                    found.setdefault(op, set()).add(name)
     for op in re.findall(r'"(TensorList\w+)"', text):
         found.setdefault(op, set()).add("clear")
     return found
 
 
-# What our verdict stands for in TensorFlow's lists, where the reason is not that they differ.
+# What our policy stands for in TensorFlow's lists, where the reason is not that they differ.
 SAME = {"promote": "deny"}
 
 
@@ -49,16 +49,16 @@ def test_tensorflows_lists_are_read():
 
 
 def test_the_table_has_every_operation_of_tensorflows_lists():
-    assert not sorted(tensorflows_lists().keys() - op_table.ROWS.keys())
+    assert not sorted(tensorflows_lists().keys() - cast_policy.ROWS.keys())
 
 
-# TensorFlow's verdict and ours, where they differ. The reason is in the table.
+# TensorFlow's list and our policy, where they differ. The reason is in the table.
 DIFFERENCES = {
-    ("allow", "apart"),
-    ("clear", "apart"),
+    ("allow", "none"),
+    ("clear", "none"),
     ("clear", "promote"),
-    ("deny", "apart"),
-    ("infer", "apart"),
+    ("deny", "none"),
+    ("infer", "none"),
     ("infer", "deny"),
     ("infer", "promote"),
 }
@@ -66,36 +66,35 @@ DIFFERENCES = {
 
 def test_differences_from_tensorflows_lists_are_those_that_are_known():
     found = {}
-    for op, verdicts in tensorflows_lists().items():
-        row = op_table.ROWS[op]
-        if SAME.get(row.verdict, row.verdict) not in verdicts and row.verdict not in verdicts:
-            found.setdefault((min(verdicts), row.verdict), []).append(op)
+    for op, names in tensorflows_lists().items():
+        row = cast_policy.ROWS[op]
+        if SAME.get(row.policy, row.policy) not in names and row.policy not in names:
+            found.setdefault((min(names), row.policy), []).append(op)
     assert found.keys() == DIFFERENCES, found
     # Nothing that TensorFlow thinks dangerous runs in 16 bits.
-    assert found["deny", "apart"] == ["SaveV2"]
+    assert found["deny", "none"] == ["SaveV2"]
 
 
-@pytest.mark.parametrize("verdict", op_table.VERDICTS)
-def test_each_verdict_is_used_and_each_row_has_a_reason(verdict):
-    rows = [row for row in op_table.ROWS.values() if row.verdict == verdict]
+@pytest.mark.parametrize("policy", cast_policy.POLICIES)
+def test_each_policy_is_used_and_each_row_has_a_reason(policy):
+    rows = [row for row in cast_policy.ROWS.values() if row.policy == policy]
     assert rows
     assert all(len(row.why) > 10 for row in rows)
 
 
-def test_operations_exist_and_stand_once():
-    listed = [
-        op for groups in op_table._TABLE.values() for ops in groups.values() for op in ops.split()
-    ]
+def test_a_kind_has_one_policy():
+    groups = [kinds for reasons in cast_policy._KINDS.values() for kinds in reasons.values()]
+    listed = ", ".join(groups).split(", ")
     assert len(listed) == len(set(listed))
-    missing = {op for op in listed if not hasattr(tf.raw_ops, op)}
-    assert all(op_table.ROWS[op].verdict == "apart" or op == "FusedPadConv2D" for op in missing)
-    others = op_table.BOUNDED | op_table.SLOW_ON_CPU | op_table.VIEWS | op_table.GRADIENTS.keys()
-    assert others <= op_table.ROWS.keys()
+    missing = {op for op in cast_policy.ROWS if not hasattr(tf.raw_ops, op)}
+    assert all(cast_policy.ROWS[op].policy == "none" for op in missing)
+    others = cast_policy.BOUNDED | cast_policy.SLOW_ON_CPU | cast_policy.VIEWS
+    assert others <= cast_policy.ROWS.keys()
 
 
 def test_nothing_that_adds_up_wrongly_in_16_bits_runs_in_16_bits():
     for dtype in ("bfloat16", "float16"):
         rows = keras_mp.autocast_ops(dtype, "CPU")
         right = {"AvgPool"} if dtype == "bfloat16" else set()
-        verdicts = {rows[op].verdict for op in (sums.KERNELS.keys() & rows.keys()) - right}
-        assert verdicts <= {"deny", "apart"}
+        policies = {rows[op].policy for op in (sums.KERNELS.keys() & rows.keys()) - right}
+        assert policies <= {"deny", "none"}

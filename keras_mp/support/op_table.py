@@ -1,0 +1,182 @@
+"""TensorFlow's operations by what they do. Each operation stands here once; all of it is data.
+
+What follows from that is decided elsewhere: the dtype that an operation runs in within a region of
+`autocast` (`op_autocast/cast_policy.py`), what counts as a computation, what hands on numbers
+unchanged, what a sum or a division is. This module imports nothing.
+"""
+
+_TABLE = {
+    # Products and convolutions.
+    "matrix products": "MatMul BatchMatMul BatchMatMulV2 Einsum",
+    "matrix products into another dtype": "BatchMatMulV3",
+    "convolutions": "Conv2D Conv3D DepthwiseConv2dNative",
+    "padded convolutions": "FusedPadConv2D",
+    "transposed convolutions": (
+        "Conv2DBackpropInput Conv3DBackpropInput Conv3DBackpropInputV2 "
+        "DepthwiseConv2dNativeBackpropInput"
+    ),
+    "transposed convolutions to the shape of a tensor": "Conv2DBackpropInputV2",
+    "gradients of kernels": (
+        "Conv2DBackpropFilter Conv2DBackpropFilterV2 Conv3DBackpropFilter Conv3DBackpropFilterV2 "
+        "DepthwiseConv2dNativeBackpropFilter"
+    ),
+    "sparse matrix products": "SparseTensorDenseMatMul",
+    # Sums and other reductions.
+    "sums over axes": "Sum Mean SegmentSum SegmentMean UnsortedSegmentSum",
+    "running sums": "Cumsum",
+    "sums of tensors": "AddN",
+    "gradients of biases": "BiasAddGrad",
+    "norms": "L2Loss EuclideanNorm",
+    "products over axes": "Prod Cumprod",
+    "maxima over axes": "Max Min",
+    "average pooling": "AvgPool AvgPool3D",
+    "max pooling": "MaxPool MaxPoolV2 MaxPool3D",
+    # Elementwise work.
+    "additions": "Add AddV2 Sub BiasAdd BiasAddV1",
+    "multiplications": "Mul",
+    "squared differences": "SquaredDifference",
+    "squares": "Square",
+    "powers": "Pow",
+    "divisions": "RealDiv Div Xdivy",
+    "divisions without NaN": "DivNoNan",
+    "divisions without remainder": "FloorDiv",
+    "reciprocals": "Inv Reciprocal Rsqrt",
+    "roots": "Sqrt",
+    "exponentials": "Exp Expm1",
+    "logarithms": "Log Log1p",
+    "maxima of two": "Maximum Minimum ClipByValue",
+    "selections": "Select SelectV2",
+    "signs": "Neg Abs",
+    "roundings": "Ceil Floor Round",
+    "comparisons": "Equal NotEqual Less LessEqual Greater GreaterEqual ApproximateEqual",
+    # Activations, normalizations, losses.
+    "relu": "Relu Relu6",
+    "leaky relu": "LeakyRelu",
+    "softsign": "Softsign",
+    "sigmoids": "Tanh Sigmoid Erf",
+    "exponential units": "Elu Selu Erfc",
+    "softplus": "Softplus",
+    "softmax": "Softmax",
+    "log softmax": "LogSoftmax",
+    "batch normalization": "FusedBatchNormV2 FusedBatchNormV3",
+    "cross entropies": "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits",
+    # The same numbers: as they are, in another dtype, shape or place.
+    "casts": "Cast",
+    "casts of bits": "Bitcast",
+    "identities": "EnsureShape Identity Snapshot",
+    "identities of lists": "IdentityN",
+    "identities without a gradient": "PreventGradient StopGradient",
+    "identities that check": "CheckNumerics",
+    "reshapes": "ExpandDims Reshape Squeeze",
+    "views": "Slice StridedSlice Transpose",
+    "moves": (
+        "BatchToSpace BatchToSpaceND BroadcastTo Concat ConcatV2 DepthToSpace Gather GatherNd "
+        "GatherV2 MirrorPad Pack Pad PadV2 ResizeNearestNeighbor Reverse ReverseSequence "
+        "ReverseV2 Roll SpaceToBatch SpaceToBatchND SpaceToDepth Split SplitV Tile Unpack"
+    ),
+    "moves by index": "DynamicPartition DynamicStitch ScatterNd",
+    "interpolations": "ResizeBilinear",
+    # They look at numbers, or make them of nothing.
+    "shapes": "Rank Shape ShapeN Size",
+    "tests": "ArgMax ArgMin IsFinite IsInf IsNan Where",
+    "orders": "Sign TopK TopKV2",
+    "fills": "Fill OneHot OnesLike ZerosLike",
+    "empty tensors": "Empty EmptyTensorList TensorListReserve",
+    "no numbers": "Assert BroadcastGradientArgs NoOp TensorListElementShape",
+    # What a graph begins and ends with, and its variables.
+    "arguments": "Placeholder PlaceholderWithDefault _Arg",
+    "data": "IteratorGetNext",
+    "constants": "Const",
+    "results": "_Retval",
+    "variables": "VarHandleOp",
+    "reads of variables": "ReadVariableOp ResourceGather ResourceGatherNd VariableV2",
+    "looks at variables": "VariableShape VarIsInitializedOp",
+    "writes of variables": "AssignVariableOp",
+    "files": "SaveV2",
+    # Calls, conditions, loops; the frames are loops that grappler has lowered.
+    "calls": "PartitionedCall StatefulPartitionedCall",
+    "conditions": "If StatelessIf Case StatelessCase",
+    "loops": "While StatelessWhile",
+    "entries of frames": "Enter RefEnter",
+    "exits of frames": "Exit RefExit",
+    "frames": "LoopCond Merge NextIteration Switch",
+    "lists of a loop": (
+        "TensorListConcat TensorListConcatLists TensorListConcatV2 TensorListFromTensor "
+        "TensorListGather TensorListGetItem TensorListPopBack TensorListPushBack "
+        "TensorListPushBackBatch TensorListScatter TensorListScatterIntoExistingList "
+        "TensorListScatterV2 TensorListSetItem TensorListSplit TensorListStack"
+    ),
+    "recurrent cells": (
+        "BlockLSTM BlockLSTMV2 GRUBlockCell LSTMBlockCell CudnnRNN CudnnRNNV2 CudnnRNNV3"
+    ),
+    # The backward pass.
+    "gradients": (
+        "AvgPool3DGrad AvgPoolGrad EluGrad FusedBatchNormGradV2 FusedBatchNormGradV3 "
+        "LeakyReluGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad "
+        "MaxPoolGradGradV2 MaxPoolGradV2 MirrorPadGrad Relu6Grad ReluGrad "
+        "ResizeNearestNeighborGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad "
+        "StridedSliceGrad TanhGrad CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 "
+        "BlockLSTMGrad BlockLSTMGradV2 GRUBlockCellGrad LSTMBlockCellGrad"
+    ),
+    "fusions": (
+        "_FusedBatchNormEx FusedConv2DBiasActivation FusedSparseConvGpuV2 Mha MhaV2 Tmlp TmlpV2 "
+        "TmlpV3 Pmlp FastUnsortedSegmentMax VoxelMax"
+    ),
+}
+
+BY_KIND: dict[str, tuple[str, ...]] = {kind: tuple(ops.split()) for kind, ops in _TABLE.items()}
+
+# The kinds that hand on the numbers that they are given, rounded at most.
+SAME_NUMBERS = (
+    *("casts", "casts of bits", "identities", "identities of lists"),
+    *("identities without a gradient", "reshapes", "views", "moves"),
+)
+
+
+def ops(*kinds: str) -> frozenset[str]:
+    """Returns the operations of some kinds.
+
+    Args:
+        *kinds: str. Keys of `BY_KIND`.
+
+    Raises:
+        KeyError: there is no such kind.
+
+    Example:
+
+    >>> from keras_mp.support import op_table
+    >>> "Conv2D" in op_table.ops("matrix products", "convolutions")
+    True
+    """
+    return frozenset(op for kind in kinds for op in BY_KIND[kind])
+
+
+def gradients_of(op: str) -> tuple[str, ...]:
+    """Returns the operations of the backward pass that compute the gradient of an operation.
+
+    Args:
+        op: str. The operation.
+
+    Example:
+
+    >>> from keras_mp.support import op_table
+    >>> op_table.gradients_of("Conv2D")
+    ('Conv2DBackpropInput', 'Conv2DBackpropFilter')
+    """
+    return _GRADIENTS.get(op) or tuple({f"{op}Grad"} & _GRAD)
+
+
+_GRAD = ops("gradients", "gradients of biases")
+# Where they are not called as the operation is, with "Grad" behind.
+_GRADIENTS = {
+    "Conv2D": ("Conv2DBackpropInput", "Conv2DBackpropFilter"),
+    "Conv2DBackpropInput": ("Conv2D", "Conv2DBackpropFilter"),
+    "Conv3D": ("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2"),
+    "Conv3DBackpropInputV2": ("Conv3D", "Conv3DBackpropFilterV2"),
+    "DepthwiseConv2dNative": (
+        "DepthwiseConv2dNativeBackpropInput",
+        "DepthwiseConv2dNativeBackpropFilter",
+    ),
+    "FusedBatchNormV3": ("FusedBatchNormGradV3",),
+    "FusedBatchNormV2": ("FusedBatchNormGradV2",),
+}
