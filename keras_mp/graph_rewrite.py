@@ -374,7 +374,8 @@ def _warn_if_it_is_in_vain(dtype: str) -> None:
         messages.warn(
             "TensorFlow will leave graphs in float32: it rewrites to float16 on Nvidia GPUs of "
             "compute capability 7.0 or above and on CPUs with AMX-FP16 or AVX-NE-CONVERT, and "
-            "there is none here. dtype='bfloat16' works on every CPU, whether it is fast there or not."
+            "there is none here. dtype='bfloat16' works on every CPU, whether it is fast there or "
+            "not."
         )
 
 

@@ -65,9 +65,9 @@ def with_gradients(function, *arguments):
     return [y, *tape.gradient(y, arguments)]
 
 
-def expect_equal(found, exact):
+def expect_equal(found, exact, rtol=0.01):
     for one, other in zip(found, exact):
-        np.testing.assert_allclose(tf.cast(one, tf.float32), other, rtol=0.01, atol=0.5)
+        np.testing.assert_allclose(tf.cast(one, tf.float32), other, rtol=rtol, atol=0.5)
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -90,10 +90,11 @@ def test_as_in_float32(name, wrong):
 def test_this_cpu_wrong_or_not(name):
     function, *arguments = case(name)
     half = [tf.cast(each, tf.bfloat16) for each in arguments]
-    expect_equal(with_gradients(function, *half), with_gradients(function, *arguments))
+    # TensorFlow's own kernels, which compute where oneDNN does not, round what they add up.
+    expect_equal(with_gradients(function, *half), with_gradients(function, *arguments), 0.02)
     with keras_mp.autocast("bfloat16"):
         found = with_gradients(function, *arguments)
-    expect_equal(found, with_gradients(function, *arguments))
+    expect_equal(found, with_gradients(function, *arguments), 0.02)
 
 
 def operations(function, *arguments):
