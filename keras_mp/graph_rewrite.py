@@ -55,9 +55,9 @@ def enable_mixed_precision_graph_rewrite(
             `keras_mp.LossScale`; with an optimizer of `tf.compat.v1` all that
             `keras_mp.compat.v1.LossScaleOptimizer` takes. bfloat16 needs none, and it is not used.
         dtype: "float16", which TensorFlow rewrites to on Nvidia GPUs of compute capability 7.0 and
-            above and on CPUs with float16 units; "bfloat16", which it rewrites to on CPUs; or None
-            (the default) for the one that is fast on this machine. If none is, that is "float16",
-            with a warning: TensorFlow then leaves graphs as they are.
+            above and on CPUs with AMX-FP16 or AVX-NE-CONVERT; "bfloat16", which it rewrites to on
+            CPUs; or None (the default) for the one that is fast on this machine. If none is, that
+            is "float16", with a warning: TensorFlow then leaves graphs as they are.
 
     Returns:
         A `keras_mp.LossScaleOptimizer` or a `keras_mp.compat.v1.LossScaleOptimizer` around
@@ -380,13 +380,14 @@ def _warn_if_it_is_in_vain(dtype: str) -> None:
             "what runs there stays in float32. Use dtype='float16', or the policy "
             "'mixed_bfloat16' in place of the graph rewrite."
         )
-    elif dtype == "bfloat16" or (not has_gpu and hardware.cpu_has_float16()):
+    elif dtype == "bfloat16" or (not has_gpu and hardware.cpu_takes_float16_rewrite()):
         hardware.warn_if_slow(dtype)
     elif not (has_gpu and hardware.why_slow(dtype) is None):
         messages.warn(
             "TensorFlow will leave graphs in float32: it rewrites to float16 on Nvidia GPUs of "
-            "compute capability 7.0 or above and on CPUs with float16 units, and there is none "
-            "here. dtype='bfloat16' works on every CPU, whether it is fast there or not."
+            "compute capability 7.0 or above and on CPUs with AMX-FP16 or AVX-NE-CONVERT, and "
+            "there is none here. dtype='bfloat16' works on every CPU, whether it is fast there or "
+            "not."
         )
 
 

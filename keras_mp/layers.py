@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api, variables
+from keras_mp import keras_api, variables
 from keras_mp.support import messages
 from keras_mp.variables import type_errors
 
@@ -130,10 +130,7 @@ class Layer(keras_api.BaseLayer):
                 "`experimental_autocast` is the older name of `autocast`; pass one of them. "
                 f"Received: {autocast=}, {experimental_autocast=}"
             )
-        weight = super().add_weight(autocast=casts.pop() if casts else True, **given, **kwargs)
-        # It has initialized the devices.
-        hardware.warn_if_slow()
-        return weight
+        return super().add_weight(autocast=casts.pop() if casts else True, **given, **kwargs)
 
     @property
     def losses(self) -> Any:

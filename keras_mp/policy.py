@@ -68,7 +68,7 @@ class Policy(keras_api.BasePolicy):
             self._loss_scale_config = loss_scale_lib.serialize(self._loss_scale)
         self._is_complete = True
         if self.name in _MIXED:
-            hardware.warn_if_slow(_MIXED[self.name], wait=True)
+            hardware.warn_if_slow(_MIXED[self.name], measure=False)
         if self.compute_dtype in _MIXED.values():
             kernels.install()
 
@@ -207,6 +207,7 @@ def set_global_policy(policy: Any) -> None:
             )
         if policy.name in _MIXED:
             passes.refuse_policy(f"set_global_policy({policy.name!r})")
+            hardware.measure_later(_MIXED[policy.name])
         if policy.name in ("float16", "bfloat16"):
             messages.warn(
                 f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "

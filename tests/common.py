@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -98,3 +99,8 @@ def mirrored(count: int) -> tf.distribute.MirroredStrategy:
     """
     tf.distribute.MirroredStrategy._collective_key_base += 100_000
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])
+
+
+# oneDNN may be switched off, or be kept from using what the CPU has.
+has_all_of_onednn = not {"TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA"} & os.environ.keys()
+needs_onednn = pytest.mark.skipif(not has_all_of_onednn, reason="It takes all of oneDNN.")

@@ -59,9 +59,9 @@ def test_an_optimizer_of_tensorflow_1_is_wrapped_for_float16_only():
 # Which dtype is chosen.
 
 
-def chosen(monkeypatch, policy, gpus=(), cpu_has_float16=False):
+def chosen(monkeypatch, policy, gpus=(), takes_float16=False):
     monkeypatch.setattr(hardware, "best_policy", lambda: policy)
-    monkeypatch.setattr(hardware, "cpu_has_float16", lambda: cpu_has_float16)
+    monkeypatch.setattr(hardware, "cpu_takes_float16_rewrite", lambda: takes_float16)
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: list(gpus))
     enable(K.optimizers.SGD())
     dtype = passes.enabled_dtype()
@@ -74,7 +74,7 @@ def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch):
 
 
 def test_float16_is_chosen_where_a_cpu_has_units_for_it(monkeypatch):
-    assert chosen(monkeypatch, "float32", cpu_has_float16=True) == "float16"
+    assert chosen(monkeypatch, "float32", takes_float16=True) == "float16"
 
 
 def test_where_nothing_is_fast_graphs_stay_and_that_is_said(monkeypatch):

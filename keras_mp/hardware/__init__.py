@@ -1,10 +1,10 @@
-"""Is this machine fast with float16 or bfloat16? If not, say so once.
+"""How fast this machine is with float16 and bfloat16, and a warning where it is slow.
 
 RFC 293, "Dtype policies overview": a warning where "mixed_float16" or "mixed_bfloat16" meets
 hardware that does not support it. For Nvidia GPUs and for TPUs there is a table. CPUs and
 other GPUs have to be timed: of two CPUs with the same flags, one is twice as fast in bfloat16 as in
-float32, and the other half as fast. `python -m keras_mp.hardware` prints what it finds here. It
-needs TensorFlow only.
+float32, and the other half as fast. `python -m keras_mp.hardware` prints what it finds here. This
+subpackage needs TensorFlow only.
 """
 
 import threading
@@ -14,7 +14,7 @@ from keras_mp.hardware.stopwatch import Speeds
 from keras_mp.support import host, messages
 
 _lock = threading.Lock()
-# Of policies that were made before anything could be measured.
+# The dtypes of global policies that were set before anything could be measured.
 _waiting: set[str] = set()
 _settled: set[str] = set()
 
@@ -39,17 +39,33 @@ def best_policy() -> str:
     return verdicts.best_policy()[0]
 
 
-def warn_if_slow(dtype: str | None = None, wait: bool = False) -> None:
-    """Warns, once per process and dtype, where computing in `dtype` brings no speed here.
+def measure_later(dtype: str) -> None:
+    """Lets the next `warn_if_slow()` measure how fast a dtype is.
 
-    A `keras_mp.Policy` calls it with `wait=True`, since it is made in a program's first line, when
-    devices may still be configured. `Model.compile`, `keras_mp.LossScaleOptimizer` and the weights
-    of a `keras_mp.layers.Layer` call it for the dtypes that wait, when they are made.
+    `keras_mp.set_global_policy` calls it. That is often a program's first line, when devices may
+    still be configured, and to measure initializes them.
 
     Args:
-        dtype: str, "float16" or "bfloat16"; or None (the default) for those that wait.
-        wait: bool. Postpones the question if this machine would have to be measured first, or if
-            nothing has been found wrong so far. Initializes nothing. Defaults to False.
+        dtype: str, "float16" or "bfloat16".
+
+    Example:
+
+    >>> keras_mp.hardware.measure_later("bfloat16")
+    """
+    with _lock:
+        _waiting.update({_checked(dtype)} - _settled)
+
+
+def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
+    """Warns, once per process and dtype, where computing in `dtype` brings no speed here.
+
+    A `keras_mp.Policy` calls it with `measure=False`. `Model.compile`, `keras_mp.GradScaler` and
+    `keras_mp.LossScaleOptimizer` call it for the dtypes of global policies, when they are made.
+
+    Args:
+        dtype: str, "float16" or "bfloat16"; or None (the default) for those of global policies.
+        measure: bool. Whether this machine may be measured, if it has not been. False judges by
+            tables and by earlier measurements, and initializes nothing. Defaults to True.
 
     Raises:
         ValueError: `dtype` is another one.
@@ -64,17 +80,14 @@ def warn_if_slow(dtype: str | None = None, wait: bool = False) -> None:
         return
     with _lock:
         asked = (_waiting if dtype is None else {_checked(dtype)}) - _settled
-        if wait:
-            asked -= _waiting
-        _waiting.update(asked)
     for each in sorted(asked):
         figures = None
         if verdicts.wants_figures():
-            figures = verdicts.speeds(measure=not wait)
+            figures = verdicts.speeds(measure)
             if figures is None:
                 continue
         reason = verdicts.why_slow(each, figures)
-        if reason is None and (wait or host.in_v1_graph()):
+        if reason is None and (not measure or host.in_v1_graph()):
             continue  # Devices may still be hidden, or a graph of TensorFlow 1 be left.
         with _lock:
             is_first = each not in _settled
@@ -118,12 +131,14 @@ def why_slow(dtype: str) -> str | None:
 def speeds(anew: bool = False) -> Speeds | None:
     """Returns how fast the first GPU, or else the CPU, multiplies matrices and convolves.
 
-    That is measured once, in part of a second, and remembered for later programs in
-    `$XDG_CACHE_HOME/keras_mp` (`~/.cache/keras_mp`), for this CPU, device, TensorFlow and number of
-    threads. Measuring initializes TensorFlow: configure devices and threads before.
+    That is measured once in a process, in part of a second, for this CPU, device, TensorFlow and
+    number of threads. Measuring initializes TensorFlow: configure devices and threads before.
+    `python -m keras_mp.hardware` remembers it for later programs in `$XDG_CACHE_HOME/keras_mp`
+    (`~/.cache/keras_mp`), and so does each program for which the environment variable
+    `KERAS_MP_CACHE` names a folder. Nothing else writes a file.
 
     With the environment variable `KERAS_MP_MEASURE=0` nothing but this function measures, and
-    nothing is remembered for later programs.
+    nothing is read or remembered.
 
     Args:
         anew: bool. Measures even if something is remembered, and replaces that. Defaults to False.
@@ -181,7 +196,7 @@ def cpu_has_bfloat16() -> bool:
 def cpu_has_float16() -> bool:
     """Tells whether the CPU has instructions for float16 (AVX512-FP16 or AMX-FP16).
 
-    On these TensorFlow's graph rewrite goes to float16; that does not make it fast: see `speeds`.
+    That does not make it fast: see `speeds`.
 
     Example:
 
@@ -189,6 +204,22 @@ def cpu_has_float16() -> bool:
     True
     """
     return tables.cpu_has("float16")
+
+
+def cpu_takes_float16_rewrite() -> bool:
+    """Tells whether TensorFlow's graph rewrite goes to float16 on this CPU.
+
+    It does where oneDNN is on and the CPU has AMX-FP16 or AVX-NE-CONVERT. It asks for no other
+    float16 instructions, AVX512-FP16 among them.
+
+    Example:
+
+    >>> isinstance(keras_mp.hardware.cpu_takes_float16_rewrite(), bool)
+    True
+
+    Source: TensorFlow, `auto_mixed_precision.cc` of grappler.
+    """
+    return tables.takes_float16_rewrite()
 
 
 def _checked(dtype: str) -> str:

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "which policy is the fastest here.",
     )
     parser.parse_args(argv)
-    speeds = hardware.speeds(anew=True)
+    speeds = verdicts.speeds(measure=True, anew=True, remember=True)
     for line in _lines(speeds):
         print(line)
     return 0
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
     yield f"{_device()}; TensorFlow {tf.version.VERSION}"
+    units, used = (", ".join(names) or "none" for names in tables.cpu_units())
+    yield f"16-bit units of the CPU: {units}; used by TensorFlow's oneDNN: {used}"
     yield ""
     if speeds is None:
         yield "Nothing could be measured."

@@ -24,7 +24,7 @@ _ENVIRONMENT = ("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVER
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Describes all that speeds depend on. Initializes nothing.
+    """Describes all that speeds depend on, and initializes nothing.
 
     Args:
         device: str. What TensorFlow says of the device.
@@ -44,7 +44,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def cpu_info() -> dict[str, str]:
-    """What Linux says of the first CPU: model and flags. Empty elsewhere."""
+    """Returns what Linux says of the first CPU: model and flags; nothing elsewhere."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -84,7 +84,7 @@ def write(machine: dict[str, Any], speeds: Speeds) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         path = _path(machine)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all, whoever else reads or writes.
+        # Whole or not at all, whatever else is reading or writing.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             whole = pathlib.Path(folder) / path.name
             whole.write_text(json.dumps({"machine": machine, "speeds": speeds}, indent=1))
@@ -93,10 +93,16 @@ def write(machine: dict[str, Any], speeds: Speeds) -> None:
 
 def _path(machine: dict[str, Any]) -> pathlib.Path:
     key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
-    folder = os.environ.get("XDG_CACHE_HOME", "")
+    return _folder() / f"hardware-{key}.json"
+
+
+def _folder() -> pathlib.Path:
+    if own := os.environ.get("KERAS_MP_CACHE"):
+        return pathlib.Path(own)
+    cache = os.environ.get("XDG_CACHE_HOME", "")
     # A relative one is to be ignored, says the XDG Base Directory Specification.
-    cache = pathlib.Path(folder) if os.path.isabs(folder) else pathlib.Path.home() / ".cache"
-    return cache / "keras_mp" / f"hardware-{key}.json"
+    parent = pathlib.Path(cache) if os.path.isabs(cache) else pathlib.Path.home() / ".cache"
+    return parent / "keras_mp"
 
 
 def _cores() -> int | None:

@@ -1,5 +1,6 @@
 """What is known of a device without asking it to compute anything. Initializes nothing."""
 
+import os
 import platform
 from typing import NamedTuple
 
@@ -12,6 +13,21 @@ _CPU_FLAGS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16"},
 }
+# Units for 16-bit floating point by flag, each with what it is called and the lowest limit of
+# ONEDNN_MAX_CPU_ISA under which oneDNN uses it, if that is an x86 unit.
+_UNITS = {
+    "avx512_bf16": ("AVX512-BF16", "AVX512_CORE_BF16"),
+    "avx512_fp16": ("AVX512-FP16", "AVX512_CORE_FP16"),
+    "amx_bf16": ("AMX-BF16", "AVX512_CORE_AMX"),
+    "amx_fp16": ("AMX-FP16", "AVX512_CORE_AMX_FP16"),
+    "avx_ne_convert": ("AVX-NE-CONVERT", "AVX2_VNNI_2"),
+    "bf16": ("Arm BF16", None),
+}
+_ISA_LIMITS = (
+    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"),
+    *("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"),
+)
+_REWRITE_FLAGS = {"amx_fp16", "avx_ne_convert"}
 
 
 class Gpu(NamedTuple):
@@ -32,7 +48,7 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that the program computes on."""
+    """Returns the GPUs that the program computes on."""
     found = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
     return [
         Gpu(details.get("device_name", "a GPU of unknown name"), details.get("compute_capability"))
@@ -41,12 +57,12 @@ def gpus() -> list[Gpu]:
 
 
 def has_tpu() -> bool:
-    """Does the program see a TPU?"""
+    """Whether the program sees a TPU."""
     return bool(tf.config.get_visible_devices("TPU"))
 
 
 def tell() -> bool:
-    """Is what is here in the tables? If not, only a clock can tell."""
+    """Whether the tables know the devices that are here; if not, they have to be timed."""
     found = gpus()
     return has_tpu() or (bool(found) and all(gpu.capability is not None for gpu in found))
 
@@ -57,20 +73,46 @@ def cpu_name() -> str:
 
 
 def cpu_has(dtype: str) -> bool:
-    """Has the CPU native instructions for a dtype, so that it could be fast?
+    """Whether the CPU has native instructions for a dtype, so that it could be fast.
 
     Args:
         dtype: str, "float16" or "bfloat16".
     """
     # On macOS they are there from the M2 on; neither TensorFlow nor Python says which chip it is
     # without asking sysctl, and TensorFlow's CPU kernels do not use them there.
+    return not _CPU_FLAGS[dtype].isdisjoint(_flags())
+
+
+def cpu_units() -> tuple[list[str], list[str]]:
+    """Returns the CPU's units for 16-bit floating point, and those that TensorFlow uses.
+
+    Returns:
+        tuple of two lists of names, such as "AVX512-BF16". What TensorFlow uses are those that its
+        oneDNN uses, as the environment variables TF_ENABLE_ONEDNN_OPTS and ONEDNN_MAX_CPU_ISA let.
+    """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    allowed = _ISA_LIMITS[: _ISA_LIMITS.index(limit) + 1] if limit in _ISA_LIMITS else _ISA_LIMITS
+    units = [_UNITS[flag] for flag in _UNITS if flag in _flags()]
+    used = [name for name, isa in units if _has_onednn() and (isa is None or isa in allowed)]
+    return [name for name, _ in units], used
+
+
+def takes_float16_rewrite() -> bool:
+    """Whether TensorFlow's graph rewrite goes to float16 on this CPU."""
+    return _has_onednn() and not _REWRITE_FLAGS.isdisjoint(_flags())
+
+
+def _flags() -> set[str]:
     info = remembered.cpu_info()
-    found = (info.get("flags") or info.get("Features") or "").split()
-    return not _CPU_FLAGS[dtype].isdisjoint(found)
+    return set((info.get("flags") or info.get("Features") or "").split())
+
+
+def _has_onednn() -> bool:
+    return os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower() not in ("0", "false")
 
 
 def why_slow(dtype: str) -> str | None:
-    """Says what a dtype needs to be fast, if that is not here. CPUs are judged by flags.
+    """Returns what a dtype needs to be fast, if that is not here. CPUs are judged by flags.
 
     Args:
         dtype: str, "float16" or "bfloat16".

@@ -1,4 +1,4 @@
-"""What tables and clocks say together: is a dtype slow here, and which policy is the fastest?"""
+"""What tables and clocks say together: which dtypes are slow here, and the fastest policy."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ _known: dict[str, Speeds | None] = {}
 
 
 def wants_figures() -> bool:
-    """Does the device have to be timed, and may this program do so?"""
+    """Whether the device has to be timed, and this program may do so."""
     return not tables.tell() and _is_on() and not host.in_v1_graph()
 
 
@@ -28,12 +28,14 @@ def _is_on() -> bool:
     return os.environ.get("KERAS_MP_MEASURE") != "0"
 
 
-def speeds(measure: bool, anew: bool = False) -> Speeds | None:
+def speeds(measure: bool, anew: bool = False, remember: bool = False) -> Speeds | None:
     """The speeds of the device that computes, or None if they are not known.
 
     Args:
-        measure: bool. May it be measured, if this program and those before it have not?
-        anew: bool. Shall it be measured in any case?
+        measure: bool. Whether it may be measured, if it is not known yet.
+        anew: bool. Measures in any case. Defaults to False.
+        remember: bool. Writes a file for later programs. Defaults to False, which does so only
+            where KERAS_MP_CACHE names a folder for it.
     """
     gpus = tables.gpus()
     machine = remembered.describe(str(gpus[0]) if gpus else "CPU")
@@ -45,7 +47,7 @@ def speeds(measure: bool, anew: bool = False) -> Speeds | None:
                 if tables.has_tpu() or not measure or not _can_measure_now():
                     return None
                 found = _measure("GPU:0" if gpus else "CPU:0")
-                if found is not None and _is_on():
+                if found is not None and (remember or os.environ.get("KERAS_MP_CACHE")):
                     remembered.write(machine, found)
             _known[key] = found
         return copy.deepcopy(_known[key])
@@ -69,7 +71,7 @@ def _measure(device: str) -> Speeds | None:
 
 
 def why_slow(dtype: str, figures: Speeds | None) -> str | None:
-    """Says why a dtype is slow here.
+    """Returns the reason why a dtype is slow here, or None.
 
     Args:
         dtype: str, "float16" or "bfloat16".

@@ -33,7 +33,7 @@ class _Axis(NamedTuple):
 
     @property
     def is_one_place(self) -> bool:
-        """Does the window fit in only once?"""
+        """Whether the window fits in only once."""
         return self.size + sum(self.padding) < self.window + self.stride
 
 
@@ -80,7 +80,7 @@ def _kernel(op: str, parameters: str, *image: int) -> Kernel:
         *_, width = (None, *_axes(named(args, kwargs)).values())
         return width is not None and width.stride > 1 and width.is_one_place
 
-    def with_stride_of_one(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def with_stride_of_one(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = named(args, kwargs)
         axes = _axes(arguments)
         input, rank = arguments["input"], len(arguments["strides"])
@@ -93,21 +93,25 @@ def _kernel(op: str, parameters: str, *image: int) -> Kernel:
         arguments["strides"] = [1 if i == last else stride for i, stride in strides]
         arguments.update(padding="VALID")
         arguments.pop("explicit_paddings", None)
-        return stock(**arguments)
+        return own(**arguments)
 
-    def probe(dtype: tf.DType, _: bool) -> tuple[tf.Tensor, float]:
+    def example(dtype: tf.DType, _: bool) -> tuple[dict[str, Any], float]:
         size = image[-2]
         # Each number says where along the width it is, so that mixing them up is noticed.
         along = tf.range(size, dtype=tf.float32)[:, tf.newaxis]
         input = tf.cast(tf.broadcast_to(along, image), dtype)
-        filter = tf.tile(input[..., tf.newaxis], [1] * len(image) + [8])
-        strides = [1, *[size] * (len(image) - 1), 1]
-        convolve = getattr(tf.raw_ops, op)
-        result = convolve(input=input[tf.newaxis], filter=filter, strides=strides, padding="VALID")
+        arguments = {
+            "input": input[tf.newaxis],
+            "filter": tf.tile(input[..., tf.newaxis], [1] * len(image) + [8]),
+            "strides": [1, *[size] * (len(image) - 1), 1],
+            "padding": "VALID",
+        }
         squares = sum(i**2 for i in range(size))
-        return tf.reshape(result, [-1])[0], squares * math.prod(image) / size
+        return arguments, squares * math.prod(image) / size
 
-    return Kernel("gen_nn_ops", (op.lower(),), probe, never_moves, with_stride_of_one, True)
+    return Kernel(
+        "gen_nn_ops", (op.lower(),), example, never_moves, with_stride_of_one, autocasts=True
+    )
 
 
 KERNELS = {

@@ -1,9 +1,10 @@
 """Python functions of TensorFlow that are replaced where the kernel behind them is wrong.
 
-Whoever needs an operation, gradient functions included, calls the Python function that TensorFlow
-generates for it. So a replaced function reaches forward and backward passes, eager code and graphs.
-Each replacement asks the running TensorFlow whether its kernel is wrong, and steps aside where it
-is right or has not been given 16-bit numbers.
+All code that needs an operation, gradient functions included, calls the Python function that
+TensorFlow generates for it. So a replaced function reaches forward and backward passes, eager code
+and graphs. A kernel counts as wrong if any way is wrong in which the program may compute it on this
+machine: TensorFlow's own kernel or oneDNN's, which is asked, or XLA's. What XLA does is known: it
+does not depend on the machine, and to ask it would take a compilation for each kernel.
 
 This module needs TensorFlow only.
 """
@@ -21,7 +22,7 @@ import tensorflow as tf
 from keras_mp.support import messages, regions
 from keras_mp.support.autograph import do_not_convert
 
-_HALF = (tf.bfloat16, tf.float16)
+LOW_PRECISION = frozenset((tf.bfloat16, tf.float16))
 
 
 class Kernel(NamedTuple):
@@ -30,19 +31,22 @@ class Kernel(NamedTuple):
     Attributes:
         module: of `tensorflow.python.ops`, where its Python function is generated.
         names: of that function. The first is the one in `module`, others are exported names.
-        probe: takes a dtype and what `pattern` returned; returns a result and what it should be.
-        pattern: takes the function's arguments and returns what the answer depends on; False where
-            the kernel cannot be wrong.
-        right: takes the function and its arguments, and computes what is right. By default with
-            float32 in the place of what is 16-bit, rounded once.
-        autocasts: Does a region of `autocast` run it in 16 bits?
+        example: takes a dtype and a case; returns arguments of the operation for which a wrong
+            kernel shows, and the last value of the right result.
+        case: takes the function's arguments and returns what it depends on whether the kernel is
+            wrong; False where it cannot be wrong.
+        correct: takes the function and its arguments, and computes the right result. Defaults to
+            computing in float32 and rounding once.
+        wrong_in_xla: dtypes in which XLA is wrong, on every machine.
+        autocasts: whether a region of `autocast` runs it in 16 bits.
     """
 
     module: str
     names: tuple[str, ...]
-    probe: Callable[[tf.DType, Any], tuple[tf.Tensor, float]]
-    pattern: Callable[..., Any] = lambda *args, **kwargs: None
-    right: Callable[..., Any] | None = None
+    example: Callable[[tf.DType, Any], tuple[dict[str, Any], float]]
+    case: Callable[..., Any] = lambda *args, **kwargs: None
+    correct: Callable[..., Any] | None = None
+    wrong_in_xla: frozenset[tf.DType] = frozenset()
     autocasts: bool = False
 
 
@@ -71,80 +75,82 @@ class Table:
                 return
             for op, kernel in self.kernels.items():
                 module = importlib.import_module(f"tensorflow.python.ops.{kernel.module}")
-                stock = vars(module).get(kernel.names[0])
-                if stock is None:
+                own = vars(module).get(kernel.names[0])
+                if own is None:
                     messages.warn(
                         f"TensorFlow {tf.__version__} has no `{kernel.module}.{kernel.names[0]}`, "
                         f"so its kernel {op!r} is left as it is, {self._harm}."
                     )
                     continue
-                _replace(stock, kernel.names, self._mended(op, stock))
+                _replace(own, kernel.names, self._corrected(op, own))
             self._installed = True
 
-    def is_wrong(self, op: str, dtype: Any, pattern: Any = None, device: str | None = None) -> bool:
-        """Asks the running TensorFlow whether a kernel is wrong.
+    def is_wrong(self, op: str, dtype: Any, case: Any = None, device: str | None = None) -> bool:
+        """Whether a kernel is wrong in one of the ways in which this program may compute it.
 
         Args:
             op: str. A key of `kernels`.
             dtype: DType or str. Of what it is given.
-            pattern: what the kernel's `pattern` returned.
+            case: what the kernel's `case` returned.
             device: str. The type of the device; by default that on which TensorFlow would compute.
 
         Returns:
             bool. False also where TensorFlow cannot compute it at all.
         """
         dtype = tf.as_dtype(dtype)
-        if dtype not in _HALF or pattern is False:
+        if dtype not in LOW_PRECISION or case is False:
             return False
-        return _ask(self.kernels[op].probe, dtype, pattern, device or _usual_device())
-
-    def _mended(self, op: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         kernel = self.kernels[op]
-        right = kernel.right or in_float32
+        is_wrong_in_xla = dtype in kernel.wrong_in_xla
+        return is_wrong_in_xla or _ask(op, kernel.example, dtype, case, device or _usual_device())
 
-        @functools.wraps(stock)
+    def _corrected(self, op: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        kernel = self.kernels[op]
+        correct = kernel.correct or in_float32
+
+        @functools.wraps(own)
         @do_not_convert
         def call(*args: Any, **kwargs: Any) -> Any:
-            half = _first_half(args, kwargs)
-            dtype, region = getattr(half, "dtype", None), regions.current()
+            first = _first_in_low_precision(args, kwargs)
+            dtype, region = getattr(first, "dtype", None), regions.current()
             if dtype is None and kernel.autocasts and region is not None:
                 dtype = region.dtype
             if dtype is None or not self.enabled:
-                return stock(*args, **kwargs)
-            pattern = kernel.pattern(*args, **kwargs)
-            if not self.is_wrong(op, dtype, pattern, _device_type(half)):
-                return stock(*args, **kwargs)
-            return right(stock, *args, **kwargs)
+                return own(*args, **kwargs)
+            case = kernel.case(*args, **kwargs)
+            if not self.is_wrong(op, dtype, case, _device_type(first)):
+                return own(*args, **kwargs)
+            return correct(own, *args, **kwargs)
 
         return call
 
 
-def _replace(stock: Any, names: tuple[str, ...], mended: Any) -> None:
-    """Wherever TensorFlow has put the function: modules import it from one another by name."""
+def _replace(own: Any, names: tuple[str, ...], corrected: Any) -> None:
+    """Replaces a function wherever TensorFlow has it: modules import it from one another."""
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "tensorflow":
             for name in names:
-                if vars(module).get(name) is stock:
-                    setattr(module, name, mended)
+                if vars(module).get(name) is own:
+                    setattr(module, name, corrected)
 
 
-def _is_half(value: Any) -> bool:
+def _is_low_precision(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
     return dtype is not None and (tf.bfloat16 == dtype or tf.float16 == dtype)
 
 
-def _first_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return next((x for x in (*args, *kwargs.values()) if _is_half(x)), None)
+def _first_in_low_precision(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return next((x for x in (*args, *kwargs.values()) if _is_low_precision(x)), None)
 
 
-def in_float32(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Computes with float32 in the place of what is 16-bit, and rounds the result."""
-    dtype = tf.as_dtype(_first_half(args, kwargs).dtype)
+    dtype = tf.as_dtype(_first_in_low_precision(args, kwargs).dtype)
 
-    def widen(value: Any) -> Any:
-        return tf.cast(value, tf.float32) if _is_half(value) else value
+    def as_float32(value: Any) -> Any:
+        return tf.cast(value, tf.float32) if _is_low_precision(value) else value
 
-    result = stock(*map(widen, args), **{name: widen(x) for name, x in kwargs.items()})
+    result = own(*map(as_float32, args), **{name: as_float32(x) for name, x in kwargs.items()})
     return tf.cast(result, dtype)
 
 
@@ -159,17 +165,18 @@ def _usual_device() -> str:
 
 
 @functools.cache
-def _ask(probe: Callable[..., Any], dtype: tf.DType, pattern: Any, device: str) -> bool:
+def _ask(op: str, example: Callable[..., Any], dtype: tf.DType, case: Any, device: str) -> bool:
+    """Whether the kernel is wrong that computes an operation in eager, TensorFlow's or oneDNN's."""
     with tf.init_scope(), regions.none():
         is_graph = not tf.executing_eagerly()
         if is_graph and device != "CPU":
-            return (
-                True  # A session would take memory in its own way, and a right result harms nobody.
-            )
+            # A session would take memory in its own way, and a right result harms no one.
+            return True
         try:
             with tf.Graph().as_default() if is_graph else contextlib.nullcontext() as graph:
                 with tf.device(f"{device}:0"):
-                    found, expected = probe(dtype, pattern)
+                    arguments, expected = example(dtype, case)
+                    found = last_value(getattr(tf.raw_ops, op)(**arguments))
                 if is_graph:
                     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
                     with tf.compat.v1.Session(graph=graph, config=config) as session:
@@ -178,3 +185,8 @@ def _ask(probe: Callable[..., Any], dtype: tf.DType, pattern: Any, device: str) 
             return not abs(float(found) / expected - 1) < 0.05
         except (tf.errors.OpError, ValueError):
             return False
+
+
+def last_value(result: tf.Tensor) -> tf.Tensor:
+    """The last value of a tensor, which is what `Kernel.example` tells."""
+    return tf.reshape(result, [-1])[-1]

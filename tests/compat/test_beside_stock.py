@@ -179,8 +179,8 @@ def test_a_graph_on_a_cpu():
         nodes = [node for graph in graphs for node in graph.node if node.op == "MatMul"]
         dtypes.append({tf.as_dtype(node.attr["T"].type).name for node in nodes})
         off()
-    has_units = keras_mp.hardware.cpu_has_float16()
-    assert dtypes == [{"float16" if has_units else "float32"}, {"bfloat16"}]
+    in_float16 = keras_mp.hardware.cpu_takes_float16_rewrite()
+    assert dtypes == [{"float16" if in_float16 else "float32"}, {"bfloat16"}]
 
 
 def set_stock_policy(name):

@@ -11,7 +11,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import hardware
 from keras_mp.hardware import __main__ as program
-from keras_mp.hardware import remembered, stopwatch, verdicts
+from keras_mp.hardware import remembered, stopwatch, tables, verdicts
 from tests.common import mirrored
 from tests.hardware.machines import EPYC, XEON, pretend
 
@@ -60,6 +60,7 @@ def measured(monkeypatch, fresh):
         monkeypatch.setenv("KERAS_MP_MEASURE", "1")
         # A folder in which nothing can be made.
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+        monkeypatch.delenv("KERAS_MP_CACHE", raising=False)
         return asked
 
     return set_speeds
@@ -201,7 +202,7 @@ def test_a_policy_warns_itself_once_the_machine_was_measured(fresh, monkeypatch,
         keras_mp.Policy("mixed_bfloat16")
 
 
-class Half(keras_mp.layers.Layer):
+class Product(keras_mp.layers.Layer):
     def build(self, shape):
         self.kernel = self.add_weight(shape=[2, 2])
 
@@ -209,30 +210,20 @@ class Half(keras_mp.layers.Layer):
         return x @ self.kernel
 
 
-@pytest.mark.parametrize("jit_compile", [None, False, True])
-def test_a_loop_of_ones_own_is_warned_where_it_makes_a_weight(measured, jit_compile):
+def test_layers_and_policies_measure_nothing(measured, quiet):
     asked = measured(XEON)
-    layer = Half(dtype=keras_mp.Policy("mixed_bfloat16"))
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer(x))
-        return tape.gradient(loss, layer.trainable_variables)
-
-    if jit_compile is not None:
-        step = tf.function(step, jit_compile=jit_compile)
+    policy = keras_mp.Policy("mixed_bfloat16")
+    assert Product(dtype=policy)(tf.ones([2, 2])).dtype == tf.bfloat16
+    model(policy).compile("sgd", "mse")
+    keras_mp.set_global_policy("mixed_bfloat16")
+    Product()(tf.ones([2, 2]))
     assert not asked
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="take 1.8 times as long"):
-        [gradient] = step(tf.ones([2, 2]))
-    assert gradient.dtype == tf.float32
-    step(tf.ones([2, 2]))
-    assert asked == ["CPU:0"]
 
 
 def test_a_loop_of_ones_own_is_warned_where_it_makes_an_optimizer(measured):
     slow = {name: {**by_dtype, "float16": 1e9} for name, by_dtype in XEON.items()}
     asked = measured(slow)
-    keras_mp.Policy("mixed_float16")
+    keras_mp.set_global_policy("mixed_float16")
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="float16 .* 275.0 times as long"):
         keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD())
     assert asked == ["CPU:0"]
@@ -240,7 +231,7 @@ def test_a_loop_of_ones_own_is_warned_where_it_makes_an_optimizer(measured):
 
 def test_a_replica_does_not_measure_beside_another(measured, quiet):
     asked = measured(XEON)
-    keras_mp.Policy("mixed_bfloat16")
+    keras_mp.set_global_policy("mixed_bfloat16")
     strategy = mirrored(2)
     strategy.run(hardware.warn_if_slow)
     assert not asked
@@ -253,7 +244,7 @@ def test_a_replica_does_not_measure_beside_another(measured, quiet):
 def test_a_graph_of_tensorflow_1_measures_nothing(measured, machine, flags):
     asked = measured(XEON)
     machine(cpu_flags=flags)
-    keras_mp.Policy("mixed_bfloat16")
+    keras_mp.set_global_policy("mixed_bfloat16")
     with tf.Graph().as_default(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hardware.warn_if_slow()
@@ -267,7 +258,7 @@ def test_a_graph_of_tensorflow_1_measures_nothing(measured, machine, flags):
 
 def test_what_cannot_be_measured_is_not_judged(measured, quiet):
     asked = measured(tf.errors.ResourceExhaustedError(None, None, "no memory"))
-    keras_mp.Policy("mixed_bfloat16")
+    keras_mp.set_global_policy("mixed_bfloat16")
     model("mixed_bfloat16").compile("sgd", "mse")
     model("mixed_bfloat16").compile("sgd", "mse")
     assert asked == ["CPU:0"]
@@ -347,14 +338,15 @@ def test_the_program_prints_a_table_and_the_reason(measured, machine, capsys, mo
     assert program.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"TensorFlow {tf.__version__}" in lines[0]
-    assert lines[2:5] == [
+    assert lines[1].startswith("16-bit units of the CPU: AVX512-BF16, AVX512-FP16; used by")
+    assert lines[3:6] == [
         "GF/s (times float32)     float32    bfloat16     float16",
         "matrix product        275 (1.00)  154 (0.56)  250 (0.91)",
         "convolution            84 (1.00)   53 (0.63)   80 (0.95)",
     ]
-    assert lines[6].startswith("bfloat16 is slow here: bfloat16 matrix products take 1.8 times")
-    assert lines[7] == "float16 is fast here."
-    assert lines[8].startswith("Best policy: float32, since bfloat16 matrix products take 1.8")
+    assert lines[7].startswith("bfloat16 is slow here: bfloat16 matrix products take 1.8 times")
+    assert lines[8] == "float16 is fast here."
+    assert lines[9].startswith("Best policy: float32, since bfloat16 matrix products take 1.8")
 
 
 def test_the_program_measures_gpus_beside_the_table(measured, machine, capsys):
@@ -370,6 +362,59 @@ def test_the_program_measures_gpus_beside_the_table(measured, machine, capsys):
     machine(tpus=8)
     program.main([])
     assert "Nothing could be measured." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "units", "used"),
+    [
+        ("avx2", {}, [], []),
+        ("avx512_bf16", {}, ["AVX512-BF16"], ["AVX512-BF16"]),
+        ("avx512_bf16", {"TF_ENABLE_ONEDNN_OPTS": "0"}, ["AVX512-BF16"], []),
+        ("avx512_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, ["AVX512-BF16"], []),
+        (
+            "avx512_bf16 avx512_fp16 amx_bf16",
+            {"ONEDNN_MAX_CPU_ISA": "avx512_core_fp16"},
+            ["AVX512-BF16", "AVX512-FP16", "AMX-BF16"],
+            ["AVX512-BF16", "AVX512-FP16"],
+        ),
+    ],
+)
+def test_units_and_what_tensorflow_uses(machine, monkeypatch, flags, environment, units, used):
+    machine(cpu_flags=flags)
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert tables.cpu_units() == (units, used)
+
+
+@pytest.mark.parametrize(
+    ("flags", "takes"),
+    [("avx512_fp16 amx_bf16", False), ("amx_fp16", True), ("avx_ne_convert", True)],
+)
+def test_which_cpus_take_the_rewrite_to_float16(machine, monkeypatch, flags, takes):
+    machine(cpu_flags=flags)
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
+    assert hardware.cpu_takes_float16_rewrite() == takes
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    assert not hardware.cpu_takes_float16_rewrite()
+
+
+@pytest.mark.parametrize("cache", [None, "here"])
+def test_what_writes_a_file(measured, machine, monkeypatch, tmp_path, cache):
+    measured(XEON)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if cache:
+        monkeypatch.setenv("KERAS_MP_CACHE", str(tmp_path / cache))
+    keras_mp.hardware.best_policy()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="slower"):
+        keras_mp.set_global_policy("mixed_bfloat16")
+    model(None).compile("sgd", "mse")
+    assert [path.name for path in tmp_path.iterdir()] == ([cache] if cache else [])
+    program.main([])
+    [folder] = tmp_path.iterdir()
+    assert folder.name == (cache or "keras_mp")
+    assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize("call", [hardware.why_slow, hardware.warn_if_slow])
@@ -400,12 +445,12 @@ print(keras_mp.hardware.why_slow("bfloat16"))
 
 # The real clock, in a program whose first line is a policy.
 def test_a_program_configures_its_devices_and_measures_when_it_compiles(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KERAS_MP_CACHE", str(tmp_path))
     monkeypatch.setenv("KERAS_MP_MEASURE", "1")
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "keras_mp").iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 1
     reason = done.stdout.strip()
     is_slow = reason != "None"
     assert ("mixed_bfloat16 may run slower" in done.stderr) == is_slow

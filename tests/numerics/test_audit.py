@@ -110,7 +110,11 @@ def test_nan_that_a_pooling_drops():
     layers = [dense(16), lambda: MaskedRows(name="rows"), L.MaxPooling1D, L.Flatten]
     finding = found(classifier(*layers), (X, CLASSES))["a constant that is infinite in 16 bits"]
     assert finding.where == "rows"
-    assert "results of Softmax are NaN; so are gradients, though the loss is not" in finding.why
+    # Some machines' kernels drop NaN, others pass it on to the loss.
+    rows = tf.constant([[[1.0], [float("nan")]]], tf.float16)
+    drops = bool(tf.reduce_all(tf.math.is_finite(tf.nn.max_pool1d(rows, 2, 2, "VALID"))))
+    gradients = "so are gradients, though the loss is not" if drops else "so is the loss"
+    assert f"results of Softmax are NaN; {gradients}" in finding.why
 
 
 class Sum(L.Layer):

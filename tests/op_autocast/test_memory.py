@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.common import once
+from tests.common import needs_onednn, once
 
 pytestmark = once
 
@@ -46,6 +46,7 @@ for add in (tf.nn.bias_add, tf.add):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="It asks Linux.")
+@needs_onednn  # TensorFlow's own product of bfloat16 matrices makes float32 copies of them.
 def test_a_tape_keeps_16_bits():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
