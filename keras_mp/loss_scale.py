@@ -8,15 +8,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.loss_scale import (
+from keras_mp.step.loss_scales import (
     CLASSES,
     LARGEST,
     DynamicLossScale,
     FixedLossScale,
     LossScale,
-    LossScaleState,
-    next_state,
 )
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, next_state
 from keras_mp.support import messages
 
 __all__ = [
@@ -33,7 +32,7 @@ __all__ = [
 DEFAULT_DYNAMIC = {
     "class_name": "DynamicLossScale",
     "config": {
-        "initial_loss_scale": 2.0**15,
+        "initial_loss_scale": INITIAL_LOSS_SCALE,
         "increment_period": 2000,
         "multiplier": 2.0,
         "backoff_multiplier": 0.5,

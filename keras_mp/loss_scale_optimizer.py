@@ -16,10 +16,10 @@ from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
 from keras_mp.layer_paths import paths_of_weights
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.step import gradients, skipped_steps, state_rollback
+from keras_mp.step import gradients, replicas, skipped_steps, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.loss_scale import schedule_of
-from keras_mp.step.overflows import Overflow
+from keras_mp.step.loss_scales import schedule_of
+from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.step_calls import StepCalls
 from keras_mp.support import messages, validation
@@ -184,7 +184,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
             loss_scale if scales else 1, dynamic, initial_scale, dynamic_growth_steps
         )
         schedule = schedule_of(loss_scale, skip_nonfinite)
-        gradients.check_strategy(may_skip=schedule is not None)
+        replicas.check_strategy(may_skip=schedule is not None)
         vars(self).update(
             _name=name,
             _loss_scale=loss_scale,
@@ -778,7 +778,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         self._collect_reports()
         passes.warn_if_compiled()
         # Again, since the optimizer may have been made outside of the strategy's scope.
-        gradients.check_strategy(may_skip=self._schedule is not None)
+        replicas.check_strategy(may_skip=self._schedule is not None)
         self.build([variable for _, variable in pairs])
         verdicts = None
         if self._schedule is not None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.loss_scale import LARGEST, LossScale, LossScaleState
+from keras_mp.step.loss_scales import LARGEST, LossScale
+from keras_mp.step.schedule import LossScaleState
 from keras_mp.support import host, validation
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, exponent_of
 from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
 from keras_mp.numerics.what_if import WhatIf
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 
 # Where a `LossScaleOptimizer` begins unless told otherwise.
-_FIRST_SCALE = 2.0**15
 
 
 class Advice(NamedTuple):
@@ -129,7 +129,13 @@ def _facts(measured: Report | WhatIf, dtype: str, tolerance: float) -> _Facts:
         rows = Report(rows, step=1, counted=1, loss_scale=1.0).rows_in_16_bits
         seen = _seen(measured, dtype, tolerance)
         # Other batches may well have larger gradients: that is no scale to keep.
-        about = _FIRST_SCALE, seen, "in the batch", "start the loss scale at", measured.consumers
+        about = (
+            INITIAL_LOSS_SCALE,
+            seen,
+            "in the batch",
+            "start the loss scale at",
+            measured.consumers,
+        )
     elif isinstance(measured, Report):
         rows = measured.rows_in_16_bits
         where = f"in {measured.counted:,} of {measured.step:,} steps"

@@ -27,8 +27,8 @@ from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.records import Record
 from keras_mp.numerics.runs import Run, unit_of
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 
-_DEFAULT_LOSS_SCALE = 2.0**15
 _NARROW = ("float16", "bfloat16")
 
 Loss = Callable[[Any, Batch, Any], tf.Tensor]
@@ -331,7 +331,7 @@ def _first_scale(model: Any) -> float:
     if getattr(policy, "scales_loss", False):
         return float(policy.loss_scale())
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
-    return _DEFAULT_LOSS_SCALE if "float16" in dtypes else 1.0
+    return INITIAL_LOSS_SCALE if "float16" in dtypes else 1.0
 
 
 def _describe(model: Any) -> str:

@@ -24,8 +24,9 @@ from keras_mp.numerics.explanations import explain, matches
 from keras_mp.numerics.layer_calls import RandomNumbers, Watch
 from keras_mp.numerics.operations import Kept, Operation
 from keras_mp.op_autocast.context_manager import autocast
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 
-_LOSS_SCALES = {"float16": 2.0**15, "bfloat16": 1.0}
+_LOSS_SCALES = {"float16": INITIAL_LOSS_SCALE, "bfloat16": 1.0}
 
 
 def compare_function(

@@ -6,7 +6,6 @@ list of variables that steps were made with. This module needs TensorFlow only.
 
 import collections
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +14,14 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.step import gradients
-from keras_mp.support import host, text_tables
-
-# So many variables are named in a warning.
-MOST = 5
+from keras_mp.step.overflow_report import (
+    MOST,
+    LossOfReplica,
+    Overflow,
+    OverflowedGradient,
+    ReplicaPlace,
+)
+from keras_mp.support import host
 
 # What a record has of its last step: which one it was of all that were skipped in this program; how
 # many were skipped so far, before a checkpoint was restored too; how many the optimizer had made by
@@ -38,7 +41,7 @@ _eagerly = tf.__internal__.eager_context.eager_mode
 Names = Callable[[Sequence[Any]], list[str | None]]
 
 
-class Seen(NamedTuple):
+class NonFiniteCounts(NamedTuple):
     """What all replicas have seen of a step that is skipped.
 
     Attributes:
@@ -145,7 +148,7 @@ def look(
             looked at on one replica only: it is the same on all of them.
 
     Returns:
-        int64 tensor, the `counts` of `Seen`, the same on every replica.
+        int64 tensor, the `counts` of `NonFiniteCounts`, the same on every replica.
     """
     strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
     replica = context.replica_id_in_sync_group
@@ -186,152 +189,6 @@ def _rows_of_replica(
     return [own, total]
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A replica.
-
-    Attributes:
-        replica: int. Its index among all replicas.
-        worker: int. The index of the worker process it belongs to; 0 where there is one process.
-        device: str, such as "GPU:0".
-    """
-
-    replica: int
-    worker: int
-    device: str
-
-    def __str__(self) -> str:
-        return f"{self.replica} (worker {self.worker}, {self.device})"
-
-
-@dataclasses.dataclass(frozen=True)
-class LossOfReplica:
-    """What is known of a loss in a step that was skipped.
-
-    Attributes:
-        place: whose loss it is.
-        kind: "finite", "Inf", "NaN", or "not known" where the loss was scaled in another function
-            than the one that applied the gradients, or was not scaled by keras_mp.
-    """
-
-    place: Place
-    kind: str
-
-
-@dataclasses.dataclass(frozen=True)
-class OverflowedGradient:
-    """The gradient of a variable on a replica, which was not finite.
-
-    Attributes:
-        variable: str. The variable's path in the model that the optimizer was compiled for, such
-            as "encoder/dense/kernel". In a loop of one's own no model is known: there it is the
-            path that Keras 3 gives a weight, or else the variable's name.
-        layer: str. The name without its last part; empty where there is only one.
-        place: on which replica. None where each replica's gradient was finite, and what was made of
-            them was not: their sum, or the sum with gradients that were accumulated before.
-        infs: int. How many values are infinite.
-        nans: int. How many are NaN.
-        size: int, how many values the variable has; None where that is not known.
-        steps: int. In how many skipped steps so far it was not finite.
-    """
-
-    variable: str
-    layer: str
-    place: Place | None
-    infs: int
-    nans: int
-    size: int | None
-    steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Overflow:
-    """A step that was skipped, and why. Its `str` is a table.
-
-    Attributes:
-        step: int. Which step it was, counted from 1, those that were skipped among them; None
-            where the optimizer counts none. With a `GradScaler`, skipped steps count from the start
-            of the program.
-        steps_skipped: int. How many steps were skipped so far, this one among them.
-        loss_scale: float. The loss scale at which it overflowed.
-        losses: tuple of LossOfReplica, one for each replica.
-        gradients: tuple of OverflowedGradient, in the order of the variables. Empty where all
-            values were finite and only the sum of all of them was not.
-        totals: dict, from each variable's name to how many skipped steps it was not finite in.
-
-    Example:
-
-    >>> optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable([1.0, 2.0, 3.0], name="v")
-    >>> _ = optimizer.minimize(lambda: tf.reduce_sum(tf.sqrt(v - [0.0, 2.0, 4.0])), [v])
-    >>> overflow = optimizer.last_overflow
-    >>> [(row.variable, row.infs, row.nans, row.size) for row in overflow.gradients]
-    [('v', 1, 1, 3)]
-    >>> [loss.kind for loss in overflow.losses], overflow.totals
-    (['NaN'], {'v': 1})
-    """
-
-    step: int | None
-    steps_skipped: int
-    loss_scale: float
-    losses: tuple[LossOfReplica, ...]
-    gradients: tuple[OverflowedGradient, ...]
-    totals: dict[str, int]
-
-    @property
-    def loss_is_finite(self) -> bool | None:
-        """Was the loss finite on every replica? None where that is not known."""
-        kinds = {loss.kind for loss in self.losses}
-        if kinds & {"Inf", "NaN"}:
-            return False
-        return None if "not known" in kinds else True
-
-    @property
-    def variables(self) -> list[str]:
-        """Names of the variables whose gradients were not finite."""
-        return list(dict.fromkeys(gradient.variable for gradient in self.gradients))
-
-    @property
-    def summary(self) -> str:
-        """What happened, in a line."""
-        which = "A step" if self.step is None else f"Step {self.step}"
-        names = [repr(name) for name in self.variables]
-        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-        whose = ", ".join(names[:MOST]) + more if names else "no single variable"
-        return (
-            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} so "
-            f"far). {self._of_the_loss()} Gradients that were not finite: {whose}."
-        )
-
-    def __str__(self) -> str:
-        which = "A step" if self.step is None else f"Step {self.step}"
-        text = (
-            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} "
-            f"skipped so far).\n{self._of_the_loss()}"
-        )
-        if not self.gradients:
-            return f"{text}\nEach gradient was finite. What was not is the sum of all of them."
-        head = ("gradient of", "replica", "Inf", "NaN", "values", "skipped steps")
-        rows = [head, *map(_cells, self.gradients)]
-        return "\n".join([text, "", *text_tables.aligned(rows, left=(0, 1))])
-
-    def _of_the_loss(self) -> str:
-        bad = [f"{loss.kind} on replica {loss.place}" for loss in self.losses if _is_bad(loss)]
-        if bad:
-            return f"The loss was {', '.join(bad)}."
-        return "The loss was finite." if self.loss_is_finite else "The loss is not known."
-
-
-def _is_bad(loss: LossOfReplica) -> bool:
-    return loss.kind in ("Inf", "NaN")
-
-
-def _cells(row: OverflowedGradient) -> tuple[str, ...]:
-    where = "only the sum" if row.place is None else str(row.place)
-    infs, nans = (f"{n:,}" if row.infs or row.nans else "-" for n in (row.infs, row.nans))
-    size = "-" if row.size is None else f"{row.size:,}"
-    return row.variable, where, infs, nans, size, f"{row.steps:,}"
-
-
 class _Record:
     """The variables of some steps, and what happened to them.
 
@@ -345,7 +202,7 @@ class _Record:
         first: int. The number of its first variable among those of all records.
     """
 
-    def __init__(self, seen: Seen, first: int) -> None:
+    def __init__(self, seen: NonFiniteCounts, first: int) -> None:
         self.first, self.has_total = first, seen.has_total
         self.names = _names(seen)
         self.sizes = [tf.TensorShape(v.shape).num_elements() for v in seen.variables]
@@ -372,7 +229,7 @@ class _Record:
             )
         self.places = _places(strategy, self.vector)
 
-    def is_of(self, seen: Seen) -> bool:
+    def is_of(self, seen: NonFiniteCounts) -> bool:
         """Is it about the same variables?"""
         return (
             self._is_on_each == _is_on_each()
@@ -382,7 +239,7 @@ class _Record:
             and all(ref() is v for ref, v in zip(self._variables, seen.variables))
         )
 
-    def overflowed(self, counts: Any) -> list[tuple[Place | None, Any]]:
+    def overflowed(self, counts: Any) -> list[tuple[ReplicaPlace | None, Any]]:
         """Where a gradient was not finite, and the counts, given those of all rows."""
         of_replicas = [pair for pair in zip(self.places, counts) if pair[1].any()]
         if not of_replicas and counts[-1].any():
@@ -460,7 +317,7 @@ class Overflows:
 
     def note(
         self,
-        seen: Seen,
+        seen: NonFiniteCounts,
         streak: tf.Tensor,
         goes_on: tf.Tensor,
         loss_scale: tf.Tensor,
@@ -557,7 +414,7 @@ class Overflows:
         """The variables of which a checkpoint knows nothing, by name."""
         return {f"overflow_{i}": record.vector for i, record in enumerate(self._records)}
 
-    def _of(self, seen: Seen) -> _Record:
+    def _of(self, seen: NonFiniteCounts) -> _Record:
         record = next((r for r in self._records if r.is_of(seen)), None)
         if record is None:
             first = sum(len(r.names) for r in self._records)
@@ -578,7 +435,7 @@ def _kind(infs: int, nans: int) -> str:
     return "NaN" if nans else "Inf" if infs else "finite"
 
 
-def _names(seen: Seen) -> list[str]:
+def _names(seen: NonFiniteCounts) -> list[str]:
     """Names the variables of steps, no two alike."""
     names = seen.names_of(seen.variables)
     counts = collections.Counter(names)
@@ -603,7 +460,7 @@ def _reference(variable: Any) -> Callable[[], Any]:
         return lambda: variable
 
 
-def _places(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[Place]:
+def _places(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[ReplicaPlace]:
     """All replicas; of other workers it is known that they have as many devices, of the same kind.
 
     Args:
@@ -614,4 +471,4 @@ def _places(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[Pla
     devices = [variable.device] if count == 1 else strategy.extended.worker_devices
     specs = map(tf.DeviceSpec.from_string, devices)
     names = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
-    return [Place(i, i // len(names), names[i % len(names)]) for i in range(count)]
+    return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]

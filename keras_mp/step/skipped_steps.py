@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.overflows import STREAK, Overflow, Overflows, Seen
+from keras_mp.step.overflow_report import Overflow
+from keras_mp.step.overflows import STREAK, NonFiniteCounts, Overflows
 from keras_mp.step.state_rollback import Weight
 from keras_mp.support import host, messages
 
@@ -52,7 +53,7 @@ class SkippedSteps:
         self,
         goes_on: tf.Tensor,
         loss_scale: tf.Tensor,
-        seen: Seen | None,
+        seen: NonFiniteCounts | None,
         weights: Sequence[Weight],
         is_of_one: bool,
     ) -> list[Any]:

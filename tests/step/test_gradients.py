@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_mp.step import gradients
+from keras_mp.step import gradients, replicas
 from tests.common import mirrored, once
 
 pytestmark = once
@@ -252,7 +252,7 @@ def test_all_reduce_sums_each_gradient_in_its_own_dtype(reduce_dtype):
 
     def reduce(replica):
         grads = [tf.cast(replica + 1, dtype) for dtype in dtypes]
-        return gradients.all_reduce([grads[0], None, *grads[1:]], reduce_dtype)
+        return replicas.all_reduce([grads[0], None, *grads[1:]], reduce_dtype)
 
     for result in on_replicas(reduce):
         assert result[1] is None
@@ -265,7 +265,7 @@ def test_a_reduction_rounds_and_overflows_as_its_dtype_does():
     def reduce(dtype):
         def fn(replica):
             big = tf.constant([65504.0, 1.0 + 2.0**-12, 1.0 + 2.0**-7])
-            return gradients.all_reduce([big], dtype)[0]
+            return replicas.all_reduce([big], dtype)[0]
 
         return on_replicas(fn)[0].numpy()
 
@@ -280,7 +280,7 @@ def test_all_reduce_keeps_sparse_gradients_sparse():
         grad = tf.IndexedSlices(
             tf.cast([[replica + 1]], tf.float32), tf.stack([replica]), tf.constant([4, 1])
         )
-        (reduced,) = gradients.all_reduce([grad], tf.float16)
+        (reduced,) = replicas.all_reduce([grad], tf.float16)
         assert isinstance(reduced, tf.IndexedSlices)
         assert reduced.values.dtype == tf.float32
         return tf.convert_to_tensor(reduced)
@@ -292,6 +292,6 @@ def test_all_reduce_keeps_sparse_gradients_sparse():
 @pytest.mark.parametrize("bad", [None, 0, 1, 3])
 def test_agree(bad):
     def fn(replica):
-        return gradients.agree(tf.not_equal(replica, -1 if bad is None else bad))
+        return replicas.agree(tf.not_equal(replica, -1 if bad is None else bad))
 
     assert [bool(r) for r in on_replicas(fn, 4)] == [bad is None] * 4
