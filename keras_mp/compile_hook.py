@@ -1,10 +1,10 @@
 """The one hook on `Model.compile`.
 
-RFC 293, "A policy's loss scale". The hook is installed by `import keras_mp`, since somebody has to
-notice a policy that was set with `tf.keras`'s own function. It leaves alone every model that has to
-do with neither a `keras_mp.Policy` nor a `keras_mp.LossScaleOptimizer`. A model that scales its
-loss gets a `train_step` of its own, around the one of its class. `docs/changes_to_keras.md` lists
-what else keras_mp changes.
+RFC 293, "A policy's loss scale". `import keras_mp` installs the hook, so that a policy that was set
+with `tf.keras`'s own function is noticed, too. Models without a `keras_mp.Policy` and without a
+`keras_mp.LossScaleOptimizer` are compiled as before. A model that scales its loss gets a
+`train_step` of its own, around the one of its class. `docs/changes_to_keras.md` lists everything
+that keras_mp changes.
 """
 
 import copy
@@ -28,6 +28,7 @@ from keras_mp.loss_scale_optimizer import (
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step.state_rollback import training_step
 from keras_mp.support import messages, regions
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _lock = threading.Lock()
 
@@ -85,7 +86,7 @@ def _compile(policy_class: type, keras_compile: Any, *args: Any, **kwargs: Any) 
 
 
 def _is_mixed(layer: Any) -> bool:
-    return layer.compute_dtype in ("float16", "bfloat16") and layer.variable_dtype == "float32"
+    return layer.compute_dtype in LOW_PRECISION_NAMES and layer.variable_dtype == "float32"
 
 
 def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,12 +134,12 @@ def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kw
 
 
 def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
-    """Connects a model and what scales its loss, once Keras has compiled it.
+    """Tells the optimizers of a model that Keras has compiled it.
 
     Args:
         model: the model.
-        is_scaled: bool. Is its loss scaled by whichever optimizers it has, though `compile` was
-            given others?
+        is_scaled: bool. Whether its loss is scaled, also if its optimizers are not those that
+            `compile` was given. Defaults to False.
     """
     for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
         if isinstance(optimizer, OptimizerWrapper):
@@ -149,7 +150,7 @@ def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
 
 
 def _remember_weights(model: Any) -> None:
-    """Lets steps of `fit` that are skipped put back what the forward pass has written."""
+    """Lets skipped steps of `fit` restore the state that the forward pass has changed."""
     of_instance = vars(model).get("train_step")
     if getattr(of_instance, "func", None) is not _train_step:
         vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
@@ -165,14 +166,14 @@ def _train_step(model: Any, of_instance: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_lost_its_policy(model: Any, call: inspect.BoundArguments) -> bool:
-    """Is it a mixed model that Keras has saved without the policy of its own?"""
+    """Whether Keras has saved a mixed model without the policy of the model itself."""
     return _is_compiled_with_ours(model, call) and any(
-        layer.compute_dtype in ("float16", "bfloat16") for layer in keras_api.flatten_layers(model)
+        layer.compute_dtype in LOW_PRECISION_NAMES for layer in keras_api.flatten_layers(model)
     )
 
 
 def _is_compiled_with_ours(model: Any, call: inspect.BoundArguments) -> bool:
-    """Is the optimizer or the loss, now or before, here or in the model's file, one of ours?"""
+    """Whether the model was or is to be compiled with an optimizer or a loss of keras_mp."""
     optimizers = [call.arguments.get("optimizer"), getattr(model, "optimizer", None)]
     of_call, of_model = call.arguments.get("loss"), getattr(model, "loss", None)
     given = [*tf.nest.flatten(of_call), *tf.nest.flatten(of_model)]
@@ -180,22 +181,22 @@ def _is_compiled_with_ours(model: Any, call: inspect.BoundArguments) -> bool:
 
 
 def _scaling_before(model: Any) -> LossScaleOptimizer | None:
-    """What scales the loss of a model as it was compiled before, here or in its file, if ours."""
+    """Returns the `LossScaleOptimizer` that the model was compiled with before, or None."""
     return next(iter(wrappers_among(getattr(model, "optimizer", None))), None)
 
 
 def _how_to_scale(
     model: Any, policy: Any, before: LossScaleOptimizer | None
 ) -> dict[str, Any] | None:
-    """How a model's loss is scaled: as its policy says, else as before.
+    """Returns how to scale a model's loss: as its policy says, else as before.
 
     Args:
         model: the model.
-        policy: the model's own, None if it is not one of ours.
-        before: what has scaled the model's loss so far, or None.
+        policy: the model's `keras_mp.Policy`, or None.
+        before: the optimizer that has scaled the model's loss so far, or None.
 
     Returns:
-        Arguments of the `LossScaleOptimizer`, or None for no such thing.
+        Arguments of a `LossScaleOptimizer`, or None for no loss scaling.
     """
     if policy is not None and policy.scales_loss:
         return {"loss_scale": policy.loss_scale}
@@ -288,10 +289,10 @@ def _warn_if_policy_is_not_followed(model: Any, call: inspect.BoundArguments) ->
 
 
 def _warn_if_set_too_late(model: Any) -> None:
-    """Warns of a global policy that no part of the model has, for which nobody has asked."""
+    """Warns if the global policy was set after the model was made."""
     policy = keras_api.get_global_policy()
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
-    if policy.compute_dtype in ("float16", "bfloat16") and not dtypes & {"float16", "bfloat16"}:
+    if policy.compute_dtype in LOW_PRECISION_NAMES and not dtypes & {*LOW_PRECISION_NAMES}:
         messages.warn(
             f"The model {model.name!r} computes in {model.compute_dtype}, since it was made before "
             f"the global policy was set to {policy.name!r}: a layer keeps the policy that it was "

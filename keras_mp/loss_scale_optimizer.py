@@ -24,6 +24,7 @@ from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.step_calls import StepCalls
 from keras_mp.support import messages, validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -710,7 +711,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         if model is None:
             return self.policy_in_file
         layers = [each for each in keras_api.flatten_layers(model) if each is not model]
-        half = (each for each in layers if each.compute_dtype in ("float16", "bfloat16"))
+        half = (each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES)
         return next((each.dtype_policy.name for each in half), None)
 
     def _names_of(self, variables: Sequence[Any]) -> list[str | None]:

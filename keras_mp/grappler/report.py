@@ -14,13 +14,12 @@ from tensorflow.python.grappler import tf_optimizer
 
 from keras_mp.grappler import op_lists, passes
 from keras_mp.support import registered_kernels, text_tables
+from keras_mp.support.dtypes import FLOATING
 
 # What the passes end the names of their casts with.
 _SUFFIX = "AutoMixedPrecision"
 _DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
-_FLOATS = frozenset(
-    dtype.as_datatype_enum for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-)
+_FLOATS = frozenset(dtype.as_datatype_enum for dtype in FLOATING)
 
 # They bring values in and out, and compute nothing.
 _NO_COMPUTATIONS = {

@@ -20,8 +20,7 @@ import tensorflow as tf
 
 from keras_mp.support import messages, regions
 from keras_mp.support.autograph import do_not_convert
-
-_HALF = (tf.bfloat16, tf.float16)
+from keras_mp.support.dtypes import LOW_PRECISION
 
 
 class Kernel(NamedTuple):
@@ -94,7 +93,7 @@ class Table:
             bool. False also where TensorFlow cannot compute it at all.
         """
         dtype = tf.as_dtype(dtype)
-        if dtype not in _HALF or pattern is False:
+        if dtype not in LOW_PRECISION or pattern is False:
             return False
         return _ask(self.kernels[op].probe, dtype, pattern, device or _usual_device())
 

@@ -18,9 +18,9 @@ from keras_mp.numerics.census_text import sums
 from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
 from keras_mp.op_autocast import op_table, visible
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 
-_HALF = ("float16", "bfloat16")
 # They hand on what they get, and compute nothing.
 _NO_COMPUTATIONS = frozenset(
     (
@@ -333,7 +333,7 @@ class _Reader:
             return "the graph rewrite"
         if self._is_autocast and node.proto.op in op_table.ROWS:
             row = op_table.ROWS[node.proto.op]
-            if row.verdict in (op_table.DENY, op_table.PROMOTE) or dtype in _HALF:
+            if row.verdict in (op_table.DENY, op_table.PROMOTE) or dtype in LOW_PRECISION_NAMES:
                 return f"autocast: {row.why}"
         layer, made = self._layers.layer(self._owner(node.path)), self._made.get(node.path)
         if layer is None:

@@ -25,6 +25,7 @@ from keras_mp.numerics.layer_calls import RandomNumbers, Watch
 from keras_mp.numerics.operations import Kept, Operation
 from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.support.dtypes import LOW_PRECISION
 
 _LOSS_SCALES = {"float16": INITIAL_LOSS_SCALE, "bfloat16": 1.0}
 
@@ -333,7 +334,7 @@ def _noisy_run(
 
 
 def _is_narrow(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype in (tf.float16, tf.bfloat16)
+    return isinstance(value, tf.Tensor) and value.dtype in LOW_PRECISION
 
 
 def _values(operation: Operation) -> Iterator[Any]:

@@ -17,9 +17,8 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp.op_autocast import op_table
 from keras_mp.support import messages, regions
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.regions import Region
-
-_NAMES = ("bfloat16", "float16")
 
 
 class autocast(contextlib.ContextDecorator):
@@ -279,15 +278,15 @@ def _machinery(module: str) -> Any:
 
 def _checked(dtype: Any) -> tf.DType:
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
-    if name in _NAMES:
+    if name in LOW_PRECISION_NAMES:
         return tf.as_dtype(name)
     try:
         name = tf.as_dtype(dtype).name
-        if name in _NAMES:
+        if name in LOW_PRECISION_NAMES:
             return tf.as_dtype(name)
     except TypeError:
         pass
-    nearest = difflib.get_close_matches(str(name), _NAMES, n=1)
+    nearest = difflib.get_close_matches(str(name), LOW_PRECISION_NAMES, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"Operations run in 'bfloat16' or 'float16'; None takes what is fast here.{hint} "

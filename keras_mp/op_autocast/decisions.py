@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from keras_mp.op_autocast import op_table, visible
 from keras_mp.op_autocast.plans import Plan
+from keras_mp.support.dtypes import LOW_PRECISION
 
-_FLOATS = (tf.float32, tf.bfloat16, tf.float16)
+_FLOATS = (tf.float32, *LOW_PRECISION)
 # Beyond these float16 has fewer digits, or none.
 _SMALLEST, _LARGEST = 1e-4, 1e4
 # A factor can do no more harm than an addition.

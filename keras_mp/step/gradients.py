@@ -1,7 +1,7 @@
-"""What loss scaling does to gradients: scale, unscale, reduce across replicas, judge.
+"""The arithmetic of loss scaling: scales and unscales gradients, and tests them for Inf and NaN.
 
-RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". This module needs TensorFlow
-only. A gradient is a tensor, a `tf.IndexedSlices` (which stays sparse) or None (which stays None).
+RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only. A gradient is a tensor, a
+`tf.IndexedSlices` (which stays sparse) or None (which stays None).
 """
 
 import functools
@@ -15,12 +15,12 @@ from keras_mp.support import host
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
-# So many values of a gradient take longer than an operation of its own costs (2 cores).
+# With so many values, arithmetic costs more than an operation of its own (measured on 2 cores).
 _MANY = 2**13
 
 
 def convert(gradients: Iterable[Any]) -> list[Gradient]:
-    """Makes a list of gradients of what stands for one.
+    """Converts the values of a flat iterable to gradients.
 
     Args:
         gradients: iterable of tensors, arrays, `tf.IndexedSlices` and None.
@@ -29,7 +29,7 @@ def convert(gradients: Iterable[Any]) -> list[Gradient]:
         list of gradients.
 
     Raises:
-        TypeError: there is something else among them, or they are not in a flat list.
+        TypeError: a value is something else, or `gradients` is not flat.
     """
     is_one = tf.is_tensor(gradients) or isinstance(gradients, (str, dict))
     if is_one or not isinstance(gradients, Iterable):
@@ -44,12 +44,12 @@ def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
     """Multiplies a loss by the loss scale.
 
     Args:
-        loss: float tensor of any shape. A float16 or bfloat16 loss is widened first: `2**16`, an
-            ordinary loss scale, is infinite in float16.
+        loss: float tensor of any shape. A float16 or bfloat16 loss is cast to float32 first:
+            `2**16`, an ordinary loss scale, is infinite in float16.
         loss_scale: float32 scalar tensor.
 
     Returns:
-        The scaled loss, in float32, or in float64 where `loss` is.
+        The scaled loss, in float32, or in float64 if `loss` is.
 
     Raises:
         TypeError: `loss` is not a floating-point tensor.
@@ -99,18 +99,18 @@ def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradie
 
 
 def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Tells whether every value of every gradient is finite.
+    """Whether every value of every gradient is finite.
 
-    Where it can, it looks at sums, in a fraction of the time of looking at each value. A sum is not
-    finite where a value is not; where only the sum of unscaled gradients passes the largest
-    float32, they are not worth more.
+    Where possible it tests sums, which takes a fraction of the time of testing each value: if a
+    value is not finite, neither is the sum. Finite unscaled gradients whose sum overflows float32
+    are useless, too.
 
     Args:
-        gradients: sequence of gradients, unscaled. Of a sparse one, the sums over equal indices
+        gradients: sequence of gradients, unscaled. In a sparse one, the sums over equal indices
             have to be finite too, since an optimizer adds these up.
 
     Returns:
-        bool scalar tensor; True where there is nothing to look at.
+        bool scalar tensor; True if there is nothing to test.
     """
     for_xla = host.is_compiled_by_xla()
     alike: dict[Any, list[tf.Tensor]] = {}
@@ -143,14 +143,14 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
 
 def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Says of each gradient what `all_finite` says of all.
+    """Counts in each gradient the values that are not finite.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        int64 tensor of shape [gradients, 3]: how many values are infinite; how many are NaN; and 1
-        where every value is finite and a sum that `all_finite` looks at is not, else 0.
+        int64 tensor of shape [gradients, 3]: the number of infinite values; that of NaNs; and 1 if
+        every value is finite but a sum that `all_finite` tests is not, else 0.
     """
     alike: dict[tf.DType, list[int]] = {}
     rows, order = [], []
@@ -189,7 +189,7 @@ def cast_float32(gradients: Sequence[Gradient], dtype: tf.DType) -> list[Gradien
         dtype: DType.
 
     Returns:
-        list of gradients; those that are not float32 as they are.
+        list of gradients; other dtypes are left as they are.
     """
     return _cast_those_of(tf.float32, gradients, dtype)
 
@@ -201,13 +201,13 @@ def cast_float16_to_float32(gradients: Sequence[Gradient]) -> list[Gradient]:
         gradients: sequence of gradients.
 
     Returns:
-        list of gradients; those that are not float16 as they are.
+        list of gradients; other dtypes are left as they are.
     """
     return _cast_those_of(tf.float16, gradients, tf.float32)
 
 
 def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[Gradient]:
-    """Gives gradients the dtypes of others.
+    """Casts gradients to the dtypes of others.
 
     Args:
         gradients: sequence of gradients.
@@ -223,13 +223,13 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
 def pack(
     gradients: Sequence[Gradient],
 ) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]]]:
-    """Joins small gradients of one dtype end to end: what is done to all of them is done once.
+    """Joins small gradients of one dtype end to end, so that one operation handles them all.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        tuple of a list of gradients, of which large ones, sparse ones and None are as they were,
+        tuple of a list of gradients, in which large ones, sparse ones and None are as they were,
         and of a function that turns such a list back into one gradient for each of `gradients`.
     """
     positions: dict[tf.DType, list[int]] = {}
@@ -252,7 +252,7 @@ def pack(
 
 
 def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Checks what is to be applied, before anything is changed.
+    """Checks the pairs that are to be applied, before anything is changed.
 
     Args:
         pairs: iterable of (gradient, variable) pairs.
@@ -291,7 +291,7 @@ _NO_VARIABLES = (tf.Tensor, tf.IndexedSlices, float, int, str)
 
 
 def _is_small(tensor: tf.Tensor) -> bool:
-    """Would an operation for it alone take longer than what it does?"""
+    """Whether an operation for this tensor alone costs more than its arithmetic."""
     size = tensor.shape.num_elements()
     return size is not None and size < _MANY
 
@@ -301,7 +301,7 @@ def _add(tensors: list[tf.Tensor]) -> tf.Tensor:
 
 
 def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
-    """Where values are infinite, and where they are NaN."""
+    """Returns two bool tensors: where values are infinite, and where they are NaN."""
     if values.dtype.is_complex:
         parts = [_infs_and_nans(part) for part in (tf.math.real(values), tf.math.imag(values))]
         infs, nans = (tf.logical_or(*kinds) for kinds in zip(*parts))
@@ -314,7 +314,7 @@ def _is_sparse(gradient: Gradient) -> bool:
 
 
 def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
-    """Bounds of the sums over equal indices; infinite where such a sum could overflow."""
+    """Returns bounds of the sums over equal indices; infinite where such a sum could overflow."""
     magnitudes = tf.abs(gradient.values)
     if gradient.dtype != tf.float16:
         # All rows together: nothing sound comes near the largest float32.
@@ -363,8 +363,8 @@ def _multiply(
 
     def multiply(gradient: tf.Tensor) -> tf.Tensor:
         dtype = gradient.dtype
-        # A loss scale above 65504 has no finite float16 value, so narrow gradients meet it in
-        # float32.
+        # A loss scale above 65504 has no finite float16 value, so gradients of low precision are
+        # multiplied in float32.
         if dtype.size < tf.float32.size:
             return tf.cast(tf.cast(gradient, tf.float32) * factor(tf.float32), dtype)
         # In eager the raw operation takes less than half of the operator's time.

@@ -368,7 +368,7 @@ class DynamicLossScale(LossScale):
 
         Args:
             loss_scale: float32 scalar tensor, the scale that the step was made with.
-            finite: bool, or bool scalar tensor. Were all gradients finite?
+            finite: bool, or bool scalar tensor. Whether all gradients were finite.
 
         Returns:
             LossScaleState of tensors.
@@ -394,7 +394,7 @@ class DynamicLossScale(LossScale):
         """Moves the scale as a step moves it.
 
         Args:
-            finite: bool. Were all gradients finite?
+            finite: bool. Whether all gradients were finite.
 
         Returns:
             tuple of the list of assignments and of how many steps were skipped in a row, an int64
@@ -440,7 +440,7 @@ class DynamicLossScale(LossScale):
 
 
 class SkipsInARow:
-    """What is left of a `DynamicLossScale` where steps are skipped and the scale never moves.
+    """Counts skipped steps in a row where the loss scale never moves.
 
     Args:
         loss_scale: the loss scale.
@@ -465,11 +465,11 @@ Schedule = DynamicLossScale | SkipsInARow
 
 
 def schedule_of(loss_scale: LossScale, skip_nonfinite: bool) -> Schedule | None:
-    """Returns what a step moves, or None where no step is skipped.
+    """Returns the schedule that a step advances, or None if no step is skipped.
 
     Args:
         loss_scale: the loss scale.
-        skip_nonfinite: bool. Are steps skipped too whose scale does not move?
+        skip_nonfinite: bool. Whether steps are skipped also where the scale does not move.
     """
     if isinstance(loss_scale, DynamicLossScale):
         return loss_scale

@@ -1,4 +1,4 @@
-"""What users see of a skipped step: the losses, and the gradients that were not finite."""
+"""The report of a skipped step: its losses, and the gradients that were not finite."""
 
 import dataclasses
 
@@ -28,10 +28,10 @@ class ReplicaPlace:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfReplica:
-    """What is known of a loss in a step that was skipped.
+    """The loss of a replica in a step that was skipped.
 
     Attributes:
-        place: whose loss it is.
+        place: the replica.
         kind: "finite", "Inf", "NaN", or "not known" where the loss was scaled in another function
             than the one that applied the gradients, or was not scaled by keras_mp.
     """
@@ -71,8 +71,8 @@ class Overflow:
     """A step that was skipped, and why. Its `str` is a table.
 
     Attributes:
-        step: int. Which step it was, counted from 1, those that were skipped among them; None
-            where the optimizer counts none. With a `GradScaler`, skipped steps count from the start
+        step: int. The number of the step, from 1, skipped steps included; None if the optimizer
+            counts none. With a `GradScaler`, skipped steps count from the start
             of the program.
         steps_skipped: int. How many steps were skipped so far, this one among them.
         loss_scale: float. The loss scale at which it overflowed.
@@ -101,7 +101,7 @@ class Overflow:
 
     @property
     def loss_is_finite(self) -> bool | None:
-        """Was the loss finite on every replica? None where that is not known."""
+        """Whether the loss was finite on every replica; None if that is not known."""
         kinds = {loss.kind for loss in self.losses}
         if kinds & {"Inf", "NaN"}:
             return False
@@ -114,7 +114,7 @@ class Overflow:
 
     @property
     def summary(self) -> str:
-        """What happened, in a line."""
+        """The report in one line."""
         which = "A step" if self.step is None else f"Step {self.step}"
         names = [repr(name) for name in self.variables]
         more = f" and {len(names) - MOST} more" if len(names) > MOST else ""

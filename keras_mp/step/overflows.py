@@ -1,7 +1,7 @@
-"""Whose gradients were not finite in the steps that were skipped, and on which replica.
+"""Finds and records which gradients were not finite in skipped steps, and on which replica.
 
-All of it is looked for in the branch that skips, after the verdict, and kept in a variable for each
-list of variables that steps were made with. This module needs TensorFlow only.
+The branch that skips looks for them. A variable keeps the result for each list of variables that
+steps were made with; `overflow_report` has what users see of it. This module needs TensorFlow only.
 """
 
 import collections
@@ -23,17 +23,18 @@ from keras_mp.step.overflow_report import (
 )
 from keras_mp.support import host
 
-# What a record has of its last step: which one it was of all that were skipped in this program; how
-# many were skipped so far, before a checkpoint was restored too; how many the optimizer had made by
-# then, or -1; how many of its steps were skipped; the bits of the loss scale.
+# The header of a record describes its last step: its number among those skipped in this program;
+# the number of skipped steps so far, those before a restored checkpoint included; the number of
+# steps that the optimizer had made by then, or -1; how many of its steps were skipped; the bits of
+# the loss scale.
 _HEADER = 5
 _UNKNOWN = -1
-# What is kept of the steps that were skipped in a row: in how many the loss was not finite, and in
-# how many it was; how many there were before the first of them and how many there are in this
-# program; how many variables were not finite, and of the `MOST` of them that most often were not,
-# numbers and in how many.
+# A streak describes the steps that were skipped in a row: in how many the loss was not finite, and
+# in how many it was; how many steps of this program had been skipped before the first of them, and
+# how many are now; how many variables were not finite; the numbers of the `MOST` variables that
+# most often were not, and in how many steps each.
 STREAK = 5 + 2 * MOST
-_KINDS = 3  # of each gradient: values that are Inf, values that are NaN, and is it only the sum?
+_KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is not finite
 
 _eagerly = tf.__internal__.eager_context.eager_mode
 
@@ -42,16 +43,16 @@ Names = Callable[[Sequence[Any]], list[str | None]]
 
 
 class NonFiniteCounts(NamedTuple):
-    """What all replicas have seen of a step that is skipped.
+    """What was not finite in a step that is skipped, on all replicas.
 
     Attributes:
-        variables: list of what the gradients are of.
-        counts: int64 tensor of shape [rows, 1 + variables, 3]. A row is one replica's, and where
-            `has_total` the last one is that of what was judged. It begins with the loss, -1 where
-            it is not known; see `gradients.count_not_finite` for what is counted.
-        has_total: bool. Was something else judged than what single replicas have computed?
-        steps_made: int64 scalar tensor, by the optimizer so far, or None.
-        names: given variables, returns what users call them, or None where it does not know.
+        variables: list of the variables whose gradients were computed.
+        counts: int64 tensor of shape [rows, 1 + variables, 3]. Each replica has a row; with
+            `has_total`, a last row counts in what was tested. A row begins with the loss, -1 if
+            it is not known. `gradients.count_not_finite` says what is counted.
+        has_total: bool. Whether something else was tested than what single replicas have computed.
+        steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
+        names: takes variables and returns the users' names for them, None for unknown ones.
     """
 
     variables: Sequence[Any]
@@ -61,7 +62,7 @@ class NonFiniteCounts(NamedTuple):
     names: Names | None
 
     def names_of(self, variables: Sequence[Any]) -> list[str]:
-        """Names variables as users know them; those that `names` does not know by themselves."""
+        """Returns names for variables: those of `names`, else their paths or own names."""
         known = self.names(variables) if self.names else [None] * len(variables)
         return [
             name or getattr(variable, "path", None) or variable.name.partition(":")[0]
@@ -110,14 +111,14 @@ def _weak(tensor: tf.Tensor | None) -> Callable[[], tf.Tensor | None]:
 def changed_since(
     before: Sequence[gradients.Gradient], now: Sequence[gradients.Gradient]
 ) -> list[gradients.Gradient]:
-    """Returns gradients as they were before somebody clipped them, say, if that was done.
+    """Returns gradients as they were before the user changed them, by clipping for example.
 
     Args:
-        before: the gradients that somebody got, in their order.
-        now: those that came back.
+        before: the gradients that the user was given, in their order.
+        now: the gradients that are applied.
 
     Returns:
-        list, one for each of `now`; empty where none has changed, or these are not the same.
+        list, one for each of `now`; empty if none has changed, or if they do not correspond.
     """
     old = [gradient for gradient in before if gradient is not None]
     places = [i for i, gradient in enumerate(now) if gradient is not None]
@@ -141,11 +142,11 @@ def look(
     """Looks for what is not finite. Called on each replica, in the branch that skips.
 
     Args:
-        losses: the losses of this replica; empty where they are not known.
-        unclipped: its gradients before they were clipped; empty where they were not.
+        losses: the losses of this replica; empty if they are not known.
+        unclipped: its gradients before they were clipped; empty if they were not.
         sent: its gradients as they are, or as it sent them to the others.
-        totals: what was judged, and in the first places made of `sent`; None where it is `sent`. Is
-            looked at on one replica only: it is the same on all of them.
+        totals: the gradients that were tested, of which the first were made of `sent`; None if
+            `sent` itself was tested. All replicas have the same, so the first one looks at them.
 
     Returns:
         int64 tensor, the `counts` of `NonFiniteCounts`, the same on every replica.
@@ -173,7 +174,7 @@ def _rows_of_replica(
     sent: Sequence[gradients.Gradient],
     totals: Sequence[gradients.Gradient] | None,
 ) -> list[tf.Tensor]:
-    """Counts what is not finite: of what a replica has computed, and in what was judged."""
+    """Counts what is not finite in what this replica has computed, and in what was tested."""
     own = gradients.count_not_finite(sent)
     if unclipped:
         more = [None] * (len(sent) - len(unclipped))
@@ -190,15 +191,15 @@ def _rows_of_replica(
 
 
 class _Record:
-    """The variables of some steps, and what happened to them.
+    """A list of variables, and what happened to them in skipped steps.
 
     Attributes:
         names: their names.
         vector: int64 variable: the header; for each variable, in how many skipped steps it was not
-            finite, in all and of those in a row; the counts of the last step.
+            finite, in all and in the present streak; the counts of the last step.
 
     Args:
-        seen: of the first of these steps.
+        seen: the first of these steps.
         first: int. The number of its first variable among those of all records.
     """
 
@@ -230,7 +231,7 @@ class _Record:
         self.places = _places(strategy, self.vector)
 
     def is_of(self, seen: NonFiniteCounts) -> bool:
-        """Is it about the same variables?"""
+        """Whether a step belongs to this record."""
         return (
             self._is_on_each == _is_on_each()
             and self.has_total == seen.has_total
@@ -240,7 +241,7 @@ class _Record:
         )
 
     def overflowed(self, counts: Any) -> list[tuple[ReplicaPlace | None, Any]]:
-        """Where a gradient was not finite, and the counts, given those of all rows."""
+        """Returns the places where a gradient was not finite, with their counts."""
         of_replicas = [pair for pair in zip(self.places, counts) if pair[1].any()]
         if not of_replicas and counts[-1].any():
             return [(None, counts[-1])]
@@ -264,7 +265,7 @@ def _after(
     skipped: tf.Tensor | None,
     first: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """What a record's `vector` and the streak become with a step of these counts.
+    """Returns the next `vector` of a record and the next streak, given the counts of a step.
 
     `skipped` is how many steps of the optimizer were skipped; None to count these here. `first` is
     that of the record, and the rest is as in `Overflows.note`.
@@ -286,21 +287,21 @@ def _after(
 
 
 def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
-    """Of one step: is its loss not finite, is it finite? Neither where it is not known."""
+    """Returns [1, 0] if the loss of a step is not finite, [0, 1] if it is, zeros if unknown."""
     is_known = tf.reduce_all(losses >= 0)
     is_finite = tf.reduce_all(losses <= 0)
-    verdicts = [is_known & tf.logical_not(is_finite), is_known & is_finite]
-    return tf.cast(tf.stack(verdicts), tf.int64)
+    kinds = [is_known & tf.logical_not(is_finite), is_known & is_finite]
+    return tf.cast(tf.stack(kinds), tf.int64)
 
 
 def _most_often(
     before: tf.Tensor, goes_on: tf.Tensor, first: int, in_a_row: tf.Tensor
 ) -> tf.Tensor:
-    """Puts a record's variables among those that most often were not finite."""
+    """Updates the variables that most often were not finite with those of a record."""
     end = first + in_a_row.shape[0]
     _, numbers, steps = tf.split(before, [1, MOST, MOST])
     is_other = goes_on & ((numbers < first) | (numbers >= end))
-    # Of those that are alike the last: gradients come from the loss, and NaN spreads from there.
+    # Among equals the last one comes first: NaN spreads backward, from the loss.
     numbers = tf.concat([np.arange(first, end)[::-1], numbers], 0)
     steps = tf.where(is_other, steps, tf.zeros_like(steps))
     steps = tf.concat([tf.reverse(in_a_row, [0]), steps], 0)
@@ -310,7 +311,7 @@ def _most_often(
 
 
 class Overflows:
-    """Remembers what `note` is told of skipped steps."""
+    """The records of all skipped steps."""
 
     def __init__(self) -> None:
         self._records: list[_Record] = []
@@ -324,18 +325,18 @@ class Overflows:
         total: tf.Tensor,
         is_of_one: bool,
     ) -> tuple[tf.Tensor, Any]:
-        """Remembers a step that is skipped. Called in the branch that only it takes.
+        """Records a skipped step. Called in the branch that skips.
 
         Args:
-            seen: what is known of the step.
+            seen: what was not finite in the step.
             streak: int64 tensor of shape [STREAK]: what the last call returned, at first zeros.
-            goes_on: bool scalar tensor. Was the step before it skipped too?
+            goes_on: bool scalar tensor. Whether the step before it was skipped too.
             loss_scale: float32 scalar tensor.
             total: int64 scalar tensor. How many steps were skipped so far, this one among them.
-            is_of_one: bool. Are all of them steps of one optimizer?
+            is_of_one: bool. Whether all of them are steps of one optimizer.
 
         Returns:
-            tuple of the new `streak` and of the operation that remembers the rest.
+            tuple of the new `streak` and of the operation that records the rest.
         """
         record = self._of(seen)
         made = tf.constant(_UNKNOWN, tf.int64) if seen.steps_made is None else seen.steps_made
@@ -411,7 +412,7 @@ class Overflows:
         return record.names[number - record.first]
 
     def variables(self) -> dict[str, tf.Variable]:
-        """The variables of which a checkpoint knows nothing, by name."""
+        """Returns the variables that are not part of checkpoints, by name."""
         return {f"overflow_{i}": record.vector for i, record in enumerate(self._records)}
 
     def _of(self, seen: NonFiniteCounts) -> _Record:
@@ -421,9 +422,6 @@ class Overflows:
             record = _Record(seen, first)
             self._records.append(record)
         return record
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Overflows":
-        return Overflows()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Overflows, ()
@@ -436,7 +434,7 @@ def _kind(infs: int, nans: int) -> str:
 
 
 def _names(seen: NonFiniteCounts) -> list[str]:
-    """Names the variables of steps, no two alike."""
+    """Returns unique names for the variables of a step."""
     names = seen.names_of(seen.variables)
     counts = collections.Counter(names)
     nth: collections.Counter[str] = collections.Counter()
@@ -448,7 +446,7 @@ def _names(seen: NonFiniteCounts) -> list[str]:
 
 
 def _is_on_each() -> bool:
-    """Does each replica note by itself what happened? Elsewhere one does for all of them."""
+    """Whether each replica keeps records; under other strategies one replica does for all."""
     is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
     return is_alone or tf.__internal__.distribute.strategy_supports_no_merge_call()
 
@@ -461,11 +459,11 @@ def _reference(variable: Any) -> Callable[[], Any]:
 
 
 def _places(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[ReplicaPlace]:
-    """All replicas; of other workers it is known that they have as many devices, of the same kind.
+    """Returns the places of all replicas, given that all workers have the same devices.
 
     Args:
         strategy: the strategy.
-        variable: one that is on the device where there is only one.
+        variable: variable on the device of the replica, if there is only one replica.
     """
     count = strategy.num_replicas_in_sync
     devices = [variable.device] if count == 1 else strategy.extended.worker_devices

@@ -1,4 +1,4 @@
-"""What replicas do together: sum gradients, agree on a verdict, update what they share.
+"""Communication of replicas: sums gradients, shares the verdict, updates shared variables.
 
 RFC 293, "All-reducing in float16". This module needs TensorFlow only.
 """
@@ -13,11 +13,11 @@ from keras_mp.step.gradients import Gradient, cast_as, cast_float32, map_values
 from keras_mp.support.autograph import do_not_convert
 
 # A pack of so many bytes is sent as soon as its gradients are there, while others are still
-# computed. TensorFlow itself makes one of all, which waits for the last.
+# computed. By default TensorFlow makes one pack of all, which waits for the last gradient.
 _BYTES_PER_PACK = 2**22
 
 
-# On these nothing was tested.
+# Nothing was tested on TPUs.
 _TPU_STRATEGIES = (
     tf.distribute.TPUStrategy,
     tf.distribute.experimental.TPUStrategy,
@@ -25,7 +25,7 @@ _TPU_STRATEGIES = (
 )
 
 
-# Those whose replicas sum gradients and update together.
+# Their replicas sum gradients and update together.
 _SUPPORTED_STRATEGIES = (
     *_TPU_STRATEGIES,
     tf.distribute.OneDeviceStrategy,
@@ -39,13 +39,13 @@ _SUPPORTED_STRATEGIES = (
 
 
 def check_strategy(may_skip: bool = True) -> None:
-    """Refuses strategies that are not known to judge gradients of all replicas together.
+    """Refuses strategies whose replicas cannot share a verdict.
 
     Args:
-        may_skip: bool. May a step be skipped? Where none is, a ParameterServerStrategy works.
+        may_skip: bool. Whether a step may be skipped. If not, a ParameterServerStrategy works.
 
     Raises:
-        ValueError: the current strategy is one of them.
+        ValueError: the current strategy is such a one.
     """
     strategy = tf.distribute.get_strategy()
     if not tf.distribute.has_strategy() or isinstance(strategy, _SUPPORTED_STRATEGIES):
@@ -73,7 +73,7 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
 
     Args:
         gradients: sequence of gradients. float16, bfloat16 and float64 ones travel as they are.
-        reduce_dtype: DType. In which those of float32 travel and are added up. As float16 they
+        reduce_dtype: DType in which float32 gradients travel and are added up. For float16 they
             should be scaled, or small ones underflow; a sum that overflows comes back infinite.
 
     Returns:
@@ -98,10 +98,10 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
 
 
 def agree(finite: tf.Tensor) -> tf.Tensor:
-    """Turns each replica's own verdict into one that all replicas share: all of them finite.
+    """Returns whether the gradients of all replicas are finite.
 
     Args:
-        finite: bool scalar tensor, of this replica.
+        finite: bool scalar tensor. Whether those of this replica are.
 
     Returns:
         bool scalar tensor, the same on every replica.
@@ -114,43 +114,43 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
 def decide_for_all_replicas(
     decide: Callable[..., Any],
     verdicts: Sequence[tf.Tensor | None],
-    mine: Any,
-    *of_each: Callable[[Any], Any],
+    state: Any,
+    *on_each: Callable[[Any], Any],
 ) -> Any:
-    """Calls `decide` where a condition may stand around what all replicas do.
+    """Calls `decide` in a context where a `tf.cond` may update variables that replicas share.
 
-    Under strategies that meet in `merge_call`, such as MirroredStrategy on CPUs, that is the
+    Under strategies that use `merge_call`, such as MirroredStrategy on CPUs, that is the
     cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
 
     Args:
-        decide: called once with each verdict, with a list of what is at hand, of all replicas of
-            this process or of this one, and with a function for each of `of_each`, without
-            arguments, that calls it on each replica.
-        verdicts: bool scalar tensors, the same on every replica, or None for one that is not made.
-        mine: object, what this replica has.
-        *of_each: called on each replica with what that replica has.
+        decide: called once with the verdicts; with a list of the states of all replicas of this
+            process, or only that of this replica; and with a function without arguments for each
+            of `on_each`, which calls it on each replica.
+        verdicts: bool scalar tensors, the same on every replica, or None.
+        state: object, the state of this replica.
+        *on_each: functions that take the state of the replica they run on.
 
     Returns:
         What `decide` returns.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        calls = [functools.partial(function, mine) for function in of_each]
-        return decide(*verdicts, [mine], *calls)
+        calls = [functools.partial(function, state) for function in on_each]
+        return decide(*verdicts, [state], *calls)
 
     @do_not_convert
     def cross_replica(strategy: tf.distribute.Strategy, verdicts: Sequence[Any], all: Any) -> Any:
         local = strategy.experimental_local_results
-        on_each = strategy.extended.call_for_each_replica
-        functions = [do_not_convert(functools.partial(function)) for function in of_each]
-        calls = [functools.partial(on_each, function, args=(all,)) for function in functions]
+        call = strategy.extended.call_for_each_replica
+        functions = [do_not_convert(functools.partial(function)) for function in on_each]
+        calls = [functools.partial(call, function, args=(all,)) for function in functions]
         return decide(*(local(verdict)[0] for verdict in verdicts), local(all), *calls)
 
     context = tf.distribute.get_replica_context()
-    return context.merge_call(cross_replica, args=(list(verdicts), mine))
+    return context.merge_call(cross_replica, args=(list(verdicts), state))
 
 
 def once_for_all_replicas(function: Callable[[Sequence[tf.Tensor]], Any], tensors: Any) -> Any:
-    """Calls a function where it may update variables that replicas share, in any context.
+    """Calls a function once in a context where it may update variables that replicas share.
 
     Args:
         function: called once with the tensors.
@@ -173,7 +173,7 @@ def once_for_all_replicas(function: Callable[[Sequence[tf.Tensor]], Any], tensor
 
 
 def _cannot_be_gathered(gradient: Gradient) -> bool:
-    """Rows are gathered, not added up, by an operation that knows no bfloat16; not on a TPU."""
+    """Whether a gradient is sparse and bfloat16, which the operation that gathers rows lacks."""
     if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != tf.bfloat16:
         return False
     return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)

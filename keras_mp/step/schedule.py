@@ -10,7 +10,7 @@ INITIAL_LOSS_SCALE = 2.0**15
 
 
 class LossScaleState(NamedTuple):
-    """What a dynamic loss scale remembers between two steps.
+    """The state of a dynamic loss scale between two steps.
 
     Attributes:
         loss_scale: The scale, a float32 scalar.
@@ -52,7 +52,7 @@ def next_state(
 
     Args:
         state: LossScaleState before the step.
-        finite: bool scalar tensor, or bool. Were all gradients of the step finite?
+        finite: bool scalar tensor, or bool. Whether all gradients of the step were finite.
         increment_period: int. Good steps after which the scale grows. The counter is compared with
             `>=`, so a period that was lowered below the counter takes effect on the next good step.
         multiplier: float above 1. Growth factor.
