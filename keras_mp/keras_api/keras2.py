@@ -18,6 +18,7 @@ from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScop
 
 from keras_mp import variables
 from keras_mp.kernels import softmax_and_cross_entropy
+from keras_mp.step import replicas
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.support import messages, replica_threads
 from keras_mp.support.attributes import replaced
@@ -104,7 +105,7 @@ class BaseCallback(keras.callbacks.Callback):
 
 
 def patch_fit(model: Any) -> None:
-    del model  # its `fit` works
+    replicas.let_gather_bfloat16(model.distribute_strategy)  # All else works.
 
 
 def autocast_dtype() -> tf.DType | None:

@@ -48,6 +48,7 @@ def patch_fit(model: Any) -> None:
     """
     if not _has_several_workers(model.distribute_strategy):
         return
+    replicas.let_gather_bfloat16(model.distribute_strategy)
     vars(model)["fit"] = functools.partial(_fit, model)
     if _BUILDS_WITH_MEAN:
         vars(model)["_maybe_symbolic_build"] = functools.partial(_build, model)

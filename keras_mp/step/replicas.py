@@ -172,6 +172,30 @@ def once_for_all_replicas(function: Callable[[Sequence[tf.Tensor]], Any], tensor
     return tf.distribute.get_replica_context().merge_call(cross_replica, args=(tensors,))
 
 
+def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
+    """Lets a strategy of several workers gather bfloat16 tensors, bit by bit as float16.
+
+    TensorFlow's operation, which `predict` uses, lacks the dtype.
+
+    Args:
+        strategy: any strategy. A `MultiWorkerMirroredStrategy` gets its own attribute `gather`.
+    """
+    is_of_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if not is_of_workers or "gather" in vars(strategy):
+        return
+    own = strategy.gather
+
+    @functools.wraps(own)
+    def gather(value: Any, axis: int) -> Any:
+        first, *_ = strategy.experimental_local_results(value)
+        if getattr(first, "dtype", None) != tf.bfloat16:
+            return own(value, axis)
+        bits = strategy.run(do_not_convert(lambda v: tf.bitcast(v, tf.float16)), args=(value,))
+        return tf.bitcast(own(bits, axis), tf.bfloat16)
+
+    vars(strategy)["gather"] = gather
+
+
 def _cannot_be_gathered(gradient: Gradient) -> bool:
     """Whether a gradient is sparse and bfloat16, which the operation that gathers rows lacks."""
     if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != tf.bfloat16:
