@@ -100,7 +100,7 @@ def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kw
     if not _warn_if_made_in_another_thread(model) and not has_our_policy:
         _warn_if_set_too_late(model)
     _warn_if_policy_is_not_followed(model, call)
-    before = _scaling_before(model)
+    before = next(iter(wrappers_among(getattr(model, "optimizer", None))), None)
     if not has_our_policy and before is None and not _has_lost_its_policy(model, call):
         _warn_if_set_with_keras(policy_class, model, call)
         result = keras_compile(*args, **kwargs)
@@ -111,7 +111,7 @@ def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kw
     dtype = "float64" if policy.compute_dtype == "float64" else "float32"
     call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
     for layer in keras_api.flatten_layers(model):
-        regularizers.widen_activity_regularizer(layer)
+        regularizers.wrap_activity_regularizer(layer)
     scaling = _how_to_scale(model, policy if has_our_policy else None, before)
     if scaling is not None and call.arguments.get("auto_scale_loss", True):
         optimizer = call.arguments["optimizer"]
@@ -180,11 +180,6 @@ def _is_compiled_with_ours(model: Any, call: inspect.BoundArguments) -> bool:
     return bool(wrappers_among(optimizers)) or any(isinstance(each, losses.Loss) for each in given)
 
 
-def _scaling_before(model: Any) -> LossScaleOptimizer | None:
-    """Returns the `LossScaleOptimizer` that the model was compiled with before, or None."""
-    return next(iter(wrappers_among(getattr(model, "optimizer", None))), None)
-
-
 def _how_to_scale(
     model: Any, policy: Any, before: LossScaleOptimizer | None
 ) -> dict[str, Any] | None:
@@ -201,7 +196,9 @@ def _how_to_scale(
     if policy is not None and policy.scales_loss:
         return {"loss_scale": policy.loss_scale}
     # Layers from a file need not follow the policy that was in force when they were loaded.
-    has_a_say = policy is not None and (policy.compute_dtype == "float16" or not _in_half(model))
+    has_a_say = policy is not None and (
+        policy.compute_dtype == "float16" or not _float16_layers(model)
+    )
     if before is None or has_a_say:
         return None
     return {
@@ -235,8 +232,8 @@ def _wrap(scaling: dict[str, Any], optimizer: Any) -> Any:
     return wrapper
 
 
-def _in_half(model: Any) -> list[str]:
-    """Names of the layers that compute in float16 with float32 variables."""
+def _float16_layers(model: Any) -> list[str]:
+    """Returns the names of layers that compute in float16 with float32 variables."""
     return [
         layer.name
         for layer in keras_api.flatten_layers(model)
@@ -248,17 +245,17 @@ def _warn_if_unscaled(model: Any) -> None:
     optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
     if all(find_loss_scale_optimizer(optimizer) is not None for optimizer in optimizers):
         return
-    half, region = _in_half(model), regions.current()
-    if region is not None and region.dtype == tf.float16 and not half:
+    in_float16, region = _float16_layers(model), regions.current()
+    if region is not None and region.dtype == tf.float16 and not in_float16:
         messages.warn(
             f"The model {model.name!r} is compiled in a region of `keras_mp.autocast` with "
             "float16, and without loss scaling: small gradients may vanish. Compile it with "
             "keras_mp.LossScaleOptimizer(optimizer), or use bfloat16."
         )
-    if half:
+    if in_float16:
         messages.warn(
-            f"The model {model.name!r} trains without loss scaling although {len(half)} of its "
-            f"layers compute in float16 (the first is {half[0]!r}): its own policy is "
+            f"The model {model.name!r} trains without loss scaling although {len(in_float16)} of "
+            f"its layers compute in float16 (the first is {in_float16[0]!r}): its own policy is "
             f"{model.dtype_policy.name!r}, and small gradients may vanish. Make the whole model "
             'under keras_mp.set_global_policy("mixed_float16"), or compile it with '
             "keras_mp.LossScaleOptimizer(optimizer)."

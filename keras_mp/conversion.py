@@ -45,10 +45,11 @@ def convert(model: Any, policy: Any) -> Any:
     >>> model = tf.keras.Sequential(
     ...     [tf.keras.Input([2]), tf.keras.layers.Dense(3, dtype="mixed_bfloat16")]
     ... )
-    >>> wide = keras_mp.convert(model, "float32")
-    >>> model(tf.ones([1, 2])).dtype, wide(tf.ones([1, 2])).dtype
+    >>> in_float32 = keras_mp.convert(model, "float32")
+    >>> model(tf.ones([1, 2])).dtype, in_float32(tf.ones([1, 2])).dtype
     (tf.bfloat16, tf.float32)
-    >>> mixed = keras_mp.convert(wide, {"": "mixed_bfloat16", wide.layers[-1].name: "float32"})
+    >>> policies = {"": "mixed_bfloat16", in_float32.layers[-1].name: "float32"}
+    >>> mixed = keras_mp.convert(in_float32, policies)
     >>> mixed.layers[-1].compute_dtype
     'float32'
     """

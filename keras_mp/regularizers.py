@@ -70,7 +70,7 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
 tf.keras.utils.get_custom_objects()["Float32Regularizer"] = Float32Regularizer
 
 
-def widen_activity_regularizer(layer: Any) -> None:
+def wrap_activity_regularizer(layer: Any) -> None:
     """Puts a `Float32Regularizer` around the activity regularizer of a layer that runs in 16 bits.
 
     Args:
@@ -80,7 +80,7 @@ def widen_activity_regularizer(layer: Any) -> None:
 
     >>> from keras_mp import regularizers
     >>> layer = tf.keras.layers.Dense(1, activity_regularizer="l2", dtype="mixed_float16")
-    >>> regularizers.widen_activity_regularizer(layer)
+    >>> regularizers.wrap_activity_regularizer(layer)
     >>> isinstance(layer.activity_regularizer, regularizers.Float32Regularizer)
     True
     """

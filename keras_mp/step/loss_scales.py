@@ -87,7 +87,7 @@ class LossScale(tf.Module, abc.ABC):
         {'initial_loss_scale': 64.0, 'increment_period': 100, 'multiplier': 2.0}
         """
         raise ValueError(
-            "Of loss scales only a FixedLossScale and a DynamicLossScale have a counterpart in "
+            "Only a FixedLossScale and a DynamicLossScale have a counterpart in "
             f"tf.compat.v1.mixed_precision. Received: {self!r} (of type {type(self)})"
         )
 
@@ -476,9 +476,9 @@ def schedule_of(loss_scale: LossScale, skip_nonfinite: bool) -> Schedule | None:
     return SkipsInARow(loss_scale) if skip_nonfinite else None
 
 
-def state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
-    """Makes a variable that is assigned once for all replicas."""
-    # Not aggregated: every replica assigns the same value, which one common decision gave.
+def state_variable(value: float | np.ndarray, dtype: tf.DType, name: str) -> tf.Variable:
+    """Makes a variable to which all replicas assign the same value."""
+    # Not aggregated: one common decision gave the value.
     return tf.Variable(
         value,
         dtype=dtype,

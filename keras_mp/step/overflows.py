@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.step import gradients
+from keras_mp.step.loss_scales import state_variable
 from keras_mp.step.overflow_report import (
     MOST,
     LossOfReplica,
@@ -218,16 +219,10 @@ class _Record:
         with (
             tf.Graph().as_default(),
             _eagerly(),
-            # Where one replica notes for all, copies would only have to be sent around.
+            # If one replica notes for all, copies would only have to be sent around.
             strategy.scope() if self._is_on_each else contextlib.nullcontext(),
         ):
-            # Not aggregated: every replica assigns the same.
-            self.vector = tf.Variable(
-                tf.zeros([length], tf.int64),
-                name="overflow",
-                trainable=False,
-                aggregation=tf.VariableAggregation.NONE,
-            )
+            self.vector = state_variable(np.zeros(length), tf.int64, "overflow")
         self.places = _places(strategy, self.vector)
 
     def is_of(self, seen: NonFiniteCounts) -> bool:

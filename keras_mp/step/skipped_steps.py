@@ -7,8 +7,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from keras_mp.step.loss_scales import state_variable
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.overflows import STREAK, NonFiniteCounts, Overflows
 from keras_mp.step.state_rollback import Weight
@@ -32,10 +34,9 @@ class SkippedSteps:
     def __init__(self, warn_after: int | None) -> None:
         self.warn_after = warn_after
         with tf.init_scope():
-            self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
+            self.total = state_variable(0, tf.int64, "steps_skipped")
             # The streak of `Overflows`.
-            zeros = [0] * STREAK
-            self._streak = tf.Variable(zeros, dtype=tf.int64, name="streak", trainable=False)
+            self._streak = state_variable(np.zeros(STREAK), tf.int64, "streak")
         # The weights that a warning looks at, by weak references: models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
         self._overflows = Overflows()
