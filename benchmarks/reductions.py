@@ -37,7 +37,7 @@ def measure(count: int) -> dict:
     import sklearn.datasets
     import tensorflow as tf
 
-    from keras_mp.step import gradients
+    from keras_mp.step import gradients, replicas
 
     data = sklearn.datasets.load_digits()
     images, labels = (data.data / 16).astype("float32"), data.target.astype("int32")
@@ -78,16 +78,16 @@ def measure(count: int) -> dict:
         grads = [g + r for g, r in zip(grads, residuals)]
         for g, sent, r in zip(grads, narrow(grads), residuals):
             r.assign(g - tf.cast(sent, tf.float32))
-        return gradients.all_reduce(grads, tf.bfloat16)
+        return replicas.all_reduce(grads, tf.bfloat16)
 
     def scaled(grads):
-        sums = gradients.all_reduce(gradients.scale(grads, tf.constant(SCALE)), tf.float16)
+        sums = replicas.all_reduce(gradients.scale(grads, tf.constant(SCALE)), tf.float16)
         return gradients.unscale(sums, tf.constant(SCALE))
 
     sums = {
-        "float32": lambda grads: gradients.all_reduce(grads, tf.float32),
+        "float32": lambda grads: replicas.all_reduce(grads, tf.float32),
         "float16, scaled": scaled,
-        "bfloat16": lambda grads: gradients.all_reduce(grads, tf.bfloat16),
+        "bfloat16": lambda grads: replicas.all_reduce(grads, tf.bfloat16),
         "bfloat16, error feedback": with_feedback,
         "bfloat16, added in float32": lambda grads: widen(narrow(gathered(narrow(grads)))),
         "bfloat16, gathered": lambda grads: gathered(narrow(grads)),

@@ -20,7 +20,7 @@ def measure(count: int) -> dict[int, dict[str, float]]:
     import numpy as np
     import tensorflow as tf
 
-    from keras_mp.step import gradients
+    from keras_mp.step import gradients, replicas
 
     generator = np.random.default_rng(0)
     directions = generator.normal(size=(count, SIZE))
@@ -30,7 +30,7 @@ def measure(count: int) -> dict[int, dict[str, float]]:
         def replica_sum():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             scaled = gradients.scale([tf.gather(values, replica)], scale)
-            return gradients.unscale(gradients.all_reduce(scaled, dtype), scale)[0]
+            return gradients.unscale(replicas.all_reduce(scaled, dtype), scale)[0]
 
         return strategy.experimental_local_results(strategy.run(replica_sum))[0]
 

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
 import pathlib
 import statistics
 import sys
@@ -24,14 +23,12 @@ import numpy as np
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.callbacks import LossScaleMonitor
 from keras_mp.support import text_tables
 
 _POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 _BEST = "best"
-# Module and distribution.
-_EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
-
-# What looks at a saved model instead. Each module has a `main`.
+# Commands for saved models. Each module has a `main`.
 _COMMANDS = {
     "audit": "keras_mp.numerics.audit_command",
     "compare": "keras_mp.numerics.compare_command",
@@ -60,58 +57,47 @@ _SMOOTHED_STEPS = 15
 
 
 class StepRecorder(tf.keras.callbacks.Callback):
-    """Keeps what happened at each training step. For batches of one size.
+    """Records each training step. For batches of one size.
 
     Attributes:
-        losses: list of float. Each batch's own loss.
-        seconds: list of float. Each step's duration.
-        loss_scales: list of float. The scale that each step was made with; empty without one.
-        skipped_steps: list of int. The steps, from 1, that were skipped.
+        losses: list of float, the loss of each batch.
+        seconds: list of float, the duration of each step.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.loss_scales: list[float] = []
-        self.skipped_steps: list[int] = []
         self._epoch_total = 0.0
         self._start = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Forgets the last epoch's running mean."""
+        """Resets the running total."""
         self._epoch_total = 0.0
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the scale before the step moves it, and starts the clock."""
-        if self._scales_loss():
-            self.loss_scales.append(float(self.model.optimizer.loss_scale()))
+        """Starts the clock."""
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Stops the clock; notes the loss and whether the step was skipped."""
+        """Stops the clock and records the loss."""
         # Keras logs the mean since the epoch's start. Its differences are the batches' own losses.
         # Reading it also waits for the device, so it belongs to the time.
         total = float(logs["loss"]) * (batch + 1)
         self.seconds.append(time.perf_counter() - self._start)
         self.losses.append(total - self._epoch_total)
         self._epoch_total = total
-        if self._scales_loss() and self.model.optimizer.last_step_skipped.numpy():
-            self.skipped_steps.append(len(self.losses))
-
-    def _scales_loss(self) -> bool:
-        return isinstance(self.model.optimizer, keras_mp.LossScaleOptimizer)
 
 
 class ProgressBar(tf.keras.callbacks.Callback):
-    """Shows how much of all the training is done, and about how long the rest will take.
+    """Shows which share of all the training is done, and estimates the time left.
 
-    On a terminal in one line, which it keeps up to date; elsewhere a line for each epoch.
+    A terminal shows one line, which is kept up to date; a file gets a line for each epoch.
 
     Args:
-        runs: int. How many models are trained.
-        steps_per_run: int. Of how many steps each.
-        stream: Where to write. Defaults to standard output.
+        runs: int. The number of models that are trained.
+        steps_per_run: int. The number of steps of each.
+        stream: The output. Defaults to standard output.
         clock: Returns the time in seconds. Defaults to `time.perf_counter`.
     """
 
@@ -131,20 +117,20 @@ class ProgressBar(tf.keras.callbacks.Callback):
         self._is_terminal = self._stream.isatty()
         self._name, self._done = "", 0
         self._started = self._shown = self._clock()
-        # A model's first step traces and compiles, so it says nothing about the others.
+        # A model's first step takes longer than the others: it traces and compiles.
         self._first_steps: list[float] = []
         self._other_steps: list[float] = []
 
     def begin(self, name: str) -> None:
-        """Notes that the next run begins.
+        """Starts the next run.
 
         Args:
-            name: What to call it.
+            name: str, its name.
         """
         self._name, self._done, self._started = name, 0, self._clock()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes how long the step took."""
+        """Records the duration of the step."""
         now = self._clock()
         (self._other_steps if self._done else self._first_steps).append(now - self._started)
         self._started = now
@@ -153,7 +139,7 @@ class ProgressBar(tf.keras.callbacks.Callback):
             self._show("\r", "")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Shows the progress, wherever it is written to."""
+        """Shows the progress."""
         self._show(*("\r", "") if self._is_terminal else ("", "\n"))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -187,21 +173,32 @@ class Result:
     Attributes:
         policy: The policy's name.
         accuracy: Share of the test images that are recognized.
-        loss_scale: The scale at the end, or None without loss scaling.
         activation_bytes: Size of all layers' outputs for one batch.
-        steps: What happened at each step.
+        steps: The loss and the duration of each step.
+        monitor: The loss scale at each step, or None without loss scaling.
     """
 
     policy: str
     accuracy: float
-    loss_scale: float | None
     activation_bytes: int
     steps: StepRecorder
+    monitor: LossScaleMonitor | None
 
-    @property
-    def milliseconds_per_step(self) -> float:
-        """The median over the steps after the warm-up."""
-        return 1000 * statistics.median(self.steps.seconds[_WARM_UP_STEPS:])
+    def cells(self) -> tuple[str, ...]:
+        """Returns the row of the table."""
+        scale, skipped = "none", 0
+        if self.monitor is not None:
+            history = self.monitor.history
+            scale, skipped = f"{history['loss_scale'][-1]:.0f}", history["steps_skipped"][-1]
+        milliseconds = 1000 * statistics.median(self.steps.seconds[_WARM_UP_STEPS:])
+        return (
+            self.policy,
+            f"{self.accuracy:.4f}",
+            scale,
+            f"{skipped} of {len(self.steps.losses)}",
+            f"{milliseconds:.2f}",
+            f"{self.activation_bytes}",
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -269,7 +266,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _named(policies: Sequence[str]) -> list[str]:
-    """Puts a name in the place of the best one. It may have to be measured, on devices as set."""
+    """Replaces "best" by the name of the fastest policy, which may have to be measured."""
     named = [keras_mp.hardware.best_policy() if p == _BEST else p for p in policies]
     return list(dict.fromkeys(named))
 
@@ -289,10 +286,12 @@ def _path_in_existing_folder(text: str) -> pathlib.Path:
 
 
 def _require_extras() -> None:
-    missing = [_EXTRAS[name] for name in _EXTRAS if importlib.util.find_spec(name) is None]
-    if missing:
+    try:
+        import matplotlib  # noqa: F401
+        import sklearn  # noqa: F401
+    except ImportError as error:
         sys.exit(
-            f"python -m keras_mp needs {' and '.join(missing)}. Install what is missing with\n"
+            f"python -m keras_mp needs matplotlib and scikit-learn ({error}). Install them with\n"
             '    pip install "keras-mp[tutorials]"'
         )
 
@@ -301,7 +300,7 @@ def _make_strategy(name: str) -> tf.distribute.Strategy | None:
     if name == "none":
         return None
     if not tf.config.list_physical_devices("GPU"):
-        # One CPU would be one replica, with nothing to reduce and nobody to disagree.
+        # One CPU would be one replica, with nothing to reduce.
         tf.config.set_logical_device_configuration(
             tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
         )
@@ -340,6 +339,7 @@ def _train(
     )
     steps_per_epoch = len(train_labels) // _BATCH_SIZE
     steps = StepRecorder()
+    monitor = LossScaleMonitor(update_freq=1) if name == "mixed_float16" else None
     progress.begin(name)
     with keras_mp.policy_scope(_make_policy(name)):
         with strategy.scope() if strategy else contextlib.nullcontext():
@@ -349,7 +349,7 @@ def _train(
             epochs=epochs,
             steps_per_epoch=steps_per_epoch,
             shuffle=False,
-            callbacks=[steps, progress],
+            callbacks=[steps, progress, *([monitor] if monitor else [])],
             verbose=0,
         )
         scores = model.evaluate(
@@ -358,9 +358,9 @@ def _train(
     return Result(
         policy=name,
         accuracy=scores["accuracy"],
-        loss_scale=float(model.optimizer.loss_scale()) if steps.loss_scales else None,
         activation_bytes=_activation_bytes(model, train_images[:_BATCH_SIZE]),
         steps=steps,
+        monitor=monitor,
     )
 
 
@@ -405,17 +405,6 @@ def _activation_bytes(model: tf.keras.Model, batch: np.ndarray) -> int:
 
 
 def _format_table(results: Sequence[Result]) -> str:
-    rows = [
-        (
-            result.policy,
-            f"{result.accuracy:.4f}",
-            "none" if result.loss_scale is None else f"{result.loss_scale:.0f}",
-            f"{len(result.steps.skipped_steps)} of {len(result.steps.losses)}",
-            f"{result.milliseconds_per_step:.2f}",
-            f"{result.activation_bytes}",
-        )
-        for result in results
-    ]
     header = (
         "policy",
         "test accuracy",
@@ -424,29 +413,27 @@ def _format_table(results: Sequence[Result]) -> str:
         "ms per step",
         "activation bytes",
     )
-    lines = text_tables.aligned([header, *rows])
-    return "\n".join(
-        [
-            "ms per step: median, without the first steps, which trace.",
-            f"activation bytes: all layers' outputs for one batch of {_BATCH_SIZE}, by their "
-            "tensors' shapes and dtypes.",
-            "",
-            *lines,
-        ]
-    )
+    lines = [
+        "ms per step: median, without the first steps, which trace.",
+        f"activation bytes: all layers' outputs for one batch of {_BATCH_SIZE}, by their "
+        "tensors' shapes and dtypes.",
+        "",
+        *text_tables.aligned([header, *(result.cells() for result in results)]),
+    ]
+    return "\n".join(lines)
 
 
 def _plot(results: Sequence[Result], path: pathlib.Path) -> None:
     # Figure without pyplot draws with Agg and leaves the process's own backend alone.
     from matplotlib.figure import Figure
 
-    scaled = [result for result in results if result.loss_scale is not None]
+    scaled = [result for result in results if result.monitor is not None]
     figure = Figure(figsize=(9, 7 if scaled else 4), layout="constrained")
     axes = figure.subplots(2 if scaled else 1, sharex=True, squeeze=False)[:, 0]
     _plot_losses(axes[0], results)
-    for result in scaled:
-        _plot_loss_scale(axes[1], result)
     axes[-1].set_xlabel("step")
+    for result in scaled:
+        keras_mp.plots.loss_scale(result.monitor, axes[1])
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -461,26 +448,6 @@ def _plot_losses(axes: Any, results: Sequence[Result]) -> None:
     axes.set_ylabel(f"training loss\n(mean of {_SMOOTHED_STEPS} steps)")
     axes.set_title("Scikit-learn's digits: the same model under each policy")
     axes.legend(loc="upper right")
-    axes.grid(alpha=0.3)
-
-
-def _plot_loss_scale(axes: Any, result: Result) -> None:
-    scales, skipped = result.steps.loss_scales, result.steps.skipped_steps
-    steps = range(1, len(scales) + 1)
-    axes.step(steps, scales, where="mid", label="loss scale", **_LINES[result.policy])
-    axes.plot(
-        skipped,
-        [scales[step - 1] for step in skipped],
-        "x",
-        color="black",
-        label=f"gradients overflowed, step skipped ({len(skipped)} of {len(scales)})",
-    )
-    axes.set_yscale("log", base=2)
-    axes.set_ylabel("loss scale")
-    axes.set_title(
-        f"The loss scale of {result.policy}, doubled after {_INCREMENT_PERIOD} good steps"
-    )
-    axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
 
 

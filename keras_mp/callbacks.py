@@ -1,4 +1,4 @@
-"""What the loss scale does while a model trains, for logs, TensorBoard and pictures."""
+"""Callbacks that log the loss scale while a model trains, for TensorBoard and pictures."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from absl import logging
 
 from keras_mp import keras_api
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
-from keras_mp.step.overflows import Overflow
+from keras_mp.step.overflow_report import Overflow
 from keras_mp.support import messages, validation
 
 
@@ -27,8 +27,8 @@ class LossScaleMonitor(keras_api.BaseCallback):
     has a `tf.keras.callbacks.ProgbarLogger("steps", stateful_metrics=["loss_scale",
     "steps_skipped"])`.
 
-    If steps were skipped between two reads, a line says of the last of them whose gradients were
-    not finite: `absl.logging` shows it at the level "info".
+    If steps were skipped between two reads, `absl.logging` shows a line at the level "info": it
+    names the gradients that were not finite in the last of them.
 
     `evaluate` and `predict` log nothing. If a model trains without loss scaling, there is a
     warning, and its logs stay as they are. If a model has several optimizers, the first that scales
@@ -82,7 +82,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
         self._next_read = update_freq
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Warns if there is nothing to show.
+        """Warns if the model trains without loss scaling.
 
         Args:
             logs: not used.
@@ -96,7 +96,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads the values where training starts.
+        """Reads the values at the start of training.
 
         Args:
             epoch: not used.
@@ -111,7 +111,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
         """Puts the values into the logs, unless that is done for epochs only.
 
         Args:
-            batch: int. Which batch of the epoch it was, from 0.
+            batch: int, the number of the batch in the epoch, from 0.
             logs: dict to put them into.
         """
         if self.update_freq == "epoch":
@@ -219,5 +219,5 @@ def _scaling(optimizers: Any) -> LossScaleOptimizer | None:
 
 
 def _steps(optimizer: LossScaleOptimizer) -> tf.Tensor:
-    """How many steps were attempted: a skipped one does not advance `iterations`."""
+    """Returns how many steps were attempted; a skipped one does not advance `iterations`."""
     return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64) + optimizer.steps_skipped

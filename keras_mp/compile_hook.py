@@ -1,10 +1,10 @@
 """The one hook on `Model.compile`.
 
-RFC 293, "A policy's loss scale". The hook is installed by `import keras_mp`, since somebody has to
-notice a policy that was set with `tf.keras`'s own function. It leaves alone every model that has to
-do with neither a `keras_mp.Policy` nor a `keras_mp.LossScaleOptimizer`. A model that scales its
-loss gets a `train_step` of its own, around the one of its class. `docs/changes_to_keras.md` lists
-what else keras_mp changes.
+RFC 293, "A policy's loss scale". `import keras_mp` installs the hook, so that a policy that was set
+with `tf.keras`'s own function is noticed, too. Models without a `keras_mp.Policy` and without a
+`keras_mp.LossScaleOptimizer` are compiled as before. A model that scales its loss gets a
+`train_step` of its own, around the one of its class. `docs/changes_to_keras.md` lists everything
+that keras_mp changes.
 """
 
 import copy
@@ -28,6 +28,7 @@ from keras_mp.loss_scale_optimizer import (
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step.state_rollback import training_step
 from keras_mp.support import messages, regions
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _lock = threading.Lock()
 
@@ -85,7 +86,7 @@ def _compile(policy_class: type, keras_compile: Any, *args: Any, **kwargs: Any) 
 
 
 def _is_mixed(layer: Any) -> bool:
-    return layer.compute_dtype in ("float16", "bfloat16") and layer.variable_dtype == "float32"
+    return layer.compute_dtype in LOW_PRECISION_NAMES and layer.variable_dtype == "float32"
 
 
 def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +100,7 @@ def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kw
     if not _warn_if_made_in_another_thread(model) and not has_our_policy:
         _warn_if_set_too_late(model)
     _warn_if_policy_is_not_followed(model, call)
-    before = _scaling_before(model)
+    before = next(iter(wrappers_among(getattr(model, "optimizer", None))), None)
     if not has_our_policy and before is None and not _has_lost_its_policy(model, call):
         _warn_if_set_with_keras(policy_class, model, call)
         result = keras_compile(*args, **kwargs)
@@ -110,7 +111,7 @@ def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kw
     dtype = "float64" if policy.compute_dtype == "float64" else "float32"
     call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
     for layer in keras_api.flatten_layers(model):
-        regularizers.widen_activity_regularizer(layer)
+        regularizers.wrap_activity_regularizer(layer)
     scaling = _how_to_scale(model, policy if has_our_policy else None, before)
     if scaling is not None and call.arguments.get("auto_scale_loss", True):
         optimizer = call.arguments["optimizer"]
@@ -133,12 +134,12 @@ def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kw
 
 
 def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
-    """Connects a model and what scales its loss, once Keras has compiled it.
+    """Tells the optimizers of a model that Keras has compiled it.
 
     Args:
         model: the model.
-        is_scaled: bool. Is its loss scaled by whichever optimizers it has, though `compile` was
-            given others?
+        is_scaled: bool. Whether its loss is scaled, also if its optimizers are not those that
+            `compile` was given. Defaults to False.
     """
     for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
         if isinstance(optimizer, OptimizerWrapper):
@@ -149,7 +150,7 @@ def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
 
 
 def _remember_weights(model: Any) -> None:
-    """Lets steps of `fit` that are skipped put back what the forward pass has written."""
+    """Lets skipped steps of `fit` restore the state that the forward pass has changed."""
     of_instance = vars(model).get("train_step")
     if getattr(of_instance, "func", None) is not _train_step:
         vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
@@ -165,42 +166,39 @@ def _train_step(model: Any, of_instance: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_lost_its_policy(model: Any, call: inspect.BoundArguments) -> bool:
-    """Is it a mixed model that Keras has saved without the policy of its own?"""
+    """Whether Keras has saved a mixed model without the policy of the model itself."""
     return _is_compiled_with_ours(model, call) and any(
-        layer.compute_dtype in ("float16", "bfloat16") for layer in keras_api.flatten_layers(model)
+        layer.compute_dtype in LOW_PRECISION_NAMES for layer in keras_api.flatten_layers(model)
     )
 
 
 def _is_compiled_with_ours(model: Any, call: inspect.BoundArguments) -> bool:
-    """Is the optimizer or the loss, now or before, here or in the model's file, one of ours?"""
+    """Whether the model was or is to be compiled with an optimizer or a loss of keras_mp."""
     optimizers = [call.arguments.get("optimizer"), getattr(model, "optimizer", None)]
     of_call, of_model = call.arguments.get("loss"), getattr(model, "loss", None)
     given = [*tf.nest.flatten(of_call), *tf.nest.flatten(of_model)]
     return bool(wrappers_among(optimizers)) or any(isinstance(each, losses.Loss) for each in given)
 
 
-def _scaling_before(model: Any) -> LossScaleOptimizer | None:
-    """What scales the loss of a model as it was compiled before, here or in its file, if ours."""
-    return next(iter(wrappers_among(getattr(model, "optimizer", None))), None)
-
-
 def _how_to_scale(
     model: Any, policy: Any, before: LossScaleOptimizer | None
 ) -> dict[str, Any] | None:
-    """How a model's loss is scaled: as its policy says, else as before.
+    """Returns how to scale a model's loss: as its policy says, else as before.
 
     Args:
         model: the model.
-        policy: the model's own, None if it is not one of ours.
-        before: what has scaled the model's loss so far, or None.
+        policy: the model's `keras_mp.Policy`, or None.
+        before: the optimizer that has scaled the model's loss so far, or None.
 
     Returns:
-        Arguments of the `LossScaleOptimizer`, or None for no such thing.
+        Arguments of a `LossScaleOptimizer`, or None for no loss scaling.
     """
     if policy is not None and policy.scales_loss:
         return {"loss_scale": policy.loss_scale}
     # Layers from a file need not follow the policy that was in force when they were loaded.
-    has_a_say = policy is not None and (policy.compute_dtype == "float16" or not _in_half(model))
+    has_a_say = policy is not None and (
+        policy.compute_dtype == "float16" or not _float16_layers(model)
+    )
     if before is None or has_a_say:
         return None
     return {
@@ -234,8 +232,8 @@ def _wrap(scaling: dict[str, Any], optimizer: Any) -> Any:
     return wrapper
 
 
-def _in_half(model: Any) -> list[str]:
-    """Names of the layers that compute in float16 with float32 variables."""
+def _float16_layers(model: Any) -> list[str]:
+    """Returns the names of layers that compute in float16 with float32 variables."""
     return [
         layer.name
         for layer in keras_api.flatten_layers(model)
@@ -247,17 +245,17 @@ def _warn_if_unscaled(model: Any) -> None:
     optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
     if all(find_loss_scale_optimizer(optimizer) is not None for optimizer in optimizers):
         return
-    half, region = _in_half(model), regions.current()
-    if region is not None and region.dtype == tf.float16 and not half:
+    in_float16, region = _float16_layers(model), regions.current()
+    if region is not None and region.dtype == tf.float16 and not in_float16:
         messages.warn(
             f"The model {model.name!r} is compiled in a region of `keras_mp.autocast` with "
             "float16, and without loss scaling: small gradients may vanish. Compile it with "
             "keras_mp.LossScaleOptimizer(optimizer), or use bfloat16."
         )
-    if half:
+    if in_float16:
         messages.warn(
-            f"The model {model.name!r} trains without loss scaling although {len(half)} of its "
-            f"layers compute in float16 (the first is {half[0]!r}): its own policy is "
+            f"The model {model.name!r} trains without loss scaling although {len(in_float16)} of "
+            f"its layers compute in float16 (the first is {in_float16[0]!r}): its own policy is "
             f"{model.dtype_policy.name!r}, and small gradients may vanish. Make the whole model "
             'under keras_mp.set_global_policy("mixed_float16"), or compile it with '
             "keras_mp.LossScaleOptimizer(optimizer)."
@@ -288,10 +286,10 @@ def _warn_if_policy_is_not_followed(model: Any, call: inspect.BoundArguments) ->
 
 
 def _warn_if_set_too_late(model: Any) -> None:
-    """Warns of a global policy that no part of the model has, for which nobody has asked."""
+    """Warns if the global policy was set after the model was made."""
     policy = keras_api.get_global_policy()
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
-    if policy.compute_dtype in ("float16", "bfloat16") and not dtypes & {"float16", "bfloat16"}:
+    if policy.compute_dtype in LOW_PRECISION_NAMES and not dtypes & {*LOW_PRECISION_NAMES}:
         messages.warn(
             f"The model {model.name!r} computes in {model.compute_dtype}, since it was made before "
             f"the global policy was set to {policy.name!r}: a layer keeps the policy that it was "

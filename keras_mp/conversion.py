@@ -8,9 +8,9 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.policy import policy_scope
+from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
 
-_16_BIT = ("float16", "bfloat16")
-_FLOATING = (*_16_BIT, "float32", "float64")
+_FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 
 
 def convert(model: Any, policy: Any) -> Any:
@@ -37,18 +37,19 @@ def convert(model: Any, policy: Any) -> Any:
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
         ValueError: It cannot be made from its config, or its weights do not fit into what is made
-            from it. The message names the layer that is to blame, and has its error. Or it has no
-            layer with one of the paths, or none whose config has a policy.
+            from it; the message names the layer and has its error. Or no layer has one of the
+            paths, or its config has no policy.
 
     Example:
 
     >>> model = tf.keras.Sequential(
     ...     [tf.keras.Input([2]), tf.keras.layers.Dense(3, dtype="mixed_bfloat16")]
     ... )
-    >>> wide = keras_mp.convert(model, "float32")
-    >>> model(tf.ones([1, 2])).dtype, wide(tf.ones([1, 2])).dtype
+    >>> in_float32 = keras_mp.convert(model, "float32")
+    >>> model(tf.ones([1, 2])).dtype, in_float32(tf.ones([1, 2])).dtype
     (tf.bfloat16, tf.float32)
-    >>> mixed = keras_mp.convert(wide, {"": "mixed_bfloat16", wide.layers[-1].name: "float32"})
+    >>> policies = {"": "mixed_bfloat16", in_float32.layers[-1].name: "float32"}
+    >>> mixed = keras_mp.convert(in_float32, policies)
     >>> mixed.layers[-1].compute_dtype
     'float32'
     """
@@ -67,12 +68,11 @@ def convert(model: Any, policy: Any) -> Any:
         _check_paths(model, by_path)
         # Layers that a constructor makes, without a dtype in a config, keep to the model's.
         policy = by_path.get("", model.dtype_policy.name)
-    # Models and inputs that were loaded may have a policy that nothing which computes has.
-    not_asked = (tf.keras.Model, tf.keras.layers.InputLayer)
-    is_in_16_bits = any(
-        layer.compute_dtype in _16_BIT for layer in layers if not isinstance(layer, not_asked)
-    )
-    dtypes = _16_BIT if is_in_16_bits and by_path is None else _FLOATING
+    # Loaded models and inputs may have another policy than the layers that compute.
+    not_computing = (tf.keras.Model, tf.keras.layers.InputLayer)
+    computing = {layer.compute_dtype for layer in layers if not isinstance(layer, not_computing)}
+    is_in_16_bits = not computing.isdisjoint(LOW_PRECISION_NAMES)
+    dtypes = LOW_PRECISION_NAMES if is_in_16_bits and by_path is None else _FLOATING_NAMES
     with (
         policy_scope(policy) as scoped,
         tf.keras.utils.custom_object_scope(classes),
@@ -111,21 +111,21 @@ def convert(model: Any, policy: Any) -> Any:
 
 
 def _is_known(layer: Any) -> bool:
-    """Does Keras find the class by its name? Not those that only its applications use."""
-    # Of a name of its own it may have two: the layer `Add`, and an operation.
+    """Whether Keras finds the class by its name, as it does not in some of its applications."""
+    # Keras may use a name twice: `Add` is a layer and an operation.
     name, module = type(layer).__name__, type(layer).__module__
     is_public = isinstance(layer, tf.keras.Model) or hasattr(tf.keras.layers, name)
     return module.partition(".")[0] == keras_api.ROOT_PACKAGE and is_public
 
 
 def _culprit(layer: Any) -> tuple[Any, Exception] | None:
-    """Finds the layer that cannot be made from its config, and why, in a layer or inside of it."""
+    """Returns the innermost layer that cannot be made from its config, and the error; or None."""
     try:
         type(layer).from_config(layer.get_config())
         return None
     except Exception as error:
         found = (layer, error)
-    # Of others the constructor makes what is inside of them, so its configs do not matter.
+    # Other layers make the layers inside in their constructors, without the configs of these.
     is_model = isinstance(layer, tf.keras.Model) and keras_api.output_layers(layer) is not None
     if is_model or isinstance(layer, (tf.keras.Sequential, tf.keras.layers.Wrapper)):
         inside = map(_culprit, keras_api.layers_inside(layer))
@@ -142,7 +142,7 @@ def _check_paths(model: Any, paths: Iterable[str]) -> None:
             f"{list(layers)}. Received: {list(paths)}"
         )
     in_configs = {path for path, _ in _layer_configs(model.get_config())}
-    # A policy for a model is one for the layers in it.
+    # The policy of a model is that of its layers.
     in_configs |= {path for path, layer in layers.items() if isinstance(layer, tf.keras.Model)}
     made_inside = sorted(set(paths) - in_configs)
     if made_inside:
@@ -155,7 +155,7 @@ def _check_paths(model: Any, paths: Iterable[str]) -> None:
 
 
 def _nearest(path: str, policies: Mapping[str, Any]) -> Any:
-    """The policy for the layer, or for the innermost of those that it is in; None for neither."""
+    """Returns the policy of a layer, else of the innermost layer around it, else None."""
     while path and path not in policies:
         path = path.rpartition("/")[0]
     return policies.get(path)
@@ -183,7 +183,7 @@ def _layer_configs(config: Any, path: str | None = None) -> Iterator[tuple[str, 
 
 
 def _compute_dtype(dtype: Any) -> str | None:
-    """What a layer with that `dtype` in its config computes in; None if that is no policy."""
+    """Returns the compute dtype of a `dtype` in a config; None if that is no policy."""
     if isinstance(dtype, dict):
         dtype = dtype.get("config", {}).get("name")
     if not isinstance(dtype, str):

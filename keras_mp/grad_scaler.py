@@ -14,12 +14,12 @@ from keras_mp import all_reduce_optimizer, hardware, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
-from keras_mp.step import gradients, skipped_steps, state_rollback, update_rules
+from keras_mp.step import gradients, replicas, skipped_steps, state_rollback, update_rules
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.gathered import Gathered
-from keras_mp.step.loss_scale import DynamicLossScale, FixedLossScale, LossScale, schedule_of
+from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale, schedule_of
 from keras_mp.step.optimizer_adapter import UpdateRule
-from keras_mp.step.overflows import Overflow
+from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaled_step import Guard, ScaledStep
 from keras_mp.step.scaler_calls import ScalerCalls, Step
 from keras_mp.support import host, validation
@@ -112,7 +112,7 @@ class GradScaler(tf.Module):
             validation.integer_or_none("warn_after_skips", warn_after_skips)
         )
         self._schedule = schedule_of(self._loss_scale, enabled and skip_nonfinite)
-        gradients.check_strategy(may_skip=self._schedule is not None)
+        replicas.check_strategy(may_skip=self._schedule is not None)
         self._verdicts = None
         if self._schedule is not None:
             self._verdicts = Gathered(self._schedule, self._skipped)
@@ -251,7 +251,7 @@ class GradScaler(tf.Module):
         """
         self._check_mode()
         self._collect_reports()
-        gradients.check_strategy(may_skip=self._schedule is not None)
+        replicas.check_strategy(may_skip=self._schedule is not None)
         rule = _rule(optimizer)
         pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
@@ -318,7 +318,7 @@ class GradScaler(tf.Module):
 
         known_later = [has_stepped] if tf.is_tensor(has_stepped) else []
         scale = [] if new_scale is None else [new_scale]
-        gradients.once_for_all_replicas(move, [*known_later, *scale])
+        replicas.once_for_all_replicas(move, [*known_later, *scale])
         state_rollback.step_is_over()
 
     def get_config(self) -> dict[str, Any]:

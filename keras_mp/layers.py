@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from keras_mp import keras_api, variables
 from keras_mp.support import messages
+from keras_mp.support.dtypes import FLOATING
 from keras_mp.variables import type_errors
 
 variables.share_scope(keras_api.autocast_dtype, keras_api.autocast_scope)
 
-_CASTABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices, tf.Variable)
 # Containers that are copied in any case; of others only those in which something is cast.
 _CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
@@ -184,7 +184,7 @@ class Layer(keras_api.BaseLayer):
         if not hasattr(self, "dtype_policy") or not self._is_mixed():
             return False
         is_cast = hasattr(variable, "true_dtype") or variable.dtype == self.compute_dtype
-        if is_cast or variable.dtype not in _CASTABLE:
+        if is_cast or variable.dtype not in FLOATING:
             return False
         return not any(variable is weight for weight in self.weights)
 
@@ -286,7 +286,7 @@ def _run_in_the_policy(call: Callable[..., Any]) -> Callable[..., Any]:
 def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
     """What arguments and weights are cast to; None if a layer does not compute in floats."""
     dtype = None if compute_dtype is None else tf.as_dtype(compute_dtype)
-    return dtype if dtype in _CASTABLE else None
+    return dtype if dtype in FLOATING else None
 
 
 def _cast(value: Any, dtype: tf.DType) -> Any:
@@ -340,7 +340,7 @@ def _copy_with(container: Any, values: list[Any]) -> Any:
 
 
 def _cast_tensor(value: Any, dtype: tf.DType) -> Any:
-    if value.dtype == dtype or value.dtype not in _CASTABLE:
+    if value.dtype == dtype or value.dtype not in FLOATING:
         return value
     result = tf.cast(value, dtype)
     mask = getattr(value, "_keras_mask", None)

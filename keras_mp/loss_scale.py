@@ -1,4 +1,4 @@
-"""Loss scales, and everything that stands for one.
+"""Loss scales, and conversions to them.
 
 RFC 293, "The new LossScale class". This module needs TensorFlow only.
 """
@@ -8,15 +8,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.loss_scale import (
+from keras_mp.step.loss_scales import (
     CLASSES,
     LARGEST,
     DynamicLossScale,
     FixedLossScale,
     LossScale,
-    LossScaleState,
-    next_state,
 )
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, next_state
 from keras_mp.support import messages
 
 __all__ = [
@@ -29,11 +28,11 @@ __all__ = [
     "serialize",
 ]
 
-# What `serialize` makes of a `DynamicLossScale()`, for those who must not make its variables yet.
+# `serialize(DynamicLossScale())`, which would make variables.
 DEFAULT_DYNAMIC = {
     "class_name": "DynamicLossScale",
     "config": {
-        "initial_loss_scale": 2.0**15,
+        "initial_loss_scale": INITIAL_LOSS_SCALE,
         "increment_period": 2000,
         "multiplier": 2.0,
         "backoff_multiplier": 0.5,
@@ -45,7 +44,7 @@ DEFAULT_DYNAMIC = {
 
 
 def get(loss_scale: Any) -> LossScale | None:
-    """Converts everything that stands for a loss scale: the one place that does.
+    """Converts a number, a name, a config or another loss scale to a `LossScale`.
 
     Args:
         loss_scale: None, a `LossScale`, `"dynamic"`, a number of at least 1 (a fixed scale), what
@@ -120,8 +119,8 @@ def _from_compat_v1(old: Any) -> LossScale:
     name = type(old).__name__
     if name not in ("FixedLossScale", "DynamicLossScale"):
         raise TypeError(
-            "Of the tf.compat.v1.mixed_precision loss scales only FixedLossScale and "
-            "DynamicLossScale can be converted; subclass keras_mp.LossScale instead. "
+            "Only FixedLossScale and DynamicLossScale of tf.compat.v1.mixed_precision "
+            "can be converted; subclass keras_mp.LossScale instead. "
             f"Received: loss_scale={old!r} (of type {type(old)})"
         )
     messages.warn(

@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grad_scaler import GradScaler
-from keras_mp.step import gradients
-from keras_mp.step.loss_scale import DynamicLossScale, LossScale, LossScaleState
+from keras_mp.step import gradients, replicas
+from keras_mp.step.loss_scales import DynamicLossScale, LossScale
+from keras_mp.step.schedule import LossScaleState
 from keras_mp.support import validation
 from keras_mp.support.autograph import do_not_convert
 
@@ -230,7 +231,7 @@ class LossScaleGradientTape(tf.GradientTape):
 
             tf.cond(finite & was_lowered, go_on, count)
 
-        gradients.once_for_all_replicas(move, [retries > 0, finite, scale_after(retries)])
+        replicas.once_for_all_replicas(move, [retries > 0, finite, scale_after(retries)])
 
 
 def _most_of_all_replicas(

@@ -16,14 +16,15 @@ from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
 from keras_mp.layer_paths import paths_of_weights
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.step import gradients, skipped_steps, state_rollback
+from keras_mp.step import gradients, replicas, skipped_steps, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.loss_scale import schedule_of
-from keras_mp.step.overflows import Overflow
+from keras_mp.step.loss_scales import schedule_of
+from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.step_calls import StepCalls
 from keras_mp.support import messages, validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -184,7 +185,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
             loss_scale if scales else 1, dynamic, initial_scale, dynamic_growth_steps
         )
         schedule = schedule_of(loss_scale, skip_nonfinite)
-        gradients.check_strategy(may_skip=schedule is not None)
+        replicas.check_strategy(may_skip=schedule is not None)
         vars(self).update(
             _name=name,
             _loss_scale=loss_scale,
@@ -710,7 +711,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         if model is None:
             return self.policy_in_file
         layers = [each for each in keras_api.flatten_layers(model) if each is not model]
-        half = (each for each in layers if each.compute_dtype in ("float16", "bfloat16"))
+        half = (each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES)
         return next((each.dtype_policy.name for each in half), None)
 
     def _names_of(self, variables: Sequence[Any]) -> list[str | None]:
@@ -778,7 +779,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         self._collect_reports()
         passes.warn_if_compiled()
         # Again, since the optimizer may have been made outside of the strategy's scope.
-        gradients.check_strategy(may_skip=self._schedule is not None)
+        replicas.check_strategy(may_skip=self._schedule is not None)
         self.build([variable for _, variable in pairs])
         verdicts = None
         if self._schedule is not None:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_mp import keras_api, regularizers
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
 from keras_mp.support import messages
+from keras_mp.support.dtypes import FLOATING
 
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 
@@ -436,7 +437,7 @@ def _standardize_dtype(dtype: Any) -> str:
         standard = tf.as_dtype(getattr(dtype, "compute_dtype", dtype))
     except TypeError:
         standard = None
-    if standard not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+    if standard not in FLOATING:
         raise ValueError(
             "`dtype` of a loss must be one of floating point. Expected 'float32', 'float64', "
             f"'bfloat16' or 'float16'. Received: dtype={dtype!r}"

@@ -1,8 +1,8 @@
-"""Pictures of a training run. They need matplotlib, which `keras-mp[tutorials]` installs."""
+"""Plots of a training run. They need matplotlib, which `keras-mp[tutorials]` installs."""
 
 from typing import Any
 
-# More points than these would cover each other.
+# More marks than these would cover each other.
 _MOST_MARKED = 40
 
 
@@ -55,7 +55,7 @@ def loss_scale(history: Any, ax: Any = None) -> Any:
         every_step = positions[-1] - positions[0] == len(positions) - 1
     else:
         unit, positions, attempted, every_step = "epoch", _epochs(history, scales), "", False
-        # Nothing tells how many it had been before the first epoch.
+        # The number of skipped steps before the first epoch is unknown.
         skipped_before = 0 if positions[0] == 1 else totals[0]
     skipped = [now - before for before, now in zip([skipped_before, *totals], totals)]
     if ax is None:
@@ -88,7 +88,7 @@ def loss_scale(history: Any, ax: Any = None) -> Any:
 
 
 def _epochs(history: Any, scales: list[float]) -> list[int]:
-    """The epochs as Keras prints them, from 1."""
+    """Returns the numbers of the epochs as Keras prints them, from 1."""
     epochs = [epoch + 1 for epoch in getattr(history, "epoch", [])]
-    # A `History` that was used in two calls of `fit` knows those of the last one.
+    # A `History` that was used in two calls of `fit` has those of the last one only.
     return epochs if len(epochs) == len(scales) else list(range(1, len(scales) + 1))

@@ -1,4 +1,4 @@
-"""Dtype policies that carry a loss scale, and the global one.
+"""Dtype policies that carry a loss scale, and the global policy.
 
 RFC 293, "Dtype policies overview", "The global policy" and "A policy's loss scale".
 """
@@ -13,8 +13,9 @@ from keras_mp import compile_hook, hardware, keras_api, kernels
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grappler import passes
 from keras_mp.support import messages
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-_MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+_MIXED = {f"mixed_{name}": name for name in LOW_PRECISION_NAMES}
 
 
 @keras_api.register_policy
@@ -59,8 +60,8 @@ class Policy(keras_api.BasePolicy):
         if isinstance(loss_scale, str) and loss_scale == "auto":
             loss_scale = "dynamic" if self.name == "mixed_float16" else None
         if isinstance(loss_scale, str) and loss_scale == "dynamic":
-            # Made when somebody looks: a policy is made in a program's first line, when variables
-            # would keep it from configuring its devices.
+            # Made at the first access: a program makes its policy in its first line, and variables
+            # would keep it from configuring its devices afterwards.
             self._loss_scale = None
             self._loss_scale_config = loss_scale_lib.DEFAULT_DYNAMIC
         else:
@@ -81,12 +82,12 @@ class Policy(keras_api.BasePolicy):
 
     @property
     def scales_loss(self) -> bool:
-        """Is there a loss scale?"""
+        """Whether there is a loss scale."""
         return self._loss_scale_config is not None
 
     @property
     def should_cast_variables(self) -> bool:
-        """Do the compute dtype and the variable dtype differ?"""
+        """Whether the compute dtype and the variable dtype differ."""
         return self.compute_dtype != self.variable_dtype
 
     def get_config(self) -> dict[str, Any]:
@@ -197,29 +198,19 @@ def set_global_policy(policy: Any) -> None:
 
     Source: RFC 293, "The global policy".
     """
-    if policy is not None:
-        policy = _to_policy(policy)
-        if policy.compute_dtype and not tf.as_dtype(policy.compute_dtype).is_floating:
-            raise ValueError(
-                "The global policy must be of a floating-point dtype, since most layers support no "
-                "other. Expected 'float16', 'bfloat16', 'float32', 'float64', 'mixed_float16' or "
-                f"'mixed_bfloat16'. Received: policy={policy!r}"
-            )
-        if policy.name in _MIXED:
-            passes.refuse_policy(f"set_global_policy({policy.name!r})")
-            hardware.measure_later(_MIXED[policy.name])
-        if policy.name in ("float16", "bfloat16"):
-            messages.warn(
-                f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "
-                f"models train poorly. Use 'mixed_{policy.name}', which keeps them in float32."
-            )
-        compile_hook.install(Policy)
+    policy = _checked(policy)
+    if policy is not None and policy.name in _MIXED:
+        hardware.measure_later(_MIXED[policy.name])
     keras_api.set_global_policy(policy)
 
 
 @contextlib.contextmanager
 def policy_scope(policy: Any) -> Iterator[Any]:
     """Sets the global policy for a block, and restores the previous one even after an error.
+
+    It holds in this thread and in what runs for it: replicas, and functions that are traced in the
+    block. Other threads do not see it. In the block `set_global_policy` changes the policy of the
+    block only.
 
     Args:
         policy: As for `set_global_policy`.
@@ -234,12 +225,29 @@ def policy_scope(policy: Any) -> Iterator[Any]:
     >>> layer.compute_dtype, keras_mp.global_policy().name
     ('float16', 'float32')
     """
-    previous = None if keras_api.tracks_floatx() else keras_api.get_global_policy()
-    set_global_policy(policy)
-    try:
+    with keras_api.policy_scope(_checked(policy)):
         yield global_policy()
-    finally:
-        keras_api.set_global_policy(previous)
+
+
+def _checked(policy: Any) -> Any:
+    """Returns what `set_global_policy` was given as a policy, or None; installs the hooks."""
+    if policy is not None:
+        policy = _to_policy(policy)
+        if policy.compute_dtype and not tf.as_dtype(policy.compute_dtype).is_floating:
+            raise ValueError(
+                "The global policy must be of a floating-point dtype, since most layers support no "
+                "other. Expected 'float16', 'bfloat16', 'float32', 'float64', 'mixed_float16' or "
+                f"'mixed_bfloat16'. Received: policy={policy!r}"
+            )
+        if policy.name in _MIXED:
+            passes.refuse_policy(f"set_global_policy({policy.name!r})")
+        if policy.name in LOW_PRECISION_NAMES:
+            messages.warn(
+                f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "
+                f"models train poorly. Use 'mixed_{policy.name}', which keeps them in float32."
+            )
+        compile_hook.install(Policy)
+    return policy
 
 
 def _standardize_name(name: Any) -> Any:

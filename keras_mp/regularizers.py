@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 
 @keras_api.register_serializable
@@ -65,11 +66,11 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
         return f"<Float32Regularizer(regularizer={self.regularizer!r})>"
 
 
-# By which name Keras 2 looks for it when it loads an `.h5` file.
+# Keras 2 looks for this name when it loads an `.h5` file.
 tf.keras.utils.get_custom_objects()["Float32Regularizer"] = Float32Regularizer
 
 
-def widen_activity_regularizer(layer: Any) -> None:
+def wrap_activity_regularizer(layer: Any) -> None:
     """Puts a `Float32Regularizer` around the activity regularizer of a layer that runs in 16 bits.
 
     Args:
@@ -79,13 +80,13 @@ def widen_activity_regularizer(layer: Any) -> None:
 
     >>> from keras_mp import regularizers
     >>> layer = tf.keras.layers.Dense(1, activity_regularizer="l2", dtype="mixed_float16")
-    >>> regularizers.widen_activity_regularizer(layer)
+    >>> regularizers.wrap_activity_regularizer(layer)
     >>> isinstance(layer.activity_regularizer, regularizers.Float32Regularizer)
     True
     """
     regularizer = layer.activity_regularizer
     is_done = regularizer is None or isinstance(regularizer, Float32Regularizer)
-    if layer.compute_dtype in ("float16", "bfloat16") and not is_done:
-        # That of a wrapper around a layer is the layer's, and may not be set.
+    if layer.compute_dtype in LOW_PRECISION_NAMES and not is_done:
+        # The attribute of a wrapper around a layer is that of the layer, and cannot be set.
         with contextlib.suppress(AttributeError):
             layer.activity_regularizer = Float32Regularizer(regularizer)

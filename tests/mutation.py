@@ -34,7 +34,9 @@ _STEP = ["tests/test_loss_scale_optimizer.py", "tests/step", "tests/test_inner_o
 _VARIABLES = ["tests/variables/test_casts.py", "tests/variables", "tests/test_layers.py"]
 _TESTS = {
     "keras_mp/step/gradients.py": ["tests/step/test_gradients.py", *_STEP, "tests/replicas"],
-    "keras_mp/step/loss_scale.py": ["tests/step/test_loss_scale.py", *_STEP],
+    "keras_mp/step/replicas.py": ["tests/step/test_replicas.py", *_STEP, "tests/replicas"],
+    "keras_mp/step/loss_scales.py": ["tests/step/test_loss_scale.py", *_STEP],
+    "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
     "keras_mp/step/overflows.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
     "keras_mp/step/gathered.py": ["tests/test_grad_scaler.py", "tests/step/test_scaler_calls.py"],

@@ -4,6 +4,7 @@ import queue
 import re
 import threading
 import warnings
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
-from tests.common import IS_KERAS_3
+from tests.common import IS_KERAS_3, mirrored
 
 stock = tf.keras.mixed_precision
 
@@ -302,6 +303,85 @@ def test_later_changes_reach_threads_that_ask_again():
     thread.start()
     thread.join()
     assert keras_mp.global_policy().name == "float64"
+
+
+@pytest.fixture(name="threads")
+def two_threads():
+    with futures.ThreadPoolExecutor(1) as a, futures.ThreadPoolExecutor(1) as b:
+        yield [lambda fn, *args, of=each: of.submit(fn, *args).result() for each in (a, b)]
+
+
+def name_and_layers_dtype():
+    return keras_mp.global_policy().name, tf.keras.layers.Dense(1).compute_dtype
+
+
+def test_scopes_of_two_threads_do_not_see_each_other(threads):
+    in_a, in_b = threads
+    of_a, of_b = keras_mp.policy_scope("mixed_bfloat16"), keras_mp.policy_scope("mixed_float16")
+    in_a(of_a.__enter__)
+    assert in_b(name_and_layers_dtype) == name_and_layers_dtype() == ("float32", "float32")
+    in_b(of_b.__enter__)
+    assert in_a(name_and_layers_dtype) == ("mixed_bfloat16", "bfloat16")
+    in_a(of_a.__exit__, None, None, None)
+    assert in_a(name_and_layers_dtype) == ("float32", "float32")
+    assert in_b(name_and_layers_dtype) == ("mixed_float16", "float16")
+    assert in_b(lambda: stock.global_policy().name) == "mixed_float16"
+    in_b(of_b.__exit__, None, None, None)
+    assert in_a(name_and_layers_dtype) == in_b(name_and_layers_dtype) == ("float32", "float32")
+    assert name_and_layers_dtype() == ("float32", "float32")
+
+
+def test_a_policy_that_another_thread_sets_waits_for_the_end_of_a_scope(threads):
+    in_a, _ = threads
+    scope = keras_mp.policy_scope("mixed_bfloat16")
+    in_a(scope.__enter__)
+    keras_mp.set_global_policy("float64")
+    assert in_a(name_and_layers_dtype) == ("mixed_bfloat16", "bfloat16")
+    in_a(scope.__exit__, None, None, None)
+    assert in_a(name_and_layers_dtype) == ("float64", "float64")
+
+
+@pytest.mark.parametrize("module", [keras_mp, stock])
+def test_a_policy_that_is_set_in_a_scope_is_that_of_the_scope(module, threads):
+    in_a, _ = threads
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        with keras_mp.policy_scope("float32"):
+            module.set_global_policy("float64")
+            assert name_and_layers_dtype() == ("float64", "float64")
+            assert in_a(name_and_layers_dtype) == ("float32", "float32")
+        assert name_and_layers_dtype() == ("mixed_bfloat16", "bfloat16")
+    assert name_and_layers_dtype() == ("float32", "float32")
+
+
+def test_replicas_and_functions_are_in_the_scope_around_them():
+    strategy, seen = mirrored(2), []
+
+    def replica():
+        seen.append(name_and_layers_dtype())
+
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        tf.function(lambda: strategy.run(replica))()
+        strategy.run(replica)
+    assert seen == [("mixed_bfloat16", "bfloat16")] * len(seen)
+    assert len(seen) >= 4
+    del seen[:]
+    strategy.run(replica)
+    assert seen == [("float32", "float32")] * 2
+
+
+def test_compile_beside_the_scope_of_another_thread(threads):
+    in_a, in_b = threads
+
+    def optimizer_of_float32_layers():
+        keras_mp.global_policy()
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1, dtype="float32")])
+        model.compile("sgd", "mse")
+        return type(model.optimizer)
+
+    scope = keras_mp.policy_scope("mixed_float16")
+    in_a(scope.__enter__)
+    assert in_b(optimizer_of_float32_layers) is tf.keras.optimizers.SGD
+    in_a(scope.__exit__, None, None, None)
 
 
 @pytest.mark.parametrize("asks", [False, True])

@@ -1,7 +1,7 @@
 """Loss scale managers: what moved the loss scale in `tf.contrib.mixed_precision` of TensorFlow 1.
 
-This module needs TensorFlow only. `next_exponential_state` is the schedule; the rest is its state,
-and what lets a step move it.
+This module needs TensorFlow only. `next_exponential_state` is the schedule, the managers hold its
+state, and `ManagedLossScale` lets a step move it.
 """
 
 import abc
@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.loss_scale import LARGEST, LossScale, LossScaleState
+from keras_mp.step.loss_scales import LARGEST, LossScale, state_variable
+from keras_mp.step.schedule import LossScaleState
 from keras_mp.support import host, validation
 
 
@@ -48,7 +49,7 @@ class LossScaleManager(tf.Module, abc.ABC):
         """Moves the loss scale after a step.
 
         Args:
-            finite_grads: bool scalar tensor. Were the gradients of all replicas finite?
+            finite_grads: bool scalar tensor. Whether the gradients of all replicas were finite.
 
         Returns:
             In a graph of TensorFlow 1 the operation that moves it; elsewhere nothing is expected.
@@ -112,11 +113,11 @@ def next_exponential_state(
                      at decr_every_n_nan_or_inf bad ones: scale *= decr_ratio, but not below 1;
                      bad steps = 0
 
-    So good steps are counted in a row, and bad ones are added up: a good step does not forget them.
+    So good steps are counted in a row, but bad ones are not: a good step does not reset them.
 
     Args:
         state: LossScaleState before the step.
-        finite: bool scalar tensor, or bool. Were all gradients of the step finite?
+        finite: bool scalar tensor, or bool. Whether all gradients of the step were finite.
         incr_every_n_steps: int. Good steps after which the scale grows.
         decr_every_n_nan_or_inf: int. Bad steps after which it shrinks.
         incr_ratio: float above 1.
@@ -199,9 +200,9 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         )
         self._incr_ratio = validation.number("incr_ratio", incr_ratio, above=1)
         self._decr_ratio = validation.number("decr_ratio", decr_ratio, above=0, below=1)
-        self.loss_scale = _state_variable(initial, tf.float32, "loss_scale")
-        self.good_steps = _state_variable(0, tf.int32, "good_steps")
-        self.bad_steps = _state_variable(0, tf.int32, "bad_steps")
+        self.loss_scale = state_variable(initial, tf.float32, "loss_scale")
+        self.good_steps = state_variable(0, tf.int32, "good_steps")
+        self.bad_steps = state_variable(0, tf.int32, "bad_steps")
 
     def get_loss_scale(self) -> tf.Variable:
         """Returns the loss scale, a float32 scalar variable."""
@@ -235,18 +236,11 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         return LossScaleState(self.loss_scale, self.good_steps, self.bad_steps)
 
 
-def _state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
-    # Not aggregated: all replicas share one verdict.
-    return tf.Variable(
-        value, dtype=dtype, name=name, trainable=False, aggregation=tf.VariableAggregation.NONE
-    )
-
-
 class ManagedLossScale(LossScale):
-    """The loss scale of a manager, for a step to move.
+    """The loss scale of a manager, which a step moves.
 
     Attributes:
-        num_bad_steps: int64 variable, how many steps were skipped since one was not.
+        num_bad_steps: int64 variable, how many steps were skipped in a row.
 
     Args:
         manager: `LossScaleManager`.
@@ -261,7 +255,7 @@ class ManagedLossScale(LossScale):
     def __init__(self, manager: LossScaleManager) -> None:
         super().__init__(name="managed_loss_scale")
         self._manager = manager
-        self.num_bad_steps = _state_variable(0, tf.int64, "steps_skipped_in_a_row")
+        self.num_bad_steps = state_variable(0, tf.int64, "steps_skipped_in_a_row")
 
     @property
     def manager(self) -> LossScaleManager:
@@ -276,11 +270,11 @@ class ManagedLossScale(LossScale):
         """Lets the manager move the scale, as a step does.
 
         Args:
-            finite: bool. Were all gradients finite?
+            finite: bool. Whether all gradients were finite.
 
         Returns:
-            tuple of the list of what moves it, and of how many steps were skipped in a row, an
-            int64 scalar tensor.
+            tuple of a list of operations and of the number of steps skipped in a row, an int64
+            scalar tensor.
         """
         in_a_row = tf.constant(0, tf.int64) if finite else self.num_bad_steps + 1
         moved = self._manager.update_loss_scale(tf.constant(finite))

@@ -22,9 +22,9 @@ from keras_mp.compat.loss_scale_managers import (
     next_exponential_state,
 )
 from keras_mp.grappler import passes
-from keras_mp.step import gradients, skipped_steps
-from keras_mp.step.loss_scale import DynamicLossScale, LossScale
-from keras_mp.step.overflows import Overflow
+from keras_mp.step import gradients, replicas, skipped_steps
+from keras_mp.step.loss_scales import DynamicLossScale, LossScale
+from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
 from keras_mp.step.update_rules import V1Optimizer
 from keras_mp.support import host, messages, validation
@@ -134,7 +134,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
                 "The optimizer is wrapped by a LossScaleOptimizer already. Use that one, or make a "
                 f"new optimizer. Received: opt={opt!r}"
             )
-        gradients.check_strategy()
+        replicas.check_strategy()
         self._trackable = opt
         _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
         self._loss_scale = _loss_scale(loss_scale, loss_scale_manager)
@@ -360,7 +360,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         aggregate: bool = True,
     ) -> Any:
         # Again, since the optimizer may have been made outside of the strategy's scope.
-        gradients.check_strategy()
+        replicas.check_strategy()
         self._skipped.collect_reports()
         passes.warn_if_compiled()
         rule = V1Optimizer(self.inner_optimizer, global_step)

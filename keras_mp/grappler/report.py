@@ -13,13 +13,12 @@ import tensorflow as tf
 
 from keras_mp.grappler import op_lists, optimize, passes
 from keras_mp.support import op_table, registered_kernels, text_tables
+from keras_mp.support.dtypes import FLOATING
 
 # The end of the names of casts that the passes put in.
 _SUFFIX = "AutoMixedPrecision"
 _DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
-_FLOATS = frozenset(
-    dtype.as_datatype_enum for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-)
+_FLOATS = frozenset(dtype.as_datatype_enum for dtype in FLOATING)
 
 # They bring values in and out, and compute nothing.
 _NO_COMPUTATIONS = op_table.ops(

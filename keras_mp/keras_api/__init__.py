@@ -112,9 +112,9 @@ steps_per_execution = _module.steps_per_execution
 keras_layout = _module.keras_layout
 deserialize_optimizer = _module.deserialize_optimizer
 set_global_policy = _module.set_global_policy
+policy_scope = _module.policy_scope
 thread_missed_global_policy = _module.thread_missed_global_policy
 trusted_scope = _module.trusted_scope
-tracks_floatx = _module.tracks_floatx
 
 
 def check_model(model: Any) -> None:

@@ -32,9 +32,10 @@ Each of `keras2` and `keras3` defines:
 - `widen_predictions(model)`: lets the metrics of a compiled model see predictions in float32, and
   keeps labels from being narrowed to the predictions' dtype before our losses see them.
 - `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
+- `policy_scope(policy)`: context manager in which this thread, and replicas that it starts, have
+  another global policy; `set_global_policy` in it changes that of the scope.
 - `thread_missed_global_policy()`: does this thread's Keras not know the global policy?
 - `trusted_scope()`: context manager in which layers are made of configs that hold code, too.
-- `tracks_floatx()`: does the global policy follow floatx?
 - `get_optimizer(identifier)`: instance, name or config to optimizer.
 - `optimizer_adapter(optimizer)`: the `OptimizerAdapter` of an optimizer, or None.
 - `quantized_policy(name)`: the quantized policy of that name, or None.

@@ -1,21 +1,26 @@
 """`tf.keras` as Keras 2, the package tf_keras."""
 
+import contextlib
+import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tf_keras.src.engine import compile_utils as _compile_utils
 from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
 from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
+from tf_keras.src.mixed_precision import policy as _policies
 from tf_keras.src.optimizers import utils as _optimizer_utils
 from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
 from keras_mp import variables
 from keras_mp.kernels import softmax_and_cross_entropy
+from keras_mp.step import replicas
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.support import messages
+from keras_mp.support import messages, replica_threads
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras
@@ -100,7 +105,7 @@ class BaseCallback(keras.callbacks.Callback):
 
 
 def patch_fit(model: Any) -> None:
-    del model  # its `fit` works
+    replicas.let_gather_bfloat16(model.distribute_strategy)  # All else works.
 
 
 def autocast_dtype() -> tf.DType | None:
@@ -218,6 +223,15 @@ def build_loss(model: Any, predictions: Any) -> None:
             model.compiled_loss.build(predictions)
 
 
+class _ThreadScope(threading.local):
+    """The policy scope of this thread: a tuple of its policy, or None outside of scopes."""
+
+    policy: tuple[Any] | None = None
+
+
+_thread = _ThreadScope()
+
+
 def get_global_policy() -> Any:
     return keras.mixed_precision.global_policy()
 
@@ -234,9 +248,44 @@ def set_global_policy(policy: Any) -> None:
     keras.mixed_precision.set_global_policy(policy)
 
 
-def tracks_floatx() -> bool:
-    # An unset policy is made anew at each call, a set one is always the same object.
-    return keras.mixed_precision.global_policy() is not keras.mixed_precision.global_policy()
+@contextlib.contextmanager
+def policy_scope(policy: Any) -> Iterator[None]:
+    if get_global_policy().name == "_infer":  # as in TensorFlow 1
+        keras.mixed_precision.set_global_policy(policy)  # Raises, and says why.
+    _make_scopes_the_threads_own()
+    with _entered((policy,)):
+        yield
+
+
+def _entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None]:
+    return replaced(_thread, "policy", scope)
+
+
+@functools.cache
+def _make_scopes_the_threads_own() -> None:
+    """Lets the functions of the global policy see the scope of this thread, if it is in one."""
+    public = keras.mixed_precision
+    own_get, own_set = public.global_policy, public.set_global_policy
+
+    @functools.wraps(own_get)
+    def global_policy() -> Any:
+        if _thread.policy is None:
+            return own_get()
+        (policy,) = _thread.policy
+        return BasePolicy(keras.backend.floatx()) if policy is None else policy
+
+    @functools.wraps(own_set)
+    def set_global_policy(policy: Any) -> None:
+        if _thread.policy is None:
+            own_set(policy)
+        elif policy is None or isinstance(policy, BasePolicy):
+            _thread.policy = (policy,)
+        else:
+            _thread.policy = (BasePolicy(policy),)
+
+    for module in (_policies, public):
+        module.global_policy, module.set_global_policy = global_policy, set_global_policy
+    replica_threads.inherit(lambda: _thread.policy, _entered)
 
 
 get_optimizer = keras.optimizers.get

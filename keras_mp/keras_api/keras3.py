@@ -20,6 +20,7 @@ from keras_mp import variables
 from keras_mp.keras_api import keras3_workers
 from keras_mp.kernels import softmax_and_cross_entropy
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.support import replica_threads
 from keras_mp.variables import casts
 
 keras = tf.keras
@@ -232,13 +233,16 @@ def widen_predictions(model: Any) -> None:
 _process: dict[str, Any] = {"policy": None, "version": 0}
 
 
-class _Thread(threading.local):
+class _ThreadPolicy(threading.local):
+    """The policy that this thread holds: the process's, or that of a scope of its own."""
+
     holds = None
+    is_of_scope = False
     version = 0
     floatx: str | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadPolicy()
 
 
 def build_loss(model: Any, predictions: Any) -> None:
@@ -264,18 +268,39 @@ def _is_floatx(policy: Any) -> bool:
 
 
 def set_global_policy(policy: Any) -> None:
-    _process["policy"] = policy
-    _process["version"] += 1
+    if not _thread.is_of_scope:
+        _process["policy"] = policy
+        _process["version"] += 1
     _hold(policy)
 
 
 def thread_missed_global_policy() -> bool:
-    return _thread.version != _process["version"]
+    return not _thread.is_of_scope and _thread.version != _process["version"]
 
 
-def tracks_floatx() -> bool:
-    get_global_policy()
-    return _thread.holds is None
+@contextlib.contextmanager
+def policy_scope(policy: Any) -> Iterator[None]:
+    _let_replicas_inherit_scope()
+    get_global_policy()  # What Keras's own function has set before the scope outlives it.
+    was_of_scope, before = _thread.is_of_scope, _thread.holds
+    _thread.is_of_scope = True
+    _hold(policy)
+    try:
+        yield
+    finally:
+        _thread.is_of_scope = was_of_scope
+        _hold(before if was_of_scope else _process["policy"])
+
+
+@functools.cache
+def _let_replicas_inherit_scope() -> None:
+    def state() -> tuple[Any] | None:
+        return (_thread.holds,) if _thread.is_of_scope else None
+
+    def entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if scope is None else policy_scope(*scope)
+
+    replica_threads.inherit(state, entered)
 
 
 def _hold(policy: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as _trainer
 
-from keras_mp.step import gradients
+from keras_mp.step import replicas
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras
@@ -48,6 +48,7 @@ def patch_fit(model: Any) -> None:
     """
     if not _has_several_workers(model.distribute_strategy):
         return
+    replicas.let_gather_bfloat16(model.distribute_strategy)
     vars(model)["fit"] = functools.partial(_fit, model)
     if _BUILDS_WITH_MEAN:
         vars(model)["_maybe_symbolic_build"] = functools.partial(_build, model)
@@ -111,7 +112,7 @@ def _of_all_workers(model: Any, logs: Any) -> Any:
     summed = [v for v in model.metrics_variables if v.aggregation == "sum"]
     # A read of a variable has no device in a graph, and TensorFlow asks for one.
     mine = [tf.identity(variable) for variable in summed]
-    totals = gradients.all_reduce(mine, tf.float32)
+    totals = replicas.all_reduce(mine, tf.float32)
     with keras.StatelessScope(state_mapping=list(zip(summed, totals, strict=True))):
         return model.get_metrics_result()
 

@@ -21,8 +21,7 @@ import tensorflow as tf
 
 from keras_mp.support import messages, regions
 from keras_mp.support.autograph import do_not_convert
-
-LOW_PRECISION = frozenset((tf.bfloat16, tf.float16))
+from keras_mp.support.dtypes import LOW_PRECISION
 
 
 class Kernel(NamedTuple):
@@ -46,7 +45,7 @@ class Kernel(NamedTuple):
     example: Callable[[tf.DType, Any], tuple[dict[str, Any], float]]
     case: Callable[..., Any] = lambda *args, **kwargs: None
     correct: Callable[..., Any] | None = None
-    wrong_in_xla: frozenset[tf.DType] = frozenset()
+    wrong_in_xla: tuple[tf.DType, ...] = ()
     autocasts: bool = False
 
 

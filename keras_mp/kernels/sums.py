@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import LOW_PRECISION, Kernel, Table, in_float32
+from keras_mp.kernels.replaced import Kernel, Table, in_float32
+from keras_mp.support.dtypes import LOW_PRECISION
 
 # So many that 16 bits stop short of their sum, even shared out among dozens of lanes and threads.
 _TERMS = 2**17
@@ -146,7 +147,7 @@ def _one_pixel(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
     return {"grads": _ones(dtype, 1, _FEW_TERMS // 64, 64, 1), "size": [1, 1]}, _FEW_TERMS
 
 
-_FLOAT16 = frozenset((tf.float16,))
+_FLOAT16 = (tf.float16,)
 
 # Most add up a vector of ones or of 1/32, so that right sums are powers of two.
 KERNELS: dict[str, Kernel] = {

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, exponent_of
 from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
 from keras_mp.numerics.what_if import WhatIf
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # Where a `LossScaleOptimizer` begins unless told otherwise.
-_FIRST_SCALE = 2.0**15
 
 
 class Advice(NamedTuple):
@@ -76,7 +77,7 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     Fix the loss scale at 2^13: between 2^12 and 2^15 no gradient loses more than 0.1 %, in 30 of \
 3,000 steps. At 2^0, 100.0 % of `a/kernel` is below float16.
     """
-    if dtype not in ("float16", "bfloat16"):
+    if dtype not in LOW_PRECISION_NAMES:
         raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
     if not 0 <= tolerance <= 1:
         raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
@@ -129,7 +130,13 @@ def _facts(measured: Report | WhatIf, dtype: str, tolerance: float) -> _Facts:
         rows = Report(rows, step=1, counted=1, loss_scale=1.0).rows_in_16_bits
         seen = _seen(measured, dtype, tolerance)
         # Other batches may well have larger gradients: that is no scale to keep.
-        about = _FIRST_SCALE, seen, "in the batch", "start the loss scale at", measured.consumers
+        about = (
+            INITIAL_LOSS_SCALE,
+            seen,
+            "in the batch",
+            "start the loss scale at",
+            measured.consumers,
+        )
     elif isinstance(measured, Report):
         rows = measured.rows_in_16_bits
         where = f"in {measured.counted:,} of {measured.step:,} steps"

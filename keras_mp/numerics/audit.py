@@ -14,9 +14,10 @@ from keras_mp import keras_api
 from keras_mp.numerics import batches, hazards, origins, traces
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.hazards.look import Finding, Look, Suspect
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 
-_DTYPES = ("float16", "bfloat16", "half")
+_DTYPES = (*LOW_PRECISION_NAMES, "half")
 _OURS = os.path.dirname(hazards.__file__)
 
 

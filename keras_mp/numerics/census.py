@@ -19,9 +19,9 @@ from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.support import op_table
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 
-_HALF = ("float16", "bfloat16")
 # They hand on what they get, and compute nothing.
 _NO_COMPUTATIONS = op_table.ops(
     *("arguments", "constants", "results", "variables", "reads of variables"),
@@ -325,7 +325,8 @@ class _Reader:
             return "the graph rewrite"
         if self._is_autocast and node.proto.op in cast_policy.ROWS:
             row = cast_policy.ROWS[node.proto.op]
-            if row.policy in (cast_policy.DENY, cast_policy.PROMOTE) or dtype in _HALF:
+            is_decided = row.policy in (cast_policy.DENY, cast_policy.PROMOTE)
+            if is_decided or dtype in LOW_PRECISION_NAMES:
                 return f"autocast: {row.why}"
         layer, made = self._layers.layer(self._owner(node.path)), self._made.get(node.path)
         if layer is None:

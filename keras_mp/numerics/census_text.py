@@ -6,6 +6,7 @@ from typing import Any
 
 from keras_mp.numerics import work as works
 from keras_mp.support import text_tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 NO_LAYER = "outside of layers"
 
@@ -63,7 +64,7 @@ def _sentences(of: Any) -> Iterator[str]:
     parts = []
     for dtype, count in work.items():
         part = f"{_percent(count / total)} in {dtype}"
-        if parts or dtype not in ("float16", "bfloat16"):
+        if parts or dtype not in LOW_PRECISION_NAMES:
             products = [e for e in graph.operations if e.dtype == dtype and e.work]
             layers = sums((each.layer or NO_LAYER, each.work) for each in products)
             whys = sums((each.why, each.work) for each in products)

@@ -27,9 +27,8 @@ from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.records import Record
 from keras_mp.numerics.runs import Run, unit_of
-
-_DEFAULT_LOSS_SCALE = 2.0**15
-_NARROW = ("float16", "bfloat16")
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 Loss = Callable[[Any, Batch, Any], tf.Tensor]
 
@@ -234,7 +233,8 @@ def compare_records(run: Record, reference: Record) -> Comparison:
 
 def _both(model: Any, policy: Any, reference: Any) -> tuple[Any, Any]:
     keras_api.check_model(model)
-    is_narrow = any(layer.compute_dtype in _NARROW for layer in keras_api.flatten_layers(model))
+    computing = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
+    is_narrow = not computing.isdisjoint(LOW_PRECISION_NAMES)
     if policy is None and not is_narrow and not isinstance(reference, tf.keras.Model):
         raise ValueError(
             f"The model {model.name!r} does not compute in 16 bits. Say which policy to try: pass "
@@ -331,7 +331,7 @@ def _first_scale(model: Any) -> float:
     if getattr(policy, "scales_loss", False):
         return float(policy.loss_scale())
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
-    return _DEFAULT_LOSS_SCALE if "float16" in dtypes else 1.0
+    return INITIAL_LOSS_SCALE if "float16" in dtypes else 1.0
 
 
 def _describe(model: Any) -> str:
@@ -339,7 +339,7 @@ def _describe(model: Any) -> str:
     # What a Sequential of Keras 3 makes when it is first called has the global policy.
     hidden = tf.keras.Model | tf.keras.layers.InputLayer
     layers = [each for each in keras_api.flatten_layers(model) if not isinstance(each, hidden)]
-    dtypes = {layer.compute_dtype for layer in layers} & {*_NARROW}
+    dtypes = {layer.compute_dtype for layer in layers} & {*LOW_PRECISION_NAMES}
     has_its_own = not dtypes or model.compute_dtype in dtypes
     name = model.dtype_policy.name if has_its_own else " and ".join(sorted(dtypes))
     return f"{model.name} in {name}"

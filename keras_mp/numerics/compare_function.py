@@ -24,8 +24,10 @@ from keras_mp.numerics.explanations import explain, matches
 from keras_mp.numerics.layer_calls import RandomNumbers, Watch
 from keras_mp.numerics.operations import Kept, Operation
 from keras_mp.op_autocast.context_manager import autocast
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.support.dtypes import LOW_PRECISION
 
-_LOSS_SCALES = {"float16": 2.0**15, "bfloat16": 1.0}
+_LOSS_SCALES = {"float16": INITIAL_LOSS_SCALE, "bfloat16": 1.0}
 
 
 def compare_function(
@@ -332,7 +334,7 @@ def _noisy_run(
 
 
 def _is_narrow(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype in (tf.float16, tf.bfloat16)
+    return isinstance(value, tf.Tensor) and value.dtype in LOW_PRECISION
 
 
 def _values(operation: Operation) -> Iterator[Any]:

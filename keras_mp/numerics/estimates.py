@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.numerics.census_text import NO_LAYER
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-_HALF = ("float16", "bfloat16")
 _BYTES = 2**24
 
 
@@ -67,7 +67,7 @@ def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: f
         speeds: floating-point operations a second by kind and dtype.
         bandwidth: bytes a second that casts move.
     """
-    half = next((dtype for dtype in graph.work() if dtype in _HALF), "bfloat16")
+    half = next((dtype for dtype in graph.work() if dtype in LOW_PRECISION_NAMES), "bfloat16")
 
     def seconds(each: Any, dtype: str) -> float:
         return each.work / speeds[each.kind].get(dtype, speeds[each.kind]["float32"])
@@ -78,9 +78,10 @@ def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: f
     casting = sum(each.bytes for each in graph.casts) / bandwidth
     gains: Counter[str] = Counter()
     for each in products:
-        other = half if each.dtype not in _HALF else "float32"
+        other = half if each.dtype not in LOW_PRECISION_NAMES else "float32"
         where = f"the {each.kind}s of {each.layer or NO_LAYER}"
-        if each.dtype in _HALF:  # What 16 bits do not bring here, they bring nowhere in the model.
+        # What 16 bits do not bring here, they bring nowhere in the model.
+        if each.dtype in LOW_PRECISION_NAMES:
             where = f"all {each.kind}s that are in {each.dtype} now"
         gains[f"compute {where} in {other}"] += seconds(each, each.dtype) - seconds(each, other)
     places: dict[frozenset[str], str] = {}

@@ -16,11 +16,9 @@ from keras_mp.numerics import loops
 from keras_mp.numerics import work as works
 from keras_mp.numerics.work import Shape, Work
 from keras_mp.support import op_table
+from keras_mp.support.dtypes import FLOATING
 
-FLOATS = {
-    dtype.as_datatype_enum: dtype.name
-    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-}
+FLOATS = {dtype.as_datatype_enum: dtype.name for dtype in FLOATING}
 # Their results have the shape of what comes in; grappler makes such nodes, and gives them no shape.
 _SAME_SHAPE = op_table.ops(
     *("casts", "identities", "identities without a gradient"),

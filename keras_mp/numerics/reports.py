@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from keras_mp.numerics.exponents import COLUMNS, EVERYWHERE, ROWS, Histogram, Window
 from keras_mp.support import messages, text_tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 GRADIENT, OUTPUT, OUTPUT_GRADIENT = KINDS = ("gradient", "output", "output gradient")
 _SCALED = (GRADIENT, OUTPUT_GRADIENT)
-_16_BIT = ("float16", "bfloat16")
 
 
 class Row(NamedTuple):
@@ -115,7 +115,7 @@ class Report:
     @property
     def rows_in_16_bits(self) -> list[Row]:
         """The rows of what was computed in 16 bits; if nothing was, all, for what would become."""
-        return [row for row in self.rows if row.dtype in _16_BIT] or self.rows
+        return [row for row in self.rows if row.dtype in LOW_PRECISION_NAMES] or self.rows
 
     def window(self, dtype: str, tolerance: float = 0.0) -> Window:
         """Tells at which loss scales nothing is lost of any gradient in 16 bits.

@@ -26,8 +26,8 @@ from keras_mp.numerics.watching import drawing_in_float32, watching_outputs
 from keras_mp.policy import policy_scope
 from keras_mp.step import gradients
 from keras_mp.support import text_tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-_DTYPES = ("float16", "bfloat16")
 _SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
 
 # How much the weights move, relative to each, to tell which gradients are rounding noise of
@@ -224,7 +224,7 @@ def what_if(
     sample_weight: Any = None,
     *,
     loss: Any = None,
-    dtypes: str | Iterable[str] = _DTYPES,
+    dtypes: str | Iterable[str] = LOW_PRECISION_NAMES,
     scales: Sequence[float] = _SCALES,
     seed: int = 0,
 ) -> WhatIf:
@@ -276,7 +276,7 @@ def what_if(
     dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
     scales = [float(scale) for scale in scales]
     for dtype in dtypes:
-        if dtype not in _DTYPES:
+        if dtype not in LOW_PRECISION_NAMES:
             raise ValueError(
                 "TensorFlow computes in float16 and bfloat16. What float8 would lose of the values "
                 "of float32, `WhatIf.reference.table(dtype, loss_scale)` tells. "

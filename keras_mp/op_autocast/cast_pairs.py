@@ -12,8 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.op_autocast.lower_precision import NAME
-
-_HALF = (tf.bfloat16, tf.float16)
+from keras_mp.support.dtypes import LOW_PRECISION
 
 
 @contextlib.contextmanager
@@ -51,7 +50,7 @@ def left_out(graph: Any) -> Iterator[None]:
 
 def _undone_by(op: tf.Operation) -> tf.Tensor | None:
     """The 16-bit tensor that a cast to 16 bits gives back, if it does."""
-    if op.type != "Cast" or op.control_inputs or op.outputs[0].dtype not in _HALF:
+    if op.type != "Cast" or op.control_inputs or op.outputs[0].dtype not in LOW_PRECISION:
         return None
     before = op.inputs[0].op
     if before.type != "Cast" or before.outputs[0].dtype != tf.float32:

@@ -17,9 +17,8 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp.op_autocast import cast_policy
 from keras_mp.support import messages, regions
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.regions import Region
-
-_NAMES = ("bfloat16", "float16")
 
 
 class autocast(contextlib.ContextDecorator):
@@ -314,9 +313,9 @@ def _checked(dtype: Any) -> tf.DType:
         name = tf.as_dtype(dtype).name
     except TypeError:
         name = str(dtype)
-    if name in _NAMES:
+    if name in LOW_PRECISION_NAMES:
         return tf.as_dtype(name)
-    nearest = difflib.get_close_matches(name, _NAMES, n=1)
+    nearest = difflib.get_close_matches(name, LOW_PRECISION_NAMES, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"Operations run in 'bfloat16' or 'float16'; None takes what is fast here.{hint} "

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
-from tensorflow.python.distribute import mirrored_run as _mirrored_run
 from tensorflow.python.eager import execute as _execute
 from tensorflow.python.eager import imperative_grad as _imperative_grad
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
@@ -32,6 +31,7 @@ from keras_mp import kernels
 from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision
 from keras_mp.support import regions
 from keras_mp.support.regions import Region
+from keras_mp.support.replica_threads import ReplicaThread
 
 
 class _Hook(NamedTuple):
@@ -132,7 +132,7 @@ _HOOKS = (
     _Hook(_pfor.PFor, "convert", _without_region),
     _Hook(_custom_gradient, "_eager_mode_decorator", _with_gradient_as_forward),
     _Hook(_custom_gradient, "_graph_mode_decorator", _with_gradient_as_forward),
-    _Hook(_mirrored_run._MirroredReplicaThread, "__init__", _in_threads_region),
+    _Hook(ReplicaThread, "__init__", _in_threads_region),
 )
 _PERMANENT = _Hook(_atomic_function, "from_func_graph", _without_pairs)
 

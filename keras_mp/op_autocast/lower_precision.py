@@ -16,9 +16,10 @@ import tensorflow as tf
 from tensorflow.python.eager import record as _record
 
 from keras_mp.support import host
+from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.variables import casts
 
-_FLOATS = (tf.float32, tf.bfloat16, tf.float16)
+_FLOATS = (tf.float32, *LOW_PRECISION)
 # What casts are called, in graphs and on tapes.
 NAME = "autocast"
 

@@ -17,9 +17,10 @@ from keras_mp.kernels import sums
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.op_autocast.cast_policy import OpPolicy
 from keras_mp.support import op_table, registered_kernels
+from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.regions import Region
 
-_FLOATS = (tf.float32, tf.bfloat16, tf.float16)
+_FLOATS = (tf.float32, *LOW_PRECISION)
 # Beyond these float16 has fewer digits, or none.
 _SMALLEST, _LARGEST = 1e-4, 1e4
 # A factor can do no more harm than an addition.

@@ -5,9 +5,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.loss_scale import LossScaleState, Schedule, state_variable
-from keras_mp.step.overflows import Seen
+from keras_mp.step.loss_scales import Schedule, state_variable
+from keras_mp.step.overflows import NonFiniteCounts
 from keras_mp.step.scaled_step import Verdicts
+from keras_mp.step.schedule import LossScaleState
 from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.step.state_rollback import Weight
 
@@ -37,7 +38,7 @@ class Gathered(Verdicts):
         """The gradients were finite."""
         return []
 
-    def bad(self, seen: Seen | None, weights: Sequence[Weight]) -> list[Any]:
+    def bad(self, seen: NonFiniteCounts | None, weights: Sequence[Weight]) -> list[Any]:
         """They were not."""
         goes_on = (self._schedule.num_bad_steps > 0) | tf.equal(self.worst, _BAD)
         scale = self._schedule()

@@ -1,7 +1,7 @@
-"""What loss scaling does to gradients: scale, unscale, reduce across replicas, judge.
+"""The arithmetic of loss scaling: scales and unscales gradients, and tests them for Inf and NaN.
 
-RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". This module needs TensorFlow
-only. A gradient is a tensor, a `tf.IndexedSlices` (which stays sparse) or None (which stays None).
+RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only. A gradient is a tensor, a
+`tf.IndexedSlices` (which stays sparse) or None (which stays None).
 """
 
 import functools
@@ -12,69 +12,15 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.support import host
-from keras_mp.support.autograph import do_not_convert
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
-# So many values of a gradient take longer than an operation of its own costs (2 cores).
+# With so many values, arithmetic costs more than an operation of its own (measured on 2 cores).
 _MANY = 2**13
-
-# A pack of so many bytes is sent as soon as its gradients are there, while others are still
-# computed. TensorFlow itself makes one of all, which waits for the last.
-_BYTES_PER_PACK = 2**22
-
-# On these nothing was tested.
-_TPU_STRATEGIES = (
-    tf.distribute.TPUStrategy,
-    tf.distribute.experimental.TPUStrategy,
-    tf.compat.v1.distribute.experimental.TPUStrategy,
-)
-
-# Those whose replicas sum gradients and update together.
-_SUPPORTED_STRATEGIES = (
-    *_TPU_STRATEGIES,
-    tf.distribute.OneDeviceStrategy,
-    tf.distribute.MirroredStrategy,
-    tf.distribute.MultiWorkerMirroredStrategy,
-    tf.distribute.experimental.CentralStorageStrategy,
-    tf.compat.v1.distribute.OneDeviceStrategy,
-    tf.compat.v1.distribute.MirroredStrategy,
-    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
-)
-
-
-def check_strategy(may_skip: bool = True) -> None:
-    """Refuses strategies that are not known to judge gradients of all replicas together.
-
-    Args:
-        may_skip: bool. May a step be skipped? Where none is, a ParameterServerStrategy works.
-
-    Raises:
-        ValueError: the current strategy is one of them.
-    """
-    strategy = tf.distribute.get_strategy()
-    if not tf.distribute.has_strategy() or isinstance(strategy, _SUPPORTED_STRATEGIES):
-        return
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        if not may_skip:
-            return
-        raise ValueError(
-            "Loss scaling that skips steps does not work under ParameterServerStrategy: its "
-            "workers make their steps apart, so there is no verdict for all of them, and they "
-            "would move one scale at the same time. Use a fixed scale without `skip_nonfinite`, "
-            "such as LossScaleOptimizer(optimizer, 1024), or train without loss scaling: "
-            f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
-        )
-    raise ValueError(
-        "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
-        "and skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
-        "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
-        f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
-    )
 
 
 def convert(gradients: Iterable[Any]) -> list[Gradient]:
-    """Makes a list of gradients of what stands for one.
+    """Converts the values of a flat iterable to gradients.
 
     Args:
         gradients: iterable of tensors, arrays, `tf.IndexedSlices` and None.
@@ -83,7 +29,7 @@ def convert(gradients: Iterable[Any]) -> list[Gradient]:
         list of gradients.
 
     Raises:
-        TypeError: there is something else among them, or they are not in a flat list.
+        TypeError: a value is something else, or `gradients` is not flat.
     """
     is_one = tf.is_tensor(gradients) or isinstance(gradients, (str, dict))
     if is_one or not isinstance(gradients, Iterable):
@@ -91,19 +37,19 @@ def convert(gradients: Iterable[Any]) -> list[Gradient]:
             "Expected a flat list of gradients, each a tensor, a tf.IndexedSlices or None. "
             f"Received: {gradients!r} (of type {type(gradients)})"
         )
-    return [_map(lambda g: g, gradient) for gradient in gradients]
+    return [map_values(lambda g: g, gradient) for gradient in gradients]
 
 
 def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
     """Multiplies a loss by the loss scale.
 
     Args:
-        loss: float tensor of any shape. A float16 or bfloat16 loss is widened first: `2**16`, an
-            ordinary loss scale, is infinite in float16.
+        loss: float tensor of any shape. A float16 or bfloat16 loss is cast to float32 first:
+            `2**16`, an ordinary loss scale, is infinite in float16.
         loss_scale: float32 scalar tensor.
 
     Returns:
-        The scaled loss, in float32, or in float64 where `loss` is.
+        The scaled loss, in float32, or in float64 if `loss` is.
 
     Raises:
         TypeError: `loss` is not a floating-point tensor.
@@ -153,18 +99,18 @@ def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradie
 
 
 def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Tells whether every value of every gradient is finite.
+    """Whether every value of every gradient is finite.
 
-    Where it can, it looks at sums, in a fraction of the time of looking at each value. A sum is not
-    finite where a value is not; where only the sum of unscaled gradients passes the largest
-    float32, they are not worth more.
+    Where possible it tests sums, which takes a fraction of the time of testing each value: if a
+    value is not finite, neither is the sum. Finite unscaled gradients whose sum overflows float32
+    are useless, too.
 
     Args:
-        gradients: sequence of gradients, unscaled. Of a sparse one, the sums over equal indices
+        gradients: sequence of gradients, unscaled. In a sparse one, the sums over equal indices
             have to be finite too, since an optimizer adds these up.
 
     Returns:
-        bool scalar tensor; True where there is nothing to look at.
+        bool scalar tensor; True if there is nothing to test.
     """
     for_xla = host.is_compiled_by_xla()
     alike: dict[Any, list[tf.Tensor]] = {}
@@ -197,14 +143,14 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
 
 def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Says of each gradient what `all_finite` says of all.
+    """Counts in each gradient the values that are not finite.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        int64 tensor of shape [gradients, 3]: how many values are infinite; how many are NaN; and 1
-        where every value is finite and a sum that `all_finite` looks at is not, else 0.
+        int64 tensor of shape [gradients, 3]: the number of infinite values; that of NaNs; and 1 if
+        every value is finite but a sum that `all_finite` tests is not, else 0.
     """
     alike: dict[tf.DType, list[int]] = {}
     rows, order = [], []
@@ -235,7 +181,7 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     return tf.gather(tf.concat(rows, 0), np.argsort(order))
 
 
-def narrow(gradients: Sequence[Gradient], dtype: tf.DType) -> list[Gradient]:
+def cast_float32(gradients: Sequence[Gradient], dtype: tf.DType) -> list[Gradient]:
     """Casts float32 gradients to another dtype.
 
     Args:
@@ -243,27 +189,25 @@ def narrow(gradients: Sequence[Gradient], dtype: tf.DType) -> list[Gradient]:
         dtype: DType.
 
     Returns:
-        list of gradients; those that are not float32 as they are.
+        list of gradients; other dtypes are left as they are.
     """
-    return [_map(lambda values: _float32_to(dtype, values), gradient) for gradient in gradients]
+    return _cast_those_of(tf.float32, gradients, dtype)
 
 
-def widen(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Makes float32 gradients of float16 ones.
+def cast_float16_to_float32(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Casts float16 gradients to float32.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        list of gradients; those that are not float16 as they are.
+        list of gradients; other dtypes are left as they are.
     """
-    return [
-        _cast(g, tf.float32) if g is not None and g.dtype == tf.float16 else g for g in gradients
-    ]
+    return _cast_those_of(tf.float16, gradients, tf.float32)
 
 
 def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[Gradient]:
-    """Gives gradients the dtypes of others.
+    """Casts gradients to the dtypes of others.
 
     Args:
         gradients: sequence of gradients.
@@ -273,19 +217,19 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
         list of gradients.
     """
     pairs = zip(gradients, models, strict=True)
-    return [_cast(g, model.dtype) if g is not None else None for g, model in pairs]
+    return [g if g is None else _cast(g, model.dtype) for g, model in pairs]
 
 
 def pack(
     gradients: Sequence[Gradient],
 ) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]]]:
-    """Joins small gradients of one dtype end to end: what is done to all of them is done once.
+    """Joins small gradients of one dtype end to end, so that one operation handles them all.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        tuple of a list of gradients, of which large ones, sparse ones and None are as they were,
+        tuple of a list of gradients, in which large ones, sparse ones and None are as they were,
         and of a function that turns such a list back into one gradient for each of `gradients`.
     """
     positions: dict[tf.DType, list[int]] = {}
@@ -307,113 +251,8 @@ def pack(
     return [*packed, *(gradients[i] for i in alone)], unpack
 
 
-def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gradient]:
-    """Sums gradients over all replicas. Called in a replica context.
-
-    Args:
-        gradients: sequence of gradients. float16, bfloat16 and float64 ones travel as they are.
-        reduce_dtype: DType. In which those of float32 travel and are added up. As float16 they
-            should be scaled, or small ones underflow; a sum that overflows comes back infinite.
-
-    Returns:
-        list of summed gradients, each in the dtype it came in.
-
-    Source: RFC 293, "All-reducing in float16".
-    """
-    context = tf.distribute.get_replica_context()
-    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
-    narrowed = narrow(gradients, reduce_dtype)
-    sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in narrowed]
-    received: list[Gradient] = [None] * len(sent)
-    # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.
-    for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
-        positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
-        summed = context.all_reduce(
-            tf.distribute.ReduceOp.SUM, [sent[i] for i in positions], options
-        )
-        for position, gradient in zip(positions, summed):
-            gradient = _bits_as(narrowed[position].dtype, gradient)
-            received[position] = _cast(gradient, gradients[position].dtype)
-    return received
-
-
-def agree(finite: tf.Tensor) -> tf.Tensor:
-    """Turns each replica's own verdict into one that all replicas share: all of them finite.
-
-    Args:
-        finite: bool scalar tensor, of this replica.
-
-    Returns:
-        bool scalar tensor, the same on every replica.
-    """
-    context = tf.distribute.get_replica_context()
-    not_finite = tf.cast(tf.logical_not(finite), tf.float32)
-    return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, not_finite), 0.0)
-
-
-def decide_for_all_replicas(
-    decide: Callable[..., Any],
-    verdicts: Sequence[tf.Tensor | None],
-    mine: Any,
-    *of_each: Callable[[Any], Any],
-) -> Any:
-    """Calls `decide` where a condition may stand around what all replicas do.
-
-    Under strategies that meet in `merge_call`, such as MirroredStrategy on CPUs, that is the
-    cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
-
-    Args:
-        decide: called once with each verdict, with a list of what is at hand, of all replicas of
-            this process or of this one, and with a function for each of `of_each`, without
-            arguments, that calls it on each replica.
-        verdicts: bool scalar tensors, the same on every replica, or None for one that is not made.
-        mine: object, what this replica has.
-        *of_each: called on each replica with what that replica has.
-
-    Returns:
-        What `decide` returns.
-    """
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        calls = [functools.partial(function, mine) for function in of_each]
-        return decide(*verdicts, [mine], *calls)
-
-    @do_not_convert
-    def cross_replica(strategy: tf.distribute.Strategy, verdicts: Sequence[Any], all: Any) -> Any:
-        local = strategy.experimental_local_results
-        on_each = strategy.extended.call_for_each_replica
-        functions = [do_not_convert(functools.partial(function)) for function in of_each]
-        calls = [functools.partial(on_each, function, args=(all,)) for function in functions]
-        return decide(*(local(verdict)[0] for verdict in verdicts), local(all), *calls)
-
-    context = tf.distribute.get_replica_context()
-    return context.merge_call(cross_replica, args=(list(verdicts), mine))
-
-
-def once_for_all_replicas(function: Callable[[Sequence[tf.Tensor]], Any], tensors: Any) -> Any:
-    """Calls a function where it may update variables that replicas share, in any context.
-
-    Args:
-        function: called once with the tensors.
-        tensors: list of tensors, the same on every replica.
-
-    Returns:
-        What the function returns.
-    """
-    if (
-        tf.distribute.in_cross_replica_context()
-        or tf.__internal__.distribute.strategy_supports_no_merge_call()
-    ):
-        return function(tensors)
-
-    @do_not_convert
-    def cross_replica(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> Any:
-        return function([strategy.experimental_local_results(t)[0] for t in tensors])
-
-    return tf.distribute.get_replica_context().merge_call(cross_replica, args=(tensors,))
-
-
 def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Checks what is to be applied, before anything is changed.
+    """Checks the pairs that are to be applied, before anything is changed.
 
     Args:
         pairs: iterable of (gradient, variable) pairs.
@@ -452,7 +291,7 @@ _NO_VARIABLES = (tf.Tensor, tf.IndexedSlices, float, int, str)
 
 
 def _is_small(tensor: tf.Tensor) -> bool:
-    """Would an operation for it alone take longer than what it does?"""
+    """Whether an operation for this tensor alone costs more than its arithmetic."""
     size = tensor.shape.num_elements()
     return size is not None and size < _MANY
 
@@ -462,7 +301,7 @@ def _add(tensors: list[tf.Tensor]) -> tf.Tensor:
 
 
 def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
-    """Where values are infinite, and where they are NaN."""
+    """Returns two bool tensors: where values are infinite, and where they are NaN."""
     if values.dtype.is_complex:
         parts = [_infs_and_nans(part) for part in (tf.math.real(values), tf.math.imag(values))]
         infs, nans = (tf.logical_or(*kinds) for kinds in zip(*parts))
@@ -475,7 +314,7 @@ def _is_sparse(gradient: Gradient) -> bool:
 
 
 def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
-    """Bounds of the sums over equal indices; infinite where such a sum could overflow."""
+    """Returns bounds of the sums over equal indices; infinite where such a sum could overflow."""
     magnitudes = tf.abs(gradient.values)
     if gradient.dtype != tf.float16:
         # All rows together: nothing sound comes near the largest float32.
@@ -492,7 +331,19 @@ def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
     return tf.cast(sums, tf.float16)
 
 
-def _map(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
+def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
+    """Applies a function to the values of a gradient.
+
+    Args:
+        fn: takes and returns a tensor.
+        gradient: tensor, or what converts to one, `tf.IndexedSlices` or None.
+
+    Returns:
+        A gradient of the same kind.
+
+    Raises:
+        TypeError: `gradient` is a nested structure.
+    """
     if gradient is None:
         return None
     if _is_sparse(gradient):
@@ -512,32 +363,19 @@ def _multiply(
 
     def multiply(gradient: tf.Tensor) -> tf.Tensor:
         dtype = gradient.dtype
-        # A loss scale above 65504 has no finite float16 value, so narrow gradients meet it in
-        # float32.
+        # A loss scale above 65504 has no finite float16 value, so gradients of low precision are
+        # multiplied in float32.
         if dtype.size < tf.float32.size:
             return tf.cast(tf.cast(gradient, tf.float32) * factor(tf.float32), dtype)
         # In eager the raw operation takes less than half of the operator's time.
         return tf.raw_ops.Mul(x=gradient, y=factor(dtype))
 
-    return [_map(multiply, gradient) for gradient in gradients]
-
-
-def _float32_to(dtype: tf.DType, gradient: tf.Tensor) -> tf.Tensor:
-    return tf.cast(gradient, dtype) if gradient.dtype == tf.float32 else gradient
-
-
-def _cannot_be_gathered(gradient: Gradient) -> bool:
-    """Rows are gathered, not added up, by an operation that knows no bfloat16; not on a TPU."""
-    if not _is_sparse(gradient) or gradient.dtype != tf.bfloat16:
-        return False
-    return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
-
-
-def _bits_as(dtype: tf.DType, gradient: Gradient) -> Gradient:
-    if gradient.dtype == dtype:
-        return gradient
-    return _map(lambda g: tf.bitcast(g, dtype), gradient)
+    return [map_values(multiply, gradient) for gradient in gradients]
 
 
 def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
-    return _map(lambda g: tf.cast(g, dtype), gradient)
+    return map_values(lambda g: tf.cast(g, dtype), gradient)
+
+
+def _cast_those_of(dtype: tf.DType, gradients: Sequence[Gradient], to: tf.DType) -> list[Gradient]:
+    return [g if g is None or g.dtype != dtype else _cast(g, to) for g in gradients]

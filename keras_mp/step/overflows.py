@@ -1,12 +1,11 @@
-"""Whose gradients were not finite in the steps that were skipped, and on which replica.
+"""Finds and records which gradients were not finite in skipped steps, and on which replica.
 
-All of it is looked for in the branch that skips, after the verdict, and kept in a variable for each
-list of variables that steps were made with. This module needs TensorFlow only.
+The branch that skips looks for them. A variable keeps the result for each list of variables that
+steps were made with; `overflow_report` has what users see of it. This module needs TensorFlow only.
 """
 
 import collections
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,22 +14,28 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.step import gradients
-from keras_mp.support import host, text_tables
+from keras_mp.step.loss_scales import state_variable
+from keras_mp.step.overflow_report import (
+    MOST,
+    LossOfReplica,
+    Overflow,
+    OverflowedGradient,
+    ReplicaPlace,
+)
+from keras_mp.support import host
 
-# So many variables are named in a warning.
-MOST = 5
-
-# What a record has of its last step: which one it was of all that were skipped in this program; how
-# many were skipped so far, before a checkpoint was restored too; how many the optimizer had made by
-# then, or -1; how many of its steps were skipped; the bits of the loss scale.
+# The header of a record describes its last step: its number among those skipped in this program;
+# the number of skipped steps so far, those before a restored checkpoint included; the number of
+# steps that the optimizer had made by then, or -1; how many of its steps were skipped; the bits of
+# the loss scale.
 _HEADER = 5
 _UNKNOWN = -1
-# What is kept of the steps that were skipped in a row: in how many the loss was not finite, and in
-# how many it was; how many there were before the first of them and how many there are in this
-# program; how many variables were not finite, and of the `MOST` of them that most often were not,
-# numbers and in how many.
+# A streak describes the steps that were skipped in a row: in how many the loss was not finite, and
+# in how many it was; how many steps of this program had been skipped before the first of them, and
+# how many are now; how many variables were not finite; the numbers of the `MOST` variables that
+# most often were not, and in how many steps each.
 STREAK = 5 + 2 * MOST
-_KINDS = 3  # of each gradient: values that are Inf, values that are NaN, and is it only the sum?
+_KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is not finite
 
 _eagerly = tf.__internal__.eager_context.eager_mode
 
@@ -38,17 +43,17 @@ _eagerly = tf.__internal__.eager_context.eager_mode
 Names = Callable[[Sequence[Any]], list[str | None]]
 
 
-class Seen(NamedTuple):
-    """What all replicas have seen of a step that is skipped.
+class NonFiniteCounts(NamedTuple):
+    """What was not finite in a step that is skipped, on all replicas.
 
     Attributes:
-        variables: list of what the gradients are of.
-        counts: int64 tensor of shape [rows, 1 + variables, 3]. A row is one replica's, and where
-            `has_total` the last one is that of what was judged. It begins with the loss, -1 where
-            it is not known; see `gradients.count_not_finite` for what is counted.
-        has_total: bool. Was something else judged than what single replicas have computed?
-        steps_made: int64 scalar tensor, by the optimizer so far, or None.
-        names: given variables, returns what users call them, or None where it does not know.
+        variables: list of the variables whose gradients were computed.
+        counts: int64 tensor of shape [rows, 1 + variables, 3]. Each replica has a row; with
+            `has_total`, a last row counts in what was tested. A row begins with the loss, -1 if
+            it is not known. `gradients.count_not_finite` says what is counted.
+        has_total: bool. Whether something else was tested than what single replicas have computed.
+        steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
+        names: takes variables and returns the users' names for them, None for unknown ones.
     """
 
     variables: Sequence[Any]
@@ -58,7 +63,7 @@ class Seen(NamedTuple):
     names: Names | None
 
     def names_of(self, variables: Sequence[Any]) -> list[str]:
-        """Names variables as users know them; those that `names` does not know by themselves."""
+        """Returns names for variables: those of `names`, else their paths or own names."""
         known = self.names(variables) if self.names else [None] * len(variables)
         return [
             name or getattr(variable, "path", None) or variable.name.partition(":")[0]
@@ -107,14 +112,14 @@ def _weak(tensor: tf.Tensor | None) -> Callable[[], tf.Tensor | None]:
 def changed_since(
     before: Sequence[gradients.Gradient], now: Sequence[gradients.Gradient]
 ) -> list[gradients.Gradient]:
-    """Returns gradients as they were before somebody clipped them, say, if that was done.
+    """Returns gradients as they were before the user changed them, by clipping for example.
 
     Args:
-        before: the gradients that somebody got, in their order.
-        now: those that came back.
+        before: the gradients that the user was given, in their order.
+        now: the gradients that are applied.
 
     Returns:
-        list, one for each of `now`; empty where none has changed, or these are not the same.
+        list, one for each of `now`; empty if none has changed, or if they do not correspond.
     """
     old = [gradient for gradient in before if gradient is not None]
     places = [i for i, gradient in enumerate(now) if gradient is not None]
@@ -138,14 +143,14 @@ def look(
     """Looks for what is not finite. Called on each replica, in the branch that skips.
 
     Args:
-        losses: the losses of this replica; empty where they are not known.
-        unclipped: its gradients before they were clipped; empty where they were not.
+        losses: the losses of this replica; empty if they are not known.
+        unclipped: its gradients before they were clipped; empty if they were not.
         sent: its gradients as they are, or as it sent them to the others.
-        totals: what was judged, and in the first places made of `sent`; None where it is `sent`. Is
-            looked at on one replica only: it is the same on all of them.
+        totals: the gradients that were tested, of which the first were made of `sent`; None if
+            `sent` itself was tested. All replicas have the same, so the first one looks at them.
 
     Returns:
-        int64 tensor, the `counts` of `Seen`, the same on every replica.
+        int64 tensor, the `counts` of `NonFiniteCounts`, the same on every replica.
     """
     strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
     replica = context.replica_id_in_sync_group
@@ -170,7 +175,7 @@ def _rows_of_replica(
     sent: Sequence[gradients.Gradient],
     totals: Sequence[gradients.Gradient] | None,
 ) -> list[tf.Tensor]:
-    """Counts what is not finite: of what a replica has computed, and in what was judged."""
+    """Counts what is not finite in what this replica has computed, and in what was tested."""
     own = gradients.count_not_finite(sent)
     if unclipped:
         more = [None] * (len(sent) - len(unclipped))
@@ -186,166 +191,20 @@ def _rows_of_replica(
     return [own, total]
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A replica.
-
-    Attributes:
-        replica: int. Its index among all replicas.
-        worker: int. The index of the worker process it belongs to; 0 where there is one process.
-        device: str, such as "GPU:0".
-    """
-
-    replica: int
-    worker: int
-    device: str
-
-    def __str__(self) -> str:
-        return f"{self.replica} (worker {self.worker}, {self.device})"
-
-
-@dataclasses.dataclass(frozen=True)
-class LossOfReplica:
-    """What is known of a loss in a step that was skipped.
-
-    Attributes:
-        place: whose loss it is.
-        kind: "finite", "Inf", "NaN", or "not known" where the loss was scaled in another function
-            than the one that applied the gradients, or was not scaled by keras_mp.
-    """
-
-    place: Place
-    kind: str
-
-
-@dataclasses.dataclass(frozen=True)
-class OverflowedGradient:
-    """The gradient of a variable on a replica, which was not finite.
-
-    Attributes:
-        variable: str. The variable's path in the model that the optimizer was compiled for, such
-            as "encoder/dense/kernel". In a loop of one's own no model is known: there it is the
-            path that Keras 3 gives a weight, or else the variable's name.
-        layer: str. The name without its last part; empty where there is only one.
-        place: on which replica. None where each replica's gradient was finite, and what was made of
-            them was not: their sum, or the sum with gradients that were accumulated before.
-        infs: int. How many values are infinite.
-        nans: int. How many are NaN.
-        size: int, how many values the variable has; None where that is not known.
-        steps: int. In how many skipped steps so far it was not finite.
-    """
-
-    variable: str
-    layer: str
-    place: Place | None
-    infs: int
-    nans: int
-    size: int | None
-    steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Overflow:
-    """A step that was skipped, and why. Its `str` is a table.
-
-    Attributes:
-        step: int. Which step it was, counted from 1, those that were skipped among them; None
-            where the optimizer counts none. With a `GradScaler`, skipped steps count from the start
-            of the program.
-        steps_skipped: int. How many steps were skipped so far, this one among them.
-        loss_scale: float. The loss scale at which it overflowed.
-        losses: tuple of LossOfReplica, one for each replica.
-        gradients: tuple of OverflowedGradient, in the order of the variables. Empty where all
-            values were finite and only the sum of all of them was not.
-        totals: dict, from each variable's name to how many skipped steps it was not finite in.
-
-    Example:
-
-    >>> optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable([1.0, 2.0, 3.0], name="v")
-    >>> _ = optimizer.minimize(lambda: tf.reduce_sum(tf.sqrt(v - [0.0, 2.0, 4.0])), [v])
-    >>> overflow = optimizer.last_overflow
-    >>> [(row.variable, row.infs, row.nans, row.size) for row in overflow.gradients]
-    [('v', 1, 1, 3)]
-    >>> [loss.kind for loss in overflow.losses], overflow.totals
-    (['NaN'], {'v': 1})
-    """
-
-    step: int | None
-    steps_skipped: int
-    loss_scale: float
-    losses: tuple[LossOfReplica, ...]
-    gradients: tuple[OverflowedGradient, ...]
-    totals: dict[str, int]
-
-    @property
-    def loss_is_finite(self) -> bool | None:
-        """Was the loss finite on every replica? None where that is not known."""
-        kinds = {loss.kind for loss in self.losses}
-        if kinds & {"Inf", "NaN"}:
-            return False
-        return None if "not known" in kinds else True
-
-    @property
-    def variables(self) -> list[str]:
-        """Names of the variables whose gradients were not finite."""
-        return list(dict.fromkeys(gradient.variable for gradient in self.gradients))
-
-    @property
-    def summary(self) -> str:
-        """What happened, in a line."""
-        which = "A step" if self.step is None else f"Step {self.step}"
-        names = [repr(name) for name in self.variables]
-        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-        whose = ", ".join(names[:MOST]) + more if names else "no single variable"
-        return (
-            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} so "
-            f"far). {self._of_the_loss()} Gradients that were not finite: {whose}."
-        )
-
-    def __str__(self) -> str:
-        which = "A step" if self.step is None else f"Step {self.step}"
-        text = (
-            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} "
-            f"skipped so far).\n{self._of_the_loss()}"
-        )
-        if not self.gradients:
-            return f"{text}\nEach gradient was finite. What was not is the sum of all of them."
-        head = ("gradient of", "replica", "Inf", "NaN", "values", "skipped steps")
-        rows = [head, *map(_cells, self.gradients)]
-        return "\n".join([text, "", *text_tables.aligned(rows, left=(0, 1))])
-
-    def _of_the_loss(self) -> str:
-        bad = [f"{loss.kind} on replica {loss.place}" for loss in self.losses if _is_bad(loss)]
-        if bad:
-            return f"The loss was {', '.join(bad)}."
-        return "The loss was finite." if self.loss_is_finite else "The loss is not known."
-
-
-def _is_bad(loss: LossOfReplica) -> bool:
-    return loss.kind in ("Inf", "NaN")
-
-
-def _cells(row: OverflowedGradient) -> tuple[str, ...]:
-    where = "only the sum" if row.place is None else str(row.place)
-    infs, nans = (f"{n:,}" if row.infs or row.nans else "-" for n in (row.infs, row.nans))
-    size = "-" if row.size is None else f"{row.size:,}"
-    return row.variable, where, infs, nans, size, f"{row.steps:,}"
-
-
 class _Record:
-    """The variables of some steps, and what happened to them.
+    """A list of variables, and what happened to them in skipped steps.
 
     Attributes:
         names: their names.
         vector: int64 variable: the header; for each variable, in how many skipped steps it was not
-            finite, in all and of those in a row; the counts of the last step.
+            finite, in all and in the present streak; the counts of the last step.
 
     Args:
-        seen: of the first of these steps.
+        seen: the first of these steps.
         first: int. The number of its first variable among those of all records.
     """
 
-    def __init__(self, seen: Seen, first: int) -> None:
+    def __init__(self, seen: NonFiniteCounts, first: int) -> None:
         self.first, self.has_total = first, seen.has_total
         self.names = _names(seen)
         self.sizes = [tf.TensorShape(v.shape).num_elements() for v in seen.variables]
@@ -360,20 +219,14 @@ class _Record:
         with (
             tf.Graph().as_default(),
             _eagerly(),
-            # Where one replica notes for all, copies would only have to be sent around.
+            # If one replica notes for all, copies would only have to be sent around.
             strategy.scope() if self._is_on_each else contextlib.nullcontext(),
         ):
-            # Not aggregated: every replica assigns the same.
-            self.vector = tf.Variable(
-                tf.zeros([length], tf.int64),
-                name="overflow",
-                trainable=False,
-                aggregation=tf.VariableAggregation.NONE,
-            )
+            self.vector = state_variable(np.zeros(length), tf.int64, "overflow")
         self.places = _places(strategy, self.vector)
 
-    def is_of(self, seen: Seen) -> bool:
-        """Is it about the same variables?"""
+    def is_of(self, seen: NonFiniteCounts) -> bool:
+        """Whether a step belongs to this record."""
         return (
             self._is_on_each == _is_on_each()
             and self.has_total == seen.has_total
@@ -382,8 +235,8 @@ class _Record:
             and all(ref() is v for ref, v in zip(self._variables, seen.variables))
         )
 
-    def overflowed(self, counts: Any) -> list[tuple[Place | None, Any]]:
-        """Where a gradient was not finite, and the counts, given those of all rows."""
+    def overflowed(self, counts: Any) -> list[tuple[ReplicaPlace | None, Any]]:
+        """Returns the places where a gradient was not finite, with their counts."""
         of_replicas = [pair for pair in zip(self.places, counts) if pair[1].any()]
         if not of_replicas and counts[-1].any():
             return [(None, counts[-1])]
@@ -407,7 +260,7 @@ def _after(
     skipped: tf.Tensor | None,
     first: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """What a record's `vector` and the streak become with a step of these counts.
+    """Returns the next `vector` of a record and the next streak, given the counts of a step.
 
     `skipped` is how many steps of the optimizer were skipped; None to count these here. `first` is
     that of the record, and the rest is as in `Overflows.note`.
@@ -429,21 +282,21 @@ def _after(
 
 
 def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
-    """Of one step: is its loss not finite, is it finite? Neither where it is not known."""
+    """Returns [1, 0] if the loss of a step is not finite, [0, 1] if it is, zeros if unknown."""
     is_known = tf.reduce_all(losses >= 0)
     is_finite = tf.reduce_all(losses <= 0)
-    verdicts = [is_known & tf.logical_not(is_finite), is_known & is_finite]
-    return tf.cast(tf.stack(verdicts), tf.int64)
+    kinds = [is_known & tf.logical_not(is_finite), is_known & is_finite]
+    return tf.cast(tf.stack(kinds), tf.int64)
 
 
 def _most_often(
     before: tf.Tensor, goes_on: tf.Tensor, first: int, in_a_row: tf.Tensor
 ) -> tf.Tensor:
-    """Puts a record's variables among those that most often were not finite."""
+    """Updates the variables that most often were not finite with those of a record."""
     end = first + in_a_row.shape[0]
     _, numbers, steps = tf.split(before, [1, MOST, MOST])
     is_other = goes_on & ((numbers < first) | (numbers >= end))
-    # Of those that are alike the last: gradients come from the loss, and NaN spreads from there.
+    # Among equals the last one comes first: NaN spreads backward, from the loss.
     numbers = tf.concat([np.arange(first, end)[::-1], numbers], 0)
     steps = tf.where(is_other, steps, tf.zeros_like(steps))
     steps = tf.concat([tf.reverse(in_a_row, [0]), steps], 0)
@@ -453,32 +306,32 @@ def _most_often(
 
 
 class Overflows:
-    """Remembers what `note` is told of skipped steps."""
+    """The records of all skipped steps."""
 
     def __init__(self) -> None:
         self._records: list[_Record] = []
 
     def note(
         self,
-        seen: Seen,
+        seen: NonFiniteCounts,
         streak: tf.Tensor,
         goes_on: tf.Tensor,
         loss_scale: tf.Tensor,
         total: tf.Tensor,
         is_of_one: bool,
     ) -> tuple[tf.Tensor, Any]:
-        """Remembers a step that is skipped. Called in the branch that only it takes.
+        """Records a skipped step. Called in the branch that skips.
 
         Args:
-            seen: what is known of the step.
+            seen: what was not finite in the step.
             streak: int64 tensor of shape [STREAK]: what the last call returned, at first zeros.
-            goes_on: bool scalar tensor. Was the step before it skipped too?
+            goes_on: bool scalar tensor. Whether the step before it was skipped too.
             loss_scale: float32 scalar tensor.
             total: int64 scalar tensor. How many steps were skipped so far, this one among them.
-            is_of_one: bool. Are all of them steps of one optimizer?
+            is_of_one: bool. Whether all of them are steps of one optimizer.
 
         Returns:
-            tuple of the new `streak` and of the operation that remembers the rest.
+            tuple of the new `streak` and of the operation that records the rest.
         """
         record = self._of(seen)
         made = tf.constant(_UNKNOWN, tf.int64) if seen.steps_made is None else seen.steps_made
@@ -554,19 +407,16 @@ class Overflows:
         return record.names[number - record.first]
 
     def variables(self) -> dict[str, tf.Variable]:
-        """The variables of which a checkpoint knows nothing, by name."""
+        """Returns the variables that are not part of checkpoints, by name."""
         return {f"overflow_{i}": record.vector for i, record in enumerate(self._records)}
 
-    def _of(self, seen: Seen) -> _Record:
+    def _of(self, seen: NonFiniteCounts) -> _Record:
         record = next((r for r in self._records if r.is_of(seen)), None)
         if record is None:
             first = sum(len(r.names) for r in self._records)
             record = _Record(seen, first)
             self._records.append(record)
         return record
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Overflows":
-        return Overflows()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Overflows, ()
@@ -578,8 +428,8 @@ def _kind(infs: int, nans: int) -> str:
     return "NaN" if nans else "Inf" if infs else "finite"
 
 
-def _names(seen: Seen) -> list[str]:
-    """Names the variables of steps, no two alike."""
+def _names(seen: NonFiniteCounts) -> list[str]:
+    """Returns unique names for the variables of a step."""
     names = seen.names_of(seen.variables)
     counts = collections.Counter(names)
     nth: collections.Counter[str] = collections.Counter()
@@ -591,7 +441,7 @@ def _names(seen: Seen) -> list[str]:
 
 
 def _is_on_each() -> bool:
-    """Does each replica note by itself what happened? Elsewhere one does for all of them."""
+    """Whether each replica keeps records; under other strategies one replica does for all."""
     is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
     return is_alone or tf.__internal__.distribute.strategy_supports_no_merge_call()
 
@@ -603,15 +453,15 @@ def _reference(variable: Any) -> Callable[[], Any]:
         return lambda: variable
 
 
-def _places(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[Place]:
-    """All replicas; of other workers it is known that they have as many devices, of the same kind.
+def _places(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[ReplicaPlace]:
+    """Returns the places of all replicas, given that all workers have the same devices.
 
     Args:
         strategy: the strategy.
-        variable: one that is on the device where there is only one.
+        variable: variable on the device of the replica, if there is only one replica.
     """
     count = strategy.num_replicas_in_sync
     devices = [variable.device] if count == 1 else strategy.extended.worker_devices
     specs = map(tf.DeviceSpec.from_string, devices)
     names = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
-    return [Place(i, i // len(names), names[i % len(names)]) for i in range(count)]
+    return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]

@@ -1,7 +1,7 @@
-"""In which dtype float32 gradients are summed over replicas: what users may ask for.
+"""Checks the dtype in which float32 gradients are summed over replicas.
 
-RFC 293, "All-reducing in float16", has a bool for it. bfloat16 takes a name, that of PyTorch's
-`MixedPrecision(reduce_dtype=)`.
+RFC 293, "All-reducing in float16", has a bool for it. bfloat16 needs a name; `reduce_dtype` is that
+of PyTorch's `MixedPrecision`.
 """
 
 from typing import Any
@@ -9,24 +9,25 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.support import validation
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-_CHOICES = ("float16", "bfloat16", "float32")
+_CHOICES = (*LOW_PRECISION_NAMES, "float32")
 
 
 def get(reduce_dtype: Any, choices: tuple[str, ...] = _CHOICES, hint: str = "") -> tf.DType:
-    """Makes a dtype of what stands for one.
+    """Converts a `reduce_dtype` argument to a DType.
 
     Args:
         reduce_dtype: str, or DType.
-        choices: tuple of str. Those that are allowed. Defaults to float16, bfloat16 and float32.
-        hint: str. What the error says to do, where there is more to say.
+        choices: tuple of str, the allowed dtypes. Defaults to float16, bfloat16 and float32.
+        hint: str, advice for the error. Defaults to none.
 
     Returns:
         A DType.
 
     Raises:
-        TypeError: it stands for no dtype.
-        ValueError: it stands for another one.
+        TypeError: it is no dtype.
+        ValueError: it is another dtype.
     """
     try:
         dtype = tf.as_dtype(reduce_dtype)
@@ -46,17 +47,17 @@ def get(reduce_dtype: Any, choices: tuple[str, ...] = _CHOICES, hint: str = "") 
 
 
 def from_arguments(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
-    """Makes one of the two arguments that say it.
+    """Returns the dtype that two arguments say together.
 
     Args:
-        reduce_dtype: str, DType, or None, which leaves it to the other.
+        reduce_dtype: str, DType, or None, which leaves it to the other argument.
         aggregate_in_float16: bool, or None, which stands for True.
 
     Returns:
         A DType.
 
     Raises:
-        TypeError: one of them is something else.
+        TypeError: an argument is something else.
         ValueError: they contradict each other.
     """
     in_float16 = aggregate_in_float16
@@ -75,10 +76,10 @@ def from_arguments(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
 
 
 def after_setting(reduce_dtype: tf.DType, aggregate_in_float16: Any) -> tf.DType:
-    """What it becomes when `aggregate_in_float16` is set: bfloat16 is no float16 either.
+    """Returns the dtype after `aggregate_in_float16` is set; False keeps bfloat16.
 
     Args:
-        reduce_dtype: DType. What it was.
+        reduce_dtype: DType before.
         aggregate_in_float16: bool.
 
     Returns:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step import gradients, observers, overflows, state_rollback
-from keras_mp.step.loss_scale import Schedule
+from keras_mp.step import gradients, observers, overflows, replicas, state_rollback
+from keras_mp.step.loss_scales import Schedule
 from keras_mp.step.optimizer_adapter import UpdateRule
-from keras_mp.step.overflows import Seen
+from keras_mp.step.overflows import NonFiniteCounts
 from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.support import host
 
@@ -36,7 +36,9 @@ class Verdicts(abc.ABC):
         """The gradients were finite."""
 
     @abc.abstractmethod
-    def bad(self, seen: Seen | None, weights: Sequence[state_rollback.Weight]) -> list[Any]:
+    def bad(
+        self, seen: NonFiniteCounts | None, weights: Sequence[state_rollback.Weight]
+    ) -> list[Any]:
         """They were not.
 
         Args:
@@ -69,7 +71,9 @@ class MovedAtOnce(Verdicts):
         """The gradients were finite."""
         return self.schedule.move(True)[0]
 
-    def bad(self, seen: Seen | None, weights: Sequence[state_rollback.Weight]) -> list[Any]:
+    def bad(
+        self, seen: NonFiniteCounts | None, weights: Sequence[state_rollback.Weight]
+    ) -> list[Any]:
         """They were not."""
         goes_on = tf.convert_to_tensor(self.schedule.num_bad_steps) > 0
         counted = self.skipped.skip(goes_on, self.schedule(), seen, weights, is_of_one=True)
@@ -203,7 +207,7 @@ class ScaledStep:
             share.variables = [variable for _, variable in totals]
             finite = gradients.all_finite([*(total for total, _ in totals), *marks])
             if not aggregate and tf.distribute.get_strategy().num_replicas_in_sync > 1:
-                finite = gradients.agree(finite)
+                finite = replicas.agree(finite)
             self.verdicts.watch()
         loss_scale = scaled_by if scaled else tf.constant(1.0)
         is_allowed = self.guard and self.guard.is_allowed
@@ -217,7 +221,7 @@ class ScaledStep:
             return self.rule.apply(pairs, name, aggregate=False)
 
         decide = self._let_it_skip if safe else self._apply_or_skip
-        operation = gradients.decide_for_all_replicas(
+        operation = replicas.decide_for_all_replicas(
             decide, (finite, is_allowed), share, apply, self._look
         )
         return operation, finite
@@ -239,7 +243,7 @@ class ScaledStep:
             if scaled:
                 grads = gradients.unscale(grads, scaled_by)
             if replicas > 1:
-                marks = gradients.all_reduce(marks, tf.float32)
+                marks = replicas.all_reduce(marks, tf.float32)
             share.sent = functools.partial(list, grads)
             grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
             return grads, marks, False
@@ -261,12 +265,12 @@ class ScaledStep:
         if self.verdicts:
             if in_float16 and not scaled:
                 grads, scaled = gradients.scale(grads, scaled_by), True
-            sent = gradients.narrow(grads, self.reduce_dtype)
-            summed = gradients.all_reduce(sent, tf.float32)
+            sent = gradients.cast_float32(grads, self.reduce_dtype)
+            summed = replicas.all_reduce(sent, tf.float32)
             return gradients.cast_as(summed, grads), scaled, sent
         # What overflows in float16 is harmless only where a step can be skipped.
         reduce_dtype = tf.float32 if in_float16 else self.reduce_dtype
-        summed = gradients.all_reduce(gradients.widen(grads), reduce_dtype)
+        summed = replicas.all_reduce(gradients.cast_float16_to_float32(grads), reduce_dtype)
         if self.rule.is_scaling_safe:
             return summed, scaled, []
         if scaled:
@@ -385,7 +389,7 @@ class ScaledStep:
         return step() if is_allowed is None else tf.cond(is_allowed, step, refuse)
 
     def _note_skip(
-        self, seen: Seen | None, kept: Sequence[state_rollback.Kept]
+        self, seen: NonFiniteCounts | None, kept: Sequence[state_rollback.Kept]
     ) -> tf.Operation | None:
         put_back = _put_back(kept)
         weights = [weight for each in kept for weight in each.weights]
@@ -393,16 +397,18 @@ class ScaledStep:
             noted = self.verdicts.bad(seen, weights)
         return _operation([*put_back, *noted])
 
-    def _seen(self, shares: Sequence[_Share], look: Callable[[], Any]) -> Seen | None:
+    def _seen(self, shares: Sequence[_Share], look: Callable[[], Any]) -> NonFiniteCounts | None:
         """What was not finite, on all replicas. Called in the branch that skips."""
         if host.in_v1_graph():
             return None
         counts, *_ = tf.distribute.get_strategy().experimental_local_results(look())
         has_total = self._has_total(shares[0])
-        return Seen(shares[0].variables, counts, has_total, self.rule.steps_made(), self.names)
+        return NonFiniteCounts(
+            shares[0].variables, counts, has_total, self.rule.steps_made(), self.names
+        )
 
     def _look(self, share: _Share) -> tf.Tensor:
-        """The counts of `Seen`. Called on each replica, which tells them to all others."""
+        """Counts for all replicas what is not finite. Called on each of them."""
         judged = [gradient for gradient, _ in share.judged]
         totals = None
         if self._has_total(share):

@@ -1,4 +1,4 @@
-"""What is known about skipped steps, and the word said when nothing else happens any more.
+"""Counts skipped steps, records the reasons, and warns when many are skipped in a row.
 
 RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are skipped.
 """
@@ -7,13 +7,16 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.overflows import STREAK, Overflow, Overflows, Seen
+from keras_mp.step.loss_scales import state_variable
+from keras_mp.step.overflow_report import Overflow
+from keras_mp.step.overflows import STREAK, NonFiniteCounts, Overflows
 from keras_mp.step.state_rollback import Weight
 from keras_mp.support import host, messages
 
-# Of weights that are not finite, a warning names so many.
+# A warning names at most so many weights that are not finite.
 _MOST_NAMES = 5
 
 
@@ -31,11 +34,10 @@ class SkippedSteps:
     def __init__(self, warn_after: int | None) -> None:
         self.warn_after = warn_after
         with tf.init_scope():
-            self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
-            # Of the steps skipped in a row: what `Overflows` keeps.
-            zeros = [0] * STREAK
-            self._streak = tf.Variable(zeros, dtype=tf.int64, name="streak", trainable=False)
-        # What to look at when it comes to warning. Not held: models come and go.
+            self.total = state_variable(0, tf.int64, "steps_skipped")
+            # The streak of `Overflows`.
+            self._streak = state_variable(np.zeros(STREAK), tf.int64, "streak")
+        # The weights that a warning looks at, by weak references: models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
         self._overflows = Overflows()
         self._reports = host.HostCallback(self._warn, size=1 + STREAK)
@@ -44,7 +46,7 @@ class SkippedSteps:
         return {**vars(self), "_looked_at": ()}
 
     def watch(self) -> None:
-        """Prepares for `skip` and `in_a_row` in the function that is being traced."""
+        """Prepares the function that is being traced for `skip` and `in_a_row`."""
         if self.warn_after is not None:
             self._reports.watch()
 
@@ -52,18 +54,18 @@ class SkippedSteps:
         self,
         goes_on: tf.Tensor,
         loss_scale: tf.Tensor,
-        seen: Seen | None,
+        seen: NonFiniteCounts | None,
         weights: Sequence[Weight],
         is_of_one: bool,
     ) -> list[Any]:
-        """Counts a skipped step, and looks into it. Called in the branch that only it takes.
+        """Counts and records a skipped step. Called in the branch that skips.
 
         Args:
-            goes_on: bool scalar tensor. Was the step before it skipped too?
+            goes_on: bool scalar tensor. Whether the step before it was skipped too.
             loss_scale: float32 scalar tensor.
-            seen: what was not finite; None in a graph of TensorFlow 1, which is not remembered.
-            weights: the weights of the model, from every replica at hand, as far as they are known.
-            is_of_one: bool. Are all steps that are counted here made by one optimizer?
+            seen: what was not finite; None in a graph of TensorFlow 1, where it is not recorded.
+            weights: the known weights of the model, from every replica of this process.
+            is_of_one: bool. Whether all steps counted here are made by one optimizer.
 
         Returns:
             list of the operations that count.
@@ -84,17 +86,17 @@ class SkippedSteps:
         return [*counted, noted, kept]
 
     def in_a_row(self, count: tf.Tensor) -> None:
-        """Warns if it is time to. Called after `skip`, in the branch that only such a step takes.
+        """Warns if `warn_after` is reached. Called after `skip`, in the branch that skips.
 
         Args:
-            count: int64 scalar tensor. How many steps were skipped since one was not.
+            count: int64 scalar tensor. How many steps were skipped in a row.
         """
         if self.warn_after is not None and not host.in_v1_graph():
             is_time = tf.equal(count, self.warn_after)
             self._reports.post(tf.concat([count[tf.newaxis], self._streak], 0), when=is_time)
 
     def last_overflow(self) -> Overflow | None:
-        """Returns what was not finite in the step that was skipped last; None if none was.
+        """Returns the report of the last skipped step; None if no step was skipped.
 
         Raises:
             RuntimeError: it is called in a graph.
@@ -107,12 +109,12 @@ class SkippedSteps:
         return self._overflows.last()
 
     def variables(self) -> dict[str, tf.Variable]:
-        """The variables of which a checkpoint knows nothing, by name."""
+        """Returns the variables that are not part of checkpoints, by name."""
         own = {"streak": self._streak, "skip_report": self._reports.buffer}
         return {**own, **self._overflows.variables()}
 
     def collect_reports(self) -> None:
-        """Says what functions that XLA compiled had to say."""
+        """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
         self._reports.collect()
 
     def _warn(self, counts: Sequence[int], line: messages.Line | None) -> None:
@@ -126,7 +128,7 @@ class SkippedSteps:
 
 
 def _names_of_bad(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:
-    """Names the weights that are not finite, of which no good step can come any more."""
+    """Returns a sentence that names the weights that are not finite, or an empty text."""
     bad: dict[str, None] = {}
     for name, reference, dtype in weights:
         handle = reference()

@@ -125,6 +125,21 @@ def own_logs(strategy, index):
     return vector, model.train_on_batch(images[share], labels[share], return_dict=True)
 
 
+def in_bfloat16(strategy, index):
+    """The outputs of a model in bfloat16, in batches that workers share unevenly."""
+    del index
+    keras_mp.set_global_policy("mixed_bfloat16")
+    with strategy.scope():
+        tf.keras.utils.set_random_seed(1)
+        model = tf.keras.Sequential([tf.keras.Input((64,)), tf.keras.layers.Dense(10)])
+        model.compile("sgd", "mse")
+    predicted = model.predict(digits()[0][VALIDATION], batch_size=BATCH, verbose=0)
+    tensor = tf.constant([[1.5, float("nan")]], tf.bfloat16)
+    gathered = strategy.gather(tensor, axis=0) if strategy.num_replicas_in_sync > 1 else tensor
+    dtypes = predicted.dtype.name, gathered.dtype.name
+    return dtypes, predicted.astype("float32"), tf.cast(gathered, tf.float32).numpy()
+
+
 def close(mine, expected):
     tf.nest.map_structure(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mine, expected
@@ -136,6 +151,7 @@ def together(tmp_path_factory):
     """What each of two workers returns: {name: list}, and the folder in which they write."""
     folder = str(tmp_path_factory.mktemp("fit"))
     calls = {"even": (even, {"folder": folder}), "uneven": (uneven, {})}
+    calls["in bfloat16"] = in_bfloat16, {}
     if IS_KERAS_3:
         calls |= {"by steps": (by_steps, {}), "own logs": (own_logs, {})}
     return {**dict(zip(calls, workers.run(list(calls.values()), 2))), "folder": folder}
@@ -149,6 +165,15 @@ def test_fit_equals_that_of_one_worker(together, tmp_path):
         expected["batches"] = tf.nest.map_structure(lambda value: value * 2, expected["batches"])
     for result in together["even"]:
         close(result, expected)
+
+
+def test_outputs_in_bfloat16(together):
+    dtypes, expected, _ = in_bfloat16(tf.distribute.get_strategy(), 0)
+    assert dtypes == ("bfloat16", "bfloat16")
+    for of_worker, predicted, gathered in together["in bfloat16"]:
+        assert of_worker == dtypes
+        np.testing.assert_allclose(predicted, expected, rtol=2**-7, atol=2**-7)
+        np.testing.assert_array_equal(gathered, [[1.5, np.nan]] * 2)
 
 
 def test_the_chief_alone_writes_a_model(together):

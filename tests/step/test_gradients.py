@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.step import gradients
-from tests.common import mirrored, once
+from tests.common import once
 
 pytestmark = once
 
@@ -189,21 +189,6 @@ def test_all_finite_does_not_densify():
     assert float(unscaled.values[0, 0]) == 0.5
 
 
-def replica_id():
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
-
-
-def on_replicas(fn, count=2):
-    """Runs fn(replica id) on logical devices; returns the replicas' results."""
-    strategy = mirrored(count)
-
-    @tf.function
-    def run():
-        return strategy.run(lambda: fn(tf.convert_to_tensor(replica_id())))
-
-    return strategy.experimental_local_results(run())
-
-
 @pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 def test_pack_joins_what_is_small_and_has_one_dtype(mode):
     half = tf.constant([7.0], tf.float16)
@@ -244,54 +229,3 @@ def test_pack_leaves_alone_what_is_large_or_of_unknown_shape():
         return gradients.pack([a, b, tf.ones([100, 100]), tf.zeros([2**14])])[0]
 
     assert [len(g) for g in pack(tf.ones([3]), tf.ones([4]))] == [3, 4, 100, 2**14]
-
-
-@pytest.mark.parametrize("reduce_dtype", [tf.float32, tf.float16, tf.bfloat16])
-def test_all_reduce_sums_each_gradient_in_its_own_dtype(reduce_dtype):
-    dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
-
-    def reduce(replica):
-        grads = [tf.cast(replica + 1, dtype) for dtype in dtypes]
-        return gradients.all_reduce([grads[0], None, *grads[1:]], reduce_dtype)
-
-    for result in on_replicas(reduce):
-        assert result[1] is None
-        present = [g for g in result if g is not None]
-        assert [g.dtype for g in present] == dtypes
-        assert [float(g) for g in present] == [3, 3, 3, 3]
-
-
-def test_a_reduction_rounds_and_overflows_as_its_dtype_does():
-    def reduce(dtype):
-        def fn(replica):
-            big = tf.constant([65504.0, 1.0 + 2.0**-12, 1.0 + 2.0**-7])
-            return gradients.all_reduce([big], dtype)[0]
-
-        return on_replicas(fn)[0].numpy()
-
-    exact = [2 * 65504, 2 * (1 + 2.0**-12), 2 * (1 + 2.0**-7)]
-    np.testing.assert_array_equal(reduce(tf.float32), exact)
-    np.testing.assert_array_equal(reduce(tf.float16), [INF, 2, 2 * (1 + 2.0**-7)])
-    np.testing.assert_array_equal(reduce(tf.bfloat16), [2 * 65536, 2, 2 * (1 + 2.0**-7)])
-
-
-def test_all_reduce_keeps_sparse_gradients_sparse():
-    def reduce(replica):
-        grad = tf.IndexedSlices(
-            tf.cast([[replica + 1]], tf.float32), tf.stack([replica]), tf.constant([4, 1])
-        )
-        (reduced,) = gradients.all_reduce([grad], tf.float16)
-        assert isinstance(reduced, tf.IndexedSlices)
-        assert reduced.values.dtype == tf.float32
-        return tf.convert_to_tensor(reduced)
-
-    for result in on_replicas(reduce):
-        np.testing.assert_array_equal(result, [[1], [2], [0], [0]])
-
-
-@pytest.mark.parametrize("bad", [None, 0, 1, 3])
-def test_agree(bad):
-    def fn(replica):
-        return gradients.agree(tf.not_equal(replica, -1 if bad is None else bad))
-
-    assert [bool(r) for r in on_replicas(fn, 4)] == [bad is None] * 4

@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from keras_mp import hardware
 from keras_mp.numerics import origins, work
-from keras_mp.numerics.hazards.look import HALF, Finding, Look, Suspect, widened
+from keras_mp.numerics.hazards.look import Finding, Look, Suspect, widened
 from keras_mp.support import op_table
+from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
 # With less of a model's work, a layer is not worth a word.
 _LARGE_SHARE = 0.01
-_HALF = ("float16", "bfloat16")
 _MOVES = op_table.ops("identities", "reshapes", "views")
 
 
@@ -22,7 +22,7 @@ def layers_against_their_policy(look: Look) -> Iterator[Suspect]:
     total, by_layer = _work_in_float32(look)
     for count, operation in by_layer.values():
         layer = look.layers.layer(operation.name)
-        if layer.compute_dtype not in _HALF or _is_output(look, operation):
+        if layer.compute_dtype not in LOW_PRECISION_NAMES or _is_output(look, operation):
             continue
         if count < _LARGE_SHARE * total:
             continue
@@ -46,12 +46,12 @@ def layers_of_another_policy(look: Look) -> Iterator[Suspect]:
     """A layer inside of a 16-bit model was given float32, or got no policy."""
     total, by_layer = _work_in_float32(look)
     layers = {id(layer): layer for o, _ in look.products if (layer := look.layers.layer(o.name))}
-    in_half = [layer for layer in layers.values() if layer.compute_dtype in _HALF]
+    in_half = [layer for layer in layers.values() if layer.compute_dtype in LOW_PRECISION_NAMES]
     if len(in_half) < len(layers) / 2:
         return
     for count, operation in by_layer.values():
         layer = look.layers.layer(operation.name)
-        if layer.compute_dtype in _HALF or _is_output(look, operation):
+        if layer.compute_dtype in LOW_PRECISION_NAMES or _is_output(look, operation):
             continue
         if count < _LARGE_SHARE * total:
             continue
@@ -185,7 +185,7 @@ def shapes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
     by_layer: dict[str, tuple[int, tf.Operation, tuple[int, ...]]] = {}
     for operation, count in look.products:
         dtype = operation.outputs[0].dtype
-        if dtype not in HALF or not hardware.has_tensor_cores(dtype.name):
+        if dtype not in LOW_PRECISION or not hardware.has_tensor_cores(dtype.name):
             continue
         shapes = [
             [tuple(t.shape.as_list()) for t in tensors]

@@ -10,9 +10,9 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.numerics import origins, traces, work
 from keras_mp.numerics.batches import Batch
+from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.messages import Line
 
-HALF = (tf.float16, tf.bfloat16)
 # Half a unit in the last place of 1, that is what rounding explains.
 UNIT_ROUNDOFF = {tf.float16: 2.0**-11, tf.bfloat16: 2.0**-8}
 
@@ -129,7 +129,7 @@ class Look:
         """
         types = frozenset(types)
         for operation in self.forward if forward else self.operations:
-            if operation.type in types and operation.outputs[0].dtype in HALF:
+            if operation.type in types and operation.outputs[0].dtype in LOW_PRECISION:
                 yield operation
 
     def work_of(self, operation: tf.Operation) -> work.Work | None:

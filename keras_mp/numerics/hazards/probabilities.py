@@ -5,8 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.numerics.hazards.look import HALF, UNIT_ROUNDOFF, Finding, Look, Suspect, widened
+from keras_mp.numerics.hazards.look import UNIT_ROUNDOFF, Finding, Look, Suspect, widened
 from keras_mp.support import op_table
+from keras_mp.support.dtypes import LOW_PRECISION
 
 # What stands between probabilities and the logarithm of a cross entropy.
 _ON_THE_WAY = op_table.ops(
@@ -100,7 +101,7 @@ def loss_in_16_bits(look: Look) -> Iterator[Suspect]:
     """A cross entropy is computed in 16 bits."""
     for operation in look.in_half(_CROSS_ENTROPIES):
         logits, labels = operation.inputs
-        labels = widened(labels) if labels.dtype in HALF else labels
+        labels = widened(labels) if labels.dtype in LOW_PRECISION else labels
         exact = _CROSS_ENTROPIES[operation.type](labels=labels, logits=widened(logits))
         measured = [tf.reduce_mean(widened(operation.outputs[0])), tf.reduce_mean(exact)]
 

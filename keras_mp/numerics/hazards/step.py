@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.numerics import origins, work
 from keras_mp.numerics.hazards.look import (
-    HALF,
     Finding,
     Look,
     Suspect,
@@ -17,6 +16,7 @@ from keras_mp.numerics.hazards.look import (
     static_value,
     widened,
 )
+from keras_mp.support.dtypes import LOW_PRECISION
 
 # Those who scale a loss by hand take a power of two that is at least as large.
 _LIKE_A_LOSS_SCALE = 64
@@ -177,7 +177,7 @@ def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
     """One step makes weights infinite or NaN, since it is not skipped."""
     variables = [v for v in look.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
     optimizer = getattr(look.model, "optimizer", None)
-    in_half = any(o.outputs and o.outputs[0].dtype in HALF for o in look.forward)
+    in_half = any(o.outputs and o.outputs[0].dtype in LOW_PRECISION for o in look.forward)
     if optimizer is None or not variables or not in_half or look.scaling is None:
         return
     bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])

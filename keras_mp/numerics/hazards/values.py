@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from keras_mp.numerics import origins, work
 from keras_mp.numerics.hazards.look import (
-    HALF,
     UNIT_ROUNDOFF,
     Finding,
     Look,
@@ -19,6 +18,7 @@ from keras_mp.numerics.hazards.look import (
     widened,
 )
 from keras_mp.support import op_table
+from keras_mp.support.dtypes import LOW_PRECISION
 
 _DIVIDE = op_table.ops("divisions", "reciprocals") | {"Log"}
 _MOST_VARIANCE = 0.01
@@ -30,7 +30,7 @@ def not_finite(look: Look) -> Iterator[Suspect]:
     A pooling with the maximum drops NaN, and so the loss may be finite. The gradients are not.
     """
     operations = [o for o in look.forward if o.outputs and o.outputs[0].dtype.is_floating]
-    if not any(operation.outputs[0].dtype in HALF for operation in operations):
+    if not any(operation.outputs[0].dtype in LOW_PRECISION for operation in operations):
         return
     outputs = [operation.outputs[0] for operation in operations]
     results = [t for t in tf.nest.flatten(look.result) if tf.is_tensor(t) and t.dtype.is_floating]
@@ -108,7 +108,9 @@ def _say_not_finite(
     so: str,
 ) -> Finding | None:
     dtype = origin.outputs[0].dtype
-    if dtype not in HALF and not any(tensor.dtype in HALF for tensor in origin.inputs):
+    if dtype not in LOW_PRECISION and not any(
+        tensor.dtype in LOW_PRECISION for tensor in origin.inputs
+    ):
         return None  # It would be so in float32, too.
     constant = static_value(origin.outputs[0])
     if constant is not None:
@@ -225,11 +227,13 @@ def _length(source: tf.Tensor, result: tf.Tensor) -> int | None:
 def labels_beyond_the_outputs(look: Look) -> Iterator[Suspect]:
     """The model's outputs are in a dtype that cannot express the labels."""
     wanted = [y for y in tf.nest.flatten(look.batch.y) if y is not None and y.dtype.is_floating]
-    if not wanted or not any(operation.outputs[0].dtype in HALF for operation, _ in look.products):
+    if not wanted or not any(
+        operation.outputs[0].dtype in LOW_PRECISION for operation, _ in look.products
+    ):
         return
     outputs = look.model(look.batch.x, training=False)
     for labels, output in zip(tf.nest.flatten(look.batch.y), tf.nest.flatten(outputs)):
-        if output.dtype not in HALF or not getattr(labels, "dtype", tf.int32).is_floating:
+        if output.dtype not in LOW_PRECISION or not getattr(labels, "dtype", tf.int32).is_floating:
             continue
         if not labels.shape.is_compatible_with(output.shape):
             continue

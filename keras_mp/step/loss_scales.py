@@ -1,125 +1,24 @@
 """Loss scales: the number that the loss is multiplied by, and how it moves.
 
-RFC 293, "The new LossScale class". This module needs TensorFlow only. It knows the schedule
-(`next_state`) and the state; who looks at the gradients is `scaled_step`.
+RFC 293, "The new LossScale class". This module needs TensorFlow only. `schedule` has the
+arithmetic, and `scaled_step` looks at the gradients.
 """
 
 import abc
 import functools
 import operator
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, next_state
 from keras_mp.support import validation
 
 # Neither these nor their reciprocals are flushed to zero.
 _SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 CLASSES: dict[str, type["LossScale"]] = {}
-
-
-class LossScaleState(NamedTuple):
-    """What a dynamic loss scale remembers between two steps.
-
-    Attributes:
-        loss_scale: The scale, a float32 scalar.
-        num_good_steps: Finite steps since the scale last moved, an int64 scalar.
-        num_bad_steps: Non-finite steps in a row, an int64 scalar.
-
-    Example:
-
-    >>> keras_mp.loss_scale.LossScaleState(64.0, num_good_steps=1, num_bad_steps=0)
-    LossScaleState(loss_scale=64.0, num_good_steps=1, num_bad_steps=0)
-    """
-
-    loss_scale: Any
-    num_good_steps: Any
-    num_bad_steps: Any
-
-
-def next_state(
-    state: LossScaleState,
-    finite: Any,
-    *,
-    increment_period: int,
-    multiplier: float,
-    backoff_multiplier: float,
-    hysteresis: int,
-    min_loss_scale: float,
-    max_loss_scale: float,
-) -> LossScaleState:
-    """The schedule of dynamic loss scaling, as one pure function.
-
-    ::
-
-        finite:      num_good_steps += 1, num_bad_steps = 0
-                     at increment_period good steps: scale *= multiplier, num_good_steps = 0
-        not finite:  num_bad_steps += 1, num_good_steps = 0
-                     at hysteresis bad steps or more in a row: scale *= backoff_multiplier
-
-    The scale never leaves `[min_loss_scale, max_loss_scale]`.
-
-    Args:
-        state: LossScaleState before the step.
-        finite: bool scalar tensor, or bool. Were all gradients of the step finite?
-        increment_period: int. Good steps after which the scale grows. The counter is compared with
-            `>=`, so a period that was lowered below the counter takes effect on the next good step.
-        multiplier: float above 1. Growth factor.
-        backoff_multiplier: float between 0 and 1. Back-off factor.
-        hysteresis: int. Consecutive bad steps that are needed before the scale backs off.
-        min_loss_scale: float. Floor.
-        max_loss_scale: float. Ceiling.
-
-    Returns:
-        LossScaleState after the step, of tensors.
-
-    Example:
-
-    >>> from keras_mp import loss_scale
-    >>> state = loss_scale.LossScaleState(64.0, num_good_steps=1, num_bad_steps=0)
-    >>> after = loss_scale.next_state(
-    ...     state, False, increment_period=2, multiplier=2.0, backoff_multiplier=0.5, hysteresis=1,
-    ...     min_loss_scale=1.0, max_loss_scale=2.0**127,
-    ... )
-    >>> float(after.loss_scale), int(after.num_good_steps), int(after.num_bad_steps)
-    (32.0, 0, 1)
-
-    Source: RFC 293, "The new LossScale class"; Micikevicius et al., "Mixed Precision Training",
-    2018.
-    """
-    schedule = {
-        "increment_period": increment_period,
-        "multiplier": multiplier,
-        "backoff_multiplier": backoff_multiplier,
-        "hysteresis": hysteresis,
-        "min_loss_scale": min_loss_scale,
-        "max_loss_scale": max_loss_scale,
-    }
-    if not isinstance(finite, bool):
-        cases = [next_state(state, case, **schedule) for case in (True, False)]
-        return LossScaleState(*(tf.where(finite, *values) for values in zip(*cases, strict=True)))
-    scale = tf.convert_to_tensor(state.loss_scale, tf.float32)
-    zero = tf.constant(0, tf.int64)
-    if finite:
-        good = state.num_good_steps + 1
-        grow = good >= increment_period
-        grown = _where(grow, lambda: tf.minimum(scale * multiplier, max_loss_scale), scale)
-        return LossScaleState(grown, _where(grow, lambda: zero, good), zero)
-    bad = state.num_bad_steps + 1
-    backed_off = _where(
-        bad >= hysteresis, lambda: tf.maximum(scale * backoff_multiplier, min_loss_scale), scale
-    )
-    return LossScaleState(backed_off, zero, bad)
-
-
-def _where(condition: tf.Tensor, value: Callable[[], tf.Tensor], otherwise: tf.Tensor) -> tf.Tensor:
-    # Eager code computes what it takes, and no more.
-    if tf.executing_eagerly():
-        return value() if condition else otherwise
-    return tf.where(condition, value(), otherwise)
 
 
 class LossScale(tf.Module, abc.ABC):
@@ -188,7 +87,7 @@ class LossScale(tf.Module, abc.ABC):
         {'initial_loss_scale': 64.0, 'increment_period': 100, 'multiplier': 2.0}
         """
         raise ValueError(
-            "Of loss scales only a FixedLossScale and a DynamicLossScale have a counterpart in "
+            "Only a FixedLossScale and a DynamicLossScale have a counterpart in "
             f"tf.compat.v1.mixed_precision. Received: {self!r} (of type {type(self)})"
         )
 
@@ -358,7 +257,7 @@ class DynamicLossScale(LossScale):
 
     def __init__(
         self,
-        initial_loss_scale: float = 2**15,
+        initial_loss_scale: float = INITIAL_LOSS_SCALE,
         increment_period: int = 2000,
         multiplier: float = 2.0,
         *,
@@ -469,7 +368,7 @@ class DynamicLossScale(LossScale):
 
         Args:
             loss_scale: float32 scalar tensor, the scale that the step was made with.
-            finite: bool, or bool scalar tensor. Were all gradients finite?
+            finite: bool, or bool scalar tensor. Whether all gradients were finite.
 
         Returns:
             LossScaleState of tensors.
@@ -495,7 +394,7 @@ class DynamicLossScale(LossScale):
         """Moves the scale as a step moves it.
 
         Args:
-            finite: bool. Were all gradients finite?
+            finite: bool. Whether all gradients were finite.
 
         Returns:
             tuple of the list of assignments and of how many steps were skipped in a row, an int64
@@ -541,7 +440,7 @@ class DynamicLossScale(LossScale):
 
 
 class SkipsInARow:
-    """What is left of a `DynamicLossScale` where steps are skipped and the scale never moves.
+    """Counts skipped steps in a row where the loss scale never moves.
 
     Args:
         loss_scale: the loss scale.
@@ -566,20 +465,20 @@ Schedule = DynamicLossScale | SkipsInARow
 
 
 def schedule_of(loss_scale: LossScale, skip_nonfinite: bool) -> Schedule | None:
-    """Returns what a step moves, or None where no step is skipped.
+    """Returns the schedule that a step advances, or None if no step is skipped.
 
     Args:
         loss_scale: the loss scale.
-        skip_nonfinite: bool. Are steps skipped too whose scale does not move?
+        skip_nonfinite: bool. Whether steps are skipped also where the scale does not move.
     """
     if isinstance(loss_scale, DynamicLossScale):
         return loss_scale
     return SkipsInARow(loss_scale) if skip_nonfinite else None
 
 
-def state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
-    """Makes a variable that is assigned once for all replicas."""
-    # Not aggregated: every replica assigns the same value, which one common decision gave.
+def state_variable(value: float | np.ndarray, dtype: tf.DType, name: str) -> tf.Variable:
+    """Makes a variable to which all replicas assign the same value."""
+    # Not aggregated: one common decision gave the value.
     return tf.Variable(
         value,
         dtype=dtype,

@@ -1,0 +1,154 @@
+"""The report of a skipped step: its losses, and the gradients that were not finite."""
+
+import dataclasses
+
+from keras_mp.support import text_tables
+
+# So many variables are named in a warning.
+MOST = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaPlace:
+    """A replica.
+
+    Attributes:
+        replica: int. Its index among all replicas.
+        worker: int. The index of the worker process it belongs to; 0 where there is one process.
+        device: str, such as "GPU:0".
+    """
+
+    replica: int
+    worker: int
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.replica} (worker {self.worker}, {self.device})"
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOfReplica:
+    """The loss of a replica in a step that was skipped.
+
+    Attributes:
+        place: the replica.
+        kind: "finite", "Inf", "NaN", or "not known" where the loss was scaled in another function
+            than the one that applied the gradients, or was not scaled by keras_mp.
+    """
+
+    place: ReplicaPlace
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OverflowedGradient:
+    """The gradient of a variable on a replica, which was not finite.
+
+    Attributes:
+        variable: str. The variable's path in the model that the optimizer was compiled for, such
+            as "encoder/dense/kernel". In a loop of one's own no model is known: there it is the
+            path that Keras 3 gives a weight, or else the variable's name.
+        layer: str. The name without its last part; empty where there is only one.
+        place: on which replica. None where each replica's gradient was finite, and what was made of
+            them was not: their sum, or the sum with gradients that were accumulated before.
+        infs: int. How many values are infinite.
+        nans: int. How many are NaN.
+        size: int, how many values the variable has; None where that is not known.
+        steps: int. In how many skipped steps so far it was not finite.
+    """
+
+    variable: str
+    layer: str
+    place: ReplicaPlace | None
+    infs: int
+    nans: int
+    size: int | None
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Overflow:
+    """A step that was skipped, and why. Its `str` is a table.
+
+    Attributes:
+        step: int. The number of the step, from 1, skipped steps included; None if the optimizer
+            counts none. With a `GradScaler`, skipped steps count from the start
+            of the program.
+        steps_skipped: int. How many steps were skipped so far, this one among them.
+        loss_scale: float. The loss scale at which it overflowed.
+        losses: tuple of LossOfReplica, one for each replica.
+        gradients: tuple of OverflowedGradient, in the order of the variables. Empty where all
+            values were finite and only the sum of all of them was not.
+        totals: dict, from each variable's name to how many skipped steps it was not finite in.
+
+    Example:
+
+    >>> optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable([1.0, 2.0, 3.0], name="v")
+    >>> _ = optimizer.minimize(lambda: tf.reduce_sum(tf.sqrt(v - [0.0, 2.0, 4.0])), [v])
+    >>> overflow = optimizer.last_overflow
+    >>> [(row.variable, row.infs, row.nans, row.size) for row in overflow.gradients]
+    [('v', 1, 1, 3)]
+    >>> [loss.kind for loss in overflow.losses], overflow.totals
+    (['NaN'], {'v': 1})
+    """
+
+    step: int | None
+    steps_skipped: int
+    loss_scale: float
+    losses: tuple[LossOfReplica, ...]
+    gradients: tuple[OverflowedGradient, ...]
+    totals: dict[str, int]
+
+    @property
+    def loss_is_finite(self) -> bool | None:
+        """Whether the loss was finite on every replica; None if that is not known."""
+        kinds = {loss.kind for loss in self.losses}
+        if kinds & {"Inf", "NaN"}:
+            return False
+        return None if "not known" in kinds else True
+
+    @property
+    def variables(self) -> list[str]:
+        """Names of the variables whose gradients were not finite."""
+        return list(dict.fromkeys(gradient.variable for gradient in self.gradients))
+
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        which = "A step" if self.step is None else f"Step {self.step}"
+        names = [repr(name) for name in self.variables]
+        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+        whose = ", ".join(names[:MOST]) + more if names else "no single variable"
+        return (
+            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} so "
+            f"far). {self._of_the_loss()} Gradients that were not finite: {whose}."
+        )
+
+    def __str__(self) -> str:
+        which = "A step" if self.step is None else f"Step {self.step}"
+        text = (
+            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} "
+            f"skipped so far).\n{self._of_the_loss()}"
+        )
+        if not self.gradients:
+            return f"{text}\nEach gradient was finite. What was not is the sum of all of them."
+        head = ("gradient of", "replica", "Inf", "NaN", "values", "skipped steps")
+        rows = [head, *map(_cells, self.gradients)]
+        return "\n".join([text, "", *text_tables.aligned(rows, left=(0, 1))])
+
+    def _of_the_loss(self) -> str:
+        bad = [f"{loss.kind} on replica {loss.place}" for loss in self.losses if _is_bad(loss)]
+        if bad:
+            return f"The loss was {', '.join(bad)}."
+        return "The loss was finite." if self.loss_is_finite else "The loss is not known."
+
+
+def _is_bad(loss: LossOfReplica) -> bool:
+    return loss.kind in ("Inf", "NaN")
+
+
+def _cells(row: OverflowedGradient) -> tuple[str, ...]:
+    where = "only the sum" if row.place is None else str(row.place)
+    infs, nans = (f"{n:,}" if row.infs or row.nans else "-" for n in (row.infs, row.nans))
+    size = "-" if row.size is None else f"{row.size:,}"
+    return row.variable, where, infs, nans, size, f"{row.steps:,}"

@@ -1,0 +1,209 @@
+"""Communication of replicas: sums gradients, shares the verdict, updates shared variables.
+
+RFC 293, "All-reducing in float16". This module needs TensorFlow only.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.step.gradients import Gradient, cast_as, cast_float32, map_values
+from keras_mp.support.autograph import do_not_convert
+
+# A pack of so many bytes is sent as soon as its gradients are there, while others are still
+# computed. By default TensorFlow makes one pack of all, which waits for the last gradient.
+_BYTES_PER_PACK = 2**22
+
+
+# Nothing was tested on TPUs.
+_TPU_STRATEGIES = (
+    tf.distribute.TPUStrategy,
+    tf.distribute.experimental.TPUStrategy,
+    tf.compat.v1.distribute.experimental.TPUStrategy,
+)
+
+
+# Their replicas sum gradients and update together.
+_SUPPORTED_STRATEGIES = (
+    *_TPU_STRATEGIES,
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.experimental.CentralStorageStrategy,
+    tf.compat.v1.distribute.OneDeviceStrategy,
+    tf.compat.v1.distribute.MirroredStrategy,
+    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
+)
+
+
+def check_strategy(may_skip: bool = True) -> None:
+    """Refuses strategies whose replicas cannot share a verdict.
+
+    Args:
+        may_skip: bool. Whether a step may be skipped. If not, a ParameterServerStrategy works.
+
+    Raises:
+        ValueError: the current strategy is such a one.
+    """
+    strategy = tf.distribute.get_strategy()
+    if not tf.distribute.has_strategy() or isinstance(strategy, _SUPPORTED_STRATEGIES):
+        return
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        if not may_skip:
+            return
+        raise ValueError(
+            "Loss scaling that skips steps does not work under ParameterServerStrategy: its "
+            "workers make their steps apart, so there is no verdict for all of them, and they "
+            "would move one scale at the same time. Use a fixed scale without `skip_nonfinite`, "
+            "such as LossScaleOptimizer(optimizer, 1024), or train without loss scaling: "
+            f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
+        )
+    raise ValueError(
+        "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
+        "and skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
+        "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
+        f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
+    )
+
+
+def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gradient]:
+    """Sums gradients over all replicas. Called in a replica context.
+
+    Args:
+        gradients: sequence of gradients. float16, bfloat16 and float64 ones travel as they are.
+        reduce_dtype: DType in which float32 gradients travel and are added up. For float16 they
+            should be scaled, or small ones underflow; a sum that overflows comes back infinite.
+
+    Returns:
+        list of summed gradients, each in the dtype it came in.
+
+    Source: RFC 293, "All-reducing in float16".
+    """
+    context = tf.distribute.get_replica_context()
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
+    cast = cast_float32(gradients, reduce_dtype)
+    sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in cast]
+    received: list[Gradient] = [None] * len(sent)
+    # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.
+    for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
+        positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
+        summed = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [sent[i] for i in positions], options
+        )
+        for position, gradient in zip(positions, summed):
+            received[position] = _bits_as(cast[position].dtype, gradient)
+    return cast_as(received, gradients)
+
+
+def agree(finite: tf.Tensor) -> tf.Tensor:
+    """Returns whether the gradients of all replicas are finite.
+
+    Args:
+        finite: bool scalar tensor. Whether those of this replica are.
+
+    Returns:
+        bool scalar tensor, the same on every replica.
+    """
+    context = tf.distribute.get_replica_context()
+    not_finite = tf.cast(tf.logical_not(finite), tf.float32)
+    return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, not_finite), 0.0)
+
+
+def decide_for_all_replicas(
+    decide: Callable[..., Any],
+    verdicts: Sequence[tf.Tensor | None],
+    state: Any,
+    *on_each: Callable[[Any], Any],
+) -> Any:
+    """Calls `decide` in a context where a `tf.cond` may update variables that replicas share.
+
+    Under strategies that use `merge_call`, such as MirroredStrategy on CPUs, that is the
+    cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
+
+    Args:
+        decide: called once with the verdicts; with a list of the states of all replicas of this
+            process, or only that of this replica; and with a function without arguments for each
+            of `on_each`, which calls it on each replica.
+        verdicts: bool scalar tensors, the same on every replica, or None.
+        state: object, the state of this replica.
+        *on_each: functions that take the state of the replica they run on.
+
+    Returns:
+        What `decide` returns.
+    """
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        calls = [functools.partial(function, state) for function in on_each]
+        return decide(*verdicts, [state], *calls)
+
+    @do_not_convert
+    def cross_replica(strategy: tf.distribute.Strategy, verdicts: Sequence[Any], all: Any) -> Any:
+        local = strategy.experimental_local_results
+        call = strategy.extended.call_for_each_replica
+        functions = [do_not_convert(functools.partial(function)) for function in on_each]
+        calls = [functools.partial(call, function, args=(all,)) for function in functions]
+        return decide(*(local(verdict)[0] for verdict in verdicts), local(all), *calls)
+
+    context = tf.distribute.get_replica_context()
+    return context.merge_call(cross_replica, args=(list(verdicts), state))
+
+
+def once_for_all_replicas(function: Callable[[Sequence[tf.Tensor]], Any], tensors: Any) -> Any:
+    """Calls a function once in a context where it may update variables that replicas share.
+
+    Args:
+        function: called once with the tensors.
+        tensors: list of tensors, the same on every replica.
+
+    Returns:
+        What the function returns.
+    """
+    if (
+        tf.distribute.in_cross_replica_context()
+        or tf.__internal__.distribute.strategy_supports_no_merge_call()
+    ):
+        return function(tensors)
+
+    @do_not_convert
+    def cross_replica(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> Any:
+        return function([strategy.experimental_local_results(t)[0] for t in tensors])
+
+    return tf.distribute.get_replica_context().merge_call(cross_replica, args=(tensors,))
+
+
+def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
+    """Lets a strategy of several workers gather bfloat16 tensors, bit by bit as float16.
+
+    TensorFlow's operation, which `predict` uses, lacks the dtype.
+
+    Args:
+        strategy: any strategy. A `MultiWorkerMirroredStrategy` gets its own attribute `gather`.
+    """
+    is_of_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if not is_of_workers or "gather" in vars(strategy):
+        return
+    own = strategy.gather
+
+    @functools.wraps(own)
+    def gather(value: Any, axis: int) -> Any:
+        first, *_ = strategy.experimental_local_results(value)
+        if getattr(first, "dtype", None) != tf.bfloat16:
+            return own(value, axis)
+        bits = strategy.run(do_not_convert(lambda v: tf.bitcast(v, tf.float16)), args=(value,))
+        return tf.bitcast(own(bits, axis), tf.bfloat16)
+
+    vars(strategy)["gather"] = gather
+
+
+def _cannot_be_gathered(gradient: Gradient) -> bool:
+    """Whether a gradient is sparse and bfloat16, which the operation that gathers rows lacks."""
+    if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != tf.bfloat16:
+        return False
+    return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
+
+
+def _bits_as(dtype: tf.DType, gradient: Gradient) -> Gradient:
+    if gradient.dtype == dtype:
+        return gradient
+    return map_values(lambda g: tf.bitcast(g, dtype), gradient)

@@ -1,0 +1,7 @@
+"""The dtypes of low precision, those that mixed precision computes in, and all floating ones."""
+
+import tensorflow as tf
+
+LOW_PRECISION_NAMES = ("float16", "bfloat16")
+LOW_PRECISION = tuple(map(tf.as_dtype, LOW_PRECISION_NAMES))
+FLOATING = (*LOW_PRECISION, tf.float32, tf.float64)
