@@ -431,3 +431,11 @@ def test_digits_are_learnt_as_well_as_in_float32():
 
 def test_the_adapter_knows_no_optimizer_of_tensorflow_1():
     assert keras_api.optimizer_adapter(sgd()) is None
+
+
+def test_bfloat16_without_onednn(monkeypatch):
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    optimizer = tf.keras.optimizers.SGD()
+    with pytest.raises(RuntimeError, match="bfloat16 with oneDNN only.*TF_ENABLE_ONEDNN_OPTS"):
+        keras_mp.enable_mixed_precision_graph_rewrite(optimizer, dtype="bfloat16")
+    assert passes.enabled_dtype() is None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_mp.hardware import remembered
+from keras_mp.support import onednn
 
 COMPUTE_CAPABILITY = {"float16": (7, 0), "bfloat16": (8, 0)}
 _CPU_FLAGS = {
@@ -93,22 +94,18 @@ def cpu_units() -> tuple[list[str], list[str]]:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     allowed = _ISA_LIMITS[: _ISA_LIMITS.index(limit) + 1] if limit in _ISA_LIMITS else _ISA_LIMITS
     units = [_UNITS[flag] for flag in _UNITS if flag in _flags()]
-    used = [name for name, isa in units if _has_onednn() and (isa is None or isa in allowed)]
+    used = [name for name, isa in units if onednn.is_on() and (isa is None or isa in allowed)]
     return [name for name, _ in units], used
 
 
 def takes_float16_rewrite() -> bool:
     """Whether TensorFlow's graph rewrite goes to float16 on this CPU."""
-    return _has_onednn() and not _REWRITE_FLAGS.isdisjoint(_flags())
+    return onednn.is_on() and not _REWRITE_FLAGS.isdisjoint(_flags())
 
 
 def _flags() -> set[str]:
     info = remembered.cpu_info()
     return set((info.get("flags") or info.get("Features") or "").split())
-
-
-def _has_onednn() -> bool:
-    return os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower() not in ("0", "false")
 
 
 def why_slow(dtype: str) -> str | None:

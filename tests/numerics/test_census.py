@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.grappler import passes
 from keras_mp.numerics import census, graphs, work
-from tests.common import once
+from tests.common import needs_onednn, once
 
 K = tf.keras
 L = K.layers
@@ -168,6 +168,7 @@ def test_what_xla_compiles_is_shown_as_traced():
 
 
 @once
+@needs_onednn
 def test_after_the_graph_rewrite():
     def function(x):
         return tf.exp(tf.nn.relu(x @ x) @ x)
