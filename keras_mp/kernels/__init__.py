@@ -1,9 +1,10 @@
-"""What TensorFlow computes, computed so that it is right in 16 bits. Needs TensorFlow only."""
+"""TensorFlow's kernels that are wrong or very slow in 16 bits. Needs TensorFlow only."""
 
-from keras_mp.kernels import convolutions, sums
+from keras_mp.kernels import convolutions, slow, sums
 
 
 def install() -> None:
-    """Replaces the functions of TensorFlow whose kernels may be wrong, once in a process."""
+    """Replaces TensorFlow's functions whose kernels may be wrong or slow, once in a process."""
     sums.install()
     convolutions.install()
+    slow.install()

@@ -59,11 +59,19 @@ class Table:
     Args:
         kernels: the mapping.
         harm: str. What may happen where TensorFlow has no such function; ends a warning.
+        asks: takes an operation, its example, a dtype, a case and a type of device, and tells
+            whether the kernel is to be replaced. Defaults to whether its result is wrong.
     """
 
-    def __init__(self, kernels: Mapping[str, Kernel], harm: str) -> None:
+    def __init__(
+        self,
+        kernels: Mapping[str, Kernel],
+        harm: str,
+        asks: Callable[..., bool] | None = None,
+    ) -> None:
         self.kernels, self.enabled = kernels, True
         self._harm, self._installed, self._lock = harm, False, threading.Lock()
+        self._asks = asks
 
     def install(self) -> None:
         """Replaces TensorFlow's functions, once in a process. Computes nothing."""
@@ -100,8 +108,10 @@ class Table:
         if dtype not in LOW_PRECISION or case is False:
             return False
         kernel = self.kernels[op]
-        is_wrong_in_xla = dtype in kernel.wrong_in_xla
-        return is_wrong_in_xla or _ask(op, kernel.example, dtype, case, device or _usual_device())
+        if dtype in kernel.wrong_in_xla:
+            return True
+        asks = self._asks or _ask
+        return asks(op, kernel.example, dtype, case, device or _usual_device())
 
     def _corrected(self, op: str, own: Callable[..., Any]) -> Callable[..., Any]:
         kernel = self.kernels[op]
