@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import all_reduce_optimizer, hardware, keras_api, optimizer_wrapper
+from keras_mp import all_reduce_optimizer, hardware, keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
@@ -219,12 +219,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale:
-        """The `LossScale`. `optimizer.loss_scale()` is its value, a float32 scalar tensor.
-
-        On Keras 3, who reads it between two steps may have multiplied the loss by it, so
-        `apply_gradients` then divides gradients of a loss that was not scaled otherwise.
-        """
-        self._note_reading()
+        """The `LossScale`. `optimizer.loss_scale()` is its value, a float32 scalar tensor."""
         return self._loss_scale
 
     @property
@@ -326,7 +321,6 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
     @property
     def initial_scale(self) -> float:
         """Where a dynamic scale started, or the fixed scale."""
-        self._note_reading()
         if self.dynamic:
             return self._loss_scale.initial_loss_scale
         return float(self._loss_scale)
@@ -358,7 +352,6 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
     @property
     def dynamic_scale(self) -> tf.Variable | None:
         """The dynamic scale's variable; None for a fixed scale."""
-        self._note_reading()
         return self._loss_scale.loss_scale if self.dynamic else None
 
     @do_not_convert
@@ -510,39 +503,41 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         *,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
+        scaled: bool = False,
     ) -> Any:
         """Sums gradients over replicas, and applies them or skips the step.
 
         Gradients are unscaled here if the loss was scaled with `scale_loss`, and taken as they are
-        if `get_scaled_loss` and `get_unscaled_gradients` were called. A call that is missing is
-        reported with a `MixedPrecisionWarning`.
+        if `get_scaled_loss` and `get_unscaled_gradients` were called. Those of a loss that was
+        multiplied by the loss scale by hand need `scaled=True`. A call that is missing is reported
+        with a `MixedPrecisionWarning`.
 
         Args:
             grads_and_vars: iterable of (gradient, variable) pairs. A gradient may be None.
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
             experimental_aggregate_gradients: bool. False means the same.
+            scaled: bool. True where the loss was multiplied by hand, by the loss scale as it still
+                is. Defaults to False, which leaves it to the calls that were made.
 
         Returns:
             `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
 
         Raises:
-            ValueError: no variable has a gradient, or the call is in a cross-replica context.
+            ValueError: no variable has a gradient, the gradients are said to be scaled and come
+                from `get_unscaled_gradients`, or the call is in a cross-replica context.
         """
         pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
             return self.iterations
-        scaled = self._scales and self._calls.resolve(variable for _, variable in pairs)
+        if scaled:
+            self._note_scaled_by_hand(pairs)
+        is_scaled = self._scales and self._calls.resolve(variable for _, variable in pairs)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         unclipped = self._calls.take_unscaled()
-        return self._step(pairs, scaled=scaled, unclipped=unclipped, aggregate=aggregate, name=name)
-
-    def begin_step(self) -> None:
-        """Says that a step begins: nobody has scaled its loss by what was read before.
-
-        `Model.fit` says so itself; so callbacks may log the loss scale.
-        """
-        self._calls.begin()
+        return self._step(
+            pairs, scaled=is_scaled, unclipped=unclipped, aggregate=aggregate, name=name
+        )
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
         """Not on the TensorFlow backend: says what Keras says."""
@@ -734,16 +729,19 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         self._calls.returned([scaled])
         return scaled
 
-    def _note_reading(self) -> None:
-        wrappers = __file__, optimizer_wrapper.__file__
-        if keras_api.APPLY_TAKES_SCALED_GRADIENTS and messages.is_users_call(*wrappers):
-            self._calls.read()
-
     def _scaled_by(self) -> tf.Tensor:
         return self._calls.scaled_by(self._loss_scale)
 
-    def _unscaled_early(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    def _note_scaled_by_hand(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._calls.refuse_results([g for g, _ in pairs], "apply_gradients(scaled=True)")
+        self._calls.scaled(self._loss_scale(), to_apply=True)
+
+    def _unscaled_early(
+        self, pairs: Iterable[tuple[Any, Any]], scaled: bool
+    ) -> list[tuple[Any, Any]]:
         pairs = list(pairs)
+        if scaled:
+            self._note_scaled_by_hand(pairs)
         is_scaled = self._calls.unscale_early()
         if is_scaled is False:
             return pairs

@@ -87,11 +87,15 @@ class OptimizerWrapper(
 
         @functools.wraps(method)
         def apply_gradients(
-            self: OptimizerWrapper, grads_and_vars: Any, *args: Any, **kwargs: Any
+            self: OptimizerWrapper,
+            grads_and_vars: Any,
+            *args: Any,
+            scaled: bool = False,
+            **kwargs: Any,
         ) -> Any:
             # Also where a LossScaleOptimizer further in would be the one to unscale.
             users = allow_conversion(method)
-            return users(self, self._unscaled_early(grads_and_vars), *args, **kwargs)
+            return users(self, self._unscaled_early(grads_and_vars, scaled), *args, **kwargs)
 
         cls.apply_gradients = do_not_convert(apply_gradients)
 
@@ -383,21 +387,37 @@ class OptimizerWrapper(
         return self._adapter.compute_gradients(loss, var_list, tape, grad_loss)
 
     @do_not_convert
-    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+    def apply(
+        self,
+        grads: Iterable[Any],
+        trainable_variables: Iterable[Any] | None = None,
+        *,
+        scaled: bool = False,
+    ) -> None:
         """Applies gradients, in the two lists that Keras 3 has for them.
 
         Args:
             grads: iterable of gradients.
             trainable_variables: iterable of variables, one for each gradient. Defaults to those
                 that the inner optimizer was built with.
+            scaled: bool, as of `apply_gradients`. Defaults to False.
         """
         if trainable_variables is None:
             trainable_variables = self._adapter.built_variables()
-        self.apply_gradients(zip(grads, trainable_variables, strict=True))
+        self.apply_gradients(zip(grads, trainable_variables, strict=True), scaled=scaled)
 
-    def _unscaled_early(self, pairs: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
+    def _unscaled_early(
+        self, pairs: Iterable[tuple[Any, Any]], scaled: bool
+    ) -> Iterable[tuple[Any, Any]]:
         inner = self.inner_optimizer
-        return inner._unscaled_early(pairs) if isinstance(inner, OptimizerWrapper) else pairs
+        if isinstance(inner, OptimizerWrapper):
+            return inner._unscaled_early(pairs, scaled)
+        if scaled:
+            raise ValueError(
+                "The gradients cannot be scaled: no LossScaleOptimizer is among the optimizers. "
+                f"Received: scaled={scaled!r} for {self!r}"
+            )
+        return pairs
 
     @do_not_convert
     def apply_gradients(
@@ -407,6 +427,7 @@ class OptimizerWrapper(
         *,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
+        scaled: bool = False,
     ) -> Any:
         """Lets the inner optimizer apply gradients.
 
@@ -415,10 +436,17 @@ class OptimizerWrapper(
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
             experimental_aggregate_gradients: bool. False means the same.
+            scaled: bool. True where the loss was multiplied by hand, by the loss scale of the
+                `LossScaleOptimizer` that is inside. Defaults to False.
 
         Returns:
             What the inner optimizer returns.
+
+        Raises:
+            ValueError: the gradients are said to be scaled, and no optimizer inside scales any.
         """
+        if scaled:
+            grads_and_vars = self._unscaled_early(grads_and_vars, scaled)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         return self._adapter.apply(list(grads_and_vars), name, aggregate)
 

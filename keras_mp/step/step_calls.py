@@ -26,7 +26,6 @@ class Facts(enum.IntFlag):
         get_scaled_loss            LOSS_SCALED
         scale_loss                 LOSS_SCALED, APPLY_UNSCALES
         get_unscaled_gradients     UNSCALED
-        optimizer.loss_scale       SCALE_READ
         apply_gradients            APPLIED; APPLIED_SCALED if it was given scaled gradients;
                                    REPORTED if it warned that no call had been made
 
@@ -36,7 +35,6 @@ class Facts(enum.IntFlag):
     LOSS_SCALED = enum.auto()
     APPLY_UNSCALES = enum.auto()
     UNSCALED = enum.auto()
-    SCALE_READ = enum.auto()
     APPLIED = enum.auto()
     APPLIED_SCALED = enum.auto()
     REPORTED = enum.auto()
@@ -59,10 +57,7 @@ def _is_scaled(facts: Facts, goes_on: bool) -> bool:
     """Are the gradients still scaled that are applied now?"""
     if Facts.UNSCALED in facts or Facts.LOSS_SCALED in facts:
         return Facts.UNSCALED not in facts
-    if goes_on and Facts.APPLIED in facts:
-        return Facts.APPLIED_SCALED in facts
-    # Who has not read the scale cannot have multiplied the loss by it.
-    return Facts.SCALE_READ in facts
+    return goes_on and Facts.APPLIED_SCALED in facts
 
 
 def _after_applying(facts: Facts, goes_on: bool) -> Facts:
@@ -103,7 +98,6 @@ class _Mine(threading.local):
     """What one thread remembers. MirroredStrategy runs each replica in a thread of its own.
 
     Attributes:
-        has_read: has it read the scale since the last step, in eager?
         applied: ids of the variables of the step so far.
         is_interleaved: was it begun while one of the other way was under way?
         loss: the loss of the step under way.
@@ -112,7 +106,6 @@ class _Mine(threading.local):
         unscaled: returns the gradients of the step under way as they were when they were unscaled.
     """
 
-    has_read = False
     applied: frozenset[int] = frozenset()
     is_interleaved = False
     loss: tf.Tensor | None = None
@@ -150,6 +143,7 @@ class StepCalls:
         mine.applied, mine.unscaled = frozenset(), list
         facts = Facts.LOSS_SCALED | Facts.APPLY_UNSCALES if to_apply else Facts.LOSS_SCALED
         self._known.note(facts, is_open=True)
+        mine.scaled_by = scaled_by
         if not host.in_v1_graph():
             self._scaled_by.assign(scaled_by, read_value=False)
 
@@ -161,26 +155,6 @@ class StepCalls:
         else:
             after = _look_up(_after_unscaling, self._known.at_run_time())
             self._known.note(after, is_open=True)
-
-    def begin(self) -> None:
-        """Notes that a step begins, so that what was read in eager before it does not count."""
-        self._mine.has_read = False
-
-    def read(self) -> None:
-        """Notes that the user has read the scale, and so may multiply the loss by it.
-
-        What is read in eager counts for what is applied in eager, in the same thread: to log the
-        scale between two steps must not change how a `tf.function` makes them.
-        """
-        if tf.executing_eagerly():
-            self._mine.has_read = True
-            return
-        facts = self._known_facts()
-        if facts is not None:
-            self._known.note(facts | Facts.SCALE_READ, is_open=True)
-        else:
-            facts = self._known.at_run_time()
-            self._known.note(facts | int(Facts.SCALE_READ), is_open=True)
 
     def unscale_early(self) -> bool | tf.Tensor:
         """Notes that gradients are unscaled which `apply_gradients` would, before others see them.
@@ -294,9 +268,6 @@ class StepCalls:
         facts = self._known_facts()
         if facts is None:
             return self._resolve_at_run_time(goes_on)
-        if self._mine.has_read and tf.executing_eagerly():
-            facts |= Facts.SCALE_READ
-            self._mine.has_read = False
         if _misses_a_call(facts, goes_on):
             messages.warn(_missing(facts))
             self._mine.applied, self._mine.scaled_by = frozenset(), None
@@ -368,18 +339,12 @@ def _missing(facts: Facts) -> str:
             "gradients of this step are too small by the loss scale, unless the loss was "
             f"multiplied by hand. Call both:{_EXAMPLE}"
         )
-    if Facts.SCALE_READ in facts:
-        return (
-            "The loss scale was read and the loss was not scaled with scale_loss() or "
-            "get_scaled_loss(), so apply_gradients() has divided the gradients by the loss scale, "
-            "as it does in Keras 3: this step is too small, unless the loss was multiplied by "
-            f"hand. Scale the loss where the gradients are computed:{_EXAMPLE}"
-        )
     return (
         "Neither get_scaled_loss() nor get_unscaled_gradients() was called before "
-        "apply_gradients(), nor was the loss scale read, so the gradients were applied as they "
-        "are: this step was made without loss scaling, and small float16 gradients may have "
-        f"vanished. Call both, or `minimize`:{_EXAMPLE}"
+        "apply_gradients(), so the gradients were applied as they are: this step was made without "
+        "loss scaling, and small float16 gradients may have vanished. If the loss was multiplied "
+        "by the loss scale by hand, say so: apply_gradients(..., scaled=True). Else call both, or "
+        f"`minimize`:{_EXAMPLE}"
     )
 
 
