@@ -14,11 +14,11 @@ from keras_mp import all_reduce_optimizer, hardware, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
-from keras_mp.step import gradients, skipped_steps, state_rollback, update_rules
+from keras_mp.step import gradients, other_adapters, skipped_steps, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.gathered import Gathered
-from keras_mp.step.loss_scale import DynamicLossScale, FixedLossScale, LossScale, schedule_of
-from keras_mp.step.optimizer_adapter import UpdateRule
+from keras_mp.step.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.outcomes import OutcomeHandler
 from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import Guard, ScaledStep
 from keras_mp.step.scaler_calls import ScalerCalls, Step
@@ -111,11 +111,11 @@ class GradScaler(tf.Module):
         self._skipped = skipped_steps.SkippedSteps(
             validation.integer_or_none("warn_after_skips", warn_after_skips)
         )
-        self._schedule = schedule_of(self._loss_scale, enabled and skip_nonfinite)
-        gradients.check_strategy(may_skip=self._schedule is not None)
-        self._verdicts = None
-        if self._schedule is not None:
-            self._verdicts = Gathered(self._schedule, self._skipped)
+        can_skip = (enabled and skip_nonfinite) or isinstance(self._loss_scale, DynamicLossScale)
+        gradients.check_strategy(may_skip=can_skip)
+        self._handler = None
+        if can_skip:
+            self._handler = OutcomeHandler(self._loss_scale, self._skipped, at_update=True)
         self._calls = ScalerCalls()
         hardware.warn_if_slow()
 
@@ -184,7 +184,7 @@ class GradScaler(tf.Module):
         """
         self._check_mode()
         if not self._scales:
-            if self._verdicts is not None:
+            if self._handler is not None:
                 flat = map(tf.convert_to_tensor, tf.nest.flatten(losses))
                 self._calls.saw(flat, are_all=True)
             return losses
@@ -219,7 +219,7 @@ class GradScaler(tf.Module):
         if not self._scales:
             return grads
         unscaled = gradients.unscale(grads, self._calls.scaled_by())
-        finite = None if self._verdicts is None else lambda: gradients.all_finite(unscaled)
+        finite = None if self._handler is None else lambda: gradients.all_finite(unscaled)
         self._calls.unscale(optimizer, unscaled, finite)
         return unscaled
 
@@ -251,15 +251,15 @@ class GradScaler(tf.Module):
         """
         self._check_mode()
         self._collect_reports()
-        gradients.check_strategy(may_skip=self._schedule is not None)
-        rule = _rule(optimizer)
+        gradients.check_strategy(may_skip=self._handler is not None)
+        adapter = _adapter_of(optimizer)
         pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
             raise ValueError(
                 "GradScaler.step() needs the gradients and variables of the step. Received: "
                 f"grads_and_vars={pairs!r}"
             )
-        rule.build([variable for _, variable in pairs])
+        adapter.build([variable for _, variable in pairs])
         scaled_by, losses = tf.constant(1.0), self._calls.losses()
         noted = contextlib.nullcontext(_NOTHING_SCALED)
         if self._scales:
@@ -270,7 +270,7 @@ class GradScaler(tf.Module):
             reduce_dtype = tf.float32
         with noted as known:
             guard = known.guard and Guard(known.guard.is_allowed, lambda: self._refuse(known.guard))
-            _, finite = ScaledStep(rule, self._verdicts, reduce_dtype, guard).make(
+            _, finite = ScaledStep(adapter, self._handler, reduce_dtype, guard).make(
                 pairs,
                 scaled=known.scaled,
                 scaled_by=scaled_by,
@@ -311,8 +311,8 @@ class GradScaler(tf.Module):
 
         def move(tensors: list[tf.Tensor]) -> None:
             stepped = tensors.pop(0) if tf.is_tensor(has_stepped) else has_stepped
-            if self._verdicts is not None:
-                self._verdicts.close(stepped, report, *tensors)
+            if self._handler is not None:
+                self._handler.update(stepped, report, *tensors)
             elif stepped is not True:
                 tf.cond(stepped, lambda: None, report)
 
@@ -353,8 +353,8 @@ class GradScaler(tf.Module):
         if save_type == "savedmodel":  # which holds functions, and all that these use
             functions = super()._trackable_children(save_type, **kwargs)
             children.update({**functions, **self._skipped.variables(), **self._calls.variables()})
-            if self._verdicts is not None:
-                children.update(self._verdicts.variables())
+            if self._handler is not None:
+                children.update(self._handler.variables())
         return children
 
     def _note_tape(self) -> None:
@@ -402,8 +402,8 @@ _SCALING_OF_V1 = (
 )
 
 
-def _rule(optimizer: Any) -> UpdateRule:
-    """Tells how an optimizer applies gradients, or refuses it."""
+def _adapter_of(optimizer: Any) -> OptimizerAdapter:
+    """Returns what drives an optimizer, or refuses it."""
     if find_loss_scale_optimizer(optimizer) is not None or isinstance(optimizer, _SCALING_OF_V1):
         raise TypeError(
             "A GradScaler needs an optimizer without loss scaling: this one has a scale of its own "
@@ -411,18 +411,18 @@ def _rule(optimizer: Any) -> UpdateRule:
             f"use that one alone. Received: optimizer={optimizer!r}"
         )
     all_reduce_optimizer.refuse_inside(optimizer, "GradScaler")
-    rule, hint = None, optimizer_wrapper.hint(optimizer)
+    adapter, hint = None, optimizer_wrapper.hint(optimizer)
     if not callable(getattr(optimizer, "apply_scaled_gradients", None)):
-        rule = optimizer_wrapper.adapter_of(optimizer)
-    if rule is None and not hint:
-        rule = update_rules.update_rule(optimizer)
-    if rule is None:
+        adapter = optimizer_wrapper.adapter_of(optimizer)
+    if adapter is None and not hint:
+        adapter = other_adapters.other_adapter(optimizer)
+    if adapter is None:
         raise TypeError(
             "Expected an optimizer of `tf.keras`, a tf.compat.v1.train.Optimizer, an object with a "
             "method `apply(updates, parameters)`, or a function of a list of (gradient, variable) "
             f"pairs{hint}. Received: optimizer={optimizer!r} (of type {type(optimizer)})"
         )
-    return rule
+    return adapter
 
 
 def _checked_loss(loss: Any) -> tf.Tensor:

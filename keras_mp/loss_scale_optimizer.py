@@ -18,9 +18,10 @@ from keras_mp.layer_paths import paths_of_weights
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, skipped_steps, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.loss_scale import schedule_of
+from keras_mp.step.loss_scale import DynamicLossScale
+from keras_mp.step.outcomes import OutcomeHandler
 from keras_mp.step.overflows import Overflow
-from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
+from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.step_calls import StepCalls
 from keras_mp.support import messages, validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -183,19 +184,20 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         loss_scale = older_spellings.loss_scale_from_arguments(
             loss_scale if scales else 1, dynamic, initial_scale, dynamic_growth_steps
         )
-        schedule = schedule_of(loss_scale, skip_nonfinite)
-        gradients.check_strategy(may_skip=schedule is not None)
+        can_skip = skip_nonfinite or isinstance(loss_scale, DynamicLossScale)
+        gradients.check_strategy(may_skip=can_skip)
+        skipped = skipped_steps.SkippedSteps(
+            validation.integer_or_none("warn_after_skips", warn_after_skips)
+        )
         vars(self).update(
             _name=name,
             _loss_scale=loss_scale,
             # False where there is nothing to scale by, and so no call that could be missing.
             _scales=scales,
             _skip_nonfinite=skip_nonfinite,
-            _schedule=schedule,
+            _handler=OutcomeHandler(loss_scale, skipped) if can_skip else None,
             _reduce_dtype=reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16),
-            _skipped=skipped_steps.SkippedSteps(
-                validation.integer_or_none("warn_after_skips", warn_after_skips)
-            ),
+            _skipped=skipped,
             _calls=StepCalls(),
             policy_in_file=None,
         )
@@ -259,9 +261,9 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
     def last_step_skipped(self) -> tf.Tensor:
         """Was the last step skipped? A bool scalar tensor."""
         self._collect_reports()
-        if self._schedule is None:
+        if self._handler is None:
             return tf.constant(False)
-        return tf.convert_to_tensor(self._schedule.num_bad_steps) > 0
+        return tf.convert_to_tensor(self._handler.skips_in_a_row) > 0
 
     @property
     def last_overflow(self) -> Overflow | None:
@@ -686,8 +688,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
         if save_type == "savedmodel":  # which holds functions, and all that these use
             children.update({**self._skipped.variables(), **self._calls.variables()})
-            if self._schedule is not None and not self.dynamic:
-                children["skips_in_a_row"] = self._schedule.num_bad_steps
+            if self._handler is not None:
+                children.update(self._handler.variables())
         return children
 
     def _state(self) -> dict[str, tf.Variable]:
@@ -776,15 +778,12 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         self._collect_reports()
         passes.warn_if_compiled()
         # Again, since the optimizer may have been made outside of the strategy's scope.
-        gradients.check_strategy(may_skip=self._schedule is not None)
+        gradients.check_strategy(may_skip=self._handler is not None)
         self.build([variable for _, variable in pairs])
-        verdicts = None
-        if self._schedule is not None:
-            verdicts = MovedAtOnce(self._schedule, self._skipped)
         reduce_dtype = self._reduce_dtype
         if reduce_dtype == tf.float16 and not self._scales:
             reduce_dtype = tf.float32
-        step = ScaledStep(self._adapter, verdicts, reduce_dtype, names=self._names_of)
+        step = ScaledStep(self._adapter, self._handler, reduce_dtype, names=self._names_of)
         operation, _ = step.make(
             pairs,
             scaled=scaled,

@@ -14,7 +14,7 @@ from tensorflow.python.saved_model.registration import register_serializable
 from tensorflow.python.saved_model.revived_types import serialize as serialize_revived
 
 from keras_mp import keras_api
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.support import messages
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 
@@ -494,9 +494,6 @@ class _WrapperAdapter(OptimizerAdapter):
     def build(self, variables: Sequence[Any]) -> None:
         self.optimizer.build(variables)
 
-    def built_variables(self) -> Sequence[Any]:
-        return self.optimizer._adapter.built_variables()
-
     def compute_gradients(
         self,
         loss: Any,
@@ -506,30 +503,24 @@ class _WrapperAdapter(OptimizerAdapter):
     ) -> list[tuple[Any, Any]]:
         return self.optimizer.compute_gradients(loss, var_list, tape, grad_loss)
 
-    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
-        return self.optimizer._adapter.custom_aggregation()
-
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
         return self.optimizer.apply_gradients(
             grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
         )
 
-    def accumulates(self) -> bool:
-        return self.optimizer._adapter.accumulates()
 
-    def completes_step(self) -> tf.Tensor:
-        return self.optimizer._adapter.completes_step()
+def _ask_innermost(name: str) -> Callable[..., Any]:
+    def method(self: _WrapperAdapter, *args: Any) -> Any:
+        return getattr(self.optimizer._adapter, name)(*args)
 
-    def totals(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
-        return self.optimizer._adapter.totals(grads_and_vars)
+    return method
 
-    def drop_accumulated(self) -> None:
-        self.optimizer._adapter.drop_accumulated()
 
-    def is_overwritten(self, variable: Any) -> bool:
-        return self.optimizer._adapter.is_overwritten(variable)
+for _name in (
+    *("built_variables", "custom_aggregation", "is_overwritten"),
+    *("accumulates", "completes_step", "totals", "drop_accumulated"),
+):
+    setattr(_WrapperAdapter, _name, _ask_innermost(_name))
 
 
 def _names_of_wrappers(cls: type) -> set[str]:

@@ -24,9 +24,10 @@ from keras_mp.compat.loss_scale_managers import (
 from keras_mp.grappler import passes
 from keras_mp.step import gradients, skipped_steps
 from keras_mp.step.loss_scale import DynamicLossScale, LossScale
+from keras_mp.step.other_adapters import V1Optimizer
+from keras_mp.step.outcomes import OutcomeHandler
 from keras_mp.step.overflows import Overflow
-from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
-from keras_mp.step.update_rules import V1Optimizer
+from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support import host, messages, validation
 from keras_mp.support.autograph import do_not_convert
 
@@ -144,6 +145,9 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         warn_after_skips = validation.integer_or_none("warn_after_skips", warn_after_skips)
         is_told = not host.in_v1_graph()
         self._skipped = skipped_steps.SkippedSteps(warn_after_skips) if is_told else _OnlyCounted()
+        self._handler = None
+        if isinstance(self._loss_scale, (DynamicLossScale, ManagedLossScale)):
+            self._handler = OutcomeHandler(self._loss_scale, self._skipped)
         self._calls = _Calls()
         _wrapped.add(opt)
         hardware.warn_if_slow()
@@ -167,9 +171,9 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
     @property
     def last_step_skipped(self) -> tf.Tensor:
         """Was the last step skipped? A bool scalar tensor."""
-        if not self._can_skip:
+        if self._handler is None:
             return tf.constant(False)
-        return tf.convert_to_tensor(self._loss_scale.num_bad_steps) > 0
+        return tf.convert_to_tensor(self._handler.skips_in_a_row) > 0
 
     @property
     def last_overflow(self) -> Overflow | None:
@@ -322,10 +326,6 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         """
         return [*self._loss_scale.variables, self._skipped.total]
 
-    @property
-    def _can_skip(self) -> bool:
-        return isinstance(self._loss_scale, (DynamicLossScale, ManagedLossScale))
-
     def _scaled_gradients(
         self,
         loss: Any,
@@ -363,13 +363,12 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         gradients.check_strategy()
         self._skipped.collect_reports()
         passes.warn_if_compiled()
-        rule = V1Optimizer(self.inner_optimizer, global_step)
-        rule.build([variable for _, variable in pairs])
-        verdicts = MovedAtOnce(self._loss_scale, self._skipped) if self._can_skip else None
+        adapter = V1Optimizer(self.inner_optimizer, global_step)
+        adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
         reduce_dtype = tf.float16 if self._aggregate_in_float16 else tf.float32
-        operation, _ = ScaledStep(rule, verdicts, reduce_dtype).make(
+        operation, _ = ScaledStep(adapter, self._handler, reduce_dtype).make(
             pairs,
             scaled=scaled_by is not None,
             scaled_by=self._loss_scale() if scaled_by is None else scaled_by,

@@ -540,43 +540,6 @@ class DynamicLossScale(LossScale):
         return copied
 
 
-class SkipsInARow:
-    """What is left of a `DynamicLossScale` where steps are skipped and the scale never moves.
-
-    Args:
-        loss_scale: the loss scale.
-    """
-
-    def __init__(self, loss_scale: LossScale) -> None:
-        self._loss_scale = loss_scale
-        with tf.init_scope():
-            self.num_bad_steps = state_variable(0, tf.int64, "bad_steps")
-
-    def __call__(self) -> tf.Tensor:
-        """Returns the scale, a float32 scalar tensor."""
-        return self._loss_scale()
-
-    def move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
-        """Counts a step, as `DynamicLossScale.move` does."""
-        bad = tf.constant(0, tf.int64) if finite else self.num_bad_steps + 1
-        return [self.num_bad_steps.assign(bad, read_value=False)], bad
-
-
-Schedule = DynamicLossScale | SkipsInARow
-
-
-def schedule_of(loss_scale: LossScale, skip_nonfinite: bool) -> Schedule | None:
-    """Returns what a step moves, or None where no step is skipped.
-
-    Args:
-        loss_scale: the loss scale.
-        skip_nonfinite: bool. Are steps skipped too whose scale does not move?
-    """
-    if isinstance(loss_scale, DynamicLossScale):
-        return loss_scale
-    return SkipsInARow(loss_scale) if skip_nonfinite else None
-
-
 def state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
     """Makes a variable that is assigned once for all replicas."""
     # Not aggregated: every replica assigns the same value, which one common decision gave.

@@ -1,10 +1,9 @@
 """One step with scaled gradients: sum them, judge them, unscale them, apply them or skip the step.
 
-RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". What becomes of the verdict is
-the business of a `Verdicts`: here it is that of one optimizer, which moves the scale at once.
+RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". What comes of the verdict
+beside the step itself is left to an `OutcomeHandler`.
 """
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -13,69 +12,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.step import gradients, observers, overflows, state_rollback
-from keras_mp.step.loss_scale import Schedule
-from keras_mp.step.optimizer_adapter import UpdateRule
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.outcomes import OutcomeHandler
 from keras_mp.step.overflows import Seen
-from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.support import host
-
-
-class Verdicts(abc.ABC):
-    """What the verdict on a step leads to, beside the step itself.
-
-    Each method is called in the branch that such a step takes, once for all replicas of a process,
-    and returns the operations that it makes.
-    """
-
-    @abc.abstractmethod
-    def watch(self) -> None:
-        """Prepares for the others, outside of any branch."""
-
-    @abc.abstractmethod
-    def good(self) -> list[Any]:
-        """The gradients were finite."""
-
-    @abc.abstractmethod
-    def bad(self, seen: Seen | None, weights: Sequence[state_rollback.Weight]) -> list[Any]:
-        """They were not.
-
-        Args:
-            seen: what was not finite, on all replicas; None in a graph of TensorFlow 1.
-            weights: the weights of the model, from every replica at hand, as far as they are known.
-        """
-
-    def accumulated(self) -> list[Any]:
-        """The gradients were added to those of the calls before, and no step was made yet."""
-        return []
-
-
-@dataclasses.dataclass(frozen=True)
-class MovedAtOnce(Verdicts):
-    """One optimizer has the scale to itself: each verdict moves it.
-
-    Attributes:
-        schedule: is moved.
-        skipped: is told of steps that are skipped.
-    """
-
-    schedule: Schedule
-    skipped: SkippedSteps
-
-    def watch(self) -> None:
-        """Prepares for the others, outside of any branch."""
-        self.skipped.watch()
-
-    def good(self) -> list[Any]:
-        """The gradients were finite."""
-        return self.schedule.move(True)[0]
-
-    def bad(self, seen: Seen | None, weights: Sequence[state_rollback.Weight]) -> list[Any]:
-        """They were not."""
-        goes_on = tf.convert_to_tensor(self.schedule.num_bad_steps) > 0
-        counted = self.skipped.skip(goes_on, self.schedule(), seen, weights, is_of_one=True)
-        moved, in_a_row = self.schedule.move(False)
-        self.skipped.in_a_row(in_a_row)
-        return [*moved, *counted]
 
 
 class Guard(NamedTuple):
@@ -90,7 +30,7 @@ class Guard(NamedTuple):
     refuse: Callable[[], None]
 
 
-class _Share:
+class _ReplicaState:
     """What a replica brings to the decision.
 
     Attributes:
@@ -128,16 +68,16 @@ class ScaledStep:
     """Makes a step; to be called in a replica context.
 
     Attributes:
-        rule: applies the gradients; what it needs is built.
-        verdicts: is told of the verdict; None where no step is skipped.
+        adapter: applies the gradients; what it needs is built.
+        handler: is told of the outcome; None where no step is skipped.
         reduce_dtype: DType. In which float32 gradients are summed over replicas; as float16 only
             where a step may be skipped.
         guard: keeps the step from being made; not in a TensorFlow 1 graph.
         names: given variables, returns what users call them, or None where it does not know.
     """
 
-    rule: UpdateRule
-    verdicts: Verdicts | None
+    adapter: OptimizerAdapter
+    handler: OutcomeHandler | None
     reduce_dtype: tf.DType
     guard: Guard | None = None
     names: overflows.Names | None = None
@@ -176,8 +116,8 @@ class ScaledStep:
         """
         observers.show(pairs, scaled, scaled_by)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        kept = state_rollback.keep(variables if self.verdicts else ())
-        share = _Share(kept, losses, overflows.changed_since(unclipped or (), grads))
+        kept = state_rollback.keep(variables if self.handler else ())
+        mine = _ReplicaState(kept, losses, overflows.changed_since(unclipped or (), grads))
         if unclipped:
             unclipped.clear()
         new_values = self._take_new_values(grads, variables, scaled, scaled_by)
@@ -187,44 +127,44 @@ class ScaledStep:
             grads = gradients.unscale(grads, tf.where(scaled, scaled_by, 1.0))
             scaled = False
         grads, marks, scaled = self._reduced(
-            share, grads, marks, variables, scaled, scaled_by, aggregate
+            mine, grads, marks, variables, scaled, scaled_by, aggregate
         )
-        safe = self.rule.is_scaling_safe
+        safe = self.adapter.is_scaling_safe
         unscaled = gradients.unscale(grads, scaled_by) if scaled else grads
-        unscaled, share.to_apply = (
+        unscaled, mine.to_apply = (
             [new_values.get(i, g) for i, g in enumerate(each)]
             for each in (unscaled, grads if safe else unscaled)
         )
-        share.judged = list(zip(unscaled, variables, strict=True))
+        mine.judged = list(zip(unscaled, variables, strict=True))
         finite = None
-        if self.verdicts:
+        if self.handler:
             # Unscaled gradients are finite where scaled ones are, and the other way round.
-            totals = self.rule.totals(share.judged)
-            share.variables = [variable for _, variable in totals]
+            totals = self.adapter.totals(mine.judged)
+            mine.variables = [variable for _, variable in totals]
             finite = gradients.all_finite([*(total for total, _ in totals), *marks])
             if not aggregate and tf.distribute.get_strategy().num_replicas_in_sync > 1:
                 finite = gradients.agree(finite)
-            self.verdicts.watch()
+            self.handler.watch()
         loss_scale = scaled_by if scaled else tf.constant(1.0)
         is_allowed = self.guard and self.guard.is_allowed
 
-        def apply(share: _Share) -> Any:
-            pairs = list(zip(share.to_apply, variables, strict=True))
+        def apply(mine: _ReplicaState) -> Any:
+            pairs = list(zip(mine.to_apply, variables, strict=True))
             if safe:
                 verdicts = [each for each in (finite, is_allowed) if each is not None]
                 verdict = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
-                return self.rule.apply_scaled(pairs, loss_scale, verdict)
-            return self.rule.apply(pairs, name, aggregate=False)
+                return self.adapter.apply_scaled(pairs, loss_scale, verdict)
+            return self.adapter.apply(pairs, name, aggregate=False)
 
         decide = self._let_it_skip if safe else self._apply_or_skip
         operation = gradients.decide_for_all_replicas(
-            decide, (finite, is_allowed), share, apply, self._look
+            decide, (finite, is_allowed), mine, apply, self._look
         )
         return operation, finite
 
     def _reduced(
         self,
-        share: _Share,
+        mine: _ReplicaState,
         grads: list[Any],
         marks: list[tf.Tensor],
         variables: list[Any],
@@ -234,21 +174,21 @@ class ScaledStep:
     ) -> tuple[list[Any], list[tf.Tensor], bool]:
         """Sums gradients, and marks beside them; also tells whether the sums are scaled."""
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        custom = self.rule.custom_aggregation()
+        custom = self.adapter.custom_aggregation()
         if aggregate and custom:
             if scaled:
                 grads = gradients.unscale(grads, scaled_by)
             if replicas > 1:
                 marks = gradients.all_reduce(marks, tf.float32)
-            share.sent = functools.partial(list, grads)
+            mine.sent = functools.partial(list, grads)
             grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
             return grads, marks, False
         if not aggregate or replicas == 1:
             return grads, marks, scaled
         packed, unpack = gradients.pack([*grads, *marks])
         packed, scaled, sent = self._sum_over_replicas(packed, scaled, scaled_by)
-        share.sent = lambda: unpack(sent)[: len(grads)]
-        if scaled and not self.rule.is_scaling_safe:
+        mine.sent = lambda: unpack(sent)[: len(grads)]
+        if scaled and not self.adapter.is_scaling_safe:
             packed, scaled = gradients.unscale(packed, scaled_by), False
         summed = unpack(packed)
         return summed[: len(grads)], summed[len(grads) :], scaled
@@ -258,7 +198,7 @@ class ScaledStep:
     ) -> tuple[list[Any], bool, list[Any]]:
         """Sums gradients over replicas; tells whether the sums are scaled, and what was sent."""
         in_float16 = self.reduce_dtype == tf.float16
-        if self.verdicts:
+        if self.handler:
             if in_float16 and not scaled:
                 grads, scaled = gradients.scale(grads, scaled_by), True
             sent = gradients.narrow(grads, self.reduce_dtype)
@@ -267,7 +207,7 @@ class ScaledStep:
         # What overflows in float16 is harmless only where a step can be skipped.
         reduce_dtype = tf.float32 if in_float16 else self.reduce_dtype
         summed = gradients.all_reduce(gradients.widen(grads), reduce_dtype)
-        if self.rule.is_scaling_safe:
+        if self.adapter.is_scaling_safe:
             return summed, scaled, []
         if scaled:
             summed = gradients.unscale(summed, scaled_by)
@@ -286,7 +226,7 @@ class ScaledStep:
         """
         values = {}
         for i, variable in enumerate(variables):
-            if grads[i] is not None and self.rule.is_overwritten(variable):
+            if grads[i] is not None and self.adapter.is_overwritten(variable):
                 divided_by = tf.where(scaled, 1.0, scaled_by)
                 [values[i]] = gradients.scale([grads[i]], divided_by)
                 grads[i] = None
@@ -296,23 +236,23 @@ class ScaledStep:
         self,
         finite: tf.Tensor | None,
         is_allowed: tf.Tensor | None,
-        shares: Sequence[_Share],
+        states: Sequence[_ReplicaState],
         apply: Callable[[], Any],
         look: Callable[[], Any],
     ) -> tf.Operation | None:
         """Applies gradients if they are finite. Once for all replicas."""
-        kept = [share.kept for share in shares]
+        kept = [mine.kept for mine in states]
 
         # Each branch moves only what such a step moves: a good one has not much to do.
         def make() -> Any:
-            for share in shares:
-                share.let_go()
+            for mine in states:
+                mine.let_go()
             applied = _operation(apply())
-            return _operation([applied, *self.verdicts.good()])
+            return _operation([applied, *self.handler.good()])
 
         def skip() -> Any:
-            seen = self._seen(shares, look)
-            self.rule.drop_accumulated()
+            seen = self._seen(states, look)
+            self.adapter.drop_accumulated()
             return self._note_skip(seen, kept)
 
         def add() -> Any:
@@ -321,16 +261,16 @@ class ScaledStep:
                 put_back = lambda: _operation(_put_back(kept))  # noqa: E731
                 kept_or_not = tf.cond(finite, lambda: _operation([]), put_back)
                 applied = _operation([applied, kept_or_not])
-            return _operation([applied, *self.verdicts.accumulated()])
+            return _operation([applied, *self.handler.accumulated()])
 
         if finite is None:
             return self._unless_refused(is_allowed, kept, lambda: _operation(apply()))
-        if not self.rule.accumulates():
+        if not self.adapter.accumulates():
             return self._choose(finite, is_allowed, kept, make, skip)
         # Only what is made of all gradients that were accumulated is a step. If some are not
         # finite, it is skipped when it is complete.
         return tf.cond(
-            self.rule.completes_step(),
+            self.adapter.completes_step(),
             lambda: self._choose(finite, is_allowed, kept, make, skip),
             lambda: self._unless_refused(is_allowed, kept, add),
         )
@@ -339,18 +279,18 @@ class ScaledStep:
         self,
         finite: tf.Tensor | None,
         is_allowed: tf.Tensor | None,
-        shares: Sequence[_Share],
+        states: Sequence[_ReplicaState],
         apply: Callable[[], Any],
         look: Callable[[], Any],
     ) -> tf.Operation | None:
         """Lets what is scaling-safe make or skip the step, which is noted here."""
-        kept = [share.kept for share in shares]
+        kept = [mine.kept for mine in states]
         applied = _operation(apply())
         if finite is None:
             noted = self._unless_refused(is_allowed, kept, lambda: _operation([]))
         else:
-            good = lambda: _operation(self.verdicts.good())  # noqa: E731
-            skip = lambda: self._note_skip(self._seen(shares, look), kept)  # noqa: E731
+            good = lambda: _operation(self.handler.good())  # noqa: E731
+            skip = lambda: self._note_skip(self._seen(states, look), kept)  # noqa: E731
             noted = self._choose(finite, is_allowed, kept, good, skip)
         return _operation([applied, noted])
 
@@ -390,29 +330,29 @@ class ScaledStep:
         put_back = _put_back(kept)
         weights = [weight for each in kept for weight in each.weights]
         with tf.control_dependencies(put_back):
-            noted = self.verdicts.bad(seen, weights)
+            noted = self.handler.bad(seen, weights)
         return _operation([*put_back, *noted])
 
-    def _seen(self, shares: Sequence[_Share], look: Callable[[], Any]) -> Seen | None:
+    def _seen(self, states: Sequence[_ReplicaState], look: Callable[[], Any]) -> Seen | None:
         """What was not finite, on all replicas. Called in the branch that skips."""
         if host.in_v1_graph():
             return None
         counts, *_ = tf.distribute.get_strategy().experimental_local_results(look())
-        has_total = self._has_total(shares[0])
-        return Seen(shares[0].variables, counts, has_total, self.rule.steps_made(), self.names)
+        has_total = self._has_total(states[0])
+        return Seen(states[0].variables, counts, has_total, self.adapter.steps_made(), self.names)
 
-    def _look(self, share: _Share) -> tf.Tensor:
+    def _look(self, mine: _ReplicaState) -> tf.Tensor:
         """The counts of `Seen`. Called on each replica, which tells them to all others."""
-        judged = [gradient for gradient, _ in share.judged]
+        judged = [gradient for gradient, _ in mine.judged]
         totals = None
-        if self._has_total(share):
-            totals = [total for total, _ in self.rule.totals(share.judged)]
-        sent = share.sent() if share.sent else judged
-        return overflows.look(share.losses, share.unclipped, sent, totals)
+        if self._has_total(mine):
+            totals = [total for total, _ in self.adapter.totals(mine.judged)]
+        sent = mine.sent() if mine.sent else judged
+        return overflows.look(mine.losses, mine.unclipped, sent, totals)
 
-    def _has_total(self, share: _Share) -> bool:
+    def _has_total(self, mine: _ReplicaState) -> bool:
         """Is something else judged than what this replica has computed?"""
-        return share.sent is not None or self.rule.accumulates()
+        return mine.sent is not None or self.adapter.accumulates()
 
 
 def _put_back(kept: Sequence[state_rollback.Kept]) -> list[tf.Operation]:
