@@ -6,7 +6,7 @@ The step is that of `keras_mp.step`.
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -22,12 +22,13 @@ from keras_mp.compat.loss_scale_managers import (
     next_exponential_state,
 )
 from keras_mp.grappler import passes
-from keras_mp.step import gradients, skipped_steps
+from keras_mp.step import gradients
+from keras_mp.step.calls import NoCalls
 from keras_mp.step.loss_scale import DynamicLossScale, LossScale
 from keras_mp.step.other_adapters import V1Optimizer
-from keras_mp.step.outcomes import OutcomeHandler
 from keras_mp.step.overflows import Overflow
-from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.step.scaled_step import Given
+from keras_mp.step.scaler import Scaler
 from keras_mp.support import host, messages, validation
 from keras_mp.support.autograph import do_not_convert
 
@@ -138,16 +139,15 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         gradients.check_strategy()
         self._trackable = opt
         _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
-        self._loss_scale = _loss_scale(loss_scale, loss_scale_manager)
-        self._aggregate_in_float16 = validation.boolean(
-            "aggregate_in_float16", aggregate_in_float16
+        validation.boolean("aggregate_in_float16", aggregate_in_float16)
+        loss_scale = _loss_scale(loss_scale, loss_scale_manager)
+        self._scaler = Scaler(
+            loss_scale,
+            NoCalls(loss_scale),
+            can_skip=isinstance(loss_scale, (DynamicLossScale, ManagedLossScale)),
+            reduce_dtype=tf.float16 if aggregate_in_float16 else tf.float32,
+            warn_after_skips=warn_after_skips,
         )
-        warn_after_skips = validation.integer_or_none("warn_after_skips", warn_after_skips)
-        is_told = not host.in_v1_graph()
-        self._skipped = skipped_steps.SkippedSteps(warn_after_skips) if is_told else _OnlyCounted()
-        self._handler = None
-        if isinstance(self._loss_scale, (DynamicLossScale, ManagedLossScale)):
-            self._handler = OutcomeHandler(self._loss_scale, self._skipped)
         self._calls = _Calls()
         _wrapped.add(opt)
         hardware.warn_if_slow()
@@ -160,20 +160,17 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale: call it for its value, a float32 scalar tensor."""
-        return self._loss_scale
+        return self._scaler.loss_scale
 
     @property
     def steps_skipped(self) -> tf.Tensor:
         """How many steps were skipped so far, an int64 scalar tensor."""
-        self._skipped.collect_reports()
-        return tf.convert_to_tensor(self._skipped.total)
+        return self._scaler.steps_skipped()
 
     @property
     def last_step_skipped(self) -> tf.Tensor:
         """Was the last step skipped? A bool scalar tensor."""
-        if self._handler is None:
-            return tf.constant(False)
-        return tf.convert_to_tensor(self._handler.skips_in_a_row) > 0
+        return self._scaler.last_step_skipped()
 
     @property
     def last_overflow(self) -> Overflow | None:
@@ -184,7 +181,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         Raises:
             RuntimeError: it is read in a graph.
         """
-        return self._skipped.last_overflow()
+        return self._scaler.last_overflow()
 
     def get_name(self) -> str:
         """Returns the inner optimizer's name."""
@@ -231,9 +228,9 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, global_step, var_list, name=name, **how)
         losses: list[tf.Tensor] = []
-        scaled_by = self._loss_scale()
+        scaled_by = self._scaler.loss_scale()
         pairs = _checked(self._scaled_gradients(loss, scaled_by, losses, var_list, **how))
-        return self._step(pairs, global_step, name, scaled_by=scaled_by, losses=losses)
+        return self._step(pairs, global_step, name, Given(True, scaled_by, losses=losses))
 
     @do_not_convert
     def compute_gradients(
@@ -259,7 +256,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         Returns:
             list of (gradient, variable) pairs. A gradient may be None.
         """
-        scaled_by = self._loss_scale()
+        scaled_by = self._scaler.loss_scale()
         pairs = self._scaled_gradients(
             loss,
             scaled_by,
@@ -300,7 +297,8 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         pairs = _checked(grads_and_vars)
         self._calls.applied(variable for _, variable in pairs)
         aggregate = not skip_gradients_aggregation
-        return self._step(pairs, global_step, name, aggregate=aggregate)
+        given = Given(False, self._scaler.loss_scale())
+        return self._step(pairs, global_step, name, given, aggregate=aggregate)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Returns a slot of the inner optimizer, or None.
@@ -324,7 +322,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
 
         A `Saver` without them reads a checkpoint of a program that did not scale the loss.
         """
-        return [*self._loss_scale.variables, self._skipped.total]
+        return [*self._scaler.loss_scale.variables, self._scaler.skipped.total]
 
     def _scaled_gradients(
         self,
@@ -354,28 +352,18 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         pairs: list[tuple[Any, Any]],
         global_step: Any,
         name: str | None,
+        given: Given,
         *,
-        scaled_by: tf.Tensor | None = None,
-        losses: Sequence[tf.Tensor] = (),
         aggregate: bool = True,
     ) -> Any:
         # Again, since the optimizer may have been made outside of the strategy's scope.
         gradients.check_strategy()
-        self._skipped.collect_reports()
         passes.warn_if_compiled()
         adapter = V1Optimizer(self.inner_optimizer, global_step)
         adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
-        reduce_dtype = tf.float16 if self._aggregate_in_float16 else tf.float32
-        operation, _ = ScaledStep(adapter, self._handler, reduce_dtype).make(
-            pairs,
-            scaled=scaled_by is not None,
-            scaled_by=self._loss_scale() if scaled_by is None else scaled_by,
-            losses=losses,
-            aggregate=aggregate,
-            name=name,
-        )
+        operation, _ = self._scaler.step(adapter, pairs, given, aggregate=aggregate, name=name)
         if operation is None:
             return None
         train_op = tf.group(operation, name=name or self.get_name())
@@ -384,12 +372,12 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         return train_op
 
     def _own_children(self) -> dict[str, Any]:
-        return {"loss_scale": self._loss_scale, "steps_skipped": self._skipped.total}
+        return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.skipped.total}
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
         if save_type == "savedmodel":  # which holds functions, and all that these use
-            children.update(self._skipped.variables())
+            children.update(self._scaler.variables())
         return children
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -434,35 +422,6 @@ def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     if not pairs:
         raise ValueError("No gradients provided for any variable. Received: []")
     return pairs
-
-
-class _OnlyCounted:
-    """What is left of `SkippedSteps` in a graph of TensorFlow 1, which warns of nothing."""
-
-    def __init__(self) -> None:
-        self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
-
-    def watch(self) -> None:
-        return
-
-    def skip(self, *args: Any, is_of_one: bool) -> list[Any]:
-        del args, is_of_one
-        return [self.total.assign_add(1, read_value=False)]
-
-    def in_a_row(self, count: tf.Tensor) -> None:
-        del count
-
-    def last_overflow(self) -> Any:
-        raise RuntimeError(
-            "Nobody looks whose gradients overflow in a graph of TensorFlow 1. Read "
-            "`steps_skipped`, or make the step in eager code or a tf.function."
-        )
-
-    def collect_reports(self) -> None:
-        return
-
-    def variables(self) -> dict[str, tf.Variable]:
-        return {}
 
 
 class _Mine(threading.local):

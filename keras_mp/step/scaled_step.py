@@ -30,6 +30,32 @@ class Guard(NamedTuple):
     refuse: Callable[[], None]
 
 
+class Given(NamedTuple):
+    """What is known of the gradients that a step is made of.
+
+    Attributes:
+        scaled: bool, or bool scalar tensor. Whether they are still scaled.
+        scaled_by: float32 scalar tensor, what the loss was multiplied by, or would be; None where
+            nothing scales a loss.
+        is_divided: tells whether they were divided by it, a bool or bool scalar tensor.
+        losses: the losses of this replica, as far as they are known.
+        unclipped: the gradients of this replica as they were when they were unscaled, before the
+            user may have clipped them; empty where that is not known. `ScaledStep.make` empties it:
+            in eager, it would keep them in memory while the step is made.
+        was_finite: bool scalar tensor. An earlier verdict on gradients of this replica, which may
+            have been changed since; None if there was none.
+        guard: keeps the step from being made; None where no call can be wrong.
+    """
+
+    scaled: bool | tf.Tensor = False
+    scaled_by: tf.Tensor | None = None
+    is_divided: Callable[[], bool | tf.Tensor] = lambda: False
+    losses: Sequence[tf.Tensor] = ()
+    unclipped: Any = ()
+    was_finite: tf.Tensor | None = None
+    guard: Guard | None = None
+
+
 class _ReplicaState:
     """What a replica brings to the decision.
 
@@ -71,58 +97,46 @@ class ScaledStep:
         adapter: applies the gradients; what it needs is built.
         handler: is told of the outcome; None where no step is skipped.
         reduce_dtype: DType. In which float32 gradients are summed over replicas; as float16 only
-            where a step may be skipped.
-        guard: keeps the step from being made; not in a TensorFlow 1 graph.
+            where they are scaled and a step may be skipped.
+        given: what is known of the gradients.
         names: given variables, returns what users call them, or None where it does not know.
     """
 
     adapter: OptimizerAdapter
     handler: OutcomeHandler | None
     reduce_dtype: tf.DType
-    guard: Guard | None = None
+    given: Given
     names: overflows.Names | None = None
 
     def make(
         self,
         pairs: Sequence[tuple[Any, Any]],
         *,
-        scaled: bool | tf.Tensor,
-        scaled_by: tf.Tensor,
-        losses: Sequence[tf.Tensor] = (),
-        unclipped: list[Any] | None = None,
         aggregate: bool = True,
         name: str | None = None,
-        was_finite: tf.Tensor | None = None,
     ) -> tuple[tf.Operation | None, tf.Tensor | None]:
         """Makes the step.
 
         Args:
             pairs: sequence of (gradient, variable) pairs.
-            scaled: bool, or bool scalar tensor. Are the gradients still scaled?
-            scaled_by: float32 scalar tensor, what the loss was multiplied by.
-            losses: the losses of this replica, as far as they are known.
-            unclipped: the gradients of this replica as they were when they were unscaled, before
-                the user may have clipped them; None, or empty, where that is not known. Is emptied:
-                in eager, who calls this would keep them in memory while the step is made.
-            aggregate: bool. Are the gradients to be summed over replicas?
+            aggregate: bool. Whether the gradients are to be summed over replicas.
             name: str. Name of the operation.
-            was_finite: bool scalar tensor. An earlier verdict on gradients of this replica, which
-                may have been changed since.
 
         Returns:
             tuple of the operation that makes the step in a TensorFlow 1 graph, else None, and of
             the verdict, a bool scalar tensor that is the same on every replica; None where no step
             is skipped.
         """
+        given, scaled, scaled_by = self.given, self.given.scaled, self.given.scaled_by
         observers.show(pairs, scaled, scaled_by)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         kept = state_rollback.keep(variables if self.handler else ())
-        mine = _ReplicaState(kept, losses, overflows.changed_since(unclipped or (), grads))
-        if unclipped:
-            unclipped.clear()
-        new_values = self._take_new_values(grads, variables, scaled, scaled_by)
+        mine = _ReplicaState(kept, given.losses, overflows.changed_since(given.unclipped, grads))
+        if given.unclipped:
+            given.unclipped.clear()
+        new_values = self._take_new_values(grads, variables)
         # As one more gradient, an earlier verdict is summed and judged with the others.
-        marks = [] if was_finite is None else [tf.where(was_finite, 0.0, float("nan"))]
+        marks = [] if given.was_finite is None else [tf.where(given.was_finite, 0.0, float("nan"))]
         if tf.is_tensor(scaled):
             grads = gradients.unscale(grads, tf.where(scaled, scaled_by, 1.0))
             scaled = False
@@ -146,7 +160,7 @@ class ScaledStep:
                 finite = gradients.agree(finite)
             self.handler.watch()
         loss_scale = scaled_by if scaled else tf.constant(1.0)
-        is_allowed = self.guard and self.guard.is_allowed
+        is_allowed = given.guard and given.guard.is_allowed
 
         def apply(mine: _ReplicaState) -> Any:
             pairs = list(zip(mine.to_apply, variables, strict=True))
@@ -197,15 +211,18 @@ class ScaledStep:
         self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor
     ) -> tuple[list[Any], bool, list[Any]]:
         """Sums gradients over replicas; tells whether the sums are scaled, and what was sent."""
-        in_float16 = self.reduce_dtype == tf.float16
+        in_float16 = self.reduce_dtype == tf.float16 and scaled_by is not None
+        reduce_dtype = self.reduce_dtype
+        if reduce_dtype == tf.float16 and not (self.handler and in_float16):
+            # Small values vanish if they are not scaled, and a sum that overflows is harmless only
+            # where a step can be skipped.
+            reduce_dtype = tf.float32
         if self.handler:
             if in_float16 and not scaled:
                 grads, scaled = gradients.scale(grads, scaled_by), True
-            sent = gradients.narrow(grads, self.reduce_dtype)
+            sent = gradients.narrow(grads, reduce_dtype)
             summed = gradients.all_reduce(sent, tf.float32)
             return gradients.cast_as(summed, grads), scaled, sent
-        # What overflows in float16 is harmless only where a step can be skipped.
-        reduce_dtype = tf.float32 if in_float16 else self.reduce_dtype
         summed = gradients.all_reduce(gradients.widen(grads), reduce_dtype)
         if self.adapter.is_scaling_safe:
             return summed, scaled, []
@@ -213,23 +230,19 @@ class ScaledStep:
             summed = gradients.unscale(summed, scaled_by)
         return gradients.cast_as(summed, grads), False, []
 
-    def _take_new_values(
-        self,
-        grads: list[Any],
-        variables: list[Any],
-        scaled: bool | tf.Tensor,
-        scaled_by: tf.Tensor,
-    ) -> dict[int, Any]:
+    def _take_new_values(self, grads: list[Any], variables: list[Any]) -> dict[int, Any]:
         """Takes out of `grads` what are no gradients, but new values of their variables.
 
-        They never were scaled, so where gradients were unscaled that is undone for them.
+        They never were scaled, so where gradients were divided that is undone for them.
         """
         values = {}
         for i, variable in enumerate(variables):
             if grads[i] is not None and self.adapter.is_overwritten(variable):
-                divided_by = tf.where(scaled, 1.0, scaled_by)
-                [values[i]] = gradients.scale([grads[i]], divided_by)
-                grads[i] = None
+                is_divided = self.given.is_divided()
+                values[i], grads[i] = grads[i], None
+                if is_divided is not False:
+                    factor = tf.where(is_divided, self.given.scaled_by, 1.0)
+                    [values[i]] = gradients.scale([values[i]], factor)
         return values
 
     def _apply_or_skip(
@@ -319,7 +332,7 @@ class ScaledStep:
     ) -> Any:
         def refuse() -> Any:
             put_back = _put_back(kept)
-            self.guard.refuse()
+            self.given.guard.refuse()
             return _operation(put_back)
 
         return step() if is_allowed is None else tf.cond(is_allowed, step, refuse)

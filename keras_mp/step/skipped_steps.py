@@ -32,20 +32,24 @@ class SkippedSteps:
         self.warn_after = warn_after
         with tf.init_scope():
             self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
-            # Of the steps skipped in a row: what `Overflows` keeps.
-            zeros = [0] * STREAK
-            self._streak = tf.Variable(zeros, dtype=tf.int64, name="streak", trainable=False)
         # What to look at when it comes to warning. Not held: models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
-        self._overflows = Overflows()
-        self._reports = host.HostCallback(self._warn, size=1 + STREAK)
+        # A graph of TensorFlow 1 only counts, and saves all variables that it has.
+        self._tells = not host.in_v1_graph()
+        if self._tells:
+            with tf.init_scope():
+                # Of the steps skipped in a row: what `Overflows` keeps.
+                zeros = [0] * STREAK
+                self._streak = tf.Variable(zeros, dtype=tf.int64, name="streak", trainable=False)
+            self._overflows = Overflows()
+            self._reports = host.HostCallback(self._warn, size=1 + STREAK)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_looked_at": ()}
 
     def watch(self) -> None:
         """Prepares for `skip` and `in_a_row` in the function that is being traced."""
-        if self.warn_after is not None:
+        if self.warn_after is not None and self._tells:
             self._reports.watch()
 
     def skip(
@@ -99,21 +103,24 @@ class SkippedSteps:
         Raises:
             RuntimeError: it is called in a graph.
         """
-        if not tf.executing_eagerly():
+        if not (tf.executing_eagerly() and self._tells):
             raise RuntimeError(
                 "`last_overflow` can be read in eager code only, for example after the tf.function "
-                "that makes a step, or in a callback."
+                "that makes a step, or in a callback; not of what a graph of TensorFlow 1 has done."
             )
         return self._overflows.last()
 
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""
+        if not self._tells:
+            return {}
         own = {"streak": self._streak, "skip_report": self._reports.buffer}
         return {**own, **self._overflows.variables()}
 
     def collect_reports(self) -> None:
         """Says what functions that XLA compiled had to say."""
-        self._reports.collect()
+        if self._tells:
+            self._reports.collect()
 
     def _warn(self, counts: Sequence[int], line: messages.Line | None) -> None:
         in_a_row, *streak = counts

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import keras_mp
-from keras_mp.step.step_calls import StepCalls
+from keras_mp.step.optimizer_calls import OptimizerCalls
 from tests.common import FAMILIES, make_optimizer, mirrored, value
 
 RFC = ("get_scaled_loss", "get_unscaled_gradients")
@@ -354,13 +354,17 @@ def test_a_function_around_what_xla_compiled_reports_by_itself(name):
 
 
 def test_copies_begin_anew(name):
-    calls = StepCalls()
-    calls.scaled(tf.constant(2.0), to_apply=False)
+    scale = keras_mp.FixedLossScale(2)
+    calls, v = OptimizerCalls(scale), tf.Variable(1.0)
+    calls.begin(scale(), to_apply=False)
     for copied in (copy.deepcopy(calls), pickle.loads(pickle.dumps(calls))):
-        copied.scaled(tf.constant(2.0), to_apply=True)
-        assert copied.resolve([]) is True
-    calls.unscaled()
-    assert calls.resolve([]) is False
+        copied.begin(scale(), to_apply=True)
+        with copied.apply(None, [v]) as given:
+            assert given.scaled is True
+    [gradient] = calls.unscale([tf.constant(4.0)])
+    assert float(gradient) == 2
+    with calls.apply(None, [v]) as given:
+        assert given.scaled is False
 
 
 def test_functions_are_not_kept_alive(name):
