@@ -74,7 +74,7 @@ class AllReduceOptimizer(OptimizerWrapper):
 
     @property
     def reduce_dtype(self) -> str:
-        """In which dtype float32 gradients are summed over replicas. May be set at any time.
+        """The dtype in which float32 gradients are summed over replicas. May be set at any time.
 
         A `tf.function` that was traced before it was set keeps the old one.
         """

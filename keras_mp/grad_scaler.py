@@ -127,12 +127,12 @@ class GradScaler(tf.Module):
 
     @property
     def enabled(self) -> bool:
-        """Does it scale, or skip, anything?"""
+        """Whether it scales, or skips, anything."""
         return self._enabled
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Are steps skipped whatever the loss scale? A dynamic one skips them anyway."""
+        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
         return self._skip_nonfinite
 
     @property
@@ -142,7 +142,7 @@ class GradScaler(tf.Module):
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """Whose gradients were not finite in the last `step` that applied nothing; or None.
+        """The gradients that were not finite in the last `step` that applied nothing; or None.
 
         It is the `keras_mp.Overflow` of one optimizer, which the variables tell. Gradients count as
         they were when `unscale` was called. In a graph it cannot be read.
@@ -154,12 +154,12 @@ class GradScaler(tf.Module):
 
     @property
     def reduce_dtype(self) -> str:
-        """In which dtype float32 gradients are summed over replicas."""
+        """The dtype in which float32 gradients are summed over replicas."""
         return self._scaler.reduce_dtype.name
 
     @property
     def warn_after_skips(self) -> int | None:
-        """After how many steps in a row with a skipped one to warn; None for never."""
+        """The number of steps in a row with a skipped one after which to warn; None for never."""
         return self._scaler.skipped.warn_after
 
     @do_not_convert
@@ -183,7 +183,7 @@ class GradScaler(tf.Module):
 
     @do_not_convert
     def unscale(self, grads: Iterable[Any], optimizer: Any = None) -> list[Any]:
-        """Divides gradients by the loss scale, for those who want to look at them or to clip them.
+        """Divides gradients by the loss scale, so that they can be looked at or clipped.
 
         `step` takes them as they are then. If one is not finite the step is skipped, even if what
         is done to it afterwards makes it finite.
@@ -224,7 +224,7 @@ class GradScaler(tf.Module):
                 to True.
 
         Returns:
-            bool scalar tensor. Were the gradients applied?
+            bool scalar tensor, whether the gradients were applied.
 
         Raises:
             TypeError: `optimizer` is something else, or scales its loss itself.

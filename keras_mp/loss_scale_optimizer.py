@@ -224,7 +224,7 @@ class LossScaleOptimizer(LossScaleSaving, OptimizerWrapper, keras_api.KerasLossS
 
     @property
     def aggregate_in_float16(self) -> bool:
-        """Are float32 gradients summed over replicas as float16? May be set at any time."""
+        """Whether float32 gradients are summed over replicas as float16. May be set at any time."""
         return self._scaler.reduce_dtype == tf.float16
 
     @aggregate_in_float16.setter
@@ -233,7 +233,7 @@ class LossScaleOptimizer(LossScaleSaving, OptimizerWrapper, keras_api.KerasLossS
 
     @property
     def reduce_dtype(self) -> str:
-        """In which dtype float32 gradients are summed over replicas. May be set at any time.
+        """The dtype in which float32 gradients are summed over replicas. May be set at any time.
 
         A `tf.function` that was traced before it was set keeps the old one.
         """
@@ -245,7 +245,7 @@ class LossScaleOptimizer(LossScaleSaving, OptimizerWrapper, keras_api.KerasLossS
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Are steps skipped whatever the loss scale? A dynamic one skips them anyway."""
+        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
         return self._skip_nonfinite
 
     @property
@@ -255,12 +255,12 @@ class LossScaleOptimizer(LossScaleSaving, OptimizerWrapper, keras_api.KerasLossS
 
     @property
     def last_step_skipped(self) -> tf.Tensor:
-        """Was the last step skipped? A bool scalar tensor."""
+        """Whether the last step was skipped, a bool scalar tensor."""
         return self._scaler.last_step_skipped()
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """Whose gradients were not finite in the step that was skipped last; None if none was.
+        """The gradients that were not finite in the step that was skipped last; None if none was.
 
         A `keras_mp.Overflow`: which step it was, each variable's Inf and NaN on each replica, also
         of other workers, and whether the loss itself was finite. Its `str` is a table. What counts
@@ -284,7 +284,7 @@ class LossScaleOptimizer(LossScaleSaving, OptimizerWrapper, keras_api.KerasLossS
 
     @property
     def warn_after_skips(self) -> int | None:
-        """After how many skipped steps in a row to warn; None for never.
+        """The number of skipped steps in a row after which to warn; None for never.
 
         A `tf.function` that was traced before it was set keeps the old number.
         """
@@ -309,7 +309,7 @@ class LossScaleOptimizer(LossScaleSaving, OptimizerWrapper, keras_api.KerasLossS
 
     @property
     def dynamic(self) -> bool:
-        """Is the loss scale a dynamic one?"""
+        """Whether the loss scale is a dynamic one."""
         return isinstance(self._scaler.loss_scale, loss_scale_lib.DynamicLossScale)
 
     @property

@@ -164,7 +164,7 @@ class OptimizerWrapper(
 
     @property
     def built(self) -> bool:
-        """Has the inner optimizer made its variables?"""
+        """Whether the inner optimizer has made its variables."""
         return self.inner_optimizer.built
 
     @property
@@ -411,7 +411,7 @@ for _name in (
 
 
 def _names_of_wrappers(cls: type) -> set[str]:
-    """What wrapper classes define themselves, which a hyperparameter of that name cannot hide."""
+    """The names that wrapper classes define, which no hyperparameter can hide."""
     classes = cls.__mro__[: cls.__mro__.index(WrapperSaving) + 1]
     return {name for wrapper in classes for name in vars(wrapper)}
 
@@ -461,7 +461,7 @@ def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
 
 
 def hint(optimizer: Any) -> str:
-    """What to say of an optimizer that is one of the other Keras; nothing of any other."""
+    """A hint for an optimizer of the other Keras; empty for any other."""
     if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
         return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
     return ""

@@ -11,7 +11,7 @@ from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, get
 # What the inner optimizer is called in checkpoints of TensorFlow 2.2 and 2.3, where it is a child.
 INNER_CHILD = "base_optimizer"
 
-# What says nothing, and is found in configs that older versions of Keras 3 wrote.
+# Arguments that change nothing, and are in configs that older versions of Keras 3 wrote.
 _LEFT_ALONE = {
     "weight_decay": None,
     "clipnorm": None,
@@ -68,7 +68,7 @@ def loss_scale_from_arguments(
 
 
 def refuse_arguments_of_inner_optimizers(kwargs: dict[str, Any]) -> None:
-    """Refuses what a wrapper has no use for.
+    """Refuses arguments that a wrapper has no use for.
 
     Args:
         kwargs: dict of keyword arguments that the constructor does not know.

@@ -22,14 +22,14 @@ from keras_mp.compat.loss_scale_managers import (
     next_exponential_state,
 )
 from keras_mp.grappler import passes
-from keras_mp.step import gradients
-from keras_mp.step.calls import NoCalls
+from keras_mp.step import call_states, gradients
 from keras_mp.step.loss_scale import DynamicLossScale, LossScale
+from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.other_adapters import V1Optimizer
 from keras_mp.step.overflows import Overflow
 from keras_mp.step.scaled_step import Given
 from keras_mp.step.scaler import Scaler
-from keras_mp.support import host, messages, validation
+from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
 
 __all__ = [
@@ -143,12 +143,11 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         loss_scale = _loss_scale(loss_scale, loss_scale_manager)
         self._scaler = Scaler(
             loss_scale,
-            NoCalls(loss_scale),
+            _Calls(loss_scale),
             can_skip=isinstance(loss_scale, (DynamicLossScale, ManagedLossScale)),
             reduce_dtype=tf.float16 if aggregate_in_float16 else tf.float32,
             warn_after_skips=warn_after_skips,
         )
-        self._calls = _Calls()
         _wrapped.add(opt)
         hardware.warn_if_slow()
 
@@ -169,14 +168,14 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
 
     @property
     def last_step_skipped(self) -> tf.Tensor:
-        """Was the last step skipped? A bool scalar tensor."""
+        """Whether the last step was skipped, a bool scalar tensor."""
         return self._scaler.last_step_skipped()
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """Whose gradients were not finite in the step that was skipped last; None if none was.
+        """The gradients that were not finite in the step that was skipped last; None if none was.
 
-        As that of `keras_mp.LossScaleOptimizer`. In a graph of TensorFlow 1 nobody looks.
+        As that of `keras_mp.LossScaleOptimizer`. A graph of TensorFlow 1 does not look for them.
 
         Raises:
             RuntimeError: it is read in a graph.
@@ -267,7 +266,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        self._calls.computed()
+        self._scaler.calls.computed()
         unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
@@ -295,10 +294,9 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             ValueError: no variable has a gradient, or the call is in a cross-replica context.
         """
         pairs = _checked(grads_and_vars)
-        self._calls.applied(variable for _, variable in pairs)
-        aggregate = not skip_gradients_aggregation
-        given = Given(False, self._scaler.loss_scale())
-        return self._step(pairs, global_step, name, given, aggregate=aggregate)
+        with self._scaler.calls.apply(self, [variable for _, variable in pairs]) as given:
+            aggregate = not skip_gradients_aggregation
+            return self._step(pairs, global_step, name, given, aggregate=aggregate)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Returns a slot of the inner optimizer, or None.
@@ -424,62 +422,50 @@ def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return pairs
 
 
-class _Mine(threading.local):
-    """What one thread remembers of eager code: MirroredStrategy has one for each replica.
+class _Calls(OptimizerCalls):
+    """`compute_gradients` scales the loss and unscales the gradients; `apply_gradients` may not.
 
-    Attributes:
-        has_computed: has it ever called `compute_gradients`?
-        is_open: has it since it last applied gradients?
-        applied: ids of the variables of the step so far.
+    Python alone knows of the calls, which cost a step nothing. Gradients that another function may
+    have computed are presumed to be right.
     """
 
-    has_computed = False
-    is_open = False
-    applied: frozenset[int] = frozenset()
-
-
-class _Calls:
-    """Notices gradients that cannot be of `compute_gradients`, as those of `tf.gradients` are."""
-
-    def __init__(self) -> None:
-        self._mine = _Mine()
+    def __init__(self, loss_scale: LossScale) -> None:
+        super().__init__(loss_scale)
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._anywhere = False
+        self._threads: set[int] = set()
+
+    def _make_variables(self) -> None:
+        return
 
     def computed(self) -> None:
         """Notes a call of `compute_gradients`."""
-        self._anywhere = True
         graph = host.current_graph()
+        self._threads.add(threading.get_ident())
         if graph is not None:
             self._graphs.add(graph)
+        self._note(call_states.COMPUTED)
+
+    def _is_mine(self, graph: Any) -> bool:
+        # A graph of TensorFlow 1 may apply what it has computed once as often as it likes.
+        return graph is None and super()._is_mine(graph)
+
+    def _presumed(self, graph: Any) -> int:
+        if graph is None:
+            is_of_another = bool(self._open_graphs) or threading.get_ident() not in self._threads
         else:
-            self._mine.has_computed = self._mine.is_open = True
+            is_of_another = isinstance(graph, tf.__internal__.FuncGraph)
+        while graph is not None:
+            if graph in self._graphs:
+                return call_states.COMPUTED
+            graph = getattr(graph, "outer_graph", None)
+        if is_of_another and self._threads:
+            return call_states.COMPUTED
+        return self._mine.facts or 0
 
-    def applied(self, variables: Iterable[Any]) -> None:
-        """Notes a call of `apply_gradients`, and warns if there was none of the other."""
-        graph = host.current_graph()
-        is_known = self._is_open_in(graph) if graph is not None else self._is_open(variables)
-        if not is_known:
-            messages.warn(
-                "apply_gradients() was given gradients that compute_gradients() has not computed: "
-                "their loss was not scaled, and small ones may have vanished in float16. Do not "
-                "use tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
-                "compute_gradients() and then apply_gradients()."
-            )
-
-    def _is_open_in(self, graph: Any) -> bool:
-        around = graph
-        while around is not None:
-            if around in self._graphs:
-                return True
-            around = getattr(around, "outer_graph", None)
-        # A function may be given gradients that another one, or eager code, has computed.
-        return self._anywhere and isinstance(graph, tf.__internal__.FuncGraph)
-
-    def _is_open(self, variables: Iterable[Any]) -> bool:
-        mine, applied = self._mine, frozenset(map(id, variables))
-        goes_on = bool(mine.applied) and mine.applied.isdisjoint(applied)
-        is_known = mine.is_open or goes_on or (self._anywhere and not mine.has_computed)
-        mine.applied = mine.applied | applied if goes_on and not mine.is_open else applied
-        mine.is_open = False
-        return is_known
+    def _missing_call(self, facts: int) -> str:
+        return (
+            "apply_gradients() was given gradients that compute_gradients() has not computed: "
+            "their loss was not scaled, and small ones may have vanished in float16. Do not use "
+            "tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
+            "compute_gradients() and then apply_gradients()."
+        )

@@ -1,6 +1,6 @@
 """The states of a step between its calls: what each call leads to, and which is wrong.
 
-RFC 293, "LossScaleOptimizer Overview": the four steps, and who performs them. An optimizer is
+RFC 293, "LossScaleOptimizer Overview": the four steps, and by whom each is taken. An optimizer is
 
     ready --scale--> scaled --unscale--> unscaled --apply--> applied --update--> ready
 
@@ -39,6 +39,7 @@ def of_any(facts: int) -> int:
 # updated, so that it may be another part of the step that was applied.
 
 _UNSCALED, _APPLIED, _SPOILED = (of(ANYBODY, fact) for fact in (UNSCALED, APPLIED, SPOILED))
+COMPUTED = SCALED | _UNSCALED
 ALL_OF_ONE = range(of(ANYBODY, SPOILED) * 2)
 
 

@@ -77,6 +77,10 @@ class Calls:
     def __init__(self, loss_scale: LossScaleValue) -> None:
         self._loss_scale = loss_scale
         self._mine = _CallState()
+        # None where Python alone knows of the calls, as in a graph of TensorFlow 1.
+        self._facts: tf.Variable | None = None
+        self._scaled_by: tf.Variable | None = None
+        self._reports: host.HostCallback | None = None
         self._make_variables()
         # Whether a function was traced that takes the facts from the variable. Then eager code
         # does, too, since it cannot know when that function runs.
@@ -91,10 +95,13 @@ class Calls:
 
     def collect_reports(self) -> None:
         """Says what functions that XLA compiled had to say."""
-        self._reports.collect()
+        if self._reports is not None:
+            self._reports.collect()
 
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""
+        if self._facts is None:
+            return {}
         return {
             "facts": self._facts,
             "scaled_by": self._scaled_by,
@@ -102,6 +109,8 @@ class Calls:
         }
 
     def _make_variables(self) -> None:
+        if host.in_v1_graph():  # which saves all variables that it has
+            return
         self._facts = host.local_variable("facts", 0)
         self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
         self._reports = host.HostCallback(self._report, size=self._report_size)
@@ -111,13 +120,18 @@ class Calls:
         mine, graph = self._mine, host.current_graph()
         if self._is_mine(graph):
             return mine.certain, mine.facts
+        if self._facts is None or host.in_v1_graph():
+            facts = self._presumed(graph)
+            return facts, facts
         if graph is None:
             facts = self._read()
             return facts, facts
-        if host.in_v1_graph():
-            return 0, 0
         self._are_looked_up = True
         return 0, tf.convert_to_tensor(self._facts)
+
+    def _presumed(self, graph: Any) -> int:
+        """What is known where there is no variable, and the last call was not made here."""
+        return 0
 
     def _is_mine(self, graph: Any) -> bool:
         """Whether this thread made the last call here, and no function may have made one since."""
@@ -133,7 +147,8 @@ class Calls:
 
     def _uses(self, graph: Any) -> int:
         """How many operations of a graph take the variable of the facts: calls are among them."""
-        if tf.distribute.in_cross_replica_context() or host.in_v1_graph():
+        no_variable = self._facts is None or host.in_v1_graph()
+        if no_variable or tf.distribute.in_cross_replica_context():
             return -1
         handle = self._facts.handle
         inside = [inner for outer, inner in graph.captures if outer is handle]
@@ -156,7 +171,7 @@ class Calls:
         mine, graph = self._mine, host.current_graph()
         if graph is not None:
             (self._open_graphs.discard if ends else self._open_graphs.add)(graph)
-        if not host.in_v1_graph():
+        if self._facts is not None and not host.in_v1_graph():
             self._facts.assign(facts, read_value=False)
         self._latest_thread = threading.get_ident()
         mine.facts = None if tf.is_tensor(facts) and certain is None else facts
@@ -166,7 +181,7 @@ class Calls:
 
     def _note_scale(self, scaled_by: tf.Tensor) -> None:
         self._mine.scaled_by = scaled_by
-        if not host.in_v1_graph():
+        if self._scaled_by is not None and not host.in_v1_graph():
             self._scaled_by.assign(scaled_by, read_value=False)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
@@ -183,14 +198,7 @@ class NoCalls(Calls):
     """Those of either face where nothing is scaled, so that none is missing or wrong."""
 
     def _make_variables(self) -> None:
-        """Makes none."""
-
-    def collect_reports(self) -> None:
-        """Does nothing."""
-
-    def variables(self) -> dict[str, tf.Variable]:
-        """Returns none."""
-        return {}
+        return
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Does nothing."""

@@ -1,6 +1,6 @@
 """The calls of a `LossScaleOptimizer`.
 
-RFC 293, "LossScaleOptimizer Overview": the four steps, and who performs them.
+RFC 293, "LossScaleOptimizer Overview": the four steps, and by whom each is taken.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ class OptimizerCalls(Calls):
         if not isinstance(facts, int):
             self._warn_at_run_time(facts, goes_on)
         elif states.misses_a_call(facts, goes_on):
-            messages.warn(states.missing_call(facts))
+            messages.warn(self._missing_call(facts))
             mine.applied = frozenset()
         scaled = _ask(states.is_scaled, facts, goes_on)
         self._note(_ask(states.after_applying, facts, goes_on), ends=True)
@@ -129,7 +129,7 @@ class OptimizerCalls(Calls):
         mine = self._mine
         if mine.scaled_by is not None and self._is_mine(host.current_graph()):
             return mine.scaled_by
-        is_known = _ask(states.knows_its_scale, facts)
+        is_known = self._scaled_by is not None and _ask(states.knows_its_scale, facts)
         if not tf.is_tensor(is_known):
             return tf.convert_to_tensor(self._scaled_by) if is_known else self._loss_scale()
         return tf.where(is_known, self._scaled_by, self._loss_scale())
@@ -162,11 +162,14 @@ class OptimizerCalls(Calls):
                 return
             facts = self._read()
             if states.misses_a_call(facts, goes_on):
-                messages.warn(states.missing_call(facts))
+                messages.warn(self._missing_call(facts))
                 self._facts.assign(states.after_applying(facts, goes_on), read_value=False)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        messages.warn(states.missing_call(numbers[0]), line)
+        messages.warn(self._missing_call(numbers[0]), line)
+
+    def _missing_call(self, facts: int) -> str:
+        return states.missing_call(facts)
 
 
 def _ask(rule: Callable[..., Any], facts: int | tf.Tensor, *args: Any) -> Any:

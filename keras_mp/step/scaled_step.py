@@ -31,7 +31,7 @@ class Guard(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What is known of the gradients that a step is made of.
+    """The gradients that a step is made of, as far as they are known.
 
     Attributes:
         scaled: bool, or bool scalar tensor. Whether they are still scaled.
@@ -57,7 +57,7 @@ class Given(NamedTuple):
 
 
 class _ReplicaState:
-    """What a replica brings to the decision.
+    """The state of a replica that the decision takes.
 
     Attributes:
         kept: what it has to put back if the step is skipped.
@@ -364,7 +364,7 @@ class ScaledStep:
         return overflows.look(mine.losses, mine.unclipped, sent, totals)
 
     def _has_total(self, mine: _ReplicaState) -> bool:
-        """Is something else judged than what this replica has computed?"""
+        """Whether something else is judged than what this replica has computed."""
         return mine.sent is not None or self.adapter.accumulates()
 
 
