@@ -111,7 +111,7 @@ class ScalerCalls(Calls):
         del variables
         scaled_by, index = self._scale_of_step(), self._optimizers.index(optimizer)
         certain, facts = self._so_far()
-        # What was unscaled for no one in particular belongs to the first optimizer that makes a step.
+        # What was unscaled for none in particular belongs to the first optimizer that steps.
         unnamed = of(ANYBODY, states.UNSCALED | states.JUST_UNSCALED | states.OVERFLOWED)
         unscaled = states.BY_TAPE | of(ANYBODY, states.UNSCALED) | of(index, states.UNSCALED)
         overflowed = of(ANYBODY, states.OVERFLOWED) | of(index, states.OVERFLOWED)
