@@ -11,7 +11,8 @@ from keras_mp import keras_api
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients
 from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.scaled_step import Given, ScaledStep
+from keras_mp.step.decision import Given
+from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support.autograph import do_not_convert
 
 _CHOICES = ("bfloat16", "float32")

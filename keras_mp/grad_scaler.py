@@ -16,10 +16,10 @@ from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, other_adapters, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.calls import NoCalls
+from keras_mp.step.decision import Guard
 from keras_mp.step.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.overflows import Overflow
-from keras_mp.step.scaled_step import Guard
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.scaler_calls import ScalerCalls
 from keras_mp.support import host, validation

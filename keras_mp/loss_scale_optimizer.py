@@ -21,10 +21,10 @@ from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.calls import NoCalls
+from keras_mp.step.decision import Given
 from keras_mp.step.loss_scale import DynamicLossScale
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.overflows import Overflow
-from keras_mp.step.scaled_step import Given
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert

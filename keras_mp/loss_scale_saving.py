@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 class LossScaleSaving(WrapperSaving):
     """The part of a `LossScaleOptimizer` that saves and loads it."""
 
+    _name: str | None
     _scaler: Scaler
+    _skip_nonfinite: bool
+    aggregate_in_float16: bool
+    dynamic: bool
     policy_in_file: str | None
+    reduce_dtype: str
+    warn_after_skips: int | None
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the loss scale's state, beside what the inner optimizer saves.

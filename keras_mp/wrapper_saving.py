@@ -1,6 +1,6 @@
 """How an optimizer wrapper is saved: its config, its weights, and what a SavedModel holds of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ class WrapperSaving:
     """The part of an `OptimizerWrapper` that saves and loads it."""
 
     _adapter: OptimizerAdapter
+    _model: Callable[[], Any]
     inner_optimizer: Any
     variables: Any
 

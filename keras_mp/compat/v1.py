@@ -23,11 +23,11 @@ from keras_mp.compat.loss_scale_managers import (
 )
 from keras_mp.grappler import passes
 from keras_mp.step import call_states, gradients
+from keras_mp.step.decision import Given
 from keras_mp.step.loss_scale import DynamicLossScale, LossScale
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.other_adapters import V1Optimizer
 from keras_mp.step.overflows import Overflow
-from keras_mp.step.scaled_step import Given
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
@@ -429,13 +429,12 @@ class _Calls(OptimizerCalls):
     have computed are presumed to be right.
     """
 
+    _needs_variables = False
+
     def __init__(self, loss_scale: LossScale) -> None:
         super().__init__(loss_scale)
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._threads: set[int] = set()
-
-    def _make_variables(self) -> None:
-        return
 
     def computed(self) -> None:
         """Notes a call of `compute_gradients`."""
@@ -460,7 +459,8 @@ class _Calls(OptimizerCalls):
             graph = getattr(graph, "outer_graph", None)
         if is_of_another and self._threads:
             return call_states.COMPUTED
-        return self._mine.facts or 0
+        last = self._mine.facts
+        return last if isinstance(last, int) else 0
 
     def _missing_call(self, facts: int) -> str:
         return (

@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import call_states as states
-from keras_mp.step.scaled_step import Given
+from keras_mp.step.decision import Given
 from keras_mp.support import host, messages
 
 LossScaleValue = Callable[[], tf.Tensor]
@@ -71,17 +71,20 @@ class Calls:
 
     # How many numbers a report has.
     _report_size = 1
+    # Whether functions tell each other what they did, rather than Python alone knowing of it.
+    _needs_variables = True
     # Whether all threads make one step together, rather than each its own.
     _is_shared = False
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         self._loss_scale = loss_scale
         self._mine = _CallState()
-        # None where Python alone knows of the calls, as in a graph of TensorFlow 1.
-        self._facts: tf.Variable | None = None
-        self._scaled_by: tf.Variable | None = None
-        self._reports: host.HostCallback | None = None
-        self._make_variables()
+        # A graph of TensorFlow 1 saves all variables that it has, and makes its calls once.
+        self._has_variables = self._needs_variables and not host.in_v1_graph()
+        if self._has_variables:
+            self._facts = host.local_variable("facts", 0)
+            self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
+            self._reports = host.HostCallback(self._report, size=self._report_size)
         # Whether a function was traced that takes the facts from the variable. Then eager code
         # does, too, since it cannot know when that function runs.
         self._are_looked_up = False
@@ -95,12 +98,12 @@ class Calls:
 
     def collect_reports(self) -> None:
         """Says what functions that XLA compiled had to say."""
-        if self._reports is not None:
+        if self._has_variables:
             self._reports.collect()
 
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of which a checkpoint knows nothing, by name."""
-        if self._facts is None:
+        if not self._has_variables:
             return {}
         return {
             "facts": self._facts,
@@ -108,19 +111,12 @@ class Calls:
             "call_report": self._reports.buffer,
         }
 
-    def _make_variables(self) -> None:
-        if host.in_v1_graph():  # which saves all variables that it has
-            return
-        self._facts = host.local_variable("facts", 0)
-        self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
-        self._reports = host.HostCallback(self._report, size=self._report_size)
-
     def _so_far(self) -> tuple[int, int | tf.Tensor]:
         """What is certain, and all that is known: a tensor where only the variable knows it."""
         mine, graph = self._mine, host.current_graph()
         if self._is_mine(graph):
             return mine.certain, mine.facts
-        if self._facts is None or host.in_v1_graph():
+        if not self._are_variables_in_use():
             facts = self._presumed(graph)
             return facts, facts
         if graph is None:
@@ -128,6 +124,9 @@ class Calls:
             return facts, facts
         self._are_looked_up = True
         return 0, tf.convert_to_tensor(self._facts)
+
+    def _are_variables_in_use(self) -> bool:
+        return self._has_variables and not host.in_v1_graph()
 
     def _presumed(self, graph: Any) -> int:
         """What is known where there is no variable, and the last call was not made here."""
@@ -143,12 +142,12 @@ class Calls:
             return mine.uses == self._uses(graph)
         if self._is_shared and self._latest_thread != threading.get_ident():
             return False
-        return states.has_begun(mine.facts) and not self._are_looked_up and not self._open_graphs
+        has_begun = isinstance(mine.facts, int) and states.has_begun(mine.facts)
+        return has_begun and not self._are_looked_up and not self._open_graphs
 
     def _uses(self, graph: Any) -> int:
         """How many operations of a graph take the variable of the facts: calls are among them."""
-        no_variable = self._facts is None or host.in_v1_graph()
-        if no_variable or tf.distribute.in_cross_replica_context():
+        if tf.distribute.in_cross_replica_context() or not self._are_variables_in_use():
             return -1
         handle = self._facts.handle
         inside = [inner for outer, inner in graph.captures if outer is handle]
@@ -171,7 +170,7 @@ class Calls:
         mine, graph = self._mine, host.current_graph()
         if graph is not None:
             (self._open_graphs.discard if ends else self._open_graphs.add)(graph)
-        if self._facts is not None and not host.in_v1_graph():
+        if self._are_variables_in_use():
             self._facts.assign(facts, read_value=False)
         self._latest_thread = threading.get_ident()
         mine.facts = None if tf.is_tensor(facts) and certain is None else facts
@@ -181,7 +180,7 @@ class Calls:
 
     def _note_scale(self, scaled_by: tf.Tensor) -> None:
         self._mine.scaled_by = scaled_by
-        if self._scaled_by is not None and not host.in_v1_graph():
+        if self._are_variables_in_use():
             self._scaled_by.assign(scaled_by, read_value=False)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
@@ -197,8 +196,7 @@ class Calls:
 class NoCalls(Calls):
     """Those of either face where nothing is scaled, so that none is missing or wrong."""
 
-    def _make_variables(self) -> None:
-        return
+    _needs_variables = False
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Does nothing."""

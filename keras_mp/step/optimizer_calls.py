@@ -15,7 +15,7 @@ from keras_mp.step import call_states as states
 from keras_mp.step import gradients, overflows
 from keras_mp.step.call_states import ANYBODY
 from keras_mp.step.calls import Calls
-from keras_mp.step.scaled_step import Given
+from keras_mp.step.decision import Given
 from keras_mp.support import host, messages
 
 
@@ -129,7 +129,7 @@ class OptimizerCalls(Calls):
         mine = self._mine
         if mine.scaled_by is not None and self._is_mine(host.current_graph()):
             return mine.scaled_by
-        is_known = self._scaled_by is not None and _ask(states.knows_its_scale, facts)
+        is_known = self._has_variables and _ask(states.knows_its_scale, facts)
         if not tf.is_tensor(is_known):
             return tf.convert_to_tensor(self._scaled_by) if is_known else self._loss_scale()
         return tf.where(is_known, self._scaled_by, self._loss_scale())

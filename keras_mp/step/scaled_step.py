@@ -6,87 +6,15 @@ beside the step itself is left to an `OutcomeHandler`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.step import gradients, observers, overflows, state_rollback
+from keras_mp.step.decision import Decision, Given, ReplicaState, has_total
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
-from keras_mp.step.overflows import Seen
-from keras_mp.support import host
-
-
-class Guard(NamedTuple):
-    """Keeps a step from being made, whatever its gradients.
-
-    Attributes:
-        is_allowed: bool scalar tensor, the same on every replica.
-        refuse: called in the branch that is taken if it is False, once for all replicas.
-    """
-
-    is_allowed: tf.Tensor
-    refuse: Callable[[], None]
-
-
-class Given(NamedTuple):
-    """The gradients that a step is made of, as far as they are known.
-
-    Attributes:
-        scaled: bool, or bool scalar tensor. Whether they are still scaled.
-        scaled_by: float32 scalar tensor, what the loss was multiplied by, or would be; None where
-            nothing scales a loss.
-        is_divided: tells whether they were divided by it, a bool or bool scalar tensor.
-        losses: the losses of this replica, as far as they are known.
-        unclipped: the gradients of this replica as they were when they were unscaled, before the
-            user may have clipped them; empty where that is not known. `ScaledStep.make` empties it:
-            in eager, it would keep them in memory while the step is made.
-        was_finite: bool scalar tensor. An earlier verdict on gradients of this replica, which may
-            have been changed since; None if there was none.
-        guard: keeps the step from being made; None where no call can be wrong.
-    """
-
-    scaled: bool | tf.Tensor = False
-    scaled_by: tf.Tensor | None = None
-    is_divided: Callable[[], bool | tf.Tensor] = lambda: False
-    losses: Sequence[tf.Tensor] = ()
-    unclipped: Any = ()
-    was_finite: tf.Tensor | None = None
-    guard: Guard | None = None
-
-
-class _ReplicaState:
-    """The state of a replica that the decision takes.
-
-    Attributes:
-        kept: what it has to put back if the step is skipped.
-        losses: its losses, as far as they are known.
-        unclipped: its gradients as they were when they were unscaled, if they were changed since.
-        sent: returns what it gave to be summed; None where nothing was.
-        judged: (gradient, variable) pairs, unscaled, of which the verdict is.
-        to_apply: the gradients that are applied.
-        variables: those that a step would be made of.
-    """
-
-    def __init__(
-        self,
-        kept: state_rollback.Kept,
-        losses: Sequence[tf.Tensor],
-        unclipped: list[gradients.Gradient],
-    ) -> None:
-        self.kept, self.losses, self.unclipped = kept, list(losses), unclipped
-        self.sent: Callable[[], list[gradients.Gradient]] | None = None
-        self.judged: list[tuple[Any, Any]] = []
-        self.to_apply: list[gradients.Gradient] = []
-        self.variables: list[Any] = []
-
-    def let_go(self) -> None:
-        """Says that the step is made. What only a skipped one needs takes memory in eager."""
-        self.kept.let_go()
-        if tf.executing_eagerly():
-            self.unclipped.clear()
-            self.sent = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +59,7 @@ class ScaledStep:
         observers.show(pairs, scaled, scaled_by)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         kept = state_rollback.keep(variables if self.handler else ())
-        mine = _ReplicaState(kept, given.losses, overflows.changed_since(given.unclipped, grads))
+        mine = ReplicaState(kept, given.losses, overflows.changed_since(given.unclipped, grads))
         if given.unclipped:
             given.unclipped.clear()
         new_values = self._take_new_values(grads, variables)
@@ -162,7 +90,7 @@ class ScaledStep:
         loss_scale = scaled_by if scaled else tf.constant(1.0)
         is_allowed = given.guard and given.guard.is_allowed
 
-        def apply(mine: _ReplicaState) -> Any:
+        def apply(mine: ReplicaState) -> Any:
             pairs = list(zip(mine.to_apply, variables, strict=True))
             if safe:
                 verdicts = [each for each in (finite, is_allowed) if each is not None]
@@ -170,7 +98,9 @@ class ScaledStep:
                 return self.adapter.apply_scaled(pairs, loss_scale, verdict)
             return self.adapter.apply(pairs, name, aggregate=False)
 
-        decide = self._let_it_skip if safe else self._apply_or_skip
+        def decide(*what: Any) -> tf.Operation | None:
+            return Decision(self.adapter, self.handler, given.guard, self.names, *what).carry_out()
+
         operation = gradients.decide_for_all_replicas(
             decide, (finite, is_allowed), mine, apply, self._look
         )
@@ -178,14 +108,14 @@ class ScaledStep:
 
     def _reduced(
         self,
-        mine: _ReplicaState,
+        mine: ReplicaState,
         grads: list[Any],
         marks: list[tf.Tensor],
         variables: list[Any],
         scaled: bool,
-        scaled_by: tf.Tensor,
+        scaled_by: tf.Tensor | None,
         aggregate: bool,
-    ) -> tuple[list[Any], list[tf.Tensor], bool]:
+    ) -> tuple[list[Any], list[Any], bool]:
         """Sums gradients, and marks beside them; also tells whether the sums are scaled."""
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
         custom = self.adapter.custom_aggregation()
@@ -208,7 +138,7 @@ class ScaledStep:
         return summed[: len(grads)], summed[len(grads) :], scaled
 
     def _sum_over_replicas(
-        self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor
+        self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor | None
     ) -> tuple[list[Any], bool, list[Any]]:
         """Sums gradients over replicas; tells whether the sums are scaled, and what was sent."""
         in_float16 = self.reduce_dtype == tf.float16 and scaled_by is not None
@@ -245,136 +175,11 @@ class ScaledStep:
                     [values[i]] = gradients.scale([values[i]], factor)
         return values
 
-    def _apply_or_skip(
-        self,
-        finite: tf.Tensor | None,
-        is_allowed: tf.Tensor | None,
-        states: Sequence[_ReplicaState],
-        apply: Callable[[], Any],
-        look: Callable[[], Any],
-    ) -> tf.Operation | None:
-        """Applies gradients if they are finite. Once for all replicas."""
-        kept = [mine.kept for mine in states]
-
-        # Each branch moves only what such a step moves: a good one has not much to do.
-        def make() -> Any:
-            for mine in states:
-                mine.let_go()
-            applied = _operation(apply())
-            return _operation([applied, *self.handler.good()])
-
-        def skip() -> Any:
-            seen = self._seen(states, look)
-            self.adapter.drop_accumulated()
-            return self._note_skip(seen, kept)
-
-        def add() -> Any:
-            applied = _operation(apply())
-            if any(kept):
-                put_back = lambda: _operation(_put_back(kept))  # noqa: E731
-                kept_or_not = tf.cond(finite, lambda: _operation([]), put_back)
-                applied = _operation([applied, kept_or_not])
-            return _operation([applied, *self.handler.accumulated()])
-
-        if finite is None:
-            return self._unless_refused(is_allowed, kept, lambda: _operation(apply()))
-        if not self.adapter.accumulates():
-            return self._choose(finite, is_allowed, kept, make, skip)
-        # Only what is made of all gradients that were accumulated is a step. If some are not
-        # finite, it is skipped when it is complete.
-        return tf.cond(
-            self.adapter.completes_step(),
-            lambda: self._choose(finite, is_allowed, kept, make, skip),
-            lambda: self._unless_refused(is_allowed, kept, add),
-        )
-
-    def _let_it_skip(
-        self,
-        finite: tf.Tensor | None,
-        is_allowed: tf.Tensor | None,
-        states: Sequence[_ReplicaState],
-        apply: Callable[[], Any],
-        look: Callable[[], Any],
-    ) -> tf.Operation | None:
-        """Lets what is scaling-safe make or skip the step, which is noted here."""
-        kept = [mine.kept for mine in states]
-        applied = _operation(apply())
-        if finite is None:
-            noted = self._unless_refused(is_allowed, kept, lambda: _operation([]))
-        else:
-            good = lambda: _operation(self.handler.good())  # noqa: E731
-            skip = lambda: self._note_skip(self._seen(states, look), kept)  # noqa: E731
-            noted = self._choose(finite, is_allowed, kept, good, skip)
-        return _operation([applied, noted])
-
-    def _choose(
-        self,
-        finite: tf.Tensor,
-        is_allowed: tf.Tensor | None,
-        kept: Sequence[state_rollback.Kept],
-        make: Callable[[], Any],
-        skip: Callable[[], Any],
-    ) -> Any:
-        if not host.in_v1_graph() and not tf.distribute.has_strategy():
-            # Under a strategy replicas may meet in it, or its variables be on several machines.
-            skip = host.as_one_operation(skip)
-        if is_allowed is None:
-            return tf.cond(finite, make, skip)
-        # A good step passes one condition only.
-        rest = lambda: self._unless_refused(is_allowed, kept, skip)  # noqa: E731
-        return tf.cond(tf.logical_and(finite, is_allowed), make, rest)
-
-    def _unless_refused(
-        self,
-        is_allowed: tf.Tensor | None,
-        kept: Sequence[state_rollback.Kept],
-        step: Callable[[], Any],
-    ) -> Any:
-        def refuse() -> Any:
-            put_back = _put_back(kept)
-            self.given.guard.refuse()
-            return _operation(put_back)
-
-        return step() if is_allowed is None else tf.cond(is_allowed, step, refuse)
-
-    def _note_skip(
-        self, seen: Seen | None, kept: Sequence[state_rollback.Kept]
-    ) -> tf.Operation | None:
-        put_back = _put_back(kept)
-        weights = [weight for each in kept for weight in each.weights]
-        with tf.control_dependencies(put_back):
-            noted = self.handler.bad(seen, weights)
-        return _operation([*put_back, *noted])
-
-    def _seen(self, states: Sequence[_ReplicaState], look: Callable[[], Any]) -> Seen | None:
-        """What was not finite, on all replicas. Called in the branch that skips."""
-        if host.in_v1_graph():
-            return None
-        counts, *_ = tf.distribute.get_strategy().experimental_local_results(look())
-        has_total = self._has_total(states[0])
-        return Seen(states[0].variables, counts, has_total, self.adapter.steps_made(), self.names)
-
-    def _look(self, mine: _ReplicaState) -> tf.Tensor:
+    def _look(self, mine: ReplicaState) -> tf.Tensor:
         """The counts of `Seen`. Called on each replica, which tells them to all others."""
         judged = [gradient for gradient, _ in mine.judged]
         totals = None
-        if self._has_total(mine):
+        if has_total(self.adapter, mine):
             totals = [total for total, _ in self.adapter.totals(mine.judged)]
         sent = mine.sent() if mine.sent else judged
         return overflows.look(mine.losses, mine.unclipped, sent, totals)
-
-    def _has_total(self, mine: _ReplicaState) -> bool:
-        """Whether something else is judged than what this replica has computed."""
-        return mine.sent is not None or self.adapter.accumulates()
-
-
-def _put_back(kept: Sequence[state_rollback.Kept]) -> list[tf.Operation]:
-    return [operation for each in kept for operation in each.put_back()]
-
-
-def _operation(result: Any) -> tf.Operation | None:
-    """What both branches of `tf.cond` return: an operation, which only TensorFlow 1 has to run."""
-    if not host.in_v1_graph():
-        return None
-    of_replicas = tf.distribute.get_strategy().experimental_local_results(result)
-    return tf.group(*(each for each in tf.nest.flatten(of_replicas) if each is not None))

@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from keras_mp.step import gradients, overflows
 from keras_mp.step.calls import Calls
+from keras_mp.step.decision import Given
 from keras_mp.step.loss_scale import LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
 from keras_mp.step.overflows import Overflow
-from keras_mp.step.scaled_step import Given, ScaledStep
+from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.support import validation
 

@@ -13,8 +13,8 @@ from keras_mp.step import call_states as states
 from keras_mp.step import gradients, overflows
 from keras_mp.step.call_states import ANYBODY, OTHERS, Call, of, of_any
 from keras_mp.step.calls import Calls, LossScaleValue
+from keras_mp.step.decision import Given, Guard
 from keras_mp.step.numbered_optimizers import NumberedOptimizers
-from keras_mp.step.scaled_step import Given, Guard
 from keras_mp.support import host, messages
 
 

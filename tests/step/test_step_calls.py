@@ -688,3 +688,20 @@ def test_gradients_scaled_in_one_thread_and_applied_in_another(name):
         )
         optimizer.apply_gradients(zip(gradients[0], [v]))
         assert float(v) == 8 - 0.5 * (i + 1)
+
+
+@pytest.mark.parametrize("calls", [RFC, KERAS_3])
+def test_a_function_that_is_not_traced_again_makes_its_call_again(name, calls):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer.build([v])
+    unscale = tf.function(lambda gradient: optimizer.get_unscaled_gradients([gradient]))
+
+    @tf.function
+    def step(tag):
+        with tf.GradientTape() as tape:
+            loss = getattr(optimizer, calls[0])(v * 0.5)
+        optimizer.apply_gradients(zip(unscale(tape.gradient(loss, v)), [v]))
+
+    for i, tag in enumerate(["traced", "traced again, but for `unscale`", "traced"]):
+        step(tag)
+        assert float(v) == 8 - 0.5 * (i + 1)
