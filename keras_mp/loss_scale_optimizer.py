@@ -68,7 +68,12 @@ def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
 
 
 @keras_api.register_serializable
-class LossScaleOptimizer(LossScaleSaving, OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
+class LossScaleOptimizer(
+    older_spellings.OlderAttributes,
+    LossScaleSaving,
+    OptimizerWrapper,
+    keras_api.KerasLossScaleOptimizer,
+):
     """An optimizer that applies loss scaling, so that float16 gradients do not underflow.
 
     One step is: multiply the loss by the loss scale; compute the gradients; sum them over all
@@ -293,60 +298,6 @@ class LossScaleOptimizer(LossScaleSaving, OptimizerWrapper, keras_api.KerasLossS
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
         self._scaler.skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
-
-    @property
-    def loss_scale_factor(self) -> None:
-        """None. Keras 3's optimizers have one, which would scale once more."""
-        return None
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: Any) -> None:
-        raise TypeError(
-            "A LossScaleOptimizer scales the loss itself, so it has no `loss_scale_factor`, and "
-            "another LossScaleOptimizer cannot wrap it. "
-            f"Received: loss_scale_factor={value!r}"
-        )
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the loss scale is a dynamic one."""
-        return isinstance(self._scaler.loss_scale, loss_scale_lib.DynamicLossScale)
-
-    @property
-    def initial_scale(self) -> float:
-        """Where a dynamic scale started, or the fixed scale."""
-        if self.dynamic:
-            return self._scaler.loss_scale.initial_loss_scale
-        return float(self._scaler.loss_scale)
-
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """The dynamic scale's `increment_period`, read and write; None for a fixed scale."""
-        return self._scaler.loss_scale.increment_period if self.dynamic else None
-
-    @dynamic_growth_steps.setter
-    def dynamic_growth_steps(self, value: int) -> None:
-        if not self.dynamic:
-            raise ValueError(
-                "A fixed loss scale does not grow. "
-                f"Received: dynamic_growth_steps={value!r} with {self._scaler.loss_scale!r}"
-            )
-        self._scaler.loss_scale.increment_period = older_spellings.whole(value)
-
-    @property
-    def dynamic_counter(self) -> tf.Variable | None:
-        """The dynamic scale's `num_good_steps`; None for a fixed scale."""
-        return self._scaler.loss_scale.num_good_steps if self.dynamic else None
-
-    @property
-    def step_counter(self) -> tf.Variable | None:
-        """`dynamic_counter` under Keras 3's name."""
-        return self.dynamic_counter
-
-    @property
-    def dynamic_scale(self) -> tf.Variable | None:
-        """The dynamic scale's variable; None for a fixed scale."""
-        return self._scaler.loss_scale.loss_scale if self.dynamic else None
 
     @do_not_convert
     def get_scaled_loss(self, loss: Any) -> Any:

@@ -12,8 +12,9 @@ import tensorflow as tf
 from tensorflow.python.saved_model.registration import register_serializable
 
 from keras_mp import keras_api
-from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.wrapper_adapter import WrapperAdapter
 from keras_mp.wrapper_saving import WrapperSaving
 
 _ALIASES = {"lr": "learning_rate"}
@@ -364,50 +365,8 @@ def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
         An `OptimizerAdapter`, or None where it is neither.
     """
     if isinstance(optimizer, OptimizerWrapper):
-        return _WrapperAdapter(optimizer)
+        return WrapperAdapter(optimizer)
     return keras_api.optimizer_adapter(optimizer)
-
-
-class _WrapperAdapter(OptimizerAdapter):
-    """A wrapper that is wrapped itself."""
-
-    @property
-    def is_revived_without_state(self) -> bool:
-        return self.optimizer._adapter.is_revived_without_state
-
-    def hyperparameters(self) -> frozenset[str]:
-        return self.optimizer._hyperparameters
-
-    def build(self, variables: Sequence[Any]) -> None:
-        self.optimizer.build(variables)
-
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
-    ) -> list[tuple[Any, Any]]:
-        return self.optimizer.compute_gradients(loss, var_list, tape, grad_loss)
-
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
-        return self.optimizer.apply_gradients(
-            grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
-        )
-
-
-def _ask_innermost(name: str) -> Callable[..., Any]:
-    def method(self: _WrapperAdapter, *args: Any) -> Any:
-        return getattr(self.optimizer._adapter, name)(*args)
-
-    return method
-
-
-for _name in (
-    *("built_variables", "custom_aggregation", "is_overwritten"),
-    *("accumulates", "completes_step", "totals", "drop_accumulated"),
-):
-    setattr(_WrapperAdapter, _name, _ask_innermost(_name))
 
 
 def _names_of_wrappers(cls: type) -> set[str]:
