@@ -135,7 +135,9 @@ class Calls:
     def _is_mine(self, graph: Any) -> bool:
         """Whether this thread made the last call here, and no function may have made one since."""
         mine = self._mine
-        if mine.facts is None or (mine.graph and mine.graph()) is not graph:
+        # A reference to a graph that is gone is none to eager code.
+        was_here = mine.graph is None if graph is None else mine.graph and mine.graph() is graph
+        if mine.facts is None or not was_here:
             return False
         if graph is not None:
             # A function may have been called that is not traced again.

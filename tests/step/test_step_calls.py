@@ -705,3 +705,12 @@ def test_a_function_that_is_not_traced_again_makes_its_call_again(name, calls):
     for i, tag in enumerate(["traced", "traced again, but for `unscale`", "traced"]):
         step(tag)
         assert float(v) == 8 - 0.5 * (i + 1)
+
+
+def test_a_function_that_was_traced_and_is_gone_has_scaled_nothing(name):
+    calls, v, scale = OptimizerCalls(keras_mp.FixedLossScale(2)), tf.Variable(8.0), tf.constant(2.0)
+    tf.function(lambda: calls.begin(scale, to_apply=True)).get_concrete_function()
+    gc.collect()
+    warns = pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither")
+    with warns, calls.apply(None, [v]) as given:
+        assert given.scaled is False
