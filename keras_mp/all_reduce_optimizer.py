@@ -7,12 +7,11 @@ same for those that scale their loss.
 from collections.abc import Iterable
 from typing import Any
 
-import tensorflow as tf
-
 from keras_mp import keras_api
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients
 from keras_mp.step import reduce_dtype as reduce_dtypes
+from keras_mp.step.decision import Given
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support.autograph import do_not_convert
 
@@ -76,7 +75,7 @@ class AllReduceOptimizer(OptimizerWrapper):
 
     @property
     def reduce_dtype(self) -> str:
-        """In which dtype float32 gradients are summed over replicas. May be set at any time.
+        """The dtype in which float32 gradients are summed over replicas. May be set at any time.
 
         A `tf.function` that was traced before it was set keeps the old one.
         """
@@ -113,10 +112,8 @@ class AllReduceOptimizer(OptimizerWrapper):
         if not pairs:
             return self.iterations
         self.build([variable for _, variable in pairs])
-        operation, _ = ScaledStep(self._adapter, None, self._reduce_dtype).make(
+        operation, _ = ScaledStep(self._adapter, None, self._reduce_dtype, Given()).make(
             pairs,
-            scaled=False,
-            scaled_by=tf.constant(1.0),
             aggregate=experimental_aggregate_gradients and not skip_gradients_aggregation,
             name=name,
         )

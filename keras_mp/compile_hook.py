@@ -159,8 +159,6 @@ def _remember_weights(model: Any) -> None:
 def _train_step(model: Any, of_instance: Any, *args: Any, **kwargs: Any) -> Any:
     cls = type(model)
     train_step = of_instance or cls.train_step.__get__(model, cls)
-    for optimizer in wrappers_among(model.optimizer):
-        optimizer.begin_step()
     with training_step(model, keras_api.states(model)):
         return train_step(*args, **kwargs)
 

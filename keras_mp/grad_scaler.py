@@ -3,7 +3,6 @@
 PyTorch's AMP feature proposal, "Gradient scaling".
 """
 
-import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -14,14 +13,15 @@ from keras_mp import all_reduce_optimizer, hardware, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
-from keras_mp.step import gradients, replicas, skipped_steps, state_rollback, update_rules
+from keras_mp.step import gradients, other_adapters, replicas, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.gathered import Gathered
-from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale, schedule_of
-from keras_mp.step.optimizer_adapter import UpdateRule
+from keras_mp.step.calls import NoCalls
+from keras_mp.step.decision import Guard
+from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.overflow_report import Overflow
-from keras_mp.step.scaled_step import Guard, ScaledStep
-from keras_mp.step.scaler_calls import ScalerCalls, Step
+from keras_mp.step.scaler import Scaler
+from keras_mp.step.scaler_calls import ScalerCalls
 from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
 
@@ -104,19 +104,17 @@ class GradScaler(tf.Module):
         given = loss_scale_lib.get(loss_scale)
         self._enabled = validation.boolean("enabled", enabled)
         self._skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
-        self._reduce_dtype = reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16)
-        self._scales = enabled and given is not None
+        scales = enabled and given is not None
+        loss_scale = given if scales else FixedLossScale(1)
         self._given = given
-        self._loss_scale = given if self._scales else FixedLossScale(1)
-        self._skipped = skipped_steps.SkippedSteps(
-            validation.integer_or_none("warn_after_skips", warn_after_skips)
+        self._scaler = Scaler(
+            loss_scale,
+            (ScalerCalls if scales else NoCalls)(loss_scale),
+            can_skip=(enabled and skip_nonfinite) or isinstance(loss_scale, DynamicLossScale),
+            reduce_dtype=reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16),
+            warn_after_skips=warn_after_skips,
+            at_update=True,
         )
-        self._schedule = schedule_of(self._loss_scale, enabled and skip_nonfinite)
-        replicas.check_strategy(may_skip=self._schedule is not None)
-        self._verdicts = None
-        if self._schedule is not None:
-            self._verdicts = Gathered(self._schedule, self._skipped)
-        self._calls = ScalerCalls()
         hardware.warn_if_slow()
 
     @property
@@ -125,27 +123,26 @@ class GradScaler(tf.Module):
 
         Where nothing is scaled it is a `FixedLossScale(1)`.
         """
-        return self._loss_scale
+        return self._scaler.loss_scale
 
     @property
     def enabled(self) -> bool:
-        """Does it scale, or skip, anything?"""
+        """Whether it scales, or skips, anything."""
         return self._enabled
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Are steps skipped whatever the loss scale? A dynamic one skips them anyway."""
+        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
         return self._skip_nonfinite
 
     @property
     def steps_skipped(self) -> tf.Tensor:
         """How many calls of `step` applied nothing so far, an int64 scalar tensor."""
-        self._collect_reports()
-        return tf.convert_to_tensor(self._skipped.total)
+        return self._scaler.steps_skipped()
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """Whose gradients were not finite in the last `step` that applied nothing; or None.
+        """The gradients that were not finite in the last `step` that applied nothing; or None.
 
         It is the `keras_mp.Overflow` of one optimizer, which the variables tell. Gradients count as
         they were when `unscale` was called. In a graph it cannot be read.
@@ -153,18 +150,17 @@ class GradScaler(tf.Module):
         Raises:
             RuntimeError: it is read in a graph.
         """
-        self._collect_reports()
-        return self._skipped.last_overflow()
+        return self._scaler.last_overflow()
 
     @property
     def reduce_dtype(self) -> str:
-        """In which dtype float32 gradients are summed over replicas."""
-        return self._reduce_dtype.name
+        """The dtype in which float32 gradients are summed over replicas."""
+        return self._scaler.reduce_dtype.name
 
     @property
     def warn_after_skips(self) -> int | None:
-        """After how many steps in a row with a skipped one to warn; None for never."""
-        return self._skipped.warn_after
+        """The number of steps in a row with a skipped one after which to warn; None for never."""
+        return self._scaler.skipped.warn_after
 
     @do_not_convert
     def scale(self, losses: Any) -> Any:
@@ -183,20 +179,11 @@ class GradScaler(tf.Module):
             TypeError: there is something else than a floating-point tensor.
         """
         self._check_mode()
-        if not self._scales:
-            if self._verdicts is not None:
-                flat = map(tf.convert_to_tensor, tf.nest.flatten(losses))
-                self._calls.saw(flat, are_all=True)
-            return losses
-        flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
-        loss_scale = self._calls.scale(self._loss_scale)
-        self._calls.saw(flat)
-        scaled = [gradients.scale_loss(loss, loss_scale) for loss in flat]
-        return tf.nest.pack_sequence_as(losses, scaled)
+        return self._scaler.calls.scale(losses)
 
     @do_not_convert
     def unscale(self, grads: Iterable[Any], optimizer: Any = None) -> list[Any]:
-        """Divides gradients by the loss scale, for those who want to look at them or to clip them.
+        """Divides gradients by the loss scale, so that they can be looked at or clipped.
 
         `step` takes them as they are then. If one is not finite the step is skipped, even if what
         is done to it afterwards makes it finite.
@@ -215,13 +202,9 @@ class GradScaler(tf.Module):
                 optimizers and `optimizer` is None.
         """
         self._check_mode()
-        grads = gradients.convert(grads)
-        if not self._scales:
-            return grads
-        unscaled = gradients.unscale(grads, self._calls.scaled_by())
-        finite = None if self._verdicts is None else lambda: gradients.all_finite(unscaled)
-        self._calls.unscale(optimizer, unscaled, finite)
-        return unscaled
+        return self._scaler.calls.unscale(
+            gradients.convert(grads), optimizer, self._scaler.handler is not None
+        )
 
     @do_not_convert
     def step(
@@ -241,7 +224,7 @@ class GradScaler(tf.Module):
                 to True.
 
         Returns:
-            bool scalar tensor. Were the gradients applied?
+            bool scalar tensor, whether the gradients were applied.
 
         Raises:
             TypeError: `optimizer` is something else, or scales its loss itself.
@@ -250,35 +233,19 @@ class GradScaler(tf.Module):
                 context.
         """
         self._check_mode()
-        self._collect_reports()
-        replicas.check_strategy(may_skip=self._schedule is not None)
-        rule = _rule(optimizer)
+        adapter = _adapter_of(optimizer)
         pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
             raise ValueError(
                 "GradScaler.step() needs the gradients and variables of the step. Received: "
                 f"grads_and_vars={pairs!r}"
             )
-        rule.build([variable for _, variable in pairs])
-        scaled_by, losses = tf.constant(1.0), self._calls.losses()
-        noted = contextlib.nullcontext(_NOTHING_SCALED)
-        if self._scales:
-            scaled_by = self._calls.scaled_by()
-            noted = self._calls.step(optimizer)
-        reduce_dtype = self._reduce_dtype
-        if reduce_dtype == tf.float16 and not self._scales:
-            reduce_dtype = tf.float32
-        with noted as known:
-            guard = known.guard and Guard(known.guard.is_allowed, lambda: self._refuse(known.guard))
-            _, finite = ScaledStep(rule, self._verdicts, reduce_dtype, guard).make(
-                pairs,
-                scaled=known.scaled,
-                scaled_by=scaled_by,
-                losses=losses,
-                unclipped=known.unscaled,
-                aggregate=aggregate,
-                was_finite=known.was_finite,
-            )
+        adapter.build([variable for _, variable in pairs])
+        with self._scaler.calls.apply(optimizer, [variable for _, variable in pairs]) as given:
+            guard = given.guard
+            if guard is not None:
+                given = given._replace(guard=Guard(guard.is_allowed, lambda: self._refuse(guard)))
+            _, finite = self._scaler.step(adapter, pairs, given, aggregate=aggregate)
         applied = [each for each in (finite, guard and guard.is_allowed) if each is not None]
         return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
 
@@ -302,17 +269,16 @@ class GradScaler(tf.Module):
         """
         self._check_mode()
         if new_scale is not None:
-            new_scale = self._checked_scale(new_scale) if self._scales else None
-        has_stepped, report = True, lambda: None
-        if self._scales:
-            has_stepped, report = self._calls.update()
+            new_scale = self._checked_scale(new_scale)
+        handler = self._scaler.handler
+        has_stepped, report = self._scaler.calls.update()
         if new_scale is not None:
             report = lambda: None  # noqa: E731
 
         def move(tensors: list[tf.Tensor]) -> None:
             stepped = tensors.pop(0) if tf.is_tensor(has_stepped) else has_stepped
-            if self._verdicts is not None:
-                self._verdicts.close(stepped, report, *tensors)
+            if handler is not None:
+                handler.update(stepped, report, *tensors)
             elif stepped is not True:
                 tf.cond(stepped, lambda: None, report)
 
@@ -330,7 +296,7 @@ class GradScaler(tf.Module):
             "loss_scale": loss_scale_lib.serialize(self._given),
             "enabled": self._enabled,
             "skip_nonfinite": self._skip_nonfinite,
-            "aggregate_in_float16": self._reduce_dtype == tf.float16,
+            "aggregate_in_float16": self._scaler.reduce_dtype == tf.float16,
             "reduce_dtype": self.reduce_dtype,
             "warn_after_skips": self.warn_after_skips,
             "name": self.name,
@@ -349,24 +315,26 @@ class GradScaler(tf.Module):
         return cls(**config)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        children = {"loss_scale": self._loss_scale, "steps_skipped": self._skipped.total}
+        children = {
+            "loss_scale": self._scaler.loss_scale,
+            "steps_skipped": self._scaler.skipped.total,
+        }
         if save_type == "savedmodel":  # which holds functions, and all that these use
             functions = super()._trackable_children(save_type, **kwargs)
-            children.update({**functions, **self._skipped.variables(), **self._calls.variables()})
-            if self._verdicts is not None:
-                children.update(self._verdicts.variables())
+            children.update({**functions, **self._scaler.variables()})
         return children
 
     def _note_tape(self) -> None:
-        if self._scales:
-            self._calls.by_tape(self._loss_scale())
+        self._scaler.calls.by_tape()
 
     def _refuse(self, guard: Guard) -> None:
         guard.refuse()
-        self._skipped.total.assign_add(1, read_value=False)
+        self._scaler.skipped.total.assign_add(1, read_value=False)
 
-    def _checked_scale(self, new_scale: Any) -> tf.Tensor:
-        scale = self._loss_scale
+    def _checked_scale(self, new_scale: Any) -> tf.Tensor | None:
+        scale = self._scaler.loss_scale
+        if isinstance(self._scaler.calls, NoCalls):
+            return None
         if not isinstance(scale, DynamicLossScale):
             raise ValueError(
                 "Only a dynamic loss scale can be set. "
@@ -390,20 +358,15 @@ class GradScaler(tf.Module):
                 "use a keras_mp.LossScaleOptimizer."
             )
 
-    def _collect_reports(self) -> None:
-        self._calls.collect_reports()
-        self._skipped.collect_reports()
 
-
-_NOTHING_SCALED = Step(scaled=False, was_finite=None, unscaled=[], guard=None)
 _SCALING_OF_V1 = (
     v1.LossScaleOptimizer,
     tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer,
 )
 
 
-def _rule(optimizer: Any) -> UpdateRule:
-    """Tells how an optimizer applies gradients, or refuses it."""
+def _adapter_of(optimizer: Any) -> OptimizerAdapter:
+    """Returns what drives an optimizer, or refuses it."""
     if find_loss_scale_optimizer(optimizer) is not None or isinstance(optimizer, _SCALING_OF_V1):
         raise TypeError(
             "A GradScaler needs an optimizer without loss scaling: this one has a scale of its own "
@@ -411,21 +374,15 @@ def _rule(optimizer: Any) -> UpdateRule:
             f"use that one alone. Received: optimizer={optimizer!r}"
         )
     all_reduce_optimizer.refuse_inside(optimizer, "GradScaler")
-    rule, hint = None, optimizer_wrapper.hint(optimizer)
+    adapter, hint = None, optimizer_wrapper.hint(optimizer)
     if not callable(getattr(optimizer, "apply_scaled_gradients", None)):
-        rule = optimizer_wrapper.adapter_of(optimizer)
-    if rule is None and not hint:
-        rule = update_rules.update_rule(optimizer)
-    if rule is None:
+        adapter = optimizer_wrapper.adapter_of(optimizer)
+    if adapter is None and not hint:
+        adapter = other_adapters.other_adapter(optimizer)
+    if adapter is None:
         raise TypeError(
             "Expected an optimizer of `tf.keras`, a tf.compat.v1.train.Optimizer, an object with a "
             "method `apply(updates, parameters)`, or a function of a list of (gradient, variable) "
             f"pairs{hint}. Received: optimizer={optimizer!r} (of type {type(optimizer)})"
         )
-    return rule
-
-
-def _checked_loss(loss: Any) -> tf.Tensor:
-    if loss is None:
-        raise TypeError("A loss must be a floating-point tensor. Received: None")
-    return tf.convert_to_tensor(loss)
+    return adapter

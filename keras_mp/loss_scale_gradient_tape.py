@@ -38,7 +38,7 @@ class LossScaleGradientTape(tf.GradientTape):
         loss_scale: A `keras_mp.GradScaler`, a `keras_mp.LossScale`, `"dynamic"`, or a number for a
             fixed scale, which is where each search starts.
         max_retries: int of at least 0. How often to compute again. Defaults to 16.
-        persistent: bool. May `gradient` be called more than once? Defaults to False.
+        persistent: bool. Whether `gradient` may be called more than once. Defaults to False.
         watch_accessed_variables: bool, as of `tf.GradientTape`. Defaults to True.
 
     Raises:
@@ -225,7 +225,7 @@ class LossScaleGradientTape(tf.GradientTape):
                 scale.assign(LossScaleState(lowered, zero, zero))
 
             def count() -> None:
-                if self._scaler is None:  # who counts by itself
+                if self._scaler is None:  # which counts by itself
                     good, bad = (lambda f=f: _ignore(scale.move(f)) for f in (True, False))
                     tf.cond(finite, good, bad)
 

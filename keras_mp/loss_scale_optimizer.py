@@ -4,27 +4,30 @@ RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import all_reduce_optimizer, hardware, keras_api, optimizer_wrapper
+from keras_mp import all_reduce_optimizer, hardware, keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
 from keras_mp.layer_paths import paths_of_weights
+from keras_mp.loss_scale_saving import LossScaleSaving
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.step import gradients, replicas, skipped_steps, state_rollback
+from keras_mp.step import gradients, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.loss_scales import schedule_of
+from keras_mp.step.calls import NoCalls
+from keras_mp.step.decision import Given
+from keras_mp.step.loss_scales import DynamicLossScale
+from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.overflow_report import Overflow
-from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
-from keras_mp.step.step_calls import StepCalls
-from keras_mp.support import messages, validation
+from keras_mp.step.scaler import Scaler
+from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -65,7 +68,12 @@ def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
 
 
 @keras_api.register_serializable
-class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
+class LossScaleOptimizer(
+    older_spellings.OlderAttributes,
+    LossScaleSaving,
+    OptimizerWrapper,
+    keras_api.KerasLossScaleOptimizer,
+):
     """An optimizer that applies loss scaling, so that float16 gradients do not underflow.
 
     One step is: multiply the loss by the loss scale; compute the gradients; sum them over all
@@ -184,20 +192,16 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         loss_scale = older_spellings.loss_scale_from_arguments(
             loss_scale if scales else 1, dynamic, initial_scale, dynamic_growth_steps
         )
-        schedule = schedule_of(loss_scale, skip_nonfinite)
-        replicas.check_strategy(may_skip=schedule is not None)
         vars(self).update(
             _name=name,
-            _loss_scale=loss_scale,
-            # False where there is nothing to scale by, and so no call that could be missing.
-            _scales=scales,
             _skip_nonfinite=skip_nonfinite,
-            _schedule=schedule,
-            _reduce_dtype=reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16),
-            _skipped=skipped_steps.SkippedSteps(
-                validation.integer_or_none("warn_after_skips", warn_after_skips)
+            _scaler=Scaler(
+                loss_scale,
+                (OptimizerCalls if scales else NoCalls)(loss_scale),
+                can_skip=skip_nonfinite or isinstance(loss_scale, DynamicLossScale),
+                reduce_dtype=reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16),
+                warn_after_skips=warn_after_skips,
             ),
-            _calls=StepCalls(),
             policy_in_file=None,
         )
         for child_name, child in self._own_children().items():
@@ -220,58 +224,48 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale:
-        """The `LossScale`. `optimizer.loss_scale()` is its value, a float32 scalar tensor.
-
-        On Keras 3, who reads it between two steps may have multiplied the loss by it, so
-        `apply_gradients` then divides gradients of a loss that was not scaled otherwise.
-        """
-        self._note_reading()
-        return self._loss_scale
+        """The `LossScale`. `optimizer.loss_scale()` is its value, a float32 scalar tensor."""
+        return self._scaler.loss_scale
 
     @property
     def aggregate_in_float16(self) -> bool:
-        """Are float32 gradients summed over replicas as float16? May be set at any time."""
-        return self._reduce_dtype == tf.float16
+        """Whether float32 gradients are summed over replicas as float16. May be set at any time."""
+        return self._scaler.reduce_dtype == tf.float16
 
     @aggregate_in_float16.setter
     def aggregate_in_float16(self, value: bool) -> None:
-        vars(self)["_reduce_dtype"] = reduce_dtypes.after_setting(self._reduce_dtype, value)
+        self._scaler.reduce_dtype = reduce_dtypes.after_setting(self._scaler.reduce_dtype, value)
 
     @property
     def reduce_dtype(self) -> str:
-        """In which dtype float32 gradients are summed over replicas. May be set at any time.
+        """The dtype in which float32 gradients are summed over replicas. May be set at any time.
 
         A `tf.function` that was traced before it was set keeps the old one.
         """
-        return self._reduce_dtype.name
+        return self._scaler.reduce_dtype.name
 
     @reduce_dtype.setter
     def reduce_dtype(self, value: Any) -> None:
-        vars(self)["_reduce_dtype"] = reduce_dtypes.get(value)
+        self._scaler.reduce_dtype = reduce_dtypes.get(value)
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Are steps skipped whatever the loss scale? A dynamic one skips them anyway."""
+        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
         return self._skip_nonfinite
 
     @property
     def steps_skipped(self) -> tf.Tensor:
         """How many steps were skipped so far, an int64 scalar tensor."""
-        self._collect_reports()
-        # A tensor: of a mirrored variable, Python would take any value for true.
-        return tf.convert_to_tensor(self._skipped.total)
+        return self._scaler.steps_skipped()
 
     @property
     def last_step_skipped(self) -> tf.Tensor:
-        """Was the last step skipped? A bool scalar tensor."""
-        self._collect_reports()
-        if self._schedule is None:
-            return tf.constant(False)
-        return tf.convert_to_tensor(self._schedule.num_bad_steps) > 0
+        """Whether the last step was skipped, a bool scalar tensor."""
+        return self._scaler.last_step_skipped()
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """Whose gradients were not finite in the step that was skipped last; None if none was.
+        """The gradients that were not finite in the step that was skipped last; None if none was.
 
         A `keras_mp.Overflow`: which step it was, each variable's Inf and NaN on each replica, also
         of other workers, and whether the loss itself was finite. Its `str` is a table. What counts
@@ -291,76 +285,19 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         >>> overflow.step, overflow.variables, overflow.gradients[0].infs, overflow.loss_is_finite
         (1, ['v'], 1, False)
         """
-        self._collect_reports()
-        return self._skipped.last_overflow()
+        return self._scaler.last_overflow()
 
     @property
     def warn_after_skips(self) -> int | None:
-        """After how many skipped steps in a row to warn; None for never.
+        """The number of skipped steps in a row after which to warn; None for never.
 
         A `tf.function` that was traced before it was set keeps the old number.
         """
-        return self._skipped.warn_after
+        return self._scaler.skipped.warn_after
 
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
-        self._skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
-
-    @property
-    def loss_scale_factor(self) -> None:
-        """None. Keras 3's optimizers have one, which would scale once more."""
-        return None
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: Any) -> None:
-        raise TypeError(
-            "A LossScaleOptimizer scales the loss itself, so it has no `loss_scale_factor`, and "
-            "another LossScaleOptimizer cannot wrap it. "
-            f"Received: loss_scale_factor={value!r}"
-        )
-
-    @property
-    def dynamic(self) -> bool:
-        """Is the loss scale a dynamic one?"""
-        return isinstance(self._loss_scale, loss_scale_lib.DynamicLossScale)
-
-    @property
-    def initial_scale(self) -> float:
-        """Where a dynamic scale started, or the fixed scale."""
-        self._note_reading()
-        if self.dynamic:
-            return self._loss_scale.initial_loss_scale
-        return float(self._loss_scale)
-
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """The dynamic scale's `increment_period`, read and write; None for a fixed scale."""
-        return self._loss_scale.increment_period if self.dynamic else None
-
-    @dynamic_growth_steps.setter
-    def dynamic_growth_steps(self, value: int) -> None:
-        if not self.dynamic:
-            raise ValueError(
-                "A fixed loss scale does not grow. "
-                f"Received: dynamic_growth_steps={value!r} with {self._loss_scale!r}"
-            )
-        self._loss_scale.increment_period = older_spellings.whole(value)
-
-    @property
-    def dynamic_counter(self) -> tf.Variable | None:
-        """The dynamic scale's `num_good_steps`; None for a fixed scale."""
-        return self._loss_scale.num_good_steps if self.dynamic else None
-
-    @property
-    def step_counter(self) -> tf.Variable | None:
-        """`dynamic_counter` under Keras 3's name."""
-        return self.dynamic_counter
-
-    @property
-    def dynamic_scale(self) -> tf.Variable | None:
-        """The dynamic scale's variable; None for a fixed scale."""
-        self._note_reading()
-        return self._loss_scale.loss_scale if self.dynamic else None
+        self._scaler.skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
 
     @do_not_convert
     def get_scaled_loss(self, loss: Any) -> Any:
@@ -375,11 +312,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        loss_scale = self._loss_scale()
-        scaled = self._scale(loss, loss_scale)
-        if self._scales:
-            self._calls.scaled(loss_scale, to_apply=False)
-        return scaled
+        return self._scaled(loss, to_apply=False)
 
     @do_not_convert
     def scale_loss(self, loss: Any) -> Any:
@@ -394,11 +327,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        loss_scale = self._loss_scale()
-        scaled = self._scale(loss, loss_scale)
-        if self._scales:
-            self._calls.scaled(loss_scale, to_apply=True)
-        return scaled
+        return self._scaled(loss, to_apply=True)
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -414,15 +343,7 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
             TypeError: `grads` is not a flat list of gradients.
             ValueError: the gradients are unscaled already.
         """
-        grads = gradients.convert(grads)
-        if not self._scales:
-            return grads
-        self._calls.refuse_results(grads, "get_unscaled_gradients")
-        unscaled = gradients.unscale(grads, self._scaled_by())
-        self._calls.unscaled()
-        self._calls.returned(unscaled)
-        self._calls.saw_unscaled(unscaled)
-        return unscaled
+        return self._scaler.calls.unscale(gradients.convert(grads))
 
     @do_not_convert
     def minimize(
@@ -447,13 +368,13 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         """
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, var_list, tape, grad_loss, name)
-        with self._calls.one_whole_step():
-            pairs = gradients.checked_pairs(
-                self._gradients(self._scale, loss, var_list, tape, grad_loss)
-            )
+        with self._scaler.calls.whole_step() as given:
+            scaled_by = self._scaler.loss_scale()
+            scale = functools.partial(self._multiplied, scaled_by=scaled_by)
+            pairs = gradients.checked_pairs(self._gradients(scale, loss, var_list, tape, grad_loss))
             if not pairs:
                 return self.iterations
-            return self._step(pairs, scaled=self._scales, aggregate=True, name=name)
+            return self._step(pairs, given(scaled_by), aggregate=True, name=name)
 
     @do_not_convert
     def compute_gradients(
@@ -511,39 +432,38 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         *,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
+        scaled: bool = False,
     ) -> Any:
         """Sums gradients over replicas, and applies them or skips the step.
 
         Gradients are unscaled here if the loss was scaled with `scale_loss`, and taken as they are
-        if `get_scaled_loss` and `get_unscaled_gradients` were called. A call that is missing is
-        reported with a `MixedPrecisionWarning`.
+        if `get_scaled_loss` and `get_unscaled_gradients` were called. Those of a loss that was
+        multiplied by the loss scale by hand need `scaled=True`. A call that is missing is reported
+        with a `MixedPrecisionWarning`.
 
         Args:
             grads_and_vars: iterable of (gradient, variable) pairs. A gradient may be None.
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
             experimental_aggregate_gradients: bool. False means the same.
+            scaled: bool. True where the loss was multiplied by hand, by the loss scale as it still
+                is. Defaults to False, which leaves it to the calls that were made.
 
         Returns:
             `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
 
         Raises:
-            ValueError: no variable has a gradient, or the call is in a cross-replica context.
+            ValueError: no variable has a gradient, the gradients are said to be scaled and come
+                from `get_unscaled_gradients`, or the call is in a cross-replica context.
         """
         pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
             return self.iterations
-        scaled = self._scales and self._calls.resolve(variable for _, variable in pairs)
+        if scaled:
+            self._scaler.calls.begin_by_hand([g for g, _ in pairs])
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        unclipped = self._calls.take_unscaled()
-        return self._step(pairs, scaled=scaled, unclipped=unclipped, aggregate=aggregate, name=name)
-
-    def begin_step(self) -> None:
-        """Says that a step begins: nobody has scaled its loss by what was read before.
-
-        `Model.fit` says so itself; so callbacks may log the loss scale.
-        """
-        self._calls.begin()
+        with self._scaler.calls.apply(self, [v for _, v in pairs]) as given:
+            return self._step(pairs, given, aggregate=aggregate, name=name)
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
         """Not on the TensorFlow backend: says what Keras says."""
@@ -555,164 +475,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         Args:
             var_list: iterable of the model's trainable variables.
         """
-        self._collect_reports()
+        self._scaler.collect_reports()
         super().finalize_variable_values(var_list)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves the loss scale's state, beside what the inner optimizer saves.
-
-        Args:
-            store: dict-like, of names and arrays.
-        """
-        self._collect_reports()
-        super().save_own_variables(store)
-        for name, variable in self._state().items():
-            store[name] = variable.numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
-
-        Args:
-            store: dict-like, of names and arrays. What it does not hold stays as it is, with a
-                warning.
-
-        Raises:
-            ValueError: the variables are those of another optimizer.
-        """
-        super().load_own_variables(store)
-        saved, state = set(store.keys()), self._state()
-        for name in saved & set(state):
-            state[name].assign(store[name][()])
-        missing = sorted(set(state) - saved)
-        if missing:
-            messages.warn(
-                f"The file holds no {', '.join(missing)} for the optimizer, so they stay as "
-                "they are: it was saved without loss scaling, with another kind of loss scale, or "
-                f"with another LossScaleOptimizer. Expected {sorted(state)}. Received: "
-                f"{sorted(saved)}"
-            )
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns the arguments from which `from_config` makes an equal optimizer.
-
-        As the config of an optimizer has its learning rate of that moment, this one has the loss
-        scale's state: an `.h5` file has no other place for it.
-        """
-        config = {
-            "name": self._name,
-            "inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer),
-            "loss_scale": loss_scale_lib.serialize(self._loss_scale) if self._scales else None,
-            "aggregate_in_float16": self.aggregate_in_float16,
-            "reduce_dtype": self.reduce_dtype,
-            "warn_after_skips": self.warn_after_skips,
-            "skip_nonfinite": self._skip_nonfinite,
-        }
-        with tf.init_scope():
-            if tf.executing_eagerly():
-                state = {name: tf.convert_to_tensor(v) for name, v in self._state().items()}
-                config["state"] = {name: value.numpy().item() for name, value in state.items()}
-                config["state"]["policy"] = self._policy_of_model()
-        return config
-
-    @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> "LossScaleOptimizer":
-        """Makes an optimizer from a config of this class, or of Keras's own.
-
-        Args:
-            config: dict that `get_config` returned, here, on tf_keras, on Keras 3 or in TensorFlow
-                2.2 and 2.3.
-            custom_objects: dict of names and the classes they stand for, for the inner optimizer.
-
-        Returns:
-            An optimizer.
-        """
-        config = dict(config)
-        inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
-        if isinstance(inner, dict):
-            inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
-        saved = config.pop("state", {})
-        optimizer = cls(inner, **config)
-        optimizer.policy_in_file = saved.get("policy")
-        for name, variable in optimizer._state().items():
-            if name in saved:
-                variable.assign(saved[name])
-        return optimizer
-
-    def keras_layout(self) -> Any:
-        """Returns what checkpoints of Keras's own `LossScaleOptimizer` hold, under their names.
-
-        That of tf_keras lays its checkpoints out as this one does, which is itself returned there.
-        That of Keras 3 does not, so its checkpoints are read, and written for it, by way of this.
-
-        Returns:
-            An object for `tf.train.Checkpoint`.
-
-        Example:
-
-        >>> import tempfile
-        >>> sgd = tf.keras.optimizers.SGD()
-        >>> other = tf.keras.mixed_precision.LossScaleOptimizer(sgd, initial_scale=64.0)
-        >>> _ = other.apply_gradients([(tf.constant(64.0), tf.Variable(1.0))])
-        >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = tf.train.Checkpoint(optimizer=other).save(directory + "/checkpoint")
-        ...     checkpoint = tf.train.Checkpoint(optimizer=optimizer.keras_layout())
-        ...     _ = checkpoint.restore(path).expect_partial()
-        >>> float(optimizer.loss_scale()), int(optimizer.iterations)
-        (64.0, 1)
-        """
-        return keras_api.keras_layout(self)
-
-    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # What checkpoints call the children that the two layouts share comes before what tells the
-        # layouts apart, and is not restored before all have been looked up.
-        if name == keras_api.KERAS_LAYOUT_CHILD:
-            raise ValueError(
-                "This is a checkpoint of tf.keras's own LossScaleOptimizer, whose layout in Keras "
-                "3 is not that of other optimizers. Restore it with "
-                "`tf.train.Checkpoint(optimizer=optimizer.keras_layout()).restore(path)`. Nothing "
-                "was restored."
-            )
-        if name == older_spellings.INNER_CHILD:
-            return self.inner_optimizer
-        return super()._lookup_dependency(name, *args, **kwargs)
-
-    def _own_children(self) -> dict[str, Any]:
-        """What a checkpoint holds of the wrapper, beside the inner optimizer's own children."""
-        return {
-            "loss_scale": self._loss_scale,
-            "steps_skipped": self._skipped.total,
-        }
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        # Optimizers of tf_keras list their children once, which may have been before they were
-        # wrapped.
-        children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
-        if save_type == "savedmodel":  # which holds functions, and all that these use
-            children.update({**self._skipped.variables(), **self._calls.variables()})
-            if self._schedule is not None and not self.dynamic:
-                children["skips_in_a_row"] = self._schedule.num_bad_steps
-        return children
-
-    def _state(self) -> dict[str, tf.Variable]:
-        state = {"steps_skipped": self._skipped.total}
-        if self.dynamic:
-            scale = self._loss_scale
-            state["loss_scale"] = scale.loss_scale
-            state["num_good_steps"] = scale.num_good_steps
-            state["num_bad_steps"] = scale.num_bad_steps
-        return state
-
-    def _policy_of_model(self) -> str | None:
-        """The policy of the layers that compute in 16 bits; of the file where there is no model."""
-        model = self._model()
-        if model is None:
-            return self.policy_in_file
-        layers = [each for each in keras_api.flatten_layers(model) if each is not model]
-        half = (each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES)
-        return next((each.dtype_policy.name for each in half), None)
 
     def _names_of(self, variables: Sequence[Any]) -> list[str | None]:
         """The paths of variables in the model that is trained, None for others."""
@@ -720,37 +484,26 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         paths = {} if model is None or not model.built else paths_of_weights(model)
         return [paths.get(id(variable)) for variable in variables]
 
-    def _scale(self, loss: Any, loss_scale: tf.Tensor | None = None) -> Any:
-        if callable(loss) and not tf.is_tensor(loss):
-            users = allow_conversion(loss)
-            return do_not_convert(lambda: self._scale(users()))
-        if not self._scales:
-            self._calls.saw(tf.convert_to_tensor(loss), tf.constant(1.0))
-            return loss
-        self._calls.refuse_results([loss], "get_scaled_loss")
-        if loss_scale is None:
-            loss_scale = self._loss_scale()
-        scaled = gradients.scale_loss(loss, loss_scale)
-        self._calls.saw(tf.convert_to_tensor(loss), loss_scale)
-        self._calls.returned([scaled])
+    def _scaled(self, loss: Any, to_apply: bool) -> Any:
+        scaled_by = self._scaler.loss_scale()
+        scaled = self._multiplied(loss, None if callable(loss) else scaled_by)
+        self._scaler.calls.begin(scaled_by, to_apply=to_apply)
         return scaled
 
-    def _note_reading(self) -> None:
-        wrappers = __file__, optimizer_wrapper.__file__
-        if keras_api.APPLY_TAKES_SCALED_GRADIENTS and messages.is_users_call(*wrappers):
-            self._calls.read()
+    def _multiplied(self, loss: Any, scaled_by: tf.Tensor | None) -> Any:
+        if callable(loss) and not tf.is_tensor(loss):
+            users = allow_conversion(loss)
+            return do_not_convert(lambda: self._multiplied(users(), scaled_by))
+        return self._scaler.calls.scale(loss, scaled_by)
 
-    def _scaled_by(self) -> tf.Tensor:
-        return self._calls.scaled_by(self._loss_scale)
-
-    def _unscaled_early(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    def _unscaled_early(
+        self, pairs: Iterable[tuple[Any, Any]], scaled: bool
+    ) -> list[tuple[Any, Any]]:
         pairs = list(pairs)
-        is_scaled = self._calls.unscale_early()
-        if is_scaled is False:
-            return pairs
-        divisor = tf.where(is_scaled, self._scaled_by(), 1.0)
-        grads = gradients.unscale([g for g, _ in pairs], divisor)
-        self._calls.saw_unscaled(grads)
+        grads = [g for g, _ in pairs]
+        if scaled:
+            self._scaler.calls.begin_by_hand(grads)
+        grads = self._scaler.calls.unscale_early(grads)
         return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
     def _gradients(
@@ -768,41 +521,15 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
 
     @do_not_convert
     def _step(
-        self,
-        pairs: list[tuple[Any, Any]],
-        *,
-        scaled: bool | tf.Tensor,
-        unclipped: list[Any] | None = None,
-        aggregate: bool,
-        name: str | None,
+        self, pairs: list[tuple[Any, Any]], given: Given, *, aggregate: bool, name: str | None
     ) -> Any:
-        self._collect_reports()
         passes.warn_if_compiled()
-        # Again, since the optimizer may have been made outside of the strategy's scope.
-        replicas.check_strategy(may_skip=self._schedule is not None)
         self.build([variable for _, variable in pairs])
-        verdicts = None
-        if self._schedule is not None:
-            verdicts = MovedAtOnce(self._schedule, self._skipped)
-        reduce_dtype = self._reduce_dtype
-        if reduce_dtype == tf.float16 and not self._scales:
-            reduce_dtype = tf.float32
-        step = ScaledStep(self._adapter, verdicts, reduce_dtype, names=self._names_of)
-        operation, _ = step.make(
-            pairs,
-            scaled=scaled,
-            scaled_by=self._scaled_by(),
-            losses=self._calls.take_losses(),
-            unclipped=unclipped,
-            aggregate=aggregate,
-            name=name,
+        operation, _ = self._scaler.step(
+            self._adapter, pairs, given, aggregate=aggregate, name=name, names=self._names_of
         )
         state_rollback.step_is_over()
         return self.iterations if operation is None else operation
-
-    def _collect_reports(self) -> None:
-        self._calls.collect_reports()
-        self._skipped.collect_reports()
 
 
 # What a subclass may override to have a say in `minimize`.

@@ -8,15 +8,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.saved_model.registration import register_serializable
-from tensorflow.python.saved_model.revived_types import serialize as serialize_revived
 
 from keras_mp import keras_api
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.support import messages
 from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.wrapper_adapter import WrapperAdapter
+from keras_mp.wrapper_saving import WrapperSaving
 
 _ALIASES = {"lr": "learning_rate"}
 
@@ -25,7 +24,7 @@ _models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDic
 
 @keras_api.register_serializable
 class OptimizerWrapper(
-    tf.__internal__.tracking.DelegatingTrackableMixin, *keras_api.OPTIMIZER_BASES
+    WrapperSaving, tf.__internal__.tracking.DelegatingTrackableMixin, *keras_api.OPTIMIZER_BASES
 ):
     """An optimizer that wraps another one and looks like it.
 
@@ -87,11 +86,15 @@ class OptimizerWrapper(
 
         @functools.wraps(method)
         def apply_gradients(
-            self: OptimizerWrapper, grads_and_vars: Any, *args: Any, **kwargs: Any
+            self: OptimizerWrapper,
+            grads_and_vars: Any,
+            *args: Any,
+            scaled: bool = False,
+            **kwargs: Any,
         ) -> Any:
             # Also where a LossScaleOptimizer further in would be the one to unscale.
             users = allow_conversion(method)
-            return users(self, self._unscaled_early(grads_and_vars), *args, **kwargs)
+            return users(self, self._unscaled_early(grads_and_vars, scaled), *args, **kwargs)
 
         cls.apply_gradients = do_not_convert(apply_gradients)
 
@@ -162,7 +165,7 @@ class OptimizerWrapper(
 
     @property
     def built(self) -> bool:
-        """Has the inner optimizer made its variables?"""
+        """Whether the inner optimizer has made its variables."""
         return self.inner_optimizer.built
 
     @property
@@ -188,10 +191,7 @@ class OptimizerWrapper(
         if not variables:
             return
         self._adapter.build(variables)
-        weights = vars(self).pop("_weights_to_come", None)
-        if weights is not None:
-            with tf.init_scope():
-                self.set_weights(weights)
+        self._set_weights_to_come()
 
     def compiled_for(self, model: Any) -> None:
         """Remembers the model that is trained.
@@ -209,93 +209,6 @@ class OptimizerWrapper(
         model = self._model()
         return model.trainable_variables if model is not None and model.built else ()
 
-    def set_weights(self, weights: Iterable[Any]) -> None:
-        """Sets the values of the inner optimizer's variables.
-
-        Args:
-            weights: iterable of arrays, as `get_weights` returns them. Where Keras 3 has not built
-                the optimizer yet, they are set as soon as it is.
-
-        Raises:
-            ValueError: these are weights of an optimizer of another kind or for another model.
-        """
-        weights = list(weights)
-        if not getattr(self.inner_optimizer, "built", True):
-            # Copies, since they may be in a file that will be closed by then.
-            vars(self)["_weights_to_come"] = [np.array(weight) for weight in weights]
-            return
-        self._check_shapes(weights)
-        self.inner_optimizer.set_weights(weights)
-
-    def _check_shapes(self, weights: Sequence[Any]) -> None:
-        expected = [tuple(variable.shape) for variable in self.variables]
-        received = [tuple(np.shape(weight)) for weight in weights]
-        if expected != received:
-            raise ValueError(
-                "The weights are those of an optimizer of another kind, or for another model. "
-                f"Nothing was set. Expected the shapes {expected}. Received: {received}"
-            )
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns the arguments from which `from_config` makes an equal wrapper.
-
-        A subclass with arguments of its own adds them.
-        """
-        return {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer)}
-
-    @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> "OptimizerWrapper":
-        """Makes a wrapper, and the optimizer in it.
-
-        Args:
-            config: dict that `get_config` returned.
-            custom_objects: dict of names and the classes they stand for, for the inner optimizer.
-
-        Returns:
-            A wrapper.
-        """
-        config = dict(config)
-        inner = keras_api.deserialize_optimizer(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        return cls(inner, **config)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves the inner optimizer's variables, where Keras does not save them beside this.
-
-        Args:
-            store: dict-like, of names and arrays.
-        """
-        if not self._adapter.is_saved_by_keras:
-            for i, variable in enumerate(self.variables):
-                store[str(i)] = tf.convert_to_tensor(variable).numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
-
-        Args:
-            store: dict-like, of names and arrays. Where they are not as many as the inner
-                optimizer's variables, these stay as they are, with a warning.
-
-        Raises:
-            ValueError: the variables are those of another optimizer.
-        """
-        saved = {name for name in set(store.keys()) if name.isdigit()}
-        variables = self.variables
-        if len(saved) == len(variables):
-            weights = [store[str(i)][()] for i in range(len(variables))]
-            self._check_shapes(weights)
-            for variable, weight in zip(variables, weights, strict=True):
-                variable.assign(weight)
-        elif saved:
-            messages.warn(
-                "The optimizer's variables were not loaded: build it before, with "
-                "`model.optimizer.build(model.trainable_variables)`, if it is not of another kind, "
-                f"or for another model. Expected {len(variables)} variables. Received: {len(saved)}"
-            )
-
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set the final values, where it has any: averages, for one.
 
@@ -309,27 +222,6 @@ class OptimizerWrapper(
         """Names of the inner optimizer's slots; only legacy optimizers have any."""
         inner = self.inner_optimizer
         return inner.get_slot_names() if hasattr(inner, "get_slot_names") else []
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        is_of_a_model = self in _models
-        if save_type == "savedmodel" and is_of_a_model and self._adapter.is_revived_without_state:
-            messages.warn(
-                "tf.keras loads a model from a SavedModel with a new optimizer: without iterations "
-                "and slots. To train on after loading, save the model as .keras or .h5, or "
-                "use a tf.train.Checkpoint. To serve it, leave the optimizer out "
-                "(`model.save(path, include_optimizer=False)`, `model.export(path)`)."
-            )
-        return super()._trackable_children(save_type, **kwargs)
-
-    def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
-        # A SavedModel says of which family an optimizer is, and only that takes its slots when it
-        # is loaded. Of a wrapper, which may be an instance of several bases, it says the inner's.
-        del kwargs
-        *_, innermost = chain(self)
-        revived = serialize_revived(innermost)
-        if revived is not None:
-            object_proto.user_object.CopyFrom(revived)
-        object_proto.registered_name = ""  # which would be looked up at loading, without us too
 
     @do_not_convert
     def minimize(
@@ -383,21 +275,37 @@ class OptimizerWrapper(
         return self._adapter.compute_gradients(loss, var_list, tape, grad_loss)
 
     @do_not_convert
-    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+    def apply(
+        self,
+        grads: Iterable[Any],
+        trainable_variables: Iterable[Any] | None = None,
+        *,
+        scaled: bool = False,
+    ) -> None:
         """Applies gradients, in the two lists that Keras 3 has for them.
 
         Args:
             grads: iterable of gradients.
             trainable_variables: iterable of variables, one for each gradient. Defaults to those
                 that the inner optimizer was built with.
+            scaled: bool, as of `apply_gradients`. Defaults to False.
         """
         if trainable_variables is None:
             trainable_variables = self._adapter.built_variables()
-        self.apply_gradients(zip(grads, trainable_variables, strict=True))
+        self.apply_gradients(zip(grads, trainable_variables, strict=True), scaled=scaled)
 
-    def _unscaled_early(self, pairs: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
+    def _unscaled_early(
+        self, pairs: Iterable[tuple[Any, Any]], scaled: bool
+    ) -> Iterable[tuple[Any, Any]]:
         inner = self.inner_optimizer
-        return inner._unscaled_early(pairs) if isinstance(inner, OptimizerWrapper) else pairs
+        if isinstance(inner, OptimizerWrapper):
+            return inner._unscaled_early(pairs, scaled)
+        if scaled:
+            raise ValueError(
+                "The gradients cannot be scaled: no LossScaleOptimizer is among the optimizers. "
+                f"Received: scaled={scaled!r} for {self!r}"
+            )
+        return pairs
 
     @do_not_convert
     def apply_gradients(
@@ -407,6 +315,7 @@ class OptimizerWrapper(
         *,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
+        scaled: bool = False,
     ) -> Any:
         """Lets the inner optimizer apply gradients.
 
@@ -415,10 +324,17 @@ class OptimizerWrapper(
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
             experimental_aggregate_gradients: bool. False means the same.
+            scaled: bool. True where the loss was multiplied by hand, by the loss scale of the
+                `LossScaleOptimizer` that is inside. Defaults to False.
 
         Returns:
             What the inner optimizer returns.
+
+        Raises:
+            ValueError: the gradients are said to be scaled, and no optimizer inside scales any.
         """
+        if scaled:
+            grads_and_vars = self._unscaled_early(grads_and_vars, scaled)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         return self._adapter.apply(list(grads_and_vars), name, aggregate)
 
@@ -449,64 +365,13 @@ def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
         An `OptimizerAdapter`, or None where it is neither.
     """
     if isinstance(optimizer, OptimizerWrapper):
-        return _WrapperAdapter(optimizer)
+        return WrapperAdapter(optimizer)
     return keras_api.optimizer_adapter(optimizer)
 
 
-class _WrapperAdapter(OptimizerAdapter):
-    """A wrapper that is wrapped itself."""
-
-    @property
-    def is_revived_without_state(self) -> bool:
-        return self.optimizer._adapter.is_revived_without_state
-
-    def hyperparameters(self) -> frozenset[str]:
-        return self.optimizer._hyperparameters
-
-    def build(self, variables: Sequence[Any]) -> None:
-        self.optimizer.build(variables)
-
-    def built_variables(self) -> Sequence[Any]:
-        return self.optimizer._adapter.built_variables()
-
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
-    ) -> list[tuple[Any, Any]]:
-        return self.optimizer.compute_gradients(loss, var_list, tape, grad_loss)
-
-    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
-        return self.optimizer._adapter.custom_aggregation()
-
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
-        return self.optimizer.apply_gradients(
-            grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
-        )
-
-    def accumulates(self) -> bool:
-        return self.optimizer._adapter.accumulates()
-
-    def completes_step(self) -> tf.Tensor:
-        return self.optimizer._adapter.completes_step()
-
-    def totals(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
-        return self.optimizer._adapter.totals(grads_and_vars)
-
-    def drop_accumulated(self) -> None:
-        self.optimizer._adapter.drop_accumulated()
-
-    def is_overwritten(self, variable: Any) -> bool:
-        return self.optimizer._adapter.is_overwritten(variable)
-
-
 def _names_of_wrappers(cls: type) -> set[str]:
-    """What wrapper classes define themselves, which a hyperparameter of that name cannot hide."""
-    classes = cls.__mro__[: cls.__mro__.index(OptimizerWrapper) + 1]
+    """The names that wrapper classes define, which no hyperparameter can hide."""
+    classes = cls.__mro__[: cls.__mro__.index(WrapperSaving) + 1]
     return {name for wrapper in classes for name in vars(wrapper)}
 
 
@@ -535,7 +400,7 @@ def _delegate_rest() -> None:
     for base in keras_api.OPTIMIZER_BASES:
         for name in dir(base):
             is_method = callable(getattr(base, name))
-            is_ours = name in vars(OptimizerWrapper)
+            is_ours = name in vars(OptimizerWrapper) or name in vars(WrapperSaving)
             if is_method and not is_ours and (not name.startswith("_") or name in _CHECKPOINTS):
                 setattr(OptimizerWrapper, name, _delegate(name))
 
@@ -555,7 +420,7 @@ def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
 
 
 def hint(optimizer: Any) -> str:
-    """What to say of an optimizer that is one of the other Keras; nothing of any other."""
+    """A hint for an optimizer of the other Keras; empty for any other."""
     if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
         return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
     return ""

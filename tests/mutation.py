@@ -31,6 +31,7 @@ tf.keras  # noqa: B018 - is imported when it is first asked for
 _ROOT = pathlib.Path(__file__).parent.parent
 # What is broken, and who looks at it: the quickest first.
 _STEP = ["tests/test_loss_scale_optimizer.py", "tests/step", "tests/test_inner_optimizers.py"]
+_CALLS = ["tests/step/test_step_calls.py", "tests/step/test_scaler_calls.py"]
 _VARIABLES = ["tests/variables/test_casts.py", "tests/variables", "tests/test_layers.py"]
 _TESTS = {
     "keras_mp/step/gradients.py": ["tests/step/test_gradients.py", *_STEP, "tests/replicas"],
@@ -38,13 +39,13 @@ _TESTS = {
     "keras_mp/step/loss_scales.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
+    "keras_mp/step/decision.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
     "keras_mp/step/overflows.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
-    "keras_mp/step/gathered.py": ["tests/test_grad_scaler.py", "tests/step/test_scaler_calls.py"],
-    "keras_mp/step/scaler_calls.py": [
-        "tests/step/test_scaler_calls.py",
-        "tests/test_grad_scaler.py",
-    ],
-    "keras_mp/step/step_calls.py": ["tests/step/test_step_calls.py", *_STEP],
+    "keras_mp/step/outcomes.py": ["tests/test_grad_scaler.py", "tests/step/test_scaler_calls.py"],
+    "keras_mp/step/calls.py": [*_CALLS, "tests/test_grad_scaler.py", *_STEP],
+    "keras_mp/step/optimizer_calls.py": [*_CALLS[:1], *_STEP],
+    "keras_mp/step/scaler_calls.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],
+    "keras_mp/step/call_states.py": _CALLS,
     "keras_mp/variables/autocast_variable.py": _VARIABLES,
     "keras_mp/variables/casts.py": _VARIABLES,
     "keras_mp/losses.py": ["tests/test_losses.py", "tests/kernels"],

@@ -1,5 +1,7 @@
 """What inner optimizers do beside taking steps: each against the same one without loss scaling."""
 
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -111,8 +113,9 @@ def test_accumulation_in_fit():
 
 @keras_3_only
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc", "split"])
-def test_what_comes_as_a_gradient_but_is_a_new_value_is_not_unscaled(mode, calls):
+@pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc", "nobody", "by hand"])
+@pytest.mark.parametrize("split", [False, True])
+def test_what_comes_as_a_gradient_but_is_a_new_value_is_not_unscaled(mode, calls, split):
     # Layers that were quantized to float8 pass the next scale of a tensor off as a gradient.
     quantization = tf.keras.Variable([1.0, 2.0], name="scale")
     quantization.overwrite_with_gradient = True
@@ -129,24 +132,33 @@ def test_what_comes_as_a_gradient_but_is_a_new_value_is_not_unscaled(mode, calls
         return tf.reduce_sum(quantized(weight.value, quantization.value))
 
     def compute():
+        scale = {
+            "rfc": optimizer.get_scaled_loss,
+            "keras_3": optimizer.scale_loss,
+            "by hand": lambda loss: loss * optimizer.loss_scale(),
+        }
         with tf.GradientTape() as tape:
-            scaled = getattr(optimizer, "get_scaled_loss" if calls == "rfc" else "scale_loss")(
-                loss()
-            )
+            scaled = scale.get(calls, lambda loss: loss)(loss())
         gradients = tape.gradient(scaled, [v.value for v in variables])
         return optimizer.get_unscaled_gradients(gradients) if calls == "rfc" else gradients
 
     def apply(gradients):
-        optimizer.apply_gradients(zip(gradients, variables))
+        optimizer.apply_gradients(zip(gradients, variables), scaled=calls == "by hand")
 
     if calls == "minimize":
-        placed(mode, lambda: optimizer.minimize(loss, variables))()
-    elif calls == "split":
-        placed(mode, apply)(placed(mode, compute)())
+        step = placed(mode, lambda: optimizer.minimize(loss, variables))
+    elif split:
+        computes, applies = placed(mode, compute), placed(mode, apply)
+        step = lambda: applies(computes())  # noqa: E731
     else:
-        placed(mode, lambda: apply(compute()))()
-    np.testing.assert_array_equal(value(weight.value), [0.5, 1.5])
-    np.testing.assert_array_equal(value(quantization.value), [3, 4])
+        step = placed(mode, lambda: apply(compute()))
+    for i in (1, 2):
+        with warnings.catch_warnings():
+            if calls == "nobody":
+                warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+            step()
+        np.testing.assert_array_equal(value(weight.value), np.array([1.0, 2.0]) - 0.5 * i)
+        np.testing.assert_array_equal(value(quantization.value), [3, 4])
 
 
 def make_model():

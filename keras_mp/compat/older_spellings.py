@@ -1,4 +1,4 @@
-"""How TensorFlow 2.4-2.15 and Keras 3 spell the arguments of LossScaleOptimizer.
+"""How TensorFlow 2.4-2.15 and Keras 3 spell arguments and attributes of LossScaleOptimizer.
 
 RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place. And what checkpoints of
 TensorFlow 2.2 and 2.3 call the inner optimizer.
@@ -6,12 +6,14 @@ TensorFlow 2.2 and 2.3 call the inner optimizer.
 
 from typing import Any
 
+import tensorflow as tf
+
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, get
 
 # What the inner optimizer is called in checkpoints of TensorFlow 2.2 and 2.3, where it is a child.
 INNER_CHILD = "base_optimizer"
 
-# What says nothing, and is found in configs that older versions of Keras 3 wrote.
+# Arguments that change nothing, and are in configs that older versions of Keras 3 wrote.
 _LEFT_ALONE = {
     "weight_decay": None,
     "clipnorm": None,
@@ -23,6 +25,69 @@ _LEFT_ALONE = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
+
+
+class OlderAttributes:
+    """What tells of the loss scale under older names."""
+
+    loss_scale: LossScale
+
+    @property
+    def loss_scale_factor(self) -> None:
+        """None. Keras 3's optimizers have one, which would scale once more."""
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        raise TypeError(
+            "A LossScaleOptimizer scales the loss itself, so it has no `loss_scale_factor`, and "
+            "another LossScaleOptimizer cannot wrap it. "
+            f"Received: loss_scale_factor={value!r}"
+        )
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale is a dynamic one."""
+        return isinstance(self.loss_scale, DynamicLossScale)
+
+    @property
+    def initial_scale(self) -> float:
+        """Where a dynamic scale started, or the fixed scale."""
+        scale = self.loss_scale
+        return scale.initial_loss_scale if isinstance(scale, DynamicLossScale) else float(scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """The dynamic scale's `increment_period`, read and write; None for a fixed scale."""
+        scale = self.loss_scale
+        return scale.increment_period if isinstance(scale, DynamicLossScale) else None
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, value: int) -> None:
+        scale = self.loss_scale
+        if not isinstance(scale, DynamicLossScale):
+            raise ValueError(
+                "A fixed loss scale does not grow. "
+                f"Received: dynamic_growth_steps={value!r} with {scale!r}"
+            )
+        scale.increment_period = whole(value)
+
+    @property
+    def dynamic_counter(self) -> tf.Variable | None:
+        """The dynamic scale's `num_good_steps`; None for a fixed scale."""
+        scale = self.loss_scale
+        return scale.num_good_steps if isinstance(scale, DynamicLossScale) else None
+
+    @property
+    def step_counter(self) -> tf.Variable | None:
+        """`dynamic_counter` under Keras 3's name."""
+        return self.dynamic_counter
+
+    @property
+    def dynamic_scale(self) -> tf.Variable | None:
+        """The dynamic scale's variable; None for a fixed scale."""
+        scale = self.loss_scale
+        return scale.loss_scale if isinstance(scale, DynamicLossScale) else None
 
 
 def loss_scale_from_arguments(
@@ -68,7 +133,7 @@ def loss_scale_from_arguments(
 
 
 def refuse_arguments_of_inner_optimizers(kwargs: dict[str, Any]) -> None:
-    """Refuses what a wrapper has no use for.
+    """Refuses arguments that a wrapper has no use for.
 
     Args:
         kwargs: dict of keyword arguments that the constructor does not know.

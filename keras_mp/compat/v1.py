@@ -6,7 +6,7 @@ The step is that of `keras_mp.step`.
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -22,12 +22,14 @@ from keras_mp.compat.loss_scale_managers import (
     next_exponential_state,
 )
 from keras_mp.grappler import passes
-from keras_mp.step import gradients, replicas, skipped_steps
+from keras_mp.step import call_states, gradients, replicas
+from keras_mp.step.decision import Given
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale
+from keras_mp.step.optimizer_calls import OptimizerCalls
+from keras_mp.step.other_adapters import V1Optimizer
 from keras_mp.step.overflow_report import Overflow
-from keras_mp.step.scaled_step import MovedAtOnce, ScaledStep
-from keras_mp.step.update_rules import V1Optimizer
-from keras_mp.support import host, messages, validation
+from keras_mp.step.scaler import Scaler
+from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
 
 __all__ = [
@@ -137,14 +139,15 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         replicas.check_strategy()
         self._trackable = opt
         _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
-        self._loss_scale = _loss_scale(loss_scale, loss_scale_manager)
-        self._aggregate_in_float16 = validation.boolean(
-            "aggregate_in_float16", aggregate_in_float16
+        validation.boolean("aggregate_in_float16", aggregate_in_float16)
+        loss_scale = _loss_scale(loss_scale, loss_scale_manager)
+        self._scaler = Scaler(
+            loss_scale,
+            _Calls(loss_scale),
+            can_skip=isinstance(loss_scale, (DynamicLossScale, ManagedLossScale)),
+            reduce_dtype=tf.float16 if aggregate_in_float16 else tf.float32,
+            warn_after_skips=warn_after_skips,
         )
-        warn_after_skips = validation.integer_or_none("warn_after_skips", warn_after_skips)
-        is_told = not host.in_v1_graph()
-        self._skipped = skipped_steps.SkippedSteps(warn_after_skips) if is_told else _OnlyCounted()
-        self._calls = _Calls()
         _wrapped.add(opt)
         hardware.warn_if_slow()
 
@@ -156,31 +159,28 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale: call it for its value, a float32 scalar tensor."""
-        return self._loss_scale
+        return self._scaler.loss_scale
 
     @property
     def steps_skipped(self) -> tf.Tensor:
         """How many steps were skipped so far, an int64 scalar tensor."""
-        self._skipped.collect_reports()
-        return tf.convert_to_tensor(self._skipped.total)
+        return self._scaler.steps_skipped()
 
     @property
     def last_step_skipped(self) -> tf.Tensor:
-        """Was the last step skipped? A bool scalar tensor."""
-        if not self._can_skip:
-            return tf.constant(False)
-        return tf.convert_to_tensor(self._loss_scale.num_bad_steps) > 0
+        """Whether the last step was skipped, a bool scalar tensor."""
+        return self._scaler.last_step_skipped()
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """Whose gradients were not finite in the step that was skipped last; None if none was.
+        """The gradients that were not finite in the step that was skipped last; None if none was.
 
-        As that of `keras_mp.LossScaleOptimizer`. In a graph of TensorFlow 1 nobody looks.
+        As that of `keras_mp.LossScaleOptimizer`. A graph of TensorFlow 1 does not look for them.
 
         Raises:
             RuntimeError: it is read in a graph.
         """
-        return self._skipped.last_overflow()
+        return self._scaler.last_overflow()
 
     def get_name(self) -> str:
         """Returns the inner optimizer's name."""
@@ -227,9 +227,9 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, global_step, var_list, name=name, **how)
         losses: list[tf.Tensor] = []
-        scaled_by = self._loss_scale()
+        scaled_by = self._scaler.loss_scale()
         pairs = _checked(self._scaled_gradients(loss, scaled_by, losses, var_list, **how))
-        return self._step(pairs, global_step, name, scaled_by=scaled_by, losses=losses)
+        return self._step(pairs, global_step, name, Given(True, scaled_by, losses=losses))
 
     @do_not_convert
     def compute_gradients(
@@ -255,7 +255,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         Returns:
             list of (gradient, variable) pairs. A gradient may be None.
         """
-        scaled_by = self._loss_scale()
+        scaled_by = self._scaler.loss_scale()
         pairs = self._scaled_gradients(
             loss,
             scaled_by,
@@ -266,7 +266,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        self._calls.computed()
+        self._scaler.calls.computed()
         unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
@@ -294,9 +294,9 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             ValueError: no variable has a gradient, or the call is in a cross-replica context.
         """
         pairs = _checked(grads_and_vars)
-        self._calls.applied(variable for _, variable in pairs)
-        aggregate = not skip_gradients_aggregation
-        return self._step(pairs, global_step, name, aggregate=aggregate)
+        with self._scaler.calls.apply(self, [variable for _, variable in pairs]) as given:
+            aggregate = not skip_gradients_aggregation
+            return self._step(pairs, global_step, name, given, aggregate=aggregate)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Returns a slot of the inner optimizer, or None.
@@ -320,11 +320,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
 
         A `Saver` without them reads a checkpoint of a program that did not scale the loss.
         """
-        return [*self._loss_scale.variables, self._skipped.total]
-
-    @property
-    def _can_skip(self) -> bool:
-        return isinstance(self._loss_scale, (DynamicLossScale, ManagedLossScale))
+        return [*self._scaler.loss_scale.variables, self._scaler.skipped.total]
 
     def _scaled_gradients(
         self,
@@ -354,29 +350,18 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         pairs: list[tuple[Any, Any]],
         global_step: Any,
         name: str | None,
+        given: Given,
         *,
-        scaled_by: tf.Tensor | None = None,
-        losses: Sequence[tf.Tensor] = (),
         aggregate: bool = True,
     ) -> Any:
         # Again, since the optimizer may have been made outside of the strategy's scope.
         replicas.check_strategy()
-        self._skipped.collect_reports()
         passes.warn_if_compiled()
-        rule = V1Optimizer(self.inner_optimizer, global_step)
-        rule.build([variable for _, variable in pairs])
-        verdicts = MovedAtOnce(self._loss_scale, self._skipped) if self._can_skip else None
+        adapter = V1Optimizer(self.inner_optimizer, global_step)
+        adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
-        reduce_dtype = tf.float16 if self._aggregate_in_float16 else tf.float32
-        operation, _ = ScaledStep(rule, verdicts, reduce_dtype).make(
-            pairs,
-            scaled=scaled_by is not None,
-            scaled_by=self._loss_scale() if scaled_by is None else scaled_by,
-            losses=losses,
-            aggregate=aggregate,
-            name=name,
-        )
+        operation, _ = self._scaler.step(adapter, pairs, given, aggregate=aggregate, name=name)
         if operation is None:
             return None
         train_op = tf.group(operation, name=name or self.get_name())
@@ -385,12 +370,12 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         return train_op
 
     def _own_children(self) -> dict[str, Any]:
-        return {"loss_scale": self._loss_scale, "steps_skipped": self._skipped.total}
+        return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.skipped.total}
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
         if save_type == "savedmodel":  # which holds functions, and all that these use
-            children.update(self._skipped.variables())
+            children.update(self._scaler.variables())
         return children
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -437,91 +422,50 @@ def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return pairs
 
 
-class _OnlyCounted:
-    """What is left of `SkippedSteps` in a graph of TensorFlow 1, which warns of nothing."""
+class _Calls(OptimizerCalls):
+    """`compute_gradients` scales the loss and unscales the gradients; `apply_gradients` may not.
 
-    def __init__(self) -> None:
-        self.total = tf.Variable(0, dtype=tf.int64, name="steps_skipped", trainable=False)
-
-    def watch(self) -> None:
-        return
-
-    def skip(self, *args: Any, is_of_one: bool) -> list[Any]:
-        del args, is_of_one
-        return [self.total.assign_add(1, read_value=False)]
-
-    def in_a_row(self, count: tf.Tensor) -> None:
-        del count
-
-    def last_overflow(self) -> Any:
-        raise RuntimeError(
-            "Nobody looks whose gradients overflow in a graph of TensorFlow 1. Read "
-            "`steps_skipped`, or make the step in eager code or a tf.function."
-        )
-
-    def collect_reports(self) -> None:
-        return
-
-    def variables(self) -> dict[str, tf.Variable]:
-        return {}
-
-
-class _Mine(threading.local):
-    """What one thread remembers of eager code: MirroredStrategy has one for each replica.
-
-    Attributes:
-        has_computed: has it ever called `compute_gradients`?
-        is_open: has it since it last applied gradients?
-        applied: ids of the variables of the step so far.
+    Python alone knows of the calls, which cost a step nothing. Gradients that another function may
+    have computed are presumed to be right.
     """
 
-    has_computed = False
-    is_open = False
-    applied: frozenset[int] = frozenset()
+    _needs_variables = False
 
-
-class _Calls:
-    """Notices gradients that cannot be of `compute_gradients`, as those of `tf.gradients` are."""
-
-    def __init__(self) -> None:
-        self._mine = _Mine()
+    def __init__(self, loss_scale: LossScale) -> None:
+        super().__init__(loss_scale)
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._anywhere = False
+        self._threads: set[int] = set()
 
     def computed(self) -> None:
         """Notes a call of `compute_gradients`."""
-        self._anywhere = True
         graph = host.current_graph()
+        self._threads.add(threading.get_ident())
         if graph is not None:
             self._graphs.add(graph)
+        self._note(call_states.COMPUTED)
+
+    def _is_mine(self, graph: Any) -> bool:
+        # A graph of TensorFlow 1 may apply what it has computed once as often as it likes.
+        return graph is None and super()._is_mine(graph)
+
+    def _presumed(self, graph: Any) -> int:
+        if graph is None:
+            is_of_another = bool(self._open_graphs) or threading.get_ident() not in self._threads
         else:
-            self._mine.has_computed = self._mine.is_open = True
+            is_of_another = isinstance(graph, tf.__internal__.FuncGraph)
+        while graph is not None:
+            if graph in self._graphs:
+                return call_states.COMPUTED
+            graph = getattr(graph, "outer_graph", None)
+        if is_of_another and self._threads:
+            return call_states.COMPUTED
+        last = self._mine.facts
+        return last if isinstance(last, int) else 0
 
-    def applied(self, variables: Iterable[Any]) -> None:
-        """Notes a call of `apply_gradients`, and warns if there was none of the other."""
-        graph = host.current_graph()
-        is_known = self._is_open_in(graph) if graph is not None else self._is_open(variables)
-        if not is_known:
-            messages.warn(
-                "apply_gradients() was given gradients that compute_gradients() has not computed: "
-                "their loss was not scaled, and small ones may have vanished in float16. Do not "
-                "use tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
-                "compute_gradients() and then apply_gradients()."
-            )
-
-    def _is_open_in(self, graph: Any) -> bool:
-        around = graph
-        while around is not None:
-            if around in self._graphs:
-                return True
-            around = getattr(around, "outer_graph", None)
-        # A function may be given gradients that another one, or eager code, has computed.
-        return self._anywhere and isinstance(graph, tf.__internal__.FuncGraph)
-
-    def _is_open(self, variables: Iterable[Any]) -> bool:
-        mine, applied = self._mine, frozenset(map(id, variables))
-        goes_on = bool(mine.applied) and mine.applied.isdisjoint(applied)
-        is_known = mine.is_open or goes_on or (self._anywhere and not mine.has_computed)
-        mine.applied = mine.applied | applied if goes_on and not mine.is_open else applied
-        mine.is_open = False
-        return is_known
+    def _missing_call(self, facts: int) -> str:
+        return (
+            "apply_gradients() was given gradients that compute_gradients() has not computed: "
+            "their loss was not scaled, and small ones may have vanished in float16. Do not use "
+            "tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
+            "compute_gradients() and then apply_gradients()."
+        )

@@ -439,46 +439,9 @@ class DynamicLossScale(LossScale):
         return copied
 
 
-class SkipsInARow:
-    """Counts skipped steps in a row where the loss scale never moves.
-
-    Args:
-        loss_scale: the loss scale.
-    """
-
-    def __init__(self, loss_scale: LossScale) -> None:
-        self._loss_scale = loss_scale
-        with tf.init_scope():
-            self.num_bad_steps = state_variable(0, tf.int64, "bad_steps")
-
-    def __call__(self) -> tf.Tensor:
-        """Returns the scale, a float32 scalar tensor."""
-        return self._loss_scale()
-
-    def move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
-        """Counts a step, as `DynamicLossScale.move` does."""
-        bad = tf.constant(0, tf.int64) if finite else self.num_bad_steps + 1
-        return [self.num_bad_steps.assign(bad, read_value=False)], bad
-
-
-Schedule = DynamicLossScale | SkipsInARow
-
-
-def schedule_of(loss_scale: LossScale, skip_nonfinite: bool) -> Schedule | None:
-    """Returns the schedule that a step advances, or None if no step is skipped.
-
-    Args:
-        loss_scale: the loss scale.
-        skip_nonfinite: bool. Whether steps are skipped also where the scale does not move.
-    """
-    if isinstance(loss_scale, DynamicLossScale):
-        return loss_scale
-    return SkipsInARow(loss_scale) if skip_nonfinite else None
-
-
-def state_variable(value: float | np.ndarray, dtype: tf.DType, name: str) -> tf.Variable:
-    """Makes a variable to which all replicas assign the same value."""
-    # Not aggregated: one common decision gave the value.
+def state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
+    """Makes a variable that is assigned once for all replicas."""
+    # Not aggregated: every replica assigns the same value, which one common decision gave.
     return tf.Variable(
         value,
         dtype=dtype,

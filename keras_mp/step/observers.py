@@ -1,4 +1,4 @@
-"""Who looks at the gradients of a step, before anything is done to them."""
+"""Observers of the gradients of a step, as they are before anything is done to them."""
 
 import contextlib
 import threading
@@ -12,11 +12,11 @@ from keras_mp.support import attributes
 Observer = Callable[[Sequence[tuple[Any, Any]], "bool | tf.Tensor", "tf.Tensor | None"], None]
 
 
-class _Thread(threading.local):
+class _ObserverState(threading.local):
     observers: tuple[Observer, ...] = ()
 
 
-_thread = _Thread()
+_thread = _ObserverState()
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def show(
 
     Args:
         pairs: sequence of (gradient, variable) pairs, not summed over replicas yet.
-        scaled: bool, or bool scalar tensor. Are the gradients still scaled?
+        scaled: bool, or bool scalar tensor. Whether the gradients are still scaled.
         scaled_by: float32 scalar tensor, what the loss was multiplied by, or None.
     """
     for observer in _thread.observers:

@@ -1,6 +1,6 @@
-"""What a step asks of what applies its gradients, and what a wrapper asks of the optimizer inside.
+"""How a step has its gradients applied, by whatever applies them.
 
-The optimizers of `tf.keras` answer in `keras_api`, all else in `update_rules`.
+The optimizers of `tf.keras` have their adapters in `keras_api`, all else in `other_adapters`.
 """
 
 import abc
@@ -9,85 +9,31 @@ from typing import Any
 
 import tensorflow as tf
 
+Pairs = Sequence[tuple[Any, Any]]
 
-class UpdateRule(abc.ABC):
-    """How a step has gradients applied.
+
+class OptimizerAdapter(abc.ABC):
+    """Drives what applies gradients.
+
+    Only `apply` has to be written. What else a subclass overrides is what a step, or a wrapper of
+    the optimizer, would otherwise not know of it.
 
     Args:
-        optimizer: What applies them.
+        optimizer: What applies gradients.
 
     Attributes:
-        is_scaling_safe: Does it take scaled gradients and the verdict, in `apply_scaled`, and skip
-            a step by itself?
+        is_scaling_safe: Whether it takes scaled gradients and the verdict, in `apply_scaled`, and
+            skips a step by itself.
+        is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
+        is_saved_by_keras: Whether Keras saves its variables, in `.keras` and `.weights.h5` files.
     """
 
     is_scaling_safe = False
+    is_revived_without_state = False
+    is_saved_by_keras = True
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-
-    def build(self, variables: Sequence[Any]) -> None:
-        """Creates the optimizer's variables, outside of any function that is being traced."""
-        del variables
-
-    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
-        """The user's own way of reducing (gradient, variable) pairs, or None."""
-        return None
-
-    @abc.abstractmethod
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
-        """Lets the optimizer clip, decay and apply; `aggregate` says whether it reduces first."""
-
-    def apply_scaled(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], loss_scale: tf.Tensor, finite: tf.Tensor
-    ) -> Any:
-        """Lets a scaling-safe optimizer make or skip the step."""
-        raise NotImplementedError
-
-    def accumulates(self) -> bool:
-        """Is a step made of the gradients of several calls of `apply`?"""
-        return False
-
-    def completes_step(self) -> tf.Tensor:
-        """Are the next gradients the last of a step? A bool scalar."""
-        return tf.constant(True)
-
-    def totals(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
-        """What a step would be made of: gradients with what was accumulated before them.
-
-        After the pairs that are given come those of which only something was accumulated.
-        """
-        return grads_and_vars
-
-    def steps_made(self) -> tf.Tensor | None:
-        """How many steps were made so far, an int64 scalar, or None where nobody counts them."""
-        return None
-
-    def drop_accumulated(self) -> None:
-        """Forgets what was accumulated, in the place of the gradients that complete a step."""
-        return
-
-    def is_overwritten(self, variable: Any) -> bool:
-        """Is what comes as the variable's gradient its new value?"""
-        del variable
-        return False
-
-
-class OptimizerAdapter(UpdateRule):
-    """How the optimizers of one family are driven by a wrapper.
-
-    Args:
-        optimizer: The optimizer that is driven.
-
-    Attributes:
-        is_revived_without_state: Does a model that is loaded from a SavedModel have new slots?
-        is_saved_by_keras: Does Keras save its variables, in `.keras` and in `.weights.h5` files?
-    """
-
-    is_revived_without_state = False
-    is_saved_by_keras = True
 
     def hyperparameters(self) -> frozenset[str]:
         """Names of the attributes that a wrapper reads and writes on the optimizer."""
@@ -98,9 +44,9 @@ class OptimizerAdapter(UpdateRule):
             names = {"learning_rate"}
         return frozenset(name for name in names if hasattr(self.optimizer, name))
 
-    def steps_made(self) -> tf.Tensor | None:
-        """What the optimizer's `iterations` say."""
-        return tf.cast(tf.convert_to_tensor(self.optimizer.iterations), tf.int64)
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the optimizer's variables, outside of any function that is being traced."""
+        del variables
 
     def built_variables(self) -> Sequence[Any]:
         """The variables that the optimizer was built with, where it can tell."""
@@ -109,7 +55,6 @@ class OptimizerAdapter(UpdateRule):
             f"Received: trainable_variables=None for {type(self.optimizer)}"
         )
 
-    @abc.abstractmethod
     def compute_gradients(
         self,
         loss: Any,
@@ -118,3 +63,46 @@ class OptimizerAdapter(UpdateRule):
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
         """The first half of `minimize`: a list of (gradient, variable) pairs."""
+        del loss, var_list, tape, grad_loss
+        raise TypeError(f"Compute the gradients with a tape. Received: {self.optimizer!r}")
+
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], Pairs] | None:
+        """The user's own way of reducing (gradient, variable) pairs, or None."""
+        return None
+
+    @abc.abstractmethod
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+        """Lets the optimizer clip, decay and apply; `aggregate` says whether it reduces first."""
+
+    def apply_scaled(self, grads_and_vars: Pairs, loss_scale: tf.Tensor, finite: tf.Tensor) -> Any:
+        """Lets a scaling-safe optimizer make or skip the step."""
+        raise NotImplementedError
+
+    def accumulates(self) -> bool:
+        """Whether a step is made of the gradients of several calls of `apply`."""
+        return False
+
+    def completes_step(self) -> tf.Tensor:
+        """Whether the next gradients are the last of a step, a bool scalar."""
+        return tf.constant(True)
+
+    def totals(self, grads_and_vars: Pairs) -> Pairs:
+        """What a step would be made of: gradients with what was accumulated before them.
+
+        After the pairs that are given come those of which only something was accumulated.
+        """
+        return grads_and_vars
+
+    def steps_made(self) -> tf.Tensor | None:
+        """How many steps were made so far, an int64 scalar, or None where none are counted."""
+        iterations = getattr(self.optimizer, "iterations", None)
+        return None if iterations is None else tf.cast(tf.convert_to_tensor(iterations), tf.int64)
+
+    def drop_accumulated(self) -> None:
+        """Forgets what was accumulated, in the place of the gradients that complete a step."""
+        return
+
+    def is_overwritten(self, variable: Any) -> bool:
+        """Whether what comes as the variable's gradient is its new value."""
+        del variable
+        return False

@@ -35,19 +35,23 @@ class SkippedSteps:
         self.warn_after = warn_after
         with tf.init_scope():
             self.total = state_variable(0, tf.int64, "steps_skipped")
-            # The streak of `Overflows`.
-            self._streak = state_variable(np.zeros(STREAK), tf.int64, "streak")
         # The weights that a warning looks at, by weak references: models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
-        self._overflows = Overflows()
-        self._reports = host.HostCallback(self._warn, size=1 + STREAK)
+        # A graph of TensorFlow 1 only counts, and saves all variables that it has.
+        self._tells = not host.in_v1_graph()
+        if self._tells:
+            with tf.init_scope():
+                # The streak of `Overflows`.
+                self._streak = state_variable(np.zeros(STREAK), tf.int64, "streak")
+            self._overflows = Overflows()
+            self._reports = host.HostCallback(self._warn, size=1 + STREAK)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_looked_at": ()}
 
     def watch(self) -> None:
         """Prepares the function that is being traced for `skip` and `in_a_row`."""
-        if self.warn_after is not None:
+        if self.warn_after is not None and self._tells:
             self._reports.watch()
 
     def skip(
@@ -101,21 +105,24 @@ class SkippedSteps:
         Raises:
             RuntimeError: it is called in a graph.
         """
-        if not tf.executing_eagerly():
+        if not (tf.executing_eagerly() and self._tells):
             raise RuntimeError(
                 "`last_overflow` can be read in eager code only, for example after the tf.function "
-                "that makes a step, or in a callback."
+                "that makes a step, or in a callback; not of what a graph of TensorFlow 1 has done."
             )
         return self._overflows.last()
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
+        if not self._tells:
+            return {}
         own = {"streak": self._streak, "skip_report": self._reports.buffer}
         return {**own, **self._overflows.variables()}
 
     def collect_reports(self) -> None:
         """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
-        self._reports.collect()
+        if self._tells:
+            self._reports.collect()
 
     def _warn(self, counts: Sequence[int], line: messages.Line | None) -> None:
         in_a_row, *streak = counts

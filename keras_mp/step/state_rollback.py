@@ -1,10 +1,10 @@
-"""What the forward pass writes to weights, and puts back if the step is skipped.
+"""Rolls back what the forward pass has written to weights if the step is skipped.
 
-Batch normalization moves its statistics while the loss is computed, before anybody can know that
+Batch normalization moves its statistics while the loss is computed, before it is known that
 the step will be skipped. What was read before an assignment is the old buffer, which the assignment
 replaces, so that keeping it costs no copy. In a graph each weight is read where the step begins;
-when gradients are applied, the graph tells which weights were written since, and reads that nobody
-needs are pruned. In eager nobody can tell who writes, so all is kept until the verdict.
+when gradients are applied, the graph tells which weights were written since, and reads that are
+not needed are pruned. In eager no one can tell what is written, so all is kept until the verdict.
 
 This module needs TensorFlow only; it asks a model for its `weights`.
 """
@@ -28,7 +28,7 @@ class Weight(NamedTuple):
         variable: the variable.
         handle: its handle.
         dtype: in which its value is kept.
-        is_trained: bool. Do optimizers change it? Then one that does not leaves it alone.
+        is_trained: bool. Whether optimizers change it. One that does not leaves it alone.
     """
 
     variable: Any
@@ -42,7 +42,7 @@ class Weight(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the user knows it by: Keras 3 has paths, which tell layers apart."""
+        """The name that the user knows. Keras 3 has paths, which tell layers apart."""
         return getattr(self.variable, "path", None) or self.variable.name.partition(":")[0]
 
 
@@ -75,13 +75,13 @@ class Kept:
             self._old.clear()
 
 
-class _Mine(threading.local):
+class _StepState(threading.local):
     """The step that is under way in a thread. MirroredStrategy runs each replica in its own."""
 
     step: "_Step | None" = None
 
 
-_mine = _Mine()
+_thread = _StepState()
 
 
 @do_not_convert
@@ -137,16 +137,16 @@ def training_step(*models: Any) -> Iterator[None]:
             "Enter keras_mp.training_step in a replica context: inside the function that is "
             f"passed to `strategy.run`. Received: models={models!r}"
         )
-    outer, variables = _mine.step, _variables(models)
+    outer, variables = _thread.step, _variables(models)
     if outer is not None and outer.graph is host.current_graph():
         outer.add(variables)
         yield
         return
-    _mine.step = _Step(variables)
+    _thread.step = _Step(variables)
     try:
         yield
     finally:
-        _mine.step = outer
+        _thread.step = outer
 
 
 def keep(trained: Iterable[Any]) -> Kept:
@@ -161,16 +161,16 @@ def keep(trained: Iterable[Any]) -> Kept:
     if host.in_v1_graph():
         return Kept((), [])
     weights = _by_handle((variable, True) for variable in trained)
-    if _mine.step is None:
+    if _thread.step is None:
         return Kept(list(weights.values()), [])
-    old = _mine.step.old_values(weights)
-    return Kept(list({**weights, **_mine.step.weights}.values()), old)
+    old = _thread.step.old_values(weights)
+    return Kept(list({**weights, **_thread.step.weights}.values()), old)
 
 
 def step_is_over() -> None:
     """Notes that a step was made or skipped: from here on a new one is under way."""
-    if _mine.step is not None:
-        _mine.step.begin()
+    if _thread.step is not None:
+        _thread.step.begin()
 
 
 class _Step:
@@ -269,7 +269,7 @@ class _History:
 def _before_first_write(
     histories: Sequence[_History], handle: tf.Tensor
 ) -> tuple[tf.Tensor | None, bool]:
-    """What was read from a variable before it was written, or None; and was it written?"""
+    """What was read from a variable before it was written, or None; and whether it was written."""
     value = None
     for history in histories:
         for op, writes in history.uses(handle):

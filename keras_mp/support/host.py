@@ -17,12 +17,12 @@ class HostCallback:
     """Carries a few numbers from a graph to a Python function.
 
     Eager code and ordinary graphs call the function at once. A graph that XLA compiles cannot call
-    Python, so there the numbers are left in a variable, the letter, which is looked at by the
+    Python, so there the numbers are left in a variable, the buffer, which is looked at by the
     function around the compiled one, if there is one (`Model.fit` of Keras 3 has one), the next
     time it runs, and by `collect`.
 
     Attributes:
-        letter: int64 variable. First, has something been left? Then the numbers.
+        buffer: int64 variable. First whether something was left, then the numbers.
 
     Args:
         read: called with the numbers, a list of int, and the line of the program that they are
@@ -42,12 +42,12 @@ class HostCallback:
 
         Args:
             numbers: int64 tensor of shape [size].
-            when: bool scalar tensor. Has it happened?
+            when: bool scalar tensor. Whether it has happened.
         """
         if is_compiled_by_xla():
             # Not in a branch: one that holds none is no branch any more once XLA has compiled it.
-            letter = tf.concat([[1], numbers], 0)
-            self.buffer.assign(tf.where(when, letter, self.buffer), read_value=False)
+            left = tf.concat([[1], numbers], 0)
+            self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
         else:
             tf.cond(when, lambda: self._tell(numbers, messages.users_line()), lambda: None)
 
@@ -81,14 +81,14 @@ class HostCallback:
             tf.py_function(read, [numbers], [])
 
     def _look_into(self) -> None:
-        letter = tf.convert_to_tensor(self.buffer)
+        left = tf.convert_to_tensor(self.buffer)
 
         def deliver() -> None:
-            # In the graph, which so knows that it comes before the next letter.
-            self.buffer.assign(tf.zeros_like(letter), read_value=False)
-            self._tell(letter[1:], None)
+            # In the graph, which so knows that it comes before what is left next.
+            self.buffer.assign(tf.zeros_like(left), read_value=False)
+            self._tell(left[1:], None)
 
-        tf.cond(tf.not_equal(letter[0], 0), deliver, lambda: None)
+        tf.cond(tf.not_equal(left[0], 0), deliver, lambda: None)
 
 
 def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Variable:
@@ -123,7 +123,7 @@ def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shared_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function as `as_one_operation` does, for all who call it: it is traced once.
+    """Decorates a function as `as_one_operation` does, for all callers: it is traced once.
 
     What is traced for arguments of some shapes and dtypes is kept for as long as the process runs.
 
@@ -150,7 +150,7 @@ def _one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_compiled_by_xla() -> bool:
-    """Does XLA compile the function that is being traced?"""
+    """Whether XLA compiles the function that is being traced."""
     return tf.__internal__.get_enclosing_xla_context() is not None
 
 

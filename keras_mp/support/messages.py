@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 _PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras")
 _AUTOGRAPH = "__autograph_generated_file"
-_BY_AUTOGRAPH = os.path.join("tensorflow", "python", "autograph")
 
 # By which Python's default filter knows what it has shown.
 _registry: dict[Any, Any] = {}
@@ -42,24 +41,6 @@ def users_line() -> Line:
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno)
-
-
-def is_users_call(*files: str) -> bool:
-    """Was what is in these files called by somebody's program?
-
-    Rather than by TensorFlow, or by Keras, which reads every attribute of what it saves, or by
-    another module of keras_mp.
-
-    Args:
-        *files: names of files whose functions are on the stack now.
-    """
-    frame = sys._getframe(1)
-    file = frame.f_code.co_filename
-    # AutoGraph calls in its own way what it does not convert, such as `getattr`.
-    while frame.f_back is not None and (file in files or file == __file__ or _BY_AUTOGRAPH in file):
-        frame = frame.f_back
-        file = frame.f_code.co_filename
-    return _AUTOGRAPH in file or not is_library(file)
 
 
 def warn(message: str, line: Line | None = None) -> None:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
 import keras_mp
-from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.step.decision import Decision
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
 
 # What Keras 3 says of a gradient that is None.
@@ -416,7 +416,7 @@ def test_good_steps_have_not_an_operation_more(replicas, monkeypatch):
 
     ours = trace()
     assert ours["If"]
-    monkeypatch.setattr(ScaledStep, "_seen", lambda *args: None)
+    monkeypatch.setattr(Decision, "_seen", lambda *args: None)
     assert ours == trace()
 
 
@@ -438,6 +438,6 @@ def test_good_steps_in_eager_run_not_an_operation_more(replicas, monkeypatch):
         return seen
 
     ours = count()
-    monkeypatch.setattr(ScaledStep, "_seen", lambda *args: None)
+    monkeypatch.setattr(Decision, "_seen", lambda *args: None)
     assert ours == count()
     assert ours["Mul"]

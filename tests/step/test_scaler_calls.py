@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.step.scaler_calls import MOST, ScalerCalls
+from keras_mp.step.call_states import MOST
+from keras_mp.step.scaler_calls import ScalerCalls
 from tests.common import once
 
 pytestmark = once
@@ -275,7 +276,7 @@ def test_the_scale_of_functions_that_are_not_traced_again_is_known_in_eager():
         update()
     assert float(v) == 3
     assert float(scale()) == 4 * 2.0**5
-    assert len(scaler._calls.losses()) <= 1
+    assert len(scaler._scaler.calls.losses()) <= 1
 
 
 def test_a_function_that_is_not_traced_again_makes_its_calls_again():
@@ -373,12 +374,12 @@ def test_neither_functions_nor_optimizers_are_kept_alive():
 
 
 def test_copies_begin_anew():
-    calls = ScalerCalls()
-    calls.scale(lambda: tf.constant(2.0))
+    calls = ScalerCalls(lambda: tf.constant(2.0))
+    calls.scale(tf.constant(1.0))
     with pytest.raises(ValueError, match="no loss was scaled"):
-        copy.deepcopy(calls).step(sgd).__enter__()
-    with calls.step(sgd) as known:
-        assert known.scaled is True
+        copy.deepcopy(calls).apply(sgd, []).__enter__()
+    with calls.apply(sgd, []) as given:
+        assert given.scaled is True
 
 
 def test_loops_of_a_function():

@@ -16,8 +16,8 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import keras_mp
-from keras_mp.step.step_calls import StepCalls
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, value
+from keras_mp.step.optimizer_calls import OptimizerCalls
+from tests.common import FAMILIES, make_optimizer, mirrored, value
 
 RFC = ("get_scaled_loss", "get_unscaled_gradients")
 KERAS_3 = ("scale_loss",)
@@ -354,13 +354,17 @@ def test_a_function_around_what_xla_compiled_reports_by_itself(name):
 
 
 def test_copies_begin_anew(name):
-    calls = StepCalls()
-    calls.scaled(tf.constant(2.0), to_apply=False)
+    scale = keras_mp.FixedLossScale(2)
+    calls, v = OptimizerCalls(scale), tf.Variable(1.0)
+    calls.begin(scale(), to_apply=False)
     for copied in (copy.deepcopy(calls), pickle.loads(pickle.dumps(calls))):
-        copied.scaled(tf.constant(2.0), to_apply=True)
-        assert copied.resolve([]) is True
-    calls.unscaled()
-    assert calls.resolve([]) is False
+        copied.begin(scale(), to_apply=True)
+        with copied.apply(None, [v]) as given:
+            assert given.scaled is True
+    [gradient] = calls.unscale([tf.constant(4.0)])
+    assert float(gradient) == 2
+    with calls.apply(None, [v]) as given:
+        assert given.scaled is False
 
 
 def test_functions_are_not_kept_alive(name):
@@ -539,7 +543,6 @@ def test_fit_with_a_wrapper_around_ours(name):
 
 
 MODES = ["eager", "function", "jit"]
-CONTRACT = "divided the gradients by the loss scale"
 
 
 class Unmodified(tf.keras.Model):
@@ -583,48 +586,94 @@ def test_an_unmodified_train_step_trains(name, mode):
     assert all("applied as they are" in str(w.message) for w in caught)
 
 
-@pytest.mark.skipif(not IS_KERAS_3, reason="apply_gradients of tf_keras's own never unscales.")
-@pytest.mark.parametrize("attribute", ["loss_scale", "dynamic_scale", "initial_scale"])
+READS = {
+    "loss_scale": lambda optimizer: optimizer.loss_scale(),
+    "converted": lambda optimizer: tf.convert_to_tensor(optimizer.loss_scale) * 1.0,
+    "dynamic_scale": lambda optimizer: tf.convert_to_tensor(optimizer.dynamic_scale),
+    "initial_scale": lambda optimizer: optimizer.initial_scale,
+}
+
+
+@pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("mode", MODES)
-def test_who_reads_the_scale_may_multiply_by_it(name, attribute, mode):
+def test_reading_the_scale_never_changes_a_step(name, read, mode):
     scale = keras_mp.DynamicLossScale(SCALE)
     optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), scale), tf.Variable(8.0)
     optimizer.build([v])
 
-    def step(by_hand):
-        gradient = tf.constant(0.5)
-        if by_hand:
-            gradient *= tf.convert_to_tensor(getattr(optimizer, attribute))
-        optimizer.apply_gradients([(gradient, v)])
+    def step(reads):
+        if reads:
+            READS[read](optimizer)
+        optimizer.apply_gradients([(tf.constant(0.5), v)])
 
     step = placed(mode, step)
-    for i, by_hand in enumerate([False, True, False, True, True]):
-        message = CONTRACT if by_hand else "applied as they are"
+    for i, reads in enumerate([False, True, True, False]):
         with contextlib.ExitStack() as stack:
             caught = our_warnings(stack)
-            step(by_hand)
-        assert all(message in str(w.message) for w in caught)
+            READS[read](optimizer)
+            step(reads)
+        assert all("scaled=True" in str(w.message) for w in caught)
         assert caught or mode != "eager"
         assert float(v) == 8 - 0.5 * (i + 1)
 
 
-@pytest.mark.skipif(not IS_KERAS_3, reason="apply_gradients of tf_keras's own never unscales.")
-def test_the_scale_may_be_read_in_one_function_and_gradients_applied_in_another(name):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+@pytest.mark.parametrize("read_in", MODES)
+@pytest.mark.parametrize("apply_in", MODES)
+def test_a_loss_that_was_multiplied_by_hand(name, read_in, apply_in):
+    scale = keras_mp.DynamicLossScale(SCALE, increment_period=1)
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), scale), tf.Variable(8.0)
     optimizer.build([v])
-    compute = tf.function(lambda: tf.constant(0.5) * optimizer.loss_scale())
-    apply = tf.function(lambda gradient: optimizer.apply_gradients([(gradient, v)]))
-    for i in range(3):
-        if i < 2:
-            with pytest.warns(keras_mp.MixedPrecisionWarning, match=CONTRACT):
-                apply(compute())
-        else:
-            apply(compute())  # It was said of the last step.
-        assert float(v) == 8 - 0.5 * (i + 1)
-        if i == 0:
-            # What is right ends what was said.
-            apply_right = optimizer.apply_gradients
-            apply_right([(gradients_in_dialect(optimizer, KERAS_3, v)[0] * 0, v)])
+    compute = placed(read_in, lambda: tf.constant(0.5) * optimizer.loss_scale())
+    apply = placed(apply_in, lambda g: optimizer.apply_gradients([(g, v)], scaled=True))
+    right = placed(apply_in, lambda g: optimizer.apply_gradients([(g, v)]))
+    for i in range(3):  # Quietly, and the scale doubles after each step.
+        apply(compute())
+        assert float(v) == 8 - 1.0 * i - 0.5
+        right(gradients_in_dialect(optimizer, KERAS_3, v)[0])
+        assert float(v) == 8 - 1.0 * (i + 1)
+    assert float(scale()) == SCALE * 2**6
+    optimizer.apply([tf.constant(0.5) * optimizer.loss_scale()], [v], scaled=True)
+    assert float(v) == 4.5
+
+
+def test_by_hand_through_wrappers_and_subclasses(name):
+    seen = []
+
+    class Watching(keras_mp.OptimizerWrapper):
+        def apply_gradients(self, grads_and_vars, **kwargs):
+            pairs = list(grads_and_vars)
+            seen.append(float(pairs[0][0]))
+            return super().apply_gradients(pairs, **kwargs)
+
+    class Subclass(keras_mp.LossScaleOptimizer):
+        def apply_gradients(self, grads_and_vars, **kwargs):
+            pairs = list(grads_and_vars)
+            seen.append(float(pairs[0][0]))
+            return super().apply_gradients(pairs, **kwargs)
+
+    for make in (
+        lambda: Watching(keras_mp.LossScaleOptimizer(sgd(name), SCALE)),
+        lambda: keras_mp.OptimizerWrapper(keras_mp.LossScaleOptimizer(sgd(name), SCALE)),
+        lambda: Subclass(sgd(name), SCALE),
+    ):
+        optimizer, v = make(), tf.Variable(8.0)
+        optimizer.apply_gradients([(tf.constant(0.5 * SCALE), v)], scaled=True)
+        optimizer.apply([tf.constant(0.5 * SCALE)], [v], scaled=True)
+        assert float(v) == 7
+    assert seen == [0.5] * 4
+
+
+def test_what_cannot_be_scaled_is_refused(name):
+    v = tf.Variable(8.0)
+    optimizer = keras_mp.OptimizerWrapper(sgd(name))
+    with pytest.raises(ValueError, match="no LossScaleOptimizer"):
+        optimizer.apply_gradients([(tf.constant(1.0), v)], scaled=True)
+    optimizer = keras_mp.LossScaleOptimizer(sgd(name), SCALE)
+    gradients = gradients_in_dialect(optimizer, RFC, v)
+    with pytest.raises(ValueError, match="already"):
+        optimizer.apply_gradients(zip(gradients, [v]), scaled=True)
+    optimizer.apply_gradients(zip(gradients, [v]))
+    assert float(v) == 7.5
 
 
 def test_gradients_scaled_in_one_thread_and_applied_in_another(name):
@@ -639,3 +688,29 @@ def test_gradients_scaled_in_one_thread_and_applied_in_another(name):
         )
         optimizer.apply_gradients(zip(gradients[0], [v]))
         assert float(v) == 8 - 0.5 * (i + 1)
+
+
+@pytest.mark.parametrize("calls", [RFC, KERAS_3])
+def test_a_function_that_is_not_traced_again_makes_its_call_again(name, calls):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer.build([v])
+    unscale = tf.function(lambda gradient: optimizer.get_unscaled_gradients([gradient]))
+
+    @tf.function
+    def step(tag):
+        with tf.GradientTape() as tape:
+            loss = getattr(optimizer, calls[0])(v * 0.5)
+        optimizer.apply_gradients(zip(unscale(tape.gradient(loss, v)), [v]))
+
+    for i, tag in enumerate(["traced", "traced again, but for `unscale`", "traced"]):
+        step(tag)
+        assert float(v) == 8 - 0.5 * (i + 1)
+
+
+def test_a_function_that_was_traced_and_is_gone_has_scaled_nothing(name):
+    calls, v, scale = OptimizerCalls(keras_mp.FixedLossScale(2)), tf.Variable(8.0), tf.constant(2.0)
+    tf.function(lambda: calls.begin(scale, to_apply=True)).get_concrete_function()
+    gc.collect()
+    warns = pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither")
+    with warns, calls.apply(None, [v]) as given:
+        assert given.scaled is False

@@ -1,17 +1,17 @@
-"""How gradients are applied without Keras: TensorFlow 1's optimizers, Sonnet's, and functions."""
+"""Adapters of what is no optimizer of Keras: TensorFlow 1's, Sonnet's, and functions."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.optimizer_adapter import UpdateRule
+from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.support import host
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 
 
-def update_rule(optimizer: Any) -> UpdateRule | None:
-    """Tells how something applies gradients.
+def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
+    """Returns what drives something that is no optimizer of Keras.
 
     Args:
         optimizer: A `tf.compat.v1.train.Optimizer`, an object with a method `apply(updates,
@@ -19,7 +19,7 @@ def update_rule(optimizer: Any) -> UpdateRule | None:
             a method `apply_scaled_gradients` is left to do a scaling-safe step by itself.
 
     Returns:
-        An `UpdateRule`, or None for anything else.
+        An `OptimizerAdapter`, or None for anything else.
     """
     if isinstance(optimizer, type):
         return None
@@ -32,7 +32,7 @@ def update_rule(optimizer: Any) -> UpdateRule | None:
     return Function(optimizer) if callable(optimizer) else None
 
 
-class V1Optimizer(UpdateRule):
+class V1Optimizer(OptimizerAdapter):
     """`tf.compat.v1.train.Optimizer`, in graphs of TensorFlow 1 too.
 
     Args:
@@ -64,9 +64,7 @@ class V1Optimizer(UpdateRule):
             return None
         return tf.cast(tf.convert_to_tensor(self._global_step), tf.int64)
 
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
         # Subclasses of the user's that override the method may not know of the argument.
         is_summed = tf.distribute.has_strategy() and not aggregate
         summed = {"skip_gradients_aggregation": True} if is_summed else {}
@@ -75,36 +73,32 @@ class V1Optimizer(UpdateRule):
         )
 
 
-class TwoLists(UpdateRule):
+class TwoLists(OptimizerAdapter):
     """An object with a method `apply(updates, parameters)`, as Sonnet's optimizers have it."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._apply = allow_conversion(optimizer.apply)
 
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
         del name, aggregate
         updates, parameters = [g for g, _ in grads_and_vars], [v for _, v in grads_and_vars]
         return self._apply(updates, parameters)
 
 
-class Function(UpdateRule):
+class Function(OptimizerAdapter):
     """A function that is called with the list of (gradient, variable) pairs."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._apply = allow_conversion(optimizer)
 
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
         del name, aggregate
         return self._apply(list(grads_and_vars))
 
 
-class ScalingSafe(UpdateRule):
+class ScalingSafe(OptimizerAdapter):
     """An optimizer with a method `apply_scaled_gradients(grads_and_vars, loss_scale, finite)`."""
 
     is_scaling_safe = True
@@ -113,13 +107,9 @@ class ScalingSafe(UpdateRule):
         super().__init__(optimizer)
         self._apply_scaled = allow_conversion(optimizer.apply_scaled_gradients)
 
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
         del name, aggregate
         return self.apply_scaled(grads_and_vars, tf.constant(1.0), tf.constant(True))
 
-    def apply_scaled(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], loss_scale: tf.Tensor, finite: tf.Tensor
-    ) -> Any:
+    def apply_scaled(self, grads_and_vars: Pairs, loss_scale: tf.Tensor, finite: tf.Tensor) -> Any:
         return self._apply_scaled(list(grads_and_vars), loss_scale, finite)

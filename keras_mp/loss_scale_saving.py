@@ -1,0 +1,188 @@
+"""How a `LossScaleOptimizer` is saved: its config, its state, and the layouts of checkpoints."""
+
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.compat import older_spellings
+from keras_mp.step.calls import NoCalls
+from keras_mp.step.scaler import Scaler
+from keras_mp.support import messages
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.wrapper_saving import WrapperSaving
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class LossScaleSaving(WrapperSaving):
+    """The part of a `LossScaleOptimizer` that saves and loads it."""
+
+    _name: str | None
+    _scaler: Scaler
+    _skip_nonfinite: bool
+    aggregate_in_float16: bool
+    dynamic: bool
+    policy_in_file: str | None
+    reduce_dtype: str
+    warn_after_skips: int | None
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the loss scale's state, beside what the inner optimizer saves.
+
+        Args:
+            store: dict-like, of names and arrays.
+        """
+        self._scaler.collect_reports()
+        super().save_own_variables(store)
+        for name, variable in self._state().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
+
+        Args:
+            store: dict-like, of names and arrays. What it does not hold stays as it is, with a
+                warning.
+
+        Raises:
+            ValueError: the variables are those of another optimizer.
+        """
+        super().load_own_variables(store)
+        saved, state = set(store.keys()), self._state()
+        for name in saved & set(state):
+            state[name].assign(store[name][()])
+        missing = sorted(set(state) - saved)
+        if missing:
+            messages.warn(
+                f"The file holds no {', '.join(missing)} for the optimizer, so they stay as "
+                "they are: it was saved without loss scaling, with another kind of loss scale, or "
+                f"with another LossScaleOptimizer. Expected {sorted(state)}. Received: "
+                f"{sorted(saved)}"
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` makes an equal optimizer.
+
+        As the config of an optimizer has its learning rate of that moment, this one has the loss
+        scale's state: an `.h5` file has no other place for it.
+        """
+        config = {
+            "name": self._name,
+            "inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer),
+            "loss_scale": self._config_of_scale(),
+            "aggregate_in_float16": self.aggregate_in_float16,
+            "reduce_dtype": self.reduce_dtype,
+            "warn_after_skips": self.warn_after_skips,
+            "skip_nonfinite": self._skip_nonfinite,
+        }
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                state = {name: tf.convert_to_tensor(v) for name, v in self._state().items()}
+                config["state"] = {name: value.numpy().item() for name, value in state.items()}
+                config["state"]["policy"] = self._policy_of_model()
+        return config
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "Self":
+        """Makes an optimizer from a config of this class, or of Keras's own.
+
+        Args:
+            config: dict that `get_config` returned, here, on tf_keras, on Keras 3 or in TensorFlow
+                2.2 and 2.3.
+            custom_objects: dict of names and the classes they stand for, for the inner optimizer.
+
+        Returns:
+            An optimizer.
+        """
+        config = dict(config)
+        inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
+        if isinstance(inner, dict):
+            inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
+        saved = config.pop("state", {})
+        optimizer = cls(inner, **config)
+        optimizer.policy_in_file = saved.get("policy")
+        for name, variable in optimizer._state().items():
+            if name in saved:
+                variable.assign(saved[name])
+        return optimizer
+
+    def keras_layout(self) -> Any:
+        """Returns what checkpoints of Keras's own `LossScaleOptimizer` hold, under their names.
+
+        That of tf_keras lays its checkpoints out as this one does, which is itself returned there.
+        That of Keras 3 does not, so its checkpoints are read, and written for it, by way of this.
+
+        Returns:
+            An object for `tf.train.Checkpoint`.
+
+        Example:
+
+        >>> import tempfile
+        >>> sgd = tf.keras.optimizers.SGD()
+        >>> other = tf.keras.mixed_precision.LossScaleOptimizer(sgd, initial_scale=64.0)
+        >>> _ = other.apply_gradients([(tf.constant(64.0), tf.Variable(1.0))])
+        >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = tf.train.Checkpoint(optimizer=other).save(directory + "/checkpoint")
+        ...     checkpoint = tf.train.Checkpoint(optimizer=optimizer.keras_layout())
+        ...     _ = checkpoint.restore(path).expect_partial()
+        >>> float(optimizer.loss_scale()), int(optimizer.iterations)
+        (64.0, 1)
+        """
+        return keras_api.keras_layout(self)
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # What checkpoints call the children that the two layouts share comes before what tells the
+        # layouts apart, and is not restored before all have been looked up.
+        if name == keras_api.KERAS_LAYOUT_CHILD:
+            raise ValueError(
+                "This is a checkpoint of tf.keras's own LossScaleOptimizer, whose layout in Keras "
+                "3 is not that of other optimizers. Restore it with "
+                "`tf.train.Checkpoint(optimizer=optimizer.keras_layout()).restore(path)`. Nothing "
+                "was restored."
+            )
+        if name == older_spellings.INNER_CHILD:
+            return self.inner_optimizer
+        return super()._lookup_dependency(name, *args, **kwargs)
+
+    def _own_children(self) -> dict[str, Any]:
+        """What a checkpoint holds of the wrapper, beside the inner optimizer's own children."""
+        return {
+            "loss_scale": self._scaler.loss_scale,
+            "steps_skipped": self._scaler.skipped.total,
+        }
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        # Optimizers of tf_keras list their children once, which may have been before they were
+        # wrapped.
+        children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
+        if save_type == "savedmodel":  # which holds functions, and all that these use
+            children.update(self._scaler.variables())
+        return children
+
+    def _state(self) -> dict[str, tf.Variable]:
+        state = {"steps_skipped": self._scaler.skipped.total}
+        if self.dynamic:
+            scale = self._scaler.loss_scale
+            state["loss_scale"] = scale.loss_scale
+            state["num_good_steps"] = scale.num_good_steps
+            state["num_bad_steps"] = scale.num_bad_steps
+        return state
+
+    def _policy_of_model(self) -> str | None:
+        """The policy of the layers that compute in 16 bits; of the file where there is no model."""
+        model = self._model()
+        if model is None:
+            return self.policy_in_file
+        layers = [each for each in keras_api.flatten_layers(model) if each is not model]
+        half = (each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES)
+        return next((each.dtype_policy.name for each in half), None)
+
+    def _config_of_scale(self) -> dict[str, Any] | None:
+        nothing = isinstance(self._scaler.calls, NoCalls)
+        return None if nothing else loss_scale_lib.serialize(self._scaler.loss_scale)

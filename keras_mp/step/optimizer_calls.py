@@ -1,0 +1,181 @@
+"""The calls of a `LossScaleOptimizer`.
+
+RFC 293, "LossScaleOptimizer Overview": the four steps, and by whom each is taken.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.step import call_states as states
+from keras_mp.step import gradients, overflows
+from keras_mp.step.call_states import ANYBODY
+from keras_mp.step.calls import Calls
+from keras_mp.step.decision import Given
+from keras_mp.support import host, messages
+
+
+class OptimizerCalls(Calls):
+    """The calls of a `LossScaleOptimizer`. What is missing is reported, and the step is made.
+
+    What a thread did itself decides where the step is made there too.
+    """
+
+    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
+        """Notes that the loss is scaled, which begins a step.
+
+        Args:
+            scaled_by: float32 scalar tensor.
+            to_apply: bool. Whether `apply` is to unscale, rather than `unscale`.
+        """
+        mine = self._mine
+        before = mine.facts if isinstance(mine.facts, int) else 0
+        is_under_way = states.has_begun(before) and bool(before & states.SCALED)
+        mine.is_interleaved = is_under_way and states.apply_unscales(before) != to_apply
+        mine.applied = frozenset()
+        mine.unscaled.clear()
+        self._note(states.SCALED | (states.TO_APPLY if to_apply else 0))
+        self._note_scale(scaled_by)
+
+    def begin_by_hand(self, grads: Sequence[Any]) -> None:
+        """Notes that the user has multiplied the loss of these gradients by the loss scale."""
+        self._refuse_results(grads, "apply_gradients(scaled=True)")
+        self.begin(self._loss_scale(), to_apply=True)
+
+    def scale(self, loss: Any, scaled_by: tf.Tensor | None = None) -> tf.Tensor:
+        """Multiplies a loss, by the current loss scale if not by another."""
+        self._refuse_results([loss], "get_scaled_loss")
+        scaled_by = self._loss_scale() if scaled_by is None else scaled_by
+        scaled = gradients.scale_loss(loss, scaled_by)
+        self._mine.losses, self._mine.scaled_by = (tf.convert_to_tensor(loss),), scaled_by
+        self._remember_results([scaled])
+        return scaled
+
+    def unscale(self, grads: Sequence[Any]) -> list[Any]:
+        """Divides gradients by what the loss was multiplied by."""
+        self._refuse_results(grads, "get_unscaled_gradients")
+        _, facts = self._so_far()
+        unscaled = gradients.unscale(grads, self._scale_of_step(facts))
+        self._note(_ask(states.after_unscaling, facts))
+        self._remember_results(unscaled)
+        self._mine.unscaled[ANYBODY] = overflows.remember(unscaled)
+        return unscaled
+
+    def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """Divides gradients that `apply` would, before others see them."""
+        _, facts = self._so_far()
+        is_scaled = _ask(states.apply_unscales, facts)
+        if is_scaled is False:
+            return grads
+        divisor = tf.where(is_scaled, self._scale_of_step(facts), 1.0)
+        self._note(_ask(states.after_unscaling_early, facts))
+        unscaled = gradients.unscale(grads, divisor)
+        self._mine.unscaled[ANYBODY] = overflows.remember(unscaled)
+        return unscaled
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor], Given]]:
+        """A context in which one call, `minimize`, makes a step from its loss to its end.
+
+        It may come between the calls of another step, which goes on afterwards as if nothing had
+        been.
+
+        Yields:
+            What tells of the gradients, given what the loss was multiplied by.
+        """
+        mine = self._mine
+        kept = mine.losses, mine.scaled_by, mine.results
+        try:
+            yield lambda scaled_by: Given(True, scaled_by, losses=self.losses())
+        finally:
+            mine.losses, mine.scaled_by, mine.results = kept
+            mine.applied = frozenset()
+
+    @contextlib.contextmanager
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[Given]:
+        """Notes that the step is made, in the context; warns of missing calls.
+
+        Args:
+            optimizer: the optimizer.
+            variables: iterable of what the gradients are applied to.
+        """
+        del optimizer
+        mine, applied = self._mine, frozenset(id(v) for v in variables)
+        goes_on = bool(mine.applied) and mine.applied.isdisjoint(applied)
+        goes_on = goes_on and not mine.is_interleaved
+        mine.applied = mine.applied | applied if goes_on else applied
+        _, facts = self._so_far()
+        scaled_by = self._scale_of_step(facts)
+        if not isinstance(facts, int):
+            self._warn_at_run_time(facts, goes_on)
+        elif states.misses_a_call(facts, goes_on):
+            messages.warn(self._missing_call(facts))
+            mine.applied = frozenset()
+        scaled = _ask(states.is_scaled, facts, goes_on)
+        self._note(_ask(states.after_applying, facts, goes_on), ends=True)
+        losses, mine.losses = self.losses(), ()
+        is_divided = functools.partial(_ask, states.is_divided, facts, goes_on)
+        yield Given(scaled, scaled_by, is_divided, losses, mine.unscaled.pop(ANYBODY, list)())
+
+    def _scale_of_step(self, facts: int | tf.Tensor) -> tf.Tensor:
+        """What the loss of this step was multiplied by.
+
+        The loss scale may have moved since: other steps were made, or a part of this one.
+        """
+        mine = self._mine
+        if mine.scaled_by is not None and self._is_mine(host.current_graph()):
+            return mine.scaled_by
+        is_known = self._has_variables and _ask(states.knows_its_scale, facts)
+        if not tf.is_tensor(is_known):
+            return tf.convert_to_tensor(self._scaled_by) if is_known else self._loss_scale()
+        return tf.where(is_known, self._scaled_by, self._loss_scale())
+
+    def _remember_results(self, results: Iterable[Any]) -> None:
+        self._mine.results = tuple(weakref.ref(r) for r in results if r is not None)
+
+    def _refuse_results(self, values: Iterable[Any], method: str) -> None:
+        """Refuses to do once more what the last call has done."""
+        results = {id(ref()) for ref in self._mine.results}
+        if any(value is not None and id(value) in results for value in values):
+            raise ValueError(
+                f"{method}() was given values that are already scaled or unscaled: call it once. "
+                f"Received: {values!r}"
+            )
+
+    def _warn_at_run_time(self, facts: tf.Tensor, goes_on: bool) -> None:
+        if host.is_compiled_by_xla():
+            self._warn_while_tracing(goes_on)
+        self._reports.watch()
+        self._reports.post(facts[tf.newaxis], when=_ask(states.is_news, facts, goes_on))
+
+    def _warn_while_tracing(self, goes_on: bool) -> None:
+        """Says now what is known now, since a compiled function cannot say it when it runs."""
+        last = self._mine.facts
+        if not isinstance(last, int) or states.has_begun(last):
+            return
+        with tf.init_scope():
+            if not tf.executing_eagerly():
+                return
+            facts = self._read()
+            if states.misses_a_call(facts, goes_on):
+                messages.warn(self._missing_call(facts))
+                self._facts.assign(states.after_applying(facts, goes_on), read_value=False)
+
+    def _report(self, numbers: list[int], line: messages.Line | None) -> None:
+        messages.warn(self._missing_call(numbers[0]), line)
+
+    def _missing_call(self, facts: int) -> str:
+        return states.missing_call(facts)
+
+
+def _ask(rule: Callable[..., Any], facts: int | tf.Tensor, *args: Any) -> Any:
+    """What a function of a step's state returns: in Python, or looked up in a graph."""
+    if isinstance(facts, int):
+        return rule(facts, *args)
+    answers = tf.constant([rule(each, *args) for each in states.ALL_OF_ONE])
+    answers = answers if answers.dtype == tf.bool else tf.cast(answers, tf.int64)
+    return tf.gather(answers, facts)

@@ -1,0 +1,136 @@
+"""What comes of a step beside the step itself: the scale moves, and a skipped one is counted.
+
+RFC 293, "LossScaleOptimizer Overview".
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
+from keras_mp.step.overflows import NonFiniteCounts
+from keras_mp.step.schedule import LossScaleState
+from keras_mp.step.skipped_steps import SkippedSteps
+from keras_mp.step.state_rollback import Weight
+
+# The worst outcome since the last `update`: all steps were made; gradients were added up of which
+# no step was made yet; a step was skipped.
+_GOOD, _UNFINISHED, _BAD = 0, 1, 2
+
+
+class OutcomeHandler:
+    """Moves the loss scale and counts skipped steps, at once or at `update`.
+
+    `good`, `bad` and `accumulated` are called in the branch that such a step takes, once for all
+    replicas of a process. They return the operations that they make, and a good step costs as
+    little as it can: at once, what moves the scale; until `update`, nothing.
+
+    Attributes:
+        skips_in_a_row: int64 variable, how many steps were skipped since one was not.
+
+    Args:
+        loss_scale: is moved, if it counts bad steps: a dynamic one, or one of a manager.
+        skipped: is told of steps that are skipped.
+        at_update: bool. Several optimizers share the scale, which `update` moves by the worst of
+            their outcomes. Defaults to False: each outcome moves it at once.
+    """
+
+    def __init__(
+        self, loss_scale: LossScale, skipped: SkippedSteps, *, at_update: bool = False
+    ) -> None:
+        self._loss_scale, self._skipped = loss_scale, skipped
+        self._moves = hasattr(loss_scale, "num_bad_steps")
+        self._worst = None
+        with tf.init_scope():
+            if self._moves:
+                self.skips_in_a_row = loss_scale.num_bad_steps
+            else:
+                self.skips_in_a_row = state_variable(0, tf.int64, "bad_steps")
+            if at_update:
+                self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
+
+    def watch(self) -> None:
+        """Prepares for the others, outside of any branch."""
+        self._skipped.watch()
+
+    def good(self) -> list[Any]:
+        """The gradients were finite."""
+        return self._move(True)[0] if self._worst is None else []
+
+    def bad(self, seen: NonFiniteCounts | None, weights: Sequence[Weight]) -> list[Any]:
+        """They were not.
+
+        Args:
+            seen: what was not finite, on all replicas; None in a graph of TensorFlow 1.
+            weights: the weights of the model, from every replica at hand, as far as they are known.
+        """
+        goes_on = tf.convert_to_tensor(self.skips_in_a_row) > 0
+        if self._worst is not None:
+            goes_on |= tf.equal(self._worst, _BAD)
+        counted = self._skipped.skip(
+            goes_on, self._loss_scale(), seen, weights, is_of_one=self._worst is None
+        )
+        if self._worst is not None:
+            return [*counted, self._worst.assign(_BAD, read_value=False)]
+        return [*self._move_after_skip(), *counted]
+
+    def accumulated(self) -> list[Any]:
+        """The gradients were added to those of the calls before, and no step was made yet."""
+        if self._worst is None:
+            return []
+        worst = tf.maximum(self._worst, tf.constant(_UNFINISHED, tf.int64))
+        return [self._worst.assign(worst, read_value=False)]
+
+    def update(
+        self,
+        has_stepped: bool | tf.Tensor,
+        report: Callable[[], None],
+        new_scale: tf.Tensor | None = None,
+    ) -> None:
+        """Moves the scale by the worst outcome since the last call. Once for all replicas.
+
+        Args:
+            has_stepped: bool, or bool scalar tensor. Whether a step was made, or skipped.
+            report: called, in the branch that is taken then, if there was none.
+            new_scale: float32 scalar tensor, to which a dynamic scale is set in place of being
+                moved, or None.
+        """
+        worst = tf.convert_to_tensor(self._worst)
+
+        def rest() -> None:
+            self._worst.assign(_GOOD, read_value=False)
+            tf.cond(tf.equal(worst, _BAD), lambda: _ignore(self._move_after_skip()), stay)
+
+        def stay() -> None:
+            if has_stepped is not True:
+                tf.cond(has_stepped, lambda: None, report)
+
+        is_good = tf.equal(worst, _GOOD)
+        if has_stepped is not True:
+            is_good = tf.logical_and(has_stepped, is_good)
+        tf.cond(is_good, lambda: _ignore(self._move(True)), rest)
+        if new_scale is not None and isinstance(self._loss_scale, DynamicLossScale):
+            zero = tf.zeros([], tf.int64)
+            self._loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """The variables of which a checkpoint knows nothing, by name."""
+        own = {} if self._moves else {"skips_in_a_row": self.skips_in_a_row}
+        return own if self._worst is None else {**own, "worst_verdict": self._worst}
+
+    def _move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
+        """Returns what moves the scale, and how many steps were skipped in a row."""
+        if self._moves:
+            return self._loss_scale.move(finite)
+        in_a_row = tf.constant(0, tf.int64) if finite else self.skips_in_a_row + 1
+        return [self.skips_in_a_row.assign(in_a_row, read_value=False)], in_a_row
+
+    def _move_after_skip(self) -> list[Any]:
+        moved, in_a_row = self._move(False)
+        self._skipped.in_a_row(in_a_row)
+        return moved
+
+
+def _ignore(result: Any) -> None:
+    """Makes a branch of what returns something."""

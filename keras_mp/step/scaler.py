@@ -1,0 +1,117 @@
+"""A loss scale at work: its calls, its steps, and what comes of them.
+
+RFC 293, "LossScaleOptimizer Overview". `LossScaleOptimizer`, `GradScaler` and the optimizer of
+TensorFlow 1 are faces of it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import tensorflow as tf
+
+from keras_mp.step import overflows, replicas
+from keras_mp.step.calls import Calls
+from keras_mp.step.decision import Given
+from keras_mp.step.loss_scales import LossScale
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.outcomes import OutcomeHandler
+from keras_mp.step.overflow_report import Overflow
+from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.step.skipped_steps import SkippedSteps
+from keras_mp.support import validation
+
+AnyCalls = TypeVar("AnyCalls", bound=Calls)
+
+
+class Scaler(Generic[AnyCalls]):
+    """Follows the calls that scale and unscale, and makes or skips steps.
+
+    Attributes:
+        loss_scale: the `LossScale`.
+        calls: notes each call, and does what it asks for.
+        reduce_dtype: DType. In which float32 gradients are summed over replicas.
+        skipped: counts the steps that are skipped.
+        handler: is told of outcomes; None where no step is skipped.
+
+    Args:
+        loss_scale: `LossScale`.
+        calls: as the attribute.
+        can_skip: bool. Whether steps are skipped whose gradients are not finite.
+        reduce_dtype: as the attribute.
+        warn_after_skips: int, or None for never.
+        at_update: bool. Whether the scale moves when `OutcomeHandler.update` is called, rather
+            than at once. Defaults to False.
+    """
+
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        calls: AnyCalls,
+        *,
+        can_skip: bool,
+        reduce_dtype: tf.DType,
+        warn_after_skips: int | None,
+        at_update: bool = False,
+    ) -> None:
+        replicas.check_strategy(may_skip=can_skip)
+        self.loss_scale, self.calls, self.reduce_dtype = loss_scale, calls, reduce_dtype
+        self.skipped = SkippedSteps(
+            validation.integer_or_none("warn_after_skips", warn_after_skips)
+        )
+        self.handler: OutcomeHandler | None = None
+        if can_skip:
+            self.handler = OutcomeHandler(loss_scale, self.skipped, at_update=at_update)
+
+    def step(
+        self,
+        adapter: OptimizerAdapter,
+        pairs: Sequence[tuple[Any, Any]],
+        given: Given,
+        *,
+        aggregate: bool,
+        name: str | None = None,
+        names: overflows.Names | None = None,
+    ) -> tuple[tf.Operation | None, tf.Tensor | None]:
+        """Makes a step, as `ScaledStep.make` does.
+
+        Args:
+            adapter: applies the gradients; what it needs is built.
+            pairs: sequence of (gradient, variable) pairs.
+            given: what is known of them.
+            aggregate: bool. Whether the gradients are to be summed over replicas.
+            name: str. Name of the operation.
+            names: given variables, returns what users call them.
+        """
+        self.collect_reports()
+        # Again, since the scaler may have been made outside of the strategy's scope.
+        replicas.check_strategy(may_skip=self.handler is not None)
+        step = ScaledStep(adapter, self.handler, self.reduce_dtype, given, names)
+        return step.make(pairs, aggregate=aggregate, name=name)
+
+    def steps_skipped(self) -> tf.Tensor:
+        """How many steps were skipped so far, an int64 scalar tensor."""
+        self.collect_reports()
+        # A tensor: of a mirrored variable, Python would take any value for true.
+        return tf.convert_to_tensor(self.skipped.total)
+
+    def last_step_skipped(self) -> tf.Tensor:
+        """Whether the last step was skipped, a bool scalar tensor."""
+        self.collect_reports()
+        if self.handler is None:
+            return tf.constant(False)
+        return tf.convert_to_tensor(self.handler.skips_in_a_row) > 0
+
+    def last_overflow(self) -> Overflow | None:
+        """What was not finite in the step that was skipped last; None if none was."""
+        self.collect_reports()
+        return self.skipped.last_overflow()
+
+    def collect_reports(self) -> None:
+        """Says what functions that XLA compiled had to say."""
+        self.calls.collect_reports()
+        self.skipped.collect_reports()
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """The variables of which a checkpoint knows nothing, by name."""
+        of_handler = {} if self.handler is None else self.handler.variables()
+        return {**self.skipped.variables(), **self.calls.variables(), **of_handler}

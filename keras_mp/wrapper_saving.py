@@ -1,0 +1,140 @@
+"""How an optimizer wrapper is saved: its config, its weights, and what a SavedModel holds of it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.saved_model.revived_types import serialize as serialize_revived
+
+from keras_mp import keras_api
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.support import messages
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class WrapperSaving:
+    """The part of an `OptimizerWrapper` that saves and loads it."""
+
+    _adapter: OptimizerAdapter
+    _model: Callable[[], Any]
+    inner_optimizer: Any
+    variables: Any
+
+    def set_weights(self, weights: Iterable[Any]) -> None:
+        """Sets the values of the inner optimizer's variables.
+
+        Args:
+            weights: iterable of arrays, as `get_weights` returns them. Where Keras 3 has not built
+                the optimizer yet, they are set as soon as it is.
+
+        Raises:
+            ValueError: these are weights of an optimizer of another kind or for another model.
+        """
+        weights = list(weights)
+        if not getattr(self.inner_optimizer, "built", True):
+            # Copies, since they may be in a file that will be closed by then.
+            vars(self)["_weights_to_come"] = [np.array(weight) for weight in weights]
+            return
+        self._check_shapes(weights)
+        self.inner_optimizer.set_weights(weights)
+
+    def _set_weights_to_come(self) -> None:
+        weights = vars(self).pop("_weights_to_come", None)
+        if weights is not None:
+            with tf.init_scope():
+                self.set_weights(weights)
+
+    def _check_shapes(self, weights: Sequence[Any]) -> None:
+        expected = [tuple(variable.shape) for variable in self.variables]
+        received = [tuple(np.shape(weight)) for weight in weights]
+        if expected != received:
+            raise ValueError(
+                "The weights are those of an optimizer of another kind, or for another model. "
+                f"Nothing was set. Expected the shapes {expected}. Received: {received}"
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` makes an equal wrapper.
+
+        A subclass with arguments of its own adds them.
+        """
+        return {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer)}
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "Self":
+        """Makes a wrapper, and the optimizer in it.
+
+        Args:
+            config: dict that `get_config` returned.
+            custom_objects: dict of names and the classes they stand for, for the inner optimizer.
+
+        Returns:
+            A wrapper.
+        """
+        config = dict(config)
+        inner = keras_api.deserialize_optimizer(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        return cls(inner, **config)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the inner optimizer's variables, where Keras does not save them beside this.
+
+        Args:
+            store: dict-like, of names and arrays.
+        """
+        if not self._adapter.is_saved_by_keras:
+            for i, variable in enumerate(self.variables):
+                store[str(i)] = tf.convert_to_tensor(variable).numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
+
+        Args:
+            store: dict-like, of names and arrays. Where they are not as many as the inner
+                optimizer's variables, these stay as they are, with a warning.
+
+        Raises:
+            ValueError: the variables are those of another optimizer.
+        """
+        saved = {name for name in set(store.keys()) if name.isdigit()}
+        variables = self.variables
+        if len(saved) == len(variables):
+            weights = [store[str(i)][()] for i in range(len(variables))]
+            self._check_shapes(weights)
+            for variable, weight in zip(variables, weights, strict=True):
+                variable.assign(weight)
+        elif saved:
+            messages.warn(
+                "The optimizer's variables were not loaded: build it before, with "
+                "`model.optimizer.build(model.trainable_variables)`, if it is not of another kind, "
+                f"or for another model. Expected {len(variables)} variables. Received: {len(saved)}"
+            )
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        has_model = self._model() is not None
+        if save_type == "savedmodel" and has_model and self._adapter.is_revived_without_state:
+            messages.warn(
+                "tf.keras loads a model from a SavedModel with a new optimizer: without iterations "
+                "and slots. To train on after loading, save the model as .keras or .h5, or "
+                "use a tf.train.Checkpoint. To serve it, leave the optimizer out "
+                "(`model.save(path, include_optimizer=False)`, `model.export(path)`)."
+            )
+        return super()._trackable_children(save_type, **kwargs)
+
+    def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
+        # A SavedModel says of which family an optimizer is, and only that takes its slots when it
+        # is loaded. Of a wrapper, which may be an instance of several bases, it says the inner's.
+        del kwargs
+        innermost = self.inner_optimizer
+        while hasattr(innermost, "inner_optimizer"):
+            innermost = innermost.inner_optimizer
+        revived = serialize_revived(innermost)
+        if revived is not None:
+            object_proto.user_object.CopyFrom(revived)
+        object_proto.registered_name = ""  # which would be looked up at loading, without us too
