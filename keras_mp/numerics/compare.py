@@ -304,13 +304,8 @@ def _run_at_a_good_scale(
     training: bool,
     loss_scale: float | None,
 ) -> Run:
-    scale = _first_scale(model) if loss_scale is None else float(loss_scale)
-    if not (1 <= scale < math.inf or loss_scale is None):
-        raise ValueError(
-            f"Expected a loss scale that is at least 1. Received: loss_scale={loss_scale!r}"
-        )
-    while True:
-        run = runs.run(
+    def make(scale: float) -> Run:
+        return runs.run(
             model,
             batch,
             loss,
@@ -319,9 +314,10 @@ def _run_at_a_good_scale(
             training=training,
             loss_scale=scale,
         )
-        if scale <= 1 or not math.isfinite(run.loss) or run.is_finite():
-            return run
-        scale = max(1.0, scale / 2)
+
+    runs.check_loss_scale(loss_scale)
+    first = _first_scale(model) if loss_scale is None else float(loss_scale)
+    return runs.run_at_a_good_scale(make, first)
 
 
 def _first_scale(model: Any) -> float:
