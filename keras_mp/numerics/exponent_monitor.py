@@ -8,7 +8,7 @@ from typing import Any
 from keras_mp import keras_api
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.reports import Report
-from keras_mp.numerics.watching import replaced
+from keras_mp.numerics.watching import wrapped_method
 from keras_mp.support import validation
 
 
@@ -198,7 +198,7 @@ class ExponentMonitor(keras_api.BaseCallback):
 
             return counted_step
 
-        return replaced("count", self.model, "train_step", counted)
+        return wrapped_method("count", self.model, "train_step", counted)
 
     def _execute(self, iterator: Any) -> Any:
         """Runs what `fit` runs at once: the function that counts, if one of its steps is due."""

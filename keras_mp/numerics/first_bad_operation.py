@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import graph_recorder, operations, running_layers
+from keras_mp.numerics import graph_recorder, operations, watching
 from keras_mp.numerics.not_finite import NotFiniteError, Range
 from keras_mp.numerics.operation_rows import PASSED_IN, EagerRecorder, OperationRow, first_bad
 from keras_mp.support import messages
@@ -104,7 +104,7 @@ class FirstBadOperation:
             )
         self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
         self._forget_traces()
-        self._naming = running_layers.named(self._models)
+        self._naming = watching.naming(self._models)
         self._naming.__enter__()
         self._observing = operations.observed(self._see)
         self._observing.__enter__()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import operations, running_layers
+from keras_mp.numerics import operations, watching
 from keras_mp.numerics.operation_rows import (
     ONLY_LOOKS,
     PASSED_IN,
@@ -118,7 +118,7 @@ class GraphRecorder:
         """The layer and the line of an operation of a graph; of a gradient, of what it is of."""
         scope = name.rpartition("/")[0]
         if not place.is_gradient:
-            layer = running_layers.running_layer()
+            layer = watching.running_layer()
             if layer:
                 self._layer_of_scope[scope] = layer
             self._forward[name] = layer or scope, place.line

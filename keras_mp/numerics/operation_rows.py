@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import operations, running_layers
+from keras_mp.numerics import operations, watching
 from keras_mp.numerics.not_finite import Range
 
 # After so many operations in eager the rows are read.
@@ -97,7 +97,7 @@ class EagerRecorder:
         place = operations.place()
         if place.is_of_a_tool:
             return
-        layer = running_layers.running_layer() or layers_of_scope(tf.get_current_name_scope())
+        layer = watching.running_layer() or layers_of_scope(tf.get_current_name_scope())
         index = append(self.rows, kind, layer, place, checked[0], known)
         self._row_of.update((id(value), index) for value in checked)
         self._held.extend(outputs)
