@@ -8,7 +8,7 @@ device until somebody reads.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -44,7 +44,7 @@ class ExponentHistograms:
     Args:
         model: A model of `tf.keras`, built.
         every: int. Counts in the first step and in every so many after it. Defaults to 100.
-        gradients: bool. Counts the gradients of variables? Defaults to True.
+        gradients: bool. Whether the gradients of variables are counted. Defaults to True.
         outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
             these paths. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
@@ -165,9 +165,9 @@ class ExponentHistograms:
         """Reads what was counted since the last time, from the device, and begins anew.
 
         Args:
-            all_workers: bool. Reads what the replicas of all workers have counted? It is then to be
-                called on each of them, as each waits for the others. Defaults to False: what the
-                replicas of this worker have counted.
+            all_workers: bool. Whether to read what the replicas of all workers have counted. It is
+                then to be called on each of them, as each waits for the others. Defaults to False:
+                what the replicas of this worker have counted.
 
         Returns:
             A `Report`. A row is there for each gradient and output of which a value was counted.
@@ -205,6 +205,22 @@ class ExponentHistograms:
         return bins, tf.reduce_min(overflowed_at, 0)
 
 
+class _Seen(NamedTuple):
+    """A tensor that a step has shown.
+
+    Attributes:
+        row: tuple of str, the kind and the path.
+        tensor: tensor.
+        divisor: float32 scalar tensor by which the values are still to be divided, or None.
+        scale: float32 scalar tensor, what the loss was multiplied by, or None.
+    """
+
+    row: tuple[str, str]
+    tensor: tf.Tensor
+    divisor: tf.Tensor | None = None
+    scale: tf.Tensor | None = None
+
+
 class _Step:
     """What one step, or its trace, on one replica has shown so far.
 
@@ -216,7 +232,7 @@ class _Step:
     def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
         self.owner, self.due = owner, due
         self._graph = host.current_graph()
-        self._seen: list[tuple[tuple[str, str], tf.Tensor, tf.Tensor | None]] = []
+        self._seen: list[_Seen] = []
         # Gradients of outputs come before one learns what the loss was multiplied by.
         self._still_scaled: list[tuple[tuple[str, str], tf.Tensor]] = []
         self._scale: tf.Tensor | None = None
@@ -226,7 +242,7 @@ class _Step:
     def saw_output(self, path: str, tensor: tf.Tensor, _: list[Any]) -> tf.Tensor:
         """Takes note of an output, and sees to it that its gradient comes by."""
         if path in self.owner._outputs:
-            self._note((OUTPUT, path), tensor, None)
+            self._note(_Seen((OUTPUT, path), tensor))
         # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
         is_outside = host.current_graph() is self._graph
         if path not in self.owner._output_gradients or not is_outside:
@@ -271,17 +287,18 @@ class _Step:
             elif path in self._seen_early:
                 continue
             values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            self._note((GRADIENT, path), tf.convert_to_tensor(values), divisor)
+            tensor = tf.convert_to_tensor(values)
+            self._note(_Seen((GRADIENT, path), tensor, divisor, scaled_by))
 
-    def _note(self, row: tuple[str, str], tensor: tf.Tensor, scale: tf.Tensor | None) -> None:
-        if row not in self.owner._rows or not tensor.dtype.is_floating:
+    def _note(self, seen: _Seen) -> None:
+        if seen.row not in self.owner._rows or not seen.tensor.dtype.is_floating:
             return
-        if row[0] != GRADIENT:
-            self.owner._dtypes[row] = tensor.dtype.name
+        if seen.row[0] != GRADIENT:
+            self.owner._dtypes[seen.row] = seen.tensor.dtype.name
         if host.current_graph() is self._graph:
-            self._seen.append((row, tensor, scale))
+            self._seen.append(seen)
         else:
-            self._if_due(lambda: self._add([(row, tensor, scale)]))
+            self._if_due(lambda: self._add([seen]))
 
     def count(self) -> None:
         """Counts what was seen, if that is due: the end of the step."""
@@ -292,7 +309,8 @@ class _Step:
                 "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
                 f"or `gradients=False`. Received: optimizer={self.owner.optimizer!r}"
             )
-        seen = [*self._seen, *((row, tensor, self._scale) for row, tensor in self._still_scaled)]
+        scale = self._scale
+        seen = [*self._seen, *(_Seen(*each, scale, scale) for each in self._still_scaled)]
 
         def count() -> None:
             self._add(seen)
@@ -308,13 +326,13 @@ class _Step:
         else:
             tf.cond(self.due, host.as_one_operation(count), lambda: None)
 
-    def _add(self, seen: Sequence[tuple[tuple[str, str], tf.Tensor, tf.Tensor | None]]) -> None:
+    def _add(self, seen: Sequence[_Seen]) -> None:
         rows = self.owner._rows
         bins = [tf.zeros([ROWS * COLUMNS], tf.int64)] * len(rows)
         overflowed_at: list[Any] = [np.float32(np.inf)] * len(rows)
-        for row, tensor, scale in seen:
+        for row, tensor, divisor, scale in seen:
             place = rows[row]
-            of_tensor = count_exponents(tensor, scale)
+            of_tensor = count_exponents(tensor, divisor)
             bins[place] = bins[place] + of_tensor
             if scale is not None:
                 is_bad = tf.reduce_any(of_tensor[-COLUMNS:] > 0)
@@ -383,7 +401,7 @@ def _chosen(name: str, choice: bool | Iterable[str], layers: dict[str, Any]) -> 
 
 
 def _is_left_out(layer: Any) -> bool:
-    """Is it a model, which returns what its layers do, or a cell, of which there is a loop?"""
+    """Whether it is a model, which returns what its layers do, or a cell, which runs in a loop."""
     return isinstance(layer, tf.keras.Model) or hasattr(layer, "state_size")
 
 
