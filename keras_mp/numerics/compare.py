@@ -1,4 +1,4 @@
-"""The same batch in two dtypes, side by side: where do they part, and is it rounding?
+"""The same batch in two dtypes, side by side: where they part, and whether it is rounding.
 
 A model in 16 bits is not where the same model in float32 is, and the deeper it is the less so.
 Whether that is a defect is told by two measurements.
@@ -78,7 +78,7 @@ def compare(
         step: for training loops of your own. Called with a model, `x` and `y`; calls the model and
             returns the loss, a scalar. Then `loss` is not used.
         loss_scale: float, at least 1. To begin with; see above.
-        training: bool. Are layers called with `training=True`?
+        training: bool. Whether layers are called with `training=True`.
 
     Returns:
         A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.

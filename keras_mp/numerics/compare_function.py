@@ -1,4 +1,4 @@
-"""A function of tensors and variables, in 16 bits and in float32: where do they part?
+"""A function of tensors and variables, in 16 bits and in float32: where they part.
 
 There are no layers here to be run one by one, so it is the operations that are looked at, in eager,
 in the order in which they run. What rounding explains is measured as for models: the function is

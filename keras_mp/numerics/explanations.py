@@ -102,7 +102,7 @@ def _apart(narrow: Any, wide: Any) -> float:
 
 
 def _lost_inputs(pair: _Pair, dtype: str, kept: Kept) -> str | None:
-    """Is something that goes in, and that no operation has computed, not there in 16 bits?"""
+    """Whether an input that no operation has computed is missing in 16 bits."""
     for narrow, wide in zip(pair.narrow.inputs, pair.wide.inputs):
         is_known = kept.is_computed(narrow) or not (_is_number(narrow) and _is_number(wide))
         if is_known or narrow.shape != wide.shape:

@@ -21,15 +21,15 @@ class ExponentMonitor(keras_api.BaseCallback):
 
     Args:
         every: int. Counts in the first step and in every so many after it. Defaults to 100.
-        gradients: bool. Counts the gradients of variables? Defaults to True.
+        gradients: bool. Whether the gradients of variables are counted. Defaults to True.
         outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
             these paths. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
             to False.
         read_freq: `"epoch"` (the default), or an int, the number of batches between reads.
-        all_workers: bool. Reads what the replicas of all workers have counted? All of them then
-            need this callback, as they wait for each other. Defaults to False: each worker reads
-            what its own replicas have counted.
+        all_workers: bool. Whether to read what the replicas of all workers have counted. All of
+            them then need this callback, as they wait for each other. Defaults to False: each
+            worker reads what its own replicas have counted.
 
     Attributes:
         history: list of `Report`s, one for each time that something was read. A second `fit`

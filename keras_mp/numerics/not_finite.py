@@ -17,7 +17,7 @@ class Range:
         low: float. The smallest finite number; Inf if there is none.
         high: float. The largest finite number; -Inf if there is none.
         bad: int. How many numbers are Inf or NaN.
-        is_gradient: bool. Is it a part of a gradient?
+        is_gradient: bool. Whether it is a part of a gradient.
     """
 
     operation: str

@@ -93,7 +93,7 @@ class Kept:
         self._held: list[Any] = []
 
     def is_computed(self, value: Any) -> bool:
-        """Has an operation computed it, or was it there before?"""
+        """Whether an operation has computed it; if not, it was there before."""
         return id(value) in self._makers
 
     def keep(
@@ -147,11 +147,11 @@ class Place(NamedTuple):
     """Where an operation comes from.
 
     Attributes:
-        is_gradient: is it a part of a gradient?
+        is_gradient: whether it is a part of a gradient.
         line: the innermost line that is the user's own or that of a layer of Keras, as
             "model.py:12", or None.
-        is_data: does it belong to a pipeline of `tf.data`?
-        is_of_a_tool: has a tool of this room made it, such as histograms that count what they see?
+        is_data: whether it belongs to a pipeline of `tf.data`.
+        is_of_a_tool: whether a tool of this subpackage made it, such as histograms that count.
     """
 
     is_gradient: bool
