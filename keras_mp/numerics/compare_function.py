@@ -21,7 +21,7 @@ from keras_mp.numerics.comparison import ComparedLayer, Comparison, Finding
 from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF, Distance, apart, rms
 from keras_mp.numerics.explanations import explain, matches
 from keras_mp.numerics.layer_calls import RandomNumbers, Watch
-from keras_mp.numerics.operations import Kept, Operation
+from keras_mp.numerics.operations import Kept, KeptOperation
 from keras_mp.op_autocast.context_manager import autocast
 
 _LOSS_SCALES = {"float16": 2.0**15, "bfloat16": 1.0}
@@ -127,7 +127,7 @@ class _FunctionRun(NamedTuple):
 
     Attributes:
         kept: Kept operations, those of the backward pass behind the others.
-        forward: list of Operation, those of the function itself.
+        forward: list of KeptOperation, those of the function itself.
         outputs: what the operations, and the function, have returned: tensors by name.
         gradients: of these, of the variables and of the arguments: tensors by name.
         loss: float.
@@ -135,7 +135,7 @@ class _FunctionRun(NamedTuple):
     """
 
     kept: Kept
-    forward: list[Operation]
+    forward: list[KeptOperation]
     outputs: dict[str, tf.Tensor]
     gradients: dict[str, tf.Tensor]
     loss: float
@@ -281,7 +281,7 @@ def _named_sources(held: Any, args: Any) -> dict[str, Any]:
     return named | {f"argument {i}": value for i, value in enumerate(runs.floating(args))}
 
 
-def _named_outputs(made: Sequence[Operation]) -> dict[str, Any]:
+def _named_outputs(made: Sequence[KeptOperation]) -> dict[str, Any]:
     """What operations have returned, by names that are like those in a graph."""
     names = (f"{each.scope}/{each.type}".strip("/") for each in made)
     outputs = (next(v for v in each.outputs if v.dtype.is_floating) for each in made)
@@ -320,7 +320,7 @@ def _is_narrow(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and value.dtype in (tf.float16, tf.bfloat16)
 
 
-def _values(operation: Operation) -> Iterator[Any]:
+def _values(operation: KeptOperation) -> Iterator[Any]:
     yield from operation.inputs
     yield from operation.outputs
 

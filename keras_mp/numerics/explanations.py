@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_mp.numerics import runs
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative, rms, underflow
-from keras_mp.numerics.operations import Kept, Operation
+from keras_mp.numerics.operations import Kept, KeptOperation
 
 _REDUCTIONS = {"Sum", "Mean", "BiasAddGrad", "Cumsum", "SegmentSum", "UnsortedSegmentSum", "AddN"}
 _PRODUCTS = {"MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D"}
@@ -42,8 +42,8 @@ class Explanation(NamedTuple):
 class _Pair(NamedTuple):
     """The same operation in 16 bits and in float32."""
 
-    narrow: Operation
-    wide: Operation
+    narrow: KeptOperation
+    wide: KeptOperation
 
 
 def explain(narrow: Kept, wide: Kept, side: str, dtype: str) -> Explanation | None:
@@ -79,7 +79,9 @@ def explain(narrow: Kept, wide: Kept, side: str, dtype: str) -> Explanation | No
     return Explanation(_inexact(worst, dtype), worst.narrow.line)
 
 
-def matches(narrow: Sequence[Operation], wide: Sequence[Operation]) -> Iterator[tuple[int, int]]:
+def matches(
+    narrow: Sequence[KeptOperation], wide: Sequence[KeptOperation]
+) -> Iterator[tuple[int, int]]:
     """Yields which operations of two runs are the same, by their places in both."""
     kinds = [[(op.type, op.is_gradient) for op in ops] for ops in (narrow, wide)]
     matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
@@ -87,7 +89,7 @@ def matches(narrow: Sequence[Operation], wide: Sequence[Operation]) -> Iterator[
         yield from zip(range(start, start + count), range(other, other + count))
 
 
-def _pairs(narrow: list[Operation], wide: list[Operation]) -> Iterator[_Pair]:
+def _pairs(narrow: list[KeptOperation], wide: list[KeptOperation]) -> Iterator[_Pair]:
     return (_Pair(narrow[i], wide[j]) for i, j in matches(narrow, wide))
 
 
@@ -184,7 +186,7 @@ def _spacing(size: float, dtype: str) -> float:
     return 2.0 ** math.floor(math.log2(size)) * 2 * UNIT_ROUNDOFF[dtype]
 
 
-def _terms(operation: Operation) -> int:
+def _terms(operation: KeptOperation) -> int:
     """Of how many terms each result is the sum."""
     sizes = [int(np.prod(v.shape)) for v in operation.inputs if _is_number(v)]
     result = max(int(np.prod(v.shape)) for v in operation.outputs)

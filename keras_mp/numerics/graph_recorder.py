@@ -114,7 +114,7 @@ class GraphRecorder:
             known = [self._row_of[id(v)] for v in inputs if id(v) in self._row_of]
             self._add(graph, kind, layer, place, checked, known)
 
-    def _origin(self, kind: str, name: str, place: operations.Place) -> tuple[str, str | None]:
+    def _origin(self, kind: str, name: str, place: operations.CallSite) -> tuple[str, str | None]:
         """The layer and the line of an operation of a graph; of a gradient, of what it is of."""
         scope = name.rpartition("/")[0]
         if not place.is_gradient:
@@ -139,7 +139,7 @@ class GraphRecorder:
         graph: Any,
         kind: str,
         layer: str,
-        place: operations.Place,
+        place: operations.CallSite,
         values: Sequence[tf.Tensor],
         known: list[int],
         is_given: bool = False,

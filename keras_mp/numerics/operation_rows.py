@@ -130,7 +130,7 @@ def append(
     rows: list[OperationRow],
     kind: str,
     layer: str,
-    place: operations.Place,
+    place: operations.CallSite,
     value: Any,
     known: list[int],
     is_given: bool = False,
@@ -141,7 +141,7 @@ def append(
         rows: list of OperationRow.
         kind: str. The type of the operation.
         layer: str.
-        place: Place.
+        place: CallSite.
         value: tensor that it returned.
         known: list of int. The rows of what went in.
         is_given: bool. Whether it was there before: an argument, a weight, a constant.

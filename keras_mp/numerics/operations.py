@@ -41,7 +41,7 @@ SAFE = {
 }
 
 
-class Operation(NamedTuple):
+class KeptOperation(NamedTuple):
     """An operation that ran.
 
     Attributes:
@@ -81,12 +81,12 @@ class Kept:
     """Operations that ran, in their order.
 
     Attributes:
-        operations: list of Operation. Those that compute floating-point numbers. One whose result
-            is only rounded to 16 bits, as a sum in float32 is, has the rounded result.
+        operations: list of KeptOperation. Those that compute floating-point numbers. One whose
+            result is only rounded to 16 bits, as a sum in float32 is, has the rounded result.
     """
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[KeptOperation] = []
         # The operation that computed a tensor, by the tensor's id, and the tensors, which are held
         # so that no other one gets the id.
         self._makers: dict[int, int] = {}
@@ -114,7 +114,7 @@ class Kept:
             maker = len(self.operations)
             where = place()
             self.operations.append(
-                Operation(
+                KeptOperation(
                     kind,
                     tuple(inputs),
                     tuple(outputs),
@@ -143,7 +143,7 @@ def kept() -> Iterator[Kept]:
         yield seen
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where an operation comes from.
 
     Attributes:
@@ -160,7 +160,7 @@ class Place(NamedTuple):
     is_of_a_tool: bool
 
 
-def place() -> Place:
+def place() -> CallSite:
     """Where the operation that runs now comes from."""
     return place_in(_frames())
 
@@ -172,7 +172,7 @@ def _frames() -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
-def place_in(frames: Iterable[tuple[str, int]]) -> Place:
+def place_in(frames: Iterable[tuple[str, int]]) -> CallSite:
     """Finds it in a stack.
 
     Args:
@@ -194,7 +194,7 @@ def place_in(frames: Iterable[tuple[str, int]]) -> Place:
             line = f"{os.path.basename(file)}:{number}"
         is_gradient = is_gradient or kind == "gradient"
         is_data = is_data or kind == "data"
-    return Place(is_gradient, line, is_data, bool(is_of_a_tool))
+    return CallSite(is_gradient, line, is_data, bool(is_of_a_tool))
 
 
 @functools.cache
