@@ -194,8 +194,8 @@ def changes():
                     yield node.slice.value
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in REPLACED:
                 owner, name, *_ = node.args
-                # A `threading.local` of ours is our own, and watching.replaced has four arguments.
-                if len(node.args) == 3 and ast.unparse(owner) != "_thread":
+                # A `threading.local` of ours is our own.
+                if ast.unparse(owner) != "_thread":
                     yield ast.literal_eval(name)
 
 

@@ -10,9 +10,11 @@ from keras_mp.numerics.census import Census, census
 from keras_mp.numerics.compare import compare, compare_records, record
 from keras_mp.numerics.compare_function import compare_function
 from keras_mp.numerics.comparison import Comparison, Finding
+from keras_mp.numerics.exponent_monitor import ExponentMonitor
 from keras_mp.numerics.exponents import Fate, Histogram, Window
-from keras_mp.numerics.first_bad_operation import FirstBadOperation, NotFiniteError
-from keras_mp.numerics.histograms import ExponentHistograms, ExponentMonitor
+from keras_mp.numerics.first_bad_operation import FirstBadOperation
+from keras_mp.numerics.histograms import ExponentHistograms
+from keras_mp.numerics.not_finite import NotFiniteError
 from keras_mp.numerics.records import Record
 from keras_mp.numerics.reports import Report, Row
 from keras_mp.numerics.what_if import Lost, WhatIf, what_if

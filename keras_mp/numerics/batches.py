@@ -115,7 +115,7 @@ def not_finite(batch: Any) -> list[NotFinite]:
 
 
 def is_misfit(batch: Batch, error: Exception) -> bool:
-    """Is an error of TensorFlow or Keras about the shapes of a batch, or about labels it lacks?"""
+    """Whether an error is about the shapes of a batch, or about labels that it lacks."""
     lacks_labels = batch.y is None and isinstance(error, AttributeError)
     return lacks_labels or isinstance(error, (ValueError, tf.errors.InvalidArgumentError))
 

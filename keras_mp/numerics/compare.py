@@ -1,4 +1,4 @@
-"""The same batch in two dtypes, side by side: where do they part, and is it rounding?
+"""The same batch in two dtypes, side by side: where they part, and whether it is rounding.
 
 A model in 16 bits is not where the same model in float32 is, and the deeper it is the less so.
 Whether that is a defect is told by two measurements.
@@ -77,7 +77,7 @@ def compare(
         step: for training loops of your own. Called with a model, `x` and `y`; calls the model and
             returns the loss, a scalar. Then `loss` is not used.
         loss_scale: float, at least 1. To begin with; see above.
-        training: bool. Are layers called with `training=True`?
+        training: bool. Whether layers are called with `training=True`.
 
     Returns:
         A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
@@ -304,13 +304,8 @@ def _run_at_a_good_scale(
     training: bool,
     loss_scale: float | None,
 ) -> Run:
-    scale = _first_scale(model) if loss_scale is None else float(loss_scale)
-    if not (1 <= scale < math.inf or loss_scale is None):
-        raise ValueError(
-            f"Expected a loss scale that is at least 1. Received: loss_scale={loss_scale!r}"
-        )
-    while True:
-        run = runs.run(
+    def make(scale: float) -> Run:
+        return runs.run(
             model,
             batch,
             loss,
@@ -319,9 +314,10 @@ def _run_at_a_good_scale(
             training=training,
             loss_scale=scale,
         )
-        if scale <= 1 or not math.isfinite(run.loss) or run.is_finite():
-            return run
-        scale = max(1.0, scale / 2)
+
+    runs.check_loss_scale(loss_scale)
+    first = _first_scale(model) if loss_scale is None else float(loss_scale)
+    return runs.run_at_a_good_scale(make, first)
 
 
 def _first_scale(model: Any) -> float:

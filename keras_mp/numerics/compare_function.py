@@ -1,4 +1,4 @@
-"""A function of tensors and variables, in 16 bits and in float32: where do they part?
+"""A function of tensors and variables, in 16 bits and in float32: where they part.
 
 There are no layers here to be run one by one, so it is the operations that are looked at, in eager,
 in the order in which they run. What rounding explains is measured as for models: the function is
@@ -8,7 +8,6 @@ them. What an algorithm that is backward stable returns is not further off than 
 
 import contextlib
 import copy
-import math
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from keras_mp.numerics.comparison import ComparedLayer, Comparison, Finding
 from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF, Distance, apart, rms
 from keras_mp.numerics.explanations import explain, matches
 from keras_mp.numerics.layer_calls import RandomNumbers, Watch
-from keras_mp.numerics.operations import Kept, Operation
+from keras_mp.numerics.operations import Kept, KeptOperation
 from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -96,7 +95,10 @@ def compare_function(
     under = contextlib.nullcontext if context is None else lambda: context(dtype)
     held = _held(function, args, variables, under)
     numbers = RandomNumbers()
-    run = _run_at_a_good_scale(function, args, held, numbers, under, dtype, loss_scale)
+    run = runs.run_at_a_good_scale(
+        lambda scale: _run(function, args, held, numbers, under, scale),
+        _LOSS_SCALES[dtype] if loss_scale is None else float(loss_scale),
+    )
     if not any(_is_narrow(value) for op in run.kept.operations for value in _values(op)):
         raise ValueError(
             f"{_name(function)} computes nothing in 16 bits, so there is nothing to compare. "
@@ -122,12 +124,12 @@ def compare_function(
     )
 
 
-class _Run(NamedTuple):
+class _FunctionRun(NamedTuple):
     """What one run of a function left.
 
     Attributes:
         kept: Kept operations, those of the backward pass behind the others.
-        forward: list of Operation, those of the function itself.
+        forward: list of KeptOperation, those of the function itself.
         outputs: what the operations, and the function, have returned: tensors by name.
         gradients: of these, of the variables and of the arguments: tensors by name.
         loss: float.
@@ -135,14 +137,18 @@ class _Run(NamedTuple):
     """
 
     kept: Kept
-    forward: list[Operation]
+    forward: list[KeptOperation]
     outputs: dict[str, tf.Tensor]
     gradients: dict[str, tf.Tensor]
     loss: float
     loss_scale: float
 
+    def is_finite(self) -> bool:
+        """Whether all gradients are."""
+        return all(np.isfinite(runs.array(g)).all() for g in self.gradients.values())
 
-class _Row(NamedTuple):
+
+class _TracedRow(NamedTuple):
     """A row of the table, and where it comes from.
 
     Attributes:
@@ -162,10 +168,7 @@ def _check(function: Any, dtype: Any, loss_scale: float | None) -> None:
         )
     if dtype not in _LOSS_SCALES:
         raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
-    if loss_scale is not None and not 1 <= loss_scale < math.inf:
-        raise ValueError(
-            f"Expected a loss scale that is at least 1. Received: loss_scale={loss_scale!r}"
-        )
+    runs.check_loss_scale(loss_scale)
 
 
 def _name(function: Any) -> str:
@@ -237,24 +240,6 @@ def _as_first_read(tape: tf.GradientTape) -> Iterator[None]:
             variable.assign(value)
 
 
-def _run_at_a_good_scale(
-    function: Callable[..., Any],
-    args: Any,
-    held: Any,
-    numbers: RandomNumbers,
-    under: Callable[[], contextlib.AbstractContextManager],
-    dtype: str,
-    loss_scale: float | None,
-) -> _Run:
-    scale = _LOSS_SCALES[dtype] if loss_scale is None else float(loss_scale)
-    while True:
-        run = _run(function, args, held, numbers, under, scale)
-        are_finite = all(np.isfinite(runs.array(g)).all() for g in run.gradients.values())
-        if scale <= 1 or not math.isfinite(run.loss) or are_finite:
-            return run
-        scale = max(1.0, scale / 2)
-
-
 def _run(
     function: Callable[..., Any],
     args: Any,
@@ -262,7 +247,7 @@ def _run(
     numbers: RandomNumbers,
     under: Callable[[], contextlib.AbstractContextManager],
     loss_scale: float,
-) -> _Run:
+) -> _FunctionRun:
     watch = Watch(numbers)
     named = _named_sources(held, args)
     with runs.as_it_was(held), operations.kept() as kept:
@@ -288,7 +273,7 @@ def _run(
         for name, gradient in found.items()
         if gradient is not None
     }
-    return _Run(kept, forward, outputs, gradients, float(loss), loss_scale)
+    return _FunctionRun(kept, forward, outputs, gradients, float(loss), loss_scale)
 
 
 def _named_sources(held: Any, args: Any) -> dict[str, Any]:
@@ -298,7 +283,7 @@ def _named_sources(held: Any, args: Any) -> dict[str, Any]:
     return named | {f"argument {i}": value for i, value in enumerate(runs.floating(args))}
 
 
-def _named_outputs(made: Sequence[Operation]) -> dict[str, Any]:
+def _named_outputs(made: Sequence[KeptOperation]) -> dict[str, Any]:
     """What operations have returned, by names that are like those in a graph."""
     names = (f"{each.scope}/{each.type}".strip("/") for each in made)
     outputs = (next(v for v in each.outputs if v.dtype.is_floating) for each in made)
@@ -325,7 +310,7 @@ def _noisy_run(
     numbers: RandomNumbers,
     unit: float,
     seed: int,
-) -> _Run:
+) -> _FunctionRun:
     noise = runs.Noise(unit, seed)
     with noise.on_weights(held):
         return _run(
@@ -337,12 +322,14 @@ def _is_narrow(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and value.dtype in LOW_PRECISION
 
 
-def _values(operation: Operation) -> Iterator[Any]:
+def _values(operation: KeptOperation) -> Iterator[Any]:
     yield from operation.inputs
     yield from operation.outputs
 
 
-def _rows(run: _Run, exact: _Run, noisy: Sequence[_Run], unit: float) -> Iterator[_Row]:
+def _rows(
+    run: _FunctionRun, exact: _FunctionRun, noisy: Sequence[_FunctionRun], unit: float
+) -> Iterator[_TracedRow]:
     names, other_names = list(run.outputs), list(exact.outputs)
     # Of noisy runs the operations are those of the exact one, unless numbers decide what runs.
     same = [each for each in noisy if list(each.outputs) == other_names] or [exact]
@@ -363,11 +350,11 @@ def _rows(run: _Run, exact: _Run, noisy: Sequence[_Run], unit: float) -> Iterato
         values = [value for value in _values(run.forward[i]) if isinstance(value, tf.Tensor)]
         dtypes = [value.dtype.name for value in values if value.dtype.name in UNIT_ROUNDOFF]
         dtype = max(dtypes, key=UNIT_ROUNDOFF.__getitem__)
-        yield _Row(ComparedLayer(names[i], run.forward[i].type, dtype, *distances), (i, j))
+        yield _TracedRow(ComparedLayer(names[i], run.forward[i].type, dtype, *distances), (i, j))
     for name, value in run.outputs.items():
         if name.startswith("result "):
             distances = [distance(side, name, name) for side in ("outputs", "gradients")]
-            yield _Row(ComparedLayer(name, "result", value.dtype.name, *distances))
+            yield _TracedRow(ComparedLayer(name, "result", value.dtype.name, *distances))
     # Of one kind the largest gradient tells whether another is zero but for rounding.
     largest: dict[str, float] = {}
     for name, gradient in exact.gradients.items():
@@ -378,14 +365,14 @@ def _rows(run: _Run, exact: _Run, noisy: Sequence[_Run], unit: float) -> Iterato
         if name not in run.outputs:
             kind = _kind(name)
             found = distance("gradients", name, name, largest.get(kind, 0.0))
-            yield _Row(ComparedLayer(name, kind, gradient.dtype.name, None, found))
+            yield _TracedRow(ComparedLayer(name, kind, gradient.dtype.name, None, found))
 
 
 def _kind(name: str) -> str:
     return "argument" if name.startswith("argument ") else "variable"
 
 
-def _first(rows: Sequence[_Row]) -> tuple[_Row, str] | None:
+def _first(rows: Sequence[_TracedRow]) -> tuple[_TracedRow, str] | None:
     """The first row that is too far off, in the order in which things happened, and its side."""
 
     def is_far(distance: Distance | None) -> bool:
@@ -402,7 +389,9 @@ def _first(rows: Sequence[_Row]) -> tuple[_Row, str] | None:
     return None
 
 
-def _finding(row: _Row, side: str, run: _Run, exact: _Run, dtype: str) -> Finding:
+def _finding(
+    row: _TracedRow, side: str, run: _FunctionRun, exact: _FunctionRun, dtype: str
+) -> Finding:
     layer = row.layer
     distance = layer.output if side == "forward" else layer.gradient
     both = [copy.copy(each.kept) for each in (run, exact)]

@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def is_judged(self) -> bool:
-        """Is anything known? Not where the reference has no finite loss, unless there are findings.
+        """Whether anything is known: if the reference has a finite loss, or there are findings.
 
         Example:
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_mp.numerics import runs
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative, rms, underflow
-from keras_mp.numerics.operations import Kept, Operation
+from keras_mp.numerics.operations import Kept, KeptOperation
 from keras_mp.support import op_table
 
 _REDUCTIONS = op_table.ops("sums over axes", "sums of tensors", "gradients of biases")
@@ -43,8 +43,8 @@ class Explanation(NamedTuple):
 class _Pair(NamedTuple):
     """The same operation in 16 bits and in float32."""
 
-    narrow: Operation
-    wide: Operation
+    narrow: KeptOperation
+    wide: KeptOperation
 
 
 def explain(narrow: Kept, wide: Kept, side: str, dtype: str) -> Explanation | None:
@@ -80,7 +80,9 @@ def explain(narrow: Kept, wide: Kept, side: str, dtype: str) -> Explanation | No
     return Explanation(_inexact(worst, dtype), worst.narrow.line)
 
 
-def matches(narrow: Sequence[Operation], wide: Sequence[Operation]) -> Iterator[tuple[int, int]]:
+def matches(
+    narrow: Sequence[KeptOperation], wide: Sequence[KeptOperation]
+) -> Iterator[tuple[int, int]]:
     """Yields which operations of two runs are the same, by their places in both."""
     kinds = [[(op.type, op.is_gradient) for op in ops] for ops in (narrow, wide)]
     matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
@@ -88,7 +90,7 @@ def matches(narrow: Sequence[Operation], wide: Sequence[Operation]) -> Iterator[
         yield from zip(range(start, start + count), range(other, other + count))
 
 
-def _pairs(narrow: list[Operation], wide: list[Operation]) -> Iterator[_Pair]:
+def _pairs(narrow: list[KeptOperation], wide: list[KeptOperation]) -> Iterator[_Pair]:
     return (_Pair(narrow[i], wide[j]) for i, j in matches(narrow, wide))
 
 
@@ -103,7 +105,7 @@ def _apart(narrow: Any, wide: Any) -> float:
 
 
 def _lost_inputs(pair: _Pair, dtype: str, kept: Kept) -> str | None:
-    """Is something that goes in, and that no operation has computed, not there in 16 bits?"""
+    """Whether an input that no operation has computed is missing in 16 bits."""
     for narrow, wide in zip(pair.narrow.inputs, pair.wide.inputs):
         is_known = kept.is_computed(narrow) or not (_is_number(narrow) and _is_number(wide))
         if is_known or narrow.shape != wide.shape:
@@ -185,7 +187,7 @@ def _spacing(size: float, dtype: str) -> float:
     return 2.0 ** math.floor(math.log2(size)) * 2 * UNIT_ROUNDOFF[dtype]
 
 
-def _terms(operation: Operation) -> int:
+def _terms(operation: KeptOperation) -> int:
     """Of how many terms each result is the sum."""
     sizes = [int(np.prod(v.shape)) for v in operation.inputs if _is_number(v)]
     result = max(int(np.prod(v.shape)) for v in operation.outputs)

@@ -7,9 +7,8 @@ device until somebody reads.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +18,7 @@ from keras_mp.layer_paths import layers_by_path, paths_of_weights, variables_by_
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.numerics.exponents import COLUMNS, EDGES, ROWS, Histogram
 from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
-from keras_mp.numerics.watching import replaced, watching_gradients, watching_outputs
+from keras_mp.numerics.watching import watching_gradients, watching_outputs
 from keras_mp.step import observers
 from keras_mp.support import host, messages, validation
 from keras_mp.support.autograph import do_not_convert
@@ -45,7 +44,7 @@ class ExponentHistograms:
     Args:
         model: A model of `tf.keras`, built.
         every: int. Counts in the first step and in every so many after it. Defaults to 100.
-        gradients: bool. Counts the gradients of variables? Defaults to True.
+        gradients: bool. Whether the gradients of variables are counted. Defaults to True.
         outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
             these paths. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
@@ -166,9 +165,9 @@ class ExponentHistograms:
         """Reads what was counted since the last time, from the device, and begins anew.
 
         Args:
-            all_workers: bool. Reads what the replicas of all workers have counted? It is then to be
-                called on each of them, as each waits for the others. Defaults to False: what the
-                replicas of this worker have counted.
+            all_workers: bool. Whether to read what the replicas of all workers have counted. It is
+                then to be called on each of them, as each waits for the others. Defaults to False:
+                what the replicas of this worker have counted.
 
         Returns:
             A `Report`. A row is there for each gradient and output of which a value was counted.
@@ -206,217 +205,20 @@ class ExponentHistograms:
         return bins, tf.reduce_min(overflowed_at, 0)
 
 
-class ExponentMonitor(keras_api.BaseCallback):
-    """Gathers histograms of exponents in `Model.fit`.
-
-    They are gathered as `ExponentHistograms` says, and read at the end of each epoch, or every so
-    many batches. The steps between run the function that `fit` runs without this callback; those
-    that count run another one, which is traced, or compiled by XLA, beside it.
-
-    Args:
-        every: int. Counts in the first step and in every so many after it. Defaults to 100.
-        gradients: bool. Counts the gradients of variables? Defaults to True.
-        outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
-            these paths. Defaults to True.
-        output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
-            to False.
-        read_freq: `"epoch"` (the default), or an int, the number of batches between reads.
-        all_workers: bool. Reads what the replicas of all workers have counted? All of them then
-            need this callback, as they wait for each other. Defaults to False: each worker reads
-            what its own replicas have counted.
+class _Seen(NamedTuple):
+    """A tensor that a step has shown.
 
     Attributes:
-        history: list of `Report`s, one for each time that something was read. A second `fit`
-            continues it.
-
-    Raises:
-        TypeError: `read_freq` is neither a str nor an int.
-        ValueError: it is another str than "epoch", a number is below 1, or a `fit` has two of it.
-
-    Example:
-
-    >>> model = tf.keras.Sequential(
-    ...     [tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense")]
-    ... )
-    >>> model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
-    >>> monitor = keras_mp.numerics.ExponentMonitor(every=2)
-    >>> _ = model.fit(
-    ...     tf.ones([8, 2]), tf.ones([8, 1]), 2, epochs=2, callbacks=[monitor], verbose=0
-    ... )
-    >>> [(report.step, report.counted) for report in monitor.history]
-    [(4, 2), (8, 2)]
-    >>> monitor.report().window("bfloat16").is_empty
-    False
+        row: tuple of str, the kind and the path.
+        tensor: tensor.
+        divisor: float32 scalar tensor by which the values are still to be divided, or None.
+        scale: float32 scalar tensor, what the loss was multiplied by, or None.
     """
 
-    def __init__(
-        self,
-        every: int = 100,
-        gradients: bool = True,
-        outputs: bool | Iterable[str] = True,
-        output_gradients: bool | Iterable[str] = False,
-        read_freq: str | int = "epoch",
-        all_workers: bool = False,
-    ) -> None:
-        super().__init__()
-        if isinstance(read_freq, str):
-            if read_freq != "epoch":
-                raise ValueError(
-                    f'`read_freq` must be "epoch" or an int. Received: read_freq={read_freq!r}'
-                )
-        else:
-            read_freq = validation.integer("read_freq", read_freq)
-        self.read_freq = read_freq
-        self.all_workers = validation.boolean("all_workers", all_workers)
-        self.history: list[Report] = []
-        self._arguments = {
-            "every": validation.integer("every", every),
-            "gradients": gradients,
-            "outputs": outputs,
-            "output_gradients": output_gradients,
-        }
-        self._histograms: ExponentHistograms | None = None
-        # What runs one execution of `fit`, of one or more steps: Keras's own, and one that counts.
-        self._plain: Callable[[Any], Any] | None = None
-        self._counting: Callable[[Any], Any] | None = None
-        # How many steps were made, in this `fit` and in it before this epoch; before this `fit`.
-        self._made = self._before_epoch = self._before_fit = 0
-        self._is_called = False
-
-    def report(self) -> Report:
-        """Returns the sum of what was read so far.
-
-        Raises:
-            ValueError: nothing was read yet.
-        """
-        if not self.history:
-            raise ValueError("Nothing was read yet: pass the callback to `fit` first.")
-        return functools.reduce(Report.__add__, self.history)
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Attaches itself to the training step.
-
-        Args:
-            logs: not used.
-        """
-        self._detach()  # if an error has ended the `fit` before
-        if self.model.built:
-            self._attach()
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes where the epoch begins.
-
-        Args:
-            epoch: not used.
-            logs: not used.
-        """
-        self._before_epoch = self._made
-
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that the next steps belong to a `fit` with this callback.
-
-        Args:
-            batch: not used.
-            logs: not used.
-        """
-        self._is_called = True
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads, unless that is done for epochs only.
-
-        Args:
-            batch: int. Which batch of the epoch it was, from 0.
-            logs: not used.
-        """
-        if self._histograms is None:
-            # Keras 2 builds a model with its first batch, which then goes uncounted.
-            self._attach()
-        elif self.read_freq != "epoch" and (batch + 1) % self.read_freq == 0:
-            self._read()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads what the epoch has left.
-
-        Args:
-            epoch: not used.
-            logs: not used.
-        """
-        # The last execution of an epoch may have fewer steps than the others.
-        in_epoch = (self.params or {}).get("steps")
-        if in_epoch is not None:
-            self._made = min(self._made, self._before_epoch + in_epoch)
-        self._read()
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Leaves the training step as it was.
-
-        Args:
-            logs: not used.
-        """
-        self._detach()
-
-    def _attach(self) -> None:
-        model = self.model
-        other = getattr(model.train_function, "__self__", None)
-        if isinstance(other, ExponentMonitor):
-            # All callbacks of a `fit` share their parameters. An error has ended that of others.
-            if other.params is self.params:
-                raise ValueError(
-                    "Expected one ExponentMonitor in a `fit`: each counts in steps of its own. "
-                    f"Received: {other!r} and {self!r}"
-                )
-            other._detach()
-        self._histograms = ExponentHistograms(model, **self._arguments)
-        self._made = self._before_epoch = 0
-        self._before_fit = self.history[-1].step if self.history else 0
-        self._plain = model.train_function
-        with self._counting_steps():
-            model.make_train_function(force=True)
-        self._counting, model.train_function = model.train_function, self._execute
-
-    def _detach(self) -> None:
-        if self._histograms is not None:
-            model = self._histograms.model
-            if model.train_function == self._execute:  # unless it was compiled meanwhile
-                model.train_function = self._plain
-            self._histograms = self._plain = self._counting = None
-
-    def _counting_steps(self) -> contextlib.AbstractContextManager[None]:
-        """Where Keras finds the step of which it makes a function, when it makes or traces it."""
-        histograms = self._histograms
-
-        def counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
-            def counted_step(*args: Any, **kwargs: Any) -> Any:
-                with histograms.step():
-                    return train_step(*args, **kwargs)
-
-            return counted_step
-
-        return replaced("count", self.model, "train_step", counted)
-
-    def _execute(self, iterator: Any) -> Any:
-        """Runs what `fit` runs at once: the function that counts, if one of its steps is due."""
-        if not self._is_called:  # An error has ended the `fit` that had this callback.
-            plain = self._plain
-            self._detach()
-            return plain(iterator)
-        self._is_called = False
-        steps = keras_api.steps_per_execution(self.model)
-        if -self._made % self._arguments["every"] >= steps:
-            logs = self._plain(iterator)
-        else:
-            self._histograms.go_on_from(self._made)
-            with self._counting_steps():
-                logs = self._counting(iterator)
-        self._made += steps
-        return logs
-
-    def _read(self) -> None:
-        if self._histograms is not None:
-            report = self._histograms.read(self.all_workers)
-            report.step = self._before_fit + self._made
-            if report.counted:
-                self.history.append(report)
+    row: tuple[str, str]
+    tensor: tf.Tensor
+    divisor: tf.Tensor | None = None
+    scale: tf.Tensor | None = None
 
 
 class _Step:
@@ -430,7 +232,7 @@ class _Step:
     def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
         self.owner, self.due = owner, due
         self._graph = host.current_graph()
-        self._seen: list[tuple[tuple[str, str], tf.Tensor, tf.Tensor | None]] = []
+        self._seen: list[_Seen] = []
         # Gradients of outputs come before one learns what the loss was multiplied by.
         self._still_scaled: list[tuple[tuple[str, str], tf.Tensor]] = []
         self._scale: tf.Tensor | None = None
@@ -440,7 +242,7 @@ class _Step:
     def saw_output(self, path: str, tensor: tf.Tensor, _: list[Any]) -> tf.Tensor:
         """Takes note of an output, and sees to it that its gradient comes by."""
         if path in self.owner._outputs:
-            self._note((OUTPUT, path), tensor, None)
+            self._note(_Seen((OUTPUT, path), tensor))
         # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
         is_outside = host.current_graph() is self._graph
         if path not in self.owner._output_gradients or not is_outside:
@@ -485,17 +287,18 @@ class _Step:
             elif path in self._seen_early:
                 continue
             values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            self._note((GRADIENT, path), tf.convert_to_tensor(values), divisor)
+            tensor = tf.convert_to_tensor(values)
+            self._note(_Seen((GRADIENT, path), tensor, divisor, scaled_by))
 
-    def _note(self, row: tuple[str, str], tensor: tf.Tensor, scale: tf.Tensor | None) -> None:
-        if row not in self.owner._rows or not tensor.dtype.is_floating:
+    def _note(self, seen: _Seen) -> None:
+        if seen.row not in self.owner._rows or not seen.tensor.dtype.is_floating:
             return
-        if row[0] != GRADIENT:
-            self.owner._dtypes[row] = tensor.dtype.name
+        if seen.row[0] != GRADIENT:
+            self.owner._dtypes[seen.row] = seen.tensor.dtype.name
         if host.current_graph() is self._graph:
-            self._seen.append((row, tensor, scale))
+            self._seen.append(seen)
         else:
-            self._if_due(lambda: self._add([(row, tensor, scale)]))
+            self._if_due(lambda: self._add([seen]))
 
     def count(self) -> None:
         """Counts what was seen, if that is due: the end of the step."""
@@ -506,7 +309,8 @@ class _Step:
                 "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
                 f"or `gradients=False`. Received: optimizer={self.owner.optimizer!r}"
             )
-        seen = [*self._seen, *((row, tensor, self._scale) for row, tensor in self._still_scaled)]
+        scale = self._scale
+        seen = [*self._seen, *(_Seen(*each, scale, scale) for each in self._still_scaled)]
 
         def count() -> None:
             self._add(seen)
@@ -522,13 +326,13 @@ class _Step:
         else:
             tf.cond(self.due, host.as_one_operation(count), lambda: None)
 
-    def _add(self, seen: Sequence[tuple[tuple[str, str], tf.Tensor, tf.Tensor | None]]) -> None:
+    def _add(self, seen: Sequence[_Seen]) -> None:
         rows = self.owner._rows
         bins = [tf.zeros([ROWS * COLUMNS], tf.int64)] * len(rows)
         overflowed_at: list[Any] = [np.float32(np.inf)] * len(rows)
-        for row, tensor, scale in seen:
+        for row, tensor, divisor, scale in seen:
             place = rows[row]
-            of_tensor = count_exponents(tensor, scale)
+            of_tensor = count_exponents(tensor, divisor)
             bins[place] = bins[place] + of_tensor
             if scale is not None:
                 is_bad = tf.reduce_any(of_tensor[-COLUMNS:] > 0)
@@ -597,7 +401,7 @@ def _chosen(name: str, choice: bool | Iterable[str], layers: dict[str, Any]) -> 
 
 
 def _is_left_out(layer: Any) -> bool:
-    """Is it a model, which returns what its layers do, or a cell, of which there is a loop?"""
+    """Whether it is a model, which returns what its layers do, or a cell, which runs in a loop."""
     return isinstance(layer, tf.keras.Model) or hasattr(layer, "state_size")
 
 

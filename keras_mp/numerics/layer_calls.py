@@ -50,7 +50,7 @@ class Call:
     outputs: Any = None
 
     def contains(self, other: "Call") -> bool:
-        """Was the other made inside of this one?"""
+        """Whether the other was made inside of this one."""
         return other.position != self.position and self.position == other.position[: self.depth]
 
     @property

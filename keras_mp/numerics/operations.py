@@ -38,7 +38,7 @@ SAFE = op_table.ops(
 )
 
 
-class Operation(NamedTuple):
+class KeptOperation(NamedTuple):
     """An operation that ran.
 
     Attributes:
@@ -78,19 +78,19 @@ class Kept:
     """Operations that ran, in their order.
 
     Attributes:
-        operations: list of Operation. Those that compute floating-point numbers. One whose result
-            is only rounded to 16 bits, as a sum in float32 is, has the rounded result.
+        operations: list of KeptOperation. Those that compute floating-point numbers. One whose
+            result is only rounded to 16 bits, as a sum in float32 is, has the rounded result.
     """
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[KeptOperation] = []
         # The operation that computed a tensor, by the tensor's id, and the tensors, which are held
         # so that no other one gets the id.
         self._makers: dict[int, int] = {}
         self._held: list[Any] = []
 
     def is_computed(self, value: Any) -> bool:
-        """Has an operation computed it, or was it there before?"""
+        """Whether an operation has computed it; if not, it was there before."""
         return id(value) in self._makers
 
     def keep(
@@ -111,7 +111,7 @@ class Kept:
             maker = len(self.operations)
             where = place()
             self.operations.append(
-                Operation(
+                KeptOperation(
                     kind,
                     tuple(inputs),
                     tuple(outputs),
@@ -140,15 +140,15 @@ def kept() -> Iterator[Kept]:
         yield seen
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where an operation comes from.
 
     Attributes:
-        is_gradient: is it a part of a gradient?
+        is_gradient: whether it is a part of a gradient.
         line: the innermost line that is the user's own or that of a layer of Keras, as
             "model.py:12", or None.
-        is_data: does it belong to a pipeline of `tf.data`?
-        is_of_a_tool: has a tool of this room made it, such as histograms that count what they see?
+        is_data: whether it belongs to a pipeline of `tf.data`.
+        is_of_a_tool: whether a tool of this subpackage made it, such as histograms that count.
     """
 
     is_gradient: bool
@@ -157,7 +157,7 @@ class Place(NamedTuple):
     is_of_a_tool: bool
 
 
-def place() -> Place:
+def place() -> CallSite:
     """Where the operation that runs now comes from."""
     return place_in(_frames())
 
@@ -169,7 +169,7 @@ def _frames() -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
-def place_in(frames: Iterable[tuple[str, int]]) -> Place:
+def place_in(frames: Iterable[tuple[str, int]]) -> CallSite:
     """Finds it in a stack.
 
     Args:
@@ -191,7 +191,7 @@ def place_in(frames: Iterable[tuple[str, int]]) -> Place:
             line = f"{os.path.basename(file)}:{number}"
         is_gradient = is_gradient or kind == "gradient"
         is_data = is_data or kind == "data"
-    return Place(is_gradient, line, is_data, bool(is_of_a_tool))
+    return CallSite(is_gradient, line, is_data, bool(is_of_a_tool))
 
 
 @functools.cache

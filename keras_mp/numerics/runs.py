@@ -1,8 +1,9 @@
 """Runs a model forwards and backwards, and again call by call, on inputs that are given."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -44,9 +45,23 @@ class Run(NamedTuple):
     loss_scale: float
 
     def is_finite(self) -> bool:
-        """Are all gradients?"""
+        """Whether all gradients are."""
         kept = [*tf.nest.flatten(list(self.gradients.values())), *self.weights.values()]
         return all(np.isfinite(array(gradient)).all() for gradient in kept if gradient is not None)
+
+
+class HasLoss(Protocol):
+    """A run whose loss scale may be too large."""
+
+    @property
+    def loss(self) -> float:
+        """The loss, not multiplied by the loss scale."""
+
+    def is_finite(self) -> bool:
+        """Whether all gradients are."""
+
+
+ScaledRun = TypeVar("ScaledRun", bound=HasLoss)
 
 
 def run(
@@ -100,6 +115,28 @@ def run(
         float(value),
         loss_scale,
     )
+
+
+def run_at_a_good_scale(make: Callable[[float], ScaledRun], scale: float) -> ScaledRun:
+    """Runs something at a loss scale, and at half of it until gradients do not overflow.
+
+    Args:
+        make: called with the loss scale; returns what has a `loss` and `is_finite`.
+        scale: float. The first loss scale. It is not halved below 1.
+    """
+    while True:
+        made = make(scale)
+        if scale <= 1 or not math.isfinite(made.loss) or made.is_finite():
+            return made
+        scale = max(1.0, scale / 2)
+
+
+def check_loss_scale(loss_scale: float | None) -> None:
+    """Raises a ValueError if a loss scale is given and is below 1 or not finite."""
+    if loss_scale is not None and not 1 <= loss_scale < math.inf:
+        raise ValueError(
+            f"Expected a loss scale that is at least 1. Received: loss_scale={loss_scale!r}"
+        )
 
 
 def _check_loss(value: Any, name: str) -> None:

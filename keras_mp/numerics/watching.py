@@ -1,7 +1,9 @@
-"""Looking at what the layers of a model return and an optimizer applies, while a step is made.
+"""The observer of layers: what each returns and which of them is running, while a step is made.
 
-What is looked at has a function around its method meanwhile, an attribute of the instance. Only the
-thread that looks, which may be that of a replica, notices anything of it.
+A layer that is observed has a function around its `call` meanwhile, an attribute of the instance,
+which all observers share. What layers return is shown in the thread that observes, which may be
+that of a replica; which layer is running is known in each thread. It works in eager and while a
+graph is made.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.layer_paths import layers_by_path
 from keras_mp.step import observers
 from keras_mp.support import attributes
 from keras_mp.support.autograph import do_not_convert
@@ -20,11 +23,21 @@ from keras_mp.support.autograph import do_not_convert
 Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
 
 
-class _Thread(threading.local):
-    watchers: tuple[Watcher, ...] = ()
+class _ThreadState(threading.local):
+    """Who is shown what layers return, with the paths by the layers' ids; and what is running.
+
+    Attributes:
+        watchers: tuple of pairs of paths by the ids of layers, and watchers.
+        running: tuple of str, the paths of the layers whose calls are going on.
+    """
+
+    watchers: tuple[tuple[dict[int, str], Watcher], ...] = ()
+    running: tuple[str, ...] = ()
 
 
-_thread = _Thread()
+_thread = _ThreadState()
+# For each block in which layers are named, in any thread, their paths by their ids.
+_namings: list[dict[int, str]] = []
 _lock = threading.Lock()
 # How many threads have a method of what, by its id, replaced for which purpose.
 _users: dict[tuple[int, str], int] = {}
@@ -40,11 +53,52 @@ def watching_outputs(layers: Mapping[str, Any], watcher: Watcher) -> Iterator[No
             has returned, and a list of all arguments of the call; what it returns takes the
             tensor's place. Not called while Keras only asks for shapes.
     """
-    watchers = (*_thread.watchers, watcher)
+    watchers = (*_thread.watchers, ({id(layer): path for path, layer in layers.items()}, watcher))
+    with (
+        attributes.replaced(_thread, "watchers", watchers),
+        _observed_calls(layers.values()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def naming(models: Iterable[Any]) -> Iterator[None]:
+    """Lets `running_layer` name the layers of these models, inside of the block.
+
+    Name scopes do not tell them: Keras 3 enters "dense_1" for a layer "dense" whose name is taken
+    in the graph, and a layer that is shared has a scope for each call.
+
+    Args:
+        models: of `tf.keras`. What one computes between its layers has the name of the model.
+    """
+    layers: dict[int, Any] = {}
+    paths: dict[int, str] = {}
+    for model in models:
+        for path, layer in {model.name: model, **layers_by_path(model)}.items():
+            layers.setdefault(id(layer), layer)
+            paths.setdefault(id(layer), path)
+    with _lock:
+        _namings.append(paths)
+    try:
+        with _observed_calls(layers.values()):
+            yield
+    finally:
+        with _lock:
+            # Not by equality: another thread may name the same layers.
+            _namings[:] = [each for each in _namings if each is not paths]
+
+
+def running_layer() -> str:
+    """Returns the path of the innermost layer that this thread is calling; "" if none is known."""
+    return _thread.running[-1] if _thread.running else ""
+
+
+@contextlib.contextmanager
+def _observed_calls(layers: Iterable[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(attributes.replaced(_thread, "watchers", watchers))
-        for path, layer in layers.items():
-            stack.enter_context(replaced("watch", layer, "call", functools.partial(_watched, path)))
+        for layer in layers:
+            wrap = functools.partial(_observed, id(layer))
+            stack.enter_context(wrapped_method("observe", layer, "call", wrap))
         yield
 
 
@@ -55,7 +109,7 @@ def watching_gradients(optimizer: Any) -> Iterator[None]:
     Args:
         optimizer: An optimizer of `tf.keras` that scales no loss.
     """
-    with replaced("show", optimizer, "apply_gradients", _shown):
+    with wrapped_method("show", optimizer, "apply_gradients", _shown):
         yield
 
 
@@ -71,7 +125,7 @@ def drawing_in_float32(layers: Iterable[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in layers:
             if isinstance(layer, _DRAWING):
-                stack.enter_context(replaced("draw", layer, "call", _in_float32))
+                stack.enter_context(wrapped_method("draw", layer, "call", _in_float32))
         yield
 
 
@@ -93,7 +147,9 @@ def _in_float32(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def replaced(purpose: str, owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def wrapped_method(
+    purpose: str, owner: Any, name: str, wrap: Callable[[Any], Any]
+) -> Iterator[None]:
     """Wraps a method of one object, once for all threads that do so for one purpose.
 
     Args:
@@ -122,25 +178,35 @@ def replaced(purpose: str, owner: Any, name: str, wrap: Callable[[Any], Any]) ->
                     attributes[name] = own
 
 
-def _watched(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def _observed(layer: int, call: Callable[..., Any]) -> Callable[..., Any]:
     # AutoGraph converts this one, and so what it calls, which a user may have written.
     @functools.wraps(call)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        return _seen(path, call(*args, **kwargs), (args, kwargs))
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        with attributes.replaced(_thread, "running", _with(layer)):
+            result = call(*args, **kwargs)
+        return _shown_outputs(layer, result, (args, kwargs))
 
-    return watched
+    return observed
 
 
 @do_not_convert
-def _seen(path: str, outputs: Any, arguments: Any) -> Any:
-    if not _thread.watchers or keras_api.is_symbolic():
+def _with(layer: int) -> tuple[str, ...]:
+    """The paths of what is running in this thread, with that of a layer if it has one."""
+    found = [paths[layer] for paths in _namings if layer in paths]
+    return (*_thread.running, found[0]) if found else _thread.running
+
+
+@do_not_convert
+def _shown_outputs(layer: int, outputs: Any, arguments: Any) -> Any:
+    watchers = [(paths[layer], watcher) for paths, watcher in _thread.watchers if layer in paths]
+    if not watchers or keras_api.is_symbolic():
         return outputs
 
     def seen(value: Any) -> Any:
         if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
             return value
         result = value
-        for watcher in _thread.watchers:
+        for path, watcher in watchers:
             result = watcher(path, result, tf.nest.flatten(arguments))
         if result is not value:
             # Where Keras, and losses of ours, look for a mask and for logits.

@@ -415,7 +415,7 @@ def _where_not_finite(batch: tuple[Any, Any, Any]) -> str:
 
 
 def _is_noise(values: np.ndarray, nearly: np.ndarray) -> bool:
-    """Do values change by about their own size where the weights hardly have?"""
+    """Whether values change by about their own size where the weights hardly have."""
     if values.shape != nearly.shape or not (np.isfinite(values) & np.isfinite(nearly)).all():
         return False
     values = values.astype(np.float64)

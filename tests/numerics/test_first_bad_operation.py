@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_callbacks  # to see what is left behind
 
 import keras_mp
-from keras_mp.numerics import FirstBadOperation, NotFiniteError, first_bad_operation
+from keras_mp.numerics import FirstBadOperation, NotFiniteError, graph_recorder
 from tests import common
 
 L = tf.keras.layers
@@ -267,7 +267,7 @@ def test_fit_on_replicas_does_not_blame_what_they_have_in_common():
 
 @common.once
 def test_what_is_not_watched_is_said(monkeypatch):
-    monkeypatch.setattr(first_bad_operation, "_CAPACITY", 8)
+    monkeypatch.setattr(graph_recorder, "CAPACITY", 8)
     warned = pytest.warns(
         keras_mp.MixedPrecisionWarning, match="watches 8 operations .* found noth"
     )

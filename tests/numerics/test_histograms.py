@@ -144,6 +144,22 @@ def test_a_scaler_shows_gradients_once_and_two_may_look():
         assert report.loss_scale == 2.0**15
 
 
+def test_an_overflow_in_a_loop_of_ones_own_is_remembered_with_its_scale():
+    model, (x, y) = small_model(), data()
+    optimizer = scaling("dynamic")
+    variables = model.trainable_variables
+    histograms = ExponentHistograms(model, every=1, outputs=False, optimizer=optimizer)
+    optimizer.loss_scale.loss_scale.assign(2.0**30)
+    with histograms.step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(tf.reduce_mean((model(x) - y) ** 2))
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+        optimizer.apply_gradients(zip(gradients, variables))
+    report = histograms.read()
+    assert report["gradient", "first/kernel"].overflowed_at == 2.0**30
+    assert report.window("float16").high <= 29
+
+
 def test_an_overflow_is_remembered_with_its_scale():
     model, (x, y) = small_model(), data()
     optimizer = scaling("dynamic")

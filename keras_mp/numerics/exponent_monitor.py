@@ -1,0 +1,225 @@
+"""Histograms of exponents in `fit`: a callback that reads what `ExponentHistograms` counts."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from keras_mp import keras_api
+from keras_mp.numerics.histograms import ExponentHistograms
+from keras_mp.numerics.reports import Report
+from keras_mp.numerics.watching import wrapped_method
+from keras_mp.support import validation
+
+
+class ExponentMonitor(keras_api.BaseCallback):
+    """Gathers histograms of exponents in `Model.fit`.
+
+    They are gathered as `ExponentHistograms` says, and read at the end of each epoch, or every so
+    many batches. The steps between run the function that `fit` runs without this callback; those
+    that count run another one, which is traced, or compiled by XLA, beside it.
+
+    Args:
+        every: int. Counts in the first step and in every so many after it. Defaults to 100.
+        gradients: bool. Whether the gradients of variables are counted. Defaults to True.
+        outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
+            these paths. Defaults to True.
+        output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
+            to False.
+        read_freq: `"epoch"` (the default), or an int, the number of batches between reads.
+        all_workers: bool. Whether to read what the replicas of all workers have counted. All of
+            them then need this callback, as they wait for each other. Defaults to False: each
+            worker reads what its own replicas have counted.
+
+    Attributes:
+        history: list of `Report`s, one for each time that something was read. A second `fit`
+            continues it.
+
+    Raises:
+        TypeError: `read_freq` is neither a str nor an int.
+        ValueError: it is another str than "epoch", a number is below 1, or a `fit` has two of it.
+
+    Example:
+
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense")]
+    ... )
+    >>> model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
+    >>> monitor = keras_mp.numerics.ExponentMonitor(every=2)
+    >>> _ = model.fit(
+    ...     tf.ones([8, 2]), tf.ones([8, 1]), 2, epochs=2, callbacks=[monitor], verbose=0
+    ... )
+    >>> [(report.step, report.counted) for report in monitor.history]
+    [(4, 2), (8, 2)]
+    >>> monitor.report().window("bfloat16").is_empty
+    False
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        gradients: bool = True,
+        outputs: bool | Iterable[str] = True,
+        output_gradients: bool | Iterable[str] = False,
+        read_freq: str | int = "epoch",
+        all_workers: bool = False,
+    ) -> None:
+        super().__init__()
+        if isinstance(read_freq, str):
+            if read_freq != "epoch":
+                raise ValueError(
+                    f'`read_freq` must be "epoch" or an int. Received: read_freq={read_freq!r}'
+                )
+        else:
+            read_freq = validation.integer("read_freq", read_freq)
+        self.read_freq = read_freq
+        self.all_workers = validation.boolean("all_workers", all_workers)
+        self.history: list[Report] = []
+        self._arguments = {
+            "every": validation.integer("every", every),
+            "gradients": gradients,
+            "outputs": outputs,
+            "output_gradients": output_gradients,
+        }
+        self._histograms: ExponentHistograms | None = None
+        # What runs one execution of `fit`, of one or more steps: Keras's own, and one that counts.
+        self._plain: Callable[[Any], Any] | None = None
+        self._counting: Callable[[Any], Any] | None = None
+        # How many steps were made, in this `fit` and in it before this epoch; before this `fit`.
+        self._made = self._before_epoch = self._before_fit = 0
+        self._is_called = False
+
+    def report(self) -> Report:
+        """Returns the sum of what was read so far.
+
+        Raises:
+            ValueError: nothing was read yet.
+        """
+        if not self.history:
+            raise ValueError("Nothing was read yet: pass the callback to `fit` first.")
+        return functools.reduce(Report.__add__, self.history)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Attaches itself to the training step.
+
+        Args:
+            logs: not used.
+        """
+        self._detach()  # if an error has ended the `fit` before
+        if self.model.built:
+            self._attach()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes where the epoch begins.
+
+        Args:
+            epoch: not used.
+            logs: not used.
+        """
+        self._before_epoch = self._made
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that the next steps belong to a `fit` with this callback.
+
+        Args:
+            batch: not used.
+            logs: not used.
+        """
+        self._is_called = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads, unless that is done for epochs only.
+
+        Args:
+            batch: int. Which batch of the epoch it was, from 0.
+            logs: not used.
+        """
+        if self._histograms is None:
+            # Keras 2 builds a model with its first batch, which then goes uncounted.
+            self._attach()
+        elif self.read_freq != "epoch" and (batch + 1) % self.read_freq == 0:
+            self._read()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads what the epoch has left.
+
+        Args:
+            epoch: not used.
+            logs: not used.
+        """
+        # The last execution of an epoch may have fewer steps than the others.
+        in_epoch = (self.params or {}).get("steps")
+        if in_epoch is not None:
+            self._made = min(self._made, self._before_epoch + in_epoch)
+        self._read()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Leaves the training step as it was.
+
+        Args:
+            logs: not used.
+        """
+        self._detach()
+
+    def _attach(self) -> None:
+        model = self.model
+        other = getattr(model.train_function, "__self__", None)
+        if isinstance(other, ExponentMonitor):
+            # All callbacks of a `fit` share their parameters. An error has ended that of others.
+            if other.params is self.params:
+                raise ValueError(
+                    "Expected one ExponentMonitor in a `fit`: each counts in steps of its own. "
+                    f"Received: {other!r} and {self!r}"
+                )
+            other._detach()
+        self._histograms = ExponentHistograms(model, **self._arguments)
+        self._made = self._before_epoch = 0
+        self._before_fit = self.history[-1].step if self.history else 0
+        self._plain = model.train_function
+        with self._counting_steps():
+            model.make_train_function(force=True)
+        self._counting, model.train_function = model.train_function, self._execute
+
+    def _detach(self) -> None:
+        if self._histograms is not None:
+            model = self._histograms.model
+            if model.train_function == self._execute:  # unless it was compiled meanwhile
+                model.train_function = self._plain
+            self._histograms = self._plain = self._counting = None
+
+    def _counting_steps(self) -> contextlib.AbstractContextManager[None]:
+        """Where Keras finds the step of which it makes a function, when it makes or traces it."""
+        histograms = self._histograms
+
+        def counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
+            def counted_step(*args: Any, **kwargs: Any) -> Any:
+                with histograms.step():
+                    return train_step(*args, **kwargs)
+
+            return counted_step
+
+        return wrapped_method("count", self.model, "train_step", counted)
+
+    def _execute(self, iterator: Any) -> Any:
+        """Runs what `fit` runs at once: the function that counts, if one of its steps is due."""
+        if not self._is_called:  # An error has ended the `fit` that had this callback.
+            plain = self._plain
+            self._detach()
+            return plain(iterator)
+        self._is_called = False
+        steps = keras_api.steps_per_execution(self.model)
+        if -self._made % self._arguments["every"] >= steps:
+            logs = self._plain(iterator)
+        else:
+            self._histograms.go_on_from(self._made)
+            with self._counting_steps():
+                logs = self._counting(iterator)
+        self._made += steps
+        return logs
+
+    def _read(self) -> None:
+        if self._histograms is not None:
+            report = self._histograms.read(self.all_workers)
+            report.step = self._before_fit + self._made
+            if report.counted:
+                self.history.append(report)

@@ -1,0 +1,55 @@
+"""The observer of layers: several that look at the same layer."""
+
+import pytest
+import tensorflow as tf
+
+from keras_mp.numerics import watching
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_each_watcher_gets_the_paths_that_it_gave(in_graph):
+    inner = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense")])
+    dense = inner.layers[-1]
+    seen = []
+
+    def watcher(name):
+        def watch(path, output, arguments):
+            del arguments
+            seen.append((name, path, watching.running_layer()))
+            return output + 1
+
+        return watch
+
+    def step(x):
+        with (
+            watching.watching_outputs({"outer/dense": dense}, watcher("first")),
+            watching.watching_outputs({"dense": dense}, watcher("second")),
+        ):
+            return inner(x)
+
+    x = tf.ones([3, 2])
+    expected = inner(x).numpy() + 2
+    with watching.naming([inner]):
+        outputs = (tf.function(step) if in_graph else step)(x)
+    assert seen == [("first", "outer/dense", inner.name), ("second", "dense", inner.name)]
+    assert outputs.numpy().tolist() == expected.tolist()
+    assert "call" not in vars(dense)
+    assert watching.running_layer() == ""
+
+
+def test_the_innermost_layer_is_named_while_it_runs():
+    named = []
+
+    class Named(tf.keras.layers.Layer):
+        def call(self, x):
+            named.append(watching.running_layer())
+            return x
+
+    model = tf.keras.Sequential([tf.keras.Input([2]), Named(name="one"), Named(name="two")])
+    with watching.naming([model]):
+        named.clear()
+        model(tf.ones([1, 2]))
+        assert named == ["one", "two"]
+    named.clear()
+    model(tf.ones([1, 2]))
+    assert named == ["", ""]
