@@ -7,9 +7,11 @@ like are those of the module that fits. Nothing outside this folder asks which K
 import importlib
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
+
+from keras_mp.keras_api import interface
 
 _OLDEST_TENSORFLOW = (2, 16)
 _OLDEST_KERAS_3 = (3, 12)
@@ -69,52 +71,14 @@ def _root_package() -> str:
 ROOT_PACKAGE = _root_package()
 OTHER_PACKAGE = _OTHER[ROOT_PACKAGE]
 
-_module = importlib.import_module(
-    "keras_mp.keras_api." + {"keras": "keras3", "tf_keras": "keras2"}[ROOT_PACKAGE]
-)
-
-BaseCallback = _module.BaseCallback
-BaseLayer = _module.BaseLayer
-BaseLoss = _module.BaseLoss
-BasePolicy = _module.BasePolicy
-LossFunctionWrapper = _module.LossFunctionWrapper
-KerasLossScaleOptimizer = _module.KerasLossScaleOptimizer
-OPTIMIZER_BASES = _module.OPTIMIZER_BASES
-KERAS_LAYOUT_CHILD = _module.KERAS_LAYOUT_CHILD
-CROSSENTROPY_NAMES = _module.CROSSENTROPY_NAMES
-COMPILE_OWNER = _module.COMPILE_OWNER
-APPLY_TAKES_SCALED_GRADIENTS = _module.APPLY_TAKES_SCALED_GRADIENTS
-arguments_of_loss = _module.arguments_of_loss
-autocast_dtype = _module.autocast_dtype
-autocast_scope = _module.autocast_scope
-autocast_variables = _module.autocast_variables
-build_loss = _module.build_loss
-compile_without_wrapping = _module.compile_without_wrapping
-flatten_layers = _module.flatten_layers
-is_in_keras_wrapper = _module.is_in_keras_wrapper
-is_symbolic = _module.is_symbolic
-is_weight = _module.is_weight
-layers_inside = _module.layers_inside
-patch_fit = _module.patch_fit
-output_layers = _module.output_layers
-widen_predictions = _module.widen_predictions
-get_global_policy = _module.get_global_policy
-get_optimizer = _module.get_optimizer
-init_base_policy = _module.init_base_policy
-optimizer_adapter = _module.optimizer_adapter
-quantized_policy = _module.quantized_policy
-refuse_keras_wrapper = _module.refuse_keras_wrapper
-register_policy = _module.register_policy
-register_serializable = _module.register_serializable
-serialize_optimizer = _module.serialize_optimizer
-states = _module.states
-steps_per_execution = _module.steps_per_execution
-keras_layout = _module.keras_layout
-deserialize_optimizer = _module.deserialize_optimizer
-set_global_policy = _module.set_global_policy
-policy_scope = _module.policy_scope
-thread_missed_global_policy = _module.thread_missed_global_policy
-trusted_scope = _module.trusted_scope
+if TYPE_CHECKING:
+    # A test compares both modules, so one of them can stand for the other.
+    from keras_mp.keras_api.keras3 import *  # noqa: F403
+else:
+    _module = importlib.import_module(
+        "keras_mp.keras_api." + {"keras": "keras3", "tf_keras": "keras2"}[ROOT_PACKAGE]
+    )
+    globals().update({name: getattr(_module, name) for name in interface.NAMES})
 
 
 def check_model(model: Any) -> None:
@@ -131,7 +95,7 @@ def check_model(model: Any) -> None:
 
 
 def switch_hint() -> str:
-    """What to set so that `tf.keras` becomes the other Keras."""
+    """Returns what to set so that `tf.keras` becomes the other Keras."""
     if ROOT_PACKAGE == "keras":
         return "set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported"
     return "unset TF_USE_LEGACY_KERAS before TensorFlow is imported"

@@ -1,53 +1,158 @@
-"""What both Kerases offer to the rest of keras_mp.
+"""What both Kerases offer to the rest of keras_mp: the one list of these names."""
 
-Each of `keras2` and `keras3` defines:
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
-- `BaseCallback`: `tf.keras`'s own callback. No batch is waited for because it is there.
-- `BaseLayer`: `tf.keras`'s own layer, but its inputs are not cast, and `add_weight` takes the name
-  of arguments only, of which `autocast` must be there, and makes `AutoCastVariable`s.
-- `BaseLoss`: `tf.keras`'s own loss, with a `dtype` that is a str, and `reduce(y_true, y_pred,
-  sample_weight)`, which does what Keras's own `__call__` does, but passes labels on as they are.
-- `BasePolicy`: `tf.keras`'s own dtype policy class.
-- `init_base_policy(policy, name)`: what a subclass of it calls first.
-- `LossFunctionWrapper`: the loss that computes a function.
-- `KerasLossScaleOptimizer`: `tf.keras.mixed_precision.LossScaleOptimizer`.
-- `OPTIMIZER_BASES`: the classes that Keras takes for an optimizer.
-- `CROSSENTROPY_NAMES`: what `compile(loss=)` takes for the cross entropy that fits the shapes.
-- `COMPILE_OWNER`: the class on which `Model.compile` is defined.
-- `APPLY_TAKES_SCALED_GRADIENTS`: does the wrapper of `tf.keras` unscale in `apply_gradients`?
-- `arguments_of_loss(loss)`: with which arguments a built-in loss was made.
-- `autocast_dtype()`: the dtype that `tf.keras` casts variables to in this thread, or None.
-- `autocast_scope(dtype)`: context manager that sets it.
-- `autocast_variables(weights)`: the `AutoCastVariable`s among the weights of a layer, or in them.
-- `build_loss(model, predictions)`: makes the metrics that the loss of a compiled model updates.
-- `compile_without_wrapping(compile, call)`: Keras's own, with bound arguments; wraps nothing.
-- `flatten_layers(model)`: the model and all layers below it.
-- `layers_inside(layer)`: those right below it.
-- `patch_fit(model)`: lets several workers train a compiled model with `fit`.
-- `output_layers(model)`: the layers that make a model's outputs, or None where nothing tells.
-- `is_in_keras_wrapper(optimizer)`: does Keras's own `LossScaleOptimizer` wrap it, as far as one can
-  tell?
-- `is_symbolic()`: does Keras only ask for shapes?
-- `is_weight(value)`: is it what layers of `tf.keras` have as weights?
-- `widen_predictions(model)`: lets the metrics of a compiled model see predictions in float32, and
-  keeps labels from being narrowed to the predictions' dtype before our losses see them.
-- `get_global_policy()`, `set_global_policy(policy)`: `tf.keras`'s global policy; None is floatx.
-- `policy_scope(policy)`: context manager in which this thread, and replicas that it starts, have
-  another global policy; `set_global_policy` in it changes that of the scope.
-- `thread_missed_global_policy()`: does this thread's Keras not know the global policy?
-- `trusted_scope()`: context manager in which layers are made of configs that hold code, too.
-- `get_optimizer(identifier)`: instance, name or config to optimizer.
-- `optimizer_adapter(optimizer)`: the `OptimizerAdapter` of an optimizer, or None.
-- `quantized_policy(name)`: the quantized policy of that name, or None.
-- `refuse_keras_wrapper(optimizer, wrapper)`: keeps Keras's own `LossScaleOptimizer` from wrapping
-  an optimizer whose loss a wrapper of ours scales.
-- `register_serializable`: decorator.
-- `register_policy`: decorator; without keras_mp, `tf.keras` makes a policy of its own of such a
-  policy's config.
-- `serialize_optimizer`, `deserialize_optimizer`.
-- `states(model)`: the variables of stateful layers, which are not among the model's weights.
-- `steps_per_execution(model)`: how many steps a call of `train_function` makes, in `fit`.
-- `keras_layout(optimizer)`: a trackable of what a `LossScaleOptimizer` of ours shares with
-  Keras's own, under the names by which checkpoints of the latter know it.
-- `KERAS_LAYOUT_CHILD`: what is below an optimizer in checkpoints of Keras's own only, or None.
-"""
+import tensorflow as tf
+
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
+
+
+class KerasApi(Protocol):
+    """The names that `keras2` and `keras3` define, and `keras_api` offers.
+
+    Attributes:
+        BaseCallback: `tf.keras`'s own callback. No batch is waited for because it is there.
+        BaseLayer: `tf.keras`'s own layer, but its inputs are not cast, and `add_weight` takes the
+            name of arguments only, of which `autocast` must be there, and makes
+            `AutoCastVariable`s.
+        BaseLoss: `tf.keras`'s own loss, with a `dtype` that is a str, and `reduce(y_true, y_pred,
+            sample_weight)`, which does what Keras's own `__call__` does, but passes labels on as
+            they are.
+        BasePolicy: `tf.keras`'s own dtype policy class.
+        LossFunctionWrapper: the loss that computes a function.
+        KerasLossScaleOptimizer: `tf.keras.mixed_precision.LossScaleOptimizer`.
+        OPTIMIZER_BASES: the classes that Keras takes for an optimizer.
+        CROSSENTROPY_NAMES: what `compile(loss=)` takes for the cross entropy that fits the shapes.
+        COMPILE_OWNER: the class on which `Model.compile` is defined.
+        APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
+            `apply_gradients`.
+        KERAS_LAYOUT_CHILD: what is below an optimizer in checkpoints of Keras's own only, or None.
+    """
+
+    BaseCallback: ClassVar[type]
+    BaseLayer: ClassVar[type]
+    BaseLoss: ClassVar[type]
+    BasePolicy: ClassVar[type]
+    LossFunctionWrapper: ClassVar[type]
+    KerasLossScaleOptimizer: ClassVar[type]
+    OPTIMIZER_BASES: ClassVar[tuple[type, ...]]
+    CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
+    COMPILE_OWNER: ClassVar[type]
+    APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
+    KERAS_LAYOUT_CHILD: ClassVar[str | None]
+
+    def arguments_of_loss(self, loss: Any) -> dict[str, Any]:
+        """Returns the arguments with which a built-in loss was made."""
+
+    def autocast_dtype(self) -> tf.DType | None:
+        """Returns the dtype that `tf.keras` casts variables to in this thread, or None."""
+
+    def autocast_scope(self, dtype: tf.DType | None) -> AbstractContextManager[None]:
+        """Returns a context manager that sets that dtype."""
+
+    def autocast_variables(self, weights: Sequence[Any]) -> list[Any]:
+        """Returns the `AutoCastVariable`s among the weights of a layer, or in them."""
+
+    def build_loss(self, model: Any, predictions: Any) -> None:
+        """Makes the metrics that the loss of a compiled model updates."""
+
+    def compile_without_wrapping(
+        self, keras_compile: Callable[..., Any], call: inspect.BoundArguments
+    ) -> Any:
+        """Calls Keras's own `compile` with bound arguments, so that it wraps nothing."""
+
+    def deserialize_optimizer(
+        self, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> Any:
+        """Makes an optimizer of what `serialize_optimizer` returned."""
+
+    def flatten_layers(self, model: Any) -> list[Any]:
+        """Returns the model and all layers below it."""
+
+    def get_global_policy(self) -> Any:
+        """Returns `tf.keras`'s global policy."""
+
+    def get_optimizer(self, identifier: Any) -> Any:
+        """Makes an optimizer of an instance, a name or a config."""
+
+    def init_base_policy(self, policy: Any, name: Any) -> None:
+        """Initializes the base class of a policy; a subclass calls it first."""
+
+    def is_in_keras_wrapper(self, optimizer: Any) -> bool:
+        """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, as far as that is known."""
+
+    def is_symbolic(self) -> bool:
+        """Whether Keras only asks for shapes."""
+
+    def is_weight(self, value: Any) -> bool:
+        """Whether a value is what layers of `tf.keras` have as weights."""
+
+    def keras_layout(self, optimizer: Any) -> Any:
+        """Returns a trackable of what a `LossScaleOptimizer` of ours shares with Keras's own.
+
+        It has the names by which checkpoints of the latter know it.
+        """
+
+    def layers_inside(self, layer: Any) -> list[Any]:
+        """Returns the layers right below a layer."""
+
+    def optimizer_adapter(self, optimizer: Any) -> OptimizerAdapter | None:
+        """Returns the adapter of an optimizer of `tf.keras`, or None."""
+
+    def output_layers(self, model: Any) -> list[Any] | None:
+        """Returns the layers that make a model's outputs, or None where nothing tells."""
+
+    def patch_fit(self, model: Any) -> None:
+        """Lets several workers train a compiled model with `fit`."""
+
+    def policy_scope(self, policy: Any) -> AbstractContextManager[None]:
+        """Returns a context manager with another global policy.
+
+        It holds in this thread, and in replicas that it starts. `set_global_policy` in it changes
+        the policy of the scope.
+        """
+
+    def quantized_policy(self, name: str) -> Any:
+        """Returns the quantized policy of that name, or None."""
+
+    def refuse_keras_wrapper(self, optimizer: Any, wrapper: Any) -> None:
+        """Keeps Keras's own `LossScaleOptimizer` from wrapping an optimizer that ours wraps."""
+
+    def register_policy(self, cls: type) -> type:
+        """Registers a policy class, so that without keras_mp `tf.keras` makes its own of it."""
+
+    def register_serializable(self, cls: type) -> type:
+        """Registers a class that Keras saves."""
+
+    def serialize_optimizer(self, optimizer: Any) -> dict[str, Any]:
+        """Returns the config of an optimizer, with its class."""
+
+    def set_global_policy(self, policy: Any) -> None:
+        """Sets `tf.keras`'s global policy; None follows floatx."""
+
+    def states(self, model: Any) -> list[Any]:
+        """Returns the variables of stateful layers, which are not among the model's weights."""
+
+    def steps_per_execution(self, model: Any) -> int:
+        """Returns how many steps a call of `train_function` makes, in `fit`."""
+
+    def thread_missed_global_policy(self) -> bool:
+        """Whether this thread's Keras does not know the global policy."""
+
+    def trusted_scope(self) -> AbstractContextManager[Any]:
+        """Returns a context manager in which layers are made of configs that hold code, too."""
+
+    def widen_predictions(self, model: Any) -> None:
+        """Lets the metrics of a compiled model see predictions in float32.
+
+        It also keeps labels from being cast to the predictions' dtype before our losses see them.
+        """
+
+
+NAMES = (
+    *KerasApi.__annotations__,
+    *(n for n, v in vars(KerasApi).items() if inspect.isfunction(v) and not n.startswith("_")),
+)

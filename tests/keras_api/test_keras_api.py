@@ -1,6 +1,8 @@
 """Choosing a Keras, in processes of their own; and the private API that keras_mp leans on."""
 
+import inspect
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
+from keras_mp.keras_api import interface
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer
 
 OTHER = {"TF_USE_LEGACY_KERAS": "1" if IS_KERAS_3 else "0"}
@@ -63,6 +66,33 @@ for patch in (
 def test_bound_to_what_tf_keras_is():
     assert keras_api.ROOT_PACKAGE == tf.keras.Model.__module__.split(".")[0]
     assert keras_api.OTHER_PACKAGE != keras_api.ROOT_PACKAGE
+
+
+# The other module is compared in the run of the other Keras.
+def test_the_module_of_this_keras_has_the_interface():
+    for name in interface.NAMES:
+        offered = getattr(keras_api, name)
+        expected = vars(interface.KerasApi).get(name)
+        if not inspect.isfunction(expected):
+            continue
+        _, *parameters = inspect.signature(expected).parameters.values()
+        found = [*inspect.signature(offered).parameters.values()]
+        # Keras's own functions may take more, and name a first argument in their own way.
+        assert len(found) >= len(parameters), name
+        for ours, theirs in list(zip(parameters, found, strict=False))[1:]:
+            assert ours.name == theirs.name, name
+        for more in found[len(parameters) :]:
+            assert more.default is not more.empty or more.kind == more.VAR_KEYWORD, name
+
+
+def test_the_interface_names_all_that_is_used():
+    used = set()
+    for path in pathlib.Path(keras_mp.__file__).parent.rglob("*.py"):
+        used |= set(re.findall(r"\bkeras_api\.([A-Za-z_]+)", path.read_text()))
+    others = {"ROOT_PACKAGE", "OTHER_PACKAGE", "check_model", "switch_hint", "NAME"}
+    modules = {"interface", "keras"}  # keras2 and keras3
+    assert set(interface.NAMES) <= used
+    assert used - others - modules <= set(interface.NAMES)
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="The answer does not depend on this process's Keras.")
