@@ -75,6 +75,7 @@ setuptools.setup(
             *_LEGACY,
             "coverage>=7.10",
             "hypothesis",
+            "pyright[nodejs]",
             "pytest>=8",
             "pytest-xdist",
             "ruff",

@@ -81,7 +81,7 @@ __all__ = [
     "training_step",
 ]
 
-# The modules of names that most programs do not use. They are imported when somebody asks for one.
+# The modules of names that most programs do not use. They are imported when they are needed.
 _LATER = {
     "GradScaler": "grad_scaler",
     "LossScaleGradientTape": "loss_scale_gradient_tape",
@@ -97,11 +97,13 @@ _LATER = {
 compile_hook.install(Policy)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_LATER[name]}")
-    return vars(module).get(name, module)
+if not TYPE_CHECKING:  # To a checker, any name would be there.
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{__name__}.{_LATER[name]}")
+        return vars(module).get(name, module)
 
 
 def __dir__() -> list[str]:

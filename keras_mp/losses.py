@@ -7,7 +7,7 @@ Beside the base class and `Crossentropy` there is one class for every built-in l
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -87,12 +87,12 @@ class Loss(keras_api.BaseLoss):
 
 
 class _BuiltIn(Loss):
-    """A built-in loss of `tf.keras`; `_stock` is its class there."""
+    """A built-in loss of `tf.keras`; `_keras_class` is its class there."""
 
-    _stock: type
+    _keras_class: type
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        call = _signature(self._stock).bind(*args, **kwargs)
+        call = _signature(self._keras_class).bind(*args, **kwargs)
         call.apply_defaults()
         self._arguments = call.arguments
         super().__init__(**call.arguments)
@@ -167,8 +167,8 @@ class _CrossEntropy(_BuiltIn):
 
     def _make_of_logits(self) -> Any:
         arguments = {**self._arguments, "from_logits": True}
-        taken = inspect.signature(self._stock).parameters
-        return self._stock(**{name: arguments[name] for name in taken})
+        taken = inspect.signature(self._keras_class).parameters
+        return self._keras_class(**{name: arguments[name] for name in taken})
 
     def _warn(self, message: str) -> None:
         if not self._has_warned and not keras_api.is_symbolic():
@@ -237,26 +237,26 @@ _DOC = """`tf.keras.losses.{name}`, computed in `dtype`.
     """
 
 
-def _signature(stock: type) -> inspect.Signature:
+def _signature(keras_class: type) -> inspect.Signature:
     """The arguments of a loss of `tf.keras`, and `dtype`."""
-    signature = inspect.signature(stock)
+    signature = inspect.signature(keras_class)
     others = [p for name, p in signature.parameters.items() if name != "dtype"]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     dtype = inspect.Parameter("dtype", kind, default="float32")
     return signature.replace(parameters=[*others, dtype])
 
 
-def _make(name: str, base: type[_BuiltIn], stock: type) -> type[Loss]:
+def _make(name: str, base: type[_BuiltIn], keras_class: type) -> type[Loss]:
     is_fused = issubclass(base, _CrossEntropy)
     section = "Softmax and cross entropy" if is_fused else "Loss dtype"
     made = type(
         name,
-        (base, stock),
+        (base, keras_class),
         {
             "__doc__": _DOC.format(name=name, section=section),
             "__module__": __name__,
-            "__signature__": _signature(stock),
-            "_stock": stock,
+            "__signature__": _signature(keras_class),
+            "_keras_class": keras_class,
         },
     )
     return keras_api.register_serializable(made)
@@ -268,8 +268,31 @@ _classes = {
     if hasattr(tf.keras.losses, name)
 }
 globals().update(_classes)
-_of_keras = {ours._stock: ours for ours in _classes.values()}
-_of_function = {stock().fn: ours for stock, ours in _of_keras.items()}
+if TYPE_CHECKING:  # which does not see what is made while the program runs
+    BinaryCrossentropy: type[Loss]
+    BinaryFocalCrossentropy: type[Loss]
+    CTC: type[Loss]
+    CategoricalCrossentropy: type[Loss]
+    CategoricalFocalCrossentropy: type[Loss]
+    CategoricalGeneralizedCrossEntropy: type[Loss]
+    CategoricalHinge: type[Loss]
+    Circle: type[Loss]
+    CosineSimilarity: type[Loss]
+    Dice: type[Loss]
+    Hinge: type[Loss]
+    Huber: type[Loss]
+    KLDivergence: type[Loss]
+    LogCosh: type[Loss]
+    MeanAbsoluteError: type[Loss]
+    MeanAbsolutePercentageError: type[Loss]
+    MeanSquaredError: type[Loss]
+    MeanSquaredLogarithmicError: type[Loss]
+    Poisson: type[Loss]
+    SparseCategoricalCrossentropy: type[Loss]
+    SquaredHinge: type[Loss]
+    Tversky: type[Loss]
+_of_keras = {ours._keras_class: ours for ours in _classes.values()}
+_of_function = {keras_class().fn: ours for keras_class, ours in _of_keras.items()}
 
 
 @keras_api.register_serializable
