@@ -180,7 +180,7 @@ class Layer(keras_api.BaseLayer):
             )
 
     def _is_bare(self, variable: tf.Variable) -> bool:
-        """Does a new attribute not cast itself, and is it no weight that should not?"""
+        """Whether a new attribute does not cast itself, and is not a weight that should not."""
         if not hasattr(self, "dtype_policy") or not self._is_mixed():
             return False
         is_cast = hasattr(variable, "true_dtype") or variable.dtype == self.compute_dtype

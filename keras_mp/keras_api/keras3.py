@@ -262,7 +262,7 @@ def get_global_policy() -> Any:
 
 
 def _is_floatx(policy: Any) -> bool:
-    """Has Keras made it of floatx, of today's or of when we last looked?"""
+    """Whether Keras has made a policy of floatx, as it is now or was before."""
     names = (keras.backend.floatx(), _thread.floatx)
     return policy is None or (type(policy) is BasePolicy and policy.name in names)
 
@@ -347,7 +347,7 @@ def refuse_keras_wrapper(optimizer: Any, wrapper: Any) -> None:
     _ours[optimizer] = weakref.ref(wrapper)
 
 
-def _watch_stock_wrapper() -> None:
+def _watch_keras_wrapper() -> None:
     """Lets Keras's own wrapper look at what it wraps: in Keras 3 it tells nobody that it does."""
     stock_init = KerasLossScaleOptimizer.__init__
 
@@ -366,7 +366,7 @@ def _watch_stock_wrapper() -> None:
     KerasLossScaleOptimizer.__init__ = __init__
 
 
-_watch_stock_wrapper()
+_watch_keras_wrapper()
 
 
 def optimizer_adapter(optimizer: Any) -> OptimizerAdapter | None:

@@ -57,7 +57,7 @@ def patch_fit(model: Any) -> None:
 
 
 def _has_several_workers(strategy: tf.distribute.Strategy) -> bool:
-    """Are there replicas that this process does not have?"""
+    """Whether there are replicas in other processes."""
     return (
         isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         and len(strategy.extended.worker_devices) < strategy.num_replicas_in_sync

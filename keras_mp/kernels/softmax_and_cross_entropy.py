@@ -1,4 +1,4 @@
-"""Where did these probabilities come from? What fuses a cross entropy with its softmax.
+"""The way back from probabilities to logits, by which a cross entropy fuses with its softmax.
 
 RFC 293, "Softmax and cross entropy". The logarithm of a softmax is exact when it is computed from
 the logits, and lost when the softmax has been rounded to 0 or 1 in between. A tensor of a graph
@@ -147,7 +147,7 @@ def logits_of(predictions: Any, activation: str, axis: int = -1) -> tf.Tensor | 
 
 
 def ran_in_float16(predictions: Any, activation: str) -> bool:
-    """Were the predictions, or the softmax or sigmoid that they were made of, in float16?
+    """Whether the predictions, or the softmax or sigmoid that made them, were in float16.
 
     Args:
         predictions: tensor, dense or ragged. What a loss was given.
@@ -182,7 +182,7 @@ def ran_in_float16(predictions: Any, activation: str) -> bool:
 
 
 def lost_to_float16(labels: Any, predictions: Any, losses: Any) -> bool:
-    """Do the values say that a cross entropy was cut off since its probabilities are of float16?
+    """Whether values show that a cross entropy was cut off by probabilities in float16.
 
     An eager tensor that a layer has cast does not tell what it was before. But where a true class
     has a probability of 0 and all others are numbers of float16, a wider softmax made none of them.
@@ -378,7 +378,7 @@ def _static_value(tensor: tf.Tensor) -> np.ndarray | None:
 
 
 def _axis_after(before: tf.TensorShape, after: tf.TensorShape, axis: int | None) -> int | None:
-    """Where is an axis after a reshape? None if it is not there any more, or nobody knows."""
+    """Returns where an axis is after a reshape, or None if it is gone or that is not known."""
     if axis is None or before.rank is None or after.rank is None or before[axis] is None:
         return None
     inner = before[axis + 1 :].num_elements()

@@ -55,7 +55,7 @@ def warn(message: str, line: Line | None = None) -> None:
 
 
 def is_library(filename: str) -> bool:
-    """Is it a file of TensorFlow, of Keras, of this package or of AutoGraph, not of the user?"""
+    """Whether a file is one of TensorFlow, Keras, AutoGraph or this package."""
     if filename.endswith("__main__.py"):
         return False
     loaded = (sys.modules.get(package) for package in _PACKAGES)

@@ -221,7 +221,7 @@ class AutoCastVariable(
         return AutoCastVariable(result) if isinstance(result, tf.Variable) else result
 
     def _is_updated_on_replicas(self) -> bool:
-        """Does an update return a value on one replica or on each, and not the variable?"""
+        """Whether an update returns a value, on one replica or on each, and not the variable."""
         is_tensorflow_2 = tf.compat.v1.executing_eagerly_outside_functions()
         return _is_distributed(type(self._variable)) and is_tensorflow_2
 

@@ -186,7 +186,7 @@ def graphs_of_branches(graph: Any) -> list[Any]:
 
 
 def _is_within(outer: Any) -> bool:
-    """Is what is built now a part of that graph, such as the body of a loop?
+    """Whether what is built now is a part of that graph, such as the body of a loop.
 
     What is traced for a `tf.function` or a dataset is not: it may run when nothing is held.
     """
@@ -199,7 +199,7 @@ def _is_within(outer: Any) -> bool:
 
 
 def is_in_a_loop_of(graph: Any) -> bool:
-    """Is what is built now in the body of a loop, or its condition, and the loop in that graph?
+    """Whether the body or the condition of a loop of that graph is being built.
 
     Args:
         graph: a graph other than the current one, or the current one, which gives False.
@@ -233,7 +233,7 @@ def _writers(handle: tf.Tensor) -> frozenset[str] | None:
 
 
 def only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:
-    """Does an operation that takes the handle of a variable leave its value alone?"""
+    """Whether an operation that takes the handle of a variable leaves its value alone."""
     if op.type in _READS:
         return True
     try:
