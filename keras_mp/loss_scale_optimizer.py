@@ -417,6 +417,8 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         if not self._scales:
             return grads
         self._calls.refuse_results(grads, "get_unscaled_gradients")
+        if self._adapter.takes_float32_gradients:
+            grads = gradients.to_float32(grads)
         unscaled = gradients.unscale(grads, self._scaled_by())
         self._calls.unscaled()
         self._calls.returned(unscaled)
@@ -748,7 +750,10 @@ class LossScaleOptimizer(OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
         if is_scaled is False:
             return pairs
         divisor = tf.where(is_scaled, self._scaled_by(), 1.0)
-        grads = gradients.unscale([g for g, _ in pairs], divisor)
+        grads = [g for g, _ in pairs]
+        if self._adapter.takes_float32_gradients:
+            grads = gradients.to_float32(grads)
+        grads = gradients.unscale(grads, divisor)
         self._calls.saw_unscaled(grads)
         return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 

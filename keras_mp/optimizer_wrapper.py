@@ -168,8 +168,11 @@ class OptimizerWrapper(
     @property
     def variables(self) -> Any:
         """The inner optimizer's variables, as a list that may also be called."""
+        return _CallableList(self._inner_variables())
+
+    def _inner_variables(self) -> Sequence[Any]:
         variables = self.inner_optimizer.variables
-        return _CallableList(variables() if callable(variables) else variables)
+        return variables() if callable(variables) else variables
 
     @property
     def weights(self) -> Any:
@@ -199,7 +202,9 @@ class OptimizerWrapper(
         Args:
             model: A model of `tf.keras`.
         """
-        _models[self] = weakref.ref(model)
+        for optimizer in chain(self):
+            if isinstance(optimizer, OptimizerWrapper):
+                _models[optimizer] = weakref.ref(model)
 
     def _model(self) -> Any:
         reference = _models.get(self)
@@ -224,17 +229,8 @@ class OptimizerWrapper(
             # Copies, since they may be in a file that will be closed by then.
             vars(self)["_weights_to_come"] = [np.array(weight) for weight in weights]
             return
-        self._check_shapes(weights)
+        check_shapes(self.variables, weights)
         self.inner_optimizer.set_weights(weights)
-
-    def _check_shapes(self, weights: Sequence[Any]) -> None:
-        expected = [tuple(variable.shape) for variable in self.variables]
-        received = [tuple(np.shape(weight)) for weight in weights]
-        if expected != received:
-            raise ValueError(
-                "The weights are those of an optimizer of another kind, or for another model. "
-                f"Nothing was set. Expected the shapes {expected}. Received: {received}"
-            )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal wrapper.
@@ -269,7 +265,7 @@ class OptimizerWrapper(
             store: dict-like, of names and arrays.
         """
         if not self._adapter.is_saved_by_keras:
-            for i, variable in enumerate(self.variables):
+            for i, variable in enumerate(self._inner_variables()):
                 store[str(i)] = tf.convert_to_tensor(variable).numpy()
 
     def load_own_variables(self, store: Any) -> None:
@@ -283,10 +279,10 @@ class OptimizerWrapper(
             ValueError: the variables are those of another optimizer.
         """
         saved = {name for name in set(store.keys()) if name.isdigit()}
-        variables = self.variables
+        variables = self._inner_variables()
         if len(saved) == len(variables):
             weights = [store[str(i)][()] for i in range(len(variables))]
-            self._check_shapes(weights)
+            check_shapes(variables, weights)
             for variable, weight in zip(variables, weights, strict=True):
                 variable.assign(weight)
         elif saved:
@@ -460,6 +456,10 @@ class _WrapperAdapter(OptimizerAdapter):
     def is_revived_without_state(self) -> bool:
         return self.optimizer._adapter.is_revived_without_state
 
+    @property
+    def takes_float32_gradients(self) -> bool:
+        return self.optimizer._adapter.takes_float32_gradients
+
     def hyperparameters(self) -> frozenset[str]:
         return self.optimizer._hyperparameters
 
@@ -502,6 +502,25 @@ class _WrapperAdapter(OptimizerAdapter):
 
     def is_overwritten(self, variable: Any) -> bool:
         return self.optimizer._adapter.is_overwritten(variable)
+
+
+def check_shapes(variables: Iterable[Any], weights: Sequence[Any]) -> None:
+    """Checks that weights fit into an optimizer's variables.
+
+    Args:
+        variables: iterable of variables.
+        weights: sequence of arrays.
+
+    Raises:
+        ValueError: their shapes differ.
+    """
+    expected = [tuple(variable.shape) for variable in variables]
+    received = [tuple(np.shape(weight)) for weight in weights]
+    if expected != received:
+        raise ValueError(
+            "The weights are those of an optimizer of another kind, or for another model. "
+            f"Nothing was set. Expected the shapes {expected}. Received: {received}"
+        )
 
 
 def _names_of_wrappers(cls: type) -> set[str]:

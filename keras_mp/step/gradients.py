@@ -262,6 +262,21 @@ def widen(gradients: Sequence[Gradient]) -> list[Gradient]:
     ]
 
 
+def to_float32(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Makes float32 gradients of those in 16 bits, which loses nothing.
+
+    Args:
+        gradients: sequence of gradients.
+
+    Returns:
+        list of gradients; those in other dtypes as they are.
+    """
+    low_precision = (tf.float16, tf.bfloat16)
+    return [
+        _cast(g, tf.float32) if g is not None and g.dtype in low_precision else g for g in gradients
+    ]
+
+
 def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[Gradient]:
     """Gives gradients the dtypes of others.
 

@@ -19,9 +19,12 @@ class UpdateRule(abc.ABC):
     Attributes:
         is_scaling_safe: Does it take scaled gradients and the verdict, in `apply_scaled`, and skip
             a step by itself?
+        takes_float32_gradients: Are gradients in 16 bits cast to float32 before they are unscaled,
+            so that small ones stay?
     """
 
     is_scaling_safe = False
+    takes_float32_gradients = False
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

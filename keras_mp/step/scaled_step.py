@@ -181,6 +181,8 @@ class ScaledStep:
         if unclipped:
             unclipped.clear()
         new_values = self._take_new_values(grads, variables, scaled, scaled_by)
+        if self.rule.takes_float32_gradients:
+            grads = gradients.to_float32(grads)
         # As one more gradient, an earlier verdict is summed and judged with the others.
         marks = [] if was_finite is None else [tf.where(was_finite, 0.0, float("nan"))]
         if tf.is_tensor(scaled):
