@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.all_reduce_optimizer import AllReduceOptimizer
 from keras_mp.master_weights import methods
-from keras_mp.master_weights.adapter import Float32Adapter
+from keras_mp.master_weights.adapter import Float32Adapter, native, size_in_bytes
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, check_shapes
 from keras_mp.support import validation
 from keras_mp.support.autograph import do_not_convert
@@ -88,7 +88,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
         slots = _slot_dtype(slot_dtype)
         seed = validation.integer_or_none("seed", seed)
         if seed is None:
-            seed = random.randint(1, 10**9)  # noqa: S311
+            seed = random.randint(1, 10**9)
         super().__init__(inner_optimizer)
         vars(self).update(
             _adapter=Float32Adapter(self._adapter, method, slots, seed, self._track_beside),
@@ -221,8 +221,37 @@ class MasterWeightOptimizer(OptimizerWrapper):
         Raises:
             ValueError: it has not been built yet.
         """
-        views = self._adapter.views(self._adapter.built_variables())
+        views = self.as_float32(self._adapter.built_variables())
         return [tf.convert_to_tensor(view) for view in views]
+
+    def as_float32(self, variables: Iterable[Any]) -> list[Any]:
+        """Returns variables as the inner optimizer sees them.
+
+        Args:
+            variables: iterable of variables.
+
+        Returns:
+            list of variables: float32 views of those in 16 bits that the optimizer was built with,
+            all others as they are.
+        """
+        return self._adapter.views(variables)
+
+    def bytes_a_weight(self) -> float | None:
+        """Bytes for each weight: its variable, what is beside it and its slots; None if not built.
+
+        Example:
+
+        >>> optimizer = keras_mp.MasterWeightOptimizer(tf.keras.optimizers.Adam())
+        >>> optimizer.build([tf.Variable(tf.zeros([1000], tf.bfloat16))])
+        >>> round(optimizer.bytes_a_weight(), 1)  # 2 + 2 and a bit + 4 + 4
+        12.1
+        """
+        if not self._adapter.is_built:
+            return None
+        weights = self._adapter.built_variables()
+        count = sum(weight.shape.num_elements() for weight in map(native, weights))
+        variables = [*weights, *self.variables]
+        return sum(size_in_bytes(variable) for variable in variables) / max(count, 1)
 
     def assign_float32_weights(self, weights: Iterable[Any]) -> None:
         """Sets the weights, all digits of them.
@@ -235,7 +264,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
             ValueError: the optimizer has not been built yet, or they are not as many as its
                 variables.
         """
-        views = self._adapter.views(self._adapter.built_variables())
+        views = self.as_float32(self._adapter.built_variables())
         for view, weight in zip(views, list(weights), strict=True):
             view.assign(weight)
 

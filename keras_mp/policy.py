@@ -210,7 +210,9 @@ def set_global_policy(policy: Any) -> None:
         if policy.name in ("float16", "bfloat16"):
             messages.warn(
                 f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "
-                f"models train poorly. Use 'mixed_{policy.name}', which keeps them in float32."
+                f"models train poorly. Use 'mixed_{policy.name}', which keeps them in float32. Or "
+                "let keras_mp.MasterWeightOptimizer(optimizer) keep their digits, which "
+                "Model.compile does by itself under this policy."
             )
         compile_hook.install(Policy)
     keras_api.set_global_policy(policy)

@@ -3,6 +3,7 @@ import contextlib
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import logging
 
 import keras_mp
 from keras_mp.optimizer_wrapper import adapter_of, chain
@@ -645,3 +646,102 @@ def test_set_weights_takes_what_get_weights_gives(name):
         np.testing.assert_array_equal(our, their)
     with pytest.raises(ValueError, match="for another model"):
         models[1].optimizer.set_weights(weights[:-1])
+
+
+def small_model(policy, dtype=None):
+    with keras_mp.policy_scope(policy):
+        layers = [tf.keras.layers.Dense(3, dtype=dtype), tf.keras.layers.Dense(1, dtype=dtype)]
+        return tf.keras.Sequential([tf.keras.Input((2,)), *layers])
+
+
+@pytest.mark.filterwarnings("ignore:The global policy .float16. keeps variables")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compile_wraps_under_a_policy_in_16_bits(name, dtype, caplog):
+    model = small_model(dtype)
+    inner = make_optimizer(name)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.INFO)
+    try:
+        with caplog.at_level("INFO", "absl"):
+            model.compile(inner, "mse")
+    finally:
+        logging.set_verbosity(verbosity)
+    records = [record.getMessage() for record in caplog.records]
+    assert isinstance(model.optimizer, keras_mp.MasterWeightOptimizer)
+    assert model.optimizer.inner_optimizer is inner
+    assert [dtype in each and "MasterWeightOptimizer" in each for each in records] == [True]
+    before = model.optimizer
+    model.compile(before, "mse")
+    assert model.optimizer is before
+
+
+@pytest.mark.filterwarnings("ignore:The global policy .float16. keeps variables")
+def test_compile_wraps_inside_of_the_loss_scaling():
+    model = small_model(keras_mp.Policy("float16", loss_scale="dynamic"))
+    model.compile(make_optimizer(FAMILIES[0]), "mse")
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    assert isinstance(model.optimizer.inner_optimizer, keras_mp.MasterWeightOptimizer)
+
+
+def test_compile_warns_of_what_other_models_in_16_bits_lose():
+    model = small_model(None, dtype="bfloat16")
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="beta_2=0.999 is 1") as warned:
+        model.compile(tf.keras.optimizers.Adam(beta_2=0.999), "mse")
+    assert "below 1/256 of a weight" in str(warned[0].message)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="has 2 layers whose variables"):
+        model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
+    model.compile(keras_mp.MasterWeightOptimizer("adam"), "mse")
+    frozen = small_model(None, dtype="bfloat16")
+    frozen.trainable = False
+    frozen.compile("adam", "mse")
+
+
+@pytest.mark.parametrize("method", ["split", "copy"])
+@pytest.mark.parametrize("name", ADAMS)
+def test_convert_takes_all_digits_with_it(name, method):
+    model = make_model(name, "bfloat16", keras_mp.LossScaleOptimizer, method, run_eagerly=True)
+    mixed = make_model(name, "mixed_bfloat16", run_eagerly=True)
+    for i in range(3):
+        step(model, i), step(mixed, i)
+    expected = float32_weights(model)
+    for policy in ("float32", "mixed_bfloat16"):
+        converted = keras_mp.convert(model, policy)
+        for ours, theirs in zip(converted.get_weights(), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    # And back.
+    back = keras_mp.convert(mixed, "bfloat16")
+    back.compile(keras_mp.MasterWeightOptimizer(make_optimizer(name), method), "mse")
+    back.optimizer.build(back.trainable_variables)
+    back.optimizer.assign_float32_weights(mixed.trainable_variables)
+    for ours, theirs in zip(float32_weights(back), mixed.trainable_variables, strict=True):
+        np.testing.assert_array_equal(ours, value(theirs))
+
+
+def test_the_summary_says_how_digits_are_kept():
+    model = make_model(FAMILIES[0].replace("SGD", "Adam"), "bfloat16")
+    lines = []
+    keras_mp.summary(model, lines.append)
+    assert "Adam sees float32 weights: method 'split', slots in float32." in lines
+    model.optimizer.build(model.trainable_variables)
+    keras_mp.summary(model, lines.append)
+    assert any("12.1" in line and "bytes a weight" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("method", "slots", "expected"),
+    [
+        ("split", "float32", 12.125),
+        ("copy", "float32", 14),
+        ("split", "bfloat16", 8.125),
+        ("stochastic_rounding", "bfloat16", 6),
+    ],
+)
+@pytest.mark.parametrize("name", ADAMS)
+def test_bytes_a_weight(name, method, slots, expected):
+    v = tf.Variable(tf.zeros([4096], tf.bfloat16))
+    optimizer = keras_mp.MasterWeightOptimizer(make_optimizer(name), method, slots)
+    assert optimizer.bytes_a_weight() is None
+    adapter_of(optimizer).build([v])
+    # The counter, the learning rate and the seed are 20 bytes at most.
+    assert 0 <= optimizer.bytes_a_weight() - expected < 0.01

@@ -13,6 +13,7 @@ ROOMS = {
     "variables": {"variables", "support", "kernels"},
     "kernels": {"kernels", "support"},
     "step": {"step", "variables", "support"},
+    "master_weights": {"master_weights", "step", "support"},
     "hardware": {"hardware", "support"},
     "op_autocast": {"op_autocast", "hardware", "variables", "kernels", "support"},
     "grappler": {"grappler", "support"},

@@ -64,6 +64,11 @@ class Float32Adapter(OptimizerAdapter):
     def hyperparameters(self) -> frozenset[str]:
         return self._inner.hyperparameters()
 
+    @property
+    def is_built(self) -> bool:
+        """Has it been built with any variables?"""
+        return bool(self._weights)
+
     def steps_made(self) -> tf.Tensor | None:
         return self._inner.steps_made()
 
@@ -76,7 +81,7 @@ class Float32Adapter(OptimizerAdapter):
                 "A MasterWeightOptimizer works in eager and in tf.function, not in a graph of "
                 "TensorFlow 1. Use float32 variables there."
             )
-        by_id = {id(_native(variable)): variable for variable in variables}
+        by_id = {id(native(variable)): variable for variable in variables}
         self._weights.update(by_id)
         new = [
             variable
@@ -88,14 +93,14 @@ class Float32Adapter(OptimizerAdapter):
                 self._add_view(variable)
             if self.updates.seed is None and self._is_stochastic():
                 self.updates.seed = self._make("rounding_seed", self._seed, tf.int64)
-        with self._slots_in_16_bits([_native(variable).shape for variable in new]):
+        with self._slots_in_16_bits([native(variable).shape for variable in new]):
             self._inner.build(self.views(by_id.values()))
 
     def _is_stochastic(self) -> bool:
         return self._method == "stochastic_rounding" or self._slot_dtype != tf.float32
 
     def _is_low_precision(self, variable: Any) -> bool:
-        return tf.as_dtype(_native(variable).dtype) in methods.DTYPES
+        return tf.as_dtype(native(variable).dtype) in methods.DTYPES
 
     def _make(self, name: str, initial: Any, dtype: tf.DType) -> tf.Variable:
         made = tf.Variable(
@@ -111,14 +116,14 @@ class Float32Adapter(OptimizerAdapter):
         return made
 
     def _add_view(self, variable: Any) -> None:
-        native = _native(variable)
-        method = methods.method(self._method, native.dtype)
-        with _made_like(native):
+        stored = native(variable)
+        method = methods.method(self._method, stored.dtype)
+        with _made_like(stored):
             beside = [
                 self._make(f"{spec.name}_{len(self._views)}", spec.initial(), spec.dtype)
-                for spec in method.specs(native)
+                for spec in method.specs(stored)
             ]
-        self._views[id(native)] = self._view(native, beside, method, described=variable)
+        self._views[id(stored)] = self._view(stored, beside, method, described=variable)
 
     def _view(
         self, stored: Any, beside: Sequence[Any], method: methods.Method, **kwargs: Any
@@ -160,7 +165,7 @@ class Float32Adapter(OptimizerAdapter):
 
     def views(self, variables: Iterable[Any]) -> list[Any]:
         """Returns variables as the optimizer sees them."""
-        return [self._views.get(id(_native(variable)), variable) for variable in variables]
+        return [self._views.get(id(native(variable)), variable) for variable in variables]
 
     def _weights_of(self, views: Iterable[Any]) -> list[Any]:
         by_view = {id(view): self._weights[key] for key, view in self._views.items()}
@@ -217,9 +222,21 @@ class Float32Adapter(OptimizerAdapter):
         return self._inner.is_overwritten(variable)
 
 
-def _native(variable: Any) -> Any:
-    """The `tf.Variable` in a variable of Keras 3."""
+def native(variable: Any) -> Any:
+    """Returns the `tf.Variable` in a variable of Keras 3, any other as it is."""
     return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def size_in_bytes(variable: Any) -> int:
+    """Returns how many bytes a variable takes; of a view, those of what it is kept in."""
+    variable = native(variable)
+    return variable.shape.num_elements() * _dtype_in_memory(variable).size
+
+
+def _dtype_in_memory(variable: Any) -> tf.DType:
+    if isinstance(variable, tf.distribute.DistributedValues):
+        variable, *_ = _on_replicas(variable)
+    return variable.stored_dtype if isinstance(variable, Float32View) else variable.dtype
 
 
 def _on_replicas(variable: Any) -> Sequence[tf.Variable]:

@@ -121,6 +121,11 @@ class Float32View(
         """float32."""
         return tf.float32
 
+    @property
+    def stored_dtype(self) -> tf.DType:
+        """The dtype of the variable in 16 bits."""
+        return self._stored.dtype
+
     def value(self) -> tf.Tensor:
         """Returns the value."""
         handle = self._updates.scratch.find(self, self.device)

@@ -397,10 +397,10 @@ def test_float16_without_loss_scaling():
 
 
 def test_an_optimizer_with_an_epsilon_below_the_dtype():
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="train poorly"):
-        keras_mp.set_global_policy("float16")
-    model = K.Sequential([K.Input([16]), L.Dense(16, "relu"), L.Dense(4)])
-    model.compile(K.optimizers.Adam(epsilon=1e-8), FROM_LOGITS)
+    layers = [L.Dense(16, "relu", dtype="float16"), L.Dense(4, dtype="float16")]
+    model = K.Sequential([K.Input([16], dtype="float16"), *layers])
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="epsilon=1e-08 is 0"):
+        model.compile(K.optimizers.Adam(epsilon=1e-8), FROM_LOGITS)
     finding = found(model, (X, CLASSES))["an epsilon that is 0 in 16 bits"]
     assert finding.where == "the optimizer (Adam)"
     assert "the dtype of 4 variables" in finding.why
