@@ -159,12 +159,6 @@ class Float32View(
         """Converts to a float32 tensor."""
         return tf.convert_to_tensor(self.value(), dtype=dtype, name=name)
 
-    def _dense_var_to_tensor(
-        self, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
-    ) -> tf.Tensor:
-        del as_ref
-        return self.__tf_tensor__(dtype, name)
-
     @property
     def handle(self) -> tf.Tensor:
         """The handle of a float32 variable that is borrowed for the update of one weight."""
@@ -349,8 +343,6 @@ class Float32View(
     def __getattr__(self, name: str) -> Any:
         if name in ("_stored", "_described"):
             raise AttributeError(name)  # It is being copied or unpickled.
-        if name == "_distributed_container":
-            raise AttributeError(name)  # Its own is set by what it is a replica's part of.
         if name.startswith("_") or not hasattr(self._described, name):
             return getattr(self._stored, name)
         return getattr(self._described, name)
