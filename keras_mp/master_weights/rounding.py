@@ -1,10 +1,11 @@
 """float32 to 16 bits and back: nearest with the remainder kept, and stochastic.
 
-All of it is done on the bits, or with operations that are exact, so that no kernel's treatment of
-subnormal numbers has a say.
+All of it is done on the bits, or with operations that are exact.
 """
 
 import tensorflow as tf
+
+from keras_mp.support import host
 
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
@@ -31,14 +32,22 @@ def split_bfloat16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         tuple of the nearest bfloat16 values (ties to even), of an int16 and of a bool tensor.
     """
     bits = tf.bitcast(value, tf.int32)
-    is_nan = (bits & _MAGNITUDE) > _INFINITY
+    nearest = _nearest_bfloat16(bits) if host.is_compiled_by_xla() else tf.cast(value, tf.bfloat16)
+    remainder = bits - tf.bitcast(tf.cast(nearest, tf.float32), tf.int32)
+    return nearest, tf.cast(remainder, tf.int16), tf.equal(remainder, 0x8000)
+
+
+def _nearest_bfloat16(bits: tf.Tensor) -> tf.Tensor:
+    """The bfloat16 values nearest to float32 ones, given their bits.
+
+    As `tf.cast` has them; but where XLA uses an instruction for it, subnormal numbers become 0.
+    """
     to_even = tf.bitwise.right_shift(bits, 16) & 1
     upper = tf.bitwise.right_shift(bits + (0x7FFF + to_even), 16)
     # The sum may carry a NaN over into the sign.
+    is_nan = (bits & _MAGNITUDE) > _INFINITY
     upper = tf.where(is_nan, tf.bitwise.right_shift(bits, 16) | 0x40, upper)
-    remainder = bits - tf.bitwise.left_shift(upper, 16)
-    nearest = tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
-    return nearest, tf.cast(remainder, tf.int16), tf.equal(remainder, 0x8000)
+    return tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
 
 
 def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) -> tf.Tensor:
@@ -49,9 +58,8 @@ def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) ->
         remainder: int16 tensor.
         carry: bool tensor.
     """
-    upper = tf.cast(tf.bitcast(nearest, tf.int16), tf.int32) + tf.cast(carry, tf.int32)
-    bits = tf.bitwise.left_shift(upper, 16) + tf.cast(remainder, tf.int32)
-    return tf.bitcast(bits, tf.float32)
+    bits = tf.bitcast(tf.cast(nearest, tf.float32), tf.int32) + tf.cast(remainder, tf.int32)
+    return tf.bitcast(bits + 0x10000 * tf.cast(carry, tf.int32), tf.float32)
 
 
 def pack_bits(bits: tf.Tensor) -> tf.Tensor:
