@@ -122,6 +122,16 @@ def bytes_of_weights(model: Any) -> Iterator[str]:
                 yield text + ("." if kept is None else f", {kept:.2f} bytes a weight.")
 
 
+def dtype_of(model: Any) -> str:
+    """Returns the dtype in 16 bits that the first such variable of a model has.
+
+    Args:
+        model: A model of `tf.keras`, built, with such a variable among those that are trained.
+    """
+    dtypes = (tf.as_dtype(variable.dtype).name for variable in model.trainable_variables)
+    return next(dtype for dtype in dtypes if dtype in DTYPES)
+
+
 def vanishing_constants(optimizer: Any, dtype: str) -> Iterator[str]:
     """Yields what becomes of an optimizer's constants that a dtype turns into 0 or 1.
 

@@ -22,6 +22,7 @@ ROOMS = {
         *("numerics", "keras_api", "step", "variables", "op_autocast", "kernels", "grappler"),
         *("hardware", "support", "loss_scale", "loss_scale_optimizer", "losses", "layers"),
         *("policy", "conversion", "model_summary", "optimizer_wrapper", "layer_paths"),
+        "low_precision_weights",
     },
 }
 
