@@ -250,7 +250,11 @@ class Float32View(
         if handle is not None:
             operation = tf.raw_ops.AssignVariableOp(resource=handle, value=value)
             return [] if operation is None else [operation]
-        noise = lambda: self._updates.noise(self)  # noqa: E731
+
+        def noise() -> tf.Tensor:
+            with tf.control_dependencies([value]):  # not of all variables at once
+                return self._updates.noise(self)
+
         values = self._method.split(value, self._stored.dtype, noise)
         targets = (self._stored, *self._beside)
         # All of the values before any of the assignments: they are computed from reads.

@@ -9,6 +9,7 @@ from keras_mp.support import host
 
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
+_BFLOAT16_LARGEST = 0x7F7F0000
 # The exponents of the smallest normal float16 and of the last of its 11 bits.
 _FLOAT16_SMALLEST = 2.0**-14
 _FLOAT16_DIGITS = 2.0**-10
@@ -135,16 +136,12 @@ def stochastic_bfloat16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
         bfloat16 tensor. What is finite stays finite.
     """
     bits = tf.bitcast(value, tf.int32)
-    magnitude = bits & _MAGNITUDE
-    upper = tf.bitwise.right_shift(magnitude + (noise & 0xFFFF), 16)
-    largest = (_INFINITY >> 16) - 1
-    upper = tf.minimum(upper, largest)
-    # A NaN whose upper half would be that of an infinity gets a bit more.
-    special = tf.bitwise.right_shift(magnitude, 16)
-    special = tf.where(magnitude > _INFINITY, special | 0x40, special)
-    upper = tf.where(magnitude >= _INFINITY, special, upper)
-    upper |= tf.bitwise.right_shift(bits & ~_MAGNITUDE, 16)
-    return tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
+    # From the largest finite number on, nothing is added.
+    noise = tf.where((bits & _MAGNITUDE) >= _BFLOAT16_LARGEST, 0, noise & 0xFFFF)
+    upper = tf.bitwise.right_shift(bits + noise, 16)
+    rounded = tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
+    # The upper half of a NaN may be that of an infinity.
+    return tf.where(tf.math.is_nan(value), tf.constant(float("nan"), tf.bfloat16), rounded)
 
 
 def stochastic_float16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
