@@ -745,3 +745,105 @@ def test_bytes_a_weight(name, method, slots, expected):
     adapter_of(optimizer).build([v])
     # The counter, the learning rate and the seed are 20 bytes at most.
     assert 0 <= optimizer.bytes_a_weight() - expected < 0.01
+
+
+def ancestors(operation):
+    found, waiting = set(), [operation]
+    while waiting:
+        each = waiting.pop()
+        for before in [*(tensor.op for tensor in each.inputs), *each.control_inputs]:
+            if before not in found:
+                found.add(before)
+                waiting.append(before)
+    return found
+
+
+@pytest.mark.parametrize("method", ["split", "copy", "stochastic_rounding"])
+@pytest.mark.parametrize("name", ADAMS)
+def test_in_a_graph_one_weight_after_the_other_is_seen_in_float32(name, method):
+    weights = [tf.Variable(tf.ones([4, 3 + i], tf.bfloat16)) for i in range(3)]
+    optimizer = keras_mp.MasterWeightOptimizer(make_optimizer(name), method)
+    adapter_of(optimizer).build(weights)
+
+    @tf.function
+    def step():
+        gradients = [tf.ones(w.shape, tf.bfloat16) for w in weights]
+        optimizer.apply_gradients(zip(gradients, weights))
+
+    graph = step.get_concrete_function().graph
+    handles = {id(outside): inside for outside, inside in graph.captures}
+    written = None
+    for weight in weights:
+        uses = handles[id(weight.handle)].consumers()
+        read = next(op for op in uses if op.type == "ReadVariableOp")
+        assert written is None or written in ancestors(read)
+        written = next(op for op in uses if op.type == "AssignVariableOp")
+
+
+@keras_3_only
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=str)
+def test_fit_with_an_optimizer_that_looks_at_the_paths_of_variables(options):
+    if not hasattr(tf.keras.optimizers, "Muon"):
+        pytest.skip("Keras has had it since 3.11.")
+    x, y = digits()
+    results = []
+    for policy in ("bfloat16", "mixed_bfloat16"):
+        model = make_model("new.SGD", policy)
+        optimizer = tf.keras.optimizers.Muon(0.01)
+        if policy == "bfloat16":
+            optimizer = keras_mp.MasterWeightOptimizer(optimizer)
+        loss = keras_mp.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, **options)
+        results.append(model.fit(x[:128], y[:128], shuffle=False, verbose=0).history["loss"])
+    np.testing.assert_allclose(*results, rtol=0 if not options else 1e-3)
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_constraints_are_kept(name):
+    results = []
+    for dtype in (tf.bfloat16, tf.float32):
+        v = tf.Variable([1.0, 2.0], dtype=dtype, constraint=lambda w: tf.minimum(w, 1 + 2.0**-12))
+        optimizer = make_optimizer(name, 2.0**-10)
+        if dtype == tf.bfloat16:
+            optimizer = keras_mp.MasterWeightOptimizer(optimizer)
+        optimizer.apply_gradients([(tf.constant([-1.0, 1.0], dtype), v)])
+        results.append(v.numpy() if dtype == tf.float32 else optimizer.float32_weights()[0].numpy())
+    np.testing.assert_array_equal(*results)
+    assert results[0].max() == 1 + 2.0**-12
+
+
+def regression(seed, dtype, **how):
+    """How far the weights of a regression are from a solution that takes 12 bits."""
+    generator = np.random.default_rng(seed)
+    solution = np.round(generator.uniform(1, 2, [8, 64]) * 2**11) / 2**11
+    x = tf.constant(generator.normal(size=[256, 8]), tf.float32)
+    y = tf.matmul(x, tf.constant(solution, tf.float32))
+    v = tf.Variable(tf.ones([8, 64], dtype))
+    optimizer = tf.keras.optimizers.SGD(0.002)
+    if how:
+        optimizer = keras_mp.MasterWeightOptimizer(optimizer, seed=seed + 1, **how)
+    optimizer.build([v])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            in_16_bits = tf.cast(tf.cast(v, tf.bfloat16), tf.float32)
+            loss = tf.reduce_mean(tf.reduce_sum((tf.matmul(x, in_16_bits) - y) ** 2, 1))
+        optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+        return loss
+
+    for _ in range(2000):
+        step()
+    [weights] = optimizer.float32_weights() if how else [tf.cast(v, tf.float32)]
+    return float(tf.reduce_mean((weights - solution) ** 2))
+
+
+def test_a_regression_whose_solution_takes_more_digits_than_bfloat16_has():
+    for seed in range(3):
+        mixed = regression(seed, tf.float32)
+        assert regression(seed, tf.bfloat16, method="split") == mixed
+        assert regression(seed, tf.bfloat16, method="copy") == mixed
+        # Its weights themselves have 8 bits.
+        rounded = regression(seed, tf.bfloat16, method="stochastic_rounding")
+        assert rounded < 4 * mixed
+        assert regression(seed, tf.bfloat16) > 1000 * rounded

@@ -165,8 +165,9 @@ class Float32View(
         scratch, device = self._updates.scratch, self.device
         found = scratch.find(self, device)
         if found is None:
-            value = self.value()
-            found = scratch.handle_for(self, value, device, of_weight=self._is_weight)
+            if self._is_weight:
+                scratch.give_back()  # what was borrowed for the weight before
+            found = scratch.handle_for(self, self.value(), device)
         return found
 
     def take_back(self, value: tf.Tensor) -> None:

@@ -36,19 +36,14 @@ class Scratch:
         # What is borrowed, by device and by the id of the borrower, which has no hash.
         self._borrowed: dict[str, dict[int, tuple[Borrower, tf.Tensor]]] = defaultdict(dict)
 
-    def handle_for(
-        self, borrower: Borrower, value: tf.Tensor, device: str, of_weight: bool
-    ) -> tf.Tensor:
+    def handle_for(self, borrower: Borrower, value: tf.Tensor, device: str) -> tf.Tensor:
         """Returns the handle of a variable with a value, which is given back later.
 
         Args:
             borrower: whose value it is.
             value: float32 tensor of a static shape.
             device: on which the variable is.
-            of_weight: bool. Is it for a weight? Then all others are given back first.
         """
-        if of_weight:
-            self.give_back()
         borrowed = self._borrowed[device]
         handle = self._handle(device, value.shape, len(borrowed))
         borrowed[id(borrower)] = borrower, handle
