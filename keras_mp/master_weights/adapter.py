@@ -72,7 +72,7 @@ class Float32Adapter(OptimizerAdapter):
     def steps_made(self) -> tf.Tensor | None:
         return self._inner.steps_made()
 
-    def _steps(self) -> tf.Tensor:
+    def _steps(self) -> Any:
         return self._inner.steps_made()
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -103,7 +103,7 @@ class Float32Adapter(OptimizerAdapter):
         return tf.as_dtype(native(variable).dtype) in methods.DTYPES
 
     def _make(self, name: str, initial: Any, dtype: tf.DType) -> tf.Variable:
-        made = tf.Variable(
+        made: Any = tf.Variable(
             initial,
             dtype=dtype,
             trainable=False,
@@ -149,7 +149,8 @@ class Float32Adapter(OptimizerAdapter):
             return
 
         def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-            initial, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
+            initial: Any = kwargs.get("initial_value")
+            dtype = kwargs.get("dtype")
             initial = initial() if callable(initial) else initial
             initial = tf.convert_to_tensor(initial, dtype)
             if initial.dtype != tf.float32 or initial.shape not in shapes:

@@ -29,7 +29,7 @@ class Updates:
 
     def __init__(self, steps: Callable[[], tf.Tensor]) -> None:
         self.scratch = Scratch()
-        self.seed: tf.Variable | None = None
+        self.seed: Any = None
         self._steps = steps
         # By graph and device, which view was written last, and the operations that wrote it.
         self._last: dict[tuple[tf.Graph, str], tuple[Any, list[tf.Operation]]] = {}
@@ -62,7 +62,7 @@ class Updates:
         # Philox mixes both of its seeds well, so neighbours will do.
         seed = step * tf.constant([1 << 32, 1 << 24], tf.int64) + stream
         return tf.random.stateless_uniform(
-            view.shape, seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
+            view.shape.as_list(), seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
         )
 
     def after_others(self, view: Any) -> Any:
@@ -314,7 +314,7 @@ class Float32View(
         return self._stored._shared_name
 
     @property
-    def op(self) -> tf.Operation | None:
+    def op(self) -> Any:
         """The operation of the variable in 16 bits; None in eager, as after an assignment."""
         return None if tf.executing_eagerly() else self._stored.op
 
