@@ -67,8 +67,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
     >>> float(weight), float(v)
     (0.99609375, 0.99609375)
 
-    Source: PyTorch, torch_optimizer's bf16 and `optimi`, which keep digits beside the weights;
-    apex, whose master weights are copies.
+    Source: for PyTorch, apex and DeepSpeed keep copies, bf16-fused-adam the lower half, and torchao
+    rounds stochastically.
     """
 
     def __init__(

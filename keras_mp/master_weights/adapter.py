@@ -66,7 +66,7 @@ class Float32Adapter(OptimizerAdapter):
 
     @property
     def is_built(self) -> bool:
-        """Has it been built with any variables?"""
+        """Whether it has been built with any variables."""
         return bool(self._weights)
 
     def steps_made(self) -> tf.Tensor | None:

@@ -97,7 +97,7 @@ class Float32View(
         updates: what the views of the optimizer share.
         number: int. Tells the view from others of the optimizer.
         described: what else is asked for is an attribute of it: a constraint, a path.
-        is_weight: bool. Is it a weight of a model, and not a slot?
+        is_weight: bool. Whether it is a weight of a model, and not a slot.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class Float32View(
 
     @property
     def trainable(self) -> bool:
-        """Is it trainable?"""
+        """Whether it is trained."""
         return self._described.trainable
 
     @property
