@@ -11,18 +11,24 @@ import keras_mp
 X = tf.TensorSpec([8, 16])
 
 
-def _network() -> list[tf.Variable]:
-    return [tf.Variable(tf.ones(shape)) for shape in ([16, 16], [16], [16, 4])]
+def _network(dtype: str = "float32") -> list[tf.Variable]:
+    return [tf.Variable(tf.ones(shape, dtype)) for shape in ([16, 16], [16], [16, 4])]
 
 
 def _loss(variables: list[tf.Variable], x: tf.Tensor) -> tf.Tensor:
     kernel, bias, head = variables
+    x = tf.cast(x, kernel.dtype)
     return tf.reduce_mean(tf.nn.relu(x @ kernel + bias) @ head)
 
 
-def _tape_step(optimizer: Any, scales: bool, inside: Callable[[], Any] | None = None) -> Any:
+def _tape_step(
+    optimizer: Any,
+    scales: bool,
+    inside: Callable[[], Any] | None = None,
+    dtype: str = "float32",
+) -> Any:
     """A step of a loop with a tape, as the README shows it."""
-    variables = _network()
+    variables = _network(dtype)
     if hasattr(optimizer, "build"):
         optimizer.build(variables)
 
@@ -135,6 +141,10 @@ STEPS: dict[str, tuple[Callable[[], Any], str | None]] = {
     "LossScaleGradientTape": (_scaling_tape_step, "Keras's LossScaleOptimizer"),
     "AllReduceOptimizer": (
         lambda: _tape_step(keras_mp.AllReduceOptimizer(_adam()), False),
+        "float32, no wrapper",
+    ),
+    "MasterWeightOptimizer": (
+        lambda: _tape_step(keras_mp.MasterWeightOptimizer(_adam()), False, dtype="bfloat16"),
         "float32, no wrapper",
     ),
     "autocast, float16": (

@@ -9,6 +9,7 @@ from keras_mp.all_reduce_optimizer import AllReduceOptimizer
 from keras_mp.kernels.sums import enable_float32_sums
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
+from keras_mp.master_weight_optimizer import MasterWeightOptimizer
 from keras_mp.model_summary import summary
 from keras_mp.op_autocast import autocast, autocast_inputs, autocast_ops, autocast_state
 from keras_mp.optimizer_wrapper import OptimizerWrapper
@@ -45,6 +46,7 @@ __all__ = [
     "LossScale",
     "LossScaleGradientTape",
     "LossScaleOptimizer",
+    "MasterWeightOptimizer",
     "MixedPrecisionWarning",
     "OptimizerWrapper",
     "Overflow",

@@ -12,11 +12,19 @@ import functools
 import inspect
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api, losses, model_summary, regularizers
+from keras_mp import (
+    hardware,
+    keras_api,
+    losses,
+    low_precision_weights,
+    model_summary,
+    regularizers,
+)
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grappler import passes
 from keras_mp.loss_scale_optimizer import (
@@ -106,21 +114,18 @@ def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kw
         result = keras_compile(*args, **kwargs)
         _tell_optimizers(model)
         _warn_if_unscaled(model)
+        low_precision_weights.warn_if_updates_are_lost(model)
         return result
     call.apply_defaults()
     dtype = "float64" if policy.compute_dtype == "float64" else "float32"
     call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
     for layer in keras_api.flatten_layers(model):
         regularizers.wrap_activity_regularizer(layer)
+    if has_our_policy and policy.variable_dtype in LOW_PRECISION_NAMES:
+        _wrap_optimizers(call, functools.partial(low_precision_weights.keep_digits, model))
     scaling = _how_to_scale(model, policy if has_our_policy else None, before)
     if scaling is not None and call.arguments.get("auto_scale_loss", True):
-        optimizer = call.arguments["optimizer"]
-        with model.distribute_strategy.scope():
-            if isinstance(optimizer, (list, tuple)):
-                optimizer = type(optimizer)(_wrap(scaling, one) for one in optimizer)
-            else:
-                optimizer = _wrap(scaling, optimizer)
-        call.arguments["optimizer"] = optimizer
+        _wrap_optimizers(call, functools.partial(_wrap, scaling))
     if has_our_policy:
         result = keras_api.compile_without_wrapping(keras_compile, call)
     else:
@@ -130,7 +135,19 @@ def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kw
     _tell_optimizers(model, is_scaled=has_our_policy and policy.scales_loss)
     if not has_our_policy or policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
+    low_precision_weights.warn_if_updates_are_lost(model)
     return result
+
+
+def _wrap_optimizers(call: inspect.BoundArguments, wrap: Callable[[Any], Any]) -> None:
+    """Wraps the optimizer, or each of the optimizers, that a model is compiled with."""
+    optimizer = call.arguments["optimizer"]
+    with call.args[0].distribute_strategy.scope():
+        if isinstance(optimizer, (list, tuple)):
+            optimizer = type(optimizer)(wrap(one) for one in optimizer)
+        else:
+            optimizer = wrap(optimizer)
+    call.arguments["optimizer"] = optimizer
 
 
 def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:

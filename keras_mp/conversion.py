@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, low_precision_weights
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.policy import policy_scope
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
@@ -21,6 +21,9 @@ def convert(model: Any, policy: Any) -> Any:
     that were kept in float32 stay there; otherwise all layers are. Layers that do not compute in
     floating point, and inputs, are left alone. The result is not compiled. The optimizer's state
     may be carried over with a `tf.train.Checkpoint`.
+
+    Weights in 16 bits whose digits a `MasterWeightOptimizer` keeps are converted with all of them.
+    The other way, its `assign_float32_weights` takes the weights of the old model.
 
     With a dict, only the layers with these paths get other policies, and the layers inside of
     them. A path is the names on the way down to a layer, such as "encoder/dense"; the path ""
@@ -55,7 +58,7 @@ def convert(model: Any, policy: Any) -> Any:
     """
     keras_api.check_model(model)
     try:
-        weights = model.get_weights()
+        weights = low_precision_weights.float32_values(model)
     except ValueError as error:
         raise ValueError(
             f"The model {model.name!r} has no weights yet: build it, or call it, before it is "

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api
+from keras_mp import hardware, keras_api, low_precision_weights
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.support import text_tables
 
@@ -31,8 +31,9 @@ def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
       say, unless a tenth of the model's parameters are in it);
     - a layer that does not follow the model's policy, or does not cast its inputs.
 
-    Below is said whether no layer follows the model's policy, and whether this machine is fast in
-    the dtypes that the model computes in.
+    Below is said how a `MasterWeightOptimizer` keeps the digits of weights in 16 bits, and how many
+    bytes a weight takes, slots included; whether no layer follows the model's policy; and whether
+    this machine is fast in the dtypes that the model computes in.
 
     Output dtypes are those that Keras found when it connected the layers. (Keras 3 believes that a
     Lambda returns its compute dtype.) "-" stands for what is not known yet: a subclassed model has
@@ -131,6 +132,8 @@ def _lines(model: Any) -> Iterator[str]:
     yield ""
     total, trainable = _parameters(model), _parameters(model, "trainable_weights")
     yield f"Parameters: {_number(total)}, trainable: {_number(trainable)}"
+    for line in low_precision_weights.bytes_of_weights(model):
+        yield from _wrapped("", line)
     for note, mark in notes.items():
         yield from _wrapped(f"[{mark}] ", note)
     not_followed = policy_not_followed(model, getattr(model, "optimizer", None))

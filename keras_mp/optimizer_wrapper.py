@@ -171,8 +171,11 @@ class OptimizerWrapper(
     @property
     def variables(self) -> Any:
         """The inner optimizer's variables, as a list that may also be called."""
+        return _CallableList(self._inner_variables())
+
+    def _inner_variables(self) -> Sequence[Any]:
         variables = self.inner_optimizer.variables
-        return _CallableList(variables() if callable(variables) else variables)
+        return variables() if callable(variables) else variables
 
     @property
     def weights(self) -> Any:
@@ -199,7 +202,9 @@ class OptimizerWrapper(
         Args:
             model: A model of `tf.keras`.
         """
-        _models[self] = weakref.ref(model)
+        for optimizer in chain(self):
+            if isinstance(optimizer, OptimizerWrapper):
+                _models[optimizer] = weakref.ref(model)
 
     def _model(self) -> Any:
         reference = _models.get(self)

@@ -244,7 +244,9 @@ def _checked(policy: Any) -> Any:
         if policy.name in LOW_PRECISION_NAMES:
             messages.warn(
                 f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "
-                f"models train poorly. Use 'mixed_{policy.name}', which keeps them in float32."
+                f"models train poorly. Use 'mixed_{policy.name}', which keeps them in float32. Or "
+                "let keras_mp.MasterWeightOptimizer(optimizer) keep their digits, as Model.compile "
+                "does under this policy."
             )
         compile_hook.install(Policy)
     return policy

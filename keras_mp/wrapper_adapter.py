@@ -15,6 +15,10 @@ class WrapperAdapter(OptimizerAdapter):
     def is_revived_without_state(self) -> bool:
         return self.optimizer._adapter.is_revived_without_state
 
+    @property
+    def takes_float32_gradients(self) -> bool:
+        return self.optimizer._adapter.takes_float32_gradients
+
     def hyperparameters(self) -> frozenset[str]:
         return self.optimizer._hyperparameters
 

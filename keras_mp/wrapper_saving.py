@@ -20,6 +20,7 @@ class WrapperSaving:
 
     _adapter: OptimizerAdapter
     _model: Callable[[], Any]
+    _inner_variables: Callable[[], Sequence[Any]]
     inner_optimizer: Any
     variables: Any
 
@@ -38,7 +39,7 @@ class WrapperSaving:
             # Copies, since they may be in a file that will be closed by then.
             vars(self)["_weights_to_come"] = [np.array(weight) for weight in weights]
             return
-        self._check_shapes(weights)
+        check_shapes(self.variables, weights)
         self.inner_optimizer.set_weights(weights)
 
     def _set_weights_to_come(self) -> None:
@@ -46,15 +47,6 @@ class WrapperSaving:
         if weights is not None:
             with tf.init_scope():
                 self.set_weights(weights)
-
-    def _check_shapes(self, weights: Sequence[Any]) -> None:
-        expected = [tuple(variable.shape) for variable in self.variables]
-        received = [tuple(np.shape(weight)) for weight in weights]
-        if expected != received:
-            raise ValueError(
-                "The weights are those of an optimizer of another kind, or for another model. "
-                f"Nothing was set. Expected the shapes {expected}. Received: {received}"
-            )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal wrapper.
@@ -89,7 +81,7 @@ class WrapperSaving:
             store: dict-like, of names and arrays.
         """
         if not self._adapter.is_saved_by_keras:
-            for i, variable in enumerate(self.variables):
+            for i, variable in enumerate(self._inner_variables()):
                 store[str(i)] = tf.convert_to_tensor(variable).numpy()
 
     def load_own_variables(self, store: Any) -> None:
@@ -103,10 +95,10 @@ class WrapperSaving:
             ValueError: the variables are those of another optimizer.
         """
         saved = {name for name in set(store.keys()) if name.isdigit()}
-        variables = self.variables
+        variables = self._inner_variables()
         if len(saved) == len(variables):
             weights = [store[str(i)][()] for i in range(len(variables))]
-            self._check_shapes(weights)
+            check_shapes(variables, weights)
             for variable, weight in zip(variables, weights, strict=True):
                 variable.assign(weight)
         elif saved:
@@ -138,3 +130,22 @@ class WrapperSaving:
         if revived is not None:
             object_proto.user_object.CopyFrom(revived)
         object_proto.registered_name = ""  # which would be looked up at loading, without us too
+
+
+def check_shapes(variables: Iterable[Any], weights: Sequence[Any]) -> None:
+    """Checks that weights fit into an optimizer's variables.
+
+    Args:
+        variables: iterable of variables.
+        weights: sequence of arrays.
+
+    Raises:
+        ValueError: their shapes differ.
+    """
+    expected = [tuple(variable.shape) for variable in variables]
+    received = [tuple(np.shape(weight)) for weight in weights]
+    if expected != received:
+        raise ValueError(
+            "The weights are those of an optimizer of another kind, or for another model. "
+            f"Nothing was set. Expected the shapes {expected}. Received: {received}"
+        )

@@ -13,6 +13,7 @@ ROOMS = {
     "variables": {"variables", "support", "kernels"},
     "kernels": {"kernels", "support"},
     "step": {"step", "variables", "support"},
+    "master_weights": {"master_weights", "step", "support"},
     "hardware": {"hardware", "support"},
     "op_autocast": {"op_autocast", "hardware", "variables", "kernels", "support"},
     "grappler": {"grappler", "support"},
@@ -21,6 +22,7 @@ ROOMS = {
         *("numerics", "keras_api", "step", "variables", "op_autocast", "kernels", "grappler"),
         *("hardware", "support", "loss_scale", "loss_scale_optimizer", "losses", "layers"),
         *("policy", "conversion", "model_summary", "optimizer_wrapper", "layer_paths"),
+        "low_precision_weights",
     },
 }
 

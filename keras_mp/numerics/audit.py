@@ -69,8 +69,8 @@ def audit(model: Any, batch: Any) -> Audit:
     softmax and losses in 16 bits, overflow, masks and epsilons that 16 bits do not hold, long sums,
     labels that the outputs cannot express, layers that ignore their policy or have another one,
     casts for nothing, float64, sizes that tensor cores do not like, losses multiplied by numbers,
-    gradients that are clipped or accumulated while they are scaled, and steps that cannot be
-    skipped.
+    gradients that are clipped or accumulated while they are scaled, steps that cannot be skipped,
+    and weights in 16 bits that do not move.
 
     Args:
         model: a model of `tf.keras`, best compiled.

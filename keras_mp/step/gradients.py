@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.support import host
+from keras_mp.support.dtypes import LOW_PRECISION
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -204,6 +205,20 @@ def cast_float16_to_float32(gradients: Sequence[Gradient]) -> list[Gradient]:
         list of gradients; other dtypes are left as they are.
     """
     return _cast_those_of(tf.float16, gradients, tf.float32)
+
+
+def to_float32(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Makes float32 gradients of those in 16 bits, which loses nothing.
+
+    Args:
+        gradients: sequence of gradients.
+
+    Returns:
+        list of gradients; those in other dtypes as they are.
+    """
+    return [
+        _cast(g, tf.float32) if g is not None and g.dtype in LOW_PRECISION else g for g in gradients
+    ]
 
 
 def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[Gradient]:

@@ -24,11 +24,14 @@ class OptimizerAdapter(abc.ABC):
     Attributes:
         is_scaling_safe: Whether it takes scaled gradients and the verdict, in `apply_scaled`, and
             skips a step by itself.
+        takes_float32_gradients: Whether gradients in 16 bits are cast to float32 before they are
+            unscaled, so that small ones stay.
         is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
         is_saved_by_keras: Whether Keras saves its variables, in `.keras` and `.weights.h5` files.
     """
 
     is_scaling_safe = False
+    takes_float32_gradients = False
     is_revived_without_state = False
     is_saved_by_keras = True
 

@@ -63,6 +63,8 @@ class ScaledStep:
         if given.unclipped:
             given.unclipped.clear()
         new_values = self._take_new_values(grads, variables)
+        if self.adapter.takes_float32_gradients:
+            grads = gradients.to_float32(grads)
         # As one more gradient, an earlier verdict is summed and judged with the others.
         marks = [] if given.was_finite is None else [tf.where(given.was_finite, 0.0, float("nan"))]
         if tf.is_tensor(scaled):

@@ -17,6 +17,7 @@ from benchmarks import (
     figure,
     fit,
     guards,
+    master_weights,
     memory,
     models,
     numerics,
@@ -279,6 +280,17 @@ def test_tools_look_at_models_of_others(monkeypatch):
 def test_memory_peaks_while_a_model_is_trained(tiny):
     peaks = memory.measure("MLP", "keras_mp mixed_bfloat16")
     assert peaks["peak"] >= peaks["before"] > 1e7
+
+
+def test_weights_in_16_bits_are_held_against_mixed_bfloat16(monkeypatch):
+    monkeypatch.setattr(master_weights, "SHAPE", (8, 1000))
+    monkeypatch.setattr(master_weights, "EPOCHS", 1)
+    monkeypatch.setattr(master_weights, "SEEDS", 1)
+    expected = {"mixed_bfloat16": 12, "copy": 14, "split": 12.125, "split, bfloat16 slots": 8.125}
+    for variant, size in expected.items():
+        assert master_weights.measure_step(variant)["bytes"] == pytest.approx(size, abs=0.01)
+    [loss] = master_weights.measure_loss("split")["losses"]
+    assert loss < 2
 
 
 def test_operations_of_branches_and_functions_are_counted():

@@ -401,13 +401,30 @@ def test_float16_without_loss_scaling():
 
 
 def test_an_optimizer_with_an_epsilon_below_the_dtype():
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="train poorly"):
-        keras_mp.set_global_policy("float16")
-    model = K.Sequential([K.Input([16]), L.Dense(16, "relu"), L.Dense(4)])
-    model.compile(K.optimizers.Adam(epsilon=1e-8), FROM_LOGITS)
+    layers = [L.Dense(16, "relu", dtype="float16"), L.Dense(4, dtype="float16")]
+    model = K.Sequential([K.Input([16], dtype="float16"), *layers])
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="epsilon=1e-08 is 0"):
+        model.compile(K.optimizers.Adam(epsilon=1e-8), FROM_LOGITS)
     finding = found(model, (X, CLASSES))["an epsilon that is 0 in 16 bits"]
     assert finding.where == "the optimizer (Adam)"
     assert "the dtype of 4 variables" in finding.why
+
+
+@pytest.mark.filterwarnings("ignore:The model .* has 2 layers whose variables are in bfloat16")
+def test_updates_that_are_lost():
+    def finding(optimizer):
+        layers = [L.Dense(16, "relu", dtype="bfloat16"), L.Dense(4, dtype="bfloat16")]
+        model = K.Sequential([K.Input([16], dtype="bfloat16"), *layers])
+        model.compile(optimizer, FROM_LOGITS)
+        return found(model, (X, CLASSES)).get("updates that are lost")
+
+    lost = finding(K.optimizers.Adam(1e-3))
+    assert lost.why.startswith("100% of")
+    assert "beta_2=0.999 is 1" in lost.why
+    assert lost.where == "the optimizer (Adam)"
+    assert "In bfloat16" not in finding(K.optimizers.SGD(1e-4)).why
+    assert finding(K.optimizers.SGD(10.0)) is None
+    assert finding(keras_mp.MasterWeightOptimizer(K.optimizers.SGD(1e-4))) is None
 
 
 def test_a_step_that_cannot_be_skipped():

@@ -45,7 +45,7 @@ def test_the_blocks_run_in_order(monkeypatch, tmp_path):
     names = {}
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
     assert isinstance(names["model"].optimizer, keras_mp.LossScaleOptimizer)
     assert isinstance(names["loaded"].optimizer, keras_mp.LossScaleOptimizer)
     assert (names["loaded"].compute_dtype, names["served"].compute_dtype) == ("float16", "float32")
@@ -133,6 +133,12 @@ def test_the_blocks_about_saving_print_what_they_say(tmp_path, capfd):
     assert len(said) == 5
     lines = printed_by_the_blocks_of("saving.md", tmp_path, capfd)
     assert [line for line in lines if line in said] == said
+
+
+@pytest.mark.filterwarnings("ignore:The global policy .bfloat16. keeps variables")
+def test_the_blocks_about_weights_in_16_bits_print_what_they_say(tmp_path, capfd):
+    lines = printed_by_the_blocks_of("master_weights.md", tmp_path, capfd)
+    assert [line for line in lines if line in ("bfloat16", "float32")] == ["bfloat16", "float32"]
 
 
 def test_each_train_step_of_the_page_trains_as_that_of_keras(tmp_path, capfd):

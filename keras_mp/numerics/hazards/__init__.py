@@ -7,7 +7,7 @@ hazard, write such a function, put it into `HAZARDS`, and plant the defect in a 
 
 from collections.abc import Callable, Iterator
 
-from keras_mp.numerics.hazards import dtypes, probabilities, step, values
+from keras_mp.numerics.hazards import dtypes, probabilities, step, updates, values
 from keras_mp.numerics.hazards.look import Look, Suspect
 
 HAZARDS: tuple[Callable[[Look], Iterator[Suspect]], ...] = (
@@ -30,4 +30,5 @@ HAZARDS: tuple[Callable[[Look], Iterator[Suspect]], ...] = (
     step.epsilon_of_the_optimizer,
     step.weights_that_are_lost,
     step.replicas_that_do_not_agree,
+    updates.updates_that_are_lost,
 )

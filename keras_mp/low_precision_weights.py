@@ -1,0 +1,152 @@
+"""Models whose variables are in 16 bits: what `compile` does for them, and what it says.
+
+RFC 293 keeps variables in float32. Where they are not, an optimizer needs to keep their digits.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from keras_mp import keras_api
+from keras_mp.all_reduce_optimizer import AllReduceOptimizer
+from keras_mp.master_weight_optimizer import MasterWeightOptimizer
+from keras_mp.optimizer_wrapper import chain
+from keras_mp.support import messages
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+# Below which part of a weight updates are lost: half of its last digit.
+_LOST = {"float16": "1/2048", "bfloat16": "1/256"}
+
+
+def keeps_digits(optimizer: Any) -> bool:
+    """Whether an optimizer, or one that it wraps, is a `MasterWeightOptimizer`.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or None.
+    """
+    return any(isinstance(each, MasterWeightOptimizer) for each in chain(optimizer))
+
+
+def keep_digits(model: Any, optimizer: Any) -> Any:
+    """Wraps the optimizer of a model whose policy keeps variables in 16 bits, and says so.
+
+    Args:
+        model: A model of `tf.keras`.
+        optimizer: What it is compiled with: an optimizer, a name, a config or None.
+
+    Returns:
+        The optimizer in a `MasterWeightOptimizer`. As it is where that has been done, and where it
+        is in a wrapper that goes around a `MasterWeightOptimizer`.
+    """
+    optimizer = keras_api.get_optimizer(optimizer)
+    outside = (keras_api.KerasLossScaleOptimizer, AllReduceOptimizer)
+    if optimizer is None or keeps_digits(optimizer) or isinstance(optimizer, outside):
+        return optimizer
+    logging.info(
+        "The model %r has variables in %s. Its optimizer is wrapped by a "
+        "keras_mp.MasterWeightOptimizer, which keeps the digits that they leave out.",
+        model.name,
+        model.dtype_policy.variable_dtype,
+    )
+    return MasterWeightOptimizer(optimizer)
+
+
+def warn_if_updates_are_lost(model: Any) -> None:
+    """Warns of a compiled model with variables in 16 bits and an optimizer that rounds them.
+
+    Args:
+        model: A model of `tf.keras`.
+    """
+    layers = [
+        layer
+        for layer in keras_api.flatten_layers(model)
+        if layer is not model
+        and layer.variable_dtype in LOW_PRECISION_NAMES
+        and _may_have_weights(layer)
+    ]
+    optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
+    losing = [each for each in optimizers if each is not None and not keeps_digits(each)]
+    if not layers or not losing:
+        return
+    dtype = layers[0].variable_dtype
+    *_, innermost = chain(losing[0])
+    constants = ", ".join(vanishing_constants(innermost, dtype))
+    also = f" In {dtype}, {constants}." if constants else ""
+    messages.warn(
+        f"The model {model.name!r} has {len(layers)} layers whose variables are in {dtype} (the "
+        f"first is {layers[0].name!r}). Its optimizer computes in {dtype} too: updates below "
+        f"{_LOST[dtype]} of a weight are lost.{also} Compile it with "
+        f"keras_mp.MasterWeightOptimizer(optimizer)."
+    )
+
+
+def _may_have_weights(layer: Any) -> bool:
+    no_weights = (tf.keras.Model, tf.keras.layers.InputLayer, tf.keras.metrics.Metric)
+    if isinstance(layer, no_weights) or not layer.trainable:
+        return False
+    return not layer.built or bool(layer.trainable_weights)
+
+
+def float32_values(model: Any) -> list[np.ndarray]:
+    """Returns the values of a model's weights, those in 16 bits with the digits that were kept.
+
+    Args:
+        model: A model of `tf.keras`, built.
+    """
+    weights = model.weights
+    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
+        for each in chain(optimizer):
+            if isinstance(each, MasterWeightOptimizer):
+                weights = each.as_float32(weights)
+    return [tf.convert_to_tensor(weight).numpy() for weight in weights]
+
+
+def bytes_of_weights(model: Any) -> Iterator[str]:
+    """Yields a line on each optimizer of a model that keeps digits of its weights.
+
+    Args:
+        model: A model of `tf.keras`.
+
+    Yields:
+        Which method keeps them, and how many bytes a trained weight takes, its slots included.
+    """
+    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
+        for each in chain(optimizer):
+            if isinstance(each, MasterWeightOptimizer):
+                name = type(each.inner_optimizer).__name__
+                text = f"{name} sees float32 weights: method {each.method!r}, slots in "
+                text += each.slot_dtype
+                kept = each.bytes_a_weight()
+                yield text + ("." if kept is None else f", {kept:.2f} bytes a weight.")
+
+
+def dtype_of(model: Any) -> str:
+    """Returns the dtype in 16 bits that the first such variable of a model has.
+
+    Args:
+        model: A model of `tf.keras`, built, with such a variable among those that are trained.
+    """
+    dtypes = (tf.as_dtype(variable.dtype).name for variable in model.trainable_variables)
+    return next(dtype for dtype in dtypes if dtype in LOW_PRECISION_NAMES)
+
+
+def vanishing_constants(optimizer: Any, dtype: str) -> Iterator[str]:
+    """Yields what becomes of an optimizer's constants that a dtype turns into 0 or 1.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`.
+        dtype: str. That of its slots.
+
+    Yields:
+        Texts such as `"beta_2=0.999 is 1"`.
+    """
+    config: Mapping[str, Any] = optimizer.get_config()
+    for name, value in config.items():
+        # A learning rate is multiplied by what makes up for it.
+        if isinstance(value, (float, np.floating)) and name != "learning_rate":
+            rounded = float(tf.cast(tf.constant(value, tf.float32), dtype))
+            if rounded in (0.0, 1.0) and rounded != float(value):
+                yield f"{name}={float(value):g} is {rounded:g}"

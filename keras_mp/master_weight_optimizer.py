@@ -1,0 +1,317 @@
+"""The optimizer wrapper with which weights in 16 bits learn as those in float32 do.
+
+RFC 293 keeps variables in float32. Large models are tuned with variables in 16 bits, of which the
+optimizers of `tf.keras` make nothing: in bfloat16, 0.999 is 1, and 1 + 2**-9 is 1.
+"""
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.all_reduce_optimizer import AllReduceOptimizer
+from keras_mp.master_weights import methods
+from keras_mp.master_weights.adapter import Float32Adapter, native, size_in_bytes
+from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
+from keras_mp.support import validation
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.wrapper_saving import check_shapes
+
+_SLOT_DTYPES = ("float32", "bfloat16")
+_KEPT = re.compile("(remainder|carry|copy)_[0-9]+")
+
+
+@keras_api.register_serializable
+class MasterWeightOptimizer(OptimizerWrapper):
+    """An optimizer that sees float32 weights where a model has them in 16 bits.
+
+    The inner optimizer computes in float32 and keeps float32 slots. What the variables in 16 bits
+    leave out of its weights is kept by one of three methods:
+
+    - `"split"`: the remainder, beside the weight. With a bfloat16 weight it makes up the float32
+      weight, bit for bit, so that training is that of `mixed_bfloat16`. It takes 17 bits: 16, and
+      one that tells in which direction a tie was rounded. With a float16 weight it takes 16 bits,
+      and nothing is lost from 2**-16 to 65520; of smaller weights digits below 2**-39 are.
+    - `"copy"`: a float32 copy of the weight, in 32 bits.
+    - `"stochastic_rounding"`: nothing. A weight is rounded up or down at random, so that its
+      expected value is right. Each step draws other numbers, the same on all replicas and workers.
+
+    Variables in other dtypes are left to the inner optimizer. One variable after the other is seen
+    in float32, so no float32 copy of all weights is in memory. A weight that is set by other means,
+    such as `model.load_weights`, is taken as it is.
+
+    Under a `LossScaleOptimizer` or an `AllReduceOptimizer` it is their inner optimizer.
+
+    Args:
+        inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
+        method: `"split"` (the default), `"copy"` or `"stochastic_rounding"`.
+        slot_dtype: `"float32"` (the default) or `"bfloat16"`. In which the inner optimizer's slots
+            are kept; those in bfloat16 are rounded stochastically.
+        seed: int. What stochastic rounding starts from. Defaults to None, for one that
+            `tf.keras.utils.set_random_seed` determines.
+
+    Raises:
+        TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or it is one that goes
+            around a MasterWeightOptimizer.
+        ValueError: `method` or `slot_dtype` is another one.
+
+    Example:
+
+    >>> optimizer = keras_mp.MasterWeightOptimizer(tf.keras.optimizers.SGD(2.0**-10))
+    >>> v = tf.Variable(1.0, dtype=tf.bfloat16)
+    >>> for _ in range(4):
+    ...     _ = optimizer.apply_gradients([(tf.constant(1.0, tf.bfloat16), v)])
+    >>> [weight] = optimizer.float32_weights()
+    >>> float(weight), float(v)
+    (0.99609375, 0.99609375)
+
+    Source: for PyTorch, apex and DeepSpeed keep copies, bf16-fused-adam the lower half, and torchao
+    rounds stochastically.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        method: str = "split",
+        slot_dtype: Any = "float32",
+        seed: int | None = None,
+    ) -> None:
+        if isinstance(inner_optimizer, (str, dict)):
+            inner_optimizer = keras_api.get_optimizer(inner_optimizer)
+        _refuse_order(inner_optimizer)
+        if method not in methods.NAMES:
+            raise ValueError(
+                f"`method` must be one of {methods.NAMES}. Received: method={method!r}"
+            )
+        slots = _slot_dtype(slot_dtype)
+        seed = validation.integer_or_none("seed", seed)
+        if seed is None:
+            seed = random.randint(1, 10**9)
+        super().__init__(inner_optimizer)
+        vars(self).update(
+            _adapter=Float32Adapter(self._adapter, method, slots, seed, self._track_beside),
+            _method=method,
+            _slot_dtype=slots,
+            _seed=seed,
+        )
+
+    def __repr__(self) -> str:
+        slots = "" if self._slot_dtype == tf.float32 else f", slot_dtype={self.slot_dtype!r}"
+        return (
+            f"<{type(self).__name__} of {self.inner_optimizer!r}, method={self._method!r}{slots}>"
+        )
+
+    @property
+    def method(self) -> str:
+        """How the digits are kept that variables in 16 bits leave out. Read-only."""
+        return self._method
+
+    @property
+    def slot_dtype(self) -> str:
+        """In which dtype the slots of weights in 16 bits are kept. Read-only."""
+        return self._slot_dtype.name
+
+    @property
+    def variables(self) -> Any:
+        """The inner optimizer's variables, and what is kept beside the weights."""
+        variables = super().variables
+        variables.extend(self._adapter.beside.values())
+        return variables
+
+    def _track_beside(self, name: str, variable: tf.Variable) -> None:
+        self._track_trackable(variable, name, overwrite=True)
+
+    def get_weights(self) -> list[Any]:
+        """Returns the values of `variables`, as arrays."""
+        return [tf.convert_to_tensor(variable).numpy() for variable in self.variables]
+
+    def set_weights(self, weights: Iterable[Any]) -> None:
+        """Sets the values of `variables`.
+
+        Args:
+            weights: iterable of arrays, as `get_weights` returns them, here or of the inner
+                optimizer alone: then what is beside the weights stays as it is.
+
+        Raises:
+            ValueError: these are weights of an optimizer of another kind or for another model, or
+                with another method.
+        """
+        weights, inner = list(weights), self._inner_variables()
+        if not getattr(self.inner_optimizer, "built", True):
+            super().set_weights(weights)  # which keeps them until it is
+            return
+        if len(weights) != len(inner):
+            check_shapes(self.variables, weights)
+        self.inner_optimizer.set_weights(weights[: len(inner)])
+        for variable, weight in zip(self._adapter.beside.values(), weights[len(inner) :]):
+            variable.assign(weight)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves what is beside the weights, and what else Keras does not save beside this.
+
+        Args:
+            store: dict-like, of names and arrays.
+        """
+        super().save_own_variables(store)
+        for name, variable in self._adapter.beside.items():
+            store[name] = tf.convert_to_tensor(variable).numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
+
+        Args:
+            store: dict-like, of names and arrays. Without any of what is beside the weights,
+                float32 weights are those in 16 bits.
+
+        Raises:
+            ValueError: the variables are those of another optimizer, or it kept the digits of its
+                weights by another method.
+        """
+        super().load_own_variables(store)
+        names = set(store.keys())
+        for name in names:
+            self._refuse_other_method(name)
+        for name in names & set(self._adapter.beside):
+            self._adapter.beside[name].assign(store[name][()])
+
+    def _refuse_other_method(self, name: str) -> None:
+        kept = _KEPT.fullmatch(name)
+        of_method = {"split": ("remainder", "carry"), "copy": ("copy",)}.get(self._method)
+        if kept and of_method is not None and kept[1] not in of_method:
+            raise ValueError(
+                "What was saved kept the digits of its float32 weights by another method. Load it "
+                "with an optimizer of that method, and pass its `float32_weights()` on to "
+                f"`assign_float32_weights` of this one. Expected {of_method}, of "
+                f"method={self._method!r}. Received: {kept[1]!r}"
+            )
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_other_method(name)
+        return super()._lookup_dependency(name, *args, **kwargs)
+
+    def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
+        # A legacy optimizer makes a slot as soon as a checkpoint has its value. In which order
+        # variables are made decides how they are rounded, so they are all made in the usual one.
+        self.build([*self._variables_of_model(), kwargs["variable"]])
+        [kwargs["variable"]] = self._adapter.views([kwargs["variable"]])
+        return self.inner_optimizer._create_or_restore_slot_variable(*args, **kwargs)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        if (
+            save_type == "savedmodel"
+            and not self._adapter.is_saved_by_keras
+            and self._adapter.beside
+        ):
+            raise ValueError(
+                "tf.keras would make slots in 16 bits of those of a legacy optimizer when it loads "
+                "the SavedModel, and fail. To serve the model, leave the optimizer out "
+                "(`model.save(path, include_optimizer=False)`, `model.export(path)`); to train on, "
+                f"use a tf.train.Checkpoint. Received: {self!r}"
+            )
+        return {**super()._trackable_children(save_type, **kwargs), **self._adapter.beside}
+
+    def float32_weights(self) -> list[tf.Tensor]:
+        """Returns the weights as the inner optimizer sees them.
+
+        Returns:
+            list of tensors, in the order of the variables that the optimizer was built with.
+
+        Raises:
+            ValueError: it has not been built yet.
+        """
+        views = self.as_float32(self._adapter.built_variables())
+        return [tf.convert_to_tensor(view) for view in views]
+
+    def as_float32(self, variables: Iterable[Any]) -> list[Any]:
+        """Returns variables as the inner optimizer sees them.
+
+        Args:
+            variables: iterable of variables.
+
+        Returns:
+            list of variables: float32 views of those in 16 bits that the optimizer was built with,
+            all others as they are.
+        """
+        return self._adapter.views(variables)
+
+    def bytes_a_weight(self) -> float | None:
+        """Bytes for each weight: its variable, what is beside it and its slots; None if not built.
+
+        Example:
+
+        >>> optimizer = keras_mp.MasterWeightOptimizer(tf.keras.optimizers.Adam())
+        >>> optimizer.build([tf.Variable(tf.zeros([1000], tf.bfloat16))])
+        >>> round(optimizer.bytes_a_weight(), 1)  # 2 + 2 and a bit + 4 + 4
+        12.1
+        """
+        if not self._adapter.is_built:
+            return None
+        weights = self._adapter.built_variables()
+        count = sum(weight.shape.num_elements() for weight in map(native, weights))
+        variables = [*weights, *self.variables]
+        return sum(size_in_bytes(variable) for variable in variables) / max(count, 1)
+
+    def assign_float32_weights(self, weights: Iterable[Any]) -> None:
+        """Sets the weights, all digits of them.
+
+        Args:
+            weights: iterable of arrays or tensors, as `float32_weights` returns them, or as a model
+                with float32 variables has them.
+
+        Raises:
+            ValueError: the optimizer has not been built yet, or they are not as many as its
+                variables.
+        """
+        views = self.as_float32(self._adapter.built_variables())
+        for view, weight in zip(views, list(weights), strict=True):
+            view.assign(weight)
+
+    @do_not_convert
+    def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
+        """Lets the inner optimizer set the final values, where it has any: averages, for one.
+
+        Args:
+            var_list: iterable of the model's trainable variables.
+        """
+        with self._adapter.updates.step():
+            super().finalize_variable_values(self._adapter.views(var_list))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` makes an equal optimizer."""
+        return {
+            **super().get_config(),
+            "method": self.method,
+            "slot_dtype": self.slot_dtype,
+            "seed": self._seed,
+        }
+
+
+def _slot_dtype(value: Any) -> tf.DType:
+    try:
+        dtype = tf.as_dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in _SLOT_DTYPES:
+        raise ValueError(
+            f"`slot_dtype` must be one of {_SLOT_DTYPES}. Received: slot_dtype={value!r}"
+        )
+    return dtype
+
+
+def _refuse_order(inner_optimizer: Any) -> None:
+    outside: Sequence[type] = (
+        keras_api.KerasLossScaleOptimizer,
+        AllReduceOptimizer,
+        MasterWeightOptimizer,
+    )
+    wrong = next((o for o in chain(inner_optimizer) if isinstance(o, tuple(outside))), None)
+    if wrong is not None:
+        name = type(wrong).__name__
+        raise TypeError(
+            f"A MasterWeightOptimizer goes inside of a {name}, not around it: "
+            f"{name}(MasterWeightOptimizer(optimizer)). "
+            f"Received: inner_optimizer={inner_optimizer!r}"
+        )

@@ -1,0 +1,257 @@
+"""An optimizer that is driven with float32 views of the weights that are in 16 bits."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.master_weights import methods
+from keras_mp.master_weights.float32_view import Float32View, Updates
+from keras_mp.step import gradients
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.support import host
+from keras_mp.support.dtypes import LOW_PRECISION
+
+Pairs = Sequence[tuple[Any, Any]]
+
+
+class Float32Adapter(OptimizerAdapter):
+    """Drives an optimizer that sees each weight in 16 bits as a float32 variable.
+
+    Weights in other dtypes it sees as they are.
+
+    Attributes:
+        beside: what is kept beside weights, by name and in the order of the weights.
+        updates: what the views share.
+
+    Args:
+        inner: drives the optimizer.
+        method: one of `methods.NAMES`.
+        slot_dtype: DType of the slots of weights in 16 bits.
+        seed: int. Where stochastic rounding starts from.
+        track: is called with the name of each variable that is made for `beside`, and with it.
+    """
+
+    takes_float32_gradients = True
+
+    def __init__(
+        self,
+        inner: OptimizerAdapter,
+        method: str,
+        slot_dtype: tf.DType,
+        seed: int,
+        track: Callable[[str, tf.Variable], None],
+    ) -> None:
+        super().__init__(inner.optimizer)
+        self._track = track
+        self.beside: dict[str, tf.Variable] = {}
+        self._inner, self._method, self._slot_dtype, self._seed = inner, method, slot_dtype, seed
+        self.updates = Updates(self._steps)
+        # All weights that the optimizer was built with, and the views of those in 16 bits, by the
+        # id of the `tf.Variable`.
+        self._weights: dict[int, Any] = {}
+        self._views: dict[int, Any] = {}
+        self._numbers = 0
+
+    @property
+    def is_revived_without_state(self) -> bool:
+        return self._inner.is_revived_without_state
+
+    @property
+    def is_saved_by_keras(self) -> bool:
+        return self._inner.is_saved_by_keras
+
+    def hyperparameters(self) -> frozenset[str]:
+        return self._inner.hyperparameters()
+
+    @property
+    def is_built(self) -> bool:
+        """Whether it has been built with any variables."""
+        return bool(self._weights)
+
+    def steps_made(self) -> tf.Tensor | None:
+        return self._inner.steps_made()
+
+    def _steps(self) -> Any:
+        return self._inner.steps_made()
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if host.in_v1_graph():
+            raise RuntimeError(
+                "A MasterWeightOptimizer works in eager and in tf.function, not in a graph of "
+                "TensorFlow 1. Use float32 variables there."
+            )
+        by_id = {id(native(variable)): variable for variable in variables}
+        self._weights.update(by_id)
+        new = [
+            variable
+            for key, variable in by_id.items()
+            if key not in self._views and self._is_low_precision(variable)
+        ]
+        with tf.init_scope():
+            for variable in new:
+                self._add_view(variable)
+            if self.updates.seed is None and self._is_stochastic():
+                self.updates.seed = self._make("rounding_seed", self._seed, tf.int64)
+        with self._slots_in_16_bits([native(variable).shape for variable in new]):
+            self._inner.build(self.views(by_id.values()))
+
+    def _is_stochastic(self) -> bool:
+        return self._method == "stochastic_rounding" or self._slot_dtype != tf.float32
+
+    def _is_low_precision(self, variable: Any) -> bool:
+        return tf.as_dtype(native(variable).dtype) in LOW_PRECISION
+
+    def _make(self, name: str, initial: Any, dtype: tf.DType) -> tf.Variable:
+        made: Any = tf.Variable(
+            initial,
+            dtype=dtype,
+            trainable=False,
+            name=name,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        made.path = name  # by which Keras 3 knows variables
+        self.beside[name] = made
+        self._track(name, made)
+        return made
+
+    def _add_view(self, variable: Any) -> None:
+        stored = native(variable)
+        method = methods.method(self._method, stored.dtype)
+        with _made_like(stored):
+            beside = [
+                self._make(f"{spec.name}_{len(self._views)}", spec.initial(), spec.dtype)
+                for spec in method.specs(stored)
+            ]
+        self._views[id(stored)] = self._view(stored, beside, method, described=variable)
+
+    def _view(
+        self, stored: Any, beside: Sequence[Any], method: methods.Method, **kwargs: Any
+    ) -> Any:
+        """A view of a variable; of a distributed one, one that is distributed likewise."""
+        self._numbers += 1
+        if not isinstance(stored, tf.distribute.DistributedValues):
+            return Float32View(stored, beside, method, self.updates, self._numbers, **kwargs)
+        of_replicas = zip(*(_on_replicas(each) for each in (stored, *beside)), strict=True)
+        views = [
+            Float32View(first, rest, method, self.updates, self._numbers, **kwargs)
+            for first, *rest in of_replicas
+        ]
+        return type(stored)(
+            stored.distribute_strategy, views, stored.aggregation, var_policy=stored._policy
+        )
+
+    @contextlib.contextmanager
+    def _slots_in_16_bits(self, shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
+        """Keeps float32 variables of these shapes that are made inside in the slots' dtype."""
+        if self._slot_dtype == tf.float32:
+            yield
+            return
+
+        def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+            initial: Any = kwargs.get("initial_value")
+            dtype = kwargs.get("dtype")
+            initial = initial() if callable(initial) else initial
+            initial = tf.convert_to_tensor(initial, dtype)
+            if initial.dtype != tf.float32 or initial.shape not in shapes:
+                return next_creator(**kwargs)
+            low_precision = tf.cast(initial, self._slot_dtype)
+            slot = next_creator(
+                **{**kwargs, "initial_value": low_precision, "dtype": self._slot_dtype}
+            )
+            return self._view(slot, [], methods.StochasticRounding(), is_weight=False)
+
+        with tf.variable_creator_scope(create):
+            yield
+
+    def views(self, variables: Iterable[Any]) -> list[Any]:
+        """Returns variables as the optimizer sees them."""
+        return [self._views.get(id(native(variable)), variable) for variable in variables]
+
+    def _weights_of(self, views: Iterable[Any]) -> list[Any]:
+        by_view = {id(view): self._weights[key] for key, view in self._views.items()}
+        return [by_view.get(id(view), view) for view in views]
+
+    def built_variables(self) -> Sequence[Any]:
+        return list(self._weights.values()) or self._inner.built_variables()
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        return self._inner.compute_gradients(loss, var_list, tape, grad_loss)
+
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
+        aggregate = self._inner.custom_aggregation()
+        if aggregate is None:
+            return None
+        return lambda pairs: self._with_weights(aggregate(self._with_views(pairs)))
+
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+        self.build([variable for _, variable in grads_and_vars])
+        with self.updates.step():
+            return self._inner.apply(self._with_views(grads_and_vars), name, aggregate)
+
+    def _with_views(self, pairs: Pairs) -> list[tuple[Any, Any]]:
+        views = self.views(variable for _, variable in pairs)
+        in_float32 = gradients.to_float32([gradient for gradient, _ in pairs])
+        return [
+            (gradient if view is variable else cast, view)
+            for (gradient, variable), cast, view in zip(pairs, in_float32, views, strict=True)
+        ]
+
+    def _with_weights(self, pairs: Pairs) -> list[tuple[Any, Any]]:
+        weights = self._weights_of(view for _, view in pairs)
+        return [(gradient, weight) for (gradient, _), weight in zip(pairs, weights, strict=True)]
+
+    def accumulates(self) -> bool:
+        return self._inner.accumulates()
+
+    def completes_step(self) -> tf.Tensor:
+        return self._inner.completes_step()
+
+    def totals(self, grads_and_vars: Pairs) -> Pairs:
+        return self._with_weights(self._inner.totals(self._with_views(grads_and_vars)))
+
+    def drop_accumulated(self) -> None:
+        self._inner.drop_accumulated()
+
+    def is_overwritten(self, variable: Any) -> bool:
+        return self._inner.is_overwritten(variable)
+
+
+def native(variable: Any) -> Any:
+    """Returns the `tf.Variable` in a variable of Keras 3, any other as it is."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def size_in_bytes(variable: Any) -> int:
+    """Returns how many bytes a variable takes; of a view, those of what it is kept in."""
+    variable = native(variable)
+    return variable.shape.num_elements() * _dtype_in_memory(variable).size
+
+
+def _dtype_in_memory(variable: Any) -> tf.DType:
+    if isinstance(variable, tf.distribute.DistributedValues):
+        variable, *_ = _on_replicas(variable)
+    return variable.stored_dtype if isinstance(variable, Float32View) else variable.dtype
+
+
+def _on_replicas(variable: Any) -> Sequence[tf.Variable]:
+    return variable.distribute_strategy.experimental_local_results(variable)
+
+
+@contextlib.contextmanager
+def _made_like(variable: Any) -> Iterator[None]:
+    """Context manager in which variables are made on the devices and replicas of another."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        strategy = variable.distribute_strategy
+        with strategy.scope(), strategy.extended.colocate_vars_with(variable):
+            yield
+    else:
+        with tf.device(variable.device):
+            yield

@@ -1,0 +1,164 @@
+"""The ways to keep the digits of float32 weights that their variables in 16 bits leave out."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_mp.master_weights import rounding
+
+
+class Spec(NamedTuple):
+    """A variable that a method keeps beside a weight.
+
+    Attributes:
+        name: what it is called in files and among the optimizer's variables.
+        dtype: its dtype.
+        shape: its shape.
+        initial: its initial value, in the dtype that the weight has at that time.
+    """
+
+    name: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+    initial: Callable[[], tf.Tensor]
+
+
+class Method(abc.ABC):
+    """How float32 values are kept in a variable in 16 bits, and in others beside it.
+
+    Attributes:
+        bits: how many bits beside a weight it takes.
+    """
+
+    bits = 0
+
+    def specs(self, weight: tf.Variable) -> list[Spec]:
+        """The variables to keep beside a weight."""
+        del weight
+        return []
+
+    @abc.abstractmethod
+    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns the float32 value.
+
+        Args:
+            low_precision: the value of the variable in 16 bits.
+            beside: the values of those beside it.
+        """
+
+    @abc.abstractmethod
+    def split(
+        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns what all of these variables have to hold, that in 16 bits first.
+
+        Args:
+            value: float32 tensor.
+            dtype: the dtype in 16 bits.
+            noise: returns random bits of the same shape, an int32 tensor.
+        """
+
+
+class SplitBFloat16(Method):
+    """The remainder beside a bfloat16 weight: all of float32, in one bit more than its 16."""
+
+    bits = 17
+
+    def specs(self, weight: tf.Variable) -> list[Spec]:
+        shape = weight.shape
+        packed = tf.TensorShape([-(-shape.num_elements() // 8)])
+        return [
+            Spec("remainder", tf.int16, shape, lambda: tf.zeros(shape, tf.int16)),
+            Spec("carry", tf.uint8, packed, lambda: tf.zeros(packed, tf.uint8)),
+        ]
+
+    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
+        remainder, carry = beside
+        carry = rounding.unpack_bits(carry, low_precision.shape)
+        return rounding.join_bfloat16(low_precision, remainder, carry)
+
+    def split(
+        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
+    ) -> list[tf.Tensor]:
+        del dtype, noise
+        nearest, remainder, carry = rounding.split_bfloat16(value)
+        return [nearest, remainder, rounding.pack_bits(carry)]
+
+
+class SplitFloat16(Method):
+    """The remainder beside a float16 weight."""
+
+    bits = 16
+
+    def specs(self, weight: tf.Variable) -> list[Spec]:
+        shape = weight.shape
+        return [Spec("remainder", tf.int16, shape, lambda: tf.zeros(shape, tf.int16))]
+
+    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
+        return rounding.join_float16(low_precision, *beside)
+
+    def split(
+        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
+    ) -> list[tf.Tensor]:
+        del dtype, noise
+        return list(rounding.split_float16(value))
+
+
+class Copy(Method):
+    """A float32 weight beside the one in 16 bits."""
+
+    bits = 32
+
+    def specs(self, weight: tf.Variable) -> list[Spec]:
+        initial = lambda: tf.cast(weight, tf.float32)  # noqa: E731
+        return [Spec("copy", tf.float32, weight.shape, initial)]
+
+    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
+        # Where the weight was set since, by loading a file for one, the copy is out of date.
+        [copy] = beside
+        is_current = tf.equal(tf.cast(copy, low_precision.dtype), low_precision)
+        return tf.where(is_current, copy, tf.cast(low_precision, tf.float32))
+
+    def split(
+        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
+    ) -> list[tf.Tensor]:
+        del noise
+        return [tf.cast(value, dtype), value]
+
+
+class StochasticRounding(Method):
+    """Nothing beside the weight: it is rounded so that the mean of many updates is right."""
+
+    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
+        del beside
+        return tf.cast(low_precision, tf.float32)
+
+    def split(
+        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
+    ) -> list[tf.Tensor]:
+        rounded = {
+            tf.bfloat16: rounding.stochastic_bfloat16,
+            tf.float16: rounding.stochastic_float16,
+        }
+        return [rounded[dtype](value, noise())]
+
+
+_METHODS: dict[str, dict[tf.DType, type[Method]]] = {
+    "split": {tf.bfloat16: SplitBFloat16, tf.float16: SplitFloat16},
+    "copy": {tf.bfloat16: Copy, tf.float16: Copy},
+    "stochastic_rounding": {tf.bfloat16: StochasticRounding, tf.float16: StochasticRounding},
+}
+
+NAMES = tuple(_METHODS)
+
+
+def method(name: str, dtype: tf.DType) -> Method:
+    """Returns the method of that name for weights of a dtype.
+
+    Args:
+        name: one of `NAMES`.
+        dtype: bfloat16 or float16.
+    """
+    return _METHODS[name][dtype]()

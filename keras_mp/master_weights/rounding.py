@@ -1,0 +1,173 @@
+"""float32 to 16 bits and back: nearest with the remainder kept, and stochastic.
+
+All of it is done on the bits, or with operations that are exact. Bits are of uint32: on GPUs,
+TensorFlow computes with int32 in the memory of the host.
+"""
+
+import tensorflow as tf
+
+from keras_mp.support import host
+
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+_BFLOAT16_LARGEST = 0x7F7F0000
+# The exponents of the smallest normal float16 and of the last of its 11 bits.
+_FLOAT16_SMALLEST = 2.0**-14
+_FLOAT16_DIGITS = 2.0**-10
+_FLOAT16_LARGEST = 65504.0
+# A remainder of float16 is counted in units of 2**-25 of its weight's binade. It is at most half of
+# a float16 digit, 2**14 units, and all float32 digits are whole units.
+_REMAINDER_UNIT = 2.0**-25
+
+
+def split_bfloat16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Splits float32 values into bfloat16 ones and what these leave out.
+
+    bfloat16 is the upper half of float32's bits. Rounded to nearest, the rest is a signed number of
+    16 bits, with one exception: in a tie that rounds down it is +32768, where it wraps to -32768,
+    and a carry tells so.
+
+    Args:
+        value: float32 tensor.
+
+    Returns:
+        tuple of the nearest bfloat16 values (ties to even), of an int16 and of a bool tensor.
+    """
+    bits = tf.bitcast(value, tf.uint32)
+    nearest = _nearest_bfloat16(bits) if host.is_compiled_by_xla() else tf.cast(value, tf.bfloat16)
+    remainder = bits - tf.bitcast(tf.cast(nearest, tf.float32), tf.uint32)
+    return nearest, tf.cast(remainder, tf.int16), tf.equal(remainder, 0x8000)
+
+
+def _nearest_bfloat16(bits: tf.Tensor) -> tf.Tensor:
+    """The bfloat16 values nearest to float32 ones, given their bits.
+
+    As `tf.cast` has them; but where XLA uses an instruction for it, subnormal numbers become 0.
+    """
+    to_even = tf.bitwise.right_shift(bits, 16) & 1
+    upper = tf.bitwise.right_shift(bits + (0x7FFF + to_even), 16)
+    # The sum may carry a NaN over into the sign.
+    is_nan = (bits & _MAGNITUDE) > _INFINITY
+    upper = tf.where(is_nan, tf.bitwise.right_shift(bits, 16) | 0x40, upper)
+    return tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
+
+
+def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) -> tf.Tensor:
+    """Returns the float32 values that `split_bfloat16` has split, bit for bit but for NaN.
+
+    Args:
+        nearest: bfloat16 tensor.
+        remainder: int16 tensor.
+        carry: bool tensor.
+    """
+    bits = tf.bitcast(tf.cast(nearest, tf.float32), tf.uint32) + tf.cast(remainder, tf.uint32)
+    return tf.bitcast(bits + 0x10000 * tf.cast(carry, tf.uint32), tf.float32)
+
+
+def pack_bits(bits: tf.Tensor) -> tf.Tensor:
+    """Packs a bool tensor of any shape into bytes, eight to each.
+
+    Args:
+        bits: bool tensor of a static shape.
+
+    Returns:
+        uint8 tensor of rank 1.
+    """
+    flat = tf.reshape(tf.cast(bits, tf.uint8), [-1])
+    eights = tf.reshape(tf.pad(flat, [[0, -bits.shape.num_elements() % 8]]), [-1, 8])
+    # One product moves the eight lowest bits of the bytes into the highest byte.
+    gathered = tf.bitcast(eights, tf.uint64) * tf.constant(0x0102040810204080, tf.uint64)
+    return tf.cast(tf.bitwise.right_shift(gathered, tf.constant(56, tf.uint64)), tf.uint8)
+
+
+def unpack_bits(packed: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """Returns the bool tensor that `pack_bits` has packed.
+
+    Args:
+        packed: uint8 tensor.
+        shape: its static shape.
+    """
+    everywhere = tf.cast(packed, tf.uint64) * tf.constant(0x0101010101010101, tf.uint64)
+    one_each = everywhere & tf.constant(0x8040201008040201, tf.uint64)
+    flat = tf.reshape(tf.bitcast(one_each, tf.uint8), [-1])
+    return tf.reshape(tf.not_equal(flat[: shape.num_elements()], 0), shape)
+
+
+def split_float16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Splits float32 values into float16 ones and what these leave out.
+
+    From 2**-16 up to where float16 becomes infinite, 65520, nothing is lost. Of smaller values
+    digits below 2**-39 are.
+
+    Args:
+        value: float32 tensor.
+
+    Returns:
+        tuple of the nearest float16 values and of an int16 tensor.
+    """
+    nearest = tf.cast(value, tf.float16)
+    as_float32 = tf.cast(nearest, tf.float32)
+    units = (value - as_float32) / (_float16_binade(as_float32) * _REMAINDER_UNIT)
+    # What is infinite or NaN has no remainder.
+    units = tf.where(tf.math.is_finite(units), units, 0.0)
+    return nearest, tf.cast(tf.round(units), tf.int16)
+
+
+def join_float16(nearest: tf.Tensor, remainder: tf.Tensor) -> tf.Tensor:
+    """Returns the float32 values that `split_float16` has split.
+
+    Args:
+        nearest: float16 tensor.
+        remainder: int16 tensor.
+    """
+    as_float32 = tf.cast(nearest, tf.float32)
+    unit = _float16_binade(as_float32) * _REMAINDER_UNIT
+    joined = as_float32 + tf.cast(remainder, tf.float32) * unit
+    return tf.where(tf.equal(remainder, 0), as_float32, joined)  # which keeps the sign of -0.0
+
+
+def stochastic_bfloat16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
+    """Rounds to one of the two neighbours in bfloat16, so that the mean is the value.
+
+    Args:
+        value: float32 tensor.
+        noise: int32 tensor of random bits.
+
+    Returns:
+        bfloat16 tensor. What is finite stays finite.
+    """
+    bits, noise = tf.bitcast(value, tf.uint32), tf.bitcast(noise, tf.uint32)
+    # From the largest finite number on, nothing is added.
+    is_largest = (bits & _MAGNITUDE) >= _BFLOAT16_LARGEST
+    noise = tf.where(is_largest, tf.constant(0, tf.uint32), noise & 0xFFFF)
+    upper = tf.bitwise.right_shift(bits + noise, 16)
+    rounded = tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
+    # The upper half of a NaN may be that of an infinity.
+    return tf.where(tf.math.is_nan(value), tf.constant(float("nan"), tf.bfloat16), rounded)
+
+
+def stochastic_float16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
+    """Rounds to one of the two neighbours in float16, so that the mean is the value.
+
+    Args:
+        value: float32 tensor.
+        noise: int32 tensor of random bits.
+
+    Returns:
+        float16 tensor. What is finite stays finite.
+    """
+    unit = _float16_binade(value) * _FLOAT16_DIGITS
+    units = value / unit
+    below = tf.floor(units)
+    # float32 holds the difference exactly; of its digits, those above 2**-31 have a say.
+    threshold = tf.cast((units - below) * 2.0**31, tf.uint32)
+    goes_up = (tf.bitcast(noise, tf.uint32) & _MAGNITUDE) < threshold
+    rounded = tf.where(goes_up, below + 1, below) * unit
+    rounded = tf.clip_by_value(rounded, -_FLOAT16_LARGEST, _FLOAT16_LARGEST)
+    return tf.cast(tf.where(tf.math.is_finite(value), rounded, value), tf.float16)
+
+
+def _float16_binade(value: tf.Tensor) -> tf.Tensor:
+    """The power of two at or below each value; not below that of float16's normal numbers."""
+    power = tf.bitcast(tf.bitcast(value, tf.int32) & _INFINITY, tf.float32)
+    return tf.clip_by_value(power, _FLOAT16_SMALLEST, 2.0**15)

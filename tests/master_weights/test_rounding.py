@@ -1,0 +1,172 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_mp.master_weights import rounding
+from tests.common import once
+
+pytestmark = once
+
+BFLOAT16_LARGEST = float(tf.bfloat16.max)
+SUBNORMAL = 2.0**-130
+
+
+def placed(function, mode):
+    return {"eager": function, "xla": tf.function(function, jit_compile=True)}[mode]
+
+
+def every_upper_half(lower):
+    """Finite float32 values with each sign, exponent and leading digits, and these 16 bits."""
+    upper = np.arange(1 << 16, dtype=np.uint32)
+    bits = (upper << 16) | np.uint32(lower)
+    return bits.view(np.float32)
+
+
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+@pytest.mark.parametrize("lower", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234])
+def test_a_bfloat16_weight_and_its_remainder_are_the_float32_weight(lower, mode):
+    values = every_upper_half(lower)
+
+    def there_and_back(value):
+        nearest, remainder, carry = rounding.split_bfloat16(value)
+        packed = rounding.pack_bits(carry)
+        carry = rounding.unpack_bits(packed, value.shape)
+        return nearest, rounding.join_bfloat16(nearest, remainder, carry)
+
+    nearest, joined = placed(there_and_back, mode)(tf.constant(values))
+    # Of the infinities the only one is that with zeros below; what is above is NaN.
+    is_nan = np.isnan(values)
+    np.testing.assert_array_equal(np.isnan(joined.numpy()), is_nan)
+    np.testing.assert_array_equal(np.isnan(nearest.numpy().astype("float32")), is_nan)
+    np.testing.assert_array_equal(
+        joined.numpy()[~is_nan].view(np.int32), values[~is_nan].view(np.int32)
+    )
+    # TensorFlow's own cast rounds to nearest, ties to even.
+    np.testing.assert_array_equal(
+        nearest.numpy()[~is_nan].view(np.int16),
+        tf.cast(values[~is_nan], tf.bfloat16).numpy().view(np.int16),
+    )
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1001])
+def test_bits_are_packed(size):
+    bits = np.random.default_rng(size).random(size) < 0.5
+    packed = rounding.pack_bits(tf.constant(bits))
+    assert packed.shape == [-(-size // 8)]
+    unpacked = rounding.unpack_bits(packed, tf.TensorShape([size]))
+    np.testing.assert_array_equal(unpacked.numpy(), bits)
+
+
+def test_any_remainder_leaves_a_weight_that_rounds_to_the_same():
+    # As when the weight was set since, by loading a file for one.
+    nearest = tf.constant([1.0, -1.5, 3e38, 1e-30], tf.bfloat16)
+    for remainder in (-32767, -1, 0, 1, 32767):
+        remainders = tf.fill(nearest.shape, tf.constant(remainder, tf.int16))
+        joined = rounding.join_bfloat16(nearest, remainders, tf.zeros(nearest.shape, tf.bool))
+        np.testing.assert_array_equal(tf.cast(joined, tf.bfloat16), nearest)
+
+
+def in_binades(first, last, count, seed=0):
+    generator = np.random.default_rng(seed)
+    values = np.ldexp(1 + generator.random(count), generator.integers(first, last, count))
+    return (values * generator.choice([-1, 1], count)).astype("float32")
+
+
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_a_float16_weight_and_its_remainder_are_the_float32_weight(mode):
+    values = np.concatenate([in_binades(-16, 16, 1 << 20), np.float32([0, 65519.99, 2**-16, -1])])
+    values = values[np.abs(values) < 65520]
+
+    def there_and_back(value):
+        nearest, remainder = rounding.split_float16(value)
+        return nearest, rounding.join_float16(nearest, remainder)
+
+    nearest, joined = placed(there_and_back, mode)(tf.constant(values))
+    np.testing.assert_array_equal(joined.numpy(), values)
+    np.testing.assert_array_equal(nearest.numpy(), values.astype(np.float16))
+
+
+def test_of_smaller_float16_weights_digits_below_two_to_the_minus_39_are_lost():
+    values = in_binades(-45, -16, 1 << 18)
+    joined = rounding.join_float16(*rounding.split_float16(values)).numpy()
+    lost = np.abs(joined.astype("float64") - values)
+    assert 0 < lost.max() <= 2.0**-40
+
+
+def test_float16_weights_keep_zeros_infinities_and_nans():
+    values = tf.constant([0.0, -0.0, np.inf, -np.inf, np.nan, 1e9])
+    joined = rounding.join_float16(*rounding.split_float16(values)).numpy()
+    np.testing.assert_array_equal(joined, [0, 0, np.inf, -np.inf, np.nan, np.inf])
+    np.testing.assert_array_equal(np.signbit(joined[:2]), [False, True])
+
+
+COUNT = 10_000_000
+
+
+def neighbours(value, dtype):
+    below = np.asarray(value, dtype.as_numpy_dtype)
+    step = np.nextafter(below, np.asarray(np.inf, below.dtype))
+    ordered = sorted({float(below), float(step), float(np.nextafter(below, -step))})
+    lower = max(each for each in ordered if each <= value)
+    return lower, min(each for each in ordered if each > value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (tf.bfloat16, 1 + 2.0**-9),
+        (tf.bfloat16, 1 + 2.0**-8),  # a tie
+        (tf.bfloat16, -3.3),
+        (tf.bfloat16, 1e-30),
+        (tf.bfloat16, SUBNORMAL * (1 + 2.0**-5)),
+        (tf.bfloat16, BFLOAT16_LARGEST * (1 - 2.0**-10)),
+        (tf.float16, 1 + 2.0**-12),
+        (tf.float16, 1 + 2.0**-11),  # a tie
+        (tf.float16, -3.3),
+        (tf.float16, 3e-9),  # between 0 and the smallest
+        (tf.float16, 2.0**-15 + 2.0**-27),
+        (tf.float16, 65500.0),
+    ],
+)
+def test_stochastic_rounding_is_unbiased(dtype, value):
+    value = np.float32(value)
+    rounded = stochastic(tf.fill([COUNT], value), dtype).numpy()
+    found, counts = np.unique(rounded.view(np.int16), return_counts=True)
+    results = found.view(rounded.dtype).astype("float64")
+    assert len(results) == 2
+    mean = float((results * counts).sum() / COUNT)
+    low, high = sorted(results)
+    assert low < float(value) < high
+    share = (float(value) - low) / (high - low)
+    standard_error = (high - low) * np.sqrt(share * (1 - share) / COUNT)
+    assert abs(mean - float(value)) < 4 * standard_error
+
+
+def stochastic(values, dtype, seed=0):
+    noise = tf.random.stateless_uniform(values.shape, [1, seed], None, None, tf.int32)
+    rounded = {
+        tf.bfloat16: rounding.stochastic_bfloat16,
+        tf.float16: rounding.stochastic_float16,
+    }
+    return rounded[dtype](values, noise)
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_what_needs_no_rounding_stays(dtype, mode):
+    values = np.arange(1 << 16, dtype=np.uint16).view(dtype.as_numpy_dtype)
+    function = placed(lambda values: stochastic(values, dtype), mode)
+    rounded = function(tf.constant(values.astype("float32")))
+    is_nan = np.isnan(values.astype("float32"))
+    np.testing.assert_array_equal(np.isnan(rounded.numpy().astype("float32")), is_nan)
+    rounded = rounded.numpy().view(np.int16)
+    np.testing.assert_array_equal(rounded[~is_nan], values.view(np.int16)[~is_nan])
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=lambda dtype: dtype.name)
+def test_nothing_finite_becomes_infinite(dtype):
+    largest = np.float32(dtype.max)
+    above = [np.nextafter(largest, np.float32(np.inf)), np.float32(np.finfo("float32").max)]
+    values = tf.repeat(tf.constant([*above, -above[0], -above[1]]), 1000)
+    rounded = stochastic(values, dtype).numpy().astype("float32")
+    np.testing.assert_array_equal(np.abs(rounded), largest)

@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import FAMILIES, make_optimizer, value
+from tests.replicas import workers
+
+
+def train(strategy, index, method, dtype):
+    """What each worker ends with: the weight, the float32 weight and the optimizer's variables."""
+    with strategy.scope():
+        v = tf.Variable(tf.ones([64], dtype))
+        optimizer = make_optimizer(FAMILIES[0].replace("SGD", "Adam"), 1e-3)
+        if method is not None:
+            # Without a seed, which each worker would draw for itself.
+            optimizer = keras_mp.MasterWeightOptimizer(optimizer, method)
+        optimizer.build([v])
+
+    @tf.function
+    def step(factor):
+        def replica_step():
+            gradient = tf.cast(tf.linspace(1.0, 2.0, 64) * factor, v.dtype)
+            optimizer.apply_gradients([(gradient, v)])
+
+        strategy.run(replica_step)
+
+    for i in range(6):
+        step(tf.constant(2.0 ** (index + i)))
+    weights = optimizer.float32_weights() if method else [v]
+    variables = optimizer.variables
+    kept = variables() if callable(variables) else variables
+    return value(v), value(weights[0]), [value(each) for each in kept]
+
+
+# TensorFlow sends initial values to all workers, which it cannot with bfloat16 and int16.
+@pytest.mark.parametrize("method", ["copy", "stochastic_rounding"])
+def test_all_workers_have_the_same_weights(method):
+    [results] = workers.run([(train, {"method": method, "dtype": "float16"})], count=2)
+    first, second = results
+    np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_array_equal(first[1], second[1])
+    for ours, theirs in zip(first[2], second[2], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert (first[1] != 1).any()
+
+
+def test_two_workers_train_as_with_float32_variables():
+    calls = [
+        (train, {"method": "copy", "dtype": "float16"}),
+        (train, {"method": None, "dtype": "float32"}),
+    ]
+    ours, theirs = workers.run(calls, count=2)
+    for (_, our, _), (_, their, _) in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(our, their)

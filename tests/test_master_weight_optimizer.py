@@ -1,0 +1,849 @@
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging
+
+import keras_mp
+from keras_mp.optimizer_wrapper import adapter_of, chain
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    NAMESPACES,
+    OPTIMIZERS,
+    digits,
+    make_optimizer,
+    mirrored,
+    value,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:The global policy .bfloat16. keeps variables")
+keras_3_only = pytest.mark.skipif(not IS_KERAS_3, reason="Keras 3 has it.")
+
+NAMES = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "Nadam",
+    "Ftrl",
+    "Lion",
+)
+NAMES += ("Lamb", "Adafactor")
+
+
+def namespace(family):
+    return tf.keras.optimizers.legacy if family == "legacy" else tf.keras.optimizers
+
+
+ALL = [
+    f"{family}.{name}"
+    for family in NAMESPACES
+    for name in NAMES
+    if hasattr(namespace(family), name)
+]
+ADAMS = [name.replace("SGD", "Adam") for name in FAMILIES]
+
+
+def placed(mode, function):
+    if mode == "eager":
+        return function
+    return tf.function(function, jit_compile=mode == "xla")
+
+
+def master_weights_in(optimizer):
+    return next(o for o in chain(optimizer) if isinstance(o, keras_mp.MasterWeightOptimizer))
+
+
+def innermost(optimizer):
+    *_, last = chain(optimizer)
+    return last
+
+
+class Run:
+    """A linear model with a kernel in 16 bits and a bias in float32, and what trains it."""
+
+    def __init__(
+        self,
+        name,
+        dtype,
+        mode="eager",
+        replicas=1,
+        wrap=None,
+        method="split",
+        slots="float32",
+        **kwargs,
+    ):
+        generator = np.random.default_rng(0)
+        kernel = tf.cast(generator.normal(0, 0.1, [16, 5]), tf.bfloat16 if dtype is None else dtype)
+        self.strategy = mirrored(replicas) if replicas > 1 else None
+        with self.strategy.scope() if self.strategy else contextlib.nullcontext():
+            self.kernel = tf.Variable(kernel if dtype else tf.cast(kernel, tf.float32))
+            self.bias = tf.Variable(tf.zeros([5]))
+            self.optimizer = make_optimizer(name, 1e-3, **kwargs)
+            if dtype is not None:
+                self.optimizer = keras_mp.MasterWeightOptimizer(
+                    self.optimizer, method, slots, seed=7
+                )
+            if wrap is not None:
+                self.optimizer = wrap(self.optimizer)
+            adapter_of(self.optimizer).build([self.kernel, self.bias])
+        self.inputs = tf.constant(generator.normal(size=[8, 16]), tf.float32)
+        on_replicas = self.step
+        if self.strategy:
+            on_replicas = lambda i: self.strategy.run(self.step, (i,))  # noqa: E731
+        self.make_step = placed(mode, on_replicas)
+
+    def step(self, i):
+        inputs = self.inputs + 0.01 * i
+        if self.strategy:
+            context = tf.distribute.get_replica_context()
+            inputs += tf.cast(context.replica_id_in_sync_group, tf.float32)
+        inputs = tf.cast(inputs, tf.bfloat16)
+
+        def loss():
+            product = tf.matmul(inputs, tf.cast(self.kernel, tf.bfloat16))
+            return tf.reduce_sum((tf.cast(product, tf.float32) + self.bias) ** 2)
+
+        variables = [self.kernel, self.bias]
+        if isinstance(self.optimizer, keras_mp.LossScaleOptimizer):
+            self.optimizer.minimize(loss, variables)
+            return
+        with tf.GradientTape() as tape:
+            computed = loss()
+        self.optimizer.apply_gradients(zip(tape.gradient(computed, variables), variables))
+
+    def train(self, steps):
+        for i in range(steps):
+            self.make_step(tf.constant(i, tf.float32))
+        return self
+
+    def float32_weights(self):
+        return [value(w) for w in master_weights_in(self.optimizer).float32_weights()]
+
+    def state(self):
+        variables = innermost(self.optimizer).variables
+        return [value(v) for v in (variables() if callable(variables) else variables)]
+
+
+def assert_trains_as_in_float32(steps=12, **how):
+    ours = Run(dtype=tf.bfloat16, **how).train(steps)
+    theirs = Run(dtype=None, **how).train(steps)
+    expected = value(theirs.kernel)
+    np.testing.assert_array_equal(ours.float32_weights()[0], expected)
+    np.testing.assert_array_equal(value(ours.kernel), tf.cast(expected, tf.bfloat16).numpy())
+    np.testing.assert_array_equal(value(ours.bias), value(theirs.bias))
+    for our, their in zip(ours.state(), theirs.state(), strict=True):
+        np.testing.assert_array_equal(our, their)
+    assert np.abs(expected - value(Run(dtype=None, **how).kernel)).max() > 0
+    return ours
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("name", ALL)
+def test_it_trains_as_with_float32_variables(name, mode):
+    assert_trains_as_in_float32(name=name, mode=mode)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name.split(".")[1] in ("SGD", "Adam")])
+@pytest.mark.parametrize("method", ["split", "copy"])
+def test_it_trains_as_with_float32_variables_for_fifty_steps(name, method):
+    assert_trains_as_in_float32(50, name=name, mode="function", method=method)
+
+
+CONTRACTED = [
+    name for name in ("new.RMSprop", "new.Adagrad", "new.Adafactor", "new.Lamb") if name in ALL
+]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in CONTRACTED])
+def test_it_trains_as_with_float32_variables_where_xla_compiles(name):
+    assert_trains_as_in_float32(6, name=name, mode="xla")
+
+
+@pytest.mark.parametrize("name", CONTRACTED)
+def test_where_xla_contracts_products_and_sums_otherwise_the_last_bit_may_differ(name):
+    ours = Run(name, tf.bfloat16, "xla").train(6)
+    theirs = Run(name, None, "xla").train(6)
+    [weight, _] = ours.float32_weights()
+    np.testing.assert_allclose(weight, value(theirs.kernel), rtol=0, atol=6 * 2.0**-25)
+    # The parts fit together all the same.
+    np.testing.assert_array_equal(value(ours.kernel), tf.cast(weight, tf.bfloat16).numpy())
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_as_with_float32_variables_on_two_replicas(name, mode):
+    ours = assert_trains_as_in_float32(6, name=name, mode=mode, replicas=2)
+    first, second = ours.strategy.experimental_local_results(ours.kernel)
+    np.testing.assert_array_equal(first.numpy(), second.numpy())
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", ADAMS)
+def test_inside_of_a_loss_scale_optimizer(name, replicas, mode):
+    wrap = keras_mp.LossScaleOptimizer
+    assert_trains_as_in_float32(6, name=name, mode=mode, replicas=replicas, wrap=wrap)
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_inside_of_an_all_reduce_optimizer(name):
+    wrap = keras_mp.AllReduceOptimizer
+    assert_trains_as_in_float32(6, name=name, mode="function", replicas=2, wrap=wrap)
+
+
+NEW = [
+    {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
+    {"weight_decay": 0.1},
+]
+ANY = [{"clipnorm": 0.1}, {"clipvalue": 0.01}, {"global_clipnorm": 0.1}]
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("options", [*NEW, *ANY], ids=str)
+@pytest.mark.parametrize("name", ADAMS)
+def test_with_options_of_the_inner_optimizer(name, options, mode):
+    if name.startswith("legacy") and options in NEW:
+        pytest.skip("Legacy optimizers do not have it.")
+    assert_trains_as_in_float32(9, name=name, mode=mode, **options)
+
+
+@keras_3_only
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("wrap", [None, keras_mp.LossScaleOptimizer])
+def test_with_accumulated_gradients(wrap, mode):
+    options = {"gradient_accumulation_steps": 3}
+    assert_trains_as_in_float32(9, name="new.Adam", mode=mode, wrap=wrap, **options)
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_with_a_schedule(name):
+    def run(dtype):
+        schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.5)
+        optimizer = namespace(name.split(".")[0]).Adam(schedule)
+        v = tf.Variable([1.0, 2.0], dtype=dtype)
+        if dtype == tf.bfloat16:
+            optimizer = keras_mp.MasterWeightOptimizer(optimizer)
+        for _ in range(4):
+            optimizer.apply_gradients([(tf.constant([1.0, 2.0], dtype), v)])
+        return optimizer, v
+
+    (ours, _), (_, theirs) = run(tf.bfloat16), run(tf.float32)
+    np.testing.assert_array_equal(ours.float32_weights()[0], theirs.numpy())
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sparse_gradients(name, mode):
+    def run(dtype):
+        table = tf.Variable(tf.cast(tf.reshape(tf.range(12.0), [4, 3]), dtype))
+        optimizer = make_optimizer(name, 1e-3)
+        if dtype == tf.bfloat16:
+            optimizer = keras_mp.MasterWeightOptimizer(optimizer)
+        adapter_of(optimizer).build([table])
+
+        def step():
+            values = tf.constant([[1.0] * 3, [0.25] * 3, [3.0] * 3], dtype)
+            gradient = tf.IndexedSlices(values, tf.constant([1, 3, 1]), tf.constant([4, 3]))
+            optimizer.apply_gradients([(gradient, table)])
+
+        step = placed(mode, step)
+        for _ in range(5):
+            step()
+        return optimizer, table
+
+    (ours, _), (_, theirs) = run(tf.bfloat16), run(tf.float32)
+    np.testing.assert_array_equal(ours.float32_weights()[0], theirs.numpy())
+    np.testing.assert_array_equal(theirs.numpy()[0], [0, 1, 2])
+    assert theirs.numpy()[1, 0] != 3
+
+
+def test_what_is_overwritten_with_a_gradient_is_left_alone():
+    if not IS_KERAS_3:
+        pytest.skip("Keras 3 has it.")
+    scale = tf.keras.Variable([1.0], name="scale")
+    scale.overwrite_with_gradient = True
+    weight = tf.keras.Variable([1.0], dtype="bfloat16", name="weight")
+    optimizer = keras_mp.MasterWeightOptimizer(tf.keras.optimizers.SGD(2.0**-12))
+    gradients = [tf.constant([1.0], tf.bfloat16), tf.constant([5.0])]
+    optimizer.apply_gradients(zip(gradients, [weight, scale]))
+    assert float(scale.numpy()[0]) == 5
+    assert float(optimizer.float32_weights()[0][0]) == 1 - 2.0**-12
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_leaves_remainders_and_slots_alone(name, mode):
+    run = Run(name, tf.bfloat16, mode, wrap=keras_mp.LossScaleOptimizer).train(2)
+    before = [value(v) for v in run.optimizer.variables]
+    weights = run.float32_weights()
+    run.make_step(tf.constant(float("inf")))
+    assert bool(run.optimizer.last_step_skipped)
+    for old, new in zip(before, run.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(old, value(new))
+    for old, new in zip(weights, run.float32_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_small_float16_gradients_are_unscaled_in_float32(name, calls):
+    v = tf.Variable([1.0], dtype=tf.float16)
+    inner = make_optimizer(name, 2.0**20, momentum=0.0)
+    optimizer = keras_mp.LossScaleOptimizer(keras_mp.MasterWeightOptimizer(inner), 2.0**15)
+    # As a float16 number 2**-30, which is scaled to 2**-15, would be 0.
+    if calls == "minimize":
+        optimizer.minimize(lambda: tf.cast(v[0], tf.float32) * 2.0**-30, [v])
+    else:
+        with tf.GradientTape() as tape:
+            scale = optimizer.get_scaled_loss if calls == "rfc" else optimizer.scale_loss
+            loss = scale(tf.cast(v[0], tf.float32) * 2.0**-30)
+        gradients = tape.gradient(loss, [v])
+        if calls == "rfc":
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, [v]))
+    [weight] = master_weights_in(optimizer).float32_weights()
+    assert float(weight[0]) == 1 - 2.0**-10
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_a_grad_scaler(name):
+    v = tf.Variable([1.0], dtype=tf.bfloat16)
+    optimizer = keras_mp.MasterWeightOptimizer(make_optimizer(name, 2.0**-12, momentum=0.0))
+    scaler = keras_mp.GradScaler(2.0)
+    with tf.GradientTape() as tape:
+        loss = scaler.scale(tf.cast(v[0], tf.float32))
+    gradients = tape.gradient(loss, [v])
+    scaler.step(optimizer, zip(gradients, [v]))
+    scaler.update()
+    assert float(optimizer.float32_weights()[0][0]) == 1 - 2.0**-12
+
+
+@pytest.mark.parametrize("method", ["split", "copy"])
+@pytest.mark.parametrize("name", ADAMS)
+def test_float16_weights_train_as_in_float32(name, method):
+    ours = Run(name, tf.float16, "function", method=method)
+    theirs = Run(name, None, "function")
+    theirs.kernel.assign(tf.cast(ours.kernel, tf.float32))
+    ours.train(12), theirs.train(12)
+    [weight, _] = ours.float32_weights()
+    # Below 2**-16, of which there are none here, digits would be lost.
+    np.testing.assert_allclose(weight, value(theirs.kernel), rtol=2.0**-8, atol=2.0**-10)
+    np.testing.assert_array_equal(value(ours.kernel), weight.astype("float16"))
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_updates_that_are_rounded_stochastically_arrive_on_average(name, mode):
+    # 2**-11 is an eighth of what separates 1 from the next smaller number.
+    v = tf.Variable(tf.ones([20000], tf.bfloat16))
+    optimizer = keras_mp.MasterWeightOptimizer(
+        make_optimizer(name, 2.0**-11, momentum=0.0), "stochastic_rounding", seed=1
+    )
+    adapter_of(optimizer).build([v])
+
+    def apply(gradient):
+        optimizer.apply_gradients([(gradient, v)])
+
+    step = placed(mode, apply)
+    for _ in range(10):
+        step(tf.ones([20000], tf.bfloat16))
+    mean = float(tf.reduce_mean(tf.cast(v, tf.float32)))
+    deviation = float(tf.math.reduce_std(tf.cast(v, tf.float32)))
+    assert deviation > 0
+    assert abs(mean - (1 - 10 * 2.0**-11)) < 4 * deviation / np.sqrt(20000)
+
+
+def rounded_run(seed, replicas=1, mode="function"):
+    with mirrored(replicas).scope() if replicas > 1 else contextlib.nullcontext():
+        v = tf.Variable(tf.ones([100], tf.bfloat16))
+        sgd = make_optimizer("new.SGD", 2.0**-10, momentum=0.0)
+        optimizer = keras_mp.MasterWeightOptimizer(sgd, "stochastic_rounding", seed=seed)
+        optimizer.build([v])
+
+    def replica_step():
+        optimizer.apply_gradients([(tf.fill([100], tf.constant(1 / replicas, v.dtype)), v)])
+
+    step = placed(
+        mode, lambda: mirrored(replicas).run(replica_step) if replicas > 1 else replica_step()
+    )
+    for _ in range(3):
+        step()
+    return v
+
+
+def test_a_seed_decides_how_weights_are_rounded():
+    first = rounded_run(1).numpy()
+    np.testing.assert_array_equal(first, rounded_run(1).numpy())
+    np.testing.assert_array_equal(first, rounded_run(1, mode="eager").numpy())
+    assert (first != rounded_run(2).numpy()).any()
+
+
+def test_all_replicas_round_alike():
+    v = rounded_run(1, replicas=2)
+    first, second = mirrored(2).experimental_local_results(v)
+    np.testing.assert_array_equal(first.numpy(), second.numpy())
+    np.testing.assert_array_equal(first.numpy(), rounded_run(1).numpy())
+
+
+def test_without_a_seed_set_random_seed_decides():
+    def seed_of():
+        return keras_mp.MasterWeightOptimizer("sgd").get_config()["seed"]
+
+    tf.keras.utils.set_random_seed(3)
+    first, second = seed_of(), seed_of()
+    tf.keras.utils.set_random_seed(3)
+    assert first == seed_of() != second
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "xla"])
+@pytest.mark.parametrize("name", ADAMS)
+def test_slots_in_bfloat16(name, mode):
+    ours = Run(name, tf.bfloat16, mode, slots="bfloat16").train(3)
+    theirs = Run(name, None, mode).train(3)
+    for our, their in zip(ours.state()[2:], theirs.state()[2:], strict=True):
+        assert np.all(np.abs(our - their) <= 2.0**-6 * np.abs(their) + 1e-30)
+        if our.shape == (16, 5):
+            np.testing.assert_array_equal(our, tf.cast(our, tf.bfloat16).numpy().astype("float32"))
+    [weight, _] = ours.float32_weights()
+    np.testing.assert_allclose(weight, value(theirs.kernel), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_a_second_moment_in_bfloat16_neither_stands_still_nor_vanishes(name):
+    # (1 - 0.999) of what is far from it is less than half of bfloat16's last digit.
+    count = 4000
+    v = tf.Variable(tf.zeros([count], tf.bfloat16))
+    optimizer = keras_mp.MasterWeightOptimizer(
+        namespace(name.split(".")[0]).Adam(1e-6), slot_dtype="bfloat16", seed=1
+    )
+    adapter_of(optimizer).build([v])
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply_gradients([(tf.fill([count], gradient), v)])
+
+    step(tf.constant(1.0, tf.bfloat16))
+    for _ in range(200):
+        step(tf.constant(0.5, tf.bfloat16))
+    variables = innermost(optimizer).variables
+    values = map(value, variables() if callable(variables) else variables)
+    *_, second = (moment for moment in values if moment.shape == (count,))
+    expected = 0.999**200 * 0.001 + (1 - 0.999**200) * 0.25
+    error = second.std() / np.sqrt(count)
+    assert second.std() > 0
+    assert abs(second.mean() - expected) < 4 * error
+
+
+def test_a_weight_that_is_set_by_other_means_is_taken_as_it_is():
+    for method in ("split", "copy", "stochastic_rounding"):
+        v = tf.Variable([1.0], dtype=tf.bfloat16)
+        optimizer = keras_mp.MasterWeightOptimizer(tf.keras.optimizers.SGD(2.0**-12), method)
+        optimizer.apply_gradients([(tf.ones([1], tf.bfloat16), v)])
+        v.assign([-8.0])
+        [weight] = optimizer.float32_weights()
+        assert abs(float(weight[0]) + 8) <= 2.0**-5
+
+
+def test_the_config_makes_an_equal_optimizer():
+    optimizer = keras_mp.MasterWeightOptimizer(
+        tf.keras.optimizers.Adam(), "copy", "bfloat16", seed=5
+    )
+    again = keras_mp.MasterWeightOptimizer.from_config(optimizer.get_config())
+    assert again.get_config() == optimizer.get_config()
+    assert (again.method, again.slot_dtype) == ("copy", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("sgd", "kahan"), ValueError, "`method` must be one of"),
+        (("sgd", "split", "float16"), ValueError, "`slot_dtype` must be one of"),
+        (("sgd", "split", "int"), ValueError, "`slot_dtype` must be one of"),
+        ((3,), TypeError, "Expected an optimizer of `tf.keras`"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        keras_mp.MasterWeightOptimizer(*arguments)
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [keras_mp.LossScaleOptimizer, keras_mp.AllReduceOptimizer, keras_mp.MasterWeightOptimizer],
+)
+def test_the_wrong_order(wrapper):
+    with pytest.raises(TypeError, match=f"goes inside of a {wrapper.__name__}"):
+        keras_mp.MasterWeightOptimizer(wrapper("sgd"))
+
+
+def test_a_graph_of_tensorflow_1_is_refused():
+    with tf.Graph().as_default():
+        v = tf.compat.v1.get_variable("v", [1], tf.bfloat16, use_resource=True)
+        optimizer = keras_mp.MasterWeightOptimizer(make_optimizer(FAMILIES[-1]))
+        with pytest.raises(RuntimeError, match="not in a graph of TensorFlow 1"):
+            optimizer.apply_gradients([(tf.ones([1], tf.bfloat16), v)])
+
+
+def make_model(name, policy, wrap=None, method="split", slots="float32", **compile):
+    tf.keras.utils.set_random_seed(0)
+    keras_mp.set_global_policy(policy)
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input((64,)),
+            tf.keras.layers.Dense(8, activation="relu"),
+            tf.keras.layers.Dense(10),
+        ]
+    )
+    keras_mp.set_global_policy(None)
+    generator = np.random.default_rng(0)
+    weights = [generator.normal(0, 0.1, w.shape) for w in model.get_weights()]
+    model.set_weights([tf.cast(tf.cast(w, tf.bfloat16), tf.float32).numpy() for w in weights])
+    optimizer = make_optimizer(name, 0.01)
+    if policy == "bfloat16":
+        optimizer = keras_mp.MasterWeightOptimizer(optimizer, method, slots, seed=3)
+    loss = keras_mp.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer if wrap is None else wrap(optimizer), loss, **compile)
+    return model
+
+
+def step(model, i):
+    x, y = digits()
+    return model.train_on_batch(x[32 * i : 32 * i + 32], y[32 * i : 32 * i + 32])
+
+
+def float32_weights(model):
+    return [value(w) for w in master_weights_in(model.optimizer).float32_weights()]
+
+
+@pytest.mark.parametrize("wrap", [None, keras_mp.LossScaleOptimizer])
+@pytest.mark.parametrize("name", ADAMS)
+def test_fit_trains_a_bfloat16_model_as_a_mixed_one(name, wrap):
+    x, y = digits()
+    models = [make_model(name, policy, wrap) for policy in ("bfloat16", "mixed_bfloat16")]
+    losses = [
+        model.fit(x[:320], y[:320], batch_size=32, epochs=3, shuffle=False, verbose=0).history[
+            "loss"
+        ]
+        for model in models
+    ]
+    assert losses[0] == losses[1]
+    ours, theirs = models
+    for our, their in zip(float32_weights(ours), theirs.trainable_variables, strict=True):
+        np.testing.assert_array_equal(our, value(their))
+    for our, their in zip(ours.trainable_variables, theirs.trainable_variables, strict=True):
+        assert tf.as_dtype(our.dtype) == tf.bfloat16
+        np.testing.assert_array_equal(value(our), tf.cast(value(their), tf.bfloat16).numpy())
+
+
+# Keras 2 reads no bfloat16 from its files, and Keras 3 none from .h5 files.
+FORMS = ["keras", "weights", "checkpoint"] if IS_KERAS_3 else ["checkpoint"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("method", "slots"),
+    [
+        ("split", "float32"),
+        ("copy", "float32"),
+        ("stochastic_rounding", "float32"),
+        ("split", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [None, keras_mp.LossScaleOptimizer])
+@pytest.mark.parametrize("name", ADAMS)
+def test_training_goes_on_from_a_file(name, wrap, method, slots, form, tmp_path):
+    make = lambda: make_model(name, "bfloat16", wrap, method, slots, run_eagerly=True)  # noqa: E731
+    model = make()
+    for i in range(3):
+        step(model, i)
+    path = str(tmp_path / "model")
+    if form == "keras":
+        model.save(path + ".keras")
+        loaded = tf.keras.models.load_model(path + ".keras")
+        assert master_weights_in(loaded.optimizer).method == method
+    else:
+        loaded = make()
+        if form == "weights":
+            model.save_weights(path + ".weights.h5")
+            loaded.optimizer.build(loaded.trainable_variables)
+            loaded.load_weights(path + ".weights.h5")
+        else:
+            parts = lambda m: tf.train.Checkpoint(model=m, optimizer=m.optimizer)  # noqa: E731
+            saved = parts(model).save(path)
+            parts(loaded).restore(saved).expect_partial()
+    for i in range(3, 6):
+        assert step(model, i) == step(loaded, i)
+    for our, their in zip(float32_weights(loaded), float32_weights(model), strict=True):
+        np.testing.assert_array_equal(our, their)
+    assert int(value(loaded.optimizer.iterations)) == 6
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_a_checkpoint_of_another_method_is_refused(name, tmp_path):
+    model = make_model(name, "bfloat16", method="copy", run_eagerly=True)
+    step(model, 0)
+    saved = tf.train.Checkpoint(optimizer=model.optimizer).save(str(tmp_path / "model"))
+    other = make_model(name, "bfloat16", run_eagerly=True)
+    with pytest.raises(ValueError, match="by another method"):
+        tf.train.Checkpoint(optimizer=other.optimizer).restore(saved)
+    step(other, 0)
+    other.optimizer.assign_float32_weights(model.optimizer.float32_weights())
+    for our, their in zip(float32_weights(other), float32_weights(model), strict=True):
+        np.testing.assert_array_equal(our, their)
+
+
+@keras_3_only
+def test_a_file_of_another_method_is_refused(tmp_path):
+    model = make_model("new.Adam", "bfloat16", method="copy", run_eagerly=True)
+    step(model, 0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = make_model("new.Adam", "bfloat16", run_eagerly=True)
+    other.optimizer.build(other.trainable_variables)
+    with pytest.raises(ValueError, match="by another method"):
+        other.load_weights(tmp_path / "model.weights.h5")
+
+
+def test_a_mirrored_model_goes_on_from_a_checkpoint(tmp_path):
+    def make():
+        return Run("new.Adam", tf.bfloat16, "function", replicas=2)
+
+    run = make().train(2)
+    parts = lambda r: tf.train.Checkpoint(v=r.kernel, b=r.bias, optimizer=r.optimizer)  # noqa: E731
+    saved = parts(run).save(str(tmp_path / "run"))
+    again = make()
+    parts(again).restore(saved)
+    np.testing.assert_array_equal(run.float32_weights()[0], again.float32_weights()[0])
+    run.train(2), again.train(2)
+    np.testing.assert_array_equal(run.float32_weights()[0], again.float32_weights()[0])
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Keras 2 has both.")
+def test_a_saved_model_with_a_legacy_optimizer_is_refused(tmp_path):
+    model = make_model("legacy.Adam", "bfloat16", run_eagerly=True)
+    step(model, 0)
+    with pytest.raises(ValueError, match="leave the optimizer out"):
+        model.save(tmp_path / "model", save_format="tf")
+    model.save(tmp_path / "model", save_format="tf", include_optimizer=False)
+    served = tf.keras.models.load_model(tmp_path / "model")
+    for ours, theirs in zip(served.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_set_weights_takes_what_get_weights_gives(name):
+    models = [make_model(name, "bfloat16", run_eagerly=True) for _ in range(2)]
+    step(models[0], 0), step(models[1], 1)
+    models[1].set_weights(models[0].get_weights())
+    weights = [value(v) for v in models[0].optimizer.variables]
+    models[1].optimizer.set_weights(weights)
+    for our, their in zip(float32_weights(models[1]), float32_weights(models[0]), strict=True):
+        np.testing.assert_array_equal(our, their)
+    with pytest.raises(ValueError, match="for another model"):
+        models[1].optimizer.set_weights(weights[:-1])
+
+
+def small_model(policy, dtype=None):
+    with keras_mp.policy_scope(policy):
+        layers = [tf.keras.layers.Dense(3, dtype=dtype), tf.keras.layers.Dense(1, dtype=dtype)]
+        return tf.keras.Sequential([tf.keras.Input((2,)), *layers])
+
+
+@pytest.mark.filterwarnings("ignore:The global policy .float16. keeps variables")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compile_wraps_under_a_policy_in_16_bits(name, dtype, caplog):
+    model = small_model(dtype)
+    inner = make_optimizer(name)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.INFO)
+    try:
+        with caplog.at_level("INFO", "absl"):
+            model.compile(inner, "mse")
+    finally:
+        logging.set_verbosity(verbosity)
+    records = [record.getMessage() for record in caplog.records]
+    assert isinstance(model.optimizer, keras_mp.MasterWeightOptimizer)
+    assert model.optimizer.inner_optimizer is inner
+    assert [dtype in each and "MasterWeightOptimizer" in each for each in records] == [True]
+    before = model.optimizer
+    model.compile(before, "mse")
+    assert model.optimizer is before
+
+
+@pytest.mark.filterwarnings("ignore:The global policy .float16. keeps variables")
+def test_compile_wraps_inside_of_the_loss_scaling():
+    model = small_model(keras_mp.Policy("float16", loss_scale="dynamic"))
+    model.compile(make_optimizer(FAMILIES[0]), "mse")
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    assert isinstance(model.optimizer.inner_optimizer, keras_mp.MasterWeightOptimizer)
+
+
+def test_compile_warns_of_what_other_models_in_16_bits_lose():
+    model = small_model(None, dtype="bfloat16")
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="beta_2=0.999 is 1") as warned:
+        model.compile(tf.keras.optimizers.Adam(beta_2=0.999), "mse")
+    assert "below 1/256 of a weight" in str(warned[0].message)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="has 2 layers whose variables"):
+        model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
+    model.compile(keras_mp.MasterWeightOptimizer("adam"), "mse")
+    frozen = small_model(None, dtype="bfloat16")
+    frozen.trainable = False
+    frozen.compile("adam", "mse")
+
+
+@pytest.mark.parametrize("method", ["split", "copy"])
+@pytest.mark.parametrize("name", ADAMS)
+def test_convert_takes_all_digits_with_it(name, method):
+    model = make_model(name, "bfloat16", keras_mp.LossScaleOptimizer, method, run_eagerly=True)
+    mixed = make_model(name, "mixed_bfloat16", run_eagerly=True)
+    for i in range(3):
+        step(model, i), step(mixed, i)
+    expected = float32_weights(model)
+    for policy in ("float32", "mixed_bfloat16"):
+        converted = keras_mp.convert(model, policy)
+        for ours, theirs in zip(converted.get_weights(), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    # And back.
+    back = keras_mp.convert(mixed, "bfloat16")
+    back.compile(keras_mp.MasterWeightOptimizer(make_optimizer(name), method), "mse")
+    back.optimizer.build(back.trainable_variables)
+    back.optimizer.assign_float32_weights(mixed.trainable_variables)
+    for ours, theirs in zip(float32_weights(back), mixed.trainable_variables, strict=True):
+        np.testing.assert_array_equal(ours, value(theirs))
+
+
+def test_the_summary_says_how_digits_are_kept():
+    model = make_model(FAMILIES[0].replace("SGD", "Adam"), "bfloat16")
+    lines = []
+    keras_mp.summary(model, lines.append)
+    assert "Adam sees float32 weights: method 'split', slots in float32." in lines
+    model.optimizer.build(model.trainable_variables)
+    keras_mp.summary(model, lines.append)
+    assert any("12.1" in line and "bytes a weight" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("method", "slots", "expected"),
+    [
+        ("split", "float32", 12.125),
+        ("copy", "float32", 14),
+        ("split", "bfloat16", 8.125),
+        ("stochastic_rounding", "bfloat16", 6),
+    ],
+)
+@pytest.mark.parametrize("name", ADAMS)
+def test_bytes_a_weight(name, method, slots, expected):
+    v = tf.Variable(tf.zeros([4096], tf.bfloat16))
+    optimizer = keras_mp.MasterWeightOptimizer(make_optimizer(name), method, slots)
+    assert optimizer.bytes_a_weight() is None
+    adapter_of(optimizer).build([v])
+    # The counter, the learning rate and the seed are 20 bytes at most.
+    assert 0 <= optimizer.bytes_a_weight() - expected < 0.01
+
+
+def ancestors(operation):
+    found, waiting = set(), [operation]
+    while waiting:
+        each = waiting.pop()
+        for before in [*(tensor.op for tensor in each.inputs), *each.control_inputs]:
+            if before not in found:
+                found.add(before)
+                waiting.append(before)
+    return found
+
+
+@pytest.mark.parametrize("method", ["split", "copy", "stochastic_rounding"])
+@pytest.mark.parametrize("name", ADAMS)
+def test_in_a_graph_one_weight_after_the_other_is_seen_in_float32(name, method):
+    weights = [tf.Variable(tf.ones([4, 3 + i], tf.bfloat16)) for i in range(3)]
+    optimizer = keras_mp.MasterWeightOptimizer(make_optimizer(name), method)
+    adapter_of(optimizer).build(weights)
+
+    @tf.function
+    def step():
+        gradients = [tf.ones(w.shape, tf.bfloat16) for w in weights]
+        optimizer.apply_gradients(zip(gradients, weights))
+
+    graph = step.get_concrete_function().graph
+    handles = {id(outside): inside for outside, inside in graph.captures}
+    written = None
+    for weight in weights:
+        uses = handles[id(weight.handle)].consumers()
+        read = next(op for op in uses if op.type == "ReadVariableOp")
+        assert written is None or written in ancestors(read)
+        written = next(op for op in uses if op.type == "AssignVariableOp")
+
+
+@keras_3_only
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=str)
+def test_fit_with_an_optimizer_that_looks_at_the_paths_of_variables(options):
+    if not hasattr(tf.keras.optimizers, "Muon"):
+        pytest.skip("Keras has had it since 3.11.")
+    x, y = digits()
+    results = []
+    for policy in ("bfloat16", "mixed_bfloat16"):
+        model = make_model("new.SGD", policy)
+        optimizer = tf.keras.optimizers.Muon(0.01)
+        if policy == "bfloat16":
+            optimizer = keras_mp.MasterWeightOptimizer(optimizer)
+        loss = keras_mp.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, **options)
+        results.append(model.fit(x[:128], y[:128], shuffle=False, verbose=0).history["loss"])
+    np.testing.assert_allclose(*results, rtol=0 if not options else 1e-3)
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_constraints_are_kept(name):
+    results = []
+    for dtype in (tf.bfloat16, tf.float32):
+        v = tf.Variable([1.0, 2.0], dtype=dtype, constraint=lambda w: tf.minimum(w, 1 + 2.0**-12))
+        optimizer = make_optimizer(name, 2.0**-10)
+        if dtype == tf.bfloat16:
+            optimizer = keras_mp.MasterWeightOptimizer(optimizer)
+        optimizer.apply_gradients([(tf.constant([-1.0, 1.0], dtype), v)])
+        results.append(v.numpy() if dtype == tf.float32 else optimizer.float32_weights()[0].numpy())
+    np.testing.assert_array_equal(*results)
+    assert results[0].max() == 1 + 2.0**-12
+
+
+def regression(seed, dtype, **how):
+    """How far the weights of a regression are from a solution that takes 12 bits."""
+    generator = np.random.default_rng(seed)
+    solution = np.round(generator.uniform(1, 2, [8, 64]) * 2**11) / 2**11
+    x = tf.constant(generator.normal(size=[256, 8]), tf.float32)
+    y = tf.matmul(x, tf.constant(solution, tf.float32))
+    v = tf.Variable(tf.ones([8, 64], dtype))
+    optimizer = tf.keras.optimizers.SGD(0.002)
+    if how:
+        optimizer = keras_mp.MasterWeightOptimizer(optimizer, seed=seed + 1, **how)
+    optimizer.build([v])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            in_16_bits = tf.cast(tf.cast(v, tf.bfloat16), tf.float32)
+            loss = tf.reduce_mean(tf.reduce_sum((tf.matmul(x, in_16_bits) - y) ** 2, 1))
+        optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+        return loss
+
+    for _ in range(2000):
+        step()
+    [weights] = optimizer.float32_weights() if how else [tf.cast(v, tf.float32)]
+    return float(tf.reduce_mean((weights - solution) ** 2))
+
+
+def test_a_regression_whose_solution_takes_more_digits_than_bfloat16_has():
+    for seed in range(3):
+        mixed = regression(seed, tf.float32)
+        assert regression(seed, tf.bfloat16, method="split") == mixed
+        assert regression(seed, tf.bfloat16, method="copy") == mixed
+        # Its weights themselves have 8 bits.
+        rounded = regression(seed, tf.bfloat16, method="stochastic_rounding")
+        assert rounded < 4 * mixed
+        assert regression(seed, tf.bfloat16) > 1000 * rounded
