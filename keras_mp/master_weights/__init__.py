@@ -1,4 +1,4 @@
 """Float32 weights behind variables in 16 bits: how they are kept, and how optimizers see them.
 
-This room needs TensorFlow only.
+This subpackage needs TensorFlow only.
 """

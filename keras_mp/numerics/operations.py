@@ -199,7 +199,7 @@ def _kind_of_file(file: str) -> str:
     if file == __file__:
         return "library"
     if os.path.dirname(file) == os.path.dirname(__file__):
-        # Below there is whoever called a tool of this room.
+        # Below is the code that called a tool of this subpackage.
         return "end"
     if file.endswith(_GRADIENT_FILES):
         return "gradient"

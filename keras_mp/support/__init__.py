@@ -1,4 +1,4 @@
-"""What every room uses: messages, checks of arguments, and where the code runs.
+"""What every subpackage uses: messages, checks of arguments, and where the code runs.
 
 What is here needs TensorFlow only.
 """

@@ -13,7 +13,7 @@ def table():
     groups = {}
     for op, row in cast_policy.ROWS.items():
         groups.setdefault(row, []).append(f"`{op}`")
-    rows = ["| policy | operations | why |", "|---|---|---|"]
+    rows = ["| policy | operations | why |", "| -- | -- | -- |"]
     rows += [f"| {row.policy} | {', '.join(ops)} | {row.why} |" for row, ops in groups.items()]
     return "\n".join(rows)
 
@@ -31,4 +31,4 @@ def test_the_programs_print_what_the_page_says(capsys):
 def test_the_table_is_that_of_the_package():
     assert table() in PAGE
     for policy, meaning in cast_policy.POLICIES.items():
-        assert f" - **{policy}**: {meaning}" in PAGE
+        assert f"- **{policy}**: {meaning}" in PAGE

@@ -7,8 +7,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent / "keras_mp"
 
-# What each room may import of the package; the rooms that need TensorFlow only name no Keras.
-ROOMS = {
+# What each subpackage may import of the package. Those that need TensorFlow only name no Keras.
+SUBPACKAGES = {
     "support": {"support"},
     "variables": {"variables", "support", "kernels"},
     "kernels": {"kernels", "support"},
@@ -37,15 +37,15 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_is_below_it(room):
-    paths = [path for path in (ROOT / room).rglob("*.py") if path.name != "__main__.py"]
+@pytest.mark.parametrize("subpackage", SUBPACKAGES)
+def test_a_subpackage_imports_only_what_is_below_it(subpackage):
+    paths = [path for path in (ROOT / subpackage).rglob("*.py") if path.name != "__main__.py"]
     assert paths
     for path in paths:
         names = [name.split(".") for name in imported(path)]
         ours = {parts[1] for parts in names if parts[0] == "keras_mp" and len(parts) > 1}
-        assert ours <= ROOMS[room], path
-        if room not in WITH_KERAS:
+        assert ours <= SUBPACKAGES[subpackage], path
+        if subpackage not in WITH_KERAS:
             assert not {"keras", "tf_keras"} & {parts[0] for parts in names}, path
             code = ast.walk(ast.parse(path.read_text()))
             assert "tf.keras" not in {
@@ -53,9 +53,9 @@ def test_a_room_imports_only_what_is_below_it(room):
             }, path
 
 
-def test_every_room_is_checked():
-    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert rooms == {*ROOMS, "compat"}
+def test_every_subpackage_is_checked():
+    subpackages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert subpackages == {*SUBPACKAGES, "compat"}
 
 
 def test_nothing_but_the_package_itself_imports_its_tools():
