@@ -414,6 +414,7 @@ def _delegate_rest() -> None:
 _CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
 
 _delegate_rest()
+keras_api.convert_wrappers_to_legacy(OptimizerWrapper, OptimizerWrapper._with_inner)
 
 
 def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:

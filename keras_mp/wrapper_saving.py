@@ -69,10 +69,14 @@ class WrapperSaving:
             A wrapper.
         """
         config = dict(config)
-        inner = keras_api.deserialize_optimizer(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
-        )
+        inner = config.pop("inner_optimizer")
+        if isinstance(inner, dict):
+            inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
         return cls(inner, **config)
+
+    def _with_inner(self, inner_optimizer: Any) -> "Self":
+        """Returns a wrapper like this one, with its state, around another optimizer."""
+        return type(self).from_config({**self.get_config(), "inner_optimizer": inner_optimizer})
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the inner optimizer's variables, where Keras does not save them beside this.

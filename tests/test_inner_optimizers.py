@@ -333,3 +333,25 @@ def test_float16_rows_that_overflow_only_when_they_are_added_up(name):
     assert int(optimizer.steps_skipped) == 1
     apply([1, 2, 3])
     np.testing.assert_array_equal(table.numpy(), [[-1], [0], [1]])
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 has no legacy optimizers.")
+def test_wrappers_are_converted_to_legacy():
+    convert = tf.keras.__internal__.optimizers.convert_to_legacy_optimizer
+    legacy = tf.keras.optimizers.legacy
+    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.Adam(0.25, beta_1=0.5))
+    optimizer.loss_scale.loss_scale.assign(64.0)
+    optimizer.loss_scale.num_good_steps.assign(7)
+    converted = convert(optimizer)
+    assert type(converted) is keras_mp.LossScaleOptimizer
+    assert isinstance(converted.inner_optimizer, legacy.Adam)
+    assert (float(converted.learning_rate), float(converted.beta_1)) == (0.25, 0.5)
+    assert (float(converted.loss_scale()), int(converted.loss_scale.num_good_steps)) == (64, 7)
+    variable = tf.Variable(1.0)
+    converted.minimize(lambda: variable**2, [variable])
+    assert float(variable) == pytest.approx(0.75)
+    nested = keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(tf.keras.optimizers.SGD()))
+    assert isinstance(convert(nested).inner_optimizer.inner_optimizer, legacy.SGD)
+    assert isinstance(convert(tf.keras.optimizers.SGD()), legacy.SGD)
+    keras = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
+    assert isinstance(convert(keras).inner_optimizer, legacy.SGD)

@@ -64,6 +64,14 @@ class KerasApi(Protocol):
     ) -> Any:
         """Calls Keras's own `compile` with bound arguments, so that it wraps nothing."""
 
+    def convert_wrappers_to_legacy(
+        self, wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
+    ) -> None:
+        """Lets Keras 2 convert wrappers of a class, where it converts optimizers to legacy ones.
+
+        `convert_wrapper` takes a wrapper and the legacy optimizer made of its inner optimizer.
+        """
+
     def deserialize_optimizer(
         self, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src import optimizers as _optimizers
 from tf_keras.src.engine import compile_utils as _compile_utils
 from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
 from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
@@ -303,6 +304,22 @@ def deserialize_optimizer(
 
 def keras_layout(optimizer: Any) -> Any:
     return optimizer
+
+
+def convert_wrappers_to_legacy(
+    wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
+) -> None:
+    keras_convert = _optimizers.convert_to_legacy_optimizer
+
+    @functools.wraps(keras_convert)
+    def convert_to_legacy_optimizer(optimizer: Any) -> Any:
+        if isinstance(optimizer, wrapper_class):
+            inner = convert_to_legacy_optimizer(optimizer.inner_optimizer)
+            return convert_wrapper(optimizer, inner)
+        return keras_convert(optimizer)
+
+    for module in (_optimizers, keras.__internal__.optimizers):
+        module.convert_to_legacy_optimizer = convert_to_legacy_optimizer
 
 
 def is_in_keras_wrapper(optimizer: Any) -> bool:

@@ -339,6 +339,12 @@ def _is_in(wrappers: _Wrappers, optimizer: Any) -> bool:
     return reference is not None and reference() is not None
 
 
+def convert_wrappers_to_legacy(
+    wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
+) -> None:
+    del wrapper_class, convert_wrapper  # Keras 3 has no other optimizers.
+
+
 def is_in_keras_wrapper(optimizer: Any) -> bool:
     return _is_in(_keras_own, optimizer)
 
