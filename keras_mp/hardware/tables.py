@@ -28,6 +28,12 @@ _ISA_LIMITS = (
     *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"),
     *("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"),
 )
+# oneDNN's newer names.
+_AVX10_LIMITS = {
+    "AVX10_1_512": "AVX512_CORE_FP16",
+    "AVX10_1_512_AMX": "AVX512_CORE_AMX",
+    "AVX10_1_512_AMX_FP16": "AVX512_CORE_AMX_FP16",
+}
 _REWRITE_FLAGS = {"amx_fp16", "avx_ne_convert"}
 
 
@@ -92,6 +98,7 @@ def cpu_units() -> tuple[list[str], list[str]]:
         oneDNN uses, as the environment variables TF_ENABLE_ONEDNN_OPTS and ONEDNN_MAX_CPU_ISA let.
     """
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    limit = _AVX10_LIMITS.get(limit, limit)
     allowed = _ISA_LIMITS[: _ISA_LIMITS.index(limit) + 1] if limit in _ISA_LIMITS else _ISA_LIMITS
     units = [_UNITS[flag] for flag in _UNITS if flag in _flags()]
     used = [name for name, isa in units if onednn.is_on() and (isa is None or isa in allowed)]

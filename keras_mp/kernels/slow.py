@@ -5,12 +5,14 @@ gradient of a filter takes hundreds of times as long as in float32, on one witho
 Computed in float32 inside, and rounded once, they are faster and no less exact.
 
 A kernel is timed once in a process, when it is needed first. What is a little slower stays as it
-is: what a program computes must not depend on what else the machine is doing. This module needs
-TensorFlow only.
+is: what a program computes must not depend on what else the machine is doing. With
+`KERAS_MP_MEASURE=0` in the environment nothing is timed, and the kernels count as slow in float16
+that were so on each CPU that was measured. This module needs TensorFlow only.
 """
 
 import functools
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,17 +27,21 @@ _MANY_TIMES = 3
 _TURNS = 2
 
 
-def _convolution(*image: int, wants: str) -> Callable[..., tuple[dict[str, Any], float]]:
+def _convolution(
+    *image: int, wants: str, depthwise: bool = False
+) -> Callable[..., tuple[dict[str, Any], float]]:
     """Returns an example: a filter of 3 over ones, as many channels in as out.
 
     Args:
         *image: ints. Batch, sizes, channels.
         wants: str. "output", or what the gradient is of: "input" or "filter".
+        depthwise: bool. Whether each channel has a filter of its own. Defaults to False.
     """
 
     def example(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
         *_, channels = image
-        window = [3] * (len(image) - 2) + [channels, channels]
+        inner = 1 if depthwise else channels
+        window = [3] * (len(image) - 2) + [channels, inner]
         x, filters = tf.ones(image, dtype), tf.ones(window, dtype)
         arguments = {"strides": [1] * len(image), "padding": "SAME"}
         if wants == "output":
@@ -45,7 +51,7 @@ def _convolution(*image: int, wants: str) -> Callable[..., tuple[dict[str, Any],
         else:
             arguments |= {"input": x, "filter_sizes": window, "out_backprop": x}
         # The last value is that of a corner, where part of the window is outside.
-        corner = channels * 2 ** (len(image) - 2)
+        corner = (1 if depthwise else channels) * 2 ** (len(image) - 2)
         inside = math.prod(size - 1 for size in image[1:-1]) * image[0]
         return arguments, float(inside if wants == "filter" else corner)
 
@@ -68,6 +74,21 @@ KERNELS = {
     "Conv3DBackpropInputV2": Kernel(
         "gen_nn_ops", ("conv3d_backprop_input_v2",), _convolution(*_3D, wants="input")
     ),
+    "DepthwiseConv2dNative": Kernel(
+        "gen_nn_ops",
+        ("depthwise_conv2d_native",),
+        _convolution(*_2D, wants="output", depthwise=True),
+    ),
+    "DepthwiseConv2dNativeBackpropFilter": Kernel(
+        "gen_nn_ops",
+        ("depthwise_conv2d_native_backprop_filter",),
+        _convolution(*_2D, wants="filter", depthwise=True),
+    ),
+    "DepthwiseConv2dNativeBackpropInput": Kernel(
+        "gen_nn_ops",
+        ("depthwise_conv2d_native_backprop_input",),
+        _convolution(*_2D, wants="input", depthwise=True),
+    ),
 }
 
 
@@ -77,8 +98,9 @@ def _is_slow(op: str, example: Callable[..., Any], dtype: tf.DType, case: Any, d
     if device != "CPU":
         return False
     with tf.init_scope(), regions.none():
-        if not tf.executing_eagerly():
-            return dtype == tf.float16  # as on each CPU that was measured
+        if not tf.executing_eagerly() or os.environ.get("KERAS_MP_MEASURE") == "0":
+            # As on each CPU that was measured; depthwise ones were fast on some.
+            return dtype == tf.float16 and not op.startswith("Depthwise")
         compute = getattr(tf.raw_ops, op)
         with tf.device("CPU:0"):
             own, _ = example(dtype, case)

@@ -377,6 +377,12 @@ def test_the_program_measures_gpus_beside_the_table(measured, machine, capsys):
             ["AVX512-BF16", "AVX512-FP16", "AMX-BF16"],
             ["AVX512-BF16", "AVX512-FP16"],
         ),
+        (
+            "avx512_bf16 avx512_fp16 amx_bf16",
+            {"ONEDNN_MAX_CPU_ISA": "AVX10_1_512"},
+            ["AVX512-BF16", "AVX512-FP16", "AMX-BF16"],
+            ["AVX512-BF16", "AVX512-FP16"],
+        ),
     ],
 )
 def test_units_and_what_tensorflow_uses(machine, monkeypatch, flags, environment, units, used):

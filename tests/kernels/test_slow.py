@@ -14,6 +14,7 @@ LAYERS = {
     "Conv2D": (lambda **kw: K.layers.Conv2D(4, 3, **kw), [2, 8, 8, 3]),
     "Conv2DTranspose": (lambda **kw: K.layers.Conv2DTranspose(4, 3, **kw), [2, 8, 8, 3]),
     "Conv3D": (lambda **kw: K.layers.Conv3D(4, 2, **kw), [2, 4, 4, 4, 3]),
+    "DepthwiseConv2D": (lambda **kw: K.layers.DepthwiseConv2D(3, **kw), [2, 8, 8, 3]),
 }
 
 
@@ -72,7 +73,37 @@ def test_the_examples_have_right_answers(op):
     assert float(replaced.last_value(getattr(tf.raw_ops, op)(**arguments))) == expected
 
 
+def test_depthwise_convolutions_that_are_slow_compute_in_float32(answer):
+    function = tf.function(
+        lambda x, w: tf.gradients(tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME"), [x, w])
+    )
+    spec = [tf.TensorSpec([1, 4, 4, 2], "float16"), tf.TensorSpec([3, 3, 2, 1], "float16")]
+    graph = function.get_concrete_function(*spec).graph
+    found = {
+        op.type: op.get_attr("T")
+        for op in graph.get_operations()
+        if op.type.startswith("DepthwiseConv2dNative")
+    }
+    if not answer:  # The gradient of a filter may be wrong in float16, and is float32 for that.
+        found.pop("DepthwiseConv2dNativeBackpropFilter")
+    assert set(found.values()) == {tf.float32 if answer else tf.float16}
+
+
+def test_nothing_is_timed_where_nothing_is_to_be_measured(monkeypatch):
+    def fail(compute):
+        raise AssertionError
+
+    monkeypatch.setenv("KERAS_MP_MEASURE", "0")
+    monkeypatch.setattr(slow, "_seconds", fail)
+    slow._is_slow.cache_clear()
+    assert slow.is_slow("Conv2DBackpropFilter", "float16")
+    assert not slow.is_slow("DepthwiseConv2dNative", "float16")
+    assert not slow.is_slow("Conv2DBackpropFilter", "bfloat16")
+    slow._is_slow.cache_clear()
+
+
 def test_only_what_is_many_times_slower_counts(monkeypatch):
+    monkeypatch.setenv("KERAS_MP_MEASURE", "1")
     kernel = slow.KERNELS["Conv3D"]
     for seconds, expected in (([1.0, 0.4], False), ([1.0, 0.3], True)):
         slow._is_slow.cache_clear()
