@@ -1,4 +1,5 @@
 import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -160,13 +161,27 @@ CONTRACTED = [
 ]
 
 
+@functools.cache
+def casts_in_xla():
+    """Whether XLA rounds where float32 weights are cast: that of TensorFlow 2.16 leaves it out."""
+    cast = tf.function(lambda x: tf.cast(tf.cast(x, "bfloat16"), "float32"), jit_compile=True)
+    return float(cast(tf.constant(1 + 2.0**-20))) == 1
+
+
+def needs_casts_in_xla():
+    if not casts_in_xla():
+        pytest.skip("XLA leaves out the casts of float32 weights, so its results are others.")
+
+
 @pytest.mark.parametrize("name", [name for name in ALL if name not in CONTRACTED])
 def test_it_trains_as_with_float32_variables_where_xla_compiles(name):
+    needs_casts_in_xla()
     assert_trains_as_in_float32(6, name=name, mode="xla")
 
 
 @pytest.mark.parametrize("name", CONTRACTED)
 def test_where_xla_contracts_products_and_sums_otherwise_the_last_bit_may_differ(name):
+    needs_casts_in_xla()
     ours = Run(name, tf.bfloat16, "xla").train(6)
     theirs = Run(name, None, "xla").train(6)
     [weight, _] = ours.float32_weights()
@@ -404,6 +419,8 @@ def test_without_a_seed_set_random_seed_decides():
 @pytest.mark.parametrize("mode", ["eager", "function", "xla"])
 @pytest.mark.parametrize("name", ADAMS)
 def test_slots_in_bfloat16(name, mode):
+    if mode == "xla":
+        needs_casts_in_xla()
     ours = Run(name, tf.bfloat16, mode, slots="bfloat16").train(3)
     theirs = Run(name, None, mode).train(3)
     for our, their in zip(ours.state()[2:], theirs.state()[2:], strict=True):
@@ -514,6 +531,7 @@ def make_model(name, policy, wrap=None, method="split", slots="float32", **compi
 
 def step(model, i):
     x, y = digits()
+    model.reset_metrics()  # Keras 3.12 returns their means over all batches so far.
     return model.train_on_batch(x[32 * i : 32 * i + 32], y[32 * i : 32 * i + 32])
 
 
@@ -783,8 +801,8 @@ def test_in_a_graph_one_weight_after_the_other_is_seen_in_float32(name, method):
 @keras_3_only
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=str)
 def test_fit_with_an_optimizer_that_looks_at_the_paths_of_variables(options):
-    if not hasattr(tf.keras.optimizers, "Muon"):
-        pytest.skip("Keras has had it since 3.11.")
+    if tuple(map(int, tf.keras.__version__.split(".")[:2])) < (3, 13):
+        pytest.skip("Muon itself fails on TensorFlow with Keras 3.12.")
     x, y = digits()
     results = []
     for policy in ("bfloat16", "mixed_bfloat16"):
