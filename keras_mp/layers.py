@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, variables
-from keras_mp.support import messages
+from keras_mp.support import marks, messages
 from keras_mp.support.dtypes import FLOATING
 from keras_mp.variables import type_errors
 
@@ -342,11 +342,7 @@ def _copy_with(container: Any, values: list[Any]) -> Any:
 def _cast_tensor(value: Any, dtype: tf.DType) -> Any:
     if value.dtype == dtype or value.dtype not in FLOATING:
         return value
-    result = tf.cast(value, dtype)
-    mask = getattr(value, "_keras_mask", None)
-    if mask is not None:
-        result._keras_mask = mask
-    return result
+    return marks.copy(value, tf.cast(value, dtype))
 
 
 def _variables_in(value: Any) -> Iterator[tf.Variable]:

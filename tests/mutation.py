@@ -32,7 +32,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 # What is broken, and who looks at it: the quickest first.
 _STEP = ["tests/test_loss_scale_optimizer.py", "tests/step", "tests/test_inner_optimizers.py"]
 _CALLS = ["tests/step/test_step_calls.py", "tests/step/test_scaler_calls.py"]
-_VARIABLES = ["tests/variables/test_casts.py", "tests/variables", "tests/test_layers.py"]
+_VARIABLES = ["tests/variables/test_casts.py", "tests/variables", "tests/layers"]
 _TESTS = {
     "keras_mp/step/gradients.py": ["tests/step/test_gradients.py", *_STEP, "tests/replicas"],
     "keras_mp/step/replicas.py": ["tests/step/test_replicas.py", *_STEP, "tests/replicas"],

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.support import op_table
+from keras_mp.support import marks, op_table
 
 # Keras's own, where it keeps probabilities from 0 and 1.
 _EPSILON = 1e-7
@@ -72,12 +72,7 @@ def cast(prediction: Any, dtype: str) -> Any:
     result = tf.cast(prediction, dtype)
     if _is_eager(result):
         result._keras_mp_cast_of = prediction
-    if hasattr(prediction, "_keras_mask"):
-        result._keras_mask = prediction._keras_mask
-    if hasattr(prediction, "_keras_logits"):
-        # Metrics of cross entropy look for it, as they do in a float32 model.
-        result._keras_logits = tf.cast(prediction._keras_logits, dtype)
-    return result
+    return marks.copy(prediction, result)
 
 
 def widen(prediction: Any, dtype: str = "float32") -> Any:

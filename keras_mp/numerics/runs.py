@@ -12,7 +12,7 @@ from keras_mp import keras_api
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import Call, RandomNumbers, Watch
-from keras_mp.support import attributes
+from keras_mp.support import attributes, marks
 
 # How far a run with noise moves each number: twice as far as rounding does at most. Rounding that
 # flips a ReLU is then found out by a few such runs. (Rounding one number of a tensor is on average
@@ -196,11 +196,7 @@ def replay(
         # Not the same object, whose gradient would be that of the run that it comes from.
         is_narrow = dtype is not None and value.dtype.size < 4
         cast = tf.cast(value, dtype) if is_narrow else tf.identity(value)
-        mask = getattr(value, "_keras_mask", None)
-        moved = move(cast)
-        if mask is not None:
-            moved._keras_mask = mask
-        return moved
+        return marks.copy(value, move(cast))
 
     args, kwargs = tf.nest.map_structure(given, (call.args, call.kwargs))
     inputs = floating((args, kwargs))

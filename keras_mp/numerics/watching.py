@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.step import observers
-from keras_mp.support import attributes
+from keras_mp.support import attributes, marks
 from keras_mp.support.autograph import do_not_convert
 
 Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
@@ -208,12 +208,7 @@ def _shown_outputs(layer: int, outputs: Any, arguments: Any) -> Any:
         result = value
         for path, watcher in watchers:
             result = watcher(path, result, tf.nest.flatten(arguments))
-        if result is not value:
-            # Where Keras, and losses of ours, look for a mask and for logits.
-            for name in ("_keras_mask", "_keras_logits"):
-                if hasattr(value, name):
-                    setattr(result, name, getattr(value, name))
-        return result
+        return result if result is value else marks.copy(value, result)
 
     return tf.nest.map_structure(seen, outputs)
 

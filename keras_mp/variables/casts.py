@@ -127,7 +127,7 @@ def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
 
 @functools.cache
 def _register_gradient(dtype: tf.DType, shape: str) -> str:
-    """Returns a name of the gradient. A SavedModel keeps one function for each name."""
+    """Returns a name of the gradient. A SavedModel keeps one function, of one shape, for a name."""
     name = f"KerasMpReadAs_{dtype.name}_{shape}"
 
     @tf.RegisterGradient(name)

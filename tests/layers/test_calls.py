@@ -1,0 +1,193 @@
+import gc
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import layers
+from tests.common import IS_KERAS_3
+from tests.layers.common import SimpleDense
+
+
+def test_call_itself_casts_too():
+    layer = SimpleDense(dtype="mixed_float16")
+    layer.build([None, 10])
+    assert layer.call(tf.ones([1, 10])).dtype == tf.float16
+
+
+def test_call_of_a_mixin_and_of_a_parent():
+    class Mixin:
+        def call(self, x):
+            return x * self.w
+
+    class Layer(Mixin, layers.Layer):
+        def build(self, _):
+            self.w = self.add_weight(shape=[2], initializer="ones")
+
+    class Child(Layer):
+        def call(self, x, bias=None):
+            return super().call(x) + (0.0 if bias is None else bias)
+
+    for make in (Layer, Child):
+        assert make(dtype="mixed_float16")(tf.ones([2])).dtype == tf.float16
+    assert Child(dtype="mixed_float16")(tf.ones([2]), bias=tf.ones([2])).dtype == tf.float16
+
+
+def test_a_call_that_is_put_in_later_casts_too():
+    class Scale(layers.Layer):
+        def build(self, _):
+            self.w = self.add_weight(shape=[2], initializer="ones")
+
+        def call(self, x):
+            return x * self.w
+
+    def thrice(self, x):
+        return x * self.w * 3
+
+    x = tf.ones([2])
+    layer = Scale(dtype="mixed_float16")
+    layer(x)
+    layer.call = types.MethodType(thrice, layer)
+    np.testing.assert_array_equal(layer(x), [3, 3])
+    assert layer(x).dtype == layer.call(x).dtype == tf.float16
+    layer.call = tf.function(types.MethodType(Scale.call, layer))
+    assert layer(x).dtype == tf.float16
+    Scale.call = thrice
+    assert Scale(dtype="mixed_float16")(x).dtype == tf.float16
+
+
+def test_training_and_mask_arguments_still_come_from_keras():
+    class Asks(layers.Layer):
+        supports_masking = True
+
+        def call(self, x, training=None, mask=None):
+            self.asked = training, mask
+            return x
+
+    layer = Asks(dtype="mixed_float16")
+    model = tf.keras.Sequential([tf.keras.layers.Embedding(5, 2, mask_zero=True), layer])
+    model(tf.constant([[1, 0]]), training=True)
+    training, mask = layer.asked
+    assert training is True
+    np.testing.assert_array_equal(mask, [[True, False]])
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_recomputed_layers_read_in_the_compute_dtype(in_function):
+    class Block(layers.Layer):
+        def build(self, _):
+            self.w = self.add_weight(shape=[2, 2], initializer="identity")
+
+        def call(self, x):
+            return keras_mp.recompute_grad(lambda x: tf.tanh(x @ self.w))(x)
+
+    block, dense = Block(dtype="mixed_float16"), SimpleDense(dtype="mixed_float16")
+    x = tf.Variable(tf.ones([1, 2]))
+    y = tf.Variable(tf.ones([1, 10]))
+    block(x)
+    dense(y)
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            one = tf.reduce_sum(block(x))
+            other = tf.reduce_sum(tf.recompute_grad(dense)(tf.convert_to_tensor(y)))
+            third = tf.reduce_sum(tf.recompute_grad(dense.call)(tf.convert_to_tensor(y)))
+            total = one + other + third
+        return tape.gradient(total, [x, y])
+
+    for gradient in (tf.function(gradients) if in_function else gradients)():
+        assert gradient.dtype == tf.float32
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no RematScope.")
+@pytest.mark.parametrize("in_function", [False, True])
+def test_remat_scope_of_keras_3(in_function):
+    import keras
+
+    with keras.RematScope(mode="full"):
+        layer = SimpleDense(dtype="mixed_float16")
+    plain = SimpleDense(dtype="mixed_float16")
+    x = tf.random.stateless_normal([2, 10], [1, 2])
+    gradients = []
+    for each in (layer, plain):
+        each(x)
+        each.set_weights(layer.get_weights())
+
+        def gradient(each=each):
+            with tf.GradientTape() as tape:
+                y = tf.reduce_sum(tf.tanh(each(x)))
+            return tape.gradient(y, each.trainable_weights)[0]
+
+        gradients.append((tf.function(gradient) if in_function else gradient)())
+    assert gradients[0].dtype == tf.float32
+    np.testing.assert_array_equal(*gradients)
+
+
+def bare_layer():
+    class Bare(layers.Layer):
+        def __init__(self, make=tf.Variable, **kwargs):
+            super().__init__(**kwargs)
+            self.gain = make(tf.ones([2]))
+
+        def call(self, x):
+            return x * self.gain
+
+    return Bare
+
+
+def test_a_bare_variable_is_warned_about_once_for_each_class():
+    for make in (bare_layer(), bare_layer()):
+        with pytest.warns(keras_mp.MixedPrecisionWarning) as caught:
+            [make(dtype="mixed_float16") for _ in range(3)]
+        (warning,) = caught
+        assert "Bare computes in float16, but its attribute `gain`" in str(warning.message)
+        assert "self.gain = keras_mp.autocast_variable" in str(warning.message)
+        assert warning.filename == __file__
+
+
+def test_no_warning_where_nothing_is_bare():
+    class Fine(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.steps = tf.Variable(0)
+            self.half = tf.Variable(tf.ones([2], tf.float16))
+            self.own = keras_mp.autocast_variable(tf.Variable(1.0))
+            self.stock = tf.keras.layers.Dense(1, dtype="mixed_float16")
+            self.stock.build([None, 2])
+            self.tied = self.stock.kernel
+            self.more = [self.own, {"k": self.own}]
+            self.norm = tf.keras.layers.BatchNormalization(dtype="mixed_float16")
+            self.norm.build([None, 2])
+            self.mean = self.norm.moving_mean
+            self.kept = self.add_weight(shape=[2], autocast=False)
+
+    # A warning would be an error.
+    Fine(dtype="mixed_float16")
+    bare_layer()(dtype="float32")
+    bare_layer()(dtype="float64")
+    bare_layer()(dtype="mixed_float16", make=lambda x: keras_mp.autocast_variable(tf.Variable(x)))
+
+
+def test_containers_of_bare_variables_are_warned_about():
+    class Lists(layers.Layer):
+        def __init__(self, many, **kwargs):
+            super().__init__(**kwargs)
+            self.many = many
+
+    for many in ([tf.Variable(1.0)], {"a": tf.Variable(1.0)}, {"a": [(tf.Variable(1.0),)]}):
+        kind = type("Lists", (Lists,), {})
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="attribute `many`"):
+            kind(many, dtype="mixed_float16")
+
+
+def test_classes_are_not_kept():
+    make = bare_layer()
+    with pytest.warns(keras_mp.MixedPrecisionWarning):
+        make(dtype="mixed_float16")
+    assert make in layers._warned_of
+    del make
+    tf.keras.backend.clear_session()
+    gc.collect()

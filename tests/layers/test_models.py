@@ -1,0 +1,190 @@
+import copy
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import keras_api, layers
+from tests.common import IS_KERAS_3, digits, mirrored, pairs
+from tests.layers.common import MODES, POLICIES, SimpleDense, run
+
+
+class AddRandom(layers.Layer):
+    def call(self, inputs):
+        rand = tf.random.normal(shape=tf.shape(inputs), dtype=self.compute_dtype)
+        return inputs + rand
+
+
+class TwoArguments(layers.Layer):
+    def call(self, a, b):
+        return a + 1.0, b + 1.0
+
+
+def input_bias(shape, dtype):
+    return tf.random.normal(shape, dtype=dtype)
+
+
+class MatMulWithInputBias(layers.Layer):
+    def call(self, x):
+        x += input_bias(x.shape, self.compute_dtype)
+        return tf.linalg.matmul(x, x)
+
+
+class DenseWrapper(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = tf.keras.layers.Dense(10, dtype=self.dtype_policy)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "mode"),
+    pairs(
+        [SimpleDense, AddRandom, TwoArguments, MatMulWithInputBias, DenseWrapper], POLICIES, MODES
+    ),
+)
+def test_the_layers_of_the_rfc(make, policy, mode):
+    layer = make(dtype=policy)
+    x = tf.ones([10, 10])
+    outputs = run(layer, mode, *([x, x] if make is TwoArguments else [x]))
+    policy = tf.keras.mixed_precision.Policy(policy)
+    for output in tf.nest.flatten(outputs):
+        assert output.dtype == policy.compute_dtype
+    for weight in layer.weights:
+        assert weight.dtype == policy.variable_dtype
+    assert layer.compute_dtype == policy.compute_dtype
+    assert layer.variable_dtype == layer.dtype == policy.variable_dtype
+    assert layer.dtype_policy.name == policy.name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_layer_computes_what_casts_by_hand_compute(policy, mode):
+    layer = SimpleDense(dtype=policy)
+    x = tf.random.stateless_normal([4, 10], [1, 2])
+    got = run(layer, mode, x)
+    dtype = layer.compute_dtype
+    expected = tf.function(tf.matmul, jit_compile=mode == "jit")(
+        tf.cast(x, dtype), tf.cast(tf.convert_to_tensor(layer.kernel), dtype)
+    )
+    # XLA may leave out a cast to a narrow type and back, here that of the sum before it is rounded.
+    bound = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 0) if mode == "jit" else 0
+    np.testing.assert_allclose(
+        tf.cast(got, tf.float64), tf.cast(expected, tf.float64), rtol=0, atol=bound
+    )
+
+
+def test_a_model_of_such_layers_trains_as_one_with_casts_by_hand():
+    class ByHand(tf.keras.layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(shape=(64, 10), initializer="zeros", dtype="float32")
+
+        def call(self, x):
+            w = tf.convert_to_tensor(self.w)
+            return tf.cast(x, "bfloat16") @ tf.cast(w, "bfloat16")
+
+    class Ours(layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(shape=(64, 10), initializer="zeros")
+
+        def call(self, x):
+            return x @ self.w
+
+    images, labels = digits()
+    weights = []
+    for layer in (ByHand(dtype="float32"), Ours(dtype="mixed_bfloat16")):
+        model = tf.keras.Sequential([tf.keras.Input([64]), layer])
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+        model.fit(images[:512], labels[:512], epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights()[0])
+    np.testing.assert_array_equal(*weights)
+
+
+@pytest.mark.parametrize("saved", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("form", ["checkpoint", "weights"])
+def test_checkpoints_go_from_float32_to_mixed_and_back(saved, form, tmp_path):
+    loaded = {"float32": "mixed_float16", "mixed_float16": "float32"}[saved]
+    models = []
+    for policy in (saved, loaded):
+        models.append(tf.keras.Sequential([tf.keras.Input([10]), SimpleDense(dtype=policy)]))
+    path = str(tmp_path / "m.weights.h5")
+    if form == "checkpoint":
+        path = tf.train.Checkpoint(model=models[0]).write(path)
+        status = tf.train.Checkpoint(model=models[1]).read(path)
+        status.assert_existing_objects_matched()
+    else:
+        models[0].save_weights(path)
+        models[1].load_weights(path)
+    np.testing.assert_array_equal(models[0].get_weights(), models[1].get_weights())
+
+
+@keras_api.register_serializable
+class Saved(layers.Layer):
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 3), name="w")
+
+    def call(self, x):
+        return x @ self.w
+
+
+def test_models_are_saved_and_loaded(tmp_path):
+    model = tf.keras.Sequential([tf.keras.Input([4]), Saved(dtype="mixed_float16")])
+    path = str(tmp_path / "m.keras")
+    model.save(path)
+    loaded = tf.keras.models.load_model(path)
+    x = tf.random.stateless_normal([2, 4], [1, 2])
+    assert isinstance(loaded.layers[-1], Saved)
+    assert loaded.layers[-1].dtype_policy.name == "mixed_float16"
+    np.testing.assert_array_equal(loaded(x), model(x))
+    np.testing.assert_array_equal(tf.keras.models.clone_model(model)(x).dtype, tf.float16)
+    copied = copy.deepcopy(model)
+    np.testing.assert_array_equal(copied(x), model(x))
+    model.export(str(tmp_path / "e"))
+    exported = tf.saved_model.load(str(tmp_path / "e"))
+    np.testing.assert_array_equal(exported.serve(x), model(x))
+
+
+def test_fit_with_a_mixed_policy_wraps_the_optimizer():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = tf.keras.Sequential([tf.keras.Input([64]), Saved()])
+        model.compile("sgd", "mse")
+    images, _ = digits()
+    model.fit(images[:64], np.zeros([64, 3]), verbose=0)
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    assert np.isfinite(model.get_weights()[0]).all()
+    assert IS_KERAS_3 or isinstance(model.weights[0], keras_mp.AutoCastVariable)
+
+
+def test_layers_on_replicas_learn_what_one_device_learns():
+    images, labels = digits()
+    weights = []
+    for strategy in (tf.distribute.get_strategy(), mirrored(2)):
+        tf.keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = tf.keras.Sequential(
+                [tf.keras.Input([64]), Saved(dtype="mixed_bfloat16"), SoftmaxLogits()]
+            )
+            loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(tf.keras.optimizers.SGD(0.125), loss)
+        model.fit(images[:256], labels[:256] % 3, shuffle=False, verbose=0)
+        weights.append(model.get_weights()[0])
+    # Gradients of half a batch are rounded to bfloat16 before they are added.
+    np.testing.assert_allclose(weights[0], weights[1], rtol=0, atol=1e-2)
+    assert np.abs(weights[0]).max() > 0.1
+
+
+class SoftmaxLogits(layers.Layer):
+    """Passes logits on in float32."""
+
+    def __init__(self, **kwargs):
+        super().__init__(dtype="float32", **kwargs)
+
+    def call(self, x):
+        return x

@@ -1,0 +1,213 @@
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import layers
+from keras_mp.variables import type_errors
+from tests.common import IS_KERAS_3, pairs
+from tests.layers.common import MODES
+
+
+def layer_that_calls(function, **attributes):
+    class Fails(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            for name, value in attributes.items():
+                setattr(self, name, value)
+
+        def call(self, x):
+            return function(self, x)
+
+    return Fails
+
+
+MISTAKES = {
+    "random": (
+        lambda self, x: x + tf.random.normal([2]),
+        r"pass the dtype: `tf.random.normal\(..., dtype=self.compute_dtype\)`",
+    ),
+    "constant": (
+        lambda self, x: x * tf.constant(2.0),
+        r"pass the dtype: `tf.constant\(..., dtype=self.compute_dtype\)`",
+    ),
+    "concat": (
+        lambda self, x: tf.concat([x, tf.ones([2])], 0),
+        r"pass the dtype: `tf.ones\(..., dtype=self.compute_dtype\)`",
+    ),
+    "cast": (
+        lambda self, x: x - tf.cast(tf.range(2), tf.float32),
+        "let `tf.cast` make a tensor of `self.compute_dtype`",
+    ),
+    "matmul": (
+        lambda self, x: tf.matmul(x[tf.newaxis], tf.eye(2)),
+        r"pass the dtype: `tf.eye\(..., dtype=self.compute_dtype\)`",
+    ),
+    "where": (
+        lambda self, x: tf.where(x > 0, x, tf.zeros([2])),
+        r"pass the dtype: `tf.zeros\(..., dtype=self.compute_dtype\)`",
+    ),
+    "stack": (
+        lambda self, x: tf.stack([x, tf.ones([2])]),
+        r"pass the dtype: `tf.ones\(..., dtype=self.compute_dtype\)`",
+    ),
+    "einsum": (
+        lambda self, x: tf.einsum("i,i->", x, tf.ones([2])),
+        r"pass the dtype: `tf.ones\(..., dtype=self.compute_dtype\)`",
+    ),
+    "foreign": (lambda self, x: x / WIDE, "Likely cures: pass `dtype=self.compute_dtype`"),
+    "foreign first": (lambda self, x: WIDE / x, "Likely cures: pass `dtype=self.compute_dtype`"),
+    "dropout": (lambda self, x: tf.nn.dropout(x, WIDE[0] / 4), "Likely cures: pass"),
+    "assign": (lambda self, x: WIDE_VARIABLE.assign(x), "Likely cures: pass"),
+    "convert": (
+        lambda self, x: tf.convert_to_tensor(x, dtype=tf.float32),
+        "let `tf.convert_to_tensor` make a tensor",
+    ),
+}
+WIDE = tf.constant([1.0, 2.0])
+WIDE_VARIABLE = tf.Variable([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "mode", "policy"),
+    [
+        case
+        for case in pairs(sorted(MISTAKES), MODES, ["mixed_float16", "mixed_bfloat16"])
+        # TensorFlow multiplies bfloat16 with float32.
+        if (case[0], case[-1]) != ("matmul", "mixed_bfloat16")
+    ],
+)
+def test_an_error_about_dtypes_names_layer_line_dtypes_and_cure(mistake, mode, policy):
+    function, cure = MISTAKES[mistake]
+    layer = layer_that_calls(function)(dtype=policy, name="mine")
+    call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
+    with pytest.raises(TypeError, match=cure) as caught:
+        call(tf.ones([2]))
+    message = str(caught.value)
+    compute = layer.compute_dtype
+    assert f"Layer 'mine' (of type Fails) computes in {compute}" in message
+    assert f"met {compute} and float32" in message or f"met float32 and {compute}" in message
+    line = function.__code__.co_firstlineno
+    assert f"in line {line} of {__file__}" in message
+    assert message.count("computes in") == 1
+
+
+def changes_in_a_loop(self, x):
+    return tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * WIDE), (0, x))
+
+
+def changes_in_a_loop_of_autograph(self, x):
+    for _ in tf.range(3):
+        x = tf.cast(x, tf.float32)
+    return x
+
+
+def differs_between_branches(self, x):
+    return tf.cond(tf.reduce_sum(x) > 0, lambda: x, lambda: WIDE)
+
+
+def differs_between_branches_of_autograph(self, x):
+    if tf.reduce_sum(x) > 0:
+        x = WIDE
+    return x
+
+
+def cast_in_a_loop(self, x):
+    return tf.while_loop(lambda h: True, lambda h: (tf.cast(h, "float32"),), (x,))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        changes_in_a_loop,
+        changes_in_a_loop_of_autograph,
+        differs_between_branches,
+        differs_between_branches_of_autograph,
+        cast_in_a_loop,
+    ],
+)
+def test_control_flow_that_changes_the_dtype_is_explained(function):
+    class Fails(layers.Layer):
+        call = function
+
+    if IS_KERAS_3 and "autograph" in function.__name__:
+        pytest.skip("Keras 3 does not convert `call`.")
+    layer = Fails(dtype="mixed_float16")
+    with pytest.raises(TypeError, match="computes in float16, and its `call` met float"):
+        tf.function(layer)(tf.ones([2]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_about_a_bare_variable_names_it(mode):
+    make = layer_that_calls(lambda self, x: x * self.gain, gain=tf.Variable([1.0, 2.0]))
+    with pytest.warns(keras_mp.MixedPrecisionWarning):
+        layer = make(dtype="mixed_float16")
+    call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
+    with pytest.raises(TypeError, match="`self.gain` is a bare tf.Variable; make it with"):
+        call(tf.ones([2]))
+
+
+def test_a_bare_variable_elsewhere_is_not_blamed():
+    def call(self, x):
+        x = x * tf.cast(self.step, self.compute_dtype)
+        return x + WIDE
+
+    make = layer_that_calls(call, step=tf.Variable(0.0))
+    with pytest.warns(keras_mp.MixedPrecisionWarning):
+        layer = make(dtype="mixed_float16")
+    with pytest.raises(TypeError, match="Likely cures: pass"):
+        layer(tf.ones([2]))
+
+
+def test_the_innermost_layer_explains():
+    inner = layer_that_calls(MISTAKES["random"][0])(dtype="mixed_float16", name="inner")
+    outer = layer_that_calls(lambda self, x: self.inner(x), inner=inner)(dtype="mixed_float16")
+    with pytest.raises(TypeError, match="Layer 'inner'") as caught:
+        outer(tf.ones([2]))
+    assert str(caught.value).count("computes in") == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_errors_stay_what_they_are(mode):
+    def wrong_shape(self, x):
+        return tf.matmul(x[tf.newaxis], tf.ones([3, 3], self.compute_dtype))
+
+    def own_error(self, x):
+        raise ValueError("neither float16 nor float32 has to do with it")
+
+    def wrong_integer(self, x):
+        return tf.constant([1]) + tf.constant([1], tf.int64)
+
+    class Inner(tf.keras.layers.Layer):
+        def call(self, x, y=None):
+            raise ValueError("The mask is not compatible with the input")
+
+    inner = Inner(dtype="float32", autocast=False)
+
+    def inner_error(self, x):
+        return inner(x, y=tf.ones([1]))
+
+    def talks_of_types(self, x):
+        raise ValueError("`a` and `b` have different types: float16 and float32")
+
+    def talks_of_dtypes(self, x):
+        raise ValueError("a float32 file is not compatible with the float16 format")
+
+    expected = {"eager": tf.errors.InvalidArgumentError}.get(mode, ValueError)
+    for function, error in (
+        (wrong_shape, expected),
+        (own_error, ValueError),
+        (inner_error, ValueError),
+        (talks_of_dtypes, ValueError),
+        (talks_of_types, ValueError),
+        (wrong_integer, (tf.errors.InvalidArgumentError, TypeError)),
+    ):
+        layer = layer_that_calls(function)(dtype="mixed_float16")
+        call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
+        with pytest.raises(error) as caught:
+            call(tf.ones([2]))
+        assert "computes in" not in str(caught.value)
+
+
+def test_dtypes_in_reads_only_dtypes():
+    path = TypeError("/float16/float32/file.py: has type string that does not match type int32")
+    assert type_errors.dtypes_in(path) == []

@@ -1,0 +1,185 @@
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_mp import layers
+from tests.layers.common import MODES, POLICIES
+
+
+class Weights(layers.Layer):
+    def build(self, _):
+        self.cast = self.add_weight(shape=[2], initializer="ones", name="cast")
+        self.kept = self.add_weight(shape=[2], initializer="ones", name="kept", autocast=False)
+        self.older = self.add_weight("older", [2], experimental_autocast=False)
+        self.count = self.add_weight(shape=[], dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        weights = (self.cast, self.kept, self.older, self.count)
+        self.seen = [tf.convert_to_tensor(w).dtype for w in weights]
+        self.dtypes = [tf.as_dtype(w.dtype) for w in weights]
+        self.true_dtype = tf.as_dtype(getattr(self.cast, "true_dtype", self.dtype))
+        return x * self.cast
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_are_cast_unless_told_not_to(policy):
+    layer = Weights(dtype=policy)
+    layer(tf.ones([3, 2]))  # a warning of a bare variable would be an error
+    compute, variable = tf.as_dtype(layer.compute_dtype), tf.as_dtype(layer.dtype)
+    assert layer.seen == [compute, variable, variable, tf.int32]
+    assert layer.dtypes == layer.seen
+    assert [tf.convert_to_tensor(w).dtype for w in (layer.cast, layer.kept)] == [variable] * 2
+    assert layer.true_dtype == variable
+    assert [len(layer.weights), len(layer.trainable_weights)] == [4, 3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_are_assigned_in_the_variable_dtype(mode):
+    third = np.float32(1 / 3)
+
+    class Assigns(layers.Layer):
+        def build(self, _):
+            make = functools.partial(self.add_weight, shape=[], initializer="ones")
+            self.set, self.more, self.less, self.from_half = (make(name=n) for n in "abcd")
+
+        def call(self, x):
+            self.set.assign(tf.constant(third))
+            self.more.assign_add(tf.constant(third))
+            self.less.assign_sub(tf.constant(third))
+            self.from_half.assign_add(tf.constant(third, tf.float16))
+            return x + self.set
+
+    layer = Assigns(dtype="mixed_float16")
+    layer.build([None])
+    layer.built = True
+    call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
+    assert call(tf.zeros([1])).numpy() == np.float16(third)
+    expected = [third, 1 + third, 1 - third, 1 + np.float32(np.float16(third))]
+    np.testing.assert_array_equal(layer.get_weights(), np.float32(expected))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (("w", (2, 3), "float64", "ones"), {}),
+        (((2, 3), "ones", "float64"), {}),
+        (("w",), {"shape": (2, 3), "dtype": tf.float64, "initializer": "ones"}),
+        (((2, 3),), {"dtype": "float64", "initializer": "ones", "name": "w"}),
+        ((None, (2, 3)), {"dtype": "float64", "initializer": "ones"}),
+        (("w", (2, 3), "float64"), {"initializer": tf.keras.initializers.Ones()}),
+    ],
+)
+def test_add_weight_takes_both_orders(given):
+    args, kwargs = given
+    weight = layers.Layer(dtype="mixed_float16").add_weight(*args, **kwargs)
+    assert (tuple(weight.shape), weight.dtype) == ((2, 3), "float64")
+    np.testing.assert_array_equal(weight.numpy(), np.ones([2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (("w",), {"name": "w"}),
+        (((2,),), {"shape": (2,)}),
+        (((2,), "ones", "float32", 4), {}),
+        ((), {"shape": (2,), "autocast": True, "experimental_autocast": False}),
+    ],
+)
+def test_add_weight_refuses_contradictions(args, kwargs):
+    with pytest.raises(TypeError, match="Received"):
+        layers.Layer().add_weight(*args, **kwargs)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_regularizers_see_the_variable_dtype(policy):
+    seen = []
+
+    class Penalty(tf.keras.regularizers.Regularizer):
+        def __call__(self, weight):
+            seen.append(tf.convert_to_tensor(weight).dtype)
+            return tf.reduce_sum(tf.convert_to_tensor(weight)) * 1000
+
+    class Regularized(layers.Layer):
+        def build(self, _):
+            self.w = self.add_weight(shape=[100], initializer="ones", regularizer=Penalty())
+
+        def call(self, x):
+            (self.inside,) = self.losses
+            return x * tf.reduce_sum(self.w)
+
+    layer = Regularized(dtype=policy)
+    layer(tf.ones([2]))
+    (outside,) = layer.losses
+    assert set(seen) == {tf.float32}
+    assert (float(layer.inside), float(outside)) == (100_000, 100_000)
+
+
+def test_casts_of_one_weight_are_shared_in_a_graph():
+    class Reads(layers.Layer):
+        def build(self, _):
+            self.w = self.add_weight(shape=[2], initializer="ones")
+
+        def call(self, x):
+            for _ in range(50):
+                x = x * self.w
+            return x
+
+    layer = Reads(dtype="mixed_float16")
+    x = tf.ones([2], tf.float16)
+    layer(x)
+    graph = tf.function(layer).get_concrete_function(x).graph
+    assert [op.type for op in graph.get_operations()].count("Cast") == 1
+
+
+class Recurrent(layers.Layer):
+    def build(self, _):
+        self.kernel = self.add_weight(shape=[2, 2], initializer="identity")
+
+    def call(self, x, once):
+        def body(i, h):
+            return i + 1, tf.tanh(h @ self.kernel)
+
+        def loop():
+            return tf.while_loop(lambda i, h: i < 4, body, (0, x), maximum_iterations=4)[1]
+
+        if not once:
+            return loop()
+        with self.weights_cast_once():
+            return loop()
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_weights_cast_once_reaches_into_loops(in_function):
+    layer = Recurrent(dtype="mixed_float16")
+    x = tf.constant([[0.5, -0.5]], tf.float16)
+    layer(x, once=True)
+    call = functools.partial(layer, x)
+    if in_function:
+        bodies = []
+        for once in (False, True):
+            function = tf.function(functools.partial(layer, once=once), autograph=False)
+            library = function.get_concrete_function(x).graph.as_graph_def().library.function
+            (body,) = [f for f in library if "while_body" in f.signature.name]
+            bodies.append([node.op for node in body.node_def].count("Cast"))
+        assert bodies == [1, 0]
+        call = tf.function(call, autograph=False)
+    np.testing.assert_array_equal(call(once=True), call(once=False))
+
+
+@pytest.mark.parametrize("write", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("in_function", [False, True])
+def test_assignments_while_weights_are_cast_once_are_refused(write, in_function):
+    class Writes(layers.Layer):
+        def build(self, _):
+            self.w = self.add_weight(shape=[2], initializer="ones")
+
+        def call(self, x):
+            with self.weights_cast_once():
+                getattr(self.w, write)(tf.ones([2]))
+            return x
+
+    layer = Writes(dtype="mixed_float16")
+    with pytest.raises(RuntimeError, match="inside of `keras_mp.cast_once`"):
+        (tf.function(layer) if in_function else layer)(tf.ones([2]))
