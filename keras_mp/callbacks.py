@@ -79,7 +79,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
         self.history: dict[str, list[Any]] = {"step": [], "loss_scale": [], "steps_skipped": []}
         self.overflows: list[Overflow] = []
         self._latest: dict[str, float | int] = {}
-        self._next_read = update_freq
+        self._next_read = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Warns if the model trains without loss scaling.
@@ -105,7 +105,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
         # Not when training begins: callbacks may restore an interrupted run there.
         if not self._latest:
             self._read()
-        self._next_read = self.update_freq
+        self._next_read = 0 if isinstance(self.update_freq, str) else self.update_freq
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the values into the logs, unless that is done for epochs only.
@@ -114,7 +114,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
             batch: int, the number of the batch in the epoch, from 0.
             logs: dict to put them into.
         """
-        if self.update_freq == "epoch":
+        if isinstance(self.update_freq, str):
             return
         if batch + 1 >= self._next_read:
             self._read()

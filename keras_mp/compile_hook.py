@@ -69,7 +69,7 @@ def _hook(owner: type, replacement: Any) -> None:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(keras_compile, self, *args, **kwargs)
 
-    compile._keras_mp_hook = True
+    compile._keras_mp_hook = True  # pyright: ignore[reportAttributeAccessIssue]
     owner.compile = compile
 
 

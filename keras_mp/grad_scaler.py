@@ -320,7 +320,7 @@ class GradScaler(tf.Module):
             "steps_skipped": self._scaler.skipped.total,
         }
         if save_type == "savedmodel":  # which holds functions, and all that these use
-            functions = super()._trackable_children(save_type, **kwargs)
+            functions = super()._trackable_children(save_type, **kwargs)  # pyright: ignore
             children.update({**functions, **self._scaler.variables()})
         return children
 
@@ -342,7 +342,7 @@ class GradScaler(tf.Module):
             )
         low, high = scale.min_loss_scale, scale.max_loss_scale
         if tf.is_tensor(new_scale) or isinstance(new_scale, (LossScale, tf.Variable)):
-            new_scale = tf.cast(tf.convert_to_tensor(new_scale), tf.float64)
+            new_scale = tf.cast(tf.convert_to_tensor(new_scale), tf.float64)  # pyright: ignore
             if not tf.executing_eagerly():
                 # Of a comparison with NaN nothing comes true.
                 is_valid = tf.logical_and(new_scale >= low, new_scale <= high)

@@ -195,16 +195,17 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
     else:
         optimize.compute_capability(device)
         dtype = passes.enabled_dtype() or "float16"
-    fetches = list(function) if isinstance(function, (list, tuple)) else [function]
+    fetches: list[Any] = list(function) if isinstance(function, (list, tuple)) else [function]
     if fetches and all(_is_in_graph(fetch) for fetch in fetches):
         graph = reports.of_fetches(fetches)
         return reports.report(graph, fetches[0].name, dtype, device=device)
     if isinstance(function, tf.keras.Model):
         function, args = _step_of_training(function, args)
+    concrete: Any = None
     if isinstance(function, tf.types.experimental.ConcreteFunction):
         concrete = function
     elif hasattr(function, "get_concrete_function"):
-        concrete = function.get_concrete_function(*args, **kwargs)
+        concrete = function.get_concrete_function(*args, **kwargs)  # pyright: ignore
     else:
         raise TypeError(
             "Only graphs are rewritten. Expected a tf.function, a concrete function, a model, or "

@@ -124,7 +124,7 @@ class Layer(keras_api.BaseLayer):
                 f"add_weight takes {', '.join(order)} by position, each of them once. "
                 f"Received: {args} and {kwargs}"
             )
-        casts = {autocast, experimental_autocast} - {None}
+        casts = {cast for cast in (autocast, experimental_autocast) if cast is not None}
         if len(casts) > 1:
             raise TypeError(
                 "`experimental_autocast` is the older name of `autocast`; pass one of them. "
@@ -256,7 +256,7 @@ def _unbound(call: Callable[..., Any]) -> Callable[..., Any]:
     parameters = [this, *signature.parameters.values()]
     if len(parameters) > 1 and parameters[1].kind is not inspect.Parameter.POSITIONAL_ONLY:
         parameters[0] = this.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    unbound.__signature__ = signature.replace(parameters=parameters)
+    unbound.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return unbound
 
 
@@ -277,8 +277,8 @@ def _run_in_the_policy(call: Callable[..., Any]) -> Callable[..., Any]:
                 raise explained from error
 
     # Keras 2 asks for the arguments in a way that does not look through wrappers.
-    run.__signature__ = signature
-    run._runs_in_the_policy = True
+    run.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    run._runs_in_the_policy = True  # pyright: ignore[reportAttributeAccessIssue]
     return run
 
 
@@ -296,7 +296,7 @@ def _cast(value: Any, dtype: tf.DType) -> Any:
     if keras_api.is_weight(value):
         return _cast_tensor(tf.convert_to_tensor(value), dtype)
     if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, "f4", "f8"):
-        return tf.cast(tf.convert_to_tensor(value), dtype)
+        return tf.cast(tf.convert_to_tensor(np.asarray(value)), dtype)
     if isinstance(value, dict):
         before = list(value.values())
     elif isinstance(value, list | tuple):

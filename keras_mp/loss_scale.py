@@ -79,7 +79,7 @@ def get(loss_scale: Any) -> LossScale | None:
     if isinstance(loss_scale, tf.compat.v1.mixed_precision.LossScale):
         return _from_compat_v1(loss_scale)
     if isinstance(loss_scale, numbers.Real):
-        return FixedLossScale(loss_scale)
+        return FixedLossScale(loss_scale)  # pyright: ignore[reportArgumentType]
     raise TypeError(
         "Cannot interpret `loss_scale`. Expected None, 'dynamic', a number of at least 1 or a "
         f"keras_mp.LossScale. Received: loss_scale={loss_scale!r} (of type {type(loss_scale)})"

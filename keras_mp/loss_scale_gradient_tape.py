@@ -178,11 +178,11 @@ class LossScaleGradientTape(tf.GradientTape):
 
         def goes_on(retries: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tf.Tensor:
             is_left = (retries < self._max_retries) & (scale_after(retries) > floor)
-            return is_worth_it & ~finite & is_left
+            return is_worth_it & tf.logical_not(finite) & is_left
 
         def again(retries: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tuple:
-            grads = compute(scale_after(retries + 1))
-            return retries + 1, gradients.all_finite(grads), *(grads[i] for i in positions)
+            again = compute(scale_after(retries + 1))
+            return retries + 1, gradients.all_finite(again), *(again[i] for i in positions)
 
         state = (tf.constant(0), gradients.all_finite(first), *(first[i] for i in positions))
         if self._max_retries:
@@ -213,7 +213,7 @@ class LossScaleGradientTape(tf.GradientTape):
         scale_after: Callable[[tf.Tensor], tf.Tensor],
     ) -> None:
         """Moves the scale to where the gradients of all replicas were finite."""
-        scale = self._loss_scale
+        scale: Any = self._loss_scale
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             retries, finite = _most_of_all_replicas(retries, finite, self._max_retries)
 

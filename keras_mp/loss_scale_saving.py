@@ -148,7 +148,7 @@ class LossScaleSaving(WrapperSaving):
             )
         if name == older_spellings.INNER_CHILD:
             return self.inner_optimizer
-        return super()._lookup_dependency(name, *args, **kwargs)
+        return super()._lookup_dependency(name, *args, **kwargs)  # pyright: ignore
 
     def _own_children(self) -> dict[str, Any]:
         """What a checkpoint holds of the wrapper, beside the inner optimizer's own children."""
@@ -168,7 +168,7 @@ class LossScaleSaving(WrapperSaving):
     def _state(self) -> dict[str, tf.Variable]:
         state = {"steps_skipped": self._scaler.skipped.total}
         if self.dynamic:
-            scale = self._scaler.loss_scale
+            scale: Any = self._scaler.loss_scale
             state["loss_scale"] = scale.loss_scale
             state["num_good_steps"] = scale.num_good_steps
             state["num_bad_steps"] = scale.num_bad_steps

@@ -53,6 +53,8 @@ class Loss(keras_api.BaseLoss):
     Source: RFC 293, "Loss dtype".
     """
 
+    dtype: str
+
     def __init__(self, *args: Any, dtype: Any = "float32", **kwargs: Any) -> None:
         super().__init__(*args, dtype=_standardize_dtype(dtype), **kwargs)
 
@@ -150,7 +152,7 @@ class _CrossEntropy(_BuiltIn):
             return self._of_logits.call(y_true, logits)
         # Keras would take any logits that are noted on a tensor, those of another activation too.
         own = tf.identity(y_pred) if tf.is_tensor(y_pred) else y_pred
-        result = super().call(y_true, own)
+        result = super().call(y_true, own)  # pyright: ignore
         if not self._arguments["from_logits"] and (
             fusion.ran_in_float16(y_pred, self._activation)
             # Only then is it worth a look at the values, and where these come from cannot be seen.
@@ -291,7 +293,7 @@ if TYPE_CHECKING:  # which does not see what is made while the program runs
     SparseCategoricalCrossentropy: type[Loss]
     SquaredHinge: type[Loss]
     Tversky: type[Loss]
-_of_keras = {ours._keras_class: ours for ours in _classes.values()}
+_of_keras = {vars(ours)["_keras_class"]: ours for ours in _classes.values()}
 _of_function = {keras_class().fn: ours for keras_class, ours in _of_keras.items()}
 
 
@@ -449,7 +451,8 @@ def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
         args, kwargs = tf.nest.map_structure(_cast_tensor, (args, kwargs))
         return function(*args, **kwargs)
 
-    in_float32._keras_mp_casts_to = "float32"  # `compile` of Keras 2 has to know
+    # `compile` of Keras 2 has to know.
+    in_float32._keras_mp_casts_to = "float32"  # pyright: ignore[reportAttributeAccessIssue]
     return in_float32
 
 
@@ -499,6 +502,6 @@ def _cast_tensor(value: Any) -> Any:
 def _huber(y_true: tf.Tensor, y_pred: tf.Tensor, delta: float) -> tf.Tensor:
     error = y_pred - y_true
     size = tf.abs(error)
-    delta = tf.convert_to_tensor(delta, size.dtype)
-    inside, outside = 0.5 * tf.square(error), delta * size - 0.5 * tf.square(delta)
-    return tf.reduce_mean(tf.where(size <= delta, inside, outside), axis=-1)
+    limit = tf.convert_to_tensor(delta, size.dtype)
+    inside, outside = 0.5 * tf.square(error), limit * size - 0.5 * tf.square(limit)
+    return tf.reduce_mean(tf.where(size <= limit, inside, outside), axis=-1)

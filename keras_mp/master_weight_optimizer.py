@@ -72,6 +72,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
     rounds stochastically.
     """
 
+    _adapter: Float32Adapter
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -91,7 +93,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
         if seed is None:
             seed = random.randint(1, 10**9)
         super().__init__(inner_optimizer)
-        vars(self).update(
+        self.__dict__.update(
             _adapter=Float32Adapter(self._adapter, method, slots, seed, self._track_beside),
             _method=method,
             _slot_dtype=slots,

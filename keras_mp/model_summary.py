@@ -124,7 +124,9 @@ def _lines(model: Any) -> Iterator[str]:
     yield ""
     places = list(_places(model))
     notes: dict[str, int] = {}
-    rows = [("Layer", "Compute", "Variables", "Output", "Parameters", "Notes")]
+    rows: list[tuple[str, ...]] = [
+        ("Layer", "Compute", "Variables", "Output", "Parameters", "Notes")
+    ]
     for place in places:
         marks = [notes.setdefault(note, len(notes) + 1) for note in _notes(place, model)]
         rows.append((*_cells(place), " ".join(f"[{mark}]" for mark in marks)))

@@ -72,7 +72,7 @@ class OptimizerWrapper(
                 f"{keras_api.ROOT_PACKAGE} in this process{hint(inner_optimizer)}. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
-        vars(self).update(
+        self.__dict__.update(
             _adapter=adapter,
             _trackable=inner_optimizer,
             _hyperparameters=adapter.hyperparameters() - _names_of_wrappers(type(self)),
@@ -173,7 +173,7 @@ class OptimizerWrapper(
         """The inner optimizer's variables, as a list that may also be called."""
         return _CallableList(self._inner_variables())
 
-    def _inner_variables(self) -> Sequence[Any]:
+    def _inner_variables(self) -> Any:
         variables = self.inner_optimizer.variables
         return variables() if callable(variables) else variables
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 class WrapperSaving:
     """The part of an `OptimizerWrapper` that saves and loads it."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None: ...
+
     _adapter: OptimizerAdapter
     _model: Callable[[], Any]
     _inner_variables: Callable[[], Sequence[Any]]
@@ -121,7 +125,7 @@ class WrapperSaving:
                 "use a tf.train.Checkpoint. To serve it, leave the optimizer out "
                 "(`model.save(path, include_optimizer=False)`, `model.export(path)`)."
             )
-        return super()._trackable_children(save_type, **kwargs)
+        return super()._trackable_children(save_type, **kwargs)  # pyright: ignore
 
     def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
         # A SavedModel says of which family an optimizer is, and only that takes its slots when it

@@ -46,15 +46,18 @@ class KerasApi(Protocol):
 
     def arguments_of_loss(self, loss: Any) -> dict[str, Any]:
         """Returns the arguments with which a built-in loss was made."""
+        ...
 
     def autocast_dtype(self) -> tf.DType | None:
         """Returns the dtype that `tf.keras` casts variables to in this thread, or None."""
 
     def autocast_scope(self, dtype: tf.DType | None) -> AbstractContextManager[None]:
         """Returns a context manager that sets that dtype."""
+        ...
 
     def autocast_variables(self, weights: Sequence[Any]) -> list[Any]:
         """Returns the `AutoCastVariable`s among the weights of a layer, or in them."""
+        ...
 
     def build_loss(self, model: Any, predictions: Any) -> None:
         """Makes the metrics that the loss of a compiled model updates."""
@@ -79,6 +82,7 @@ class KerasApi(Protocol):
 
     def flatten_layers(self, model: Any) -> list[Any]:
         """Returns the model and all layers below it."""
+        ...
 
     def get_global_policy(self) -> Any:
         """Returns `tf.keras`'s global policy."""
@@ -91,12 +95,15 @@ class KerasApi(Protocol):
 
     def is_in_keras_wrapper(self, optimizer: Any) -> bool:
         """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, as far as that is known."""
+        ...
 
     def is_symbolic(self) -> bool:
         """Whether Keras only asks for shapes."""
+        ...
 
     def is_weight(self, value: Any) -> bool:
         """Whether a value is what layers of `tf.keras` have as weights."""
+        ...
 
     def keras_layout(self, optimizer: Any) -> Any:
         """Returns a trackable of what a `LossScaleOptimizer` of ours shares with Keras's own.
@@ -106,6 +113,7 @@ class KerasApi(Protocol):
 
     def layers_inside(self, layer: Any) -> list[Any]:
         """Returns the layers right below a layer."""
+        ...
 
     def optimizer_adapter(self, optimizer: Any) -> OptimizerAdapter | None:
         """Returns the adapter of an optimizer of `tf.keras`, or None."""
@@ -122,6 +130,7 @@ class KerasApi(Protocol):
         It holds in this thread, and in replicas that it starts. `set_global_policy` in it changes
         the policy of the scope.
         """
+        ...
 
     def quantized_policy(self, name: str) -> Any:
         """Returns the quantized policy of that name, or None."""
@@ -131,27 +140,34 @@ class KerasApi(Protocol):
 
     def register_policy(self, cls: type) -> type:
         """Registers a policy class, so that without keras_mp `tf.keras` makes its own of it."""
+        ...
 
     def register_serializable(self, cls: type) -> type:
         """Registers a class that Keras saves."""
+        ...
 
     def serialize_optimizer(self, optimizer: Any) -> dict[str, Any]:
         """Returns the config of an optimizer, with its class."""
+        ...
 
     def set_global_policy(self, policy: Any) -> None:
         """Sets `tf.keras`'s global policy; None follows floatx."""
 
     def states(self, model: Any) -> list[Any]:
         """Returns the variables of stateful layers, which are not among the model's weights."""
+        ...
 
     def steps_per_execution(self, model: Any) -> int:
         """Returns how many steps a call of `train_function` makes, in `fit`."""
+        ...
 
     def thread_missed_global_policy(self) -> bool:
         """Whether this thread's Keras does not know the global policy."""
+        ...
 
     def trusted_scope(self) -> AbstractContextManager[Any]:
         """Returns a context manager in which layers are made of configs that hold code, too."""
+        ...
 
     def widen_predictions(self, model: Any) -> None:
         """Lets the metrics of a compiled model see predictions in float32.

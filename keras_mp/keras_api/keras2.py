@@ -27,11 +27,11 @@ from keras_mp.support.attributes import replaced
 keras = tf.keras
 
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
-_Optimizer = keras.optimizers.Optimizer
-_LegacyOptimizer = keras.optimizers.legacy.Optimizer
+_Optimizer: Any = keras.optimizers.Optimizer
+_LegacyOptimizer: Any = keras.optimizers.legacy.Optimizer
 # A wrapper is an instance of both bases, whichever family it wraps: Keras saves in `.keras` files
 # what the new ones have, and nothing of legacy ones.
-OPTIMIZER_BASES = (_Optimizer, _LegacyOptimizer)
+OPTIMIZER_BASES: tuple[type[Any], ...] = (_Optimizer, _LegacyOptimizer)
 COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = False
 
@@ -127,14 +127,15 @@ class BaseLayer(keras.layers.Layer):
     def add_weight(
         self, *, autocast: bool, getter: Callable[..., Any] = _make_variable, **kwargs: Any
     ) -> Any:
+        def get_casting(*args: Any, **kwargs: Any) -> variables.AutoCastVariable:
+            return variables.autocast_variable(getter(*args, **kwargs))
+
         dtype = tf.as_dtype(kwargs.get("dtype") or self.variable_dtype)
-        if autocast and dtype.is_floating and self.compute_dtype != self.variable_dtype:
-            stock_getter = getter
-
-            def getter(*args: Any, **kwargs: Any) -> variables.AutoCastVariable:
-                return variables.autocast_variable(stock_getter(*args, **kwargs))
-
-        return super().add_weight(experimental_autocast=False, getter=getter, **kwargs)
+        casts = autocast and dtype.is_floating and self.compute_dtype != self.variable_dtype
+        own: Any = super()
+        return own.add_weight(
+            experimental_autocast=False, getter=get_casting if casts else getter, **kwargs
+        )
 
 
 def is_weight(value: Any) -> bool:
@@ -284,7 +285,8 @@ def _make_scopes_the_threads_own() -> None:
         else:
             _thread.policy = (BasePolicy(policy),)
 
-    for module in (_policies, public):
+    modules: list[Any] = [_policies, public]
+    for module in modules:
         module.global_policy, module.set_global_policy = global_policy, set_global_policy
     replica_threads.inherit(lambda: _thread.policy, _entered)
 
@@ -318,7 +320,8 @@ def convert_wrappers_to_legacy(
             return convert_wrapper(optimizer, inner)
         return keras_convert(optimizer)
 
-    for module in (_optimizers, keras.__internal__.optimizers):
+    modules: list[Any] = [_optimizers, keras.__internal__.optimizers]
+    for module in modules:
         module.convert_to_legacy_optimizer = convert_to_legacy_optimizer
 
 

@@ -28,7 +28,7 @@ keras = tf.keras
 BaseCallback = keras.callbacks.Callback
 BasePolicy = keras.mixed_precision.Policy
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
-OPTIMIZER_BASES = (keras.optimizers.Optimizer,)
+OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
 COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = True
 
@@ -111,9 +111,8 @@ class BaseLayer(keras.layers.Layer):
     @tf.autograph.experimental.do_not_convert
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Converts arrays to tensors, which Keras's own no longer does, and runs the layer."""
-        args = [self._as_tensors(arg) for arg in args]
-        kwargs = {name: self._as_tensors(arg) for name, arg in kwargs.items()}
-        return super().__call__(*args, **kwargs)
+        named = {name: self._as_tensors(arg) for name, arg in kwargs.items()}
+        return super().__call__(*map(self._as_tensors, args), **named)
 
     def _as_tensors(self, value: Any) -> Any:
         if isinstance(value, tf.Tensor):
@@ -195,7 +194,7 @@ class BaseLoss(keras.losses.Loss):
 class _WithLabels(keras.losses.Loss):
     """A loss that has its labels already."""
 
-    def __init__(self, loss: BaseLoss, labels: Any) -> None:
+    def __init__(self, loss: Any, labels: Any) -> None:
         super().__init__(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
         self._loss, self._labels = loss, labels
 
@@ -323,7 +322,7 @@ KERAS_LAYOUT_CHILD = "dynamic_scale"
 
 
 def keras_layout(optimizer: Any) -> Any:
-    layout = tf.Module()
+    layout: Any = tf.Module()
     layout.inner_optimizer = optimizer.inner_optimizer
     layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
     return layout
@@ -425,7 +424,7 @@ class _KerasAdapter(OptimizerAdapter):
         loss: Any,
         var_list: Any,
         tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
+        grad_loss: Any,
     ) -> list[tuple[Any, Any]]:
         if not callable(loss) and tape is None:
             raise ValueError(
@@ -512,5 +511,5 @@ def _let_the_wrapper_reduce(optimizer: Any) -> None:
     def all_reduce_unless_done(grads_and_vars: Any) -> Any:
         return list(grads_and_vars) if _reduction.is_done else stock(grads_and_vars)
 
-    all_reduce_unless_done.leaves_out_what_is_done = True
+    all_reduce_unless_done.leaves_out_what_is_done = True  # pyright: ignore[reportAttributeAccessIssue]
     vars(optimizer)["_all_reduce_sum_gradients"] = all_reduce_unless_done

@@ -41,9 +41,8 @@ def _axes(arguments: Mapping[str, Any]) -> dict[int, _Axis]:
     """The axes of the image by their numbers, the width last; none where sizes are not known."""
     strides, padding = arguments["strides"], tf.compat.as_str(arguments["padding"])
     rank = len(strides)
-    image, filter = (
-        tf.TensorShape(getattr(arguments[name], "shape", None)) for name in ("input", "filter")
-    )
+    of_arguments: list[Any] = [getattr(arguments[n], "shape", None) for n in ("input", "filter")]
+    image, filter = map(tf.TensorShape, of_arguments)
     if rank != image.rank or rank != filter.rank:
         return {}
     data_format = tf.compat.as_str(arguments.get("data_format") or "")

@@ -39,7 +39,7 @@ def _convolution(
     """
 
     def example(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-        *_, channels = image
+        channels = image[-1]
         inner = 1 if depthwise else channels
         window = [3] * (len(image) - 2) + [channels, inner]
         x, filters = tf.ones(image, dtype), tf.ones(window, dtype)

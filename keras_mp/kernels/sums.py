@@ -29,7 +29,8 @@ _FEW_TERMS = 2**13
 def _reduction(input: Any, axis: Any, *args: Any, **kwargs: Any) -> tuple[bool, ...] | bool:
     """The groups of neighbouring axes that are added up: (True, False) adds rows together."""
     del args, kwargs
-    shape, axes = tf.TensorShape(getattr(input, "shape", None)), tf.get_static_value(axis)
+    known: Any = getattr(input, "shape", None)
+    shape, axes = tf.TensorShape(known), tf.get_static_value(axis)
     if shape.rank is None or axes is None:
         return True, False  # the layout for which most kernels are wrong
     reduced = {int(a) % shape.rank for a in np.ravel(axes)} if shape.rank else set()
@@ -83,7 +84,8 @@ def _bias(dtype: tf.DType, data_format: str) -> tuple[dict[str, Any], float]:
 def _has_many_classes(logits: Any, name: Any = None) -> bool:
     """Whether the sum of the exponentials of so many classes may leave the range of float16."""
     del name
-    shape = tf.TensorShape(getattr(logits, "shape", None))
+    known: Any = getattr(logits, "shape", None)
+    shape = tf.TensorShape(known)
     return bool(shape.rank) and (shape[-1] or 0) > float(tf.float16.max)
 
 

@@ -57,7 +57,7 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
         try:
             results = execute(context, op, name, *cast)
         except _core._NotOkStatusException:
-            if len({value.dtype for value in values if tf.is_tensor(value)}) > 1:
+            if len({value.dtype for value in values or () if tf.is_tensor(value)}) > 1:
                 raise
             # A kernel that cannot; or the user's mistake, which is reported as ever.
             return execute(context, op, name, *args)

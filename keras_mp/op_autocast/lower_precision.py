@@ -48,7 +48,7 @@ def origin(tensor: Any) -> Origin:
 
 def mark(tensor: tf.Tensor, known: Origin) -> None:
     """Notes what is known of a tensor."""
-    tensor._keras_mp_origin = known
+    tensor._keras_mp_origin = known  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def low_precision_of(tensor: Any, dtype: tf.DType) -> tf.Tensor | None:

@@ -111,7 +111,7 @@ class Calls:
             "call_report": self._reports.buffer,
         }
 
-    def _so_far(self) -> tuple[int, int | tf.Tensor]:
+    def _so_far(self) -> tuple[int, Any]:
         """What is certain, and all that is known: a tensor where only the variable knows it."""
         mine, graph = self._mine, host.current_graph()
         if self._is_mine(graph):

@@ -6,7 +6,7 @@ RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only. A gra
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +20,7 @@ Gradient = tf.Tensor | tf.IndexedSlices | None
 _MANY = 2**13
 
 
-def convert(gradients: Iterable[Any]) -> list[Gradient]:
+def convert(gradients: Any) -> list[Gradient]:
     """Converts the values of a flat iterable to gradients.
 
     Args:
@@ -38,7 +38,7 @@ def convert(gradients: Iterable[Any]) -> list[Gradient]:
             "Expected a flat list of gradients, each a tensor, a tf.IndexedSlices or None. "
             f"Received: {gradients!r} (of type {type(gradients)})"
         )
-    return [map_values(lambda g: g, gradient) for gradient in gradients]
+    return [map_values(lambda g: g, gradient) for gradient in list[Any](gradients)]
 
 
 def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
@@ -118,7 +118,8 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     for gradient in gradients:
         if gradient is None or gradient.dtype.is_integer:
             continue
-        values = _magnitudes_of_sums(gradient) if _is_sparse(gradient) else gradient
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        values = _magnitudes_of_sums(gradient) if is_sparse else gradient
         if values.dtype.is_complex:
             values = tf.math.real(values) + tf.math.imag(values)
         together = values.shape.is_fully_defined() and (for_xla or _is_small(values))
@@ -153,23 +154,23 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         int64 tensor of shape [gradients, 3]: the number of infinite values; that of NaNs; and 1 if
         every value is finite but a sum that `all_finite` tests is not, else 0.
     """
-    alike: dict[tf.DType, list[int]] = {}
+    alike: dict[tf.DType, list[tuple[int, tf.Tensor]]] = {}
     rows, order = [], []
     for i, gradient in enumerate(gradients):
         if gradient is None or gradient.dtype.is_integer:
             rows.append(tf.zeros([1, 3], tf.int64))
             order.append(i)
-        elif not _is_sparse(gradient) and _is_small(gradient) and gradient.dtype.is_floating:
-            alike.setdefault(gradient.dtype, []).append(i)
+        elif gradient.dtype.is_floating and _is_small(gradient):
+            alike.setdefault(gradient.dtype, []).append((i, gradient))
         else:
-            values = gradient.values if _is_sparse(gradient) else gradient
+            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
             counts = [tf.math.count_nonzero(each) for each in _infs_and_nans(values)]
             is_only_sum = tf.logical_not(all_finite([gradient])) & tf.equal(tf.add_n(counts), 0)
             rows.append([[*counts, tf.cast(is_only_sum, tf.int64)]])
             order.append(i)
     for dtype, group in alike.items():
-        values = tf.concat([tf.reshape(gradients[i], [-1]) for i in group], 0)
-        sizes = [gradients[i].shape.num_elements() for i in group]
+        values = tf.concat([tf.reshape(gradient, [-1]) for _, gradient in group], 0)
+        sizes = [gradient.shape.num_elements() for _, gradient in group]
         whose = np.repeat(np.arange(len(group)), sizes)
         kinds = tf.cast(tf.stack(_infs_and_nans(values), 1), tf.int64)
         counts = tf.math.unsorted_segment_sum(kinds, whose, len(group))
@@ -178,7 +179,7 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
             sums = tf.math.unsorted_segment_sum(values, whose, len(group))
         is_only_sum = tf.logical_not(tf.math.is_finite(sums)) & tf.reduce_all(counts == 0, 1)
         rows.append(tf.concat([counts, tf.cast(is_only_sum, tf.int64)[:, tf.newaxis]], 1))
-        order += group
+        order += [i for i, _ in group]
     return tf.gather(tf.concat(rows, 0), np.argsort(order))
 
 
@@ -232,7 +233,7 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
         list of gradients.
     """
     pairs = zip(gradients, models, strict=True)
-    return [g if g is None else _cast(g, model.dtype) for g, model in pairs]
+    return [g if g is None or m is None else _cast(g, m.dtype) for g, m in pairs]
 
 
 def pack(
@@ -247,20 +248,21 @@ def pack(
         tuple of a list of gradients, in which large ones, sparse ones and None are as they were,
         and of a function that turns such a list back into one gradient for each of `gradients`.
     """
-    positions: dict[tf.DType, list[int]] = {}
+    alike: dict[tf.DType, dict[int, tf.Tensor]] = {}
     for i, gradient in enumerate(gradients):
-        if gradient is not None and not _is_sparse(gradient) and _is_small(gradient):
-            positions.setdefault(gradient.dtype, []).append(i)
-    joined = [group for group in positions.values() if len(group) > 1]
+        if _is_small(gradient):
+            alike.setdefault(gradient.dtype, {})[i] = gradient
+    joined = [group for group in alike.values() if len(group) > 1]
     alone = sorted(set(range(len(gradients))).difference(*joined))
-    packed = [tf.concat([tf.reshape(gradients[i], [-1]) for i in group], 0) for group in joined]
+    packed = [tf.concat([tf.reshape(g, [-1]) for g in group.values()], 0) for group in joined]
 
-    def unpack(packed: list[Gradient]) -> list[Gradient]:
+    def unpack(packed: list[Any]) -> list[Gradient]:
         unpacked = dict(zip(alone, packed[len(joined) :], strict=True))
         for group, values in zip(joined, packed):
-            parts = tf.split(values, [gradients[i].shape.num_elements() for i in group])
-            for i, part in zip(group, parts, strict=True):
-                unpacked[i] = tf.reshape(part, gradients[i].shape)
+            shapes = [gradient.shape for gradient in group.values()]
+            parts = tf.split(values, [shape.num_elements() for shape in shapes])
+            for i, part, shape in zip(group, parts, shapes, strict=True):
+                unpacked[i] = tf.reshape(part, shape)
         return [unpacked[i] for i in range(len(gradients))]
 
     return [*packed, *(gradients[i] for i in alone)], unpack
@@ -305,9 +307,11 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 _NO_VARIABLES = (tf.Tensor, tf.IndexedSlices, float, int, str)
 
 
-def _is_small(tensor: tf.Tensor) -> bool:
-    """Whether an operation for this tensor alone costs more than its arithmetic."""
-    size = tensor.shape.num_elements()
+def _is_small(gradient: Gradient) -> TypeGuard[tf.Tensor]:
+    """Whether it is a tensor for which an operation of its own costs more than its arithmetic."""
+    if not isinstance(gradient, tf.Tensor):
+        return False
+    size = gradient.shape.num_elements()
     return size is not None and size < _MANY
 
 
@@ -322,10 +326,6 @@ def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
         infs, nans = (tf.logical_or(*kinds) for kinds in zip(*parts))
         return [tf.logical_and(infs, tf.logical_not(nans)), nans]
     return [tf.math.is_inf(values), tf.math.is_nan(values)]
-
-
-def _is_sparse(gradient: Gradient) -> bool:
-    return isinstance(gradient, tf.IndexedSlices)
 
 
 def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
@@ -361,7 +361,7 @@ def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Grad
     """
     if gradient is None:
         return None
-    if _is_sparse(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
     if isinstance(gradient, (list, tuple, dict, str)):
         raise TypeError(

@@ -148,7 +148,7 @@ def _delegate_operator(name: str) -> None:
     def operate(self: LossScale, *others: Any) -> Any:
         # As when the tensor comes first: the scale takes its dtype.
         dtype = others[0].dtype if others and tf.is_tensor(others[0]) else None
-        return fn(tf.convert_to_tensor(self, dtype), *others)
+        return fn(tf.convert_to_tensor(self, dtype), *others)  # pyright: ignore[reportArgumentType]
 
     def operate_reflected(self: LossScale, other: Any) -> Any:
         return fn(tf.convert_to_tensor(other, tf.float32), self())
@@ -433,13 +433,14 @@ class DynamicLossScale(LossScale):
     def __deepcopy__(self, memo: dict[int, Any]) -> "DynamicLossScale":
         # New variables rather than copied ones: only they belong to the strategy in whose scope the
         # copy is made. A graph has no values to copy yet, so there a copy starts afresh.
-        copied = memo[id(self)] = type(self).from_config(self.get_config())
+        copied: Any = type(self).from_config(self.get_config())
+        memo[id(self)] = copied
         if tf.executing_eagerly():
             copied.assign(LossScaleState(self.current_loss_scale, self.good_steps, self.bad_steps))
         return copied
 
 
-def state_variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
+def state_variable(value: Any, dtype: tf.DType, name: str) -> tf.Variable:
     """Makes a variable that is assigned once for all replicas."""
     # Not aggregated: every replica assigns the same value, which one common decision gave.
     return tf.Variable(

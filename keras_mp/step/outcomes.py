@@ -39,12 +39,13 @@ class OutcomeHandler:
     def __init__(
         self, loss_scale: LossScale, skipped: SkippedSteps, *, at_update: bool = False
     ) -> None:
-        self._loss_scale, self._skipped = loss_scale, skipped
+        self._loss_scale: Any = loss_scale
+        self._skipped = skipped
         self._moves = hasattr(loss_scale, "num_bad_steps")
-        self._worst = None
+        self._worst: Any = None
         with tf.init_scope():
             if self._moves:
-                self.skips_in_a_row = loss_scale.num_bad_steps
+                self.skips_in_a_row = self._loss_scale.num_bad_steps
             else:
                 self.skips_in_a_row = state_variable(0, tf.int64, "bad_steps")
             if at_update:

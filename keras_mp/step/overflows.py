@@ -90,7 +90,7 @@ def remember(grads: Sequence[gradients.Gradient]) -> Callable[[], list[gradients
     def recall() -> list[gradients.Gradient]:
         if reference() is not host.current_graph():
             return []
-        tensors = [[part() for part in each] for each in parts]
+        tensors: list[list[Any]] = [[part() for part in each] for each in parts]
         return [
             tf.IndexedSlices(*each) if each[1:] and each[0] is not None else each[0]
             for each in tensors
@@ -122,14 +122,14 @@ def changed_since(
         list, one for each of `now`; empty if none has changed, or if they do not correspond.
     """
     old = [gradient for gradient in before if gradient is not None]
-    places = [i for i, gradient in enumerate(now) if gradient is not None]
-    pairs = list(zip(old, (now[i] for i in places)))
-    if len(old) != len(places) or all(_parts(a)[0] is _parts(b)[0] for a, b in pairs):
+    new = {i: gradient for i, gradient in enumerate(now) if gradient is not None}
+    pairs = list(zip(old, new.values()))
+    if len(old) != len(new) or all(_parts(a)[0] is _parts(b)[0] for a, b in pairs):
         return []
     if not all(a.shape.is_compatible_with(b.shape) for a, b in pairs):
         return []
     aligned: list[gradients.Gradient] = [None] * len(now)
-    for i, gradient in zip(places, old):
+    for i, gradient in zip(new, old):
         aligned[i] = gradient
     return aligned
 
@@ -235,7 +235,7 @@ class _Record:
             and all(ref() is v for ref, v in zip(self._variables, seen.variables))
         )
 
-    def overflowed(self, counts: Any) -> list[tuple[ReplicaPlace | None, Any]]:
+    def overflowed(self, counts: Any) -> Sequence[tuple[ReplicaPlace | None, Any]]:
         """Returns the places where a gradient was not finite, with their counts."""
         of_replicas = [pair for pair in zip(self.places, counts) if pair[1].any()]
         if not of_replicas and counts[-1].any():
@@ -252,7 +252,7 @@ def _parts_of(vector: Any, count: int) -> list[tf.Tensor]:
 def _after(
     vector: tf.Tensor,
     streak: tf.Tensor,
-    counts: tf.Tensor,
+    counts: Any,
     goes_on: tf.Tensor,
     loss_scale: tf.Tensor,
     total: tf.Tensor,
@@ -289,9 +289,7 @@ def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.stack(kinds), tf.int64)
 
 
-def _most_often(
-    before: tf.Tensor, goes_on: tf.Tensor, first: int, in_a_row: tf.Tensor
-) -> tf.Tensor:
+def _most_often(before: tf.Tensor, goes_on: tf.Tensor, first: int, in_a_row: Any) -> tf.Tensor:
     """Updates the variables that most often were not finite with those of a record."""
     end = first + in_a_row.shape[0]
     _, numbers, steps = tf.split(before, [1, MOST, MOST])

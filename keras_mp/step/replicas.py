@@ -83,7 +83,7 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     """
     context = tf.distribute.get_replica_context()
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
-    cast = cast_float32(gradients, reduce_dtype)
+    cast: list[Any] = cast_float32(gradients, reduce_dtype)
     sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in cast]
     received: list[Gradient] = [None] * len(sent)
     # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.
@@ -149,7 +149,7 @@ def decide_for_all_replicas(
     return context.merge_call(cross_replica, args=(list(verdicts), state))
 
 
-def once_for_all_replicas(function: Callable[[Sequence[tf.Tensor]], Any], tensors: Any) -> Any:
+def once_for_all_replicas(function: Callable[[list[tf.Tensor]], Any], tensors: Any) -> Any:
     """Calls a function once in a context where it may update variables that replicas share.
 
     Args:
@@ -203,7 +203,7 @@ def _cannot_be_gathered(gradient: Gradient) -> bool:
     return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
 
 
-def _bits_as(dtype: tf.DType, gradient: Gradient) -> Gradient:
+def _bits_as(dtype: tf.DType, gradient: Any) -> Gradient:
     if gradient.dtype == dtype:
         return gradient
     return map_values(lambda g: tf.bitcast(g, dtype), gradient)

@@ -55,9 +55,11 @@ class ScaledStep:
             the verdict, a bool scalar tensor that is the same on every replica; None where no step
             is skipped.
         """
-        given, scaled, scaled_by = self.given, self.given.scaled, self.given.scaled_by
+        given, scaled = self.given, self.given.scaled
+        scaled_by: Any = given.scaled_by
         observers.show(pairs, scaled, scaled_by)
-        grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        grads: list[Any] = [g for g, _ in pairs]
+        variables = [v for _, v in pairs]
         kept = state_rollback.keep(variables if self.handler else ())
         mine = ReplicaState(kept, given.losses, overflows.changed_since(given.unclipped, grads))
         if given.unclipped:
@@ -66,7 +68,9 @@ class ScaledStep:
         if self.adapter.takes_float32_gradients:
             grads = gradients.to_float32(grads)
         # As one more gradient, an earlier verdict is summed and judged with the others.
-        marks = [] if given.was_finite is None else [tf.where(given.was_finite, 0.0, float("nan"))]
+        marks: list[Any] = (
+            [] if given.was_finite is None else [tf.where(given.was_finite, 0.0, float("nan"))]
+        )
         if tf.is_tensor(scaled):
             grads = gradients.unscale(grads, tf.where(scaled, scaled_by, 1.0))
             scaled = False
@@ -112,10 +116,10 @@ class ScaledStep:
         self,
         mine: ReplicaState,
         grads: list[Any],
-        marks: list[tf.Tensor],
+        marks: list[Any],
         variables: list[Any],
-        scaled: bool,
-        scaled_by: tf.Tensor | None,
+        scaled: Any,
+        scaled_by: Any,
         aggregate: bool,
     ) -> tuple[list[Any], list[Any], bool]:
         """Sums gradients, and marks beside them; also tells whether the sums are scaled."""
@@ -140,7 +144,7 @@ class ScaledStep:
         return summed[: len(grads)], summed[len(grads) :], scaled
 
     def _sum_over_replicas(
-        self, grads: list[Any], scaled: bool, scaled_by: tf.Tensor | None
+        self, grads: list[Any], scaled: bool, scaled_by: Any
     ) -> tuple[list[Any], bool, list[Any]]:
         """Sums gradients over replicas; tells whether the sums are scaled, and what was sent."""
         in_float16 = self.reduce_dtype == tf.float16 and scaled_by is not None
@@ -151,7 +155,7 @@ class ScaledStep:
             reduce_dtype = tf.float32
         if self.handler:
             if in_float16 and not scaled:
-                grads, scaled = gradients.scale(grads, scaled_by), True
+                grads, scaled = gradients.scale(grads, scaled_by), True  # pyright: ignore
             sent = gradients.cast_float32(grads, reduce_dtype)
             summed = replicas.all_reduce(sent, tf.float32)
             return gradients.cast_as(summed, grads), scaled, sent
@@ -159,7 +163,7 @@ class ScaledStep:
         if self.adapter.is_scaling_safe:
             return summed, scaled, []
         if scaled:
-            summed = gradients.unscale(summed, scaled_by)
+            summed = gradients.unscale(summed, scaled_by)  # pyright: ignore
         return gradients.cast_as(summed, grads), False, []
 
     def _take_new_values(self, grads: list[Any], variables: list[Any]) -> dict[int, Any]:

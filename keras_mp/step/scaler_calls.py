@@ -79,7 +79,7 @@ class ScalerCalls(Calls):
             if isinstance(facts, int):
                 after = news if finite else overflowed
             else:
-                after = tf.where(finite, *map(_int64, (news, overflowed)))
+                after = tf.where(finite, _int64(news), _int64(overflowed))
         if not isinstance(facts, int) and not certain & states.SCALED:
             # Of gradients that are scaled here, `apply` will tell.
             wrong = states.BY_TAPE | of(index, states.JUST_UNSCALED | states.APPLIED)

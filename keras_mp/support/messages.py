@@ -59,7 +59,8 @@ def is_library(filename: str) -> bool:
     if filename.endswith("__main__.py"):
         return False
     loaded = (sys.modules.get(package) for package in _PACKAGES)
-    folders = [os.path.dirname(module.__file__) for module in loaded if module is not None]
+    files = [module.__file__ for module in loaded if module is not None]
+    folders = [os.path.dirname(file) for file in files if file is not None]
     return (
         _AUTOGRAPH in filename
         or filename == contextlib.__file__

@@ -35,6 +35,6 @@ def inherit(
                 run()
 
         self.run = run_in_state
-        own(self)
+        own(self)  # pyright: ignore[reportArgumentType]
 
     ReplicaThread.start = start

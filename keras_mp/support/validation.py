@@ -30,7 +30,7 @@ def number(
         TypeError: it is not a number (a bool is none).
         ValueError: it is NaN or out of bounds.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not _is_a(numbers.Real, value):
         raise TypeError(
             f"`{name}` must be an int or a float. Received: {name}={value!r} "
             f"(of type {type(value)})"
@@ -52,6 +52,10 @@ def number(
     return float(value)
 
 
+def _is_a(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def integer(name: str, value: Any, below: int = 2**63, at_least: int = 1) -> int:
     """Checks that an argument is a whole number within bounds.
 
@@ -68,7 +72,7 @@ def integer(name: str, value: Any, below: int = 2**63, at_least: int = 1) -> int
         TypeError: it is not a whole number (a bool is none).
         ValueError: it is out of bounds.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if not _is_a(numbers.Integral, value):
         raise TypeError(
             f"`{name}` must be an int. Received: {name}={value!r} (of type {type(value)})"
         )

@@ -212,7 +212,7 @@ class AutoCastVariable(
 
     def _update(self, method: str, *args: Any, **kwargs: Any) -> Any:
         casts.refuse_if_held(self._variable)
-        args = [self._in_true_dtype(arg) for arg in args]
+        args = tuple(self._in_true_dtype(arg) for arg in args)
         kwargs = {key: self._in_true_dtype(arg) for key, arg in kwargs.items()}
         result = getattr(self._variable, method)(*args, **kwargs)
         reads = kwargs.get("read_value", args[3] if len(args) > 3 else True)

@@ -7,7 +7,8 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -32,15 +33,19 @@ class _ThreadsDtype(threading.local):
 _threads_dtype = _ThreadsDtype()
 
 
-class _Scope:
+class _Scope(NamedTuple):
     """Where the dtype in force is kept: here, or in Keras, which `share_scope` arranges."""
 
-    dtype: Callable[[], tf.DType | None] = staticmethod(lambda: _threads_dtype.value)
-    enter: Callable[[tf.DType | None], Any] = staticmethod(_threads_dtype.set_to)
+    dtype: Callable[[], tf.DType | None]
+    enter: Callable[[tf.DType | None], AbstractContextManager[None]]
+
+
+_scope = _Scope(lambda: _threads_dtype.value, _threads_dtype.set_to)
 
 
 def share_scope(
-    dtype: Callable[[], tf.DType | None], enter: Callable[[tf.DType | None], Any]
+    dtype: Callable[[], tf.DType | None],
+    enter: Callable[[tf.DType | None], AbstractContextManager[None]],
 ) -> None:
     """Keeps the dtype in force where somebody else keeps it, so that each casts the other's.
 
@@ -48,8 +53,8 @@ def share_scope(
         dtype: returns the DType in force in this thread, or None.
         enter: takes a DType or None and returns the context manager that puts it in force.
     """
-    _Scope.dtype = staticmethod(dtype)
-    _Scope.enter = staticmethod(enter)
+    global _scope
+    _scope = _Scope(dtype, enter)
 
 
 def autocast_scope(dtype: Any) -> Any:
@@ -93,7 +98,7 @@ def autocast_scope(dtype: Any) -> Any:
             )
         if dtype.size == 2:
             kernels.install()
-    return _Scope.enter(dtype)
+    return _scope.enter(dtype)
 
 
 def autocast_dtype() -> tf.DType | None:
@@ -105,7 +110,7 @@ def autocast_dtype() -> tf.DType | None:
     ...     keras_mp.autocast_dtype()
     tf.float16
     """
-    return _Scope.dtype()
+    return _scope.dtype()
 
 
 def in_current_scope(function: Callable[..., Any]) -> Callable[..., Any]:
