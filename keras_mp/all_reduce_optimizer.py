@@ -83,7 +83,7 @@ class AllReduceOptimizer(OptimizerWrapper):
 
     @reduce_dtype.setter
     def reduce_dtype(self, value: Any) -> None:
-        self.__dict__["_reduce_dtype"] = reduce_dtypes.get(value, _CHOICES, _HINT)
+        vars(self)["_reduce_dtype"] = reduce_dtypes.get(value, _CHOICES, _HINT)  # pyright: ignore
 
     @do_not_convert
     def apply_gradients(

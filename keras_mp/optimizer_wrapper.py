@@ -72,7 +72,7 @@ class OptimizerWrapper(
                 f"{keras_api.ROOT_PACKAGE} in this process{hint(inner_optimizer)}. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
-        self.__dict__.update(
+        vars(self).update(  # pyright: ignore[reportAttributeAccessIssue]
             _adapter=adapter,
             _trackable=inner_optimizer,
             _hyperparameters=adapter.hyperparameters() - _names_of_wrappers(type(self)),

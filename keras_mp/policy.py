@@ -77,7 +77,7 @@ class Policy(keras_api.BasePolicy):
     def loss_scale(self) -> loss_scale_lib.LossScale | None:
         """The `LossScale` that `Model.compile` copies, or None."""
         if self._loss_scale is None and self._loss_scale_config is not None:
-            self.__dict__["_loss_scale"] = loss_scale_lib.get(self._loss_scale_config)
+            vars(self)["_loss_scale"] = loss_scale_lib.get(self._loss_scale_config)  # pyright: ignore
         return self._loss_scale
 
     @property

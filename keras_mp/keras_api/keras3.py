@@ -17,9 +17,8 @@ from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 
 from keras_mp import variables
-from keras_mp.keras_api import keras3_workers
+from keras_mp.keras_api import keras3_adapter, keras3_workers
 from keras_mp.kernels import softmax_and_cross_entropy
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.support import replica_threads
 from keras_mp.variables import casts
 
@@ -33,6 +32,7 @@ COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls
 APPLY_TAKES_SCALED_GRADIENTS = True
 
 patch_fit = keras3_workers.patch_fit
+optimizer_adapter = keras3_adapter.optimizer_adapter
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
 
@@ -372,144 +372,3 @@ def _watch_keras_wrapper() -> None:
 
 
 _watch_keras_wrapper()
-
-
-def optimizer_adapter(optimizer: Any) -> OptimizerAdapter | None:
-    return _KerasAdapter(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
-
-
-class _Reduction(threading.local):
-    is_done = False
-
-
-_reduction = _Reduction()
-
-
-class _KerasAdapter(OptimizerAdapter):
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._refuse_second_scale()
-        _let_the_wrapper_reduce(optimizer)
-
-    def _refuse_second_scale(self) -> None:
-        if self.optimizer.loss_scale_factor is not None:
-            raise ValueError(
-                "The inner optimizer scales the loss itself. Pass "
-                "`loss_scale=` to LossScaleOptimizer instead of `loss_scale_factor=` to the inner "
-                f"optimizer. Received: loss_scale_factor={self.optimizer.loss_scale_factor}"
-            )
-
-    def build(self, variables: Sequence[Any]) -> None:
-        if not self.optimizer.built:
-            with tf.init_scope(), keras.name_scope(self.optimizer.name):
-                self.optimizer.build(list(variables))
-        strategy = tf.distribute.get_strategy()
-        if strategy.num_replicas_in_sync == 1:
-            return
-        for variable in self.optimizer.variables:
-            if not strategy.extended.variable_created_in_scope(_native(variable)):
-                raise ValueError(
-                    "Make the optimizer in the scope of the strategy that it is used under: "
-                    "otherwise Keras 3 gives all replicas one copy of its variables, which each of "
-                    f"them changes. Received: variable {variable.path!r} of {self.optimizer!r}"
-                )
-
-    def built_variables(self) -> Sequence[Any]:
-        if not self.optimizer.built:
-            return super().built_variables()
-        return self.optimizer._trainable_variables
-
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: tf.GradientTape | None,
-        grad_loss: Any,
-    ) -> list[tuple[Any, Any]]:
-        if not callable(loss) and tape is None:
-            raise ValueError(
-                "`tape` is required where the loss is a tensor. "
-                f"Received: loss={loss!r}, tape={tape!r}"
-            )
-        tape = tape or tf.GradientTape()
-        if callable(loss):
-            with tape:
-                if not callable(var_list):
-                    tape.watch([_native(v) for v in tf.nest.flatten(var_list)])
-                loss = loss()
-        if callable(var_list):
-            var_list = var_list()
-        var_list = tf.nest.flatten(var_list)
-        gradients = tape.gradient(loss, var_list, output_gradients=grad_loss)
-        return list(zip(gradients, var_list))
-
-    def custom_aggregation(self) -> None:
-        return None
-
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
-        del name
-        self._refuse_second_scale()
-        _reduction.is_done = not aggregate
-        try:
-            return self.optimizer.apply_gradients(grads_and_vars)
-        finally:
-            _reduction.is_done = False
-
-    def accumulates(self) -> bool:
-        return bool(self.optimizer.gradient_accumulation_steps)
-
-    def completes_step(self) -> tf.Tensor:
-        steps = self.optimizer.gradient_accumulation_steps
-        return tf.equal((_native(self.optimizer._iterations) + 1) % steps, 0)
-
-    def totals(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
-        if not self.accumulates():
-            return grads_and_vars
-        accumulated = {id(_native(v)): (a.value, v) for v, a in self._accumulators()}
-        totals = []
-        for gradient, variable in grads_and_vars:
-            total, _ = accumulated.pop(id(_native(variable)), (None, None))
-            if gradient is not None:
-                gradient = tf.convert_to_tensor(gradient)
-                total = gradient if total is None else gradient + total
-            totals.append((total, variable))
-        return [*totals, *accumulated.values()]
-
-    def drop_accumulated(self) -> None:
-        if self.accumulates():
-            for _, accumulator in self._accumulators():
-                accumulator.assign(tf.zeros_like(accumulator.value))
-            # Keras counts gradients here; `iterations` are the steps made of them.
-            self.optimizer._iterations.assign_sub(self.optimizer.gradient_accumulation_steps - 1)
-
-    def _accumulators(self) -> list[tuple[Any, Any]]:
-        pairs = zip(
-            self.optimizer._trainable_variables, self.optimizer._accumulated_gradients, strict=True
-        )
-        return [(variable, a) for variable, a in pairs if a is not None]
-
-    def is_overwritten(self, variable: Any) -> bool:
-        return getattr(variable, "overwrite_with_gradient", False)
-
-
-def _native(variable: Any) -> tf.Variable:
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def _let_the_wrapper_reduce(optimizer: Any) -> None:
-    """Keeps a Keras 3 optimizer from summing gradients that its wrapper has summed already.
-
-    Keras 3 sums inside `apply`, after clipping, and has no public way to leave that out.
-    """
-    stock = optimizer._all_reduce_sum_gradients
-    if getattr(stock, "leaves_out_what_is_done", False):
-        return
-
-    @functools.wraps(stock)
-    def all_reduce_unless_done(grads_and_vars: Any) -> Any:
-        return list(grads_and_vars) if _reduction.is_done else stock(grads_and_vars)
-
-    all_reduce_unless_done.leaves_out_what_is_done = True  # pyright: ignore[reportAttributeAccessIssue]
-    vars(optimizer)["_all_reduce_sum_gradients"] = all_reduce_unless_done

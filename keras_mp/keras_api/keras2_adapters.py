@@ -1,0 +1,114 @@
+"""The adapters of Keras 2's optimizers, new and legacy."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tf_keras.src.optimizers import utils as _optimizer_utils
+
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
+
+keras = tf.keras
+
+_Optimizer: Any = keras.optimizers.Optimizer
+_LegacyOptimizer: Any = keras.optimizers.legacy.Optimizer
+
+
+def optimizer_adapter(optimizer: Any) -> OptimizerAdapter | None:
+    if isinstance(optimizer, _LegacyOptimizer):
+        return _LegacyAdapter(optimizer)
+    if isinstance(optimizer, _Optimizer):
+        return _KerasAdapter(optimizer)
+    return None
+
+
+class _KerasAdapter(OptimizerAdapter):
+    """`tf.keras.optimizers.*`."""
+
+    is_revived_without_state = True
+
+    def build(self, variables: Sequence[Any]) -> None:
+        with tf.name_scope(self.optimizer.name), tf.init_scope():
+            self.optimizer.build(variables)
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        if grad_loss is not None:
+            raise ValueError(
+                "`grad_loss` is for tf.keras.optimizers.legacy optimizers; multiply the loss by it "
+                f"instead. Received: grad_loss={grad_loss!r} with {type(self.optimizer)}"
+            )
+        # Keras's own method takes a list only, not the variable alone that all others take.
+        flat = tf.nest.flatten
+        as_list = (lambda: flat(var_list())) if callable(var_list) else flat(var_list)
+        return self.optimizer.compute_gradients(loss, as_list, tape=tape)
+
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
+        if type(self.optimizer).aggregate_gradients is _Optimizer.aggregate_gradients:
+            return None
+        return self.optimizer.aggregate_gradients
+
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
+    ) -> Any:
+        return self.optimizer.apply_gradients(
+            grads_and_vars, **_named(name), skip_gradients_aggregation=not aggregate
+        )
+
+
+class _LegacyAdapter(OptimizerAdapter):
+    """`tf.keras.optimizers.legacy.*`, also in the graph mode of TensorFlow 1."""
+
+    is_revived_without_state = True
+    is_saved_by_keras = False
+
+    def hyperparameters(self) -> frozenset[str]:
+        return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}
+
+    def build(self, variables: Sequence[Any]) -> None:
+        with tf.name_scope(self.optimizer._name), tf.init_scope():
+            self.optimizer._create_all_weights(variables)
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        return self.optimizer._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
+
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
+        optimizer = self.optimizer
+        stock = (
+            optimizer.gradient_aggregator is _optimizer_utils.all_reduce_sum_gradients
+            and type(optimizer)._aggregate_gradients is _LegacyOptimizer._aggregate_gradients
+            and type(optimizer)._transform_unaggregated_gradients
+            is _LegacyOptimizer._transform_unaggregated_gradients
+        )
+        if stock:
+            return None
+        return lambda pairs: optimizer._aggregate_gradients(
+            optimizer._transform_unaggregated_gradients(pairs)
+        )
+
+    def apply(
+        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
+    ) -> Any:
+        if isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
+            # A worker has one replica, so nothing is summed twice, and a legacy optimizer refuses
+            # to leave it out.
+            aggregate = aggregate or self.custom_aggregation() is None
+        return self.optimizer.apply_gradients(
+            grads_and_vars, **_named(name), experimental_aggregate_gradients=aggregate
+        )
+
+
+def _named(name: str | None) -> dict[str, str]:
+    # An optimizer of the user's may have left `name` out, as Keras's own wrappers allow.
+    return {} if name is None else {"name": name}
