@@ -72,6 +72,13 @@ class OptimizerWrapper(
                 f"{keras_api.ROOT_PACKAGE} in this process{hint(inner_optimizer)}. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
+        if adapter.overrides_minimize:
+            raise TypeError(
+                "The optimizer overrides `minimize`, which a wrapper makes of `compute_gradients` "
+                "and `apply_gradients`: what it does there would be left out. Override one of "
+                "these, or train without a wrapper: in mixed_bfloat16, which needs no loss scale. "
+                f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
+            )
         vars(self).update(  # pyright: ignore[reportAttributeAccessIssue]
             _adapter=adapter,
             _trackable=inner_optimizer,
@@ -251,6 +258,13 @@ class OptimizerWrapper(
         """
         pairs = self.compute_gradients(loss, var_list, tape, grad_loss)
         return self.apply_gradients(pairs, name=name)
+
+    def _only_differentiates(self) -> bool:
+        own = type(self).compute_gradients
+        return own is OptimizerWrapper.compute_gradients and self._adapter.only_differentiates
+
+    def _overrides_minimize(self) -> bool:
+        return type(self).minimize is not OptimizerWrapper.minimize
 
     @do_not_convert
     def compute_gradients(

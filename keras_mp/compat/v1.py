@@ -29,7 +29,7 @@ from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.other_adapters import V1Optimizer
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaler import Scaler
-from keras_mp.support import host, validation
+from keras_mp.support import host, messages, validation
 from keras_mp.support.autograph import do_not_convert
 
 __all__ = [
@@ -135,6 +135,12 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             raise ValueError(
                 "The optimizer is wrapped by a LossScaleOptimizer already. Use that one, or make a "
                 f"new optimizer. Received: opt={opt!r}"
+            )
+        if not type(opt).compute_gradients.__module__.startswith("tensorflow."):
+            messages.warn(
+                f"{type(opt).__name__} has a `compute_gradients` of its own, which sees the loss "
+                "scaled. If it clips gradients there, or adds noise to them, use bfloat16 without "
+                "loss scaling."
             )
         replicas.check_strategy()
         self._trackable = opt

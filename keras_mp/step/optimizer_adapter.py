@@ -28,12 +28,17 @@ class OptimizerAdapter(abc.ABC):
             unscaled, so that small ones stay.
         is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
         is_saved_by_keras: Whether Keras saves its variables, in `.keras` and `.weights.h5` files.
+        only_differentiates: Whether gradients of a scaled loss are the gradients times the scale:
+            not so where the optimizer clips those of each example as it computes them.
+        overrides_minimize: Whether the optimizer does something of its own in `minimize`.
     """
 
     is_scaling_safe = False
     takes_float32_gradients = False
     is_revived_without_state = False
     is_saved_by_keras = True
+    only_differentiates = True
+    overrides_minimize = False
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

@@ -55,11 +55,13 @@ class OptimizerCalls(Calls):
         self._remember_results([scaled])
         return scaled
 
-    def unscale(self, grads: Sequence[Any]) -> list[Any]:
-        """Divides gradients by what the loss was multiplied by."""
+    def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
+        """Divides gradients by what the loss was multiplied by, if the tape did not do so."""
         self._refuse_results(grads, "get_unscaled_gradients")
         _, facts = self._so_far()
-        unscaled = gradients.unscale(grads, self._scale_of_step(facts))
+        unscaled = list(grads)
+        if not by_tape:
+            unscaled = gradients.unscale(grads, self._scale_of_step(facts))
         self._note(_ask(states.after_unscaling, facts))
         self._remember_results(unscaled)
         self._mine.unscaled[ANYBODY] = overflows.remember(unscaled)
@@ -78,19 +80,20 @@ class OptimizerCalls(Calls):
         return unscaled
 
     @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor], Given]]:
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], Given]]:
         """A context in which one call, `minimize`, makes a step from its loss to its end.
 
         It may come between the calls of another step, which goes on afterwards as if nothing had
         been.
 
         Yields:
-            What tells of the gradients, given what the loss was multiplied by.
+            What tells of the gradients, given what the loss was multiplied by, and whether they
+            still are.
         """
         mine = self._mine
         kept = mine.losses, mine.scaled_by, mine.results
         try:
-            yield lambda scaled_by: Given(True, scaled_by, losses=self.losses())
+            yield lambda by, scaled: Given(scaled, by, lambda: not scaled, self.losses())
         finally:
             mine.losses, mine.scaled_by, mine.results = kept
             mine.applied = frozenset()
