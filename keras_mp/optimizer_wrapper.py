@@ -260,11 +260,10 @@ class OptimizerWrapper(
         return self.apply_gradients(pairs, name=name)
 
     def _only_differentiates(self) -> bool:
-        own = type(self).compute_gradients
-        return own is OptimizerWrapper.compute_gradients and self._adapter.only_differentiates
+        return _is_of_keras_mp(type(self).compute_gradients) and self._adapter.only_differentiates
 
     def _overrides_minimize(self) -> bool:
-        return type(self).minimize is not OptimizerWrapper.minimize
+        return not _is_of_keras_mp(type(self).minimize)
 
     @do_not_convert
     def compute_gradients(
@@ -386,6 +385,10 @@ def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
     if isinstance(optimizer, OptimizerWrapper):
         return WrapperAdapter(optimizer)
     return keras_api.optimizer_adapter(optimizer)
+
+
+def _is_of_keras_mp(method: Callable[..., Any]) -> bool:
+    return method.__module__.startswith("keras_mp.")
 
 
 def _names_of_wrappers(cls: type) -> set[str]:
