@@ -205,6 +205,7 @@ class LossScaleOptimizer(
             ),
             policy_in_file=None,
         )
+        keras_api.track_variables([*self._state().values(), *self._scaler.variables().values()])
         for child_name, child in self._own_children().items():
             self._track_trackable(child, child_name, overwrite=True)
         for optimizer in wrapped:

@@ -671,7 +671,7 @@ def test_control_dependencies_wait_for_an_update_of_all_replicas(aggregation):
                 with tf.control_dependencies([v]):
                     return tf.identity(v)
 
-        assert (float(update()), float(v)) == (2, 2)
+        assert (float(update()), float(v.numpy())) == (2, 2)
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "on read"])
