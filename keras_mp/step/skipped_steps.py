@@ -97,7 +97,7 @@ class SkippedSteps:
         """
         if self.warn_after is not None and not host.in_v1_graph():
             is_time = tf.equal(count, self.warn_after)
-            self._reports.post(tf.concat([count[tf.newaxis], self._streak], 0), when=is_time)
+            self._reports.post(tf.concat([tf.reshape(count, [1]), self._streak], 0), when=is_time)
 
     def last_overflow(self) -> Overflow | None:
         """Returns the report of the last skipped step; None if no step was skipped.
