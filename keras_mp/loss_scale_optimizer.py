@@ -26,6 +26,7 @@ from keras_mp.step.loss_scales import DynamicLossScale
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaler import Scaler
+from keras_mp.step.scaling_tape import ScalingTape
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 
@@ -371,12 +372,16 @@ class LossScaleOptimizer(
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, var_list, tape, grad_loss, name)
         with self._scaler.calls.whole_step() as given:
-            scaled_by = self._scaler.loss_scale()
-            scale = functools.partial(self._multiplied, scaled_by=scaled_by)
-            pairs = gradients.checked_pairs(self._gradients(scale, loss, var_list, tape, grad_loss))
+            scaled_by, by_tape = self._scaler.loss_scale(), self._scales_on_tape()
+            if by_tape:
+                pairs = self._gradients_by_tape(scaled_by, loss, var_list, tape, grad_loss)
+            else:
+                scale = functools.partial(self._multiplied, scaled_by=scaled_by)
+                pairs = self._gradients(scale, loss, var_list, tape, grad_loss)
+            pairs = gradients.checked_pairs(pairs)
             if not pairs:
                 return self.iterations
-            return self._step(pairs, given(scaled_by), aggregate=True, name=name)
+            return self._step(pairs, given(scaled_by, not by_tape), aggregate=True, name=name)
 
     @do_not_convert
     def compute_gradients(
@@ -397,8 +402,15 @@ class LossScaleOptimizer(
         Returns:
             list of (gradient, variable) pairs.
         """
-        pairs = self._gradients(self.get_scaled_loss, loss, var_list, tape, grad_loss)
-        unscaled = self.get_unscaled_gradients([g for g, _ in pairs])
+        calls = self._scaler.calls
+        if not self._scales_on_tape():
+            pairs = self._gradients(self.get_scaled_loss, loss, var_list, tape, grad_loss)
+            unscaled = self.get_unscaled_gradients([g for g, _ in pairs])
+        else:
+            scaled_by = self._scaler.loss_scale()
+            pairs = self._gradients_by_tape(scaled_by, loss, var_list, tape, grad_loss)
+            calls.begin(scaled_by, to_apply=False)
+            unscaled = calls.unscale(gradients.convert([g for g, _ in pairs]), by_tape=True)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
     def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
@@ -411,6 +423,12 @@ class LossScaleOptimizer(
         Returns:
             list of tensors.
         """
+        if self._scales_on_tape():
+            raise TypeError(
+                "The optimizer has a way of its own to compute gradients, which in a graph of "
+                "TensorFlow 1 would see the loss scaled. Train in mixed_bfloat16, without loss "
+                f"scaling. Received: {self.inner_optimizer!r}"
+            )
         scaled = self.inner_optimizer.get_gradients(self.get_scaled_loss(loss), params)
         return self.get_unscaled_gradients(scaled)
 
@@ -480,6 +498,11 @@ class LossScaleOptimizer(
         self._scaler.collect_reports()
         super().finalize_variable_values(var_list)
 
+    def _scales_on_tape(self) -> bool:
+        """Whether the tape has to scale, since the inner optimizer is to see the loss unscaled."""
+        calls = self._scaler.calls
+        return not (self._adapter.only_differentiates or isinstance(calls, NoCalls))
+
     def _names_of(self, variables: Sequence[Any]) -> list[str | None]:
         """The paths of variables in the model that is trained, None for others."""
         model = self._model()
@@ -524,6 +547,20 @@ class LossScaleOptimizer(
         with tape if is_tape else contextlib.nullcontext():
             loss = scale(loss)
         return super().compute_gradients(loss, var_list, tape, grad_loss)
+
+    def _gradients_by_tape(
+        self,
+        scaled_by: tf.Tensor,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        """Computes unscaled gradients where the inner optimizer has a way of its own to do so."""
+        scale = functools.partial(self._multiplied, scaled_by=tf.constant(1.0))
+        tape = tf.GradientTape() if tape is None else tape
+        scaling = ScalingTape(tape, scaled_by) if isinstance(tape, tf.GradientTape) else tape
+        return self._gradients(scale, loss, var_list, scaling, grad_loss)
 
     @do_not_convert
     def _step(

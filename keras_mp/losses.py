@@ -4,7 +4,6 @@ Beside the base class and `Crossentropy` there is one class for every built-in l
 `tf.keras`, under the same name and with the same arguments and `dtype`.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, regularizers
+from keras_mp import keras_api
+from keras_mp.as_float32 import as_float32 as as_float32
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
 from keras_mp.support import messages
 from keras_mp.support.dtypes import FLOATING
@@ -408,54 +408,6 @@ def for_compile(losses: Any, dtype: Any) -> Any:
     return tf.nest.map_structure(convert, losses)
 
 
-def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a function float32 in place of any other floating-point dtype.
-
-    It is a decorator for your own losses, metrics and regularizers, whose arguments keras_mp
-    leaves alone: under `"mixed_float16"` Keras 2 hands them float16. A decorated function keeps its
-    name and is saved like any other.
-
-    Args:
-        function: A function of tensors, or a `tf.keras.regularizers.Regularizer`.
-
-    Returns:
-        A function that casts floating-point tensors and arrays among its arguments to float32,
-        nested ones too. A regularizer becomes a `keras_mp.regularizers.Float32Regularizer`.
-
-    Raises:
-        TypeError: `function` cannot be called, or is a loss or a metric object.
-
-    Example:
-
-    >>> @keras_mp.losses.as_float32
-    ... def sum_of_squares(y_true, y_pred):
-    ...     return tf.reduce_sum(tf.square(y_true - y_pred))
-    >>> float(sum_of_squares(tf.zeros([1]), tf.constant([300], tf.float16)))
-    90000.0
-
-    Source: RFC 293, "Loss dtype".
-    """
-    if isinstance(function, tf.keras.regularizers.Regularizer):
-        return regularizers.Float32Regularizer(function)
-    if isinstance(function, tf.keras.losses.Loss | tf.keras.metrics.Metric | type) or not callable(
-        function
-    ):
-        raise TypeError(
-            "`as_float32` is for functions and regularizers. A loss of your own that subclasses "
-            "`keras_mp.losses.Loss` computes in float32; a metric passed to `compile` sees float32 "
-            f"predictions. Received: {function!r} (of type {type(function)})"
-        )
-
-    @functools.wraps(function)
-    def in_float32(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tf.nest.map_structure(_cast_tensor, (args, kwargs))
-        return function(*args, **kwargs)
-
-    # `compile` of Keras 2 has to know.
-    in_float32._keras_mp_casts_to = "float32"  # pyright: ignore[reportAttributeAccessIssue]
-    return in_float32
-
-
 def _standardize_dtype(dtype: Any) -> str:
     if dtype is None:
         return "float32"
@@ -492,11 +444,6 @@ def _is_scalar(value: Any) -> bool:
 def _float(value: tf.Tensor, dtype: str) -> tf.Tensor:
     is_number = value.dtype.is_integer or value.dtype.is_bool
     return tf.cast(value, dtype) if is_number else value
-
-
-def _cast_tensor(value: Any) -> Any:
-    is_one = tf.is_tensor(value) or isinstance(value, np.ndarray)
-    return fusion.cast(value, "float32") if is_one else value
 
 
 def _huber(y_true: tf.Tensor, y_pred: tf.Tensor, delta: float) -> tf.Tensor:

@@ -49,8 +49,8 @@ class OptimizerWrapper(
         inner_optimizer: An optimizer of `tf.keras`.
         jit_compile: bool. Lets XLA compile the update: unscaling, what the inner optimizer does,
             and what is kept beside weights in 16 bits become one function, in one pass over memory.
-            It rounds elsewhere in the last digit. Where it cannot be had, with sparse gradients for
-            one, a warning says so once. Defaults to False.
+            It rounds elsewhere in the last digit. Where it cannot be had, under a
+            `ParameterServerStrategy` for one, a warning says so once. Defaults to False.
 
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`.
@@ -78,6 +78,13 @@ class OptimizerWrapper(
             raise TypeError(
                 "Expected an optimizer of `tf.keras`, which is "
                 f"{keras_api.ROOT_PACKAGE} in this process{hint(inner_optimizer)}. "
+                f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
+            )
+        if adapter.overrides_minimize:
+            raise TypeError(
+                "The optimizer overrides `minimize`, which a wrapper makes of `compute_gradients` "
+                "and `apply_gradients`: what it does there would be left out. Override one of "
+                "these, or train without a wrapper: in mixed_bfloat16, which needs no loss scale. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
         vars(self).update(  # pyright: ignore[reportAttributeAccessIssue]
@@ -275,6 +282,12 @@ class OptimizerWrapper(
         pairs = self.compute_gradients(loss, var_list, tape, grad_loss)
         return self.apply_gradients(pairs, name=name)
 
+    def _only_differentiates(self) -> bool:
+        return _is_of_keras_mp(type(self).compute_gradients) and self._adapter.only_differentiates
+
+    def _overrides_minimize(self) -> bool:
+        return not _is_of_keras_mp(type(self).minimize)
+
     @do_not_convert
     def compute_gradients(
         self,
@@ -404,6 +417,10 @@ def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
     if isinstance(optimizer, OptimizerWrapper):
         return WrapperAdapter(optimizer)
     return keras_api.optimizer_adapter(optimizer)
+
+
+def _is_of_keras_mp(method: Callable[..., Any]) -> bool:
+    return method.__module__.startswith("keras_mp.")
 
 
 def _names_of_wrappers(cls: type) -> set[str]:

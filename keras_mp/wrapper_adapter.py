@@ -19,6 +19,14 @@ class WrapperAdapter(OptimizerAdapter):
     def takes_float32_gradients(self) -> bool:
         return self.optimizer._adapter.takes_float32_gradients
 
+    @property
+    def only_differentiates(self) -> bool:
+        return self.optimizer._only_differentiates()
+
+    @property
+    def overrides_minimize(self) -> bool:
+        return self.optimizer._overrides_minimize()
+
     def hyperparameters(self) -> frozenset[str]:
         return self.optimizer._hyperparameters
 

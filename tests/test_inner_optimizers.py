@@ -355,3 +355,128 @@ def test_wrappers_are_converted_to_legacy():
     assert isinstance(convert(tf.keras.optimizers.SGD()), legacy.SGD)
     keras = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
     assert isinstance(convert(keras).inner_optimizer, legacy.SGD)
+
+
+def clips_each_example(base, method, norm=1.0):
+    """An optimizer as those of differential privacy are: it clips the gradient of each example."""
+
+    def compute(self, loss, var_list, *args, **kwargs):
+        (tape,) = (a for a in [*args, *kwargs.values()] if isinstance(a, tf.GradientTape))
+        if callable(loss):
+            with tape:
+                loss = loss()
+        each = tape.jacobian(loss, var_list)
+        each = [tf.reshape(g, [loss.shape[0], -1]) for g in each]
+        norms = tf.norm(tf.concat(each, 1), axis=1, keepdims=True)
+        means = [tf.reduce_mean(g * tf.minimum(1.0, norm / norms), 0) for g in each]
+        return [(tf.reshape(m, v.shape), v) for m, v in zip(means, var_list)]
+
+    return type("ClipsEachExample", (base,), {method: compute})
+
+
+def clipping_optimizers():
+    if IS_KERAS_3:
+
+        class Wrapper(keras_mp.OptimizerWrapper):
+            pass
+
+        Clips = clips_each_example(Wrapper, "compute_gradients")
+        return {"a wrapper": lambda: Clips(tf.keras.optimizers.SGD(0.5))}
+    new = clips_each_example(tf.keras.optimizers.SGD, "compute_gradients")
+    legacy = clips_each_example(tf.keras.optimizers.legacy.SGD, "_compute_gradients")
+    wrapped = clips_each_example(keras_mp.OptimizerWrapper, "compute_gradients")
+    return {
+        "new": lambda: new(0.5, jit_compile=False),
+        "legacy": lambda: legacy(0.5),
+        "a wrapper": lambda: wrapped(tf.keras.optimizers.SGD(0.5, jit_compile=False)),
+        "a wrapped one": lambda: keras_mp.OptimizerWrapper(new(0.5, jit_compile=False)),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("calls", ["minimize", "two halves", "tape"])
+@pytest.mark.parametrize("kind", list(clipping_optimizers()))
+def test_gradients_of_examples_are_clipped_as_without_loss_scaling(kind, calls, mode):
+    examples = tf.constant([[100.0, 0.0], [0.0, 0.25], [3.0, 4.0]])
+    moved = []
+    for scales in (False, True):
+        optimizer, v = clipping_optimizers()[kind](), tf.Variable([1.0, 2.0])
+        if scales:
+            optimizer = keras_mp.LossScaleOptimizer(optimizer, 2.0**12)
+
+        def loss():
+            return tf.reduce_sum(v * examples, axis=1)
+
+        def step():
+            if calls == "tape":
+                with tf.GradientTape() as tape:
+                    value = loss()
+                optimizer.minimize(value, [v], tape=tape)
+            elif calls == "minimize":
+                optimizer.minimize(loss, [v], tape=tf.GradientTape())
+            else:
+                pairs = optimizer.compute_gradients(loss, [v], tf.GradientTape())
+                optimizer.apply_gradients(pairs)
+
+        if calls == "two halves" and kind == "legacy" and not scales:
+            optimizer.compute_gradients = lambda f, v, t: optimizer._compute_gradients(f, v, tape=t)
+        optimizer.build([v]) if hasattr(optimizer, "build") else None
+        run = placed(mode, step)
+        run(), run()
+        moved.append(v.numpy())
+    np.testing.assert_array_equal(moved[0], moved[1])
+    np.testing.assert_allclose(moved[1], [1 - (1 + 0.6) / 3, 2 - (0.25 + 0.8) / 3], rtol=1e-6)
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Optimizers of Keras 3 compute no gradients.")
+@pytest.mark.parametrize("family", ["new", "legacy"])
+def test_fit_clips_the_gradients_of_examples_as_in_float32(family):
+    images, labels = digits()
+    weights = []
+    for policy in ("float32", keras_mp.Policy("mixed_float16", loss_scale=2**11)):
+        tf.keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(policy):
+            model = tf.keras.Sequential([tf.keras.Input([64]), tf.keras.layers.Dense(10)])
+            loss = tf.keras.losses.SparseCategoricalCrossentropy(True, reduction="none")
+            model.compile(clipping_optimizers()[family](), loss)
+        model.fit(images[:256], labels[:256], 32, shuffle=False, verbose=0)
+        weights.append(model.get_weights()[0])
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    np.testing.assert_allclose(weights[0], weights[1], rtol=0, atol=2e-3)
+    assert np.abs(weights[0]).max() > 0.1
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Optimizers of Keras 3 compute no gradients.")
+@pytest.mark.parametrize("family", ["new", "legacy"])
+def test_what_a_wrapper_would_leave_out_is_refused(family):
+    optimizers = tf.keras.optimizers if family == "new" else tf.keras.optimizers.legacy
+
+    class Minimizes(optimizers.SGD):
+        def minimize(self, *args, **kwargs):
+            return super().minimize(*args, **kwargs)
+
+    for wrapper in (keras_mp.LossScaleOptimizer, keras_mp.AllReduceOptimizer):
+        with pytest.raises(TypeError, match=r"overrides `minimize`.*mixed_bfloat16"):
+            wrapper(Minimizes(0.5))
+
+
+def test_a_wrapper_that_overrides_minimize_is_refused():
+    class Minimizes(keras_mp.OptimizerWrapper):
+        def minimize(self, *args, **kwargs):
+            return super().minimize(*args, **kwargs)
+
+    with pytest.raises(TypeError, match="overrides `minimize`"):
+        keras_mp.LossScaleOptimizer(Minimizes(tf.keras.optimizers.SGD(0.5)))
+
+
+@legacy_only
+def test_gradients_of_a_graph_cannot_be_clipped_for_each_example():
+    class Gradients(tf.keras.optimizers.legacy.SGD):
+        def get_gradients(self, loss, params):
+            return super().get_gradients(loss, params)
+
+    with tf.Graph().as_default():
+        v = tf.Variable(1.0)
+        optimizer = keras_mp.LossScaleOptimizer(Gradients(0.5), 8)
+        with pytest.raises(TypeError, match="would see the loss scaled"):
+            optimizer.get_gradients(v * 2, [v])

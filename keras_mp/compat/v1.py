@@ -4,7 +4,6 @@ TensorFlow 1, `tf.contrib.mixed_precision.LossScaleOptimizer`. This module needs
 The step is that of `keras_mp.step`.
 """
 
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -21,15 +20,15 @@ from keras_mp.compat.loss_scale_managers import (
     ManagedLossScale,
     next_exponential_state,
 )
+from keras_mp.compat.v1_calls import V1Calls
 from keras_mp.grappler import passes
-from keras_mp.step import call_states, gradients, replicas
+from keras_mp.step import gradients, replicas
 from keras_mp.step.decision import Given
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale
-from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.other_adapters import V1Optimizer
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaler import Scaler
-from keras_mp.support import host, validation
+from keras_mp.support import messages, validation
 from keras_mp.support.autograph import do_not_convert
 
 __all__ = [
@@ -136,6 +135,12 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
                 "The optimizer is wrapped by a LossScaleOptimizer already. Use that one, or make a "
                 f"new optimizer. Received: opt={opt!r}"
             )
+        if not type(opt).compute_gradients.__module__.startswith("tensorflow."):
+            messages.warn(
+                f"{type(opt).__name__} has a `compute_gradients` of its own, which sees the loss "
+                "scaled. If it clips gradients there, or adds noise to them, use bfloat16 without "
+                "loss scaling."
+            )
         replicas.check_strategy()
         self._trackable = opt
         _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
@@ -143,7 +148,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         loss_scale = _loss_scale(loss_scale, loss_scale_manager)
         self._scaler = Scaler(
             loss_scale,
-            _Calls(loss_scale),
+            V1Calls(loss_scale),
             can_skip=isinstance(loss_scale, (DynamicLossScale, ManagedLossScale)),
             reduce_dtype=tf.float16 if aggregate_in_float16 else tf.float32,
             warn_after_skips=warn_after_skips,
@@ -420,52 +425,3 @@ def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     if not pairs:
         raise ValueError("No gradients provided for any variable. Received: []")
     return pairs
-
-
-class _Calls(OptimizerCalls):
-    """`compute_gradients` scales the loss and unscales the gradients; `apply_gradients` may not.
-
-    Python alone knows of the calls, which cost a step nothing. Gradients that another function may
-    have computed are presumed to be right.
-    """
-
-    _needs_variables = False
-
-    def __init__(self, loss_scale: LossScale) -> None:
-        super().__init__(loss_scale)
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._threads: set[int] = set()
-
-    def computed(self) -> None:
-        """Notes a call of `compute_gradients`."""
-        graph = host.current_graph()
-        self._threads.add(threading.get_ident())
-        if graph is not None:
-            self._graphs.add(graph)
-        self._note(call_states.COMPUTED)
-
-    def _is_mine(self, graph: Any) -> bool:
-        # A graph of TensorFlow 1 may apply what it has computed once as often as it likes.
-        return graph is None and super()._is_mine(graph)
-
-    def _presumed(self, graph: Any) -> int:
-        if graph is None:
-            is_of_another = bool(self._open_graphs) or threading.get_ident() not in self._threads
-        else:
-            is_of_another = isinstance(graph, tf.__internal__.FuncGraph)
-        while graph is not None:
-            if graph in self._graphs:
-                return call_states.COMPUTED
-            graph = getattr(graph, "outer_graph", None)
-        if is_of_another and self._threads:
-            return call_states.COMPUTED
-        last = self._mine.facts
-        return last if isinstance(last, int) else 0
-
-    def _missing_call(self, facts: int) -> str:
-        return (
-            "apply_gradients() was given gradients that compute_gradients() has not computed: "
-            "their loss was not scaled, and small ones may have vanished in float16. Do not use "
-            "tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
-            "compute_gradients() and then apply_gradients()."
-        )

@@ -27,6 +27,14 @@ class _KerasAdapter(OptimizerAdapter):
 
     is_revived_without_state = True
 
+    @property
+    def only_differentiates(self) -> bool:
+        return _is_keras_own(self.optimizer, _Optimizer, "compute_gradients")
+
+    @property
+    def overrides_minimize(self) -> bool:
+        return not _is_keras_own(self.optimizer, _Optimizer, "minimize")
+
     def build(self, variables: Sequence[Any]) -> None:
         with tf.name_scope(self.optimizer.name), tf.init_scope():
             self.optimizer.build(variables)
@@ -66,6 +74,15 @@ class _LegacyAdapter(OptimizerAdapter):
 
     is_revived_without_state = True
     is_saved_by_keras = False
+
+    @property
+    def only_differentiates(self) -> bool:
+        names = ("_compute_gradients", "get_gradients")
+        return all(_is_keras_own(self.optimizer, _LegacyOptimizer, name) for name in names)
+
+    @property
+    def overrides_minimize(self) -> bool:
+        return not _is_keras_own(self.optimizer, _LegacyOptimizer, "minimize")
 
     def hyperparameters(self) -> frozenset[str]:
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}
@@ -107,6 +124,11 @@ class _LegacyAdapter(OptimizerAdapter):
         return self.optimizer.apply_gradients(
             grads_and_vars, **_named(name), experimental_aggregate_gradients=aggregate
         )
+
+
+def _is_keras_own(optimizer: Any, base: type, method: str) -> bool:
+    """Whether an optimizer has a method as Keras made it."""
+    return getattr(getattr(optimizer, method), "__func__", None) is getattr(base, method)
 
 
 def _named(name: str | None) -> dict[str, str]:

@@ -214,7 +214,7 @@ class NoCalls(Calls):
         self._mine.losses = tuple(each for each in tf.nest.flatten(losses) if tf.is_tensor(each))
         return losses
 
-    def unscale(self, grads: list[Any], *details: Any) -> list[Any]:
+    def unscale(self, grads: list[Any], *details: Any, by_tape: bool = False) -> list[Any]:
         """Returns the gradients as they are."""
         return grads
 
@@ -223,9 +223,9 @@ class NoCalls(Calls):
         return grads
 
     @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor], Given]]:
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], Given]]:
         """As that of `OptimizerCalls`."""
-        yield lambda scaled_by: Given(losses=self.losses())
+        yield lambda scaled_by, scaled: Given(losses=self.losses())
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[Given]:

@@ -43,10 +43,10 @@ class CompiledUpdates:
         Returns:
             Whether it was made.
         """
-        reason = _why_not([gradient for gradient, _ in pairs])
+        reason = _why_not()
         if reason is None:
             tensors = [] if scaled_by is None else [scaled_by]
-            tensors += [_shaped(gradient, v) for gradient, v in pairs if gradient is not None]
+            tensors += [part for gradient, v in pairs for part in _parts(gradient, v)]
             function, reason = self._function(update, pairs, tensors, scaled_by is not None)
             if reason is None:
                 function(*tensors)
@@ -61,10 +61,10 @@ class CompiledUpdates:
     ) -> tuple[Any, str | None]:
         """The compiled function, and why there is none."""
         variables = [variable for _, variable in pairs]
-        has_gradient = [gradient is not None for gradient, _ in pairs]
+        kinds = [_kind(gradient) for gradient, _ in pairs]
         key = (
             tuple(map(id, variables)),
-            tuple(has_gradient),
+            tuple(kinds),
             is_scaled,
             replicas.local_id(),
             *self._settings(),
@@ -72,13 +72,17 @@ class CompiledUpdates:
         if key not in self._functions:
 
             def compute(*tensors: tf.Tensor) -> None:
-                given = unscale(tensors[1:], tensors[0]) if is_scaled else tensors
-                values = iter(given)
-                grads = [next(values) if has else None for has in has_gradient]
+                parts = iter(tensors)
+                divisor = next(parts) if is_scaled else None
+                grads = [_gradient(kind, parts, v) for kind, v in zip(kinds, variables)]
+                if divisor is not None:
+                    grads = unscale(grads, divisor)
                 with replicas.alone():
                     update(list(zip(grads, variables, strict=True)))
 
-            function = tf.function(compute, autograph=False, jit_compile=True)
+            function = tf.function(
+                compute, autograph=False, jit_compile=True, reduce_retracing=True
+            )
             self._functions[key] = function, _why_not_compiled(function, tensors)
         return self._functions[key]
 
@@ -95,28 +99,54 @@ class CompiledUpdates:
             optimizer = values.get("_trackable")
 
 
-def _why_not(grads: Sequence[Gradient]) -> str | None:
+def _why_not() -> str | None:
     if host.in_v1_graph():
         return "XLA does not compile functions in a graph of TensorFlow 1"
     if isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
         return "under ParameterServerStrategy the variables are on other machines"
-    if any(isinstance(gradient, tf.IndexedSlices) for gradient in grads):
-        return "there are sparse gradients (tf.IndexedSlices), as embeddings have them"
     return None
 
 
 def _why_not_compiled(function: Any, tensors: Sequence[tf.Tensor]) -> str | None:
     """Why XLA cannot compile a function; None if it can. Computes nothing."""
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    # Of a sparse gradient, any number of rows will do.
+    shapes = ([1 if size is None else size for size in tensor.shape] for tensor in tensors)
+    specs = [tf.TensorSpec(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors)]
     with tf.init_scope():
         try:
+            operations = function.get_concrete_function(*specs).graph.get_operations()
+            if any(operation.type.startswith("Unique") for operation in operations):
+                # XLA does, with some numbers of rows, and with others fails when it runs.
+                return "it adds up equal rows of sparse gradients, as optimizers of Keras 2 do"
             function.experimental_get_compiler_ir(*specs)(stage="hlo")
         except Exception as error:  # whatever an optimizer of the user's does in a graph
             return f"XLA cannot compile it ({str(error).strip().partition(chr(10))[0]})"
     return None
 
 
-def _shaped(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
-    """A gradient with all of its shape: XLA has to know it."""
+def _kind(gradient: Gradient) -> str:
+    if gradient is None:
+        return "none"
+    return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def _parts(gradient: Gradient, variable: Any) -> list[tf.Tensor]:
+    """The tensors of a gradient, with all of their shapes that can be known: XLA asks for it."""
+    if gradient is None:
+        return []
+    shape = tf.TensorShape(variable.shape)
+    if isinstance(gradient, tf.IndexedSlices):
+        rows = gradient.indices.shape.concatenate(shape[1:])
+        return [tf.ensure_shape(gradient.values, rows), gradient.indices]
     is_known = gradient.shape.is_fully_defined()
-    return gradient if is_known else tf.ensure_shape(gradient, variable.shape)
+    return [gradient if is_known else tf.ensure_shape(gradient, shape)]
+
+
+def _gradient(kind: str, parts: Iterator[tf.Tensor], variable: Any) -> Gradient:
+    """The gradient that `_parts` took apart."""
+    if kind == "none":
+        return None
+    if kind == "dense":
+        return next(parts)
+    values, indices = next(parts), next(parts)
+    return tf.IndexedSlices(values, indices, tf.constant(list(variable.shape), indices.dtype))

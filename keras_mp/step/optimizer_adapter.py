@@ -32,6 +32,9 @@ class OptimizerAdapter(abc.ABC):
         is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
         is_saved_by_keras: Whether Keras saves its variables, in `.keras` and `.weights.h5` files.
         jit_compile: Whether XLA is to compile the update, as one function.
+        only_differentiates: Whether gradients of a scaled loss are the gradients times the scale:
+            not so where the optimizer clips those of each example as it computes them.
+        overrides_minimize: Whether the optimizer does something of its own in `minimize`.
     """
 
     is_scaling_safe = False
@@ -39,6 +42,8 @@ class OptimizerAdapter(abc.ABC):
     is_revived_without_state = False
     is_saved_by_keras = True
     jit_compile = False
+    only_differentiates = True
+    overrides_minimize = False
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import call_states as states
-from keras_mp.step import gradients, overflows
+from keras_mp.step import gradients, unclipped
 from keras_mp.step.call_states import ANYBODY
 from keras_mp.step.calls import Calls
 from keras_mp.step.decision import Given
@@ -55,14 +55,16 @@ class OptimizerCalls(Calls):
         self._remember_results([scaled])
         return scaled
 
-    def unscale(self, grads: Sequence[Any]) -> list[Any]:
-        """Divides gradients by what the loss was multiplied by."""
+    def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
+        """Divides gradients by what the loss was multiplied by, if the tape did not do so."""
         self._refuse_results(grads, "get_unscaled_gradients")
         _, facts = self._so_far()
-        unscaled = gradients.unscale(grads, self._scale_of_step(facts))
+        unscaled = list(grads)
+        if not by_tape:
+            unscaled = gradients.unscale(grads, self._scale_of_step(facts))
         self._note(_ask(states.after_unscaling, facts))
         self._remember_results(unscaled)
-        self._mine.unscaled[ANYBODY] = overflows.remember(unscaled)
+        self._mine.unscaled[ANYBODY] = unclipped.remember(unscaled)
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
@@ -74,23 +76,24 @@ class OptimizerCalls(Calls):
         divisor = tf.where(is_scaled, self._scale_of_step(facts), 1.0)
         self._note(_ask(states.after_unscaling_early, facts))
         unscaled = gradients.unscale(grads, divisor)
-        self._mine.unscaled[ANYBODY] = overflows.remember(unscaled)
+        self._mine.unscaled[ANYBODY] = unclipped.remember(unscaled)
         return unscaled
 
     @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor], Given]]:
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], Given]]:
         """A context in which one call, `minimize`, makes a step from its loss to its end.
 
         It may come between the calls of another step, which goes on afterwards as if nothing had
         been.
 
         Yields:
-            What tells of the gradients, given what the loss was multiplied by.
+            What tells of the gradients, given what the loss was multiplied by, and whether they
+            still are.
         """
         mine = self._mine
         kept = mine.losses, mine.scaled_by, mine.results
         try:
-            yield lambda scaled_by: Given(True, scaled_by, losses=self.losses())
+            yield lambda by, scaled: Given(scaled, by, lambda: not scaled, self.losses())
         finally:
             mine.losses, mine.scaled_by, mine.results = kept
             mine.applied = frozenset()

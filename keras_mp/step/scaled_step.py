@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import gradients, observers, overflows, replicas, state_rollback
+from keras_mp.step import gradients, observers, overflows, replicas, state_rollback, unclipped
 from keras_mp.step.decision import Decision, Given, ReplicaState, has_total
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
@@ -61,7 +61,7 @@ class ScaledStep:
         grads: list[Any] = [g for g, _ in pairs]
         variables = [v for _, v in pairs]
         kept = state_rollback.keep(variables if self.handler else ())
-        mine = ReplicaState(kept, given.losses, overflows.changed_since(given.unclipped, grads))
+        mine = ReplicaState(kept, given.losses, unclipped.changed_since(given.unclipped, grads))
         if given.unclipped:
             given.unclipped.clear()
         new_values = self._take_new_values(grads, variables)

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import call_states as states
-from keras_mp.step import gradients, overflows
+from keras_mp.step import gradients, unclipped
 from keras_mp.step.call_states import ANYBODY, OTHERS, Call, of, of_any
 from keras_mp.step.calls import Calls, LossScaleValue
 from keras_mp.step.decision import Given, Guard
@@ -88,7 +88,7 @@ class ScalerCalls(Calls):
             self._post(Call.UNSCALE, index, facts, when=is_wrong)
             after = tf.where(is_wrong, _int64(news | of(index, states.SPOILED)), after)
         self._note(facts | after, certain | news)
-        self._mine.unscaled[index] = overflows.remember(unscaled)
+        self._mine.unscaled[index] = unclipped.remember(unscaled)
         return unscaled
 
     def by_tape(self) -> None:
@@ -134,7 +134,7 @@ class ScalerCalls(Calls):
                 is_allowed = tf.not_equal(facts & (states.SCALED | states.BY_TAPE), 0)
                 is_allowed &= tf.equal(facts & wrong, 0)
             guard = Guard(is_allowed, lambda: self._refuse(index, facts))
-        unclipped = [self._mine.unscaled.pop(i, list)() for i in (ANYBODY, index)]
+        before = [self._mine.unscaled.pop(i, list)() for i in (ANYBODY, index)]
         applied = of(index, states.APPLIED)
         after = facts if scaled is True else facts & ~unnamed
         self._note(after | applied, certain & ~unnamed | applied)
@@ -143,7 +143,7 @@ class ScalerCalls(Calls):
             scaled_by,
             lambda: tf.logical_not(scaled) if tf.is_tensor(scaled) else not scaled,
             self.losses(),
-            [*unclipped[0], *unclipped[1]],
+            [*before[0], *before[1]],
             was_finite,
             guard,
         )

@@ -166,7 +166,8 @@ def test_arguments_of_compute_gradients_reach_the_inner_optimizer():
 
     with tf.Graph().as_default():
         v = V1.get_variable("v", initializer=[1.0, 2.0])
-        optimizer = wrapped(Spy(0.25))
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="`compute_gradients` of its own"):
+            optimizer = wrapped(Spy(0.25))
         arguments = {
             "gate_gradients": optimizer.GATE_GRAPH,
             "aggregation_method": tf.AggregationMethod.EXPERIMENTAL_TREE,
@@ -652,3 +653,12 @@ def test_digits_are_learnt_in_a_function_as_well_as_in_float32():
     in_float32 = accuracy_in_a_function(tf.float32)
     assert in_float32 > 0.85
     assert abs(accuracy_in_a_function(tf.float16) - in_float32) <= 0.01
+
+
+def test_an_optimizer_that_computes_gradients_in_a_way_of_its_own_is_warned_about():
+    class Clips(V1.train.GradientDescentOptimizer):
+        def compute_gradients(self, *args, **kwargs):
+            return super().compute_gradients(*args, **kwargs)
+
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Clips has a `compute_gradients`"):
+        v1.LossScaleOptimizer(Clips(0.1), 8)

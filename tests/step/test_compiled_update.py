@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import NAMESPACES, make_optimizer, mirrored, value
+from tests.common import IS_KERAS_3, NAMESPACES, make_optimizer, mirrored, value
 
 # What Keras says of the variable without a gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
@@ -188,32 +188,63 @@ class Unusual(tf.keras.optimizers.SGD):
 
 
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("case", ["sparse", "not compiled"])
-def test_what_cannot_be_compiled_is_said_once(case, in_function):
+def test_what_cannot_be_compiled_is_said_once(in_function):
     weight = tf.Variable(tf.zeros([4, 2]))
-    inner = tf.keras.optimizers.SGD(1.0) if case == "sparse" else Unusual(1.0)
-    optimizer = keras_mp.LossScaleOptimizer(inner, 64, jit_compile=True)
-    rows = tf.constant([1, 3])
+    optimizer = keras_mp.LossScaleOptimizer(Unusual(1.0), 64, jit_compile=True)
 
     def step():
-        def loss():
-            x = tf.gather(weight, rows) if case == "sparse" else weight / 2
-            return tf.reduce_sum(x)
-
-        optimizer.minimize(loss, [weight])
+        optimizer.minimize(lambda: tf.reduce_sum(weight / 2), [weight])
 
     if in_function:
         step = tf.function(step)
-    why = "sparse gradients" if case == "sparse" else "XLA cannot compile it"
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match=why):
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="XLA cannot compile it"):
         step()
     with warnings.catch_warnings():
         warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
         step()
-    changed = [1, 3] if case == "sparse" else range(4)
-    expected = np.zeros([4, 2], np.float32)
-    expected[list(changed)] = -2
-    np.testing.assert_array_equal(value(weight), expected)
+    np.testing.assert_array_equal(value(weight), np.full([4, 2], -2))
+
+
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_sparse_gradients(wrap, inner, in_function):
+    def run(**kwargs):
+        low = wrap is keras_mp.MasterWeightOptimizer
+        weights = variables(tf.bfloat16 if low else tf.float32)[:2]
+        optimizer = wrap(inner(), **kwargs)
+        optimizer.build(weights)
+
+        def step(rows, x):
+            def loss():
+                embedding, bias = (tf.gather(weights[0], rows), weights[1])
+                return tf.reduce_mean((tf.cast(embedding + bias, tf.float32) - x) ** 2)
+
+            optimizer.minimize(loss, weights)
+
+        if in_function:
+            any_rows = [tf.TensorSpec([None], tf.int32), tf.TensorSpec([])]
+            step = tf.function(step, input_signature=any_rows)
+        for rows in ([1, 3, 1], [0, 0, 2], [5]):
+            step(tf.constant(rows), tf.constant(1.0))
+        return all_of(optimizer, weights)
+
+    expected = run()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
+        found = run(jit_compile=True)
+    assert ["equal rows" in str(each.message) for each in said] == ([] if IS_KERAS_3 else [True])
+    assert_near(found, expected)
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Only Keras 3 accumulates gradients.")
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_gradients_are_accumulated(wrap):
+    def inner():
+        return tf.keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+
+    expected = trained(wrap, inner, True, xs=(1.0, 2.0, 3.0, 4.0))
+    assert_near(trained(wrap, inner, True, xs=(1.0, 2.0, 3.0, 4.0), jit_compile=True), expected)
 
 
 def test_an_update_that_xla_compiles_anyway_is_left_to_it():

@@ -1,0 +1,44 @@
+"""A tape that scales the loss by itself, for optimizers that do more than differentiate it.
+
+An optimizer that clips the gradient of each example where it computes gradients has to see what it
+sees in float32. Given an unscaled loss and this tape, it does. This module needs TensorFlow only.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.step import gradients
+
+
+class ScalingTape(tf.GradientTape):
+    """Another tape, but it differentiates scaled targets and unscales what it returns.
+
+    Args:
+        tape: `tf.GradientTape`, with which it shares what is recorded.
+        loss_scale: float32 scalar tensor.
+    """
+
+    # Not in the state that both share.
+    __slots__ = ("_loss_scale",)
+
+    def __init__(self, tape: tf.GradientTape, loss_scale: tf.Tensor) -> None:
+        self.__dict__ = vars(tape)
+        self._loss_scale = loss_scale
+
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Computes gradients, as `tf.GradientTape.gradient` does: `jacobian` calls it, too."""
+        of_targets = output_gradients
+        if of_targets is None:
+            of_targets = tf.nest.map_structure(tf.ones_like, target)
+        scaled = tf.nest.map_structure(self._scaled, of_targets)
+        return self._unscaled(super().gradient(target, sources, scaled, *args, **kwargs))
+
+    def _scaled(self, value: Any) -> Any:
+        return value * tf.cast(self._loss_scale, value.dtype)
+
+    def _unscaled(self, computed: Any) -> Any:
+        flat = gradients.unscale(tf.nest.flatten(computed), self._loss_scale)
+        return tf.nest.pack_sequence_as(computed, flat)
