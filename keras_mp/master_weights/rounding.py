@@ -4,6 +4,8 @@ All of it is done on the bits, or with operations that are exact. Bits are of ui
 TensorFlow computes with int32 in the memory of the host.
 """
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from keras_mp.support import host
@@ -171,3 +173,36 @@ def _float16_binade(value: tf.Tensor) -> tf.Tensor:
     """The power of two at or below each value; not below that of float16's normal numbers."""
     power = tf.bitcast(tf.bitcast(value, tf.int32) & _INFINITY, tf.float32)
     return tf.clip_by_value(power, _FLOAT16_SMALLEST, 2.0**15)
+
+
+def noise(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
+    """Returns random bits for stochastic rounding; the same for the same seed.
+
+    In XLA they are hashes of the places in the tensor: a few products in the loop that uses them.
+    Its own generator makes a pass of its own, and takes longer than all else that an update does.
+
+    Args:
+        shape: static shape.
+        seed: int64 tensor of two numbers.
+
+    Returns:
+        int32 tensor.
+    """
+    if not host.is_compiled_by_xla():
+        return _drawn(shape.as_list(), seed)
+    first, second = tf.unstack(tf.bitcast(_drawn([2], seed), tf.uint32))
+    places = tf.cast(tf.reshape(tf.range(shape.num_elements()), shape), tf.uint32)
+    return tf.bitcast(_mixed(tf.bitwise.bitwise_xor(_mixed(places + first), second)), tf.int32)
+
+
+def _drawn(shape: Sequence[int], seed: tf.Tensor) -> tf.Tensor:
+    return tf.random.stateless_uniform(
+        shape, seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
+    )
+
+
+def _mixed(bits: tf.Tensor) -> tf.Tensor:
+    """The last step of MurmurHash3: in uint32 each bit changes about half of all bits."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = tf.bitwise.bitwise_xor(bits, tf.bitwise.right_shift(bits, shift)) * factor
+    return tf.bitwise.bitwise_xor(bits, tf.bitwise.right_shift(bits, 16))
