@@ -150,23 +150,30 @@ def _one_pixel(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
 
 
 _FLOAT16 = (tf.float16,)
+_REDUCTIONS = ((True,), (True, False))
 
 # Most add up a vector of ones or of 1/32, so that right sums are powers of two.
 KERNELS: dict[str, Kernel] = {
     "BiasAddGrad": Kernel(
-        "gen_nn_ops", ("bias_add_grad",), _bias, _bias_format, _sum_of_all_but_channels
+        "gen_nn_ops",
+        ("bias_add_grad",),
+        _bias,
+        _bias_format,
+        ("NHWC", "NCHW"),
+        _sum_of_all_but_channels,
     ),
-    "Sum": Kernel("gen_math_ops", ("_sum",), _sum_of_rows(_TERMS / 32), _reduction),
-    "Mean": Kernel("gen_math_ops", ("mean",), _sum_of_rows(1 / 32), _reduction),
+    "Sum": Kernel("gen_math_ops", ("_sum",), _sum_of_rows(_TERMS / 32), _reduction, _REDUCTIONS),
+    "Mean": Kernel("gen_math_ops", ("mean",), _sum_of_rows(1 / 32), _reduction, _REDUCTIONS),
     "EuclideanNorm": Kernel(
-        "gen_math_ops", ("euclidean_norm",), _sum_of_rows(_TERMS**0.5 / 32), _reduction
+        "gen_math_ops", ("euclidean_norm",), _sum_of_rows(_TERMS**0.5 / 32), _reduction, _REDUCTIONS
     ),
-    "AvgPool": Kernel("gen_nn_ops", ("avg_pool",), _large_window, _is_large_window),
+    "AvgPool": Kernel("gen_nn_ops", ("avg_pool",), _large_window, _is_large_window, (True,)),
     "Softmax": Kernel(
         "gen_nn_ops",
         ("softmax",),
         _many_classes(1 / _TERMS),
         _has_many_classes,
+        (True,),
         wrong_in_xla=_FLOAT16,
     ),
     "LogSoftmax": Kernel(
@@ -174,6 +181,7 @@ KERNELS: dict[str, Kernel] = {
         ("log_softmax",),
         _many_classes(-math.log(_TERMS)),
         _has_many_classes,
+        (True,),
         wrong_in_xla=_FLOAT16,
     ),
     "Cumsum": Kernel(
