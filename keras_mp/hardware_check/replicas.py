@@ -38,7 +38,7 @@ def main() -> None:
         json.dumps(
             [
                 judge("replicas skip a step together", lambda: _skip_together(strategy)),
-                judge("replicas sum float16 gradients", lambda: _sum(strategy)),
+                judge("replicas sum float16 gradients", lambda: _sum_together(strategy)),
             ]
         )
     )
@@ -91,7 +91,7 @@ def _skip_together(strategy: tf.distribute.Strategy) -> tuple[bool, str]:
     return kept, f"one infinite gradient; weights {parts}, scale 1024 to {scale:g}"
 
 
-def _sum(strategy: tf.distribute.Strategy) -> tuple[bool, str]:
+def _sum_together(strategy: tf.distribute.Strategy) -> tuple[bool, str]:
     parts, _ = _trained(strategy, [1.0, 3.0])
     return parts == 2 * [[0.5, 1.5]], f"weights {parts}"
 

@@ -84,7 +84,7 @@ class _Clock:
     """
 
     def __init__(self, variant: str, name: str, size: int) -> None:
-        with _policy(variant):
+        with _in_force(variant):
             self._model, x, y = models.make(name, size)
             loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             self._model.compile("adam", loss)
@@ -132,7 +132,7 @@ class _Watch(tf.keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def _policy(variant: str) -> Iterator[None]:
+def _in_force(variant: str) -> Iterator[None]:
     """Puts a policy of keras_mp, or one of Keras's own, in force."""
     if not variant.startswith("Keras's "):
         with keras_mp.policy_scope(variant):

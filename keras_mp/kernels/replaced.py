@@ -133,7 +133,7 @@ class Table:
             if dtype is None or not self.enabled:
                 return own(*args, **kwargs)
             case = kernel.case(*args, **kwargs)
-            if not self.is_wrong(op, dtype, case, _device_type(first)):
+            if not self.is_wrong(op, dtype, case, _device()):
                 return own(*args, **kwargs)
             return correct(own, *args, **kwargs)
 
@@ -169,13 +169,25 @@ def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return tf.cast(result, dtype)
 
 
-def _device_type(tensor: Any) -> str | None:
-    device = getattr(tensor, "device", None)
-    return tf.DeviceSpec.from_string(device).device_type if isinstance(device, str) else None
+def _device() -> str:
+    """The type of the device that will run an operation that is made now.
+
+    Where its inputs are does not count: TensorFlow copies them. Of a function that is traced, its
+    own `tf.device`s are known, and not that around a call, as it may be another in the next one.
+    """
+    usual = _usual_device()
+    if usual == "CPU":
+        return usual
+    if tf.executing_eagerly():
+        name = tf.__internal__.eager_context.get_device_name()
+    else:
+        name = tf.no_op().device
+    return tf.DeviceSpec.from_string(name or "").device_type or usual
 
 
 @functools.cache
 def _usual_device() -> str:
+    """The type of the device on which TensorFlow computes where the program names none."""
     return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
 
 
