@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_mp import keras_api
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.step import gradients
+from keras_mp.step import gradients, workers
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.decision import Given
 from keras_mp.step.scaled_step import ScaledStep
@@ -112,6 +112,7 @@ class AllReduceOptimizer(OptimizerWrapper):
         if not pairs:
             return self.iterations
         self.build([variable for _, variable in pairs])
+        workers.meet(self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype)
         operation, _ = ScaledStep(self._adapter, None, self._reduce_dtype, Given()).make(
             pairs,
             aggregate=experimental_aggregate_gradients and not skip_gradients_aggregation,

@@ -11,7 +11,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import gradients, observers, overflows, replicas, state_rollback, unclipped
+from keras_mp.step import (
+    gradients,
+    observers,
+    overflows,
+    replicas,
+    state_rollback,
+    unclipped,
+    workers,
+)
 from keras_mp.step.decision import Decision, Given, ReplicaState, has_total
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
@@ -156,10 +164,12 @@ class ScaledStep:
         if self.handler:
             if in_float16 and not scaled:
                 grads, scaled = gradients.scale(grads, scaled_by), True  # pyright: ignore
-            sent = gradients.cast_float32(grads, reduce_dtype)
-            summed = replicas.all_reduce(sent, tf.float32)
-            return gradients.cast_as(summed, grads), scaled, sent
-        summed = replicas.all_reduce(gradients.cast_float16_to_float32(grads), reduce_dtype)
+            given = workers.with_scale(grads, scaled_by)
+            sent = gradients.cast_float32(given, reduce_dtype)
+            summed = gradients.cast_as(replicas.all_reduce(sent, tf.float32), given)
+            return workers.checked(summed, scaled_by), scaled, sent[: len(grads)]
+        given = workers.with_scale(gradients.cast_float16_to_float32(grads), scaled_by)
+        summed = workers.checked(replicas.all_reduce(given, reduce_dtype), scaled_by)
         if self.adapter.is_scaling_safe:
             return summed, scaled, []
         if scaled:
