@@ -29,11 +29,11 @@ class Soak(NamedTuple):
 
     Attributes:
         turn: makes a turn.
-        made: weak references to the models that turns have made.
+        made: those models that turns have made and that still live.
     """
 
     turn: Callable[[], Any]
-    made: list[weakref.ref]
+    made: weakref.WeakSet
 
 
 def _steps(in_function: bool) -> Soak:
@@ -53,7 +53,7 @@ def _steps(in_function: bool) -> Soak:
     def step(factor):
         optimizer.minimize(lambda: tf.reduce_sum(v) * factor, [v])
 
-    return Soak(_alternating(tf.function(step) if in_function else step), [])
+    return Soak(_alternating(tf.function(step) if in_function else step), weakref.WeakSet())
 
 
 def _alternating(step: Callable[[Any], Any]) -> Callable[[], None]:
@@ -87,7 +87,7 @@ def _scaler() -> Soak:
         scaler.step(optimizer, [(tape.gradient(loss, v), v)])
         scaler.update()
 
-    return Soak(_alternating(step), [])
+    return Soak(_alternating(step), weakref.WeakSet())
 
 
 def _fit(is_ours: bool) -> Soak:
@@ -99,7 +99,7 @@ def _fit(is_ours: bool) -> Soak:
         import keras_mp
 
         policy = keras_mp.Policy("mixed_float16")
-    made: list[weakref.ref] = []
+    made: weakref.WeakSet = weakref.WeakSet()
     x, y = tf.ones([4, 8]), tf.ones([4, 1])
 
     def turn():
@@ -112,7 +112,7 @@ def _fit(is_ours: bool) -> Soak:
             tf.keras.mixed_precision.set_global_policy(before)
         model.compile("sgd", "mse")
         model.fit(x, y, verbose=0)
-        made.append(weakref.ref(model))
+        made.add(model)
 
     return Soak(turn, made)
 
@@ -132,12 +132,12 @@ def _convert() -> Soak:
 
     import keras_mp
 
-    made: list[weakref.ref] = []
+    made: weakref.WeakSet = weakref.WeakSet()
     model = _model("float32")
 
     def turn():
         tf.keras.backend.clear_session()
-        made.append(weakref.ref(keras_mp.convert(model, "mixed_bfloat16")))
+        made.add(keras_mp.convert(model, "mixed_bfloat16"))
 
     return Soak(turn, made)
 
@@ -155,7 +155,7 @@ def _region() -> Soak:
         with keras_mp.autocast("bfloat16"):
             return x @ x, function()
 
-    return Soak(turn, [])
+    return Soak(turn, weakref.WeakSet())
 
 
 KINDS: dict[str, Callable[[], Soak]] = {
@@ -190,9 +190,8 @@ def measure(kind: str, turns: int) -> dict[str, float]:
         for _ in range(block):
             soak.turn()
         found.append(_look())
-    alive = sum(each() is not None for each in soak.made)
     grown = {name: _slope([each[name] for each in found]) / block for name in found[0]}
-    return {"turns": block * LOOKS, **grown, "alive": alive}
+    return {"turns": block * LOOKS, **grown, "alive": len(soak.made)}
 
 
 def _look() -> dict[str, float]:

@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -427,7 +428,9 @@ def test_steps_leave_no_objects_behind(kind):
 @once
 def test_a_soak_finds_what_is_left(monkeypatch):
     left = []
-    monkeypatch.setitem(soak.KINDS, "leak", lambda: soak.Soak(lambda: left.append([[]]), []))
+    monkeypatch.setitem(
+        soak.KINDS, "leak", lambda: soak.Soak(lambda: left.append([[]]), weakref.WeakSet())
+    )
     assert soak.measure("leak", 20)["objects"] >= 1
 
 
