@@ -25,6 +25,7 @@ from benchmarks import (
     overhead,
     reductions,
     rounding,
+    soak,
     sums,
     third_party,
     third_party_numerics,
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "numerics": numerics.run,
     "defects": defects.run,
     "faults": faults.run,
+    "soak": soak.run,
     "third_party": third_party.run,
     "third_party_numerics": third_party_numerics.run,
 }
@@ -62,13 +64,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", default=list(BENCHMARKS), help=" ".join(BENCHMARKS))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("benchmarks.json"))
+    parser.add_argument("--turns", type=int, default=soak.TURNS, help="of `soak`")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"unknown benchmarks {sorted(unknown)}; there are {sorted(BENCHMARKS)}")
     machine = common.machine()
     print(f"On {machine}.")
-    results = {name: BENCHMARKS[name]() for name in arguments.names}
+    options = {"soak": {"turns": arguments.turns}}
+    results = {name: BENCHMARKS[name](**options.get(name, {})) for name in arguments.names}
     arguments.output.write_text(json.dumps({"machine": machine, **results}, indent=1))
     print(f"\nAll figures are in {arguments.output}.")
     picture = arguments.output.with_suffix(".png")

@@ -196,12 +196,12 @@ def _count_group(group: list[Any]) -> tf.Tensor:
 @functools.cache
 def _counter(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns `_count_one` for tensors of a dtype, which is one operation for each of them."""
-    return host.shared_operation(_count_one, [tf.TensorSpec(None, dtype)])
+    return host.shared_operation(_count_one, [tf.TensorSpec(None, dtype)])  # pyright: ignore[reportArgumentType]
 
 
 def _count_one(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     """Returns the row of `count_not_finite` of one gradient, of shape [1, 3]."""
-    if isinstance(gradient, tf.Tensor):
+    if not isinstance(gradient, tf.IndexedSlices):
         # In one dimension, since TensorFlow computes the axes of what has unknown ones.
         gradient = tf.reshape(gradient, [-1])
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

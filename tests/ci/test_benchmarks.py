@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from benchmarks import (
     overhead,
     reductions,
     rounding,
+    soak,
     sums,
     third_party,
     third_party_models,
@@ -424,3 +426,26 @@ def test_defects_are_planted_and_found(monkeypatch):
         assert tool["named"][0] == "block1_pool"
         assert not tool["others"]
     assert defects.measure_clean(["VGG16"]) == {"VGG16": {"audit": [], "compare": []}}
+
+
+@once
+@pytest.mark.parametrize("kind", ["eager", "graph", "region", "scaler"])
+def test_steps_leave_no_objects_behind(kind):
+    found = soak.measure(kind, 50)
+    assert found["turns"] == 50
+    assert found["objects"] == 0
+
+
+@once
+def test_a_soak_finds_what_is_left(monkeypatch):
+    left = []
+    monkeypatch.setitem(
+        soak.KINDS, "leak", lambda: soak.Soak(lambda: left.append([[]]), weakref.WeakSet())
+    )
+    assert soak.measure("leak", 20)["objects"] >= 1
+
+
+@once
+@pytest.mark.parametrize("kind", ["compile, fit, delete", "convert"])
+def test_a_soak_counts_the_models_that_live(kind):
+    assert soak.measure(kind, 10)["alive"] == 0

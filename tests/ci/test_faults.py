@@ -16,8 +16,6 @@ import tensorflow as tf
 from tests.common import digits, once
 from tests.replicas import workers
 
-pytestmark = once
-
 EPOCHS = 8
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "replicas.md"
 PROGRAMS = dict(re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
@@ -65,6 +63,7 @@ def state(folder):
     return {key: reader.get_tensor(key) for key in keys}
 
 
+@once
 def test_it_ends_as_an_undisturbed_run(tmp_path, files):
     good, bad = files["good"], files["bad"]
     assert end(start(tmp_path / "undisturbed", good, good)) == [0, 0]
@@ -104,6 +103,23 @@ def test_it_ends_as_an_undisturbed_run(tmp_path, files):
         assert difference <= (0 if is_counted else 2e-3), key
 
 
+def test_it_ends_bitwise_the_same_however_late_workers_are_killed(tmp_path, files):
+    data = [files["good"]] * 2
+    assert end(start(tmp_path / "undisturbed", *data)) == [0, 0]
+    expected = state(tmp_path / "undisturbed")
+    for kill_in in (1, EPOCHS // 2, EPOCHS - 1):
+        both = start(tmp_path / "run", *data)
+        wait_for_epoch(tmp_path / "run", kill_in, both)
+        both[kill_in % 2].kill()
+        both[1 - kill_in % 2].kill()  # It would wait for the other.
+        assert end(both) == [-signal.SIGKILL] * 2
+    assert end(start(tmp_path / "run", *data)) == [0, 0]
+    resumed = state(tmp_path / "run")
+    assert resumed.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(resumed[key], value, key)
+
+
 # What `supervise.py` starts here. Worker 1 has one fault after the other, and worker 0 waits.
 WORKER = """
 import json, os, pathlib, sys, time
@@ -134,6 +150,7 @@ def supervise(count, patience, folder, *command):
     return lines, done.stderr, done.returncode
 
 
+@once
 def test_all_are_started_again_but_the_one_that_computes_nan(tmp_path):
     lines, _, code = supervise(2, 5, tmp_path, WORKER, str(tmp_path), "{}")
     # On a machine that is slow patience may end more often.
@@ -145,6 +162,7 @@ def test_all_are_started_again_but_the_one_that_computes_nan(tmp_path):
     assert code == 0
 
 
+@once
 def test_it_gives_up(tmp_path):
     lines, error, code = supervise(2, 600, tmp_path, "raise SystemExit(3)")
     assert code == 1
