@@ -4,6 +4,7 @@ python -m benchmarks [names]
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
@@ -25,6 +26,7 @@ from benchmarks import (
     overhead,
     reductions,
     rounding,
+    step,
     sums,
     third_party,
     third_party_numerics,
@@ -43,6 +45,7 @@ BENCHMARKS = {
     "imports": imports.run,
     "casts": casts.run,
     "rounding": rounding.run,
+    "step": step.run,
     "reductions": reductions.run,
     "sums": sums.run,
     "gpu_kernels": gpu_kernels.run,
@@ -62,13 +65,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", default=list(BENCHMARKS), help=" ".join(BENCHMARKS))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("benchmarks.json"))
+    parser.add_argument("--small", action="store_true", help="smaller models in `step`")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"unknown benchmarks {sorted(unknown)}; there are {sorted(BENCHMARKS)}")
     machine = common.machine()
     print(f"On {machine}.")
-    results = {name: BENCHMARKS[name]() for name in arguments.names}
+    runs = {**BENCHMARKS, "step": functools.partial(step.run, small=arguments.small)}
+    results = {name: runs[name]() for name in arguments.names}
     arguments.output.write_text(json.dumps({"machine": machine, **results}, indent=1))
     print(f"\nAll figures are in {arguments.output}.")
     picture = arguments.output.with_suffix(".png")
