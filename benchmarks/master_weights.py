@@ -11,19 +11,24 @@ from benchmarks import common
 
 MATRICES, SHAPE = 10, (2500, 4000)
 # The dtype of variables, whether the forward pass is in bfloat16, and how digits are kept.
-VARIANTS: dict[str, tuple[str, bool, dict[str, str] | None]] = {
+_METHODS: dict[str, dict[str, str]] = {
+    "copy": {"method": "copy"},
+    "split": {"method": "split"},
+    "split, bfloat16 slots": {"method": "split", "slot_dtype": "bfloat16"},
+    "stochastic_rounding": {"method": "stochastic_rounding"},
+    "stochastic_rounding, bfloat16 slots": {
+        "method": "stochastic_rounding",
+        "slot_dtype": "bfloat16",
+    },
+}
+_COMPILED = {"jit_compile": True}
+VARIANTS: dict[str, tuple[str, bool, dict[str, Any] | None]] = {
     "float32": ("float32", False, None),
     "mixed_bfloat16": ("float32", True, None),
+    "mixed_bfloat16, compiled": ("float32", True, _COMPILED),
     "bfloat16, Keras's own": ("bfloat16", True, None),
-    "copy": ("bfloat16", True, {"method": "copy"}),
-    "split": ("bfloat16", True, {"method": "split"}),
-    "split, bfloat16 slots": ("bfloat16", True, {"method": "split", "slot_dtype": "bfloat16"}),
-    "stochastic_rounding": ("bfloat16", True, {"method": "stochastic_rounding"}),
-    "stochastic_rounding, bfloat16 slots": (
-        "bfloat16",
-        True,
-        {"method": "stochastic_rounding", "slot_dtype": "bfloat16"},
-    ),
+    **{name: ("bfloat16", True, how) for name, how in _METHODS.items()},
+    **{f"{name}, compiled": ("bfloat16", True, how | _COMPILED) for name, how in _METHODS.items()},
 }
 STEPS = 5
 _CLAIMS = """
@@ -48,7 +53,9 @@ def wrapped(optimizer: Any, variant: str, seed: int = 0) -> Any:
     *_, how = VARIANTS[variant]
     if how is None:
         return optimizer
-    return keras_mp.MasterWeightOptimizer(optimizer, seed=seed + 1, **how)
+    if "method" in how:
+        return keras_mp.MasterWeightOptimizer(optimizer, seed=seed + 1, **how)
+    return keras_mp.OptimizerWrapper(optimizer, **how)
 
 
 def _resident() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_mp import keras_api
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.step import gradients
+from keras_mp.step import gradients, workers
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.decision import Given
 from keras_mp.step.scaled_step import ScaledStep
@@ -39,6 +39,7 @@ class AllReduceOptimizer(OptimizerWrapper):
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
         reduce_dtype: `"bfloat16"` (the default) or `"float32"`, or such a DType. In which float32
             gradients are summed.
+        jit_compile: bool. Lets XLA compile the update, as of `OptimizerWrapper`. Defaults to False.
 
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or one that sums gradients
@@ -56,7 +57,9 @@ class AllReduceOptimizer(OptimizerWrapper):
     Source: RFC 293, "All-reducing in float16"; PyTorch, `MixedPrecision(reduce_dtype=)`.
     """
 
-    def __init__(self, inner_optimizer: Any, reduce_dtype: Any = "bfloat16") -> None:
+    def __init__(
+        self, inner_optimizer: Any, reduce_dtype: Any = "bfloat16", *, jit_compile: bool = False
+    ) -> None:
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
         refuse_inside(inner_optimizer, "AllReduceOptimizer")
@@ -66,7 +69,7 @@ class AllReduceOptimizer(OptimizerWrapper):
                 "`reduce_dtype` instead of an AllReduceOptimizer. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        super().__init__(inner_optimizer)
+        super().__init__(inner_optimizer, jit_compile)
         self.reduce_dtype = reduce_dtype
 
     def __repr__(self) -> str:
@@ -112,6 +115,7 @@ class AllReduceOptimizer(OptimizerWrapper):
         if not pairs:
             return self.iterations
         self.build([variable for _, variable in pairs])
+        workers.meet(self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype)
         operation, _ = ScaledStep(self._adapter, None, self._reduce_dtype, Given()).make(
             pairs,
             aggregate=experimental_aggregate_gradients and not skip_gradients_aggregation,

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from keras_mp import compile_hook, hardware, keras_api, kernels
 from keras_mp import loss_scale as loss_scale_lib
+from keras_mp._version import __version__
 from keras_mp.grappler import passes
+from keras_mp.step import workers
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -172,6 +174,10 @@ def global_policy() -> Any:
     Source: RFC 293, "The global policy".
     """
     return _to_policy(keras_api.get_global_policy())
+
+
+workers.FACTS["global policy"] = lambda: repr(global_policy())
+workers.FACTS["version of keras_mp"] = lambda: __version__
 
 
 def set_global_policy(policy: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as _trainer
 
-from keras_mp.step import replicas
+from keras_mp.step import replicas, workers
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras
@@ -46,7 +46,7 @@ def patch_fit(model: Any) -> None:
     Args:
         model: the model. It gets attributes, in which methods of its class are called.
     """
-    if not _has_several_workers(model.distribute_strategy):
+    if not workers.are_several(model.distribute_strategy):
         return
     replicas.let_gather_bfloat16(model.distribute_strategy)
     vars(model)["fit"] = functools.partial(_fit, model)
@@ -54,14 +54,6 @@ def patch_fit(model: Any) -> None:
         vars(model)["_maybe_symbolic_build"] = functools.partial(_build, model)
     if _REDUCES_AN_AXIS:
         vars(model)["_make_function"] = functools.partial(_function_of_steps, model)
-
-
-def _has_several_workers(strategy: tf.distribute.Strategy) -> bool:
-    """Whether there are replicas in other processes."""
-    return (
-        isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        and len(strategy.extended.worker_devices) < strategy.num_replicas_in_sync
-    )
 
 
 def _build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:

@@ -129,31 +129,6 @@ def join_float16(nearest: tf.Tensor, remainder: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.equal(remainder, 0), as_float32, joined)  # which keeps the sign of -0.0
 
 
-def noise(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
-    """Returns random bits for stochastic rounding; the same for the same seed.
-
-    Random numbers are drawn for each row and for each column, which takes far less time than one
-    for each element. An element gets their product. They are odd: given either, the product goes
-    through all odd numbers. So it is uniform in all bits but the last, and independent of that of
-    any other element. The variance of a sum over elements is therefore what it is with numbers
-    that are drawn for each.
-
-    Args:
-        shape: static shape. The last dimension has the columns, all others the rows.
-        seed: int64 tensor of two numbers.
-
-    Returns:
-        uint32 tensor, whose last bit is always 1.
-    """
-    *leading, columns = shape.as_list() or [1]
-    rows = math.prod(leading)
-    drawn = tf.random.stateless_uniform(
-        [rows + columns], seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
-    )
-    odd = tf.bitcast(drawn, tf.uint32) | 1
-    return tf.reshape(odd[:rows, tf.newaxis] * odd[rows:], shape)
-
-
 def stochastic_bfloat16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
     """Rounds to one of the two neighbours in bfloat16, so that the mean is the value.
 
@@ -200,3 +175,51 @@ def _float16_binade(value: tf.Tensor) -> tf.Tensor:
     """The power of two at or below each value; not below that of float16's normal numbers."""
     power = tf.bitcast(tf.bitcast(value, tf.int32) & _INFINITY, tf.float32)
     return tf.clip_by_value(power, _FLOAT16_SMALLEST, 2.0**15)
+
+
+def noise(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
+    """Returns random bits for stochastic rounding; the same for the same seed.
+
+    TensorFlow's generator would take longer than all else that an update does, if it made a number
+    for each element. In XLA they are hashes of the places in the tensor: a few products in the loop
+    that uses them. Elsewhere each product is a pass through memory, so there is only one.
+
+    Args:
+        shape: static shape.
+        seed: int64 tensor of two numbers.
+
+    Returns:
+        uint32 tensor.
+    """
+    if not host.is_compiled_by_xla():
+        return _products(shape, seed)
+    first, second = tf.unstack(_drawn(2, seed))
+    places = tf.cast(tf.reshape(tf.range(shape.num_elements()), shape), tf.uint32)
+    return _mixed(tf.bitwise.bitwise_xor(_mixed(places + first), second))
+
+
+def _products(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
+    """Products of random odd numbers for each row, and for each column: of the last dimension.
+
+    Given either, the product goes through all odd numbers. So it is uniform in all bits but the
+    last, which is 1, and independent of that of any other element. The variance of a sum over
+    elements is therefore what it is with numbers that are drawn for each.
+    """
+    *leading, columns = shape.as_list() or [1]
+    rows = math.prod(leading)
+    odd = _drawn(rows + columns, seed) | 1
+    return tf.reshape(odd[:rows, tf.newaxis] * odd[rows:], shape)
+
+
+def _drawn(count: int, seed: tf.Tensor) -> tf.Tensor:
+    drawn = tf.random.stateless_uniform(
+        [count], seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
+    )
+    return tf.bitcast(drawn, tf.uint32)
+
+
+def _mixed(bits: tf.Tensor) -> tf.Tensor:
+    """The last step of MurmurHash3: in uint32 each bit changes about half of all bits."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = tf.bitwise.bitwise_xor(bits, tf.bitwise.right_shift(bits, shift)) * factor
+    return tf.bitwise.bitwise_xor(bits, tf.bitwise.right_shift(bits, 16))

@@ -5,6 +5,7 @@ RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only. A gra
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -114,6 +115,7 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         bool scalar tensor; True if there is nothing to test.
     """
     for_xla = host.is_compiled_by_xla()
+    all_axes = functools.cache(lambda rank: tf.constant(list(range(rank)), tf.int32))
     alike: dict[Any, list[tf.Tensor]] = {}
     for gradient in gradients:
         if gradient is None or gradient.dtype.is_integer:
@@ -137,7 +139,9 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         elif dtype == tf.float16:  # the sums of which pass 65504
             verdicts += [tf.reduce_all(tf.math.is_finite(v)) for v in values]
         else:
-            totals.setdefault(dtype, []).append(tf.reduce_sum(_add(values)))
+            total = _add(values)
+            axes = None if total.shape.rank is None else all_axes(total.shape.rank)
+            totals.setdefault(dtype, []).append(tf.reduce_sum(total, axes))
     verdicts += [tf.math.is_finite(_add(of_dtype)) for of_dtype in totals.values()]
     if len(verdicts) == 1:
         return verdicts[0]
@@ -154,33 +158,56 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         int64 tensor of shape [gradients, 3]: the number of infinite values; that of NaNs; and 1 if
         every value is finite but a sum that `all_finite` tests is not, else 0.
     """
-    alike: dict[tf.DType, list[tuple[int, tf.Tensor]]] = {}
+    alike: dict[tf.DType, list[int]] = {}
     rows, order = [], []
     for i, gradient in enumerate(gradients):
+        if gradient is not None and gradient.dtype.is_floating and _is_small(gradient):
+            alike.setdefault(gradient.dtype, []).append(i)
+    groups = [group for group in alike.values() if len(group) > 1]
+    for i in sorted(set(range(len(gradients))).difference(*groups)):
+        gradient = gradients[i]
         if gradient is None or gradient.dtype.is_integer:
             rows.append(tf.zeros([1, 3], tf.int64))
-            order.append(i)
-        elif gradient.dtype.is_floating and _is_small(gradient):
-            alike.setdefault(gradient.dtype, []).append((i, gradient))
+        elif isinstance(gradient, tf.IndexedSlices):
+            rows.append(_count_one(gradient))
         else:
-            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            counts = [tf.math.count_nonzero(each) for each in _infs_and_nans(values)]
-            is_only_sum = tf.logical_not(all_finite([gradient])) & tf.equal(tf.add_n(counts), 0)
-            rows.append([[*counts, tf.cast(is_only_sum, tf.int64)]])
-            order.append(i)
-    for dtype, group in alike.items():
-        values = tf.concat([tf.reshape(gradient, [-1]) for _, gradient in group], 0)
-        sizes = [gradient.shape.num_elements() for _, gradient in group]
-        whose = np.repeat(np.arange(len(group)), sizes)
-        kinds = tf.cast(tf.stack(_infs_and_nans(values), 1), tf.int64)
-        counts = tf.math.unsorted_segment_sum(kinds, whose, len(group))
-        sums = tf.zeros([len(group)])
-        if dtype != tf.float16 and not host.is_compiled_by_xla():
-            sums = tf.math.unsorted_segment_sum(values, whose, len(group))
-        is_only_sum = tf.logical_not(tf.math.is_finite(sums)) & tf.reduce_all(counts == 0, 1)
-        rows.append(tf.concat([counts, tf.cast(is_only_sum, tf.int64)[:, tf.newaxis]], 1))
-        order += [i for i, _ in group]
-    return tf.gather(tf.concat(rows, 0), np.argsort(order))
+            rows.append(_counter(gradient.dtype)(gradient))
+        order.append(i)
+    for group in groups:
+        rows.append(_count_group([gradients[i] for i in group]))
+        order += group
+    counts = tf.concat(rows, 0)
+    return tf.gather(counts, np.argsort(order)) if groups else counts
+
+
+def _count_group(group: list[Any]) -> tf.Tensor:
+    """Returns the rows of `count_not_finite` of small tensors of one dtype, together."""
+    values = _concat(group)
+    whose = np.repeat(np.arange(len(group)), [tensor.shape.num_elements() for tensor in group])
+    kinds = tf.cast(tf.stack(_infs_and_nans(values), 1), tf.int64)
+    counts = tf.math.unsorted_segment_sum(kinds, whose, len(group))
+    sums = tf.zeros([len(group)])
+    if values.dtype != tf.float16 and not host.is_compiled_by_xla():
+        sums = tf.math.unsorted_segment_sum(values, whose, len(group))
+    is_only_sum = tf.logical_not(tf.math.is_finite(sums)) & tf.reduce_all(counts == 0, 1)
+    return tf.concat([counts, tf.cast(is_only_sum, tf.int64)[:, tf.newaxis]], 1)
+
+
+@functools.cache
+def _counter(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns `_count_one` for tensors of a dtype, which is one operation for each of them."""
+    return host.shared_operation(_count_one, [tf.TensorSpec(None, dtype)])
+
+
+def _count_one(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """Returns the row of `count_not_finite` of one gradient, of shape [1, 3]."""
+    if isinstance(gradient, tf.Tensor):
+        # In one dimension, since TensorFlow computes the axes of what has unknown ones.
+        gradient = tf.reshape(gradient, [-1])
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    counts = [tf.math.count_nonzero(kind) for kind in _infs_and_nans(values)]
+    is_only_sum = tf.logical_not(all_finite([gradient])) & tf.equal(tf.add_n(counts), 0)
+    return tf.stack([[*counts, tf.cast(is_only_sum, tf.int64)]])
 
 
 def cast_float32(gradients: Sequence[Gradient], dtype: tf.DType) -> list[Gradient]:
@@ -254,15 +281,17 @@ def pack(
             alike.setdefault(gradient.dtype, {})[i] = gradient
     joined = [group for group in alike.values() if len(group) > 1]
     alone = sorted(set(range(len(gradients))).difference(*joined))
-    packed = [tf.concat([tf.reshape(g, [-1]) for g in group.values()], 0) for group in joined]
+    packed = [_concat(list(group.values())) for group in joined]
 
     def unpack(packed: list[Any]) -> list[Gradient]:
+        # A constant for each shape, not for each gradient: graphs are smaller.
+        constant = functools.cache(lambda shape: tf.constant(shape, tf.int32))
         unpacked = dict(zip(alone, packed[len(joined) :], strict=True))
         for group, values in zip(joined, packed):
-            shapes = [gradient.shape for gradient in group.values()]
-            parts = tf.split(values, [shape.num_elements() for shape in shapes])
+            shapes: list[Any] = [tuple(gradient.shape) for gradient in group.values()]
+            parts = tf.split(values, [math.prod(shape) for shape in shapes])
             for i, part, shape in zip(group, parts, shapes, strict=True):
-                unpacked[i] = tf.reshape(part, shape)
+                unpacked[i] = tf.reshape(part, constant(shape))
         return [unpacked[i] for i in range(len(gradients))]
 
     return [*packed, *(gradients[i] for i in alone)], unpack
@@ -313,6 +342,12 @@ def _is_small(gradient: Gradient) -> TypeGuard[tf.Tensor]:
         return False
     size = gradient.shape.num_elements()
     return size is not None and size < _MANY
+
+
+def _concat(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Joins the values of tensors end to end."""
+    flat = tf.constant([-1])
+    return tf.concat([tf.reshape(tensor, flat) for tensor in tensors], 0)
 
 
 def _add(tensors: list[tf.Tensor]) -> tf.Tensor:

@@ -22,6 +22,7 @@ from keras_mp.step.overflow_report import (
     OverflowedGradient,
     ReplicaPlace,
 )
+from keras_mp.step.state_rollback import name_of
 from keras_mp.support import host
 
 # The header of a record describes its last step: its number among those skipped in this program;
@@ -65,10 +66,7 @@ class NonFiniteCounts(NamedTuple):
     def names_of(self, variables: Sequence[Any]) -> list[str]:
         """Returns names for variables: those of `names`, else their paths or own names."""
         known = self.names(variables) if self.names else [None] * len(variables)
-        return [
-            name or getattr(variable, "path", None) or variable.name.partition(":")[0]
-            for name, variable in zip(known, variables, strict=True)
-        ]
+        return [name or name_of(variable) for name, variable in zip(known, variables, strict=True)]
 
 
 def look(
@@ -118,10 +116,11 @@ def _rows_of_replica(
         more = [None] * (len(sent) - len(unclipped))
         before = gradients.count_not_finite([*unclipped, *more])
         own = tf.where(tf.reduce_any(before > 0), before, own)
-    loss = tf.constant([_UNKNOWN, _UNKNOWN, 0], tf.int64)
+    loss = tf.constant([[_UNKNOWN, _UNKNOWN, 0]], tf.int64)
     if losses:
-        loss = tf.reduce_sum(gradients.count_not_finite(losses), 0) * [1, 1, 0]
-    own = tf.concat([loss[tf.newaxis], own], 0)
+        counts = gradients.count_not_finite(losses)
+        loss = tf.reduce_sum(counts, 0, keepdims=True) * [1, 1, 0]
+    own = tf.concat([loss, own], 0)
     if totals is None:
         return [own]
     total = tf.concat([tf.zeros([1, 3], tf.int64), gradients.count_not_finite(totals)], 0)
@@ -204,32 +203,40 @@ def _after(
     """
     header, in_all, in_a_row, _ = _parts_of(vector, counts.shape[1] - 1)
     last, _, _, skipped_before, _ = tf.unstack(header)
-    losses, before, now, most_often = tf.split(streak, [2, 1, 1, -1])
-    losses = losses * tf.cast(goes_on, tf.int64) + _how_many_are_finite(counts[:, 0])
+    losses, before, now, *most_often = tf.split(streak, [2, 1, 1, 1, MOST, MOST])
+    of_losses, of_gradients = tf.split(counts, [1, -1], 1)
+    losses = losses * tf.cast(goes_on, tf.int64) + _how_many_are_finite(of_losses)
     began = tf.where(goes_on, before, now)
     now += 1
-    overflowed = tf.cast(tf.reduce_any(counts[:, 1:] > 0, axis=[0, 2]), tf.int64)
-    in_a_row = overflowed + tf.where(last > began, in_a_row, tf.zeros_like(in_a_row))
+    zero = tf.constant(0, tf.int64)
+    overflowed = tf.cast(tf.reduce_any(of_gradients > zero, axis=[0, 2]), tf.int64)
+    in_a_row = overflowed + tf.where(last > began, in_a_row, zero)
     skipped = skipped_before + 1 if skipped is None else skipped
     bits = tf.cast(tf.bitcast(loss_scale, tf.int32), tf.int64)
     rest = tf.stack([total, made, skipped, bits])
     vector = tf.concat([now, rest, in_all + overflowed, in_a_row, tf.reshape(counts, [-1])], 0)
-    most_often = _most_often(most_often, goes_on, first, in_a_row)
-    return vector, tf.concat([losses, began, now, most_often], 0)
+    _, numbers, steps = most_often
+    most_often = _most_often(numbers, steps, goes_on, first, in_a_row)
+    return vector, tf.concat([losses, began, now, *most_often], 0)
 
 
 def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
     """Returns [1, 0] if the loss of a step is not finite, [0, 1] if it is, zeros if unknown."""
-    is_known = tf.reduce_all(losses >= 0)
-    is_finite = tf.reduce_all(losses <= 0)
+    zero = tf.constant(0, tf.int64)
+    is_known = tf.reduce_all(losses >= zero)
+    is_finite = tf.reduce_all(losses <= zero)
     kinds = [is_known & tf.logical_not(is_finite), is_known & is_finite]
     return tf.cast(tf.stack(kinds), tf.int64)
 
 
-def _most_often(before: tf.Tensor, goes_on: tf.Tensor, first: int, in_a_row: Any) -> tf.Tensor:
-    """Updates the variables that most often were not finite with those of a record."""
+def _most_often(
+    numbers: tf.Tensor, steps: tf.Tensor, goes_on: tf.Tensor, first: int, in_a_row: Any
+) -> list[tf.Tensor]:
+    """Updates the variables that most often were not finite with those of a record.
+
+    Returns how many were not, and of the first of them the numbers, and in how many steps.
+    """
     end = first + in_a_row.shape[0]
-    _, numbers, steps = tf.split(before, [1, MOST, MOST])
     is_other = goes_on & ((numbers < first) | (numbers >= end))
     # Among equals the last one comes first: NaN spreads backward, from the loss.
     numbers = tf.concat([np.arange(first, end)[::-1], numbers], 0)
@@ -237,7 +244,7 @@ def _most_often(before: tf.Tensor, goes_on: tf.Tensor, first: int, in_a_row: Any
     steps = tf.concat([tf.reverse(in_a_row, [0]), steps], 0)
     most, places = tf.math.top_k(steps, MOST)
     affected = tf.math.count_nonzero(steps, keepdims=True)
-    return tf.concat([affected, tf.gather(numbers, places), most], 0)
+    return [affected, tf.gather(numbers, places), most]
 
 
 class Overflows:

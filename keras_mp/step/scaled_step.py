@@ -11,7 +11,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import gradients, observers, overflows, replicas, state_rollback, unclipped
+from keras_mp.step import (
+    gradients,
+    observers,
+    overflows,
+    replicas,
+    state_rollback,
+    unclipped,
+    workers,
+)
 from keras_mp.step.decision import Decision, Given, ReplicaState, has_total
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
@@ -78,7 +86,9 @@ class ScaledStep:
             mine, grads, marks, variables, scaled, scaled_by, aggregate
         )
         safe = self.adapter.is_scaling_safe
-        unscaled = gradients.unscale(grads, scaled_by) if scaled else grads
+        # One pass over the gradients less, where nothing else has to see them unscaled.
+        unscales = self.adapter.jit_compile and not (new_values or self.adapter.accumulates())
+        unscaled = gradients.unscale(grads, scaled_by) if scaled and not unscales else grads
         unscaled, mine.to_apply = (
             [new_values.get(i, g) for i, g in enumerate(each)]
             for each in (unscaled, grads if safe else unscaled)
@@ -102,7 +112,8 @@ class ScaledStep:
                 verdicts = [each for each in (finite, is_allowed) if each is not None]
                 verdict = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
                 return self.adapter.apply_scaled(pairs, loss_scale, verdict)
-            return self.adapter.apply(pairs, name, aggregate=False)
+            left = scaled_by if scaled and unscales else None
+            return self.adapter.update(pairs, name, scaled_by=left)
 
         def decide(*what: Any) -> tf.Operation | None:
             return Decision(self.adapter, self.handler, given.guard, self.names, *what).carry_out()
@@ -156,10 +167,12 @@ class ScaledStep:
         if self.handler:
             if in_float16 and not scaled:
                 grads, scaled = gradients.scale(grads, scaled_by), True  # pyright: ignore
-            sent = gradients.cast_float32(grads, reduce_dtype)
-            summed = replicas.all_reduce(sent, tf.float32)
-            return gradients.cast_as(summed, grads), scaled, sent
-        summed = replicas.all_reduce(gradients.cast_float16_to_float32(grads), reduce_dtype)
+            given = workers.with_scale(grads, scaled_by)
+            sent = gradients.cast_float32(given, reduce_dtype)
+            summed = gradients.cast_as(replicas.all_reduce(sent, tf.float32), given)
+            return workers.checked(summed, scaled_by), scaled, sent[: len(grads)]
+        given = workers.with_scale(gradients.cast_float16_to_float32(grads), scaled_by)
+        summed = workers.checked(replicas.all_reduce(given, reduce_dtype), scaled_by)
         if self.adapter.is_scaling_safe:
             return summed, scaled, []
         if scaled:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
-from keras_mp.step import overflows, replicas
+from keras_mp.step import overflows, replicas, workers
 from keras_mp.step.calls import Calls
 from keras_mp.step.decision import Given
 from keras_mp.step.loss_scales import LossScale
@@ -85,6 +85,12 @@ class Scaler(Generic[AnyCalls]):
         self.collect_reports()
         # Again, since the scaler may have been made outside of the strategy's scope.
         replicas.check_strategy(may_skip=self.handler is not None)
+        workers.meet(
+            self,
+            [gradient for gradient, _ in pairs],
+            loss_scale=f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})",
+            reduce_dtype=self.reduce_dtype.name,
+        )
         step = ScaledStep(adapter, self.handler, self.reduce_dtype, given, names)
         return step.make(pairs, aggregate=aggregate, name=name)
 

@@ -97,7 +97,7 @@ class SkippedSteps:
         """
         if self.warn_after is not None and not host.in_v1_graph():
             is_time = tf.equal(count, self.warn_after)
-            self._reports.post(tf.concat([count[tf.newaxis], self._streak], 0), when=is_time)
+            self._reports.post(tf.concat([tf.reshape(count, [1]), self._streak], 0), when=is_time)
 
     def last_overflow(self) -> Overflow | None:
         """Returns the report of the last skipped step; None if no step was skipped.
@@ -127,9 +127,11 @@ class SkippedSteps:
     def _warn(self, counts: Sequence[int], line: messages.Line | None) -> None:
         in_a_row, *streak = counts
         not_finite, finite, *_ = streak
+        bad = _names_of_bad(self._looked_at)
+        # Where a weight is not finite, no loss is, and then no gradient: these tell nothing more.
+        whose = "" if bad and not finite else self._overflows.tell(streak)
         messages.warn(
-            f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}"
-            f"{self._overflows.tell(streak)}{_names_of_bad(self._looked_at)}",
+            f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}{whose}{bad}",
             line,
         )
 

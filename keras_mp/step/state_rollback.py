@@ -42,8 +42,19 @@ class Weight(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name that the user knows. Keras 3 has paths, which tell layers apart."""
-        return getattr(self.variable, "path", None) or self.variable.name.partition(":")[0]
+        """The name that the user knows."""
+        return name_of(self.variable)
+
+
+def name_of(variable: Any) -> str:
+    """Returns the name that the user knows: Keras 3 has paths, which tell layers apart.
+
+    Args:
+        variable: a variable of any kind. Outside of replicas, TensorFlow reads a distributed one
+            that is asked for what it lacks, which would become a part of the graph.
+    """
+    first, *_ = tf.distribute.get_strategy().experimental_local_results(variable)
+    return getattr(first, "path", None) or first.name.partition(":")[0]
 
 
 class Kept:

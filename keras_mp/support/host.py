@@ -5,7 +5,7 @@ in functions that are called from one that XLA compiles.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -122,7 +122,9 @@ def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if tf.executing_eagerly() else _one_operation(function)
 
 
-def shared_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+def shared_operation(
+    function: Callable[..., Any], signature: Sequence[tf.TensorSpec] | None = None
+) -> Callable[..., Any]:
     """Decorates a function as `as_one_operation` does, for all callers: it is traced once.
 
     What is traced for arguments of some shapes and dtypes is kept for as long as the process runs.
@@ -130,11 +132,13 @@ def shared_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         function: takes and returns structures of tensors, and depends on nothing else but on
             whether XLA compiles it.
+        signature: sequence of TensorSpec, one for each argument, which is traced in place of the
+            arguments' own shapes and dtypes. Defaults to none.
 
     Returns:
         The decorated function.
     """
-    operations = [_one_operation(function) for _ in range(2)]
+    operations = [_one_operation(function, signature) for _ in range(2)]
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -145,8 +149,15 @@ def shared_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+def _one_operation(
+    function: Callable[..., Any], signature: Sequence[tf.TensorSpec] | None = None
+) -> Callable[..., Any]:
+    return tf.function(
+        function,
+        input_signature=signature,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
 
 
 def is_compiled_by_xla() -> bool:

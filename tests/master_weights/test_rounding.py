@@ -195,6 +195,43 @@ def test_the_upper_bits_of_noise_have_no_pattern():
         assert 4 * np.abs((one * other).mean((0, 1))).max() < limit
 
 
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("value", [1 + 2.0**-12, -3.3, 0.1])
+def test_rounding_with_the_noise_of_xla_is_unbiased(dtype, value):
+    values = tf.fill([COUNT], np.float32(value))
+    rounded = stochastic_in_xla(values, dtype, [3, 4]).numpy().astype("float64")
+    low, high = np.unique(rounded)
+    share = (np.float64(np.float32(value)) - low) / (high - low)
+    standard_error = (high - low) * np.sqrt(share * (1 - share) / COUNT)
+    assert abs(rounded.mean() - np.float32(value)) < 4 * standard_error
+
+
+@tf.function(jit_compile=True)
+def stochastic_in_xla(values, dtype, seed):
+    noise = rounding.noise(values.shape, tf.constant(seed, tf.int64))
+    return stochastic(values, dtype, noise=noise)
+
+
+def test_the_noise_of_xla_is_without_pattern():
+    @tf.function(jit_compile=True)
+    def drawn(first, second):
+        return rounding.noise(tf.TensorShape([COUNT // 100, 100]), tf.stack([first, second]))
+
+    def bits(first, second):
+        noise = drawn(*(tf.constant(seed, tf.int64) for seed in (first, second))).numpy()
+        return np.unpackbits(noise.reshape(-1, 1).view(np.uint8), axis=1).astype("float64") - 0.5
+
+    one, other = bits(1 << 32, 1), bits(2 << 32, 1)
+    np.testing.assert_array_equal(one, bits(1 << 32, 1))
+    # What independent bits have in common has a standard deviation of 1 / (2 * sqrt(COUNT)).
+    limit = 5 / np.sqrt(COUNT)
+    assert np.abs(one.mean(0)).max() < limit
+    for near in (np.roll(one, 1, 0), np.roll(one, 100, 0), np.roll(one, 1, 1), other):
+        assert np.abs(4 * (one * near).mean(0)).max() < limit * 2
+    for seed in (2, 3, 4):
+        assert np.abs(4 * (one * bits(1 << 32, seed)).mean(0)).max() < limit * 2
+
+
 def stochastic(values, dtype, seed=0, noise=None):
     if noise is None:
         noise = tf.random.stateless_uniform(values.shape, [1, seed], None, None, tf.int32)

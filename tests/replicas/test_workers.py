@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -518,6 +519,139 @@ def test_histograms_of_one_worker_and_of_all(together):
     first, second = together["histograms"]
     assert first == [({2: 2}, 0, np.inf), *both]
     assert second == [({3: 2}, 0, np.inf), *both]
+
+
+# What the two workers have: arguments of their loss scales, `reduce_dtype`s, and policies; and
+# what both are told.
+FIXED = [{"loss_scale_value": 64}, {"loss_scale_value": 128}]
+BOTH_FIXED = FIXED[:1] * 2
+UNEVEN = {
+    "fixed scales": (FIXED, (None, None), (None, None), ["FixedLossScale", "64.0", "128.0"]),
+    "periods": (
+        [{"increment_period": 2}, {"increment_period": 3}],
+        *((None, None), (None, None)),
+        ["'increment_period': 2,", "'increment_period': 3,"],
+    ),
+    "sums": (BOTH_FIXED, ("float32", "bfloat16"), (None, None), ["reduce_dtype", "bfloat16"]),
+    "policies": (
+        *(BOTH_FIXED, (None, None), ("float64", "float32")),
+        ["global policy", "float64"],
+    ),
+}
+
+
+def uneven_loop(strategy, index, kind, in_function, name):
+    """The first step of workers that differ: what it raises, after how long, and the weight."""
+    scale, reduce_dtype, policy, _ = (each[index] for each in UNEVEN[kind])
+    keras_mp.set_global_policy(policy)
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        is_fixed = "loss_scale_value" in scale
+        make = keras_mp.FixedLossScale if is_fixed else keras_mp.DynamicLossScale
+        optimizer = keras_mp.LossScaleOptimizer(
+            make_optimizer(name), make(**scale), reduce_dtype=reduce_dtype
+        )
+        optimizer.build([v])
+
+    def step():
+        strategy.run(lambda: optimizer.minimize(lambda: 2 * v, [v]))
+
+    began = time.monotonic()
+    try:
+        tf.function(step)() if in_function else step()
+    except ValueError as error:
+        return str(error), time.monotonic() - began, float(value(v))
+
+
+def uneven_sums_in_bfloat16(strategy, index):
+    """The same of an optimizer that scales no loss."""
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        dtype = ["bfloat16", "float32"][index]
+        optimizer = keras_mp.AllReduceOptimizer(make_optimizer(FAMILIES[0]), dtype)
+        optimizer.build([v])
+    try:
+        strategy.run(lambda: optimizer.minimize(lambda: 2 * v, [v]))
+    except ValueError as error:
+        return str(error)
+
+
+def moved_scale_loop(strategy, index, fixed, in_function, name):
+    """Workers whose scales are the same until one is changed by hand: what each step raises."""
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        scale = MovableScale() if fixed else keras_mp.DynamicLossScale(100.0)
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.125, momentum=0.0), scale)
+        optimizer.build([v])
+
+    def step():
+        strategy.run(lambda: optimizer.minimize(lambda: 2 * v, [v]))
+
+    step = tf.function(step) if in_function else step
+    seen = []
+    for moved_to in (None, 200.0, [200.0, 50.0][index]):
+        if moved_to is not None:
+            scale.loss_scale.assign(moved_to)
+        try:
+            step()
+            seen.append(float(value(v)))
+        except tf.errors.InvalidArgumentError as error:
+            seen.append(str(error))
+    return seen, float(value(v))
+
+
+class MovableScale(keras_mp.LossScale):
+    """A fixed scale, of which no step is skipped, that the program may assign to."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss_scale = tf.Variable(100.0, trainable=False)
+
+    def __call__(self):
+        return tf.convert_to_tensor(self.loss_scale)
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize("in_function", [True, False])
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_workers_that_differ_are_told_at_the_first_step(uneven, kind, in_function):
+    for message, seconds, weight in uneven[f"{kind}, {in_function}"]:
+        assert "worker 0: " in message
+        assert "worker 1: " in message
+        for part in UNEVEN[kind][-1]:
+            assert part in message
+        assert not any(name in message for name in ("gradients:", "version"))
+        assert seconds < 20  # TensorFlow notices different dtypes after more than 40
+        assert weight == 1.0
+
+
+def test_workers_that_sum_in_different_dtypes_are_told_where_nothing_is_scaled(uneven):
+    for message in uneven["bfloat16"]:
+        assert "reduce_dtype: worker 0: bfloat16; worker 1: float32" in message
+
+
+@pytest.mark.parametrize("in_function", [True, False])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_workers_whose_scales_part_are_told_at_that_step(uneven, fixed, in_function):
+    for (first, second, message), weight in uneven[f"moved, {fixed}, {in_function}"]:
+        assert (first, second, weight) == (0.5, 0.0, 0.0)
+        # TensorFlow writes tensors between the parts, in its own way.
+        assert re.search(r"worker 0:\W+200\b.*worker 1:\W+50\b", message, re.DOTALL), message
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    """What two workers return that differ: {name: of each worker}."""
+    calls = {"bfloat16": (uneven_sums_in_bfloat16, {})}
+    for in_function in (True, False):
+        family = {"in_function": in_function, "name": FAMILIES[not in_function and -1]}
+        for kind in UNEVEN:
+            calls[f"{kind}, {in_function}"] = (uneven_loop, {"kind": kind, **family})
+        for fixed in (True, False):
+            calls[f"moved, {fixed}, {in_function}"] = (moved_scale_loop, {"fixed": fixed, **family})
+    return dict(zip(calls, workers.run(list(calls.values()), 2)))
 
 
 @pytest.fixture(scope="module")

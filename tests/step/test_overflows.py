@@ -8,7 +8,9 @@ import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
 import keras_mp
+from benchmarks import overhead, tracing
 from keras_mp.step.decision import Decision
+from keras_mp.step.state_rollback import name_of
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
 
 # What Keras 3 says of a gradient that is None.
@@ -418,6 +420,32 @@ def test_good_steps_have_not_an_operation_more(replicas, monkeypatch):
     assert ours["If"]
     monkeypatch.setattr(Decision, "_seen", lambda *args: None)
     assert ours == trace()
+
+
+@pytest.mark.parametrize("cell", [(60, 256), (160, 32)])
+def test_a_graph_has_no_more_operations_than_with_keras(cell):
+    cell = overhead.Cell("graph", "SGD", *cell)
+
+    def count(wrapper):
+        step = overhead.make_step(cell, wrapper, overhead.make_variables(cell))
+        graph = step.func.get_concrete_function(*step.args).graph
+        return tracing.operations(graph.as_graph_def())
+
+    assert count("keras_mp") <= count("Keras")
+
+
+def test_variables_of_replicas_are_not_read_for_their_names():
+    strategy, names = mirrored(2), []
+    with strategy.scope():
+        v = tf.Variable(1.0, name="v")
+
+    @tf.function
+    def name():
+        with strategy.scope():
+            names.append(name_of(v))
+
+    assert not name.get_concrete_function().graph.get_operations()
+    assert names == ["v"]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -1,0 +1,166 @@
+"""Workers that have to train alike: what they tell each other, and the errors where they differ.
+
+Workers sum gradients while these are scaled, each divides by its own scale, and each asks for sums
+in its own dtype. If these differ, weights drift apart, or a sum never ends. Programs of one worker
+pay nothing.
+"""
+
+import collections
+import hashlib
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.step.gradients import Gradient, map_values
+from keras_mp.support import host
+
+# What else has to be the same on all workers, by what an error calls it. Other modules add to it.
+FACTS: dict[str, Callable[[], str]] = {}
+
+_STRATEGIES = (
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
+)
+# All workers send as many bytes, whatever they have to say. Longer texts end with their hash.
+_BYTES = 4096
+# TensorFlow counts its own groups from 1.
+_GROUP_KEY = 293_000_000
+_instance_keys = itertools.count(1)
+_met: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def are_several(strategy: tf.distribute.Strategy | None = None) -> bool:
+    """Whether there are replicas in other processes.
+
+    Args:
+        strategy: a strategy. Defaults to the current one.
+    """
+    strategy = strategy or tf.distribute.get_strategy()
+    return isinstance(strategy, _STRATEGIES) and _count(strategy) > 1
+
+
+def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
+    """Checks, at the first step of an owner, that all workers say the same of it.
+
+    They tell each other before their first sum: one of two dtypes would never end.
+
+    Args:
+        owner: what makes steps; it is remembered by a weak reference.
+        grads: the gradients of the step.
+        **facts: what has to be the same; as text.
+
+    Raises:
+        ValueError: something differs. All workers raise it.
+    """
+    if not are_several() or owner in _met or host.in_v1_graph():
+        return
+    dtypes = collections.Counter(g.dtype.name for g in grads if g is not None)
+    mine = {
+        **{name: fact() for name, fact in FACTS.items()},
+        **{name: str(fact) for name, fact in facts.items()},
+        "gradients": ", ".join(f"{count} of {name}" for name, count in sorted(dtypes.items())),
+    }
+    told = _exchange(mine)
+    different = [name for name in mine if len({str(facts.get(name)) for facts in told}) > 1]
+    if different:
+        lines = [
+            f"  {name}: "
+            + "; ".join(f"worker {i}: {facts.get(name)}" for i, facts in enumerate(told))
+            for name in different
+        ]
+        raise ValueError(
+            "The workers do not train alike, so that their sums of gradients would be wrong, or "
+            "never end. Run the same program on all of them. What differs:\n" + "\n".join(lines)
+        )
+    _met.add(owner)
+
+
+def with_scale(grads: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
+    """Adds the loss scale to what a replica sends; `checked` takes it out of the sums.
+
+    Each replica has a place in a vector that is zero elsewhere. It sends the bytes of its scale:
+    numbers up to 255 are the same in every dtype that gradients travel in.
+
+    Args:
+        grads: the gradients that are sent.
+        scaled_by: float32 scalar tensor, or None where nothing scales a loss.
+    """
+    if scaled_by is None or not are_several():
+        return grads
+    count = tf.distribute.get_strategy().num_replicas_in_sync
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    mine = tf.cast(tf.bitcast(scaled_by, tf.uint8), tf.float32)
+    return [*grads, tf.reshape(tf.one_hot(replica, count)[:, tf.newaxis] * mine, [-1])]
+
+
+def checked(sums: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
+    """Returns the sums of gradients, once all replicas were found to have the same loss scale.
+
+    Args:
+        sums: what came of the gradients of `with_scale`.
+        scaled_by: as for `with_scale`.
+
+    Raises:
+        tf.errors.InvalidArgumentError: the scales differ; where and when the step runs, on all
+            workers.
+    """
+    if scaled_by is None or not are_several():
+        return sums
+    numbers = tf.reshape(tf.cast(tf.cast(sums[-1], tf.int32), tf.uint8), [-1, 4])
+    scales = tf.bitcast(numbers, tf.float32)
+    are_equal = tf.reduce_all(tf.equal(scales, scales[0]))
+    with tf.control_dependencies([tf.debugging.Assert(are_equal, _of_each_worker(scales))]):
+        return [map_values(tf.identity, gradient) for gradient in sums[:-1]]
+
+
+def _of_each_worker(scales: tf.Tensor) -> list[Any]:
+    count = _count(tf.distribute.get_strategy())
+    of_workers = tf.unstack(tf.reshape(scales, [count, -1])[:, 0])
+    text = (
+        "The workers scale their losses by different loss scales, so that their sums of gradients "
+        "are wrong. Give all of them the same loss scale, and load the same checkpoint on all. "
+        "The loss scales are:"
+    )
+    named = ((f"worker {i}:", scale) for i, scale in enumerate(of_workers))
+    return [text, *itertools.chain.from_iterable(named)]
+
+
+def _count(strategy: Any) -> int:
+    """How many workers there are, given that all have as many devices."""
+    return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+
+
+def _exchange(mine: dict[str, str]) -> list[dict[str, str]]:
+    """Returns what each worker says, in their order."""
+    strategy: Any = tf.distribute.get_strategy()
+    said = json.dumps([strategy.cluster_resolver.task_id or 0, _shortened(mine)]).encode()
+    numbers = np.frombuffer(said.ljust(_BYTES), np.int32)
+    with tf.init_scope(), tf.device("CPU:0"):
+        gathered = tf.raw_ops.CollectiveGatherV2(
+            input=numbers[np.newaxis],
+            group_size=_count(strategy),
+            group_key=_GROUP_KEY,
+            instance_key=next(_instance_keys),
+            ordering_token=[],
+        ).numpy()
+    told = (json.loads(row.tobytes()) for row in gathered)
+    return [facts for _, facts in sorted(told, key=lambda each: each[0])]
+
+
+def _shortened(facts: dict[str, str]) -> dict[str, str]:
+    """Returns facts that fit into `_BYTES`, in ASCII."""
+    longest = _BYTES // (3 * len(facts))
+    escaped = {name: ascii(fact)[1:-1] for name, fact in facts.items()}
+    return {
+        name: fact if len(fact) <= longest else f"{fact[: longest - 40]}... ({_hash(fact)})"
+        for name, fact in escaped.items()
+    }
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
