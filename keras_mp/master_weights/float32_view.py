@@ -55,7 +55,7 @@ class Updates:
             view: which view they are for.
 
         Returns:
-            uint32 tensor, whose last bit is always 1.
+            uint32 tensor.
         """
         self._draws[id(view)] += 1
         stream = tf.constant([view.number, self._draws[id(view)]], tf.int64)

@@ -129,31 +129,6 @@ def join_float16(nearest: tf.Tensor, remainder: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.equal(remainder, 0), as_float32, joined)  # which keeps the sign of -0.0
 
 
-def noise(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
-    """Returns random bits for stochastic rounding; the same for the same seed.
-
-    Random numbers are drawn for each row and for each column, which takes far less time than one
-    for each element. An element gets their product. They are odd: given either, the product goes
-    through all odd numbers. So it is uniform in all bits but the last, and independent of that of
-    any other element. The variance of a sum over elements is therefore what it is with numbers
-    that are drawn for each.
-
-    Args:
-        shape: static shape. The last dimension has the columns, all others the rows.
-        seed: int64 tensor of two numbers.
-
-    Returns:
-        uint32 tensor, whose last bit is always 1.
-    """
-    *leading, columns = shape.as_list() or [1]
-    rows = math.prod(leading)
-    drawn = tf.random.stateless_uniform(
-        [rows + columns], seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
-    )
-    odd = tf.bitcast(drawn, tf.uint32) | 1
-    return tf.reshape(odd[:rows, tf.newaxis] * odd[rows:], shape)
-
-
 def stochastic_bfloat16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
     """Rounds to one of the two neighbours in bfloat16, so that the mean is the value.
 
