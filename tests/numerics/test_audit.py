@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import audit
-from tests.common import IS_KERAS_3, mirrored
+from tests.common import IS_KERAS_3, mirrored, needs_cuda
 
 K = tf.keras
 L = K.layers
@@ -525,6 +525,32 @@ def test_a_shape_that_no_tensor_core_likes(monkeypatch):
     monkeypatch.setattr(keras_mp.hardware, "has_tensor_cores", lambda dtype: True)
     finding = found(model, (X, CLASSES))["a shape that no tensor core likes"]
     assert "8 x 50 x 16" in finding.why or "8 x 16 x 50" in finding.why
+
+
+def by_hazard(model, device):
+    return {each.hazard: each for each in audit(model, (X, CLASSES), device=device).findings}
+
+
+@needs_cuda
+def test_the_tensor_cores_of_a_gpu_that_is_not_here():
+    model = classifier(dense(50), dense(16))
+    assert not by_hazard(model, "GPU 6.1").keys() - {"a dtype that no tensor core takes"}
+    assert by_hazard(model, "GPU 7.0").keys() == {"a shape that no tensor core likes"}
+    with pytest.raises(ValueError, match="Expected a GPU and its compute capability"):
+        audit(model, (X, CLASSES), device="V100")
+
+
+@needs_cuda
+@pytest.mark.parametrize(("policy", "cure"), [("mixed_bfloat16", "float16"), ("mixed_float16", "")])
+def test_dtypes_that_no_tensor_core_takes(policy, cure):
+    with keras_mp.policy_scope(policy):
+        model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(8)])
+    older = audit(model, X, device="GPU 6.1").findings
+    assert [each.hazard for each in older] == ["a dtype that no tensor core takes"]
+    assert "policy float32" in older[0].cure
+    newer = audit(model, X, device="GPU 7.0").findings
+    assert [each.cure.split("mixed_")[1].split()[0] for each in newer] == ([cure] if cure else [])
+    assert not audit(model, X, device="GPU 8.0").findings
 
 
 def test_honest_drift_is_no_defect():

@@ -23,6 +23,7 @@ HAZARDS: tuple[Callable[[Look], Iterator[Suspect]], ...] = (
     dtypes.layers_of_another_policy,
     dtypes.casts_there_and_back,
     dtypes.float64,
+    dtypes.dtypes_for_no_tensor_core,
     dtypes.shapes_for_no_tensor_core,
     step.gradients_that_vanish,
     step.loss_multiplied_by_a_number,
