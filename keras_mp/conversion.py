@@ -167,8 +167,9 @@ def _check_dtypes(model: Any, converted: Any, wanted: Mapping[str, Any]) -> None
     pairs = zip(keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True)
     for old, new in pairs:
         policy = _nearest(paths.get(id(old), ""), wanted)
-        is_asked_for = policy is not None and old.compute_dtype in LOW_PRECISION_NAMES
-        if is_asked_for and new.compute_dtype != policy.compute_dtype:
+        if policy is None or old.compute_dtype not in LOW_PRECISION_NAMES:
+            continue
+        if new.compute_dtype != policy.compute_dtype:
             raise ValueError(
                 f"The model {model.name!r} cannot be converted, since its layer {old.name!r} stays "
                 f"in {new.compute_dtype}: let its class {type(old).__name__} pass the `dtype` that "
