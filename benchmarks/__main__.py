@@ -19,13 +19,14 @@ from benchmarks import (
     gpu_kernels,
     guards,
     imports,
-    master_weights,
+    losses,
     memory,
     numerics,
     overhead,
     reductions,
     rounding,
     soak,
+    step,
     sums,
     third_party,
     third_party_numerics,
@@ -39,11 +40,12 @@ BENCHMARKS = {
     "overhead": overhead.run,
     "fit": fit.run,
     "memory": memory.run,
-    "master_weights": master_weights.run,
+    "losses": losses.run,
     "tracing": tracing.run,
     "imports": imports.run,
     "casts": casts.run,
     "rounding": rounding.run,
+    "step": step.run,
     "reductions": reductions.run,
     "sums": sums.run,
     "gpu_kernels": gpu_kernels.run,
@@ -65,13 +67,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(BENCHMARKS), help=" ".join(BENCHMARKS))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("benchmarks.json"))
     parser.add_argument("--turns", type=int, default=soak.TURNS, help="of `soak`")
+    parser.add_argument("--small", action="store_true", help="smaller models in `step`")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"unknown benchmarks {sorted(unknown)}; there are {sorted(BENCHMARKS)}")
     machine = common.machine()
     print(f"On {machine}.")
-    options = {"soak": {"turns": arguments.turns}}
+    options = {"soak": {"turns": arguments.turns}, "step": {"small": arguments.small}}
     results = {name: BENCHMARKS[name](**options.get(name, {})) for name in arguments.names}
     arguments.output.write_text(json.dumps({"machine": machine, **results}, indent=1))
     print(f"\nAll figures are in {arguments.output}.")

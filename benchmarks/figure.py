@@ -138,7 +138,7 @@ def _tracing(results):
 def _memory(results):
     def draw_panel(axes):
         labels, position = [], 0
-        for name, variants in results.items():
+        for name, variants in results["fit"].items():
             for variant, peaks in variants.items():
                 added = peaks["peak"] - peaks["before"]
                 axes.barh(position, added / 1e6, 0.8, color=_color(variant))
@@ -150,7 +150,7 @@ def _memory(results):
         axes.set_xlabel("MB since TensorFlow was loaded")
         axes.set_title("Peak resident memory of fit, Keras 3")
 
-    return [(1.5 + 0.24 * sum(map(len, results.values())), draw_panel)]
+    return [(1.5 + 0.24 * sum(map(len, results["fit"].values())), draw_panel)]
 
 
 def _sums(results):

@@ -1,10 +1,13 @@
-"""Peak resident memory of `fit`, each variant in a process of its own. On Keras 3."""
+"""Peak resident memory of `fit`, and bytes a weight in 16 bits. On Keras 3.
+
+Each variant is measured in a process of its own.
+"""
 
 import json
 import resource
 import sys
 
-from benchmarks import common, fit, models
+from benchmarks import common, fit, master_weights, models
 
 STEPS = 5
 
@@ -43,7 +46,7 @@ def run() -> dict:
         ["", "", "peak", "of it since TensorFlow was loaded", "in terms of float32"],
         rows,
     )
-    return results
+    return {"fit": results, "weights": master_weights.run()}
 
 
 if __name__ == "__main__":

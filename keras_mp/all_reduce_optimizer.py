@@ -39,6 +39,7 @@ class AllReduceOptimizer(OptimizerWrapper):
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
         reduce_dtype: `"bfloat16"` (the default) or `"float32"`, or such a DType. In which float32
             gradients are summed.
+        jit_compile: bool. Lets XLA compile the update, as of `OptimizerWrapper`. Defaults to False.
 
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or one that sums gradients
@@ -56,7 +57,9 @@ class AllReduceOptimizer(OptimizerWrapper):
     Source: RFC 293, "All-reducing in float16"; PyTorch, `MixedPrecision(reduce_dtype=)`.
     """
 
-    def __init__(self, inner_optimizer: Any, reduce_dtype: Any = "bfloat16") -> None:
+    def __init__(
+        self, inner_optimizer: Any, reduce_dtype: Any = "bfloat16", *, jit_compile: bool = False
+    ) -> None:
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
         refuse_inside(inner_optimizer, "AllReduceOptimizer")
@@ -66,7 +69,7 @@ class AllReduceOptimizer(OptimizerWrapper):
                 "`reduce_dtype` instead of an AllReduceOptimizer. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        super().__init__(inner_optimizer)
+        super().__init__(inner_optimizer, jit_compile)
         self.reduce_dtype = reduce_dtype
 
     def __repr__(self) -> str:

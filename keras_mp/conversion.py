@@ -84,7 +84,10 @@ def convert(model: Any, policy: Any) -> Any:
         try:
             config = model.get_config()
             asked_for = {"": scoped} if by_path is None else by_path
-            serialized = {path: _serialized(each) for path, each in asked_for.items()}
+            wanted = {path: _scoped(each) for path, each in asked_for.items()}
+            serialized = {
+                path: tf.keras.utils.serialize_keras_object(each) for path, each in wanted.items()
+            }
             for path, layer_config in _layer_configs(config):
                 dtype = _nearest(path, serialized)
                 if dtype is not None and _compute_dtype(layer_config["dtype"]) in dtypes:
@@ -109,6 +112,7 @@ def convert(model: Any, policy: Any) -> Any:
             "weights. Layers that the constructor does not make have to be in the config. "
             f"Expected shapes {shapes}. Received: {remade_shapes}"
         )
+    _check_dtypes(model, converted, wanted)
     converted.set_weights(weights)
     return converted
 
@@ -157,6 +161,23 @@ def _check_paths(model: Any, paths: Iterable[str]) -> None:
         )
 
 
+def _check_dtypes(model: Any, converted: Any, wanted: Mapping[str, Any]) -> None:
+    """Refuses a model in which a layer in 16 bits is not in the dtype that was asked for."""
+    paths = {id(layer): path for path, layer in layers_by_path(model).items()}
+    pairs = zip(keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True)
+    for old, new in pairs:
+        policy = _nearest(paths.get(id(old), ""), wanted)
+        if policy is None or old.compute_dtype not in LOW_PRECISION_NAMES:
+            continue
+        if new.compute_dtype != policy.compute_dtype:
+            raise ValueError(
+                f"The model {model.name!r} cannot be converted, since its layer {old.name!r} stays "
+                f"in {new.compute_dtype}: let its class {type(old).__name__} pass the `dtype` that "
+                "it is made with on to its base class, and to the layers that it makes. "
+                f"Received: {policy.name!r}"
+            )
+
+
 def _nearest(path: str, policies: Mapping[str, Any]) -> Any:
     """Returns the policy of a layer, else of the innermost layer around it, else None."""
     while path and path not in policies:
@@ -164,18 +185,19 @@ def _nearest(path: str, policies: Mapping[str, Any]) -> Any:
     return policies.get(path)
 
 
-def _serialized(policy: Any) -> dict[str, Any]:
+def _scoped(policy: Any) -> Any:
     with policy_scope(policy) as scoped:
-        return tf.keras.utils.serialize_keras_object(scoped)
+        return scoped
 
 
 def _layer_configs(config: Any, path: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the paths and configs of layers in the config of a model, however deep."""
     if isinstance(config, dict):
-        is_layer = {"name", "trainable", "dtype"} <= config.keys()  # an input is not trainable
+        is_layer = {"trainable", "dtype"} <= config.keys()  # an input is not trainable
         if is_layer or {"name", "layers"} <= config.keys():  # a model of Keras 2 has no dtype
-            # The first one is the model's own.
-            path = "" if path is None else f"{path}/{config['name']}".lstrip("/")
+            # The first one is the model's own. Keras 3 leaves the name out of a config if the
+            # constructor of the class does not call the rest of its arguments `kwargs`.
+            path = "" if path is None else f"{path}/{config.get('name', '')}".lstrip("/")
         if is_layer:
             yield path or "", config
         for value in config.values():

@@ -112,6 +112,7 @@ class LossScaleOptimizer(
             to say whether the loss itself is non-finite or only its gradients. Defaults to 50.
         skip_nonfinite: bool. Skips steps with a fixed scale too, or without one: for training in
             bfloat16 or float32 in which one bad batch must not end it. Defaults to False.
+        jit_compile: bool. Lets XLA compile the update, as of `OptimizerWrapper`. Defaults to False.
         dynamic: bool. Older spelling: False means a fixed scale of `initial_scale`.
         initial_scale: number. Older spelling of the (initial) scale.
         dynamic_growth_steps: int. Older spelling of the scale's `increment_period`.
@@ -158,6 +159,7 @@ class LossScaleOptimizer(
         name: str | None = None,
         warn_after_skips: int | None = 50,
         skip_nonfinite: bool = False,
+        jit_compile: bool = False,
         dynamic: bool | None = None,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
@@ -173,7 +175,7 @@ class LossScaleOptimizer(
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
         all_reduce_optimizer.refuse_inside(inner_optimizer, "LossScaleOptimizer")
-        super().__init__(inner_optimizer)
+        super().__init__(inner_optimizer, jit_compile)
         wrapped = list(chain(inner_optimizer))
         if any(wrapper_of(optimizer) is not None for optimizer in wrapped):
             raise ValueError(
@@ -205,6 +207,7 @@ class LossScaleOptimizer(
             ),
             policy_in_file=None,
         )
+        keras_api.track_variables([*self._state().values(), *self._scaler.variables().values()])
         for child_name, child in self._own_children().items():
             self._track_trackable(child, child_name, overwrite=True)
         for optimizer in wrapped:

@@ -70,8 +70,8 @@ class LossScaleSaving(WrapperSaving):
         scale's state: an `.h5` file has no other place for it.
         """
         config = {
+            **super().get_config(),
             "name": self._name,
-            "inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer),
             "loss_scale": self._config_of_scale(),
             "aggregate_in_float16": self.aggregate_in_float16,
             "reduce_dtype": self.reduce_dtype,

@@ -52,6 +52,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
             are kept; those in bfloat16 are rounded stochastically.
         seed: int. What stochastic rounding starts from. Defaults to None, for one that
             `tf.keras.utils.set_random_seed` determines.
+        jit_compile: bool. Lets XLA compile the update, as of `OptimizerWrapper`. Defaults to False.
 
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or it is one that goes
@@ -80,6 +81,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
         method: str = "split",
         slot_dtype: Any = "float32",
         seed: int | None = None,
+        *,
+        jit_compile: bool = False,
     ) -> None:
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
@@ -99,6 +102,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
             _slot_dtype=slots,
             _seed=seed,
         )
+        self.jit_compile = jit_compile
 
     def __repr__(self) -> str:
         slots = "" if self._slot_dtype == tf.float32 else f", slot_dtype={self.slot_dtype!r}"

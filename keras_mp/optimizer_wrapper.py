@@ -12,7 +12,11 @@ import tensorflow as tf
 from tensorflow.python.saved_model.registration import register_serializable
 
 from keras_mp import keras_api
+from keras_mp.step import gradients
+from keras_mp.step.decision import Given
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.wrapper_adapter import WrapperAdapter
 from keras_mp.wrapper_saving import WrapperSaving
@@ -43,6 +47,10 @@ class OptimizerWrapper(
 
     Args:
         inner_optimizer: An optimizer of `tf.keras`.
+        jit_compile: bool. Lets XLA compile the update: unscaling, what the inner optimizer does,
+            and what is kept beside weights in 16 bits become one function, in one pass over memory.
+            It rounds elsewhere in the last digit. Where it cannot be had, under a
+            `ParameterServerStrategy` for one, a warning says so once. Defaults to False.
 
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`.
@@ -62,7 +70,7 @@ class OptimizerWrapper(
     Source: RFC 293, "OptimizerWrapper".
     """
 
-    def __init__(self, inner_optimizer: Any) -> None:
+    def __init__(self, inner_optimizer: Any, jit_compile: bool = False) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
         # counter and learning rate, which nothing would ever use.
         adapter = adapter_of(inner_optimizer)
@@ -84,6 +92,7 @@ class OptimizerWrapper(
             _trackable=inner_optimizer,
             _hyperparameters=adapter.hyperparameters() - _names_of_wrappers(type(self)),
         )
+        self.jit_compile = jit_compile
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -151,6 +160,20 @@ class OptimizerWrapper(
         """The inner optimizer's name."""
         inner = self.inner_optimizer
         return getattr(inner, "name", None) or inner._name
+
+    @property
+    def jit_compile(self) -> bool:
+        """Whether XLA compiles the update, as one function. May be set at any time.
+
+        A `tf.function` that was traced before it was set keeps the old one. That of an inner
+        optimizer of Keras 2, which compiles the update of each variable by itself on a GPU, is
+        `inner_optimizer.jit_compile`.
+        """
+        return self._adapter.jit_compile
+
+    @jit_compile.setter
+    def jit_compile(self, value: bool) -> None:
+        self._adapter.jit_compile = validation.boolean("jit_compile", value)
 
     @property
     def iterations(self) -> Any:
@@ -354,7 +377,16 @@ class OptimizerWrapper(
         if scaled:
             grads_and_vars = self._unscaled_early(grads_and_vars, scaled)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        return self._adapter.apply(list(grads_and_vars), name, aggregate)
+        pairs = list(grads_and_vars)
+        if not self.jit_compile:
+            return self._adapter.apply(pairs, name, aggregate)
+        pairs = gradients.checked_pairs(pairs)
+        if not aggregate or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+            return self._adapter.update(pairs, name)
+        # What is compiled sums nothing.
+        self.build([variable for _, variable in pairs])
+        operation, _ = ScaledStep(self._adapter, None, tf.float32, Given()).make(pairs, name=name)
+        return self.iterations if operation is None else operation
 
 
 register_serializable("keras_mp", predicate=lambda value: isinstance(value, OptimizerWrapper))(

@@ -26,6 +26,7 @@ class WrapperSaving:
     _model: Callable[[], Any]
     _inner_variables: Callable[[], Sequence[Any]]
     inner_optimizer: Any
+    jit_compile: bool
     variables: Any
 
     def set_weights(self, weights: Iterable[Any]) -> None:
@@ -57,7 +58,8 @@ class WrapperSaving:
 
         A subclass with arguments of its own adds them.
         """
-        return {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer)}
+        compiled = {"jit_compile": True} if self.jit_compile else {}
+        return {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer), **compiled}
 
     @classmethod
     def from_config(

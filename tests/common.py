@@ -104,3 +104,8 @@ def mirrored(count: int) -> tf.distribute.MirroredStrategy:
 # oneDNN may be switched off, or be kept from using what the CPU has.
 has_all_of_onednn = not {"TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA"} & os.environ.keys()
 needs_onednn = pytest.mark.skipif(not has_all_of_onednn, reason="It takes all of oneDNN.")
+
+needs_cuda = pytest.mark.skipif(
+    not tf.sysconfig.get_build_info().get("is_cuda_build"),
+    reason="This TensorFlow was built without CUDA.",
+)

@@ -308,3 +308,45 @@ def test_paths_that_no_config_has():
         keras_mp.convert(model, {inside: "mixed_float16"})
     with pytest.raises(ValueError, match=r"has no layers with the paths \['other'\].*'scale'"):
         keras_mp.convert(model, {"other": "mixed_float16"})
+
+
+class PassesOn(tf.keras.layers.Layer):
+    """Keras 3 leaves the name out of its config, since the last argument is not `kwargs`."""
+
+    def __init__(self, factor=2.0, **kw):
+        super().__init__(**kw)
+        self.factor = factor
+
+    def call(self, x):
+        return x * tf.cast(self.factor, x.dtype)
+
+
+class StaysInFloat16(PassesOn):
+    def __init__(self, factor=2.0, **kwargs):
+        kwargs["dtype"] = "float16"
+        super().__init__(factor, **kwargs)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("functional", [False, True])
+def test_layers_whose_config_has_no_name(functional, policy):
+    with keras_mp.policy_scope("mixed_float16"):
+        layers = [tf.keras.layers.Dense(3), PassesOn(), tf.keras.layers.Dense(1, dtype="float32")]
+        model = tf.keras.Sequential([tf.keras.Input([2]), *layers])
+        if functional:
+            x = y = tf.keras.Input([2])
+            for layer in layers:
+                y = layer(y)
+            model = tf.keras.Model(x, y)
+    converted = keras_mp.convert(model, policy)
+    dtypes = [layer.compute_dtype for layer in converted.layers if layer.count_params()]
+    wanted = keras_mp.Policy(policy).compute_dtype
+    assert dtypes == [wanted, "float32"]
+    [layer] = [layer for layer in converted.layers if isinstance(layer, PassesOn)]
+    assert layer.compute_dtype == wanted
+
+
+def test_a_layer_that_stays_in_16_bits_is_refused():
+    model = tf.keras.Sequential([tf.keras.Input([2]), StaysInFloat16(name="stubborn")])
+    with pytest.raises(ValueError, match=r"its layer 'stubborn' stays in float16.*'float32'"):
+        keras_mp.convert(model, "float32")

@@ -8,7 +8,7 @@ from tensorflow.python.eager import context
 import keras_mp
 from keras_mp import graph_rewrite, hardware, keras_api
 from keras_mp.grappler import passes
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, needs_cuda
 
 K = tf.keras
 V1 = tf.compat.v1
@@ -273,9 +273,7 @@ def test_what_has_no_graph():
         graph_rewrite.report([])
 
 
-@pytest.mark.skipif(
-    not tf.sysconfig.get_build_info().get("is_cuda_build"), reason="built without CUDA"
-)
+@needs_cuda
 def test_what_fit_would_run_on_a_gpu():
     """It needs no GPU, and the rewrite does not have to be on."""
     batch = np.ones([8, 4], "float32"), np.ones([8, 1], "float32")

@@ -559,6 +559,39 @@ def test_fit_trains_a_bfloat16_model_as_a_mixed_one(name, wrap):
         np.testing.assert_array_equal(value(our), tf.cast(value(their), tf.bfloat16).numpy())
 
 
+@keras_3_only
+@pytest.mark.parametrize("slots", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["split", "copy", "stochastic_rounding"])
+def test_lora_trains_its_own_weights_and_a_bias_only(method, slots):
+    x, y = digits()
+    models = [
+        make_model("new.Adam", policy, method=method, slots=slots)
+        for policy in ("bfloat16", "mixed_bfloat16")
+    ]
+    for model in models:
+        frozen, tuned = model.layers
+        frozen.trainable = False
+        tuned.enable_lora(2)
+        tf.keras.utils.set_random_seed(1)
+        initial = tf.cast(tf.random.normal(tuned.lora_kernel_a.shape), tf.bfloat16)
+        tuned.lora_kernel_a.assign(tf.cast(initial, tuned.lora_kernel_a.dtype))
+        before = [value(v) for v in model.non_trainable_variables]
+        model.compile(model.optimizer, model.loss)
+        model.fit(x[:320], y[:320], batch_size=32, shuffle=False, verbose=0)
+        for old, variable in zip(before, model.non_trainable_variables, strict=True):
+            np.testing.assert_array_equal(old, value(variable))
+        assert len(model.trainable_variables) == 3
+    ours, theirs = models
+    built = master_weights_in(ours.optimizer).as_float32(ours.trainable_variables)
+    assert all(tf.as_dtype(v.dtype) == tf.float32 for v in built)
+    for our, their in zip(float32_weights(ours), theirs.trainable_variables, strict=True):
+        # Weights of LoRA are in float32, at least in mixed_bfloat16, where Keras multiplies them
+        # with each other in float32.
+        is_rounded = method == "stochastic_rounding" or slots == "bfloat16"
+        np.testing.assert_allclose(our, value(their), rtol=0, atol=0.02 if is_rounded else 5e-4)
+    assert np.abs(value(theirs.layers[1].lora_kernel_b)).max() > 0.01
+
+
 # Keras 2 reads no bfloat16 from its files, and Keras 3 none from .h5 files.
 FORMS = ["keras", "weights", "checkpoint"] if IS_KERAS_3 else ["checkpoint"]
 

@@ -24,9 +24,11 @@ SUBPACKAGES = {
         *("policy", "conversion", "model_summary", "optimizer_wrapper", "layer_paths"),
         "low_precision_weights",
     },
+    # It uses the package as programs do.
+    "hardware_check": {"hardware_check", "keras_api", "hardware", "kernels", "support"},
 }
 
-WITH_KERAS = ("keras_api", "numerics")
+WITH_KERAS = ("keras_api", "numerics", "hardware_check")
 
 
 def imported(path):

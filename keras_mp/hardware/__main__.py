@@ -1,10 +1,13 @@
 """Measures how fast this machine is in each dtype, and says which policy suits it.
 
 python -m keras_mp.hardware
+python -m keras_mp.hardware --check
 """
 
 import argparse
+import json
 import os
+import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments of the command line; None for the process's own.
 
     Returns:
-        The exit status, 0.
+        The exit status: 0, or 1 where a check finds a promise broken.
     """
     parser = argparse.ArgumentParser(
         prog="python -m keras_mp.hardware",
@@ -30,11 +33,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         "the device that TensorFlow computes on, remembers that for later programs, and says "
         "which policy is the fastest here.",
     )
-    parser.parse_args(argv)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check instead what keras_mp promises on this machine, and time operations and "
+        "models; takes a few minutes",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="with --check: check the promises, time nothing"
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        metavar="FILE.json",
+        default=pathlib.Path("keras_mp_check.json"),
+        help="with --check: where all that was found is written, to be sent; %(default)s by "
+        "default",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.check:
+        return _check(arguments.quick, arguments.output)
     speeds = verdicts.speeds(measure=True, anew=True, remember=True)
     for line in _lines(speeds):
         print(line)
     return 0
+
+
+def _check(quick: bool, output: pathlib.Path) -> int:
+    # It uses all of the package, and the rest of this subpackage needs TensorFlow only.
+    from keras_mp import hardware_check
+    from keras_mp.hardware_check import page
+
+    found = hardware_check.check(quick)
+    output.write_text(json.dumps(found, indent=1))
+    print(*page.lines(found), sep="\n")
+    print(f"All that was found is in {output}.")
+    return 0 if all(each["kept"] for each in found["promises"]) else 1
 
 
 def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:

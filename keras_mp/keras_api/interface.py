@@ -1,7 +1,7 @@
 """What both Kerases offer to the rest of keras_mp: the one list of these names."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
@@ -164,6 +164,9 @@ class KerasApi(Protocol):
     def thread_missed_global_policy(self) -> bool:
         """Whether this thread's Keras does not know the global policy."""
         ...
+
+    def track_variables(self, variables: Iterable[tf.Variable]) -> None:
+        """Lets Keras initialize variables together with its own, in a graph of TensorFlow 1."""
 
     def trusted_scope(self) -> AbstractContextManager[Any]:
         """Returns a context manager in which layers are made of configs that hold code, too."""

@@ -5,10 +5,11 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src import backend as _backend
 from tf_keras.src import optimizers as _optimizers
 from tf_keras.src.engine import compile_utils as _compile_utils
 from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
@@ -303,6 +304,11 @@ def deserialize_optimizer(
     # While an .h5 file is loaded, Keras looks for a class that was registered in no other place.
     class_name = config.get("registered_name") or config["class_name"]
     return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
+
+
+def track_variables(variables: Iterable[tf.Variable]) -> None:
+    for variable in variables:
+        _backend.track_variable(variable)
 
 
 def keras_layout(optimizer: Any) -> Any:

@@ -6,7 +6,7 @@ import inspect
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -319,6 +319,10 @@ get_optimizer = keras.optimizers.get
 serialize_optimizer = keras.optimizers.serialize
 deserialize_optimizer = keras.optimizers.deserialize
 KERAS_LAYOUT_CHILD = "dynamic_scale"
+
+
+def track_variables(variables: Iterable[tf.Variable]) -> None:
+    del variables  # It has no graphs of TensorFlow 1.
 
 
 def keras_layout(optimizer: Any) -> Any:

@@ -109,7 +109,13 @@ def _kernel(op: str, parameters: str, *image: int) -> Kernel:
         return arguments, squares * math.prod(image) / size
 
     return Kernel(
-        "gen_nn_ops", (op.lower(),), example, never_moves, with_stride_of_one, autocasts=True
+        "gen_nn_ops",
+        (op.lower(),),
+        example,
+        never_moves,
+        (True,),
+        with_stride_of_one,
+        autocasts=True,
     )
 
 

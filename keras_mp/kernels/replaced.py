@@ -34,6 +34,7 @@ class Kernel(NamedTuple):
             kernel shows, and the last value of the right result.
         case: takes the function's arguments and returns what it depends on whether the kernel is
             wrong; False where it cannot be wrong.
+        cases: what `case` returns for the arguments for which most such kernels are wrong.
         correct: takes the function and its arguments, and computes the right result. Defaults to
             computing in float32 and rounding once.
         wrong_in_xla: dtypes in which XLA is wrong, on every machine.
@@ -44,9 +45,15 @@ class Kernel(NamedTuple):
     names: tuple[str, ...]
     example: Callable[[tf.DType, Any], tuple[dict[str, Any], float]]
     case: Callable[..., Any] = lambda *args, **kwargs: None
+    cases: tuple[Any, ...] = (None,)
     correct: Callable[..., Any] | None = None
     wrong_in_xla: tuple[tf.DType, ...] = ()
     autocasts: bool = False
+
+    def function(self) -> Callable[..., Any] | None:
+        """Returns its Python function, replaced or not; None where TensorFlow has none."""
+        module = importlib.import_module(f"tensorflow.python.ops.{self.module}")
+        return vars(module).get(self.names[0])
 
 
 class Table:
@@ -81,8 +88,7 @@ class Table:
             if self._installed:
                 return
             for op, kernel in self.kernels.items():
-                module = importlib.import_module(f"tensorflow.python.ops.{kernel.module}")
-                own = vars(module).get(kernel.names[0])
+                own = kernel.function()
                 if own is None:
                     messages.warn(
                         f"TensorFlow {tf.__version__} has no `{kernel.module}.{kernel.names[0]}`, "
@@ -127,7 +133,7 @@ class Table:
             if dtype is None or not self.enabled:
                 return own(*args, **kwargs)
             case = kernel.case(*args, **kwargs)
-            if not self.is_wrong(op, dtype, case, _device_type(first)):
+            if not self.is_wrong(op, dtype, case, _device()):
                 return own(*args, **kwargs)
             return correct(own, *args, **kwargs)
 
@@ -163,13 +169,25 @@ def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return tf.cast(result, dtype)
 
 
-def _device_type(tensor: Any) -> str | None:
-    device = getattr(tensor, "device", None)
-    return tf.DeviceSpec.from_string(device).device_type if isinstance(device, str) else None
+def _device() -> str:
+    """The type of the device that will run an operation that is made now.
+
+    Where its inputs are does not count: TensorFlow copies them. Of a function that is traced, its
+    own `tf.device`s are known, and not that around a call, as it may be another in the next one.
+    """
+    usual = _usual_device()
+    if usual == "CPU":
+        return usual
+    if tf.executing_eagerly():
+        name = tf.__internal__.eager_context.get_device_name()
+    else:
+        name = tf.no_op().device
+    return tf.DeviceSpec.from_string(name or "").device_type or usual
 
 
 @functools.cache
 def _usual_device() -> str:
+    """The type of the device on which TensorFlow computes where the program names none."""
     return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
 
 
@@ -190,10 +208,14 @@ def _ask(op: str, example: Callable[..., Any], dtype: tf.DType, case: Any, devic
                     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
                     with tf.compat.v1.Session(graph=graph, config=config) as session:
                         found = session.run(found)
-            # Wrong ones are off by a half or more, and NaN is not right.
-            return not abs(float(found) / expected - 1) < 0.05
+            return not is_right(float(found), expected)
         except (tf.errors.OpError, ValueError):
             return False
+
+
+def is_right(found: float, expected: float) -> bool:
+    """Whether an example's result is right. Wrong ones are off by a half or more, or NaN."""
+    return abs(found / expected - 1) < 0.05
 
 
 def last_value(result: tf.Tensor) -> tf.Tensor:

@@ -24,6 +24,9 @@ from keras_mp.support.dtypes import LOW_PRECISION
 _TERMS = 2**17
 # Enough for what adds one term after the other.
 _FEW_TERMS = 2**13
+# Of how many channels a GPU keeps float32 sums while it adds up gradients of biases: half of 48 KB.
+# It adds up those of more channels in 16 bits, one after the other. (`bias_op_gpu.cu.cc`)
+_FIT_INTO_GPU = 6144
 
 
 def _reduction(input: Any, axis: Any, *args: Any, **kwargs: Any) -> tuple[bool, ...] | bool:
@@ -59,9 +62,14 @@ def _all_to_one(*shape: int) -> tf.Tensor:
     return tf.zeros([_FEW_TERMS, *shape], tf.int32)
 
 
-def _bias_format(out_backprop: Any, data_format: Any = None, name: Any = None) -> str:
-    del out_backprop, name
-    return tf.compat.as_str(data_format or "NHWC")
+def _bias_layout(out_backprop: Any, data_format: Any = None, name: Any = None) -> str:
+    """The data format, and whether the sums of all channels fit into a GPU's shared memory."""
+    del name
+    data_format = tf.compat.as_str(data_format or "NHWC")
+    known: Any = getattr(out_backprop, "shape", None)
+    shape = tf.TensorShape(known)
+    is_wide = data_format == "NHWC" and bool(shape.rank) and (shape[-1] or 0) > _FIT_INTO_GPU
+    return "wide NHWC" if is_wide else data_format
 
 
 def _sum_of_all_but_channels(
@@ -71,11 +79,15 @@ def _sum_of_all_but_channels(
     rank = out_backprop.shape.rank
     if rank is None:
         return in_float32(own, out_backprop, data_format=data_format, name=name)
-    channels = 1 if _bias_format(out_backprop, data_format) == "NCHW" else rank - 1
+    channels = 1 if tf.compat.as_str(data_format or "") == "NCHW" else rank - 1
     return tf.reduce_sum(out_backprop, [i for i in range(rank) if i != channels], name=name)
 
 
-def _bias(dtype: tf.DType, data_format: str) -> tuple[dict[str, Any], float]:
+def _bias(dtype: tf.DType, layout: str) -> tuple[dict[str, Any], float]:
+    data_format = layout.split()[-1]
+    if layout.startswith("wide"):
+        terms = tf.ones([_FEW_TERMS // 2, _FIT_INTO_GPU + 1], dtype)
+        return {"out_backprop": terms, "data_format": data_format}, _FEW_TERMS / 2
     shape = [_TERMS // 64, 4, 8, 8] if data_format == "NCHW" else [_TERMS, 4]
     terms = tf.fill(shape, tf.constant(1 / 32, dtype))
     return {"out_backprop": terms, "data_format": data_format}, _TERMS / 32
@@ -150,23 +162,30 @@ def _one_pixel(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
 
 
 _FLOAT16 = (tf.float16,)
+_REDUCTIONS = ((True,), (True, False))
 
 # Most add up a vector of ones or of 1/32, so that right sums are powers of two.
 KERNELS: dict[str, Kernel] = {
     "BiasAddGrad": Kernel(
-        "gen_nn_ops", ("bias_add_grad",), _bias, _bias_format, _sum_of_all_but_channels
+        "gen_nn_ops",
+        ("bias_add_grad",),
+        _bias,
+        _bias_layout,
+        ("NHWC", "NCHW", "wide NHWC"),
+        _sum_of_all_but_channels,
     ),
-    "Sum": Kernel("gen_math_ops", ("_sum",), _sum_of_rows(_TERMS / 32), _reduction),
-    "Mean": Kernel("gen_math_ops", ("mean",), _sum_of_rows(1 / 32), _reduction),
+    "Sum": Kernel("gen_math_ops", ("_sum",), _sum_of_rows(_TERMS / 32), _reduction, _REDUCTIONS),
+    "Mean": Kernel("gen_math_ops", ("mean",), _sum_of_rows(1 / 32), _reduction, _REDUCTIONS),
     "EuclideanNorm": Kernel(
-        "gen_math_ops", ("euclidean_norm",), _sum_of_rows(_TERMS**0.5 / 32), _reduction
+        "gen_math_ops", ("euclidean_norm",), _sum_of_rows(_TERMS**0.5 / 32), _reduction, _REDUCTIONS
     ),
-    "AvgPool": Kernel("gen_nn_ops", ("avg_pool",), _large_window, _is_large_window),
+    "AvgPool": Kernel("gen_nn_ops", ("avg_pool",), _large_window, _is_large_window, (True,)),
     "Softmax": Kernel(
         "gen_nn_ops",
         ("softmax",),
         _many_classes(1 / _TERMS),
         _has_many_classes,
+        (True,),
         wrong_in_xla=_FLOAT16,
     ),
     "LogSoftmax": Kernel(
@@ -174,6 +193,7 @@ KERNELS: dict[str, Kernel] = {
         ("log_softmax",),
         _many_classes(-math.log(_TERMS)),
         _has_many_classes,
+        (True,),
         wrong_in_xla=_FLOAT16,
     ),
     "Cumsum": Kernel(

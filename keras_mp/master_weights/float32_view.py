@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.master_weights import rounding
 from keras_mp.master_weights.methods import Method
 from keras_mp.master_weights.scratch import Scratch
 
@@ -54,16 +55,14 @@ class Updates:
             view: which view they are for.
 
         Returns:
-            int32 tensor.
+            uint32 tensor.
         """
         self._draws[id(view)] += 1
         stream = tf.constant([view.number, self._draws[id(view)]], tf.int64)
         step = tf.stack([tf.convert_to_tensor(self.seed), self._steps()])
         # Philox mixes both of its seeds well, so neighbours will do.
         seed = step * tf.constant([1 << 32, 1 << 24], tf.int64) + stream
-        return tf.random.stateless_uniform(
-            view.shape.as_list(), seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
-        )
+        return rounding.noise(view.shape, seed)
 
     def after_others(self, view: Any) -> Any:
         """Context manager in which a view is read when other views have been written.

@@ -57,7 +57,7 @@ class Method(abc.ABC):
         Args:
             value: float32 tensor.
             dtype: the dtype in 16 bits.
-            noise: returns random bits of the same shape, an int32 tensor.
+            noise: returns random bits of the same shape, a uint32 tensor.
         """
 
 

@@ -4,6 +4,8 @@ All of it is done on the bits, or with operations that are exact. Bits are of ui
 TensorFlow computes with int32 in the memory of the host.
 """
 
+import math
+
 import tensorflow as tf
 
 from keras_mp.support import host
@@ -23,9 +25,9 @@ _REMAINDER_UNIT = 2.0**-25
 def split_bfloat16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Splits float32 values into bfloat16 ones and what these leave out.
 
-    bfloat16 is the upper half of float32's bits. Rounded to nearest, the rest is a signed number of
-    16 bits, with one exception: in a tie that rounds down it is +32768, where it wraps to -32768,
-    and a carry tells so.
+    bfloat16 is the upper half of float32's bits. Rounded to nearest, the rest is the lower half,
+    read as a signed number of 16 bits, with one exception: in a tie that rounds down it is +32768,
+    where the lower half is read as -32768, and a carry tells so.
 
     Args:
         value: float32 tensor.
@@ -35,8 +37,8 @@ def split_bfloat16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """
     bits = tf.bitcast(value, tf.uint32)
     nearest = _nearest_bfloat16(bits) if host.is_compiled_by_xla() else tf.cast(value, tf.bfloat16)
-    remainder = bits - tf.bitcast(tf.cast(nearest, tf.float32), tf.uint32)
-    return nearest, tf.cast(remainder, tf.int16), tf.equal(remainder, 0x8000)
+    # A tie rounds down where the last bit of the upper half, 0x10000, is even.
+    return nearest, tf.cast(bits, tf.int16), tf.equal(bits & 0x1FFFF, 0x8000)
 
 
 def _nearest_bfloat16(bits: tf.Tensor) -> tf.Tensor:
@@ -60,8 +62,9 @@ def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) ->
         remainder: int16 tensor.
         carry: bool tensor.
     """
-    bits = tf.bitcast(tf.cast(nearest, tf.float32), tf.uint32) + tf.cast(remainder, tf.uint32)
-    return tf.bitcast(bits + 0x10000 * tf.cast(carry, tf.uint32), tf.float32)
+    upper = tf.bitcast(tf.cast(nearest, tf.float32), tf.uint32)
+    rest = tf.where(carry, tf.constant(0x8000, tf.uint32), tf.cast(remainder, tf.uint32))
+    return tf.bitcast(upper + rest, tf.float32)
 
 
 def pack_bits(bits: tf.Tensor) -> tf.Tensor:
@@ -131,7 +134,7 @@ def stochastic_bfloat16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
 
     Args:
         value: float32 tensor.
-        noise: int32 tensor of random bits.
+        noise: tensor of random bits, in int32 or uint32, of which the upper ones are read.
 
     Returns:
         bfloat16 tensor. What is finite stays finite.
@@ -139,7 +142,8 @@ def stochastic_bfloat16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
     bits, noise = tf.bitcast(value, tf.uint32), tf.bitcast(noise, tf.uint32)
     # From the largest finite number on, nothing is added.
     is_largest = (bits & _MAGNITUDE) >= _BFLOAT16_LARGEST
-    noise = tf.where(is_largest, tf.constant(0, tf.uint32), noise & 0xFFFF)
+    noise = tf.bitwise.right_shift(noise, 16)
+    noise = tf.where(is_largest, tf.constant(0, tf.uint32), noise)
     upper = tf.bitwise.right_shift(bits + noise, 16)
     rounded = tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
     # The upper half of a NaN may be that of an infinity.
@@ -151,7 +155,7 @@ def stochastic_float16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
 
     Args:
         value: float32 tensor.
-        noise: int32 tensor of random bits.
+        noise: tensor of random bits, in int32 or uint32, of which the upper ones are read.
 
     Returns:
         float16 tensor. What is finite stays finite.
@@ -161,7 +165,7 @@ def stochastic_float16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
     below = tf.floor(units)
     # float32 holds the difference exactly; of its digits, those above 2**-31 have a say.
     threshold = tf.cast((units - below) * 2.0**31, tf.uint32)
-    goes_up = (tf.bitcast(noise, tf.uint32) & _MAGNITUDE) < threshold
+    goes_up = tf.bitwise.right_shift(tf.bitcast(noise, tf.uint32), 1) < threshold
     rounded = tf.where(goes_up, below + 1, below) * unit
     rounded = tf.clip_by_value(rounded, -_FLOAT16_LARGEST, _FLOAT16_LARGEST)
     return tf.cast(tf.where(tf.math.is_finite(value), rounded, value), tf.float16)
@@ -171,3 +175,28 @@ def _float16_binade(value: tf.Tensor) -> tf.Tensor:
     """The power of two at or below each value; not below that of float16's normal numbers."""
     power = tf.bitcast(tf.bitcast(value, tf.int32) & _INFINITY, tf.float32)
     return tf.clip_by_value(power, _FLOAT16_SMALLEST, 2.0**15)
+
+
+def noise(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
+    """Returns random bits for stochastic rounding; the same for the same seed.
+
+    Random numbers are drawn for each row and for each column, which takes far less time than one
+    for each element. An element gets their product. They are odd: given either, the product goes
+    through all odd numbers. So it is uniform in all bits but the last, and independent of that of
+    any other element. The variance of a sum over elements is therefore what it is with numbers
+    that are drawn for each.
+
+    Args:
+        shape: static shape. The last dimension has the columns, all others the rows.
+        seed: int64 tensor of two numbers.
+
+    Returns:
+        uint32 tensor, whose last bit is always 1.
+    """
+    *leading, columns = shape.as_list() or [1]
+    rows = math.prod(leading)
+    drawn = tf.random.stateless_uniform(
+        [rows + columns], seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
+    )
+    odd = tf.bitcast(drawn, tf.uint32) | 1
+    return tf.reshape(odd[:rows, tf.newaxis] * odd[rows:], shape)

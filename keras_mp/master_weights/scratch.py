@@ -74,6 +74,7 @@ class Scratch:
     def _handle(self, device: str, shape: tf.TensorShape, number: int) -> tf.Tensor:
         key = (device, tuple(shape), number)
         if key not in self._handles:
+            needs_value = host.is_compiled_by_xla()  # also of variables that are written first
             with tf.init_scope(), tf.device(device):
                 handle = tf.raw_ops.VarHandleOp(
                     dtype=tf.float32,
@@ -81,6 +82,8 @@ class Scratch:
                     container="",
                     shared_name=f"{self._name}_{len(self._handles)}",
                 )
+                if needs_value:
+                    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape))
             weakref.finalize(self, _destroy, handle)
             self._handles[key] = handle
         return self._handles[key]

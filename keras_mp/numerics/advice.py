@@ -6,11 +6,16 @@ from typing import NamedTuple
 
 from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, exponent_of
 from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
-from keras_mp.numerics.what_if import WhatIf
+from keras_mp.numerics.what_if import Lost, WhatIf
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# Where a `LossScaleOptimizer` begins unless told otherwise.
+# What a layer returns is as good as lost if it is off by so much of its norm. Rounding alone, over
+# many layers, stays below.
+_AS_GOOD_AS_LOST = 0.25
+
+# What runs have lost of gradients, by loss scale and row.
+_Losses = Mapping[float, Mapping[tuple[str, str], Lost]]
 
 
 class Advice(NamedTuple):
@@ -42,13 +47,15 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     Each sentence has the numbers that it is based on. Of a model that loses nothing at the loss
     scale that it is trained with, there is nothing to say; for a batch, that is 2^15, at which a
     `LossScaleOptimizer` begins. Gradients that are rounding noise do not count: `WhatIf.noise`.
-    First come the layers whose outputs overflow: as long as there are any, gradients are no guide.
+    First come the layers that lose what they return, to infinity or to zero: as long as there are
+    any, gradients are no guide. What a run has lost outranks what histograms predict.
     Act on it with `keras_mp.convert(model, advice.policies)`, and measure again.
 
     Args:
         measured: a `Report` of the steps of a training run, or what `what_if` returned. The latter
             knows what each value would have been in float32; in a report of a model in 16 bits,
-            values that were too small are zeros, of which nothing is known.
+            values that were too small are zeros, of which nothing is known. There is a sentence
+            that says so where that may matter.
         dtype: "float16" (the default) or "bfloat16".
         tolerance: float, from 0 to 1. Which share of a gradient may become zero. Defaults to 0.001:
             a few values of a large gradient are always next to zero.
@@ -82,10 +89,15 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     if not 0 <= tolerance <= 1:
         raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
     facts = _facts(measured, dtype, tolerance)
-    found = _about_outputs(facts) or _about_runs(measured, dtype) or _about_gradients(facts)
+    found = (
+        _about_outputs(facts)
+        or _about_runs(measured, dtype)
+        or _about_zeros(measured, dtype, tolerance)
+        or _about_gradients(facts)
+    )
     if found is None:
         return Advice([], {}, None)
-    if dtype == "float16":
+    if dtype == "float16" and (found.policies or found.loss_scale):
         found.sentences.extend(_about_bfloat16(facts))
     return found
 
@@ -98,7 +110,7 @@ class _Facts(NamedTuple):
         dtype: str.
         tolerance: float.
         now: float. The loss scale in force, or that which training would begin with.
-        seen: `Window`. The loss scales that real runs leave room for.
+        losses: what real runs at some loss scales have lost of gradients.
         where: str. What the numbers are of.
         set_scale: str. What to do with a loss scale that suits them.
         consumers: dict of paths of layers and of those that take what they return.
@@ -108,7 +120,7 @@ class _Facts(NamedTuple):
     dtype: str
     tolerance: float
     now: float
-    seen: Window
+    losses: _Losses
     where: str
     set_scale: str
     consumers: Mapping[str, set[str]]
@@ -128,20 +140,28 @@ def _facts(measured: Report | WhatIf, dtype: str, tolerance: float) -> _Facts:
             if (row.kind, row.path) in in_half and (row.kind, row.path) not in measured.noise
         ]
         rows = Report(rows, step=1, counted=1, loss_scale=1.0).rows_in_16_bits
-        seen = _seen(measured, dtype, tolerance)
+        losses = {
+            scale: {
+                row: lost
+                for row, lost in measured.losses(dtype, scale, tolerance).items()
+                if row not in measured.noise
+            }
+            for scale in measured.scales
+        }
         # Other batches may well have larger gradients: that is no scale to keep.
         about = (
             INITIAL_LOSS_SCALE,
-            seen,
+            losses,
             "in the batch",
             "start the loss scale at",
             measured.consumers,
         )
     elif isinstance(measured, Report):
-        rows = measured.rows_in_16_bits
+        noise = measured.noise
+        rows = [row for row in measured.rows_in_16_bits if (row.kind, row.path) not in noise]
         where = f"in {measured.counted:,} of {measured.step:,} steps"
         now = 2.0 ** math.floor(math.log2(measured.loss_scale))
-        about = now, EVERYWHERE, where, "fix the loss scale at", {}
+        about = now, {}, where, "fix the loss scale at", {}
     else:
         raise TypeError(
             "Expected a keras_mp.numerics.Report or what what_if returned. "
@@ -150,16 +170,14 @@ def _facts(measured: Report | WhatIf, dtype: str, tolerance: float) -> _Facts:
     return _Facts(rows, dtype, tolerance, *about)
 
 
-def _seen(measured: WhatIf, dtype: str, tolerance: float) -> Window:
+def _seen(losses: _Losses) -> Window:
     """The loss scales between those of runs that have lost something of a gradient."""
     seen = EVERYWHERE
-    for scale in measured.scales:
-        losses = measured.losses(dtype, scale, tolerance)
-        found = [lost for row, lost in losses.items() if row not in measured.noise]
+    for scale, of_rows in losses.items():
         exponent = exponent_of(scale)
-        if any(lost.infinite for lost in found):
+        if any(lost.infinite for lost in of_rows.values()):
             seen &= Window(EVERYWHERE.low, exponent - 1)
-        elif found:
+        elif of_rows:
             seen &= Window(exponent + 1, EVERYWHERE.high)
     return seen
 
@@ -197,16 +215,54 @@ def _about_outputs(facts: _Facts) -> Advice | None:
 
 
 def _about_runs(measured: Report | WhatIf, dtype: str) -> Advice | None:
-    """The first layer that overflows inside, though what it returns would fit."""
-    if isinstance(measured, WhatIf):
-        for (kind, path), lost in measured[dtype, measured.scales[0]].items():
-            if kind == OUTPUT and lost.infinite:
-                sentence = (
-                    f"Run `{path}` in float32: {lost.infinite:,} values of its output are infinite "
-                    f"or NaN in {dtype}, and finite in float32, in the batch."
-                )
-                return Advice([sentence], {path: "float32"}, None)
+    """The first layer that loses what it returns to something inside, though it would fit."""
+    if not isinstance(measured, WhatIf):
+        return None
+    computed_in = measured.computed_in[dtype]
+    for (kind, path), lost in measured[dtype, measured.scales[0]].items():
+        if kind != OUTPUT or not (lost.infinite or lost.error > _AS_GOOD_AS_LOST):
+            continue
+        layers = [path]
+        if computed_in[kind, path] not in LOW_PRECISION_NAMES:
+            layers = [
+                each
+                for each, takers in measured.consumers.items()
+                if path in takers and computed_in.get((OUTPUT, each)) in LOW_PRECISION_NAMES
+            ]
+        if layers:
+            of = "its output" if layers == [path] else f"the output of `{path}`, which takes its,"
+            if lost.infinite:
+                what = f"{lost.infinite:,} values of {of} are infinite or NaN"
+            elif lost.share > _AS_GOOD_AS_LOST:
+                what = f"{_share(lost.zero, lost.values)} of {of} is zero"
+            else:
+                what = f"{of} is off by {100 * lost.error:.0f} % of its norm"
+            return Advice(
+                [
+                    f"Run `{each}` in float32: {what} in {dtype}, and not in float32, in the batch."
+                    for each in layers
+                ],
+                dict.fromkeys(layers, "float32"),
+                None,
+            )
     return None
+
+
+def _about_zeros(measured: Report | WhatIf, dtype: str, tolerance: float) -> Advice | None:
+    """Gradients in which zeros may be what was too small for the dtype, for all that is known."""
+    if not isinstance(measured, Report):
+        return None
+    rows = [row for row in measured.rows_with_unknown_zeros(tolerance) if row.dtype == dtype]
+    if not rows:
+        return None
+    worst = max(rows, key=lambda row: row.histogram.zeros / row.histogram.total)
+    zeros, total = worst.histogram.zeros, worst.histogram.total
+    others = f" (and of {len(rows) - 1} more)" if len(rows) > 1 else ""
+    sentence = (
+        f"{_share(zeros, total)} of `{worst.path}`{others} is zero in {dtype} at a loss scale of "
+        f"{measured.loss_scale:g}. Whether it is in float32 too is unknown: ask `what_if`."
+    )
+    return Advice([sentence], {}, None)
 
 
 def _about_gradients(facts: _Facts) -> Advice | None:
@@ -219,8 +275,9 @@ def _about_gradients(facts: _Facts) -> Advice | None:
         window = row.window(dtype, facts.tolerance) & allowed
         windows[row.kind, row.path] = window
         common &= window
-    if not (common & facts.seen).is_empty:
-        common &= facts.seen
+    if not common.is_empty and (common & _seen(facts.losses)).is_empty:
+        return _about_losses(facts)
+    common &= _seen(facts.losses)
     is_fine = min(common.margins(now)) >= 0
     needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
     if is_fine or needs_none or not rows:
@@ -242,6 +299,34 @@ def _about_gradients(facts: _Facts) -> Advice | None:
             f"`{worst.path}` is {beyond} {dtype}."
         )
     return Advice([sentence], {}, 2.0**exponent)
+
+
+def _about_losses(facts: _Facts) -> Advice:
+    """Every run has lost something, though histograms leave room for a scale: something inside."""
+    dtype = facts.dtype
+
+    def lost(each: Lost) -> float:
+        return 1.0 if each.infinite else each.share
+
+    best = min(
+        facts.losses, key=lambda scale: max(map(lost, facts.losses[scale].values()), default=0.0)
+    )
+    advice = Advice([], {}, best)
+    for (kind, path), each in facts.losses[best].items():
+        layers = {layer_of((kind, path)): path}
+        if kind == OUTPUT_GRADIENT:
+            layers = dict.fromkeys(sorted(facts.consumers.get(path, set())), path)
+        for layer in layers:
+            if layer and layer not in advice.policies:
+                what = "infinite" if each.infinite else "zero"
+                share = _share(each.infinite or each.zero, each.values)
+                of = f"`{path}`" if kind == GRADIENT else f"the gradient of `{path}`'s output"
+                advice.policies[layer] = "float32"
+                advice.sentences.append(
+                    f"Run `{layer}` in float32: {share} of {of} is {what} in {dtype} at "
+                    f"{_power(best)}, the best of the loss scales that were run, {facts.where}."
+                )
+    return advice
 
 
 def _about_conflict(

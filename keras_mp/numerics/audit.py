@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.grappler import optimize
 from keras_mp.numerics import batches, hazards, origins, traces
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.hazards.look import Finding, Look, Suspect
@@ -57,7 +58,7 @@ class Audit(NamedTuple):
         return "\n\n".join([head, *texts])
 
 
-def audit(model: Any, batch: Any) -> Audit:
+def audit(model: Any, batch: Any, device: str | None = None) -> Audit:
     """Looks for known hazards of training in 16 bits, in a model and on one batch.
 
     The training step of a compiled model is traced and run once with the batch, under the model's
@@ -76,6 +77,8 @@ def audit(model: Any, batch: Any) -> Audit:
         model: a model of `tf.keras`, best compiled.
         batch: what `fit` takes for a step: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays,
             tensors or structures of them; or x alone, which is no tuple then.
+        device: str. A GPU and its compute capability, such as "GPU 7.0", for whose tensor cores
+            dtypes and sizes are judged. None is needed. Defaults to this machine.
 
     Returns:
         `Audit`. Its `findings` are empty if nothing was found.
@@ -83,7 +86,8 @@ def audit(model: Any, batch: Any) -> Audit:
     Raises:
         TypeError: `model` is not a model of `tf.keras`, or the batch is None or a dataset.
         ValueError: the batch is a tuple of another length, has no values, is a list with more or
-            fewer parts than the model has inputs, or does not suit the model.
+            fewer parts than the model has inputs, or does not suit the model; `device` is no GPU,
+            or this TensorFlow was built without CUDA.
 
     Example:
 
@@ -96,9 +100,11 @@ def audit(model: Any, batch: Any) -> Audit:
     ['outputs in 16 bits']
     """
     keras_api.check_model(model)
+    if device is not None:
+        optimize.compute_capability(device)
     batch = batches.as_fit_takes_it(model, batch)
     try:
-        findings = (*_not_finite(batch), *_findings(model, batch))
+        findings = (*_not_finite(batch), *_findings(model, batch, device))
     except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
         finding = _finding_of_error(model, batch, error)
         if finding is None:
@@ -128,12 +134,12 @@ def _policy_of(model: Any) -> str:
     return names.most_common(1)[0][0] if names else model.dtype_policy.name
 
 
-def _findings(model: Any, batch: Batch) -> Iterator[Finding]:
+def _findings(model: Any, batch: Batch, device: str | None) -> Iterator[Finding]:
     traced: list[list[Suspect]] = []
     scopes: dict[str, str] = {}
 
     def look(result: Any) -> Any:
-        seen = Look(model, batch, result, scopes)
+        seen = Look(model, batch, result, scopes, device)
         suspects = [suspect for hazard in hazards.HAZARDS for suspect in hazard(seen)]
         # A function that makes variables is traced twice, and it is the last one that is returned.
         traced.append(suspects)
@@ -144,10 +150,13 @@ def _findings(model: Any, batch: Batch) -> Iterator[Finding]:
     said = set()
     for suspect, values in zip(traced[-1], measured, strict=True):
         finding = suspect.say(*(np.asarray(value) for value in values))
-        # Several operations of one line are one finding.
-        about = finding and (finding.hazard, finding.where, finding.line)
-        if finding is not None and about not in said:
-            said.add(about)
+        if finding is None:
+            continue
+        # Several operations of one line are one finding, and so are a cause and what comes of it.
+        place = finding.where, finding.line
+        cause = hazards.CONSEQUENCES.get(finding.hazard)
+        if (finding.hazard, *place) not in said and (cause, *place) not in said:
+            said.add((finding.hazard, *place))
             yield finding
 
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import hardware
-from keras_mp.grappler import passes
+from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as rewrites
 from keras_mp.numerics import batches, census_text, estimates, graphs, origins, traces
+from keras_mp.numerics import work as works
 from keras_mp.numerics.census_text import sums
 from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
@@ -47,6 +48,8 @@ class Operation(NamedTuple):
         work: int. How many floating-point operations of products a call takes for it.
         is_least: bool. Is it in a loop of which nothing tells how often it turns? Its turns and
             work are those of one turn then.
+        sizes: tuple of int. Of a plain matrix product, rows, columns and what is summed over; of a
+            convolution, channels in and out; None of all others.
 
     Example:
 
@@ -65,6 +68,7 @@ class Operation(NamedTuple):
     kind: str
     work: int
     is_least: bool
+    sizes: tuple[int, ...] | None = None
 
 
 class Cast(NamedTuple):
@@ -131,6 +135,7 @@ class Census(NamedTuple):
         traced: `Graph`, as it was traced.
         optimized: `Graph`, as grappler leaves it and TensorFlow runs it; None where XLA compiles
             it as a whole, which grappler does not see.
+        device: str. The GPU that it is about; None if it is about this machine.
 
     Example:
 
@@ -142,6 +147,7 @@ class Census(NamedTuple):
     of: str
     traced: Graph
     optimized: Graph | None
+    device: str | None = None
 
     @property
     def runs(self) -> Graph:
@@ -170,7 +176,7 @@ class Census(NamedTuple):
         return estimates.estimate(self.runs, speeds, bandwidth or estimates.bandwidth_of_casts())
 
     def to_json(self) -> str:
-        """Returns all of it as JSON: an object with "of", "traced" and "optimized"."""
+        """Returns all of it as JSON: an object with "of", "device", "traced" and "optimized"."""
         graphs_of = {"traced": self.traced, "optimized": self.optimized}
         listed = {
             name: graph
@@ -181,13 +187,13 @@ class Census(NamedTuple):
             }
             for name, graph in graphs_of.items()
         }
-        return json.dumps({"of": self.of, **listed})
+        return json.dumps({"of": self.of, "device": self.device, **listed})
 
     def __str__(self) -> str:
         return "\n".join(census_text.lines(self))
 
 
-def census(function: Any, *args: Any, **kwargs: Any) -> Census:
+def census(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> Census:
     """Counts what a function, or the training step of a model, computes in which dtype, and why.
 
     Floating-point work is that of matrix products and convolutions, forwards and backwards, where a
@@ -201,6 +207,9 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
             another one the forward pass.
         *args: of a model, a batch as `fit` takes it: x, or a tuple `(x, y)` or
             `(x, y, sample_weight)`. Of what is not traced yet, its arguments or `tf.TensorSpec`s.
+        device: str. A GPU and its compute capability, such as "GPU 7.0": what would TensorFlow make
+            of the graph there, and how much of it do tensor cores take? None is needed. Defaults to
+            this machine.
         **kwargs: more arguments of what is not traced yet.
 
     Returns:
@@ -209,7 +218,7 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
     Raises:
         TypeError: `function` cannot be called, or a model comes without a batch, or with a dataset.
         ValueError: the batch is a tuple of more than three, has no values, or does not suit the
-            model.
+            model; `device` is no GPU, or this TensorFlow was built without CUDA.
 
     Example:
 
@@ -217,6 +226,8 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
     >>> keras_mp.numerics.census(model, tf.ones([2, 8])).traced.work()
     {'float32': 128}
     """
+    if device is not None:
+        optimize.compute_capability(device)
     model, scopes = None, {}
     if isinstance(function, tf.keras.Model):
         model = function
@@ -230,7 +241,7 @@ def census(function: Any, *args: Any, **kwargs: Any) -> Census:
     else:
         concrete = traces.function_of(function, *args, **kwargs)
         name = getattr(function, "__name__", None) or concrete.name.decode()
-    return _census(concrete, name, model, scopes)
+    return _census(concrete, name, model, scopes, device)
 
 
 def _step_of(model: Any, batch: Any, scopes: dict[str, str]) -> Any:
@@ -243,17 +254,19 @@ def _step_of(model: Any, batch: Any, scopes: dict[str, str]) -> Any:
         raise batches.misfit(traces.name_of_step(model), batch, error) from error
 
 
-def _census(concrete: Any, name: str, model: Any, scopes: dict[str, str]) -> Census:
+def _census(
+    concrete: Any, name: str, model: Any, scopes: dict[str, str], device: str | None
+) -> Census:
     meta = rewrites.of_function(concrete, shapes=True)
     reader = _Reader(concrete, model, scopes)
     walked = graphs.walk(meta.graph_def)
     traced = reader.read(walked.nodes)
     if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
-        return Census(name, traced, None)
+        return Census(name, traced, None, device)
     rewritten_to = passes.enabled_dtype()
-    graph = rewrites.optimized(meta, rewritten_to)
+    graph = rewrites.optimized(meta, rewritten_to, device)
     reader.rewritten_to = rewritten_to
-    return Census(name, traced, reader.read(graphs.walk(graph, walked).nodes))
+    return Census(name, traced, reader.read(graphs.walk(graph, walked).nodes), device)
 
 
 class _Reader:
@@ -318,6 +331,7 @@ class _Reader:
             work.kind if work else "",
             work.count * node.turns if work else 0,
             node.is_least,
+            works.multiplied_dimensions(node.proto, node.inputs, node.outputs),
         )
 
     def _why(self, node: Node, dtype: str) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from keras_mp.numerics import tensor_cores
 from keras_mp.numerics import work as works
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -24,7 +25,7 @@ def sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 def lines(of: Any) -> Iterator[str]:
     """Yields the lines of a `Census`."""
-    yield f"Census of {of.of}"
+    yield f"Census of {of.of}" + (f" on a {of.device}" if of.device else "")
     yield from _sentences(of)
     yield ""
     rows = [("", "operations", "products", "work", "casts", "bytes cast")]
@@ -91,6 +92,8 @@ def _sentences(of: Any) -> Iterator[str]:
             f"The shapes of {len(unknown)} product{'s' * (len(unknown) > 1)} are not known, so "
             f"that they count nothing: {_some(places)}."
         )
+    if of.device is not None:
+        yield from tensor_cores.sentences(graph, of.device)
     if of.optimized is None:
         yield "XLA compiles it: it is shown as it was traced, and XLA may leave casts out."
 

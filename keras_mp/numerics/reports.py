@@ -9,12 +9,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics.exponents import COLUMNS, EVERYWHERE, ROWS, Histogram, Window
+from keras_mp.numerics.exponents import (
+    COLUMNS,
+    EVERYWHERE,
+    ROWS,
+    Histogram,
+    Window,
+    format_of,
+)
 from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 GRADIENT, OUTPUT, OUTPUT_GRADIENT = KINDS = ("gradient", "output", "output gradient")
 _SCALED = (GRADIENT, OUTPUT_GRADIENT)
+
+# Which share of a gradient may become zero: a few values of a large one are always next to zero.
+TOLERANCE = 0.001
+
+# A gradient that is smaller than another one of its layer by so many binary digits is what float32
+# leaves of a sum that is zero: the bias before a batch normalization, or of the keys of an
+# attention. The digits of float32, less some for sums of many terms.
+_NOISE = 18
 
 
 class Row(NamedTuple):
@@ -61,6 +76,27 @@ class Row(NamedTuple):
         if self.dtype == dtype and np.isfinite(self.overflowed_at):
             window &= Window(EVERYWHERE.low, int(np.ceil(np.log2(self.overflowed_at))) - 1)
         return window
+
+    def has_unknown_zeros(self, loss_scale: float, tolerance: float = TOLERANCE) -> bool:
+        """Whether zeros of a gradient may be values that were too small for its dtype.
+
+        They may if no other value is left, or if what is left reaches down to subnormal numbers.
+
+        Args:
+            loss_scale: float. That at which it was computed.
+            tolerance: float, from 0 to 1. Which share of zeros does not matter.
+
+        Returns:
+            bool.
+        """
+        histogram = self.histogram
+        if self.dtype not in LOW_PRECISION_NAMES or self.kind not in _SCALED:
+            return False
+        if histogram.zeros <= tolerance * histogram.total:
+            return False
+        smallest = min(histogram.exponents, default=None)
+        normal, _ = format_of(self.dtype).normal
+        return smallest is None or smallest + np.log2(loss_scale) <= normal
 
     def __add__(self, other: "Row") -> "Row":
         overflowed_at = min(self.overflowed_at, other.overflowed_at)
@@ -117,19 +153,44 @@ class Report:
         """The rows of what was computed in 16 bits; if nothing was, all, for what would become."""
         return [row for row in self.rows if row.dtype in LOW_PRECISION_NAMES] or self.rows
 
-    def window(self, dtype: str, tolerance: float = 0.0) -> Window:
-        """Tells at which loss scales nothing is lost of any gradient in 16 bits.
+    @property
+    def noise(self) -> set[tuple[str, str]]:
+        """Kinds and paths of gradients of variables that are nothing but rounding noise.
+
+        Each is smaller than another one of its layer by a factor of 2^18.
+        """
+        largest: dict[str, int] = {}
+        tops = {}
+        for row in self.rows:
+            if row.kind == GRADIENT and row.histogram.exponents:
+                top = tops[row.path] = max(row.histogram.exponents)
+                layer = row.path.rpartition("/")[0]
+                largest[layer] = max(largest.get(layer, top), top)
+        return {
+            (GRADIENT, path)
+            for path, top in tops.items()
+            if top <= largest[path.rpartition("/")[0]] - _NOISE
+        }
+
+    def rows_with_unknown_zeros(self, tolerance: float = TOLERANCE) -> list[Row]:
+        """The rows of which `Row.has_unknown_zeros` at the report's loss scale."""
+        return [row for row in self.rows if row.has_unknown_zeros(self.loss_scale, tolerance)]
+
+    def window(self, dtype: str, tolerance: float = TOLERANCE) -> Window:
+        """Tells at which loss scales next to nothing is lost of any gradient in 16 bits.
 
         Args:
             dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
-            tolerance: float, from 0 to 1. Which share of each row may become zero. Defaults to 0.
+            tolerance: float, from 0 to 1. Which share of each row may become zero. Defaults to
+                0.001.
 
         Returns:
-            A `Window`: what the rows of gradients among `rows_in_16_bits` have in common.
+            A `Window`: what the rows of gradients among `rows_in_16_bits` have in common, those of
+            `noise` left out.
         """
-        window = EVERYWHERE
+        window, noise = EVERYWHERE, self.noise
         for row in self.rows_in_16_bits:
-            if row.kind in _SCALED:
+            if row.kind in _SCALED and (row.kind, row.path) not in noise:
                 window &= row.window(dtype, tolerance)
         return window
 
@@ -153,7 +214,8 @@ class Report:
         window = self.window(dtype)
         head = (
             f"{dtype} at a loss scale of 2^{np.log2(loss_scale):.0f}; {self.counted} of "
-            f"{self.step} steps counted; nothing is lost of a gradient at: {window}"
+            f"{self.step} steps counted; no gradient loses more than {100 * TOLERANCE:g} % at: "
+            f"{window}"
         )
         if not window.is_empty:
             ends = zip(("low", "high"), window, window.margins(loss_scale))
@@ -185,6 +247,12 @@ class Report:
                     *(percent(count, fate.values) for count in fate[1:]),
                     str(row.window(dtype)),
                 )
+            )
+        unknown = self.rows_with_unknown_zeros()
+        if unknown:
+            head += (
+                f"\nThe zeros of {len(unknown)} gradients may be values that were too small for "
+                f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask what_if."
             )
         return "\n".join([head, "", *text_tables.aligned(lines, left=(0, 1, 2, 6, 10))])
 

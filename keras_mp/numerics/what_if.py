@@ -18,6 +18,7 @@ from keras_mp.numerics.reports import (
     GRADIENT,
     OUTPUT,
     OUTPUT_GRADIENT,
+    TOLERANCE,
     Report,
     Row,
     percent,
@@ -168,16 +169,27 @@ class WhatIf:
         lines = [(f"{kind}, {dtype}", *(f"2^{exponent_of(scale)}" for scale in scales))]
         for row in self[dtype, scales[0]]:
             if row[0] == kind:
-                lines.append((row[1], *(_cell(self[dtype, scale][row]) for scale in scales)))
+                name = f"{row[1]} (noise)" if row in self.noise else row[1]
+                lines.append((name, *(_cell(self[dtype, scale][row]) for scale in scales)))
         return "\n".join(text_tables.aligned(lines))
 
     def __str__(self) -> str:
         found = []
         for dtype in self.dtypes:
-            scales = self.good_scales(dtype)
-            good = ", ".join(f"2^{exponent_of(scale)}" for scale in scales)
-            found += [f"{dtype}: nothing is lost of a gradient at {good or 'none of the scales'}"]
+            losses = {
+                scale: self.losses(dtype, scale, TOLERANCE).keys() - self.noise
+                for scale in self.scales
+            }
+            good = ", ".join(
+                f"2^{exponent_of(scale)}" for scale in self.scales if not losses[scale]
+            )
+            found += [
+                f"{dtype}: no gradient loses more than {100 * TOLERANCE:g} % at "
+                f"{good or 'none of the scales'}"
+            ]
             found += [self.table(dtype), ""]
+            if any(kind == OUTPUT_GRADIENT for of in losses.values() for kind, _ in of):
+                found += [self.table(dtype, OUTPUT_GRADIENT), ""]
             lossy = [lost for row, lost in self[dtype, self.scales[0]].items() if row[0] == OUTPUT]
             if any(lost.infinite or lost.zero for lost in lossy):
                 found += [self.table(dtype, OUTPUT), ""]

@@ -72,9 +72,9 @@ def multiplied_dimensions(
         tuple of int; None for what is no plain product or convolution.
     """
     try:
-        if node.op == "MatMul":
+        if _plain(node.op) == "MatMul":
             return (*outputs[0], _summed_over(node, inputs))
-        if node.op == "Conv2D":
+        if _plain(node.op) == "Conv2D":
             return tuple(inputs[1][-2:])
     except (TypeError, IndexError):
         return None

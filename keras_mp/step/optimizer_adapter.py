@@ -4,12 +4,15 @@ The optimizers of `tf.keras` have their adapters in `keras_api`, all else in `ot
 """
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-Pairs = Sequence[tuple[Any, Any]]
+from keras_mp.step import gradients
+from keras_mp.step.compiled_update import CompiledUpdates, Pairs
+from keras_mp.support import host
 
 
 class OptimizerAdapter(abc.ABC):
@@ -28,6 +31,7 @@ class OptimizerAdapter(abc.ABC):
             unscaled, so that small ones stay.
         is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
         is_saved_by_keras: Whether Keras saves its variables, in `.keras` and `.weights.h5` files.
+        jit_compile: Whether XLA is to compile the update, as one function.
         only_differentiates: Whether gradients of a scaled loss are the gradients times the scale:
             not so where the optimizer clips those of each example as it computes them.
         overrides_minimize: Whether the optimizer does something of its own in `minimize`.
@@ -37,6 +41,7 @@ class OptimizerAdapter(abc.ABC):
     takes_float32_gradients = False
     is_revived_without_state = False
     is_saved_by_keras = True
+    jit_compile = False
     only_differentiates = True
     overrides_minimize = False
 
@@ -81,6 +86,41 @@ class OptimizerAdapter(abc.ABC):
     @abc.abstractmethod
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
         """Lets the optimizer clip, decay and apply; `aggregate` says whether it reduces first."""
+
+    @functools.cached_property
+    def _compiled(self) -> CompiledUpdates:
+        return CompiledUpdates(self.optimizer, self.hyperparameters())
+
+    def update(
+        self,
+        grads_and_vars: Pairs,
+        name: str | None,
+        *,
+        scaled_by: tf.Tensor | None = None,
+    ) -> Any:
+        """Lets the optimizer apply gradients that are summed, compiled where that is asked for.
+
+        Args:
+            grads_and_vars: sequence of (gradient, variable) pairs.
+            name: str. Name of the operation.
+            scaled_by: float32 scalar tensor. By what the gradients are divided before. Defaults to
+                None, where they are not scaled.
+
+        Returns:
+            What `apply` returns; where it is compiled, the optimizer's count of steps.
+        """
+
+        def apply(pairs: Pairs) -> Any:
+            return self.apply(pairs, name, aggregate=False)
+
+        if self.jit_compile and not host.is_compiled_by_xla():
+            self.build([variable for _, variable in grads_and_vars])
+            if self._compiled.make(apply, grads_and_vars, scaled_by):
+                return getattr(self.optimizer, "iterations", None)
+        if scaled_by is not None:
+            unscaled = gradients.unscale([g for g, _ in grads_and_vars], scaled_by)
+            grads_and_vars = list(zip(unscaled, (v for _, v in grads_and_vars), strict=True))
+        return apply(grads_and_vars)
 
     def apply_scaled(self, grads_and_vars: Pairs, loss_scale: tf.Tensor, finite: tf.Tensor) -> Any:
         """Lets a scaling-safe optimizer make or skip the step."""

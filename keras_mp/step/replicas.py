@@ -3,13 +3,15 @@
 RFC 293, "All-reducing in float16". This module needs TensorFlow only.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.step.gradients import Gradient, cast_as, cast_float32, map_values
+from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 
 # A pack of so many bytes is sent as soon as its gradients are there, while others are still
@@ -170,6 +172,49 @@ def once_for_all_replicas(function: Callable[[list[tf.Tensor]], Any], tensors: A
         return function([strategy.experimental_local_results(t)[0] for t in tensors])
 
     return tf.distribute.get_replica_context().merge_call(cross_replica, args=(tensors,))
+
+
+def local_id() -> int:
+    """The number of this replica among those of this process; 0 where there are no replicas."""
+    context = tf.distribute.get_replica_context()
+    if context is None or not tf.distribute.has_strategy():
+        return 0
+    number = tf.get_static_value(tf.convert_to_tensor(context.replica_id_in_sync_group))
+    return int(number) % len(tf.distribute.get_strategy().extended.worker_devices)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Context manager in which this replica updates its own variables and meets no others.
+
+    It is for functions of a replica's own, in which TensorFlow lets no replicas meet. Each replica
+    makes the same update.
+    """
+    context, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
+    if context is None or not tf.distribute.has_strategy():
+        yield
+        return
+    number = local_id()
+
+    def merge_call(function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        return function(strategy, *args, **(kwargs or {}))
+
+    def update(var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+        del group
+        of_replicas = strategy.experimental_local_results(var)
+        mine = of_replicas[number] if len(of_replicas) > 1 else of_replicas[0]
+        return fn(mine, *args, **(kwargs or {}))
+
+    def broadcast_to(tensor: Any, destinations: Any) -> Any:
+        del destinations
+        return tensor
+
+    with (
+        replaced(context, "merge_call", merge_call),
+        replaced(strategy.extended, "update", update),
+        replaced(strategy.extended, "broadcast_to", broadcast_to),
+    ):
+        yield
 
 
 def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:

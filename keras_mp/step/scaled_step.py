@@ -86,7 +86,9 @@ class ScaledStep:
             mine, grads, marks, variables, scaled, scaled_by, aggregate
         )
         safe = self.adapter.is_scaling_safe
-        unscaled = gradients.unscale(grads, scaled_by) if scaled else grads
+        # One pass over the gradients less, where nothing else has to see them unscaled.
+        unscales = self.adapter.jit_compile and not (new_values or self.adapter.accumulates())
+        unscaled = gradients.unscale(grads, scaled_by) if scaled and not unscales else grads
         unscaled, mine.to_apply = (
             [new_values.get(i, g) for i, g in enumerate(each)]
             for each in (unscaled, grads if safe else unscaled)
@@ -110,7 +112,8 @@ class ScaledStep:
                 verdicts = [each for each in (finite, is_allowed) if each is not None]
                 verdict = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
                 return self.adapter.apply_scaled(pairs, loss_scale, verdict)
-            return self.adapter.apply(pairs, name, aggregate=False)
+            left = scaled_by if scaled and unscales else None
+            return self.adapter.update(pairs, name, scaled_by=left)
 
         def decide(*what: Any) -> tf.Operation | None:
             return Decision(self.adapter, self.handler, given.guard, self.names, *what).carry_out()

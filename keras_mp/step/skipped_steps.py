@@ -127,9 +127,11 @@ class SkippedSteps:
     def _warn(self, counts: Sequence[int], line: messages.Line | None) -> None:
         in_a_row, *streak = counts
         not_finite, finite, *_ = streak
+        bad = _names_of_bad(self._looked_at)
+        # Where a weight is not finite, no loss is, and then no gradient: these tell nothing more.
+        whose = "" if bad and not finite else self._overflows.tell(streak)
         messages.warn(
-            f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}"
-            f"{self._overflows.tell(streak)}{_names_of_bad(self._looked_at)}",
+            f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}{whose}{bad}",
             line,
         )
 

@@ -225,6 +225,15 @@ class AutoCastVariable(
         is_tensorflow_2 = tf.compat.v1.executing_eagerly_outside_functions()
         return _is_distributed(type(self._variable)) and is_tensorflow_2
 
+    def _as_graph_element(self) -> Any:
+        """What `tf.control_dependencies` waits for, given the variable or what an update returns.
+
+        An update of all replicas returns the variable. In a function, a read of it comes after.
+        """
+        if self._is_updated_on_replicas() and tf.distribute.in_cross_replica_context():
+            return tf.convert_to_tensor(self._variable)
+        return self._variable._as_graph_element()
+
     def _in_true_dtype(self, value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
             values = self._in_true_dtype(value.values)

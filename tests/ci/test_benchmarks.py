@@ -18,6 +18,7 @@ from benchmarks import (
     figure,
     fit,
     guards,
+    losses,
     master_weights,
     memory,
     models,
@@ -26,6 +27,8 @@ from benchmarks import (
     reductions,
     rounding,
     soak,
+    step,
+    step_models,
     sums,
     third_party,
     third_party_models,
@@ -286,13 +289,23 @@ def test_memory_peaks_while_a_model_is_trained(tiny):
 
 def test_weights_in_16_bits_are_held_against_mixed_bfloat16(monkeypatch):
     monkeypatch.setattr(master_weights, "SHAPE", (8, 1000))
-    monkeypatch.setattr(master_weights, "EPOCHS", 1)
-    monkeypatch.setattr(master_weights, "SEEDS", 1)
     expected = {"mixed_bfloat16": 12, "copy": 14, "split": 12.125, "split, bfloat16 slots": 8.125}
     for variant, size in expected.items():
         assert master_weights.measure_step(variant)["bytes"] == pytest.approx(size, abs=0.01)
-    [loss] = master_weights.measure_loss("split")["losses"]
-    assert loss < 2
+
+
+@once
+def test_what_weights_in_16_bits_learn_is_held_against_mixed_bfloat16(monkeypatch):
+    monkeypatch.setattr(losses, "SEEDS", 2)
+    found = {
+        variant: losses.measure("regression", variant)
+        for variant in ("mixed_bfloat16", "split", "bfloat16, Keras's own")
+    }
+    reference = found["mixed_bfloat16"]
+    assert losses.difference(found["split"], reference) == (0, 0)
+    mean, error = losses.difference(found["bfloat16, Keras's own"], reference)
+    assert mean > 2 * error > 0
+    assert losses.digits(variant="split", seed=0) < 0.2
 
 
 def test_operations_of_branches_and_functions_are_counted():
@@ -438,3 +451,35 @@ def test_a_soak_finds_what_is_left(monkeypatch):
 @pytest.mark.parametrize("kind", ["compile, fit, delete", "convert"])
 def test_a_soak_counts_the_models_that_live(kind):
     assert soak.measure(kind, 10)["alive"] == 0
+
+
+def test_events_of_the_profiler_have_classes():
+    expected = {
+        "model/dense/MatMul:_MklNativeFusedMatMul": "products",
+        "gradient_tape/conv2d/Conv2D/Conv2DBackpropFilter:Conv2DBackpropFilter": "products",
+        "model/dense/Cast:Cast": "casts",
+        "model/gelu/Erf:Erf": "elementwise",
+        "gradient_tape/AddN_3:AddN": "reductions",
+        "while/TensorListPushBack:TensorListPushBack": "loops",
+        "model/reshape:Reshape": "rest",
+        f"{step.UPDATE}/adam/Mul_3:Mul": "update",
+        f"CpuExecutable::{step.XLA}": "update",
+        "ExecutorState::Process": None,
+        "ThunkExecutor": None,
+    }
+    assert {event: step.class_of(event) for event in expected} == expected
+
+
+@pytest.mark.parametrize("name", step_models.SIZES["small"])
+def test_steps_are_measured_and_taken_apart(name, monkeypatch):
+    monkeypatch.setattr(step, "REPEATS", 1)
+    monkeypatch.setattr(step, "PROFILED", 1)
+    tiny = step_models.SIZES["small"][name]._replace(batch=2, width=64, blocks=1)
+    monkeypatch.setitem(step_models.SIZES, "small", {name: tiny})
+    found = step.measure(name, "small")
+    assert set(step.VARIANTS) <= set(found["seconds"])
+    for variant, classes in found["classes"].items():
+        assert set(classes) == set(step.ORDER)
+        assert classes["products"] > 0
+        assert classes["update"] > 0
+        assert (classes["casts"] > 0) >= (variant != "float32")

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -14,19 +15,24 @@ from tests.common import once
 pytestmark = once
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("programs")
+def run(program, *args, **environment):
+    """What a program of this folder prints, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compat.tf1_program", str(folder)],
+        [sys.executable, "-m", f"tests.compat.{program}", *args],
         cwd=pathlib.Path(__file__).parent.parent.parent,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), folder
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    return run("tf1_program", str(folder)), folder
 
 
 def test_digits_are_learnt_as_well_as_in_float32(results):
@@ -61,3 +67,12 @@ def test_files_have_the_names_of_float32_and_the_scale_s(results):
     assert names["rewrite"] == names["float32"] > {"kernel", "kernel/Adam", "beta1_power"}
     own = {"loss_scale", "good_steps", "bad_steps", "steps_skipped", "steps_skipped_in_a_row"}
     assert names["contrib"] == names["float32"] | own
+
+
+def test_fit_of_keras_2_without_eager_code():
+    results = run("keras_in_tf1_program", TF_USE_LEGACY_KERAS="1")
+    np.testing.assert_allclose(results["ours"], results["bare"], rtol=1e-6)
+    np.testing.assert_allclose(results["fixed"], results["bare"], rtol=1e-6)
+    assert results["bare"][-1] < results["bare"][0]
+    assert results["skipped"] > 0
+    assert results["scale"] == 2.0 ** (20 - results["skipped"])

@@ -8,17 +8,11 @@ import keras_mp
 from keras_mp import graph_rewrite
 from keras_mp.grappler import op_lists, optimize, passes
 from keras_mp.grappler import report as reports
-from tests.common import once
+from tests.common import needs_cuda, once
 
 V1 = tf.compat.v1
 
-pytestmark = [
-    once,
-    pytest.mark.skipif(
-        not tf.sysconfig.get_build_info().get("is_cuda_build"),
-        reason="This TensorFlow was built without CUDA.",
-    ),
-]
+pytestmark = [once, needs_cuda]
 
 GPUS = ("GPU 7.0", "GPU 8.0", "GPU 9.0")
 X = tf.constant(np.random.default_rng(0).normal(size=[8, 8]).astype("float32") / 4)

@@ -15,14 +15,11 @@ ROWS = 10_000
 DTYPES = ("bfloat16", "float16")
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-10}
 OUTER = (True, False)
-CASES = {"BiasAddGrad": ("NHWC", "NCHW")}
-CASES |= dict.fromkeys(("Sum", "Mean", "EuclideanNorm"), ((True,), OUTER))
-CASES |= dict.fromkeys(("AvgPool", "Softmax", "LogSoftmax"), (True,))
 KERNELS = [
     pytest.param(op, dtype, case, id=f"{op}-{dtype}-{case}")
-    for op in sums.KERNELS
+    for op, kernel in sums.KERNELS.items()
     for dtype in DTYPES
-    for case in CASES.get(op, (None,))
+    for case in kernel.cases
 ]
 # XLA does not compile them.
 NOT_IN_XLA = (
@@ -120,11 +117,7 @@ def last_value(op, dtype, case, mode, raw=False):
     kernel = sums.KERNELS[op]
     arguments, expected = kernel.example(tf.as_dtype(dtype), case)
     tensors = {name: value for name, value in arguments.items() if tf.is_tensor(value)}
-    if raw:
-        compute = getattr(tf.raw_ops, op)
-    else:
-        module = importlib.import_module(f"tensorflow.python.ops.{kernel.module}")
-        compute = getattr(module, kernel.names[0])
+    compute = getattr(tf.raw_ops, op) if raw else kernel.function()
 
     def run(tensors):
         return replaced.last_value(compute(**{**arguments, **tensors}))

@@ -142,8 +142,62 @@ def test_stochastic_rounding_is_unbiased(dtype, value):
     assert abs(mean - float(value)) < 4 * standard_error
 
 
-def stochastic(values, dtype, seed=0):
-    noise = tf.random.stateless_uniform(values.shape, [1, seed], None, None, tf.int32)
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+@pytest.mark.parametrize("value", [1 + 2.0**-12, -3.3])
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=lambda dtype: dtype.name)
+def test_rounding_with_noise_of_rows_and_columns_is_unbiased(dtype, value, mode):
+    value = np.float32(value)
+    values = tf.fill([COUNT // 1000, 10, 100], value)
+
+    def rounded(seed):
+        noise = rounding.noise(values.shape, seed)
+        return stochastic(values, dtype, noise=noise)
+
+    rounded = placed(rounded, mode)(tf.constant([3, 4], tf.int64)).numpy().astype("float64")
+    low, high = np.unique(rounded)
+    assert low < float(value) < high
+    share = (float(value) - low) / (high - low)
+    deviation = (high - low) * np.sqrt(share * (1 - share))
+    assert abs(rounded.mean() - float(value)) < 4 * deviation / np.sqrt(COUNT)
+    # Neither a row nor a column has a mean of its own.
+    for axes in ((0, 1), (2,)):
+        means = (rounded.mean(axes) - float(value)) / deviation
+        count = COUNT / means.size
+        assert abs((means**2).mean() * count - 1) < 0.6
+        assert np.abs(means).max() < 6 / np.sqrt(count)
+
+
+@pytest.mark.parametrize("shape", [[], [1], [5], [4, 1], [1, 4], [0, 3], [2, 3, 4]], ids=str)
+def test_noise_has_a_shape_and_a_seed(shape):
+    shape = tf.TensorShape(shape)
+    first, again, other = (
+        rounding.noise(shape, tf.constant(seed, tf.int64)) for seed in ([1, 2], [1, 2], [1, 3])
+    )
+    assert first.shape == shape
+    assert first.dtype == tf.uint32
+    np.testing.assert_array_equal(first, again)
+    assert shape.num_elements() == 0 or (first.numpy() != other.numpy()).any()
+
+
+def test_the_upper_bits_of_noise_have_no_pattern():
+    def bits(*seed):
+        noise = rounding.noise(tf.TensorShape([2000, 500]), tf.constant(seed, tf.int64))
+        upper = np.right_shift(noise.numpy(), 16).astype(">u2")
+        return np.unpackbits(upper[..., np.newaxis].view(np.uint8), axis=2) - 0.5
+
+    one = bits(1 << 32, 1)
+    limit = 5 / np.sqrt(2000 * 500)
+    assert 2 * np.abs(one.mean((0, 1))).max() < limit
+    # What two of them have in common, of one place and its neighbours, and of other draws.
+    others = [np.roll(one, *roll) for roll in ((1, 0), (1, 1), (7, 0), (1, 2))]
+    others += [bits(2 << 32, 1), bits(1 << 32, 2)]
+    for other in others:
+        assert 4 * np.abs((one * other).mean((0, 1))).max() < limit
+
+
+def stochastic(values, dtype, seed=0, noise=None):
+    if noise is None:
+        noise = tf.random.stateless_uniform(values.shape, [1, seed], None, None, tf.int32)
     rounded = {
         tf.bfloat16: rounding.stochastic_bfloat16,
         tf.float16: rounding.stochastic_float16,

@@ -175,3 +175,118 @@ def test_no_sentence_contradicts_the_runs():
     assert result.reference.window("float16").high >= 15
     [sentence, _] = advise(result).sentences
     assert sentence.startswith("Start the loss scale at 2^4: between 2^0 and 2^8 no gradient")
+
+
+class Normalized(K.layers.Layer):
+    """Divides each row by its length, whose square overflows in float16."""
+
+    def call(self, x):
+        return x / tf.sqrt(tf.reduce_sum(x * x, -1, keepdims=True))
+
+
+def squares(y, predictions):
+    return tf.reduce_mean((tf.cast(predictions, tf.float32) - y) ** 2)
+
+
+def test_an_output_that_becomes_zero_is_lost():
+    K.utils.set_random_seed(0)
+    layers = [
+        K.layers.Rescaling(300.0, name="large"),
+        Normalized(name="norm"),
+        K.layers.Dense(1, dtype="float32", name="head"),
+    ]
+    model = K.Sequential([K.Input([8]), *layers])
+    x = np.random.default_rng(0).uniform(1, 2, size=[96, 8]).astype(np.float32)
+    runs = {"loss": squares, "dtypes": ["float16"], "scales": [2.0**15]}
+    result = what_if(model, x, np.ones([96, 1], np.float32), **runs)
+    lost = result["float16", 2.0**15]["output", "norm"]
+    assert (lost.zero, lost.values, lost.error) == (768, 768, 1.0)
+    advice = advise(result)
+    assert advice.policies == {"norm": "float32"}
+    assert advice.sentences[0] == (
+        "Run `norm` in float32: 100.0 % of its output is zero in float16, and not in float32, in "
+        "the batch."
+    )
+    with keras_mp.policy_scope("mixed_float16"):
+        mixed = keras_mp.convert(model, "mixed_float16")
+    after = what_if(keras_mp.convert(mixed, advice.policies), x, np.ones([96, 1]), **runs)
+    assert after["float16", 2.0**15]["output", "norm"].zero == 0
+    assert advise(after).policies == {}
+
+
+def test_what_a_run_has_lost_outranks_what_a_histogram_predicts():
+    K.utils.set_random_seed(0)
+    layers = [
+        K.layers.Dense(16, name="first"),
+        K.layers.Rescaling(2.0**-22, name="tiny"),
+        K.layers.Rescaling(2.0**22, name="back"),
+        K.layers.Dense(1, dtype="float32", name="head"),
+    ]
+    model = K.Sequential([K.Input([8]), *layers])
+    x = np.random.default_rng(0).normal(size=[32, 8]).astype(np.float32)
+    runs = {"loss": squares, "dtypes": ["float16"]}
+    result = what_if(model, x, np.ones([32, 1], np.float32), **runs)
+    lost = {
+        scale: any(each.infinite or each.share > 0.001 for each in rows.values())
+        for scale, rows in ((s, result.losses("float16", s, 0.001)) for s in result.scales)
+    }
+    advice = advise(result)
+    assert advice.sentences
+    for scale, is_lost in lost.items():
+        claim = f"between 2^{int(np.log2(scale))}"
+        assert not (is_lost and any(claim in each for each in advice.sentences))
+    mixed = keras_mp.convert(model, "mixed_float16")
+    for _ in range(3):
+        if not advice.policies:
+            break
+        mixed = keras_mp.convert(mixed, advice.policies)
+        advice = advise(what_if(mixed, x, np.ones([32, 1], np.float32), **runs))
+    assert advice.policies == {}
+
+
+@once
+def test_zeros_of_a_run_in_16_bits_are_unknown():
+    lossy = row(values=[*[0.0] * 29, *[2.0**-24] * 71])
+    advice = advise(report(lossy, loss_scale=1.0))
+    assert advice == (
+        [
+            "29.0 % of `dense/kernel` is zero in float16 at a loss scale of 1. Whether it is in "
+            "float32 too is unknown: ask `what_if`."
+        ],
+        {},
+        None,
+    )
+    assert "may be values that were too small for float16" in str(report(lossy, loss_scale=1.0))
+    # Zeros beside values of an ordinary size come from elsewhere: a ReLU, a pixel that is black.
+    assert advise(report(row(values=[*[0.0] * 29, *[0.5] * 71]))) == ([], {}, None)
+    in_float32 = row(dtype="float32", values=[0.0, 2.0**-24])
+    assert advise(report(in_float32, loss_scale=1.0)).sentences == []
+
+
+@once
+def test_rounding_noise_of_float32_does_not_narrow_the_window_of_a_report():
+    rows = [
+        row(path="a/kernel", dtype="float32", values=[1.0, 0.5]),
+        row(path="a/bias", dtype="float32", values=[2.0**-30]),
+    ]
+    assert report(*rows).noise == {("gradient", "a/bias")}
+    assert report(*rows).window("float16") == report(rows[0]).window("float16")
+    small = row(path="a/bias", dtype="float32", values=[2.0**-12])
+    assert report(rows[0], small).noise == set()
+
+
+def test_the_first_line_and_the_table_say_the_same():
+    K.utils.set_random_seed(0)
+    layers = [
+        K.layers.Dense(8, name="before"),
+        K.layers.BatchNormalization(name="normalization"),
+        K.layers.Dense(1, dtype="float32", name="head"),
+    ]
+    model = K.Sequential([K.Input([4]), *layers])
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=[16, 4]).astype(np.float32), rng.normal(size=[16, 1])
+    result = what_if(model, x, y.astype(np.float32), loss=squares, dtypes=["float16"])
+    head, table = str(result).split("\n", 1)
+    assert "2^3" in head
+    assert "none of the scales" not in head
+    assert "before/bias (noise)" in table

@@ -1,6 +1,7 @@
 """Defects that are planted in models are found and named, and clean models get an empty report."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import audit
-from tests.common import IS_KERAS_3, mirrored
+from tests.common import IS_KERAS_3, mirrored, needs_cuda
 
 K = tf.keras
 L = K.layers
@@ -405,9 +406,45 @@ def test_an_optimizer_with_an_epsilon_below_the_dtype():
     model = K.Sequential([K.Input([16], dtype="float16"), *layers])
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="epsilon=1e-08 is 0"):
         model.compile(K.optimizers.Adam(epsilon=1e-8), FROM_LOGITS)
-    finding = found(model, (X, CLASSES))["an epsilon that is 0 in 16 bits"]
+    findings = found(model, (X, CLASSES))
+    assert list(findings) == ["an epsilon that is 0 in 16 bits"]
+    finding = findings["an epsilon that is 0 in 16 bits"]
     assert finding.where == "the optimizer (Adam)"
     assert "the dtype of 4 variables" in finding.why
+
+
+def test_an_epsilon_of_zero_is_one_cause_and_one_finding():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = K.Sequential([K.Input([16]), L.Dense(16, "relu"), L.Dense(4, dtype="float32")])
+    # The gradient of a weight that no example uses is 0, and 0 / (0 + 0) is NaN.
+    x = np.where(np.arange(16) == 3, 0.0, X).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+        model.compile(K.optimizers.Adam(epsilon=0.0), FROM_LOGITS)
+    assert "a step that cannot be skipped" not in found(model, (x, CLASSES))
+
+
+def test_a_loss_function_that_multiplies_by_a_number():
+    def scaled(y, predictions):
+        losses = K.losses.sparse_categorical_crossentropy(y, predictions, from_logits=True)
+        return losses * 1024.0
+
+    model = classifier(dense())
+    model.compile("sgd", scaled)
+    finding = found(model, (X, CLASSES))["a loss multiplied by a number"]
+    assert "is multiplied by 1024" in finding.why
+
+
+def test_a_softmax_whose_probabilities_are_gathered_and_clipped():
+    def cross_entropy(y, probabilities):
+        of_label = tf.gather(probabilities, tf.cast(tf.reshape(y, [-1]), tf.int32), batch_dims=1)
+        return -tf.math.log(tf.clip_by_value(tf.cast(of_label, tf.float32), 1e-7, 1.0))
+
+    with keras_mp.policy_scope("mixed_float16"):
+        model = K.Sequential([K.Input([16]), L.Dense(4), L.Softmax()])
+    model.set_weights([50 * np.eye(16, 4), np.zeros(4)])
+    model.compile("sgd", cross_entropy)
+    assert "a softmax in 16 bits" in found(model, (X, CLASSES))
 
 
 @pytest.mark.filterwarnings("ignore:The model .* has 2 layers whose variables are in bfloat16")
@@ -488,6 +525,32 @@ def test_a_shape_that_no_tensor_core_likes(monkeypatch):
     monkeypatch.setattr(keras_mp.hardware, "has_tensor_cores", lambda dtype: True)
     finding = found(model, (X, CLASSES))["a shape that no tensor core likes"]
     assert "8 x 50 x 16" in finding.why or "8 x 16 x 50" in finding.why
+
+
+def by_hazard(model, device):
+    return {each.hazard: each for each in audit(model, (X, CLASSES), device=device).findings}
+
+
+@needs_cuda
+def test_the_tensor_cores_of_a_gpu_that_is_not_here():
+    model = classifier(dense(50), dense(16))
+    assert not by_hazard(model, "GPU 6.1").keys() - {"a dtype that no tensor core takes"}
+    assert by_hazard(model, "GPU 7.0").keys() == {"a shape that no tensor core likes"}
+    with pytest.raises(ValueError, match="Expected a GPU and its compute capability"):
+        audit(model, (X, CLASSES), device="V100")
+
+
+@needs_cuda
+@pytest.mark.parametrize(("policy", "cure"), [("mixed_bfloat16", "float16"), ("mixed_float16", "")])
+def test_dtypes_that_no_tensor_core_takes(policy, cure):
+    with keras_mp.policy_scope(policy):
+        model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(8)])
+    older = audit(model, X, device="GPU 6.1").findings
+    assert [each.hazard for each in older] == ["a dtype that no tensor core takes"]
+    assert "policy float32" in older[0].cure
+    newer = audit(model, X, device="GPU 7.0").findings
+    assert [each.cure.split("mixed_")[1].split()[0] for each in newer] == ([cure] if cure else [])
+    assert not audit(model, X, device="GPU 8.0").findings
 
 
 def test_honest_drift_is_no_defect():

@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.grappler import passes
 from keras_mp.numerics import census, graphs, work
-from tests.common import needs_onednn, once
+from tests.common import needs_cuda, needs_onednn, once
 
 K = tf.keras
 L = K.layers
@@ -184,6 +184,42 @@ def test_after_the_graph_rewrite():
 
 
 @once
+@needs_cuda
+def test_what_the_graph_rewrite_makes_of_it_on_a_gpu():
+    def function(x, w):
+        return tf.matmul(tf.nn.relu(tf.matmul(x, w)), w)
+
+    passes.turn_on("float16")
+    newer, older = (
+        census(tf.function(function), tf.ones([7, 8]), tf.ones([8, 8]), device=device)
+        for device in ("GPU 7.0", "GPU 6.1")
+    )
+    assert newer.traced.work().keys() == older.optimized.work().keys() == {"float32"}
+    assert newer.optimized.work() == {"float16": 2 * 2 * 7 * 8 * 8}
+    assert {each.sizes for each in newer.runs.operations if each.work} == {(7, 8, 8)}
+    lines = str(newer).splitlines()
+    assert lines[0] == "Census of function on a GPU 7.0"
+    assert "The tensor cores of a GPU 7.0 take 100% of the multiplications." in lines
+    assert any(line.startswith("100% of the multiplications have sizes") for line in lines)
+    assert "The tensor cores of a GPU 6.1 take 0% of the multiplications." in str(older)
+    assert json.loads(newer.to_json())["device"] == "GPU 7.0"
+
+
+@needs_cuda
+def test_the_tensor_cores_of_each_generation():
+    def function(x):
+        y = tf.cast(x, "bfloat16")
+        z = tf.cast(x, "float16")
+        return tf.matmul(y, y), tf.matmul(z, z)
+
+    for device, share in (("GPU 6.1", "0%"), ("GPU 7.5", "50%"), ("GPU 8.0", "100%")):
+        found = str(census(tf.function(function), tf.ones([8, 8]), device=device))
+        assert f"take {share} of the multiplications" in found
+        assert "no multiples" not in found
+    with pytest.raises(ValueError, match="Expected a GPU and its compute capability"):
+        census(tf.function(function), tf.ones([8, 8]), device="A100")
+
+
 def test_reasons_in_a_region_of_autocast():
     @tf.function
     @keras_mp.autocast("bfloat16")

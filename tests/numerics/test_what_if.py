@@ -96,7 +96,7 @@ def test_tables_and_files(tmp_path):
     model.compile("sgd", "mse")
     result = what_if(model, x, y, dtypes=["float16"], scales=[1.0, 2.0**5])
     first, head, *rows = str(result).splitlines()
-    assert first.startswith("float16: nothing is lost of a gradient at ")
+    assert first.startswith("float16: no gradient loses more than 0.1 % at ")
     assert head.split() == ["gradient,", "float16", "2^0", "2^5"]
     assert len([row for row in rows if "/" in row]) == 6
     result.to_csv(tmp_path / "a.csv")

@@ -657,6 +657,23 @@ def test_a_variable_that_is_summed_when_it_is_read_is_read_in_replicas(traced):
     assert own == [2.0, 3.0]
 
 
+@pytest.mark.parametrize("aggregation", ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_control_dependencies_wait_for_an_update_of_all_replicas(aggregation):
+    with mirrored(2).scope():
+        v = keras_mp.autocast_variable(
+            tf.Variable(0.0, aggregation=getattr(tf.VariableAggregation, aggregation))
+        )
+
+        @tf.function
+        def update():
+            with tf.control_dependencies([v.assign_add(1.0)]):
+                v.assign_add(1.0)
+                with tf.control_dependencies([v]):
+                    return tf.identity(v)
+
+        assert (float(update()), float(v.numpy())) == (2, 2)
+
+
 @pytest.mark.parametrize("kind", ["mirrored", "on read"])
 def test_assignments_chain_under_replicas(kind):
     strategy = mirrored(2)

@@ -2,7 +2,8 @@
 
 Each is a function: it looks at a step that is being traced, a `Look`, and yields `Suspect`s, each
 with tensors to measure and a function that makes a `Finding` of their values, or nothing. To add a
-hazard, write such a function, put it into `HAZARDS`, and plant the defect in a model in the tests.
+hazard, write such a function, put it into `HAZARDS`, causes before what comes of them, and plant
+the defect in a model in the tests.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ from keras_mp.numerics.hazards import dtypes, probabilities, step, updates, valu
 from keras_mp.numerics.hazards.look import Look, Suspect
 
 HAZARDS: tuple[Callable[[Look], Iterator[Suspect]], ...] = (
-    values.not_finite,
     values.vanished_epsilon,
+    values.not_finite,
     values.long_sums,
     values.labels_beyond_the_outputs,
     probabilities.softmax_before_a_logarithm,
@@ -22,6 +23,7 @@ HAZARDS: tuple[Callable[[Look], Iterator[Suspect]], ...] = (
     dtypes.layers_of_another_policy,
     dtypes.casts_there_and_back,
     dtypes.float64,
+    dtypes.dtypes_for_no_tensor_core,
     dtypes.shapes_for_no_tensor_core,
     step.gradients_that_vanish,
     step.loss_multiplied_by_a_number,
@@ -32,3 +34,6 @@ HAZARDS: tuple[Callable[[Look], Iterator[Suspect]], ...] = (
     step.replicas_that_do_not_agree,
     updates.updates_that_are_lost,
 )
+
+# What comes of another hazard: where that was found, it is not said a second time.
+CONSEQUENCES = {"an overflow in the forward pass": "an epsilon that is 0 in 16 bits"}

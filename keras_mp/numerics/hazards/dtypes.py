@@ -6,8 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hardware
-from keras_mp.numerics import origins, work
+from keras_mp.numerics import origins, tensor_cores, work
 from keras_mp.numerics.hazards.look import Finding, Look, Suspect, widened
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
@@ -179,20 +178,46 @@ def float64(look: Look) -> Iterator[Suspect]:
         yield Suspect((), lambda: look.finding(computing[0], "a layer in float64", why, cure))
 
 
+def dtypes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
+    """Products are in 16 bits for which the GPU that was named has no tensor cores."""
+    if look.device is None:  # What this machine is slow at is said when a policy is made.
+        return
+    total = sum(count for _, count in look.products)
+    refused = [
+        (operation, count)
+        for operation, count in look.products
+        if operation.outputs[0].dtype in LOW_PRECISION
+        and not tensor_cores.take(operation.outputs[0].dtype.name, look.device)
+    ]
+    if not refused:
+        return
+    operation, _ = max(refused, key=lambda each: each[1])
+    dtype = operation.outputs[0].dtype.name
+    why = (
+        f"{sum(count for _, count in refused) / total:.0%} of the multiplications of the forward "
+        f"pass are in {dtype}, for which a {look.device} has no tensor cores."
+    )
+    other = "mixed_float16" if tensor_cores.take("float16", look.device) else "float32"
+    cure = f"Train under the policy {other} there, or on a newer GPU."
+    yield Suspect(
+        (), lambda: look.finding(operation, "a dtype that no tensor core takes", why, cure)
+    )
+
+
 def shapes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
     """Products in 16 bits have sizes that are no multiple of 8, on a GPU with tensor cores."""
     total = sum(count for _, count in look.products)
     by_layer: dict[str, tuple[int, tf.Operation, tuple[int, ...]]] = {}
     for operation, count in look.products:
         dtype = operation.outputs[0].dtype
-        if dtype not in LOW_PRECISION or not hardware.has_tensor_cores(dtype.name):
+        if not tensor_cores.take(dtype.name, look.device):
             continue
         shapes = [
             [tuple(t.shape.as_list()) for t in tensors]
             for tensors in (operation.inputs, operation.outputs)
         ]
         sizes = work.multiplied_dimensions(operation.node_def, *shapes)
-        if sizes is None or not any(size % 8 for size in sizes):
+        if not tensor_cores.are_odd(sizes):
             continue
         path = look.layers.name(operation.name)
         before = by_layer.get(path, (0, operation, sizes))[0]

@@ -73,6 +73,7 @@ class Look:
         model: the model.
         batch: `Batch`.
         result: what the step returns.
+        device: str. The GPU that the audit is about; None for this machine.
         layers: `Layers` of the model.
         operations: all operations of the graph, but for those of further replicas, in the order in
             which they were made.
@@ -83,10 +84,19 @@ class Look:
         batch: `Batch`.
         result: what the step returns.
         scopes: dict of the scopes of calls and the paths of layers, as `traces.step_of` notes it.
+        device: str. Defaults to None.
     """
 
-    def __init__(self, model: Any, batch: Batch, result: Any, scopes: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batch: Batch,
+        result: Any,
+        scopes: Mapping[str, str],
+        device: str | None = None,
+    ) -> None:
         self.model, self.batch, self.result = model, batch, result
+        self.device = device
         self.layers = origins.Layers(model, scopes)
         graph = tf.compat.v1.get_default_graph()
         self.operations = [o for o in graph.get_operations() if traces.is_first_replica(o.name)]

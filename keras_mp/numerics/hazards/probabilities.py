@@ -12,7 +12,7 @@ from keras_mp.support.dtypes import LOW_PRECISION
 # What stands between probabilities and the logarithm of a cross entropy.
 _ON_THE_WAY = op_table.ops(
     *("casts", "identities", "reshapes", "maxima of two", "additions"),
-    *("divisions", "divisions without NaN"),
+    *("divisions", "divisions without NaN", "moves", "views"),
 )
 # In nats. A probability that is 5 % off.
 _TOO_FAR = 0.05

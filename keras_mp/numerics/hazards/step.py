@@ -13,11 +13,18 @@ from keras_mp.numerics.hazards.look import (
     Look,
     Suspect,
     count,
+    health,
     static_value,
     widened,
 )
+from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 
+# What stands between a product in a loss function and the loss that is scaled.
+_ON_THE_WAY = op_table.ops(
+    *("casts", "identities", "reshapes", "additions", "sums of tensors", "sums over axes")
+)
+_BELOW_ONE = op_table.ops("divisions", "divisions without NaN")
 # Those who scale a loss by hand take a power of two that is at least as large.
 _LIKE_A_LOSS_SCALE = 64
 _STEP = "the training step"
@@ -71,8 +78,10 @@ def loss_multiplied_by_a_number(look: Look) -> Iterator[Suspect]:
         if operation in seen:
             continue
         seen.add(operation)
-        if operation.type in ("Identity", "Cast", "Reshape", "AddV2", "AddN", "Add"):
+        if operation.type in _ON_THE_WAY:
             waiting += list(operation.inputs)
+        elif operation.type in _BELOW_ONE:
+            waiting.append(operation.inputs[0])
         elif operation.type == "Mul":
             for constant, other in (operation.inputs, tuple(operation.inputs)[::-1]):
                 value = static_value(constant)
@@ -182,9 +191,18 @@ def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
         return
     bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
     loss = widened(look.scaling.inputs[0])
+    gradients = [
+        health(operation.outputs[0])
+        for operation in look.operations
+        if origins.is_of_backward_pass(operation.name)
+        and operation.outputs
+        and operation.outputs[0].dtype.is_floating
+    ]
+    of_gradients = tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64)
 
-    def say(bad: Any, scale: Any, loss: Any) -> Finding | None:
-        if not bad or not np.all(np.isfinite(loss)):
+    def say(bad: Any, scale: Any, loss: Any, of_gradients: Any) -> Finding | None:
+        # Where all gradients are finite, it is the optimizer that makes the weights what they are.
+        if not bad or not np.all(np.isfinite(loss)) or not of_gradients[2:].any():
             return None
         return Finding(
             "a step that cannot be skipped",
@@ -196,7 +214,7 @@ def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
             "fixed one.",
         )
 
-    yield Suspect([bad, look.scale, loss], say)
+    yield Suspect([bad, look.scale, loss, of_gradients], say)
 
 
 def replicas_that_do_not_agree(look: Look) -> Iterator[Suspect]:

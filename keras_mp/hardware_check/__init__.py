@@ -1,0 +1,64 @@
+"""A check of this machine: what keras_mp promises, kept or broken, and how fast it is here.
+
+`python -m keras_mp.hardware --check` runs it. It is for machines on which keras_mp has not been run
+before, GPUs above all: one page to read and one JSON to send.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.hardware_check import machine, promises, replicas, speeds, steps
+from keras_mp.hardware_check.promise import judge
+from keras_mp.support import messages
+
+
+def check(quick: bool = False) -> dict[str, Any]:
+    """Checks this machine. TensorFlow must not have initialized its devices, where it has GPUs.
+
+    Args:
+        quick: bool. Takes sizes too small to tell a speed, to see that it runs. Defaults to False.
+
+    Returns:
+        dict of what JSON can hold: "machine", "promises", "kernels", "speeds" and "steps".
+    """
+    with _quiet():
+        # First, since this process takes the memory of a GPU as soon as it computes.
+        of_replicas = replicas.judged_in_own_process()
+        kernels = promises.measure_kernels()
+        sums_are_right = functools.partial(promises.sums_are_right, kernels)
+        seconds = steps.measure(quick)
+        all_run = functools.partial(steps.all_run, seconds)
+        judged = [
+            *(judge(name, each) for name, each in promises.PROMISES.items()),
+            judge("sums and convolutions in 16 bits are right", sums_are_right),
+            *of_replicas,
+            judge("models run under every policy", all_run),
+        ]
+        return {
+            "machine": machine.describe(),
+            "quick": quick,
+            "promises": [each._asdict() for each in judged],
+            "kernels": [each._asdict() for each in kernels],
+            "speeds": speeds.measure(quick),
+            "steps": seconds,
+        }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps warnings from the page."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("ERROR")  # Each promise traces functions of its own, as it is meant to.
+    try:
+        with warnings.catch_warnings():
+            # What is slow here is what the check is to find out.
+            warnings.simplefilter("ignore", messages.MixedPrecisionWarning)
+            yield
+    finally:
+        logger.setLevel(level)

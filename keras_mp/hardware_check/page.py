@@ -1,0 +1,113 @@
+"""The page that a check prints."""
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from keras_mp.hardware.stopwatch import DTYPES
+from keras_mp.hardware_check.steps import VARIANTS
+from keras_mp.support import text_tables
+
+WIDTH = 100
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of the page, none longer than `WIDTH`.
+
+    Args:
+        found: what `hardware_check.check` returned.
+    """
+    yield from _machine(found["machine"])
+    yield ""
+    yield from _promises(found["promises"])
+    yield ""
+    yield from _kernels(found["kernels"])
+    if found["quick"]:
+        yield "Sizes were too small to tell a speed: this was a quick check."
+        return
+    yield ""
+    yield from _speeds(found["speeds"])
+    yield ""
+    yield from _steps(found["steps"])
+
+
+def _machine(machine: Mapping[str, Any]) -> Iterator[str]:
+    versions = [machine[name] for name in ("system", "keras")]
+    yield from textwrap.wrap(
+        f"keras_mp {machine['keras_mp']}, TensorFlow {machine['tensorflow']}, {versions[1]}, "
+        f"Python {machine['python']}, {versions[0]}",
+        WIDTH,
+    )
+    units, used = (
+        ", ".join(machine[name]) or "none" for name in ("cpu_units", "cpu_units_of_onednn")
+    )
+    cpu = f"{machine['cpu']}, {machine['threads']} threads; 16-bit units: {units}; used: {used}"
+    yield from textwrap.wrap(f"CPU: {cpu}", WIDTH)
+    for gpu in machine["gpus"]:
+        capability = ".".join(map(str, gpu["compute_capability"] or ["unknown"]))
+        yield f"GPU: {gpu['name']}, compute capability {capability}"
+    libraries = [
+        f"{name} {machine[key] or 'unknown'}"
+        for name, key in (("driver", "driver"), ("CUDA", "cuda"), ("cuDNN", "cudnn"))
+    ]
+    if machine["gpus"]:
+        yield f"{', '.join(libraries)}; TensorFloat-32 {_on(machine['tensor_float_32'])}"
+    else:
+        yield "No GPU was seen."
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _promises(promises: list[Mapping[str, Any]]) -> Iterator[str]:
+    width = max(len(each["name"]) for each in promises)
+    for each in promises:
+        start = f"{'kept' if each['kept'] else 'BROKEN':6}  {each['name']:{width}}  "
+        indent = " " * len(start)
+        yield from textwrap.wrap(
+            start + each["figure"], WIDTH, subsequent_indent=indent, drop_whitespace=True
+        )
+    kept = sum(each["kept"] for each in promises)
+    yield f"{kept} of {len(promises)} promises are kept."
+
+
+def _kernels(kernels: list[Mapping[str, Any]]) -> Iterator[str]:
+    for dtype in ("bfloat16", "float16"):
+        of_dtype = [each for each in kernels if each["dtype"] == dtype]
+        wrong = {each["op"]: None for each in of_dtype if each["own_is_wrong"]}
+        text = ", ".join(wrong) or "none"
+        yield from textwrap.wrap(
+            f"TensorFlow's own kernels that are wrong here in {dtype}: {text}.", WIDTH
+        )
+
+
+def _speeds(speeds: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    rows = [("a second (times float32)", "", *DTYPES)]
+    for name, by_dtype in speeds.items():
+        cells = (_speed(by_dtype[dtype], by_dtype["float32"]) for dtype in DTYPES)
+        rows.append((name, by_dtype["unit"], *cells))
+    yield from text_tables.aligned(rows, left=(0, 1))
+
+
+def _speed(speed: float | None, of_float32: float | None) -> str:
+    if speed is None or of_float32 is None:
+        return "no kernel"
+    return f"{speed / 1e9:,.4g} ({speed / of_float32:.2f})"
+
+
+def _steps(steps: Mapping[str, Any]) -> Iterator[str]:
+    rows = [
+        ("ms of a batch", "float32", "float16,", "float16,", "bfloat16,", "bfloat16,"),
+        ("(times float32)", "", "Keras's own", "keras_mp", "Keras's own", "keras_mp"),
+    ]
+    for model, of_model in steps.items():
+        if isinstance(of_model, str):  # What it raised is among the promises.
+            continue
+        for what, seconds in of_model.items():
+            cells = (
+                f"{seconds[each] * 1e3:.3g} ({seconds[each] / seconds['float32']:.2f})"
+                for each in VARIANTS
+            )
+            rows.append((f"{model}, {what}", *cells))
+    yield from text_tables.aligned(rows)

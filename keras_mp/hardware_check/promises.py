@@ -1,0 +1,282 @@
+"""What keras_mp promises, asked of the device that TensorFlow computes on.
+
+Each function returns whether a promise is kept, and what was found. They use what programs use.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import kernels
+from keras_mp.hardware_check import models
+from keras_mp.kernels import convolutions, replaced, sums
+from keras_mp.support.dtypes import LOW_PRECISION
+
+Found = tuple[bool, str]
+_WAYS: dict[str, Callable[..., Any]] = {
+    "eager": lambda function: function,
+    "graph": functools.partial(tf.function, autograph=False),
+    "XLA": functools.partial(tf.function, autograph=False, jit_compile=True),
+}
+# How far a result in 16 bits may be from that in float32, in terms of its own size.
+_TOLERANCE = {"float16": 2**-9, "bfloat16": 2**-6}
+
+
+class KernelFinding(NamedTuple):
+    """What a kernel makes of terms whose sum is known.
+
+    Attributes:
+        op: str. The type of the operation.
+        dtype: str.
+        case: str. Which axes or which layout, where that matters.
+        expected: float.
+        own: float. TensorFlow's own result; None where it has no kernel.
+        ours: float. The result after keras_mp has replaced the kernels that are wrong.
+        own_is_wrong: bool.
+        ours_is_wrong: bool.
+    """
+
+    op: str
+    dtype: str
+    case: str
+    expected: float
+    own: float | None
+    ours: float | None
+    own_is_wrong: bool
+    ours_is_wrong: bool
+
+
+def measure_kernels() -> list[KernelFinding]:
+    """Computes the examples of all kernels that keras_mp replaces where they are wrong."""
+    kernels.install()
+    return [
+        _finding(op, kernel, dtype, case)
+        for table in (sums, convolutions)
+        for op, kernel in table.KERNELS.items()
+        for dtype in LOW_PRECISION
+        for case in kernel.cases
+    ]
+
+
+def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> KernelFinding:
+    arguments, expected = kernel.example(dtype, case)
+    results: list[float | None] = []
+    for compute in (getattr(tf.raw_ops, op), kernel.function()):
+        try:
+            results.append(float(replaced.last_value(compute(**arguments))))
+        except (tf.errors.OpError, ValueError):
+            results.append(None)
+    are_wrong = [each is not None and not replaced.is_right(each, expected) for each in results]
+    return KernelFinding(op, dtype.name, str(case), expected, *results, *are_wrong)
+
+
+def sums_are_right(found: list[KernelFinding]) -> Found:
+    """Whether all that was replaced is right, where TensorFlow has a kernel at all."""
+    own, ours = (sum(not wrong for wrong in each) for each in zip(*(each[-2:] for each in found)))
+    return ours == len(found), f"{ours} of {len(found)}; with TensorFlow's own kernels {own}"
+
+
+def _values(variables: Any) -> list[np.ndarray]:
+    return [variable.numpy() for variable in (variables() if callable(variables) else variables)]
+
+
+def _scaled_step(optimizer: Any, weights: tf.Variable) -> Callable[[tf.Tensor], None]:
+    """A step whose gradients, in float16 and scaled, are the loss scale times the factor."""
+
+    def step(factor: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            product = tf.cast(weights, tf.float16) * factor
+            loss = optimizer.get_scaled_loss(tf.reduce_sum(tf.cast(product, tf.float32)))
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weights]))
+        optimizer.apply_gradients(zip(gradients, [weights], strict=True))
+
+    return step
+
+
+def _overflow_is_skipped(way: str) -> Found:
+    weights = tf.Variable([1.0, 2.0, 3.0])
+    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.Adam(0.1))
+    optimizer.build([weights])
+    step = _WAYS[way](_scaled_step(optimizer, weights))
+    step(tf.constant(1.0, tf.float16))
+    scale = float(optimizer.loss_scale())
+    before = [weights.numpy(), *_values(optimizer.inner_optimizer.variables)]
+    step(tf.constant(4.0, tf.float16))
+    after = [weights.numpy(), *_values(optimizer.inner_optimizer.variables)]
+    lowered = float(optimizer.loss_scale())
+    changed = sum(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    figure = f"scale {scale:g} to {lowered:g}; {changed} of {len(before)} variables changed"
+    return lowered == scale / 2 and not changed, figure
+
+
+def _good_step_is_exact(way: str) -> Found:
+    factor = tf.constant(0.5, tf.float16)
+    wrapped, exact = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([1.0, 2.0, 3.0])
+    optimizer, inner = (tf.keras.optimizers.Adam(0.1) for _ in range(2))
+    optimizer = keras_mp.LossScaleOptimizer(optimizer)
+    optimizer.build([wrapped])
+    inner.build([exact])
+    step = _WAYS[way](_scaled_step(optimizer, wrapped))
+    apply = _WAYS[way](lambda gradient: inner.apply_gradients([(gradient, exact)]))
+    for _ in range(3):
+        step(factor)
+        apply(tf.fill([3], 0.5))
+    difference = float(tf.reduce_max(tf.abs(wrapped - exact)))
+    return difference <= 1e-6, f"3 steps of Adam, largest difference {difference:.2g}"
+
+
+def _scale_grows() -> Found:
+    weights = tf.Variable([1.0])
+    scale = keras_mp.DynamicLossScale(1024, increment_period=2)
+    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1), scale)
+    optimizer.build([weights])
+    step = _WAYS["graph"](_scaled_step(optimizer, weights))
+    for _ in range(4):
+        step(tf.constant(1.0, tf.float16))
+    found = float(optimizer.loss_scale())
+    return found == 4096, f"1024 to {found:g} in 4 steps, twice a period of 2"
+
+
+def _scaler_skips() -> Found:
+    weight, optimizer = tf.Variable(1.0), tf.keras.optimizers.SGD(0.25)
+    scaler = keras_mp.GradScaler()
+    optimizer.build([weight])
+
+    def step(factor: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            scaled = scaler.scale(weight * factor)
+        scaler.step(optimizer, [(tape.gradient(scaled, weight), weight)])
+        scaler.update()
+
+    step = _WAYS["graph"](step)
+    values = []
+    for factor in (1.0, float("inf"), 1.0):
+        step(tf.constant(factor))
+        values.append(float(weight))
+    return values == [0.75, 0.75, 0.5], f"weight {values} in a good, an infinite, a good step"
+
+
+def _tape_finds_a_scale() -> Found:
+    weight = tf.Variable(1.0)
+    loss_scale = keras_mp.DynamicLossScale(2.0**24)
+
+    @_WAYS["graph"]
+    def gradient() -> tf.Tensor:
+        with keras_mp.LossScaleGradientTape(loss_scale) as tape:
+            loss = tf.cast(tf.cast(weight, tf.float16) * 3, tf.float32)
+        return tape.gradient(loss, weight)
+
+    found, scale = float(gradient()), float(loss_scale())
+    return found == 3 and scale < 2**16, f"gradient {found:g}; scale 2**24 to {scale:g}"
+
+
+def _small_updates_are_kept() -> Found:
+    weight = tf.Variable(1.0, dtype=tf.bfloat16)
+    optimizer = keras_mp.MasterWeightOptimizer(tf.keras.optimizers.SGD(0.001))
+    optimizer.build([weight])
+    apply = _WAYS["graph"](
+        lambda: optimizer.apply_gradients([(tf.constant(1.0, tf.bfloat16), weight)])
+    )
+    for _ in range(100):
+        apply()
+    found = float(weight)
+    return abs(found - 0.9) <= 2**-8, f"100 steps of 0.001 from 1 in bfloat16: {found:g}"
+
+
+def _losses_are_float32() -> Found:
+    error = keras_mp.losses.MeanSquaredError()
+    squared = float(error(tf.zeros([4], tf.float16), tf.fill([4], tf.constant(300, tf.float16))))
+    cross_entropy = keras_mp.losses.SparseCategoricalCrossentropy()
+
+    @_WAYS["graph"]
+    def gradient(logits: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            loss = cross_entropy(tf.constant([1]), tf.nn.softmax(logits))
+        return tape.gradient(loss, logits)
+
+    slope = float(gradient(tf.constant([[30.0, 0.0]], tf.float16))[0, 1])
+    figure = f"(300 in float16) squared {squared:g}; slope of a lost class {slope:g}"
+    return squared == 90000 and abs(slope + 1) < 0.01, figure
+
+
+def _autocast(dtype: str) -> Found:
+    x = tf.random.stateless_normal([64, 64], seed=[1, 2])
+
+    @_WAYS["graph"]
+    def product() -> Any:
+        with keras_mp.autocast(dtype):
+            return tf.nn.softmax(tf.matmul(x, x))
+
+    graph = product.get_concrete_function().graph
+    found = {op.type: op.inputs[0].dtype.name for op in graph.get_operations() if op.inputs}
+    result, exact = product(), tf.nn.softmax(tf.matmul(x, x))
+    error = float(tf.reduce_max(tf.abs(tf.math.log(result / exact))))
+    dtypes = found["MatMul"], found["Softmax"], result.dtype.name
+    figure = f"MatMul in {found['MatMul']}, Softmax in {found['Softmax']}, error {error:.2g}"
+    return dtypes == (dtype, "float32", "float32") and error < 64 * _TOLERANCE[dtype], figure
+
+
+def _layers(dtype: str) -> Found:
+    x = tf.random.stateless_normal([8, 16, 16, 3], seed=[1, 2])
+    tf.keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope("float32"):
+        exact = models.convolutional()
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        model = models.convolutional()
+    model.set_weights(exact.get_weights())
+    right, found = exact(x), model(x)
+    error = float(tf.norm(found - right) / tf.norm(right))
+    weights = {tf.as_dtype(weight.dtype).name for weight in model.weights}
+    is_mixed = weights == {"float32"} and model.layers[1].compute_dtype == dtype
+    figure = f"error {error:.2g} of a small network's outputs"
+    return is_mixed and error < 4 * _TOLERANCE[dtype], figure
+
+
+def _training(dtype: str) -> Found:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[256, 16, 16, 3]).astype("float32")
+    y = (x.mean((1, 2)).argmax(-1)).astype("int32")
+    losses = {}
+    for policy in ("float32", f"mixed_{dtype}"):
+        tf.keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(policy):
+            model = models.convolutional()
+            loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(tf.keras.optimizers.Adam(0.003), loss)
+        history = model.fit(x, y, batch_size=32, epochs=4, shuffle=False, verbose=0).history
+        losses[policy] = history["loss"]
+    [right, *_, last], found = losses["float32"], losses[f"mixed_{dtype}"][-1]
+    figure = f"loss {right:.3f} to {found:.3f}, in float32 to {last:.3f}"
+    return found < right and abs(found - last) < 0.1 * right, figure
+
+
+# By name, what finds out.
+PROMISES: dict[str, Callable[[], Found]] = {
+    **{
+        f"a step that overflows is skipped ({way})": functools.partial(_overflow_is_skipped, way)
+        for way in _WAYS
+    },
+    **{
+        f"a good step is the optimizer's own ({way})": functools.partial(_good_step_is_exact, way)
+        for way in _WAYS
+    },
+    "the loss scale grows after good steps": _scale_grows,
+    "a GradScaler skips an infinite gradient": _scaler_skips,
+    "a LossScaleGradientTape finds a scale": _tape_finds_a_scale,
+    "a MasterWeightOptimizer keeps small updates": _small_updates_are_kept,
+    "losses of float16 outputs are right": _losses_are_float32,
+    **{
+        f"{name} {dtype}": functools.partial(find, dtype)
+        for name, find in (
+            ("autocast multiplies in", _autocast),
+            ("layers compute in", _layers),
+            ("fit trains in", _training),
+        )
+        for dtype in ("float16", "bfloat16")
+    },
+}

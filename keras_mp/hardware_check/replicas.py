@@ -1,0 +1,100 @@
+"""What keras_mp promises of replicas, in a process of its own, whose devices it can divide.
+
+Two GPUs if there are, else one in two halves; without a GPU the CPU in two.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.hardware_check.promise import Promise, judge
+
+_MEGABYTES = 1024  # of each half of a GPU
+_LONGEST = 300  # seconds
+
+
+def judged_in_own_process() -> list[Promise]:
+    """Judges the promises in another process."""
+    command = [sys.executable, "-m", __name__]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST)
+        return [Promise(*each) for each in json.loads(done.stdout.splitlines()[-1])]
+    except subprocess.TimeoutExpired:
+        error = f"nothing after {_LONGEST} seconds"
+    except (LookupError, ValueError):
+        error = next(reversed(done.stderr.splitlines()), "nothing was printed")
+    return [Promise("replicas can be made", False, error)]
+
+
+def main() -> None:
+    """Judges the promises, and prints them as JSON."""
+    strategy = _strategy()
+    print(
+        json.dumps(
+            [
+                judge("replicas skip a step together", lambda: _skip_together(strategy)),
+                judge("replicas sum float16 gradients", lambda: _sum_together(strategy)),
+            ]
+        )
+    )
+
+
+def _strategy() -> tf.distribute.Strategy:
+    devices = tf.config.list_physical_devices("GPU")
+    if len(devices) > 1:
+        return tf.distribute.MirroredStrategy(["GPU:0", "GPU:1"])
+    kind, memory = ("GPU", _MEGABYTES) if devices else ("CPU", None)
+    [device, *_] = tf.config.list_physical_devices(kind)
+    half = tf.config.LogicalDeviceConfiguration(memory_limit=memory)
+    tf.config.set_logical_device_configuration(device, [half, half])
+    # Nvidia's own library sums over physical GPUs only.
+    sum_on_one = tf.distribute.ReductionToOneDevice() if devices else None
+    return tf.distribute.MirroredStrategy([f"{kind}:0", f"{kind}:1"], sum_on_one)
+
+
+def _step(strategy: tf.distribute.Strategy, optimizer: Any, weights: Any) -> Any:
+    """A step in which each replica has a factor of its own."""
+
+    def of_replica(factors: tf.Tensor) -> None:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with tf.GradientTape() as tape:
+            product = tf.cast(weights, tf.float16) * tf.gather(factors, replica)
+            loss = optimizer.scale_loss(tf.reduce_sum(tf.cast(product, tf.float32)))
+        optimizer.apply_gradients([(tape.gradient(loss, weights), weights)])
+
+    return tf.function(lambda factors: strategy.run(of_replica, args=(factors,)), autograph=False)
+
+
+def _trained(strategy: tf.distribute.Strategy, *factors: list[float]) -> tuple[list[Any], Any]:
+    """The weights of each replica after a step for each pair of factors, and the optimizer."""
+    with strategy.scope():
+        weights = tf.Variable([1.0, 2.0])
+        scale = keras_mp.DynamicLossScale(1024)
+        optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.125), scale)
+        optimizer.build([weights])
+    step = _step(strategy, optimizer, weights)
+    for each in factors:
+        step(tf.constant(each, tf.float16))
+    parts = strategy.experimental_local_results(weights)
+    return [part.numpy().tolist() for part in parts], optimizer
+
+
+def _skip_together(strategy: tf.distribute.Strategy) -> tuple[bool, str]:
+    parts, optimizer = _trained(strategy, [1.0, np.inf])
+    scale = float(optimizer.loss_scale())
+    kept = parts == 2 * [[1.0, 2.0]] and scale == 512
+    return kept, f"one infinite gradient; weights {parts}, scale 1024 to {scale:g}"
+
+
+def _sum_together(strategy: tf.distribute.Strategy) -> tuple[bool, str]:
+    parts, _ = _trained(strategy, [1.0, 3.0])
+    return parts == 2 * [[0.5, 1.5]], f"weights {parts}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""How fast operations are, forward and backward, in each dtype."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_mp import kernels
+from keras_mp.hardware import tables
+from keras_mp.hardware.stopwatch import DTYPES
+
+_TURNS = 5
+_LONG_ENOUGH = 0.02  # seconds of a turn
+
+# Sizes: of a square matrix; batch, image and channels; how many numbers.
+_QUICK = (64, (1, 8, 8), 2**10)
+_OF_CPUS = (1024, (8, 32, 64), 2**22)
+_OF_GPUS = (8192, (128, 56, 128), 2**26)
+
+
+class Problem(NamedTuple):
+    """Something to be timed.
+
+    Attributes:
+        compute: takes the arguments.
+        arguments: float32 tensors.
+        count: of floating-point operations, or of numbers that are read and written.
+        unit: str. "GF/s" or "GB/s".
+    """
+
+    compute: Callable[..., Any]
+    arguments: tuple[tf.Tensor, ...]
+    count: int
+    unit: str
+
+
+def measure(quick: bool) -> dict[str, dict[str, Any]]:
+    """Times operations as a program computes them that uses keras_mp.
+
+    Args:
+        quick: bool. Takes small sizes, and one turn.
+
+    Returns:
+        dict of names and dicts: "unit" and, by dtype, how many a second.
+    """
+    kernels.install()
+    sizes = _QUICK if quick else _OF_GPUS if tables.gpus() else _OF_CPUS
+    return {name: _speeds(problem, quick) for name, problem in _problems(*sizes).items()}
+
+
+def _problems(size: int, image: tuple[int, int, int], numbers: int) -> dict[str, Problem]:
+    batch, width, channels = image
+    matrix = _random([size, size])
+    images = _random([batch, width, width, channels])
+    filters = _random([3, 3, channels, channels])
+    each = _random([3, 3, channels, 1])
+    rows = _random([numbers // 256, 256])
+    product, convolution = 2 * size**3, 18 * batch * (width * channels) ** 2
+    depthwise = convolution // channels
+    problems = {
+        "matrix product": Problem(tf.matmul, (matrix, matrix), product, "GF/s"),
+        "convolution": Problem(_convolve, (images, filters), convolution, "GF/s"),
+        "depthwise convolution": Problem(_convolve_each, (images, each), depthwise, "GF/s"),
+    }
+    backward = {
+        f"{name}, backward": problem._replace(
+            compute=_gradients(problem.compute), count=2 * problem.count
+        )
+        for name, problem in problems.items()
+    }
+    return {
+        **problems,
+        **backward,
+        "multiply, add, ReLU": Problem(
+            lambda x, y: tf.nn.relu(x * y + x), (rows, rows), 3 * numbers, "GB/s"
+        ),
+        "softmax": Problem(tf.nn.softmax, (rows,), 2 * numbers, "GB/s"),
+        "sum of rows": Problem(lambda x: tf.reduce_sum(x, 0), (rows,), numbers, "GB/s"),
+    }
+
+
+def _convolve(x: tf.Tensor, filters: tf.Tensor) -> tf.Tensor:
+    return tf.nn.conv2d(x, filters, 1, "SAME")
+
+
+def _convolve_each(x: tf.Tensor, filters: tf.Tensor) -> tf.Tensor:
+    return tf.nn.depthwise_conv2d(x, filters, [1] * 4, "SAME")
+
+
+def _gradients(compute: Callable[..., tf.Tensor]) -> Callable[..., Any]:
+    """What takes the same arguments and computes the gradients of all of them."""
+
+    def backward(*arguments: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(arguments)
+            result = compute(*arguments)
+        return tape.gradient(result, arguments)
+
+    return backward
+
+
+def _random(shape: list[int]) -> tf.Tensor:
+    return tf.random.stateless_normal(shape, seed=[0, 0])
+
+
+def _speeds(problem: Problem, quick: bool) -> dict[str, Any]:
+    """Lets the dtypes take turns; how many a second, or None where TensorFlow has no kernel."""
+    function = tf.function(problem.compute, autograph=False)
+    arguments, repeats = {}, {}
+    for dtype in DTYPES:
+        values = [tf.cast(value, dtype) for value in problem.arguments]
+        try:
+            _seconds(function, values, 1)  # Kernels are chosen and made when they first run.
+            once = _seconds(function, values, 1)
+        except (tf.errors.OpError, ValueError):
+            continue
+        arguments[dtype] = values
+        repeats[dtype] = 1 if quick else max(1, int(_LONG_ENOUGH / once))
+    turns: dict[str, list[float]] = {dtype: [] for dtype in arguments}
+    for _ in range(1 if quick else _TURNS):
+        for dtype, values in arguments.items():
+            turns[dtype].append(_seconds(function, values, repeats[dtype]))
+    speeds: dict[str, Any] = {"unit": problem.unit, **dict.fromkeys(DTYPES)}
+    for dtype, seconds in turns.items():
+        size = tf.as_dtype(dtype).size if problem.unit == "GB/s" else 1
+        speeds[dtype] = problem.count * size / statistics.median(seconds)
+    return speeds
+
+
+def _seconds(function: Any, arguments: list[tf.Tensor], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        result = function(*arguments)
+    # A device may return before it has computed; of a number that is read it has.
+    tf.reshape(tf.nest.flatten(result)[-1], [-1])[0].numpy()
+    return (time.perf_counter() - start) / repeats

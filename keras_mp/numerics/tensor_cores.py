@@ -1,0 +1,61 @@
+"""Which products the tensor cores of a GPU take, and which sizes they divide without a rest."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from keras_mp import hardware
+from keras_mp.grappler import optimize
+from keras_mp.hardware import tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+# What is no multiple of it is filled up. (Nvidia, "Matrix Multiplication Background", "Requirements
+# to Use Tensor Cores": 16 bytes; with the A100, 128 are best.)
+_MULTIPLE = 8
+
+
+def take(dtype: str, device: str | None) -> bool:
+    """Whether tensor cores multiply a dtype.
+
+    Args:
+        dtype: str.
+        device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
+    """
+    if dtype not in LOW_PRECISION_NAMES:
+        return False
+    if device is None:
+        return hardware.has_tensor_cores(dtype)
+    major, minor = optimize.compute_capability(device).split(".")
+    return (int(major), int(minor)) >= tables.COMPUTE_CAPABILITY[dtype]
+
+
+def are_odd(sizes: tuple[int, ...] | None) -> bool:
+    """Whether one of the sizes of a product is no multiple of 8.
+
+    Args:
+        sizes: rows, columns and what is summed over; None if they are not known.
+    """
+    return any(size % _MULTIPLE for size in sizes or ())
+
+
+def sentences(graph: Any, device: str) -> Iterator[str]:
+    """Says how much of a graph's products tensor cores take.
+
+    Args:
+        graph: `census.Graph`.
+        device: str. A GPU, such as "GPU 7.0".
+    """
+    products = [each for each in graph.operations if each.work]
+    total = sum(each.work for each in products)
+    if not total:
+        return
+    taken = [each for each in products if take(each.dtype, device)]
+    share = sum(each.work for each in taken) / total
+    yield f"The tensor cores of a {device} take {share:.0%} of the multiplications."
+    odd = [each for each in taken if are_odd(each.sizes)]
+    if odd:
+        share = sum(each.work for each in odd) / total
+        where = dict.fromkeys(each.layer or each.name for each in odd)
+        yield (
+            f"{share:.0%} of the multiplications have sizes that are no multiples of {_MULTIPLE}: "
+            f"{', '.join(list(where)[:3])}."
+        )

@@ -1,0 +1,152 @@
+"""Updates as one function that XLA compiles: one pass over weights, slots and gradients.
+
+What an optimizer of Keras does with a weight is some ten operations, each of which goes through
+memory once. XLA makes one loop of them. It rounds some results elsewhere in the last digit, so it
+is asked for. This module needs TensorFlow only.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.step import replicas
+from keras_mp.step.gradients import Gradient, unscale
+from keras_mp.support import host, messages
+
+Pairs = Sequence[tuple[Any, Any]]
+
+_Update = Callable[[Pairs], Any]
+
+
+class CompiledUpdates:
+    """The compiled updates of an optimizer: a function for each list of variables.
+
+    Args:
+        optimizer: the optimizer, or a wrapper of one.
+        names: names of the hyperparameters.
+    """
+
+    def __init__(self, optimizer: Any, names: Iterable[str]) -> None:
+        self._optimizer, self._names = optimizer, frozenset(names)
+        self._functions: dict[Any, Any] = {}
+        self._said: set[str] = set()
+
+    def make(self, update: _Update, pairs: Pairs, scaled_by: tf.Tensor | None) -> bool:
+        """Makes an update, unless it cannot be compiled, which it says once.
+
+        Args:
+            update: makes the update, given unscaled (gradient, variable) pairs.
+            pairs: sequence of (gradient, variable) pairs, of variables that are built.
+            scaled_by: float32 scalar tensor by which the gradients are to be divided, or None.
+
+        Returns:
+            Whether it was made.
+        """
+        reason = _why_not()
+        if reason is None:
+            tensors = [] if scaled_by is None else [scaled_by]
+            tensors += [part for gradient, v in pairs for part in _parts(gradient, v)]
+            function, reason = self._function(update, pairs, tensors, scaled_by is not None)
+            if reason is None:
+                function(*tensors)
+                return True
+        if reason not in self._said:
+            self._said.add(reason)
+            messages.warn(f"The update is made as without jit_compile=True: {reason}.")
+        return False
+
+    def _function(
+        self, update: _Update, pairs: Pairs, tensors: Sequence[tf.Tensor], is_scaled: bool
+    ) -> tuple[Any, str | None]:
+        """The compiled function, and why there is none."""
+        variables = [variable for _, variable in pairs]
+        kinds = [_kind(gradient) for gradient, _ in pairs]
+        key = (
+            tuple(map(id, variables)),
+            tuple(kinds),
+            is_scaled,
+            replicas.local_id(),
+            *self._settings(),
+        )
+        if key not in self._functions:
+
+            def compute(*tensors: tf.Tensor) -> None:
+                parts = iter(tensors)
+                divisor = next(parts) if is_scaled else None
+                grads = [_gradient(kind, parts, v) for kind, v in zip(kinds, variables)]
+                if divisor is not None:
+                    grads = unscale(grads, divisor)
+                with replicas.alone():
+                    update(list(zip(grads, variables, strict=True)))
+
+            function = tf.function(
+                compute, autograph=False, jit_compile=True, reduce_retracing=True
+            )
+            self._functions[key] = function, _why_not_compiled(function, tensors)
+        return self._functions[key]
+
+    def _settings(self) -> Iterator[Any]:
+        """What a trace takes for constant: hyperparameters that are no variables."""
+        optimizer = self._optimizer
+        while optimizer is not None:
+            values = vars(optimizer)
+            for name in sorted(self._names & values.keys()):
+                if isinstance(values[name], (bool, int, float, str)):
+                    yield name, values[name]
+            rate = values.get("_learning_rate")
+            yield rate if callable(rate) else None  # a schedule
+            optimizer = values.get("_trackable")
+
+
+def _why_not() -> str | None:
+    if host.in_v1_graph():
+        return "XLA does not compile functions in a graph of TensorFlow 1"
+    if isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
+        return "under ParameterServerStrategy the variables are on other machines"
+    return None
+
+
+def _why_not_compiled(function: Any, tensors: Sequence[tf.Tensor]) -> str | None:
+    """Why XLA cannot compile a function; None if it can. Computes nothing."""
+    # Of a sparse gradient, any number of rows will do.
+    shapes = ([1 if size is None else size for size in tensor.shape] for tensor in tensors)
+    specs = [tf.TensorSpec(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors)]
+    with tf.init_scope():
+        try:
+            operations = function.get_concrete_function(*specs).graph.get_operations()
+            if any(operation.type.startswith("Unique") for operation in operations):
+                # XLA does, with some numbers of rows, and with others fails when it runs.
+                return "it adds up equal rows of sparse gradients, as optimizers of Keras 2 do"
+            function.experimental_get_compiler_ir(*specs)(stage="hlo")
+        except Exception as error:  # whatever an optimizer of the user's does in a graph
+            return f"XLA cannot compile it ({str(error).strip().partition(chr(10))[0]})"
+    return None
+
+
+def _kind(gradient: Gradient) -> str:
+    if gradient is None:
+        return "none"
+    return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def _parts(gradient: Gradient, variable: Any) -> list[tf.Tensor]:
+    """The tensors of a gradient, with all of their shapes that can be known: XLA asks for it."""
+    if gradient is None:
+        return []
+    shape = tf.TensorShape(variable.shape)
+    if isinstance(gradient, tf.IndexedSlices):
+        rows = gradient.indices.shape.concatenate(shape[1:])
+        return [tf.ensure_shape(gradient.values, rows), gradient.indices]
+    is_known = gradient.shape.is_fully_defined()
+    return [gradient if is_known else tf.ensure_shape(gradient, shape)]
+
+
+def _gradient(kind: str, parts: Iterator[tf.Tensor], variable: Any) -> Gradient:
+    """The gradient that `_parts` took apart."""
+    if kind == "none":
+        return None
+    if kind == "dense":
+        return next(parts)
+    values, indices = next(parts), next(parts)
+    return tf.IndexedSlices(values, indices, tf.constant(list(variable.shape), indices.dtype))

@@ -1,0 +1,116 @@
+"""The check for machines on which keras_mp has not been run."""
+
+import json
+
+import pytest
+
+import keras_mp
+from keras_mp import hardware_check
+from keras_mp.hardware import __main__ as program
+from keras_mp.hardware_check import page, promises, replicas, speeds, steps
+from keras_mp.hardware_check.promise import Promise, judge
+
+MACHINE = {
+    "gpus": [{"name": "NVIDIA A100-SXM4-80GB", "compute_capability": [8, 0]}],
+    **{"tpu": False, "driver": "535.104.05", "cuda": "12.5.1", "cudnn": "9"},
+    **{"cpu": "AMD EPYC", "cpu_units": [], "cpu_units_of_onednn": [], "threads": 12},
+    **{"tensor_float_32": True, "system": "Linux x86_64", "python": "3.12.3"},
+    **{"tensorflow": "2.21.0", "keras": "keras 3.15.0", "keras_mp": "0.1.0"},
+}
+
+
+def broken(found):
+    return {each["name"]: each["figure"] for each in found["promises"] if not each["kept"]}
+
+
+def test_all_that_is_promised_is_kept_here(tmp_path, capsys):
+    output = tmp_path / "check.json"
+    assert program.main(["--check", "--quick", "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
+    assert broken(found) == {}
+    assert {each["name"] for each in found["promises"]} > set(promises.PROMISES)
+    assert found["steps"]["dense"]["step"].keys() == set(steps.VARIANTS)
+    assert all(each["float32"] > 0 for each in found["speeds"].values())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= page.WIDTH
+    kept = sum(line.startswith("kept  ") for line in lines)
+    assert f"{kept} of {kept} promises are kept." in lines
+
+
+@pytest.fixture
+def nothing_is_timed(monkeypatch):
+    for module in (speeds, steps):
+        monkeypatch.setattr(module, "measure", lambda quick: {})
+    monkeypatch.setattr(replicas, "judged_in_own_process", list)
+    monkeypatch.setattr(promises, "PROMISES", {})
+
+
+def test_kernels_that_are_left_wrong_are_noticed(nothing_is_timed):
+    keras_mp.enable_float32_sums(False)
+    try:
+        found = hardware_check.check()
+    finally:
+        keras_mp.enable_float32_sums()
+    [name] = broken(found)
+    assert name == "sums and convolutions in 16 bits are right"
+    assert not broken(hardware_check.check())
+
+
+def test_what_raises_is_broken_and_the_rest_goes_on(
+    nothing_is_timed, monkeypatch, tmp_path, capsys
+):
+    def raises():
+        raise OSError("the first line\nthe second line")
+
+    judged = {
+        "is wrong": lambda: (False, "2, not 1"),
+        "raises": raises,
+        "is right": lambda: (1, ""),
+    }
+    monkeypatch.setattr(promises, "PROMISES", judged)
+    output = tmp_path / "check.json"
+    assert program.main(["--check", "--output", str(output)]) == 1
+    found = broken(json.loads(output.read_text()))
+    assert found == {"is wrong": "2, not 1", "raises": "OSError: the first line"}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[8:16] for line in lines if line.startswith("BROKEN")] == ["is wrong", "raises  "]
+
+
+def test_replicas_that_cannot_be_made_are_reported(monkeypatch):
+    monkeypatch.setattr(replicas, "__name__", "keras_mp.no_such_module")
+    [promise] = replicas.judged_in_own_process()
+    assert not promise.kept
+    assert "no_such_module" in promise.figure
+
+
+def test_a_model_that_cannot_run_is_reported(monkeypatch):
+    def make(name, size):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(steps.models, "make", make)
+    found = steps.measure(quick=True)
+    assert judge("models run", lambda: steps.all_run(found)) == Promise(
+        "models run", False, "dense: MemoryError: no memory"
+    )
+
+
+def test_the_page_of_a_gpu():
+    by_dtype = {"unit": "GF/s", "float32": 1e12, "bfloat16": 4e12, "float16": None}
+    of_model = {"step": dict(zip(steps.VARIANTS, (0.2, 0.1, 0.05, 0.1, 0.1), strict=True))}
+    found = {
+        "machine": MACHINE,
+        "quick": False,
+        "promises": [Promise("something", True, "long " * 40)._asdict()],
+        "kernels": [],
+        "speeds": {"matrix product": by_dtype},
+        "steps": {"dense": of_model, "residual": "MemoryError: no memory"},
+    }
+    lines = list(page.lines(found))
+    assert max(map(len, lines)) <= page.WIDTH
+    text = "\n".join(lines)
+    assert "GPU: NVIDIA A100-SXM4-80GB, compute capability 8.0" in text
+    assert "driver 535.104.05, CUDA 12.5.1, cuDNN 9; TensorFloat-32 on" in text
+    assert "4,000 (4.00)" in text
+    assert "no kernel" in text
+    assert "50 (0.25)" in text
+    assert "residual" not in text

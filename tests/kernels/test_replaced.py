@@ -1,0 +1,110 @@
+"""A kernel is asked about on the device that will run it."""
+
+import pytest
+import tensorflow as tf
+
+from keras_mp import kernels
+from keras_mp.kernels import replaced, slow, sums
+from tests.common import mirrored, once
+
+pytestmark = once
+X = tf.ones([8, 4], "bfloat16")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """A machine with a GPU, whose CPU is wrong and whose GPU is right; what it was asked."""
+    kernels.install()
+    devices = []
+
+    def ask(op, example, dtype, case, device):
+        devices.append(device)
+        return device == "CPU"
+
+    monkeypatch.setattr(replaced, "_usual_device", lambda: "GPU")
+    for table in (sums._TABLE, slow._TABLE):
+        monkeypatch.setattr(table, "_asks", ask)
+    return devices
+
+
+def casts(function, *arguments):
+    graph = tf.function(function).get_concrete_function(*arguments).graph
+    return sum(op.type == "Cast" for op in graph.get_operations())
+
+
+def on_cpu(function):
+    def call(*arguments):
+        with tf.device("CPU:0"):
+            return function(*arguments)
+
+    return call
+
+
+def column_sums(x):
+    return tf.reduce_sum(x, 0)
+
+
+def test_what_a_gpu_adds_up_right_stays_in_16_bits(asked):
+    assert casts(column_sums, X) == 0
+    assert asked == ["GPU"]
+
+
+def test_what_the_program_places_on_the_cpu_is_asked_there(asked):
+    assert casts(on_cpu(column_sums), X) == 2
+    assert asked == ["CPU"]
+
+
+def test_a_device_around_a_call_does_not_count(asked):
+    """The function may be called again, elsewhere, and is not traced for that."""
+    function = tf.function(column_sums)
+    on_cpu(lambda: function.get_concrete_function(X))()
+    assert asked == ["GPU"]
+
+
+def test_in_eager_the_inputs_do_not_say_where(asked):
+    assert X.device.endswith("CPU:0")
+    column_sums(X)
+    assert asked == ["GPU"]
+    on_cpu(column_sums)(X)
+    assert asked == ["GPU", "CPU"]
+
+
+def test_replicas_ask_their_own_devices(asked):
+    strategy = mirrored(2)
+    tf.function(lambda: strategy.run(lambda: column_sums(X))).get_concrete_function()
+    assert asked == ["CPU", "CPU"]
+
+
+def test_only_a_cpu_is_timed(asked):
+    filters = tf.ones([3, 3, 1, 1], "float16")
+    depthwise = tf.function(lambda x: tf.nn.depthwise_conv2d(x, filters, [1] * 4, "SAME"))
+    depthwise.get_concrete_function(tf.ones([1, 4, 4, 1], "float16"))
+    assert asked == ["GPU"]
+    kernel = slow.KERNELS["DepthwiseConv2dNative"]
+    assert not slow._is_slow("DepthwiseConv2dNative", kernel.example, tf.float16, None, "GPU")
+
+
+def test_without_a_gpu_nothing_is_added_to_a_graph():
+    function = tf.function(column_sums).get_concrete_function(X)
+    assert "NoOp" not in {op.type for op in function.graph.get_operations()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "data_format", "layout"),
+    [
+        ([2, 6144], "NHWC", "NHWC"),
+        ([2, 6145], "NHWC", "wide NHWC"),
+        ([2, 6145, 1, 1], "NCHW", "NCHW"),
+        ([None, None], "NHWC", "NHWC"),
+    ],
+)
+def test_biases_whose_sums_do_not_fit_into_a_gpu(shape, data_format, layout):
+    gradient = tf.TensorSpec(shape, "float16")
+    assert sums.KERNELS["BiasAddGrad"].case(gradient, data_format) == layout
+
+
+def test_a_session_on_a_gpu_takes_float32(monkeypatch):
+    """To ask would take memory of the GPU in another way than the program's own session."""
+    kernel = sums.KERNELS["Sum"]
+    with tf.Graph().as_default():
+        assert replaced._ask.__wrapped__("Sum", kernel.example, tf.float16, (True, False), "GPU")
