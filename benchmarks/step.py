@@ -7,6 +7,7 @@ operation, from its profiler.
 import contextlib
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -129,6 +130,8 @@ def measure(name: str, size: str) -> dict[str, Any]:
     sizes = step_models.SIZES[size][name]
     steps = {variant: make_step(name, sizes, **how) for variant, how in VARIANTS.items()}
     if importlib.util.find_spec("torch"):
+        # Its threads would wait in a loop, on cores that TensorFlow needs.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from benchmarks import step_torch
 
         for variant, autocast in TORCH.items():
