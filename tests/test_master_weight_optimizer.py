@@ -193,7 +193,7 @@ def test_where_xla_contracts_products_and_sums_otherwise_the_last_bit_may_differ
     np.testing.assert_array_equal(value(ours.kernel), tf.cast(weight, tf.bfloat16).numpy())
 
 
-@pytest.mark.skipif(not CONTRACTED, reason="There are none.")
+@keras_3_only
 def test_xla_contracts_nothing_where_it_does_not_optimize():
     needs_casts_in_xla()
     module = "tests.test_master_weight_optimizer"
