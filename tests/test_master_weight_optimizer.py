@@ -1,5 +1,8 @@
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -188,6 +191,16 @@ def test_where_xla_contracts_products_and_sums_otherwise_the_last_bit_may_differ
     np.testing.assert_allclose(weight, value(theirs.kernel), rtol=0, atol=6 * 2.0**-25)
     # The parts fit together all the same.
     np.testing.assert_array_equal(value(ours.kernel), tf.cast(weight, tf.bfloat16).numpy())
+
+
+@keras_3_only
+def test_xla_contracts_nothing_where_it_does_not_optimize():
+    needs_casts_in_xla()
+    module = "tests.test_master_weight_optimizer"
+    program = f"from {module} import *; "
+    program += "[assert_trains_as_in_float32(6, name=n, mode='xla') for n in CONTRACTED]"
+    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **flags}, check=True)
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
