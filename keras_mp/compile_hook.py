@@ -163,10 +163,10 @@ def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
             optimizer.compiled_for(model)
             keras_api.patch_fit(model)
     if is_scaled or wrappers_among(getattr(model, "optimizer", None)):
-        _remember_weights(model)
+        _open_training_step(model)
 
 
-def _remember_weights(model: Any) -> None:
+def _open_training_step(model: Any) -> None:
     """Lets skipped steps of `fit` restore the state that the forward pass has changed."""
     of_instance = vars(model).get("train_step")
     if getattr(of_instance, "func", None) is not _train_step:

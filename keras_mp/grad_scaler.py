@@ -344,7 +344,7 @@ class GradScaler(tf.Module):
         if tf.is_tensor(new_scale) or isinstance(new_scale, (LossScale, tf.Variable)):
             new_scale = tf.cast(tf.convert_to_tensor(new_scale), tf.float64)  # pyright: ignore
             if not tf.executing_eagerly():
-                # Of a comparison with NaN nothing comes true.
+                # Comparisons with NaN are False.
                 is_valid = tf.logical_and(new_scale >= low, new_scale <= high)
                 return tf.where(is_valid, tf.cast(new_scale, tf.float32), scale())
             new_scale = new_scale.numpy().tolist()

@@ -135,7 +135,7 @@ class KerasApi(Protocol):
     def quantized_policy(self, name: str) -> Any:
         """Returns the quantized policy of that name, or None."""
 
-    def refuse_keras_wrapper(self, optimizer: Any, wrapper: Any) -> None:
+    def note_wrapper(self, optimizer: Any, wrapper: Any) -> None:
         """Keeps Keras's own `LossScaleOptimizer` from wrapping an optimizer that ours wraps."""
 
     def register_policy(self, cls: type) -> type:

@@ -336,7 +336,7 @@ def is_in_keras_wrapper(optimizer: Any) -> bool:
     return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False) is True
 
 
-def refuse_keras_wrapper(optimizer: Any, wrapper: Any) -> None:
+def note_wrapper(optimizer: Any, wrapper: Any) -> None:
     del wrapper
     # Keras's own sets it to True, and refuses whatever is true.
     optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"

@@ -352,7 +352,7 @@ def is_in_keras_wrapper(optimizer: Any) -> bool:
     return _is_in(_keras_own, optimizer)
 
 
-def refuse_keras_wrapper(optimizer: Any, wrapper: Any) -> None:
+def note_wrapper(optimizer: Any, wrapper: Any) -> None:
     _ours[optimizer] = weakref.ref(wrapper)
 
 

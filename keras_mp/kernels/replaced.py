@@ -32,8 +32,8 @@ class Kernel(NamedTuple):
         names: of that function. The first is the one in `module`, others are exported names.
         example: takes a dtype and a case; returns arguments of the operation for which a wrong
             kernel shows, and the last value of the right result.
-        case: takes the function's arguments and returns what it depends on whether the kernel is
-            wrong; False where it cannot be wrong.
+        case: takes the function's arguments and returns what decides whether the kernel is wrong;
+            False where it cannot be wrong.
         cases: what `case` returns for the arguments for which most such kernels are wrong.
         correct: takes the function and its arguments, and computes the right result. Defaults to
             computing in float32 and rounding once.

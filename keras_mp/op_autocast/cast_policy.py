@@ -19,7 +19,7 @@ NONE = "none"
 POLICIES = {
     ALLOW: "runs in 16 bits, whatever comes in",
     INFER: "computes; runs in 16 bits if what comes in was computed in 16 bits",
-    CLEAR: "moves or selects numbers; as infer",
+    CLEAR: "moves or selects numbers; runs as infer does",
     PROMOTE: "runs in float32; if 16-bit and float32 tensors meet in it, in float32 as well",
     DENY: "runs in float32",
     NONE: "is left alone",
@@ -130,8 +130,8 @@ SLOW_ON_CPU = op_table.ops("sigmoids", "exponential units")
 WHY_SLOW_ON_CPU = "on CPUs its 16-bit kernel is slower than the float32 one"
 
 # In float16 they add up, before they divide if they do, what may be infinite then.
-SUMS_IN_FLOAT16 = op_table.ops("sums of tensors", "average pooling")
+DENIED_IN_FLOAT16 = op_table.ops("sums of tensors", "average pooling")
 WHY_NOT_IN_FLOAT16 = "adds up many numbers, which may overflow in float16"
 
 # What they make of a variable's value is still as good as the variable.
-VIEWS = op_table.ops("identities", "reshapes", "views")
+SAME_WEIGHT = op_table.ops("identities", "reshapes", "views")

@@ -59,7 +59,7 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
         except _core._NotOkStatusException:
             if len({value.dtype for value in values or () if tf.is_tensor(value)}) > 1:
                 raise
-            # A kernel that cannot; or the user's mistake, which is reported as ever.
+            # No such kernel, or a mistake of the user's, which TensorFlow is to report.
             return execute(context, op, name, *args)
         if isinstance(results, list | tuple):
             return type(results)(_to_float32(each, region.dtype, plan) for each in results)

@@ -131,7 +131,7 @@ def policy_for(op: str, region: Region, device: str) -> OpPolicy | None:
     row = cast_policy.ROWS.get(op)
     if row is None or row.policy not in (cast_policy.ALLOW, cast_policy.INFER, cast_policy.CLEAR):
         return row
-    if region.dtype == tf.float16 and op in cast_policy.SUMS_IN_FLOAT16:
+    if region.dtype == tf.float16 and op in cast_policy.DENIED_IN_FLOAT16:
         return OpPolicy(cast_policy.DENY, cast_policy.WHY_NOT_IN_FLOAT16)
     if device == "CPU" and op in cast_policy.SLOW_ON_CPU:
         return OpPolicy(cast_policy.DENY, cast_policy.WHY_SLOW_ON_CPU)
@@ -166,7 +166,7 @@ def plan_of(op: str, region: Region) -> Plan | None:
             if arg.type_attr != attr and not arg.number_attr and not arg.type_list_attr
         ),
         is_bounded=op in cast_policy.BOUNDED,
-        is_view=op in cast_policy.VIEWS,
+        is_view=op in cast_policy.SAME_WEIGHT,
     )
 
 

@@ -22,7 +22,7 @@ SCALED, TO_APPLY, BY_TAPE = 1, 2, 4
 UNSCALED, APPLIED, SPOILED, JUST_UNSCALED, OVERFLOWED = 1, 2, 4, 8, 16
 # Whose gradients they are: of one that was not named, or the only one; of one of so many; of any
 # other. A step that was refused counts as one of the first.
-ANYBODY, MOST, OTHERS = 0, 10, 11
+ANYBODY, MAX_OPTIMIZERS, OTHERS = 0, 10, 11
 
 
 def of(index: int, facts: int) -> int:

@@ -135,7 +135,7 @@ class Calls:
     def _is_mine(self, graph: Any) -> bool:
         """Whether this thread made the last call here, and no function may have made one since."""
         mine = self._mine
-        # A reference to a graph that is gone is none to eager code.
+        # A dead reference to a graph does not mean eager code.
         was_here = mine.graph is None if graph is None else mine.graph and mine.graph() is graph
         if mine.facts is None or not was_here:
             return False
@@ -196,7 +196,7 @@ class Calls:
 
 
 class NoCalls(Calls):
-    """Those of either face where nothing is scaled, so that none is missing or wrong."""
+    """Calls that do nothing, for either public class where no loss is scaled."""
 
     _needs_variables = False
 
@@ -229,11 +229,11 @@ class NoCalls(Calls):
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[Given]:
-        """Tells that the gradients are not scaled."""
+        """Says that the gradients are not scaled."""
         yield Given(losses=self.losses())
 
     def update(self) -> tuple[bool, Callable[[], None]]:
-        """Any time is right."""
+        """Ends the step, whatever was called."""
         return True, lambda: None
 
 

@@ -116,7 +116,7 @@ class Decision:
 
     def carry_out(self) -> tf.Operation | None:
         """Returns the operation that makes or skips the step, in a TensorFlow 1 graph."""
-        if self.adapter.is_scaling_safe:
+        if self.adapter.unscales_and_skips:
             # It makes or skips the step by itself, which is noted here.
             applied = _operation(self.apply())
             return _operation([applied, self._choose(lambda: None, lambda: None)])

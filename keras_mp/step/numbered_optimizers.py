@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from keras_mp.step.call_states import ANYBODY, MOST, OTHERS
+from keras_mp.step.call_states import ANYBODY, MAX_OPTIMIZERS, OTHERS
 from keras_mp.support import host
 
 
@@ -45,7 +45,7 @@ class NumberedOptimizers:
         is_function = isinstance(optimizer, types.FunctionType)
         if living and self._was_left_out and not is_function:
             raise ValueError(_WHOSE.format([*(entry[0]() for entry in living.values()), optimizer]))
-        for index in range(1, MOST + 1):
+        for index in range(1, MAX_OPTIMIZERS + 1):
             if index not in living and not (index in self._entries and self._entries[index][1]):
                 self._entries[index] = (_reference(optimizer), weakref.WeakSet())
                 return index

@@ -25,8 +25,8 @@ class OptimizerAdapter(abc.ABC):
         optimizer: What applies gradients.
 
     Attributes:
-        is_scaling_safe: Whether it takes scaled gradients and the verdict, in `apply_scaled`, and
-            skips a step by itself.
+        unscales_and_skips: Whether it takes scaled gradients and the verdict, in `apply_scaled`,
+            and skips a step by itself.
         takes_float32_gradients: Whether gradients in 16 bits are cast to float32 before they are
             unscaled, so that small ones stay.
         is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
@@ -37,7 +37,7 @@ class OptimizerAdapter(abc.ABC):
         overrides_minimize: Whether the optimizer does something of its own in `minimize`.
     """
 
-    is_scaling_safe = False
+    unscales_and_skips = False
     takes_float32_gradients = False
     is_revived_without_state = False
     is_saved_by_keras = True

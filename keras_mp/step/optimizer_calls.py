@@ -22,7 +22,7 @@ from keras_mp.support import host, messages
 class OptimizerCalls(Calls):
     """The calls of a `LossScaleOptimizer`. What is missing is reported, and the step is made.
 
-    What a thread did itself decides where the step is made there too.
+    If one thread made all calls of a step here, its own record decides, not the variable.
     """
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:

@@ -101,7 +101,7 @@ class Function(OptimizerAdapter):
 class ScalingSafe(OptimizerAdapter):
     """An optimizer with a method `apply_scaled_gradients(grads_and_vars, loss_scale, finite)`."""
 
-    is_scaling_safe = True
+    unscales_and_skips = True
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)

@@ -56,11 +56,11 @@ class OutcomeHandler:
         self._skipped.watch()
 
     def good(self) -> list[Any]:
-        """The gradients were finite."""
+        """Handles a step whose gradients are finite: the scale may grow."""
         return self._move(True)[0] if self._worst is None else []
 
     def bad(self, seen: NonFiniteCounts | None, weights: Sequence[Weight]) -> list[Any]:
-        """They were not.
+        """Handles a step whose gradients are not: counts it, and the scale backs off.
 
         Args:
             seen: what was not finite, on all replicas; None in a graph of TensorFlow 1.

@@ -5,7 +5,7 @@ import dataclasses
 from keras_mp.support import text_tables
 
 # So many variables are named in a warning.
-MOST = 5
+MAX_NAMES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Overflow:
         """The report in one line."""
         which = "A step" if self.step is None else f"Step {self.step}"
         names = [repr(name) for name in self.variables]
-        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-        whose = ", ".join(names[:MOST]) + more if names else "no single variable"
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        whose = ", ".join(names[:MAX_NAMES]) + more if names else "no single variable"
         return (
             f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} so "
             f"far). {self._of_the_loss()} Gradients that were not finite: {whose}."

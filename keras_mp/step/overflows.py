@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_mp.step import gradients
 from keras_mp.step.loss_scales import state_variable
 from keras_mp.step.overflow_report import (
-    MOST,
+    MAX_NAMES,
     LossOfReplica,
     Overflow,
     OverflowedGradient,
@@ -33,9 +33,9 @@ _HEADER = 5
 _UNKNOWN = -1
 # A streak describes the steps that were skipped in a row: in how many the loss was not finite, and
 # in how many it was; how many steps of this program had been skipped before the first of them, and
-# how many are now; how many variables were not finite; the numbers of the `MOST` variables that
-# most often were not, and in how many steps each.
-STREAK = 5 + 2 * MOST
+# how many are now; how many variables were not finite; the numbers of the `MAX_NAMES` variables
+# that most often were not, and in how many steps each.
+STREAK = 5 + 2 * MAX_NAMES
 _KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is not finite
 
 _eagerly = tf.__internal__.eager_context.eager_mode
@@ -203,7 +203,7 @@ def _after(
     """
     header, in_all, in_a_row, _ = _parts_of(vector, counts.shape[1] - 1)
     last, _, _, skipped_before, _ = tf.unstack(header)
-    losses, before, now, *most_often = tf.split(streak, [2, 1, 1, 1, MOST, MOST])
+    losses, before, now, *most_often = tf.split(streak, [2, 1, 1, 1, MAX_NAMES, MAX_NAMES])
     of_losses, of_gradients = tf.split(counts, [1, -1], 1)
     losses = losses * tf.cast(goes_on, tf.int64) + _how_many_are_finite(of_losses)
     began = tf.where(goes_on, before, now)
@@ -242,7 +242,7 @@ def _most_often(
     numbers = tf.concat([np.arange(first, end)[::-1], numbers], 0)
     steps = tf.where(is_other, steps, tf.zeros_like(steps))
     steps = tf.concat([tf.reverse(in_a_row, [0]), steps], 0)
-    most, places = tf.math.top_k(steps, MOST)
+    most, places = tf.math.top_k(steps, MAX_NAMES)
     affected = tf.math.count_nonzero(steps, keepdims=True)
     return [affected, tf.gather(numbers, places), most]
 
@@ -331,14 +331,14 @@ class Overflows:
         """
         affected, *pairs = streak[4:]
         texts = []
-        for number, steps in zip(pairs[:MOST], pairs[MOST:], strict=True):
+        for number, steps in zip(pairs[:MAX_NAMES], pairs[MAX_NAMES:], strict=True):
             if steps:
                 name = self._name(number)
                 layer = name.rpartition("/")[0]
                 texts.append(f"{name!r}{f' of layer {layer!r}' if layer else ''} (in {steps})")
         if not texts:
             return ""
-        more = f" and {affected - MOST} more" if affected > MOST else ""
+        more = f" and {affected - MAX_NAMES} more" if affected > MAX_NAMES else ""
         return (
             f" Most often it was the gradient of {', '.join(texts)}{more} that was not finite; "
             "`last_overflow` tells more of the last step."

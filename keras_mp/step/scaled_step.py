@@ -85,7 +85,7 @@ class ScaledStep:
         grads, marks, scaled = self._reduced(
             mine, grads, marks, variables, scaled, scaled_by, aggregate
         )
-        safe = self.adapter.is_scaling_safe
+        safe = self.adapter.unscales_and_skips
         # One pass over the gradients less, where nothing else has to see them unscaled.
         unscales = self.adapter.jit_compile and not (new_values or self.adapter.accumulates())
         unscaled = gradients.unscale(grads, scaled_by) if scaled and not unscales else grads
@@ -149,7 +149,7 @@ class ScaledStep:
         packed, unpack = gradients.pack([*grads, *marks])
         packed, scaled, sent = self._sum_over_replicas(packed, scaled, scaled_by)
         mine.sent = lambda: unpack(sent)[: len(grads)]
-        if scaled and not self.adapter.is_scaling_safe:
+        if scaled and not self.adapter.unscales_and_skips:
             packed, scaled = gradients.unscale(packed, scaled_by), False
         summed = unpack(packed)
         return summed[: len(grads)], summed[len(grads) :], scaled
@@ -173,7 +173,7 @@ class ScaledStep:
             return workers.checked(summed, scaled_by), scaled, sent[: len(grads)]
         given = workers.with_scale(gradients.cast_float16_to_float32(grads), scaled_by)
         summed = workers.checked(replicas.all_reduce(given, reduce_dtype), scaled_by)
-        if self.adapter.is_scaling_safe:
+        if self.adapter.unscales_and_skips:
             return summed, scaled, []
         if scaled:
             summed = gradients.unscale(summed, scaled_by)  # pyright: ignore
@@ -195,7 +195,7 @@ class ScaledStep:
         return values
 
     def _look(self, mine: ReplicaState) -> tf.Tensor:
-        """The counts of `Seen`. Called on each replica, which tells them to all others."""
+        """Counts what was not finite. Called on each replica, which tells all others."""
         judged = [gradient for gradient, _ in mine.judged]
         totals = None
         if has_total(self.adapter, mine):

@@ -66,8 +66,9 @@ class ScalerCalls(Calls):
         index = self._optimizers.index(optimizer)
         if index == OTHERS:
             raise ValueError(
-                f"A GradScaler keeps track of {states.MOST} optimizers. Leave the gradients of "
-                f"further ones scaled: step() unscales them. Received: optimizer={optimizer!r}"
+                f"A GradScaler keeps track of {states.MAX_OPTIMIZERS} optimizers. Leave the "
+                "gradients of further ones scaled: step() unscales them. "
+                f"Received: optimizer={optimizer!r}"
             )
         certain, facts = self._so_far()
         news = of(index, states.UNSCALED | states.JUST_UNSCALED)

@@ -28,7 +28,7 @@ class Weight(NamedTuple):
         variable: the variable.
         handle: its handle.
         dtype: in which its value is kept.
-        is_trained: bool. Whether optimizers change it. One that does not leaves it alone.
+        is_trained: bool. Whether an optimizer changes it.
     """
 
     variable: Any

@@ -84,7 +84,7 @@ class HostCallback:
         left = tf.convert_to_tensor(self.buffer)
 
         def deliver() -> None:
-            # In the graph, which so knows that it comes before what is left next.
+            # In the graph, so that it runs before anything else is left there.
             self.buffer.assign(tf.zeros_like(left), read_value=False)
             self._tell(left[1:], None)
 

@@ -88,7 +88,7 @@ def test_a_kind_has_one_policy():
     assert len(listed) == len(set(listed))
     missing = {op for op in cast_policy.ROWS if not hasattr(tf.raw_ops, op)}
     assert all(cast_policy.ROWS[op].policy == "none" for op in missing)
-    others = cast_policy.BOUNDED | cast_policy.SLOW_ON_CPU | cast_policy.VIEWS
+    others = cast_policy.BOUNDED | cast_policy.SLOW_ON_CPU | cast_policy.SAME_WEIGHT
     assert others <= cast_policy.ROWS.keys()
 
 

@@ -173,8 +173,8 @@ class Counting(tf.keras.Sequential):
 
 def test_train_step_of_ones_own(monkeypatch):
     traces, models = [], []
-    for hook in (compile_hook._remember_weights, lambda model: None):
-        monkeypatch.setattr(compile_hook, "_remember_weights", hook)
+    for hook in (compile_hook._open_training_step, lambda model: None):
+        monkeypatch.setattr(compile_hook, "_open_training_step", hook)
         Counting.traces = 0
         model = fit(make_model(Counting), *data(4, bad=[1, 3]))
         model.fit(*data(4), batch_size=4, verbose=0)
