@@ -89,12 +89,13 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     if not 0 <= tolerance <= 1:
         raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
     facts = _facts(measured, dtype, tolerance)
-    found = (
-        _about_outputs(facts)
-        or _about_runs(measured, dtype)
-        or _about_zeros(measured, dtype, tolerance)
-        or _about_gradients(facts)
-    )
+    found = _about_outputs(facts) or _about_runs(measured, dtype)
+    if found is None:
+        zeros, found = _about_zeros(measured, dtype, tolerance), _about_gradients(facts)
+        if zeros is not None and not _overflows(facts):
+            found = zeros
+        elif zeros is not None and found is not None:
+            found.sentences.extend(zeros.sentences)
     if found is None:
         return Advice([], {}, None)
     if dtype == "float16" and (found.policies or found.loss_scale):
@@ -263,6 +264,15 @@ def _about_zeros(measured: Report | WhatIf, dtype: str, tolerance: float) -> Adv
         f"{measured.loss_scale:g}. Whether it is in float32 too is unknown: ask `what_if`."
     )
     return Advice([sentence], {}, None)
+
+
+def _overflows(facts: _Facts) -> bool:
+    """Whether a gradient was, or would be, too large at the loss scale in force."""
+    return any(
+        row.kind != OUTPUT
+        and (row.overflowed_at <= facts.now or row.histogram.fate(facts.dtype, facts.now).infinite)
+        for row in facts.rows
+    )
 
 
 def _about_gradients(facts: _Facts) -> Advice | None:

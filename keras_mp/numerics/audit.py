@@ -150,13 +150,10 @@ def _findings(model: Any, batch: Batch, device: str | None) -> Iterator[Finding]
     said = set()
     for suspect, values in zip(traced[-1], measured, strict=True):
         finding = suspect.say(*(np.asarray(value) for value in values))
-        if finding is None:
-            continue
-        # Several operations of one line are one finding, and so are a cause and what comes of it.
-        place = finding.where, finding.line
-        cause = hazards.CONSEQUENCES.get(finding.hazard)
-        if (finding.hazard, *place) not in said and (cause, *place) not in said:
-            said.add((finding.hazard, *place))
+        # Several operations of one line are one finding.
+        about = finding and (finding.hazard, finding.where, finding.line)
+        if finding is not None and about not in said:
+            said.add(about)
             yield finding
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step.gradients import Gradient, cast_as, cast_float32, map_values
+from keras_mp.support import host
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 
@@ -83,7 +84,6 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
 
     Source: RFC 293, "All-reducing in float16".
     """
-    context = tf.distribute.get_replica_context()
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
     cast: list[Any] = cast_float32(gradients, reduce_dtype)
     sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in cast]
@@ -91,12 +91,26 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.
     for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
         positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
-        summed = context.all_reduce(
-            tf.distribute.ReduceOp.SUM, [sent[i] for i in positions], options
-        )
+        summed = _summed([sent[i] for i in positions], options)
         for position, gradient in zip(positions, summed):
             received[position] = _bits_as(cast[position].dtype, gradient)
     return cast_as(received, gradients)
+
+
+def _summed(
+    gradients: list[Any],
+    options: tf.distribute.experimental.CommunicationOptions | None = None,
+) -> list[Any]:
+    context, add = tf.distribute.get_replica_context(), tf.distribute.ReduceOp.SUM
+    if not host.in_v1_graph():
+        return context.all_reduce(add, gradients, options)
+
+    # There, what `all_reduce` does for gradients of sums looks variables up by their names, which
+    # those of replicas are not found by.
+    def reduce(strategy: tf.distribute.Strategy, *values: Any) -> Any:
+        return strategy.extended.batch_reduce_to(add, [(each, each) for each in values], options)
+
+    return context.merge_call(reduce, args=tuple(gradients))
 
 
 def agree(finite: tf.Tensor) -> tf.Tensor:
@@ -108,9 +122,8 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
     Returns:
         bool scalar tensor, the same on every replica.
     """
-    context = tf.distribute.get_replica_context()
-    not_finite = tf.cast(tf.logical_not(finite), tf.float32)
-    return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, not_finite), 0.0)
+    [not_finite] = _summed([tf.cast(tf.logical_not(finite), tf.float32)])
+    return tf.equal(not_finite, 0.0)
 
 
 def decide_for_all_replicas(

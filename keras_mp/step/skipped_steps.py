@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.step.loss_scales import state_variable
-from keras_mp.step.overflow_report import Overflow
+from keras_mp.step.overflow_report import MAX_NAMES, Overflow
 from keras_mp.step.overflows import STREAK, NonFiniteCounts, Overflows
 from keras_mp.step.state_rollback import Weight
 from keras_mp.support import host, messages
@@ -128,8 +128,11 @@ class SkippedSteps:
         in_a_row, *streak = counts
         not_finite, finite, *_ = streak
         bad = _names_of_bad(self._looked_at)
-        # Where a weight is not finite, no loss is, and then no gradient: these tell nothing more.
-        whose = "" if bad and not finite else self._overflows.tell(streak)
+        # Where the loss is not finite, gradients that never are tell nothing more.
+        _, *of_names = streak[4:]
+        in_each = {steps for steps in of_names[MAX_NAMES:] if steps} == {in_a_row}
+        tells_more = finite or not (bad or (not_finite and in_each))
+        whose = self._overflows.tell(streak) if tells_more else ""
         messages.warn(
             f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}{whose}{bad}",
             line,

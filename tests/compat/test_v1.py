@@ -662,3 +662,28 @@ def test_an_optimizer_that_computes_gradients_in_a_way_of_its_own_is_warned_abou
 
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="Clips has a `compute_gradients`"):
         v1.LossScaleOptimizer(Clips(0.1), 8)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("kind", ["bare", "fixed", "dynamic"])
+def test_a_session_runs_a_step_on_replicas(kind, bad):
+    with tf.Graph().as_default(), mirrored(2).scope():
+        strategy = tf.distribute.get_strategy()
+        scale = v1.ExponentialUpdateLossScaleManager(2.0**8, 50) if kind == "dynamic" else 8.0
+        v = V1.get_variable("v", initializer=[1.0, 2.0], use_resource=True)
+        optimizer = V1.train.GradientDescentOptimizer(0.25)
+        if kind != "bare":
+            optimizer = v1.LossScaleOptimizer(optimizer, scale)
+
+        def step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            factor = tf.where(tf.equal(replica, 1) & bad, np.float32(np.inf), 1.0)
+            return optimizer.minimize(lambda: tf.reduce_sum(v**2) * factor)
+
+        train = tf.group(*strategy.experimental_local_results(strategy.run(step)))
+        with session() as run:
+            run.run(train)
+            values = run.run(strategy.experimental_local_results(v))
+    expected = [0.0, 0.0] if not bad else [1.0, 2.0] if kind == "dynamic" else [-np.inf] * 2
+    for each in values:
+        np.testing.assert_array_equal(each, expected)

@@ -1,5 +1,7 @@
 """Advice: it follows from the numbers, and a model that takes it loses nothing."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -226,21 +228,20 @@ def test_what_a_run_has_lost_outranks_what_a_histogram_predicts():
     x = np.random.default_rng(0).normal(size=[32, 8]).astype(np.float32)
     runs = {"loss": squares, "dtypes": ["float16"]}
     result = what_if(model, x, np.ones([32, 1], np.float32), **runs)
-    lost = {
-        scale: any(each.infinite or each.share > 0.001 for each in rows.values())
-        for scale, rows in ((s, result.losses("float16", s, 0.001)) for s in result.scales)
-    }
-    advice = advise(result)
-    assert advice.sentences
-    for scale, is_lost in lost.items():
-        claim = f"between 2^{int(np.log2(scale))}"
-        assert not (is_lost and any(claim in each for each in advice.sentences))
-    mixed = keras_mp.convert(model, "mixed_float16")
+    lost = [scale for scale in result.scales if result.losses("float16", scale, 0.001)]
+    assert lost
+    mixed, advice = keras_mp.convert(model, "mixed_float16"), advise(result)
+    assert advice.policies
     for _ in range(3):
+        claim = r"between 2\^(-?\d+) and 2\^(-?\d+) no gradient"
+        for low, high in re.findall(claim, str(advice)):
+            assert not any(2.0 ** int(low) <= scale <= 2.0 ** int(high) for scale in lost)
         if not advice.policies:
             break
         mixed = keras_mp.convert(mixed, advice.policies)
-        advice = advise(what_if(mixed, x, np.ones([32, 1], np.float32), **runs))
+        result = what_if(mixed, x, np.ones([32, 1], np.float32), **runs)
+        lost = [scale for scale in result.scales if result.losses("float16", scale, 0.001)]
+        advice = advise(result)
     assert advice.policies == {}
 
 
@@ -259,6 +260,10 @@ def test_zeros_of_a_run_in_16_bits_are_unknown():
     assert "may be values that were too small for float16" in str(report(lossy, loss_scale=1.0))
     # Zeros beside values of an ordinary size come from elsewhere: a ReLU, a pixel that is black.
     assert advise(report(row(values=[*[0.0] * 29, *[0.5] * 71]))) == ([], {}, None)
+    # Unknown zeros do not hide an overflow.
+    large = row(path="b/kernel", values=[4.0], overflowed_at=2.0**15)
+    both = advise(report(lossy, large, loss_scale=2.0**15))
+    assert both.loss_scale < 2.0**15
     in_float32 = row(dtype="float32", values=[0.0, 2.0**-24])
     assert advise(report(in_float32, loss_scale=1.0)).sentences == []
 

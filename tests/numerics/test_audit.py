@@ -1,7 +1,6 @@
 """Defects that are planted in models are found and named, and clean models get an empty report."""
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -418,10 +417,29 @@ def test_an_epsilon_of_zero_is_one_cause_and_one_finding():
         model = K.Sequential([K.Input([16]), L.Dense(16, "relu"), L.Dense(4, dtype="float32")])
     # The gradient of a weight that no example uses is 0, and 0 / (0 + 0) is NaN.
     x = np.where(np.arange(16) == 3, 0.0, X).astype(np.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+    with keras_mp.policy_scope("mixed_float16"):
         model.compile(K.optimizers.Adam(epsilon=0.0), FROM_LOGITS)
-    assert "a step that cannot be skipped" not in found(model, (x, CLASSES))
+    findings = found(model, (x, CLASSES))
+    assert list(findings) == ["an epsilon that is 0"]
+    assert (
+        "0 in float32, the dtype of 4 variables: after one step"
+        in findings["an epsilon that is 0"].why
+    )
+    # Where every weight has a gradient it does no harm.
+    assert not found(model, (X, CLASSES))
+
+
+class DividesOnAnotherLine(L.Layer):
+    def call(self, x):
+        below = tf.reduce_sum(x * x, -1, keepdims=True) + 1e-8
+        above = x * 2
+        return above / below
+
+
+def test_an_epsilon_and_the_division_that_it_was_for_are_one_finding():
+    rows = np.where(np.arange(8)[:, np.newaxis] == 2, 0.0, X).astype(np.float32)
+    findings = found(classifier(lambda: DividesOnAnotherLine()), (rows, CLASSES))
+    assert list(findings) == ["an epsilon that is 0 in 16 bits"]
 
 
 def test_a_loss_function_that_multiplies_by_a_number():

@@ -34,6 +34,3 @@ HAZARDS: tuple[Callable[[Look], Iterator[Suspect]], ...] = (
     step.replicas_that_do_not_agree,
     updates.updates_that_are_lost,
 )
-
-# What comes of another hazard: where that was found, it is not said a second time.
-CONSEQUENCES = {"an overflow in the forward pass": "an epsilon that is 0 in 16 bits"}

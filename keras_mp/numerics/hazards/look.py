@@ -96,6 +96,8 @@ class Look:
         device: str | None = None,
     ) -> None:
         self.model, self.batch, self.result = model, batch, result
+        # Operations of which a finding has said already why they fail.
+        self.explained: set[tf.Operation] = set()
         self.device = device
         self.layers = origins.Layers(model, scopes)
         graph = tf.compat.v1.get_default_graph()

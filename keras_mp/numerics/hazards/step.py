@@ -18,7 +18,7 @@ from keras_mp.numerics.hazards.look import (
     widened,
 )
 from keras_mp.support import op_table
-from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
 # What stands between a product in a loss function and the loss that is scaled.
 _ON_THE_WAY = op_table.ops(
@@ -163,20 +163,33 @@ def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
     """The optimizer divides by a root plus an epsilon that is 0 in the dtype of its variables."""
     optimizer = _inner(getattr(look.model, "optimizer", None))
     epsilon = getattr(optimizer, "epsilon", None)
-    variables = [v for v in look.model.trainable_variables if tf.as_dtype(v.dtype) == tf.float16]
-    if not isinstance(epsilon, (int, float)) or not variables or np.float16(epsilon) != 0:
+    if not isinstance(epsilon, (int, float)):
         return
+    variables = [
+        v
+        for v in look.model.trainable_variables
+        if (dtype := tf.as_dtype(v.dtype)).is_floating and dtype.as_numpy_dtype(epsilon) == 0
+    ]
+    if not variables:
+        return
+    dtypes = {tf.as_dtype(v.dtype).name for v in variables}
+    in_16_bits = not dtypes.isdisjoint(LOW_PRECISION_NAMES)
     bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
     size = sum(int(np.prod(v.shape)) for v in variables)
 
-    def say(bad: Any) -> Finding:
+    def say(bad: Any) -> Finding | None:
+        if not (bad or in_16_bits):
+            return None
+        names = " and ".join(sorted(dtypes))
         return Finding(
-            "an epsilon that is 0 in 16 bits",
+            "an epsilon that is 0 in 16 bits" if in_16_bits else "an epsilon that is 0",
             f"the optimizer ({type(optimizer).__name__})",
             None,
-            f"Its epsilon, {epsilon:g}, is 0 in float16, the dtype of {len(variables)} variables: "
+            f"Its epsilon, {epsilon:g}, is 0 in {names}, the dtype of {len(variables)} variables: "
             f"after one step with this batch {bad:,} of their {size:,} numbers are not finite.",
-            'Keep variables in float32 (the policy "mixed_float16"), or pass epsilon=1e-4.',
+            'Keep variables in float32 (the policy "mixed_float16"), or pass epsilon=1e-4.'
+            if in_16_bits
+            else "Pass an epsilon above 0, such as 1e-7.",
         )
 
     yield Suspect([bad], say)

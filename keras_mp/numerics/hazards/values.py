@@ -61,6 +61,8 @@ def not_finite(look: Look) -> Iterator[Suspect]:
         pairs = zip(counts[:, 2] + counts[:, 3], counts[:, 4])
         by_output = {output.ref(): pair for output, pair in zip(outputs, pairs)}
         found = _first(operations, by_output)
+        if found and found[0] in look.explained:
+            return None
         so = "so is the loss" if is_lost else "so are gradients, though the loss is not"
         return found and _say_not_finite(look, *found, so)
 
@@ -149,6 +151,7 @@ def vanished_epsilon(look: Look) -> Iterator[Suspect]:
             def say(
                 zeros: Any, least: Any, operation: Any = operation, divides: Any = divides
             ) -> Finding:
+                look.explained.add(divides)
                 dtype, n = operation.outputs[0].dtype, operation.outputs[0].shape.num_elements()
                 smallest = "6e-8" if dtype == tf.float16 else "9e-41"
                 return look.finding(
