@@ -111,7 +111,7 @@ class _Place(NamedTuple):
     Attributes:
         layer: the layer.
         depth: int. In how many layers it is, the model not counted.
-        is_output: bool. Is what it returns an output of the model, as far as one can tell?
+        is_output: bool. Whether what it returns is known to be an output of the model.
     """
 
     layer: Any
@@ -246,7 +246,7 @@ def _size(layer: Any) -> Any:
 
 
 def _size_costs_time(place: _Place, model: Any) -> bool:
-    """Would another number of units or filters make this machine faster?"""
+    """Whether another number of units or filters would make this machine faster."""
     layer, size = place.layer, _size(place.layer)
     is_odd = isinstance(size, int) and size % 8 and not keras_api.layers_inside(layer)
     if not is_odd or not hardware.has_tensor_cores(layer.compute_dtype):

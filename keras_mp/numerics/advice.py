@@ -357,7 +357,7 @@ def _about_conflict(
     low, high = common
 
     def lost(row: Row) -> tuple[Fate, bool, int]:
-        """What is lost of a row at the nearest scale that suits the others; is it too small?"""
+        """What a row loses at the nearest scale that suits the others; whether it is too small."""
         window = windows[row.kind, row.path]
         if window.is_empty:
             end = max(window.high, 0)

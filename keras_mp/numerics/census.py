@@ -46,8 +46,8 @@ class Operation(NamedTuple):
         kind: str. "matrix product" or "convolution"; empty for all others, and if the shapes are
             not known.
         work: int. How many floating-point operations of products a call takes for it.
-        is_least: bool. Is it in a loop of which nothing tells how often it turns? Its turns and
-            work are those of one turn then.
+        is_least: bool. Whether it is in a loop of which nothing tells how often it runs. Its turns
+            and work are those of one round then.
         sizes: tuple of int. Of a plain matrix product, rows, columns and what is summed over; of a
             convolution, channels in and out; None of all others.
 

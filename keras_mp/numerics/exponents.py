@@ -100,7 +100,7 @@ class Window(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Is there no scale at which nothing is lost?"""
+        """Whether there is no scale at which nothing is lost."""
         return self.low > self.high
 
     def __and__(self, other: "Window") -> "Window":

@@ -43,9 +43,9 @@ class Node(NamedTuple):
         outputs: shapes of its outputs.
         sources: the nodes that its inputs come from; None for an argument of a function.
         turns: int. How often it runs in one call.
-        is_least: bool. Is it in a loop of which nothing tells how often it turns? It is counted
+        is_least: bool. Whether it is in a loop of unknown length. It is counted
             once then.
-        is_in_main: bool. Is it in the graph itself, and not in a function that this calls?
+        is_in_main: bool. Whether it is in the graph itself, not in a function that this calls.
     """
 
     proto: Any

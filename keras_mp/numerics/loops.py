@@ -114,7 +114,7 @@ def frames(protos: Sequence[Any], node_of: Callable[[str], str]) -> dict[str, tu
 
 
 def is_folded(proto: Any) -> bool:
-    """Does `folded` know what a node computes?"""
+    """Whether `folded` knows what a node computes."""
     return proto.op == "Const" or proto.op in _FOLDED
 
 

@@ -75,7 +75,7 @@ class Layers:
 
 
 def is_of_backward_pass(name: str) -> bool:
-    """Does an operation with this name belong to the backward pass?"""
+    """Whether an operation with this name belongs to the backward pass."""
     return _GRADIENT in name.split("/")
 
 
@@ -113,7 +113,7 @@ def maker_of(operation: Any) -> str:
 
 
 def is_made_in(operation: Any, files: Sequence[str], functions: Sequence[str] = ()) -> bool:
-    """Was an operation made by one of these functions, or by what they call?
+    """Whether an operation was made by one of these functions, or by what they call.
 
     Args:
         operation: `tf.Operation`.
@@ -145,7 +145,7 @@ _TREES = tuple(os.sep + os.path.join("site-packages", name) + os.sep for name in
 
 @functools.cache
 def is_library(filename: str) -> bool:
-    """Is it a file of Python, TensorFlow, Keras or keras_mp, and not of a program or its models?"""
+    """Whether a file is of Python, TensorFlow, Keras or keras_mp, and not of a program."""
     is_python = filename.startswith(_PYTHON) and "-packages" not in filename
     is_tree = any(folder in filename for folder in _TREES)
     return is_python or is_tree or messages.is_library(filename)

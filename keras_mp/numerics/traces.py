@@ -15,7 +15,7 @@ _OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
 
 
 def trains(model: Any) -> bool:
-    """Has a model been compiled with an optimizer, so that there is a step to look at?"""
+    """Whether a model was compiled with an optimizer, so that there is a step to look at."""
     return getattr(model, "optimizer", None) is not None
 
 
@@ -107,5 +107,5 @@ def function_of(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_first_replica(name: str) -> bool:
-    """Does an operation belong to the first replica, or to no replica?"""
+    """Whether an operation belongs to the first replica, or to no replica."""
     return _OTHER_REPLICA.search(name) is None

@@ -49,7 +49,7 @@ def of(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work | N
 
 
 def is_counted(op: str) -> bool:
-    """Is it the type of a product or of a convolution?"""
+    """Whether it is the type of a product or of a convolution."""
     return _plain(op) in COUNTED
 
 
@@ -115,7 +115,7 @@ def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[.
         image: which tensor has the size of what the convolution makes: that of an input, or -1 for
             the output.
         kernel: which has that of the kernel.
-        depthwise: bool. Is there one kernel for each channel?
+        depthwise: bool. Whether there is one kernel for each channel.
     """
 
     def count(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:

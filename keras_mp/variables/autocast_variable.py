@@ -380,7 +380,7 @@ def _class_for(wrapped_class: type) -> type[AutoCastVariable]:
 
 
 def _is_distributed(variable_class: type) -> bool:
-    """Is it a class of `tf.distribute`, which asks for its own classes by `isinstance`?"""
+    """Whether it is a class of `tf.distribute`, which asks for its own by `isinstance`."""
     return "distribute" in variable_class.__module__.split(".")
 
 

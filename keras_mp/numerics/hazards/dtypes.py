@@ -91,7 +91,7 @@ def _about_work(
 
 
 def _is_output(look: Look, operation: tf.Operation) -> bool:
-    """Is it in a layer that makes the model's outputs, for which float32 is right?"""
+    """Whether it is in a layer that makes the model's outputs, for which float32 is right."""
     return id(look.layers.layer(operation.name)) in look.output_layers
 
 

@@ -25,7 +25,7 @@ _MOST_VARIANCE = 0.01
 
 
 def not_finite(look: Look) -> Iterator[Suspect]:
-    """The loss is infinite or NaN: which operation of the forward pass was the first one?
+    """The loss is infinite or NaN; names the first such operation of the forward pass.
 
     A pooling with the maximum drops NaN, and so the loss may be finite. The gradients are not.
     """
