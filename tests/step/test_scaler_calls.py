@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.step.call_states import MOST
+from keras_mp.step.call_states import MAX_OPTIMIZERS
 from keras_mp.step.scaler_calls import ScalerCalls
 from tests.common import once
 
@@ -331,7 +331,7 @@ def test_methods_are_told_apart_by_their_objects():
 
 def test_as_many_optimizers_as_one_likes():
     scaler, v = keras_mp.GradScaler(4), tf.Variable(100.0)
-    optimizers = [functools.partial(sgd) for _ in range(MOST + 3)]
+    optimizers = [functools.partial(sgd) for _ in range(MAX_OPTIMIZERS + 3)]
     for _ in range(2):
         scaler.scale(v)
         for optimizer in optimizers:
@@ -346,12 +346,12 @@ def test_as_many_optimizers_as_one_likes():
 
 def test_functions_that_are_made_anew_each_time():
     scaler, v = keras_mp.GradScaler(4), tf.Variable(100.0)
-    for _ in range(3 * MOST):
+    for _ in range(3 * MAX_OPTIMIZERS):
         scaler.scale(v)
         gradients = scaler.unscale([tf.constant(4.0)])
         scaler.step(lambda pairs: sgd(pairs), zip(gradients, [v]))
         scaler.update()
-    assert float(v) == 100 - 3 * MOST
+    assert float(v) == 100 - 3 * MAX_OPTIMIZERS
 
 
 def test_neither_functions_nor_optimizers_are_kept_alive():
