@@ -353,7 +353,7 @@ def test_what_was_measured_becomes_a_picture(tmp_path):
         "overhead": {"Keras 3": {"graph": of_cell}, "tf_keras": {"graph": of_cell}},
         "fit": {"Keras 3": {"MLP": {"float32": turns, "Keras mixed_bfloat16": turns}}},
         "tracing": {"Keras 3": {"10": of_count, "100": of_count}},
-        "memory": {"MLP": {"float32": {"before": 10**9, "peak": 2 * 10**9}}},
+        "memory": {"fit": {"MLP": {"float32": {"before": 10**9, "peak": 2 * 10**9}}}},
         "wire": None,
     }
     picture = tmp_path / "benchmarks.png"
