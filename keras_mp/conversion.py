@@ -11,6 +11,8 @@ from keras_mp.policy import policy_scope
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
 
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
+# Loaded models and inputs may have another policy than the layers that compute.
+_NOT_COMPUTING = (tf.keras.Model, tf.keras.layers.InputLayer)
 
 
 def convert(model: Any, policy: Any) -> Any:
@@ -71,9 +73,7 @@ def convert(model: Any, policy: Any) -> Any:
         _check_paths(model, by_path)
         # Layers that a constructor makes, without a dtype in a config, keep to the model's.
         policy = by_path.get("", model.dtype_policy.name)
-    # Loaded models and inputs may have another policy than the layers that compute.
-    not_computing = (tf.keras.Model, tf.keras.layers.InputLayer)
-    computing = {layer.compute_dtype for layer in layers if not isinstance(layer, not_computing)}
+    computing = {layer.compute_dtype for layer in layers if not isinstance(layer, _NOT_COMPUTING)}
     is_in_16_bits = not computing.isdisjoint(LOW_PRECISION_NAMES)
     dtypes = LOW_PRECISION_NAMES if is_in_16_bits and by_path is None else _FLOATING_NAMES
     with (
@@ -167,7 +167,9 @@ def _check_dtypes(model: Any, converted: Any, wanted: Mapping[str, Any]) -> None
     pairs = zip(keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True)
     for old, new in pairs:
         policy = _nearest(paths.get(id(old), ""), wanted)
-        if policy is None or old.compute_dtype not in LOW_PRECISION_NAMES:
+        if policy is None or isinstance(old, _NOT_COMPUTING):
+            continue
+        if old.compute_dtype not in LOW_PRECISION_NAMES:
             continue
         if new.compute_dtype != policy.compute_dtype:
             raise ValueError(

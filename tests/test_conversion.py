@@ -350,3 +350,10 @@ def test_a_layer_that_stays_in_16_bits_is_refused():
     model = tf.keras.Sequential([tf.keras.Input([2]), StaysInFloat16(name="stubborn")])
     with pytest.raises(ValueError, match=r"its layer 'stubborn' stays in float16.*'float32'"):
         keras_mp.convert(model, "float32")
+
+
+def test_inputs_in_16_bits_stay_as_they_are():
+    inputs = tf.keras.Input([2], dtype="bfloat16")
+    outputs = tf.keras.layers.Dense(1, dtype="mixed_bfloat16")(inputs)
+    converted = keras_mp.convert(tf.keras.Model(inputs, outputs), "float32")
+    assert converted.layers[-1].compute_dtype == "float32"
