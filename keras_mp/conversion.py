@@ -167,9 +167,8 @@ def _check_dtypes(model: Any, converted: Any, wanted: Mapping[str, Any]) -> None
     pairs = zip(keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True)
     for old, new in pairs:
         policy = _nearest(paths.get(id(old), ""), wanted)
-        if policy is None or isinstance(old, _NOT_COMPUTING):
-            continue
-        if old.compute_dtype not in LOW_PRECISION_NAMES:
+        is_in_16_bits = old.compute_dtype in LOW_PRECISION_NAMES
+        if policy is None or isinstance(old, _NOT_COMPUTING) or not is_in_16_bits:
             continue
         if new.compute_dtype != policy.compute_dtype:
             raise ValueError(

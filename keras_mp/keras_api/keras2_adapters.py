@@ -22,18 +22,36 @@ def optimizer_adapter(optimizer: Any) -> OptimizerAdapter | None:
     return None
 
 
-class _KerasAdapter(OptimizerAdapter):
-    """`tf.keras.optimizers.*`."""
+class _Keras2Adapter(OptimizerAdapter):
+    """What both families have in common: which methods are as Keras made them.
+
+    Attributes:
+        base: Keras's own class.
+        computing: names of its methods that compute gradients.
+    """
 
     is_revived_without_state = True
+    base: Any
+    computing: tuple[str, ...]
 
     @property
     def only_differentiates(self) -> bool:
-        return _is_keras_own(self.optimizer, _Optimizer, "compute_gradients")
+        return all(map(self._is_keras_own, self.computing))
 
     @property
     def overrides_minimize(self) -> bool:
-        return not _is_keras_own(self.optimizer, _Optimizer, "minimize")
+        return not self._is_keras_own("minimize")
+
+    def _is_keras_own(self, method: str) -> bool:
+        bound = getattr(self.optimizer, method)
+        return getattr(bound, "__func__", None) is getattr(self.base, method)
+
+
+class _KerasAdapter(_Keras2Adapter):
+    """`tf.keras.optimizers.*`."""
+
+    base = _Optimizer
+    computing = ("compute_gradients",)
 
     def build(self, variables: Sequence[Any]) -> None:
         with tf.name_scope(self.optimizer.name), tf.init_scope():
@@ -69,20 +87,12 @@ class _KerasAdapter(OptimizerAdapter):
         )
 
 
-class _LegacyAdapter(OptimizerAdapter):
+class _LegacyAdapter(_Keras2Adapter):
     """`tf.keras.optimizers.legacy.*`, also in the graph mode of TensorFlow 1."""
 
-    is_revived_without_state = True
+    base = _LegacyOptimizer
+    computing = ("_compute_gradients", "get_gradients")
     is_saved_by_keras = False
-
-    @property
-    def only_differentiates(self) -> bool:
-        names = ("_compute_gradients", "get_gradients")
-        return all(_is_keras_own(self.optimizer, _LegacyOptimizer, name) for name in names)
-
-    @property
-    def overrides_minimize(self) -> bool:
-        return not _is_keras_own(self.optimizer, _LegacyOptimizer, "minimize")
 
     def hyperparameters(self) -> frozenset[str]:
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}
@@ -124,11 +134,6 @@ class _LegacyAdapter(OptimizerAdapter):
         return self.optimizer.apply_gradients(
             grads_and_vars, **_named(name), experimental_aggregate_gradients=aggregate
         )
-
-
-def _is_keras_own(optimizer: Any, base: type, method: str) -> bool:
-    """Whether an optimizer has a method as Keras made it."""
-    return getattr(getattr(optimizer, method), "__func__", None) is getattr(base, method)
 
 
 def _named(name: str | None) -> dict[str, str]:
