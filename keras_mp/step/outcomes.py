@@ -97,20 +97,24 @@ class OutcomeHandler:
             new_scale: float32 scalar tensor, to which a dynamic scale is set in place of being
                 moved, or None.
         """
-        worst = tf.convert_to_tensor(self._worst)
+        outcome = tf.convert_to_tensor(self._worst)
+        if has_stepped is not True:
+            outcome = tf.where(has_stepped, outcome, tf.maximum(outcome, _UNFINISHED))
 
-        def rest() -> None:
+        def good() -> None:
+            _ignore(self._move(True))
+
+        def unfinished() -> None:
             self._worst.assign(_GOOD, read_value=False)
-            tf.cond(tf.equal(worst, _BAD), lambda: _ignore(self._move_after_skip()), stay)
-
-        def stay() -> None:
             if has_stepped is not True:
                 tf.cond(has_stepped, lambda: None, report)
 
-        is_good = tf.equal(worst, _GOOD)
-        if has_stepped is not True:
-            is_good = tf.logical_and(has_stepped, is_good)
-        tf.cond(is_good, lambda: _ignore(self._move(True)), rest)
+        def bad() -> None:
+            self._worst.assign(_GOOD, read_value=False)
+            _ignore(self._move_after_skip())
+
+        # On a GPU, the host waits for this number once.
+        tf.switch_case(tf.cast(outcome, tf.int32), [good, unfinished, bad])
         if new_scale is not None and isinstance(self._loss_scale, DynamicLossScale):
             zero = tf.zeros([], tf.int64)
             self._loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.step.gradients import COUNTS
 from keras_mp.step.loss_scales import state_variable
 from keras_mp.step.overflow_report import MAX_NAMES, Overflow
 from keras_mp.step.overflows import STREAK, NonFiniteCounts, Overflows
@@ -42,7 +43,7 @@ class SkippedSteps:
         if self._tells:
             with tf.init_scope():
                 # The streak of `Overflows`.
-                self._streak = state_variable(np.zeros(STREAK), tf.int64, "streak")
+                self._streak = state_variable(np.zeros(STREAK), COUNTS, "streak")
             self._overflows = Overflows()
             self._reports = host.HostCallback(self._warn, size=1 + STREAK)
 
@@ -97,7 +98,8 @@ class SkippedSteps:
         """
         if self.warn_after is not None and not host.in_v1_graph():
             is_time = tf.equal(count, self.warn_after)
-            self._reports.post(tf.concat([tf.reshape(count, [1]), self._streak], 0), when=is_time)
+            streak = tf.cast(self._streak, tf.int64)
+            self._reports.post(tf.concat([[count], streak], 0), when=is_time)
 
     def last_overflow(self) -> Overflow | None:
         """Returns the report of the last skipped step; None if no step was skipped.
