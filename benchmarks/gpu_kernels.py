@@ -9,7 +9,7 @@ needed, and nothing is run.
 import collections
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -48,15 +48,15 @@ class Step(NamedTuple):
     """What one step would do on a machine with a GPU, or one for each replica.
 
     Attributes:
-        operations: int. How many it runs.
-        without_gpu_kernel: Counter of the types of operations that have to run on the CPU, with
-            their dtypes; in what XLA compiles, of those that it cannot compile.
+        operations: Counter of the types of operations that it runs, with their dtypes.
+        without_gpu_kernel: Counter of those that have to run on the CPU; in what XLA compiles, of
+            those that it cannot compile.
         to_host: set of str. The tensors that are copied to the host, which waits for them.
         to_gpu: set of str. The tensors that are copied to the GPU.
         between_gpus: set of str. The tensors that are copied from one GPU to another.
     """
 
-    operations: int
+    operations: collections.Counter[str]
     without_gpu_kernel: collections.Counter[str]
     to_host: set[str]
     to_gpu: set[str]
@@ -81,7 +81,7 @@ def step(function: Any, *arguments: Any, skipped: bool = False, replicas: int = 
     concrete = function.get_concrete_function(*arguments)
     graph = concrete.graph.as_graph_def()
     library = {each.signature.name: each for each in graph.library.function}
-    found = Step(0, collections.Counter(), set(), set(), set())
+    found = Step(collections.Counter(), collections.Counter(), set(), set(), set())
     walk = _Walk(library, skipped, replicas, found)
     captured = {
         inside.op.name: Tensor(inside.op.name, _gpu_of(outside))
@@ -180,12 +180,21 @@ class _Walk:
             )
             self._move([verdict], [HOST])
             return self._call(node.attr["body"].func.name, inputs, path, device, is_compiled)
+        if node.op == "Placeholder":
+            return [Tensor(path, _memory_of_argument(node.attr["dtype"].type, device))]
         ins, outs = _memory(node, device, is_compiled)
-        self.found.without_gpu_kernel.update(_without_gpu_kernel(node, is_compiled))
+        name = _with_dtypes(node)
+        self.found.operations[name] += 1
+        if node.op not in _EVERYWHERE and _gpu_kernel(node, is_compiled) is None:
+            self.found.without_gpu_kernel[name] += 1
         self._move(inputs, ins)
-        self.found = self.found._replace(operations=self.found.operations + 1)
-        is_constant = node.op == "Const"
+        is_constant = node.op == "Const" or self._is_folded(node, inputs)
         return [Tensor(f"{path}:{i}", where, is_constant) for i, where in enumerate(outs)]
+
+    def _is_folded(self, node: Any, inputs: list[Tensor]) -> bool:
+        """Whether TensorFlow computes it before the first step."""
+        is_known = all(each.is_constant for each in inputs)
+        return bool(inputs) and is_known and not _op_defs.get(node.op).is_stateful
 
     def _call(
         self, name: str, inputs: list[Tensor], path: str, device: str, is_compiled: bool
@@ -291,57 +300,83 @@ def _memory(node: Any, device: str, is_compiled: bool) -> tuple[list[str | None]
     return ins, [each or device for each in outs]
 
 
-def _without_gpu_kernel(node: Any, is_compiled: bool) -> Iterator[str]:
-    if node.op not in _EVERYWHERE and _gpu_kernel(node, is_compiled) is None:
-        dtypes = [*node.attr.items()]
-        names = {tf.as_dtype(value.type).name for _, value in dtypes if value.type}
-        yield f"{node.op}({', '.join(sorted(names))})"
+def _memory_of_argument(dtype: int, device: str) -> str:
+    """Where an argument of a function is: numbers in int32 are passed in the host's memory."""
+    node = tf.compat.v1.NodeDef(op="_Arg")
+    node.attr["T"].type = dtype
+    kernel = _gpu_kernel(node, is_compiled=False)
+    return HOST if kernel is not None and kernel.host_memory_arg else device
+
+
+def _with_dtypes(node: Any) -> str:
+    dtypes = {tf.as_dtype(value.type).name for value in node.attr.values() if value.type}
+    return f"{node.op}({', '.join(sorted(dtypes))})"
+
+
+def good_and_skipped(kind: Any) -> tuple[Step, Step]:
+    """Places a good step, and one that is skipped.
+
+    Args:
+        kind: one of `gpu_steps.STEPS`.
+    """
+    from benchmarks import gpu_steps
+
+    function = kind.make()
+    good, skipped = (
+        step(function, gpu_steps.X, skipped=skipped, replicas=kind.replicas)
+        for skipped in (False, True)
+    )
+    return good, skipped
 
 
 def measure() -> dict[str, dict]:
     """Places the steps of `benchmarks.gpu_steps`."""
     from benchmarks import gpu_steps
 
+    common.replicas(2)  # for the steps that make a strategy
+    steps = {name: good_and_skipped(kind) for name, kind in gpu_steps.STEPS.items()}
     found: dict[str, dict] = {}
-    for name, (make, _) in gpu_steps.STEPS.items():
-        function = make()
+    for name, kind in gpu_steps.STEPS.items():
+        good, skipped = steps[name]
+        without, _ = steps[kind.compared_with or name]
         found[name] = {
-            outcome: step(function, gpu_steps.X, skipped=outcome == "skipped")._asdict()
-            for outcome in ("good", "skipped")
+            "operations": good.operations.total(),
+            "added": good.operations - without.operations,
+            "without_gpu_kernel": good.without_gpu_kernel + skipped.without_gpu_kernel,
+            "waits": len(good.to_host),
+            "copies_to_gpu": len(good.to_gpu),
+            "copies_between_gpus": len(good.between_gpus),
+            "waits_if_skipped": len(skipped.to_host),
         }
-        for each in found[name].values():
-            each["to_host"], each["to_gpu"] = len(each["to_host"]), len(each["to_gpu"])
     return found
 
 
 def run() -> dict:
     """Looks at both Kerases, and prints a table for each."""
     results = {}
+    columns = {
+        "operations": "operations",
+        "without_gpu_kernel": "without a GPU kernel",
+        "waits": "waits",
+        "copies_to_gpu": "copies to the GPU",
+        "waits_if_skipped": "skipped: waits",
+    }
     for keras in common.KERASES:
         results[keras] = common.in_own_process("benchmarks.gpu_kernels", keras=keras)
         rows = [
-            [
-                name,
-                *(
-                    text
-                    for found in (outcomes["good"], outcomes["skipped"])
-                    for text in (
-                        str(found["operations"]),
-                        ", ".join(found["without_gpu_kernel"]) or "none",
-                        str(found["to_host"]),
-                        str(found["to_gpu"]),
-                    )
-                ),
-            ]
-            for name, outcomes in results[keras].items()
+            [name, *(_text(found[column]) for column in columns)]
+            for name, found in results[keras].items()
         ]
-        columns = ["operations", "without a GPU kernel", "waits", "copies to the GPU"]
         common.print_table(
             f"Steps as TensorFlow would place them on a GPU ({keras})",
-            ["", *(f"good: {each}" for each in columns), *(f"skipped: {each}" for each in columns)],
+            ["", *columns.values()],
             rows,
         )
     return results
+
+
+def _text(value: int | dict[str, int]) -> str:
+    return str(value) if isinstance(value, int) else ", ".join(value) or "none"
 
 
 if __name__ == "__main__":
