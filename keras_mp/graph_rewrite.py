@@ -421,4 +421,4 @@ def _step_of_training(model: Any, batch: Sequence[Any]) -> tuple[Any, tuple[Any,
 
     # A model of Keras 2 that was not told says None.
     function = tf.function(train_step, autograph=False, jit_compile=model.jit_compile or None)
-    return function, (tuple(map(tf.convert_to_tensor, batch)),)
+    return function, (tf.nest.map_structure(tf.convert_to_tensor, tuple(batch)),)

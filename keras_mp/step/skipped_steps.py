@@ -30,9 +30,10 @@ class SkippedSteps:
 
     Args:
         warn_after: int or None.
+        beside: what else reports from inside of graphs, or None (the default).
     """
 
-    def __init__(self, warn_after: int | None) -> None:
+    def __init__(self, warn_after: int | None, beside: host.HostCallback | None = None) -> None:
         self.warn_after = warn_after
         with tf.init_scope():
             self.total = state_variable(0, tf.int64, "steps_skipped")
@@ -45,7 +46,7 @@ class SkippedSteps:
                 # The streak of `Overflows`.
                 self._streak = state_variable(np.zeros(STREAK), COUNTS, "streak")
             self._overflows = Overflows()
-            self._reports = host.HostCallback(self._warn, size=1 + STREAK)
+            self._reports = host.HostCallback(self._warn, size=1 + STREAK, beside=beside)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_looked_at": ()}
