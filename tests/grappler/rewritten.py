@@ -14,6 +14,19 @@ V1 = tf.compat.v1
 _COUNT = itertools.count()
 
 
+def tolerance(report: reports.RewriteReport) -> float:
+    """How far the rewritten graph may be from float32, as a part of the result.
+
+    Each operation rounds what it takes and what it gives, by half a unit at most. Such errors have
+    random signs, so that their squares add up. Twice that, since a softmax or a normalization makes
+    more of some.
+
+    Args:
+        report: what was rewritten.
+    """
+    return 2 * 2 * 2.0**-11 * sum(report.by_dtype()["float16"].values()) ** 0.5
+
+
 def of_function(concrete: Any, device: str) -> Any:
     """Rewrites the graph of a concrete function.
 
