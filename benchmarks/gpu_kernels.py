@@ -353,30 +353,33 @@ def measure() -> dict[str, dict]:
 
 def run() -> dict:
     """Looks at both Kerases, and prints a table for each."""
+    from benchmarks import gpu_steps
+
     results = {}
-    columns = {
-        "operations": "operations",
-        "without_gpu_kernel": "without a GPU kernel",
-        "waits": "waits",
-        "copies_to_gpu": "copies to the GPU",
-        "waits_if_skipped": "skipped: waits",
-    }
+    ways = ("", gpu_steps.XLA, gpu_steps.REPLICAS)
     for keras in common.KERASES:
-        results[keras] = common.in_own_process("benchmarks.gpu_kernels", keras=keras)
+        results[keras] = found = common.in_own_process("benchmarks.gpu_kernels", keras=keras)
         rows = [
-            [name, *(_text(found[column]) for column in columns)]
-            for name, found in results[keras].items()
+            [
+                name,
+                str(of_step["operations"]),
+                ", ".join(of_step["without_gpu_kernel"]) or "none",
+                *(
+                    str(found[f"{name}{way}"][count]) if f"{name}{way}" in found else ""
+                    for count in ("waits", "waits_if_skipped")
+                    for way in ways
+                ),
+            ]
+            for name, of_step in found.items()
+            if not name.endswith(ways[1:])
         ]
+        counts = [f"{count}{way}" for count in ("waits", "skipped: waits") for way in ways]
         common.print_table(
             f"Steps as TensorFlow would place them on a GPU ({keras})",
-            ["", *columns.values()],
+            ["", "operations", "without a GPU kernel", *counts],
             rows,
         )
     return results
-
-
-def _text(value: int | dict[str, int]) -> str:
-    return str(value) if isinstance(value, int) else ", ".join(value) or "none"
 
 
 if __name__ == "__main__":

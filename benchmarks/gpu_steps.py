@@ -12,6 +12,8 @@ import keras_mp
 from keras_mp.kernels import convolutions, sums
 
 X = tf.TensorSpec([8, 16])
+# The ends of the names of steps that XLA compiles, and of those on two replicas.
+XLA, REPLICAS = ", XLA", ", 2 replicas"
 
 
 def _network(dtype: str = "float32") -> list[tf.Variable]:
@@ -290,9 +292,9 @@ _EVERYWHERE = {
 
 def _all_through(wrap: Callable[..., Any], end: str, replicas: int = 1) -> dict[str, Kind]:
     return {
-        f"{name}, {end}": Kind(
+        f"{name}{end}": Kind(
             functools.partial(wrap, kind.make),
-            kind.compared_with and f"{kind.compared_with}, {end}",
+            kind.compared_with and f"{kind.compared_with}{end}",
             replicas,
         )
         for name, kind in _EVERYWHERE.items()
@@ -327,6 +329,6 @@ STEPS: dict[str, Kind] = {
             ("replaced", f"sums and convolutions, {dtype}, TensorFlow's"),
         )
     },
-    **_all_through(_compiled, "XLA"),
-    **_all_through(_replicated, "2 replicas", 2),
+    **_all_through(_compiled, XLA),
+    **_all_through(_replicated, REPLICAS, 2),
 }
