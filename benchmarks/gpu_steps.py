@@ -303,6 +303,7 @@ def _all_through(wrap: Callable[..., Any], end: str, replicas: int = 1) -> dict[
 
 STEPS: dict[str, Kind] = {
     **_EVERYWHERE,
+    "LossScaleOptimizer, jit_compile=True": Kind(lambda: _dynamic(jit_compile=True), _KERAS),
     "LossScaleOptimizer, warn_after_skips=None": Kind(
         lambda: _dynamic(warn_after_skips=None), _KERAS
     ),

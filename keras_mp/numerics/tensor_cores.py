@@ -63,8 +63,9 @@ def sentences(graph: Any, device: str) -> Iterator[str]:
     in_float32 = sum(each.work for each in products if each.dtype == "float32") / total
     if in_float32 and _is_at_least(device, _TENSOR_FLOAT_32) and _has_tensor_float_32():
         yield (
-            f"They also take the {in_float32:.0%} in float32, as TensorFloat-32, with as many digits "
-            "as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) ends that)."
+            f"They also take the {in_float32:.0%} in float32, as TensorFloat-32, with as many "
+            "digits as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) "
+            "ends that)."
         )
     odd = [each for each in taken if are_odd(each.sizes)]
     if odd:
