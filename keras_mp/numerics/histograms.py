@@ -468,15 +468,17 @@ def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
     values = tf.cast(values, tf.float32)
     if scale is not None:
         values *= 1.0 / scale
-    bits = tf.bitwise.bitwise_and(tf.bitcast(values, tf.int32), 0x7FFFFFFF)
+    # In uint32: GPUs leave arithmetic in int32 to the host.
+    bits = tf.bitwise.bitwise_and(tf.bitcast(values, tf.uint32), 0x7FFFFFFF)
     # The exponent of a float32 subnormal is that of its bits, read as a whole number.
-    as_number = tf.bitcast(tf.cast(bits, tf.float32), tf.int32)
+    as_number = tf.bitcast(tf.cast(bits, tf.float32), tf.uint32)
     is_normal = bits >= 1 << 23
     bits = tf.where(is_normal, bits, as_number)
-    row = tf.maximum(tf.bitwise.right_shift(bits, 23) + tf.where(is_normal, 23, -126), 0)
+    row = tf.bitwise.right_shift(bits, 23) + tf.cast(is_normal, tf.uint32) * (126 + 23)
+    row = tf.maximum(row, 126) - 126
     fraction = tf.bitwise.bitwise_and(bits, 0x7FFFFF)
-    column = tf.add_n([tf.cast(fraction >= edge, tf.int32) for edge in EDGES[1:]])
-    return row * COLUMNS + column
+    column = tf.add_n([tf.cast(fraction >= edge, tf.uint32) for edge in EDGES[1:]])
+    return tf.cast(row * COLUMNS + column, tf.int32)
 
 
 def _bincount(places: tf.Tensor, size: int, weights: tf.Tensor | None = None) -> tf.Tensor:
