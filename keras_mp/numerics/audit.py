@@ -15,6 +15,7 @@ from keras_mp.grappler import optimize
 from keras_mp.numerics import batches, hazards, origins, traces
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.hazards.look import Finding, Look, Suspect
+from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 
@@ -48,14 +49,41 @@ class Audit(NamedTuple):
         ]
         return json.dumps({**self._asdict(), "findings": findings})
 
-    def __str__(self) -> str:
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: a headline, and the findings.
+
+        Args:
+            rows: int. How many findings are shown at most, where those of one hazard in equal
+                layers of repeated blocks are one; None for each by itself. Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
         head = f"Audit of {self.of!r}, policy {self.policy}: "
         if not self.findings:
             return head + "nothing found."
         number = len(self.findings)
         head += f"{number} finding{'s' * (number > 1)}."
-        texts = (f"[{i}] {each}" for i, each in enumerate(self.findings, 1))
-        return "\n\n".join([head, *texts])
+        found = list(self.findings)
+        hidden = 0
+        if rows is not None:
+            groups = text_tables.merged(
+                found, lambda each: each.where, lambda each: (each.hazard, each.cure)
+            )
+            hidden = sum(len(group) for _, group in groups[rows:])
+            found = [group[0]._replace(where=where) for where, group in groups[:rows]]
+        texts = [f"[{i}] {each}" for i, each in enumerate(found, 1)]
+        if rows is not None:
+            texts = [
+                "\n".join(
+                    part for line in text.splitlines() for part in text_tables.wrapped(line, "    ")
+                )
+                for text in texts
+            ]
+        return "\n\n".join([head, *texts, *text_tables.more(hidden, "finding")])
+
+    def __str__(self) -> str:
+        return self.to_text()
 
 
 def audit(model: Any, batch: Any, device: str | None = None) -> Audit:

@@ -19,7 +19,7 @@ from keras_mp.numerics.census_text import sums
 from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
 from keras_mp.op_autocast import cast_policy, lower_precision
-from keras_mp.support import op_table
+from keras_mp.support import op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 
@@ -189,8 +189,20 @@ class Census(NamedTuple):
         }
         return json.dumps({"of": self.of, "device": self.device, **listed})
 
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: sentences, and tables of dtypes, layers and casts.
+
+        Args:
+            rows: int. How many layers, and how many casts, are shown at most, where those of equal
+                layers in repeated blocks are one; None for all of them. Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
+        return "\n".join(census_text.lines(self, rows)).rstrip()
+
     def __str__(self) -> str:
-        return "\n".join(census_text.lines(self))
+        return self.to_text()
 
 
 def census(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> Census:

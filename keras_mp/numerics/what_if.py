@@ -37,6 +37,9 @@ _JITTER, _NOISE = np.float32(2.0**-20), 0.5
 
 _SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 
+# So many scales fit beside names that can be read.
+_MOST_SCALES = 9
+
 # The values of each row of a run, and what they were computed in.
 _Values = dict[tuple[str, str], tuple[np.ndarray, str]]
 
@@ -154,26 +157,55 @@ class WhatIf:
             if row[0] != OUTPUT and (lost.infinite or lost.share > tolerance)
         }
 
-    def table(self, dtype: str, kind: str = GRADIENT) -> str:
+    def table(self, dtype: str, kind: str = GRADIENT, rows: int | None = None) -> str:
         """Returns a table of rows by scales: which share has become zero, or infinite.
 
         Args:
             dtype: one of `dtypes`.
             kind: "gradient" (the default), "output" or "output gradient". Outputs do not depend on
                 the scale.
+            rows: int. How many rows are shown at most, those that lose most first, at as many
+                scales as fit. Rows of equal layers in repeated blocks are one then, which has the
+                numbers of the worst. Defaults to None: all rows and scales.
 
         Returns:
             str of several lines.
         """
         scales = self.scales[:1] if kind == OUTPUT else self.scales
-        lines = [(f"{kind}, {dtype}", *(f"2^{exponent_of(scale)}" for scale in scales))]
+        if rows is not None:
+            scales = _spread(scales, _MOST_SCALES)
+        ranked = []
         for row in self[dtype, scales[0]]:
             if row[0] == kind:
-                name = f"{row[1]} (noise)" if row in self.noise else row[1]
-                lines.append((name, *(_cell(self[dtype, scale][row]) for scale in scales)))
-        return "\n".join(text_tables.aligned(lines))
+                is_noise = row in self.noise
+                name = f"{row[1]} (noise)" if is_noise else row[1]
+                lost = [self[dtype, scale][row] for scale in scales]
+                # Whose fewest losses are the most cannot be helped by a scale.
+                shares = [1.0 if each.infinite else each.share for each in lost]
+                alike = is_noise, *(bool(each.infinite) or each.share > TOLERANCE for each in lost)
+                cells = (name, *map(_cell, lost))
+                if rows is not None:
+                    cells = tuple(cell.removesuffix(" %") for cell in cells)
+                ranked.append(
+                    text_tables.RankedRow(
+                        cells,
+                        (float(not is_noise), min(shares), sum(shares)),
+                        alike,
+                    )
+                )
+        header = (f"{kind}, {dtype}", *(f"2^{exponent_of(scale)}" for scale in scales))
+        return "\n".join(text_tables.shortened(header, ranked, rows))
 
-    def __str__(self) -> str:
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: for each dtype a headline, and the worst rows.
+
+        Args:
+            rows: int. How many rows each table has at most; None for all rows and scales. Defaults
+                to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
         found = []
         for dtype in self.dtypes:
             losses = {
@@ -183,17 +215,23 @@ class WhatIf:
             good = ", ".join(
                 f"2^{exponent_of(scale)}" for scale in self.scales if not losses[scale]
             )
-            found += [
+            head = (
                 f"{dtype}: no gradient loses more than {100 * TOLERANCE:g} % at "
                 f"{good or 'none of the scales'}"
-            ]
-            found += [self.table(dtype), ""]
+            )
+            if rows is not None:
+                head += ". Shares that become zero, in %:"
+            found += text_tables.wrapped(head)
+            found += [self.table(dtype, rows=rows), ""]
             if any(kind == OUTPUT_GRADIENT for of in losses.values() for kind, _ in of):
-                found += [self.table(dtype, OUTPUT_GRADIENT), ""]
+                found += [self.table(dtype, OUTPUT_GRADIENT, rows), ""]
             lossy = [lost for row, lost in self[dtype, self.scales[0]].items() if row[0] == OUTPUT]
-            if any(lost.infinite or lost.zero for lost in lossy):
-                found += [self.table(dtype, OUTPUT), ""]
+            if any(lost.infinite or lost.share > TOLERANCE for lost in lossy):
+                found += [self.table(dtype, OUTPUT, rows), ""]
         return "\n".join(found).rstrip()
+
+    def __str__(self) -> str:
+        return self.to_text()
 
     def __repr__(self) -> str:
         return f"<WhatIf of {self.dtypes} at {len(self.scales)} scales>"
@@ -450,6 +488,13 @@ def _compare(values: np.ndarray, dtype: str, expected: np.ndarray, scale: float)
         int((~is_finite & np.isfinite(expected)).sum()),
         error,
     )
+
+
+def _spread(scales: Sequence[float], most: int) -> Sequence[float]:
+    """So many of the scales at most, the first and the last among them."""
+    if len(scales) <= most:
+        return scales
+    return [scales[round(i)] for i in np.linspace(0, len(scales) - 1, most)]
 
 
 def _cell(lost: Lost) -> str:
