@@ -225,8 +225,8 @@ class Report:
             *("-> zero", "-> subnormal", "-> inf", "window"),
         )
         noise = self.noise
-        ranked = [
-            _ranked(row, dtype, loss_scale if row.kind in _SCALED else 1.0, noise)
+        of_rows = [
+            ranked(row, dtype, loss_scale if row.kind in _SCALED else 1.0, noise)
             for row in self.rows
         ]
         left = (0, 1, 2, 6, 10)
@@ -234,9 +234,9 @@ class Report:
             # With these, the columns that say what is lost would not fit.
             kept = [i for i, title in enumerate(header) if title not in ("values", "-> subnormal")]
             header = tuple(header[i] for i in kept)
-            ranked = [row._replace(cells=tuple(row.cells[i] for i in kept)) for row in ranked]
+            of_rows = [row._replace(cells=tuple(row.cells[i] for i in kept)) for row in of_rows]
             left = tuple(kept.index(i) for i in left)
-        return "\n".join([head, "", *text_tables.shortened(header, ranked, rows, left, name=1)])
+        return "\n".join([head, "", *text_tables.shortened(header, of_rows, rows, left, name=1)])
 
     def _head(self, dtype: str, loss_scale: float) -> str:
         window, unknown = self.window(dtype), self.rows_with_unknown_zeros()
@@ -384,10 +384,17 @@ class Report:
             )
 
 
-def _ranked(
+def ranked(
     row: Row, dtype: str, loss_scale: float, noise: set[tuple[str, str]]
 ) -> text_tables.RankedRow:
-    """A row of the table, the worse the more it loses and the nearer it is to losing something."""
+    """Makes a row of a table, the worse the more it loses and the nearer it is to losing something.
+
+    Args:
+        row: `Row`.
+        dtype: str. As for `Report.table`.
+        loss_scale: float. 1 of an output.
+        noise: set of (kind, path). See `Report.noise`.
+    """
     # With the tolerance of the headline, which would contradict the table otherwise.
     histogram, window = row.histogram, row.window(dtype, TOLERANCE)
     fate, exponents = histogram.fate(dtype, loss_scale), histogram.exponents

@@ -28,6 +28,7 @@ from keras_mp.policy import policy_scope
 from keras_mp.step import gradients
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support.progress import Progress
 
 _SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
 
@@ -180,8 +181,6 @@ class WhatIf:
                 is_noise = row in self.noise
                 name = f"{row[1]} (noise)" if is_noise else row[1]
                 lost = [self[dtype, scale][row] for scale in scales]
-                # Whose fewest losses are the most cannot be helped by a scale.
-                shares = [1.0 if each.infinite else each.share for each in lost]
                 alike = is_noise, *(bool(each.infinite) or each.share > TOLERANCE for each in lost)
                 cells = (name, *map(_cell, lost))
                 if rows is not None:
@@ -189,7 +188,7 @@ class WhatIf:
                 ranked.append(
                     text_tables.RankedRow(
                         cells,
-                        (float(not is_noise), min(shares), sum(shares)),
+                        rank(lost, is_noise),
                         alike,
                     )
                 )
@@ -215,10 +214,10 @@ class WhatIf:
             good = ", ".join(
                 f"2^{exponent_of(scale)}" for scale in self.scales if not losses[scale]
             )
-            head = (
-                f"{dtype}: no gradient loses more than {100 * TOLERANCE:g} % at "
-                f"{good or 'none of the scales'}"
-            )
+            tolerated = f"more than {100 * TOLERANCE:g} %"
+            head = f"{dtype}: no gradient loses {tolerated} at {good}"
+            if not good:
+                head = f"{dtype}: at each of the scales a gradient loses {tolerated}"
             if rows is not None:
                 head += ". Shares that become zero, in %:"
             found += text_tables.wrapped(head)
@@ -338,6 +337,20 @@ def what_if(
         exponent_of(scale)
     keras_api.check_model(model)
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
+    with Progress("what_if", parts=2 + len(dtypes) * len(scales)) as progress:
+        return _run_all(model, batch, loss, dtypes, scales, seed, progress)
+
+
+def _run_all(
+    model: Any,
+    batch: batches.Batch,
+    loss: Any,
+    dtypes: Sequence[str],
+    scales: Sequence[float],
+    seed: int,
+    progress: Progress,
+) -> WhatIf:
+    progress.begin("in float32")
     reference = _Replay(model, "float32", loss, seed)
     expected = reference.run(*batch, 1.0)
     if not np.isfinite(reference.loss):
@@ -349,6 +362,7 @@ def what_if(
         Row(kind, path, dtype, Histogram.of(values))
         for (kind, path), (values, dtype) in expected.items()
     ]
+    progress.begin("in float32, with other weights")
     nearly = reference.run(*batch, 1.0, jitter=_JITTER)
     noise = {
         row
@@ -360,6 +374,7 @@ def what_if(
     for dtype in dtypes:
         replay = _Replay(model, f"mixed_{dtype}", loss, seed, like=reference)
         for scale in scales:
+            progress.begin(f"in {dtype} at 2^{exponent_of(scale)}")
             found = replay.run(*batch, scale)
             lost[dtype, scale] = {
                 row: _compare(*found[row], expected[row][0], 1.0 if row[0] == OUTPUT else scale)
@@ -488,6 +503,18 @@ def _compare(values: np.ndarray, dtype: str, expected: np.ndarray, scale: float)
         int((~is_finite & np.isfinite(expected)).sum()),
         error,
     )
+
+
+def rank(lost: Sequence[Lost], is_noise: bool) -> tuple[float, float, float]:
+    """Returns how bad a row is, larger if it is worse.
+
+    Args:
+        lost: sequence of `Lost`, at each scale.
+        is_noise: bool. Whether it is in `WhatIf.noise`.
+    """
+    # That whose smallest loss is the largest cannot be helped by a scale.
+    shares = [1.0 if each.infinite else each.share for each in lost]
+    return float(not is_noise), min(shares), sum(shares)
 
 
 def _spread(scales: Sequence[float], most: int) -> Sequence[float]:
