@@ -275,7 +275,12 @@ class Report:
                 window &= row.window(dtype, tolerance)
         return window
 
-    def table(self, dtype: str = "float16", loss_scale: float | None = None) -> str:
+    def table(
+        self,
+        dtype: str = "float16",
+        loss_scale: float | None = None,
+        rows: int | None = None,
+    ) -> str:
         """Returns a table: what would be lost in a dtype, and the window of each row.
 
         Shares are of the values that are finite and not zero. Those of gradients are for the loss
@@ -291,16 +296,50 @@ class Report:
             dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
             loss_scale: float, a power of two. Defaults to the one that was measured with, rounded
                 down to a power of two.
+            rows: int. How many rows are shown at most, those that lose most first, and then those
+                that are nearest to losing something. Rows of equal layers in repeated blocks are
+                one then, which has the numbers of the worst. Defaults to None: all rows.
 
         Returns:
             str of several lines.
         """
         if loss_scale is None:
             loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
-        window = self.window(dtype)
+        head = self._head(dtype, loss_scale)
+        header = (
+            *("", "", "in", "values", "zero", "inf/nan", "exponents"),
+            *("-> zero", "-> subnormal", "-> inf", "window"),
+        )
+        noise = self.noise
+        of_rows = [ranked(row, dtype, loss_scale, noise) for row in self.rows]
+        left = (0, 1, 2, 6, 10)
+        if rows is not None:
+            # With these, the columns that say what is lost would not fit.
+            kept = [i for i, title in enumerate(header) if title not in ("values", "-> subnormal")]
+            header = tuple(header[i] for i in kept)
+            of_rows = [row._replace(cells=tuple(row.cells[i] for i in kept)) for row in of_rows]
+            left = tuple(kept.index(i) for i in left)
+        lines = [head, "", *text_tables.shortened(header, of_rows, rows, left, name=1)]
+        weights = [
+            text_tables.RankedRow(
+                (row.kind, row.path, *(f"{value:.3g}" for value in row.statistics)),
+                (row.statistics.amax,),
+            )
+            for row in self.rows
+            if row.statistics is not None
+        ]
+        if weights:
+            header = ("", "", *(name.replace("_", " ") for name in Statistics._fields))
+            lines += ["", *text_tables.shortened(header, weights, rows, (0, 1), name=1)]
+        return "\n".join(lines)
+
+    def _head(self, dtype: str, loss_scale: float) -> str:
+        window, unknown = self.window(dtype), self.rows_with_unknown_zeros()
+        # Of values that became zero on the way, nothing is known.
+        of = "of the values that are left, " if unknown else ""
         head = (
             f"{dtype} at a loss scale of 2^{np.log2(loss_scale):.0f}; {self.counted} of "
-            f"{self.step} steps counted; no gradient loses more than {100 * TOLERANCE:g} % at: "
+            f"{self.step} steps counted; {of}no gradient loses more than {100 * TOLERANCE:g} % at: "
             f"{window}"
         )
         if not window.is_empty:
@@ -312,47 +351,28 @@ class Report:
             ]
             if margins:
                 head += f" (the exponent of the scale is {' and '.join(margins)})"
-        lines = [
-            (
-                *("", "", "in", "values", "zero", "inf/nan", "exponents"),
-                *("-> zero", "-> subnormal", "-> inf", "window"),
-            )
-        ]
-        for row in self.rows:
-            histogram = row.histogram
-            fate = row.fate(dtype, loss_scale)
-            exponents = histogram.exponents
-            ends = f"2^{min(exponents)}..2^{max(exponents)}" if exponents else ""
-            bad = histogram.infinities + histogram.nans
-            lines.append(
-                (
-                    *(row.kind, row.path, row.dtype, f"{histogram.total:,}"),
-                    percent(histogram.zeros, histogram.total),
-                    percent(bad, histogram.total),
-                    ends,
-                    *(percent(count, fate.values) for count in fate[1:]),
-                    "unknown" if row.hides_updates else str(row.window(dtype)),
-                )
-            )
-        unknown = self.rows_with_unknown_zeros()
+        lines = text_tables.wrapped(head)
         if unknown:
-            head += (
-                f"\nThe zeros of {len(unknown)} gradients may be values that were too small for "
+            lines += text_tables.wrapped(
+                f"The zeros of {len(unknown)} gradients may be values that were too small for "
                 f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask what_if."
             )
-        table = [head, "", *text_tables.aligned(lines, left=(0, 1, 2, 6, 10))]
-        weights = [
-            (row.kind, row.path, *(f"{value:.3g}" for value in row.statistics))
-            for row in self.rows
-            if row.statistics is not None
-        ]
-        if weights:
-            heads = ("", "", *(name.replace("_", " ") for name in Statistics._fields))
-            table += ["", *text_tables.aligned([heads, *weights], left=(0, 1))]
-        return "\n".join(table)
+        return "\n".join(lines)
+
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows, for float16: a headline, and the worst rows.
+
+        Args:
+            rows: int. How many rows are shown at most; None for all of them, with all columns.
+                Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
+        return self.table(rows=rows)
 
     def __str__(self) -> str:
-        return self.table()
+        return self.to_text()
 
     def __repr__(self) -> str:
         return f"<Report of {len(self.rows)} rows, {self.counted} of {self.step} steps>"
@@ -459,6 +479,46 @@ class Report:
             tf.summary.histogram(
                 f"{name}/exponents", list(_sample(row.histogram.exponents)), step=self.step
             )
+
+
+def ranked(
+    row: Row, dtype: str, loss_scale: float, noise: set[tuple[str, str]]
+) -> text_tables.RankedRow:
+    """Makes a row of a table, the worse the more it loses and the nearer it is to losing something.
+
+    Args:
+        row: `Row`.
+        dtype: str. As for `Report.table`.
+        loss_scale: float. By what gradients are multiplied.
+        noise: set of (kind, path). See `Report.noise`.
+    """
+    # With the tolerance of the headline, which would contradict the table otherwise.
+    tolerance = UPDATE_TOLERANCE if row.kind == UPDATE else TOLERANCE
+    histogram, window = row.histogram, row.window(dtype, tolerance)
+    fate, exponents = row.fate(dtype, loss_scale), histogram.exponents
+    bad = histogram.infinities + histogram.nans
+    is_noise = (row.kind, row.path) in noise
+    cells = (
+        *(row.kind, f"{row.path} (noise)" if is_noise else row.path, row.dtype),
+        f"{histogram.total:,}",
+        percent(histogram.zeros, histogram.total),
+        percent(bad, histogram.total),
+        f"2^{min(exponents)}..2^{max(exponents)}" if exponents else "",
+        *(percent(count, fate.values) for count in fate[1:]),
+        "unknown" if row.hides_updates else str(window),
+    )
+    lost = (
+        bad / max(histogram.total, 1),
+        fate.share("infinite"),
+        fate.share("zero") * (fate.share("zero") > tolerance),
+        float(row.has_unknown_zeros(loss_scale)) * histogram.zeros,
+    )
+    alike = row.kind, row.dtype, histogram.total, is_noise, *(share > 0 for share in lost)
+    return text_tables.RankedRow(
+        cells,
+        (float(not is_noise), *lost, -min(window.margins(loss_scale if row.is_scaled else 1.0))),
+        alike,
+    )
 
 
 def _row_of(saved: dict[str, Any]) -> Row:
