@@ -393,3 +393,102 @@ def test_an_error_in_a_step_leaves_nothing_behind():
     with pytest.warns(keras_mp.MixedPrecisionWarning), histograms.step():
         pass  # Nothing is seen.
     assert histograms.read().counted == 1
+
+
+def relative(before, after):
+    """Updates, each divided by the power of two that is next below its weight."""
+    before, after = (np.concatenate([each.ravel() for each in of]) for of in (before, after))
+    powers = np.where(before == 0, 1, 2.0 ** np.floor(np.log2(np.abs(before) + (before == 0))))
+    update = after - before
+    return np.where(before == 0, np.sign(update), update / powers).astype(np.float32)
+
+
+@pytest.mark.parametrize("how", ["eager", "function", pytest.param("xla", marks=once)])
+def test_weights_and_updates_of_a_loop_of_ones_own(how):
+    model, optimizer, (x, y) = small_model(), scaling(), data()
+    optimizer.build(model.trainable_variables)
+    histograms = ExponentHistograms(
+        model,
+        every=2,
+        gradients=["*/kernel"],
+        outputs="inn*",
+        optimizer=optimizer,
+        weights=["first/kernel"],
+        updates=["first/*"],
+        first_step=2,
+        last_step=5,
+    )
+    step = training_step
+    if how != "eager":
+        step = tf.function(step, jit_compile=how == "xla")
+    first = model.trainable_variables[:2]
+    kept = []
+    for _ in range(6):
+        kept.append([tf.convert_to_tensor(variable).numpy() for variable in first])
+        step(model, optimizer, histograms, x, y)
+    report = histograms.read()
+    assert (report.step, report.counted) == (6, 2)
+    assert [(row.kind, row.path) for row in report.rows] == [
+        *(("gradient", path) for path in ("first/kernel", "inner/second/kernel")),
+        *(("output", path) for path in ("inner", "inner/second")),
+        ("weight", "first/kernel"),
+        *(("update", path) for path in ("first/kernel", "first/bias")),
+    ]
+    # The weights after the steps 2 and 4, which have the ones before them in the list.
+    weights = [kept[2][0], kept[4][0]]
+    row = report["weight", "first/kernel"]
+    assert row.histogram == Histogram.of(np.concatenate(weights).ravel())
+    last = weights[-1]
+    sums = np.abs(last).sum(), np.sqrt((last**2).sum())
+    expected = np.abs(last).max(), last.mean(), last.std(), *sums
+    np.testing.assert_allclose(row.statistics, expected, rtol=1e-5)
+    updates = relative([kept[1][0], kept[3][0]], [kept[2][0], kept[4][0]])
+    row = report["update", "first/kernel"]
+    assert row.dtype == "float32"
+    assert row.histogram == Histogram.of(updates)
+    assert row.fate("bfloat16").zero == np.count_nonzero(np.abs(updates[updates != 0]) <= 2**-8)
+
+
+@once
+def test_each_replica_has_the_same_weights():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = small_model("float32")
+        model.compile(K.optimizers.SGD(0.1), "mse")
+    monitor = ExponentMonitor(every=1, outputs=False, gradients=False, weights=True, updates=True)
+    model.fit(*data(), batch_size=8, callbacks=[monitor], verbose=0)
+    report = monitor.report()
+    for kind in ("weight", "update"):
+        assert report[kind, "first/kernel"].histogram.total == 12
+
+
+def test_a_fit_counts_from_a_first_step_to_a_last_one():
+    model = small_model()
+    model.compile(scaling(), "mse")
+    monitor = ExponentMonitor(every=2, read_freq=1, first_step=3, last_step=6)
+    model.fit(*data(), batch_size=1, callbacks=[monitor], verbose=0)
+    assert [report.step for report in monitor.history] == [3, 5]
+    with pytest.raises(ValueError, match="`last_step`"):
+        ExponentMonitor(last_step=0)
+    with pytest.raises(ValueError, match=r"patterns of such: .*Received: \['third/\*'\]"):
+        ExponentHistograms(model, gradients=["third/*"])
+
+
+def test_updates_that_do_not_arrive_in_16_bits():
+    """What the window promises is what a model in bfloat16 does with such a learning rate."""
+    model = K.Sequential([K.Input([64]), K.layers.Dense(64, use_bias=False, name="dense")])
+    model.compile(K.optimizers.SGD(2.0**-12), "mse")
+    x, y = np.random.default_rng(0).normal(size=[2, 16, 64]).astype(np.float32)
+    before = model.get_weights()
+    monitor = ExponentMonitor(every=1, outputs=False, updates=True)
+    model.fit(x, y, batch_size=16, callbacks=[monitor], verbose=0)
+    row = monitor.report()["update", "dense/kernel"]
+    update, weights = model.get_weights()[0] - before[0], tf.cast(before[0], tf.bfloat16)
+    low = row.window("bfloat16", tolerance=0.1).low
+    assert 0 < low < 20
+    for exponent, most, least in ((low, 0.15, 0.0), (low - 3, 1.0, 0.25)):
+        moved = tf.cast(tf.cast(weights, tf.float32) + 2.0**exponent * update, tf.bfloat16)
+        stays = np.mean((moved == weights).numpy())
+        assert least <= stays <= most
+    assert "update" in str(monitor.report())
+    assert {each.kind for each in monitor.report().rows_in_16_bits} == {"gradient"}
