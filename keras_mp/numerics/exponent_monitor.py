@@ -21,22 +21,15 @@ class ExponentMonitor(keras_api.BaseCallback):
 
     Args:
         every: int. Counts in the first step and in every so many after it. Defaults to 100.
-        gradients: bool or iterable of str. Counts the gradients of variables: of all, or of those
-            with these paths, which may be patterns such as "block_*/kernel". Defaults to True.
-        outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
+        gradients: bool. Whether the gradients of variables are counted. Defaults to True.
+        outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
+            these paths. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
             to False.
         read_freq: `"epoch"` (the default), or an int, the number of batches between reads.
         all_workers: bool. Whether to read what the replicas of all workers have counted. All of
             them then need this callback, as they wait for each other. Defaults to False: each
             worker reads what its own replicas have counted.
-        weights: bool or iterable of str. The same for trainable variables as a step leaves them,
-            with `Row.statistics`. Defaults to False.
-        updates: bool or iterable of str. The same for what a step adds to them, relative to each:
-            whether it would arrive in 16 bits. Defaults to False.
-        first_step: int. The first step of a `fit` that is counted, from 1, which is the default.
-        last_step: int. The last step of a `fit` in which anything may be counted. Defaults to None:
-            no last.
 
     Attributes:
         history: list of `Report`s, one for each time that something was read. A second `fit`
@@ -65,15 +58,11 @@ class ExponentMonitor(keras_api.BaseCallback):
     def __init__(
         self,
         every: int = 100,
-        gradients: bool | Iterable[str] = True,
+        gradients: bool = True,
         outputs: bool | Iterable[str] = True,
         output_gradients: bool | Iterable[str] = False,
         read_freq: str | int = "epoch",
         all_workers: bool = False,
-        weights: bool | Iterable[str] = False,
-        updates: bool | Iterable[str] = False,
-        first_step: int = 1,
-        last_step: int | None = None,
     ) -> None:
         super().__init__()
         if isinstance(read_freq, str):
@@ -91,10 +80,6 @@ class ExponentMonitor(keras_api.BaseCallback):
             "gradients": gradients,
             "outputs": outputs,
             "output_gradients": output_gradients,
-            "weights": weights,
-            "updates": updates,
-            "first_step": validation.integer("first_step", first_step),
-            "last_step": None if last_step is None else validation.integer("last_step", last_step),
         }
         self._histograms: ExponentHistograms | None = None
         # What runs one execution of `fit`, of one or more steps: Keras's own, and one that counts.
@@ -223,8 +208,7 @@ class ExponentMonitor(keras_api.BaseCallback):
             return plain(iterator)
         self._is_called = False
         steps = keras_api.steps_per_execution(self.model)
-        due = self._histograms.next_due(self._made)
-        if due is None or due > self._made + steps:
+        if -self._made % self._arguments["every"] >= steps:
             logs = self._plain(iterator)
         else:
             self._histograms.go_on_from(self._made)

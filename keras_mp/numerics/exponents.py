@@ -52,19 +52,6 @@ FORMATS = {
 }
 
 
-# What arrives in a weight of a dtype: more than half of the last digit of the weight, as a share of
-# the power of two below it. Nothing becomes infinite by being added.
-_ARRIVALS = {
-    dtype: Format(zero=-digits, normal=(-digits, 1), infinite=(HIGHEST + 1, 0))
-    for dtype, digits in (
-        ("float16", 11),
-        ("bfloat16", 8),
-        ("float8_e4m3fn", 4),
-        ("float8_e5m2", 3),
-    )
-}
-
-
 class Fate(NamedTuple):
     """What becomes of the values of a histogram, of those that are finite and not zero.
 
@@ -265,52 +252,20 @@ class Histogram:
             ValueError: the dtype is another one.
         """
         where = format_of(dtype)
-        places = np.flatnonzero(self._finite())
+        values = self._finite()
+        places = np.flatnonzero(values)
         if not places.size:
             return EVERYWHERE
+        allowed = tolerance * values.sum()
         largest = LOWEST + int(places[-1]) // COLUMNS
-        low = self._lowest_scale(where, tolerance)
+        low = where.zero - largest - 1  # at which all of them are zero
+        while self._fate(where, low).zero > allowed:
+            low += 1
         # One below the border where the largest value is beyond it.
         high = where.infinite[0] - largest
         if int(places[-1]) % COLUMNS >= where.infinite[1]:
             high -= 1
         return Window(low, high)
-
-    def arrivals(self, dtype: str, scale: float = 1.0) -> Fate:
-        """Tells which updates arrive in weights of a dtype, if they are multiplied by a scale.
-
-        Args:
-            dtype: as for `fate`.
-            scale: float. A power of two, by which the learning rate is multiplied. Defaults to 1.
-
-        Returns:
-            A `Fate`, in which `zero` counts the updates that leave their weight as it is.
-        """
-        return self._fate(format_of(dtype, of_updates=True), exponent_of(scale))
-
-    def arrival_window(self, dtype: str, tolerance: float = 0.0) -> Window:
-        """Tells by what the learning rate may be multiplied so that all updates, or most, arrive.
-
-        Args:
-            dtype: as for `fate`.
-            tolerance: float, from 0 to 1. Which share of the updates may be lost. Defaults to 0.
-
-        Returns:
-            A `Window` without an upper end.
-        """
-        where = format_of(dtype, of_updates=True)
-        if not self._finite().any():
-            return EVERYWHERE
-        return Window(self._lowest_scale(where, tolerance), EVERYWHERE.high)
-
-    def _lowest_scale(self, where: Format, tolerance: float) -> int:
-        """The exponent of the smallest scale at which no more than a share becomes zero."""
-        values = self._finite()
-        largest = LOWEST + int(np.flatnonzero(values)[-1]) // COLUMNS
-        low = where.zero - largest - 1  # at which all of them are zero
-        while self._fate(where, low).zero > tolerance * values.sum():
-            low += 1
-        return low
 
     def _finite(self) -> np.ndarray:
         """The bins of values that are finite and not zero, from the smallest to the largest."""
@@ -341,19 +296,18 @@ class Histogram:
         return f"<Histogram of {self.total} values{ends}>"
 
 
-def format_of(dtype: Any, of_updates: bool = False) -> Format:
+def format_of(dtype: Any) -> Format:
     """Returns the borders of a dtype.
 
     Args:
         dtype: its name.
-        of_updates: bool. Whether those of what arrives in its weights are meant. Defaults to False.
 
     Raises:
         ValueError: it is another one than those in `FORMATS`.
     """
     if dtype not in FORMATS:
         raise ValueError(f"Expected one of the dtypes {list(FORMATS)}. Received: dtype={dtype!r}")
-    return (_ARRIVALS if of_updates else FORMATS)[dtype]
+    return FORMATS[dtype]
 
 
 def exponent_of(scale: float) -> int:

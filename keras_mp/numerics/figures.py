@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from keras_mp.numerics.exponents import EVERYWHERE, exponent_of, format_of
-from keras_mp.numerics.reports import GRADIENT, OUTPUT_GRADIENT, UPDATE, Report, ranked
+from keras_mp.numerics.reports import GRADIENT, OUTPUT, Report, ranked
 from keras_mp.numerics.what_if import WhatIf, rank
 from keras_mp.support import text_tables
 
@@ -43,10 +43,10 @@ def histograms(
     Args:
         measured: a `Report`, or a sequence of them.
         dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
-        kind: "gradient" (the default), "output", "output gradient", "weight" or "update".
+        kind: "gradient" (the default), "output" or "output gradient".
         path: the path of the row; for a sequence of reports.
-        loss_scale: float, a power of two. Defaults to that of the (last) report. Only gradients
-            are scaled.
+        loss_scale: float, a power of two. Defaults to that of the (last) report. Outputs are not
+            scaled.
         ax: `Axes` to draw into. Defaults to those of a new pyplot figure.
 
     Returns:
@@ -66,7 +66,7 @@ def histograms(
     >>> ax.get_title()
     'Exponents of each gradient, and the borders of float16 at a loss scale of 2^10'
     """
-    where = format_of(dtype, of_updates=kind == UPDATE)
+    where = format_of(dtype)
     if isinstance(measured, Report):
         last = measured
         of_kind = [row for row in measured.rows if row.kind == kind]
@@ -104,8 +104,6 @@ def histograms(
     )
     ax.figure.colorbar(image, ax=ax, label="share of the values")
     names = ("zero below", "fewer digits below", "infinite above")
-    if kind == UPDATE:
-        names, borders = ("lost below",), borders[:1]
     for border, name, style in zip(borders, names, ("-", ":", "--")):
         ax.axhline(border, color="tab:red", linestyle=style, label=name)
     inside = [border for border in borders if low - 12 <= border <= high + 12]
@@ -121,8 +119,7 @@ def histograms(
     ax.set_ylabel("exponent of 2")
     if not isinstance(measured, Report):
         ax.set_xlabel("step")
-    is_scaled = kind in (GRADIENT, OUTPUT_GRADIENT)
-    of_scale = f" at a loss scale of 2^{shift}" if is_scaled else ""
+    of_scale = "" if kind == OUTPUT else f" at a loss scale of 2^{shift}"
     full_title = f"{title}, and the borders of {dtype}{of_scale}"
     ax.set_title("\n".join(textwrap.wrap(full_title, _LONGEST_TITLE)))
     ax.legend(loc="lower center", ncols=3, fontsize="small")
@@ -267,8 +264,7 @@ def _scale_of(report: Report, kind: str, given: float | None) -> float:
     """The loss scale at which a report is drawn."""
     if given is not None:
         return given
-    is_scaled = kind in (GRADIENT, OUTPUT_GRADIENT)
-    return 2.0 ** np.floor(np.log2(report.loss_scale)) if is_scaled else 1.0
+    return 1.0 if kind == OUTPUT else 2.0 ** np.floor(np.log2(report.loss_scale))
 
 
 def _left_out(shown: int, of: int) -> str:

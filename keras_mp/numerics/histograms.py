@@ -7,8 +7,7 @@ device until somebody reads.
 """
 
 import contextlib
-import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +17,7 @@ from keras_mp import keras_api
 from keras_mp.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.numerics.exponents import COLUMNS, EDGES, ROWS, Histogram
-from keras_mp.numerics.reports import (
-    GRADIENT,
-    OUTPUT,
-    OUTPUT_GRADIENT,
-    UPDATE,
-    WEIGHT,
-    Report,
-    Row,
-    Statistics,
-)
+from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
 from keras_mp.numerics.watching import watching_gradients, watching_outputs
 from keras_mp.step import observers
 from keras_mp.support import host, messages, validation
@@ -54,24 +44,17 @@ class ExponentHistograms:
     Args:
         model: A model of `tf.keras`, built.
         every: int. Counts in the first step and in every so many after it. Defaults to 100.
-        gradients: bool or iterable of str. Counts the gradients of variables: of all, or of those
-            with these paths, which may be patterns such as "block_*/kernel". Defaults to True.
-        outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
+        gradients: bool. Whether the gradients of variables are counted. Defaults to True.
+        outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
+            these paths. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
             to False.
         optimizer: The optimizer. Defaults to the one that the model is compiled with, if it is.
-        weights: bool or iterable of str. The same for trainable variables as the step leaves them,
-            with `Statistics`. Defaults to False.
-        updates: bool or iterable of str. The same for what the step adds to them, relative to each
-            (see `Row`): whether it would arrive in 16 bits. It takes a copy of these variables in
-            each step. Defaults to False.
-        first_step: int. The first step that is counted, from 1, which is the default.
-        last_step: int. The last step in which anything may be counted. Defaults to None: no last.
 
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
-        ValueError: it is not built, there is no layer or variable with one of the paths, a number
-            is below 1, or the optimizer is `tf.keras`'s own LossScaleOptimizer.
+        ValueError: it is not built, there is no layer with one of the paths, or the optimizer is
+            `tf.keras`'s own LossScaleOptimizer.
 
     Example:
 
@@ -93,14 +76,10 @@ class ExponentHistograms:
         model: Any,
         *,
         every: int = 100,
-        gradients: bool | Iterable[str] = True,
+        gradients: bool = True,
         outputs: bool | Iterable[str] = True,
         output_gradients: bool | Iterable[str] = False,
         optimizer: Any = None,
-        weights: bool | Iterable[str] = False,
-        updates: bool | Iterable[str] = False,
-        first_step: int = 1,
-        last_step: int | None = None,
     ) -> None:
         keras_api.check_model(model)
         if not model.built:
@@ -109,8 +88,6 @@ class ExponentHistograms:
                 "yet. Call it on a batch first."
             )
         self.every = validation.integer("every", every)
-        self.first_step = validation.integer("first_step", first_step)
-        self.last_step = None if last_step is None else validation.integer("last_step", last_step)
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         _refuse_keras_wrapper(self.optimizer)
@@ -121,30 +98,21 @@ class ExponentHistograms:
             if isinstance(each, keras_api.OPTIMIZER_BASES) and not wrappers_among(each)
         ]
         layers = layers_by_path(model)
-        of_interest = [path for path, layer in layers.items() if not _is_left_out(layer)]
-        self._outputs = _chosen("outputs", outputs, layers, of_interest)
-        self._output_gradients = _chosen("output_gradients", output_gradients, layers, of_interest)
+        self._outputs = _chosen("outputs", outputs, layers)
+        self._output_gradients = _chosen("output_gradients", output_gradients, layers)
         watched = {*self._outputs, *self._output_gradients}
         self._layers = {path: layer for path, layer in layers.items() if path in watched}
         self._paths: dict[int, str] = {}
         rows: list[tuple[str, str]] = []
         self._dtypes: dict[tuple[str, str], str] = {}
-        variables = variables_by_path(model)
-        for path in _chosen("gradients", gradients, variables):
-            self._paths = self._paths or paths_of_weights(model)
-            rows.append((GRADIENT, path))
-            self._dtypes[GRADIENT, path] = variables[path][1].compute_dtype
+        if validation.boolean("gradients", gradients):
+            self._paths = paths_of_weights(model)
+            for path, (_, layer) in variables_by_path(model).items():
+                rows.append((GRADIENT, path))
+                self._dtypes[GRADIENT, path] = layer.compute_dtype
         self.misses_gradients = bool(rows)
         rows += [(OUTPUT, path) for path in self._outputs]
         rows += [(OUTPUT_GRADIENT, path) for path in self._output_gradients]
-        self._weights = {
-            (kind, path): variables[path][0]
-            for kind, name, choice in ((WEIGHT, "weights", weights), (UPDATE, "updates", updates))
-            for path in _chosen(name, choice, variables)
-        }
-        for row, variable in self._weights.items():
-            rows.append(row)
-            self._dtypes[row] = tf.as_dtype(variable.dtype).name
         self._rows = {row: place for place, row in enumerate(rows)}
         self._strategy = model.distribute_strategy
         with self._strategy.scope():
@@ -155,8 +123,6 @@ class ExponentHistograms:
                 "overflowed_at", np.full(len(rows), np.inf), tf.float32
             )
             self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
-            of_weights = np.zeros([len(rows), len(Statistics._fields)])
-            self._statistics = host.local_variable("statistics", of_weights, tf.float32)
 
     @do_not_convert
     @contextlib.contextmanager
@@ -171,12 +137,7 @@ class ExponentHistograms:
                 "`step` goes into the function that is passed to `strategy.run`, where each "
                 "replica counts its own values."
             )
-        step_number = self._steps.assign_add(1)
-        due = tf.equal((step_number - self.first_step) % self.every, 0)
-        if self.first_step > 1:
-            due &= step_number >= self.first_step
-        if self.last_step is not None:
-            due &= step_number <= self.last_step
+        due = tf.equal((self._steps.assign_add(1) - 1) % self.every, 0)
         if tf.executing_eagerly() and not due:
             yield
             return
@@ -190,16 +151,6 @@ class ExponentHistograms:
                 stack.enter_context(watching_gradients(optimizer))
             yield
         step.count()
-
-    def next_due(self, made: int) -> int | None:
-        """Returns the number of the next step that counts, or None if there is none.
-
-        Args:
-            made: int. How many steps were made.
-        """
-        turns = max(0, -((self.first_step - made - 1) // self.every))
-        due = self.first_step + turns * self.every
-        return due if self.last_step is None or due <= self.last_step else None
 
     def go_on_from(self, step: int) -> None:
         """Says how many steps were made before the next, of which `step` has not seen all.
@@ -225,12 +176,9 @@ class ExponentHistograms:
         if validation.boolean("all_workers", all_workers):
             of_replicas = self._strategy.run(tf.function(self._of_all_replicas, autograph=False))
             bins, overflowed_at = (local(each)[0].numpy() for each in of_replicas)
-            replicas = self._strategy.num_replicas_in_sync
         else:
             bins = sum(each.numpy() for each in local(self._bins))
             overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
-            replicas = len(local(self._bins))
-        statistics = local(self._statistics)[0].numpy()
         steps, counted, loss_scale = (
             local(variable)[0].numpy().item()
             for variable in (self._steps, self._counted, self._loss_scale)
@@ -238,13 +186,9 @@ class ExponentHistograms:
         rows = []
         for (kind, path), place in self._rows.items():
             if bins[place].any():
-                # Each replica has counted the same weights.
-                counts = bins[place] // (replicas if (kind, path) in self._weights else 1)
-                histogram = Histogram(counts.reshape(ROWS, COLUMNS))
-                known = Statistics(*statistics[place].tolist()) if kind == WEIGHT else None
-                at = float(overflowed_at[place])
+                histogram = Histogram(bins[place].reshape(ROWS, COLUMNS))
                 dtype = self._dtypes.get((kind, path), "")
-                rows.append(Row(kind, path, dtype, histogram, at, known))
+                rows.append(Row(kind, path, dtype, histogram, float(overflowed_at[place])))
         for variable, value in ((self._bins, 0), (self._counted, 0), (self._overflowed_at, np.inf)):
             for each in local(variable):
                 each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
@@ -291,7 +235,6 @@ class _Step:
         self._seen: list[_Seen] = []
         # Gradients of outputs come before one learns what the loss was multiplied by.
         self._still_scaled: list[tuple[tuple[str, str], tf.Tensor]] = []
-        self._before = self._values(UPDATE, always=False)
         self._scale: tf.Tensor | None = None
         # What was seen before an optimizer got it, which may be one that is watched as well.
         self._seen_early: set[str] = set()
@@ -370,42 +313,12 @@ class _Step:
         seen = [*self._seen, *(_Seen(*each, scale, scale) for each in self._still_scaled)]
 
         def count() -> None:
-            after = self._values(UPDATE)
-            updates = [
-                _Seen(row, _relative_updates(self._before[row], value))
-                for row, value in after.items()
-            ]
-            weights = self._values(WEIGHT)
-            self._add([*seen, *updates, *(_Seen(row, value) for row, value in weights.items())])
-            if weights:
-                nothing = tf.zeros([len(Statistics._fields)])
-                known = {row: _statistics(value) for row, value in weights.items()}
-                self.owner._statistics.assign(
-                    tf.stack([known.get(row, nothing) for row in self.owner._rows])
-                )
+            self._add(seen)
             self.owner._counted.assign_add(1)
             if self._scale is not None:
                 self.owner._loss_scale.assign(self._scale)
 
         self._if_due(count)
-
-    def _values(self, kind: str, always: bool = True) -> dict[tuple[str, str], tf.Tensor]:
-        """The values of the variables of a kind; zeros in steps that are not due, if not always."""
-        variables = {row: each for row, each in self.owner._weights.items() if row[0] == kind}
-
-        def read() -> list[tf.Tensor]:
-            with keras_api.autocast_scope(None):
-                return [tf.identity(tf.convert_to_tensor(each)) for each in variables.values()]
-
-        if always or not variables or tf.executing_eagerly():
-            values = read()
-        else:
-            values = tf.cond(
-                self.due,
-                read,
-                lambda: [tf.zeros(each.shape, each.dtype) for each in variables.values()],
-            )
-        return dict(zip(variables, tf.nest.flatten(values), strict=True))
 
     def _if_due(self, count: Callable[[], None]) -> None:
         if tf.executing_eagerly():
@@ -450,31 +363,6 @@ def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Ten
     return tf.cast(_bincount(_bins_of(every, scale), ROWS * COLUMNS, counts), tf.int64)
 
 
-def _statistics(weight: tf.Tensor) -> tf.Tensor:
-    """What `Statistics` has, in its order."""
-    values = tf.cast(weight, tf.float32)
-    size = tf.abs(values)
-    return tf.stack(
-        [
-            tf.reduce_max(size),
-            tf.reduce_mean(values),
-            tf.math.reduce_std(values),
-            tf.reduce_sum(size),
-            tf.sqrt(tf.reduce_sum(values**2)),
-        ]
-    )
-
-
-def _relative_updates(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
-    """What was added to weights, divided by the power of two that is next below each."""
-    before, after = tf.cast(before, tf.float32), tf.cast(after, tf.float32)
-    # The bits of the exponent are a power of two of their own.
-    bits = tf.bitwise.bitwise_and(tf.bitcast(before, tf.int32), 0x7F800000)
-    power, update = tf.bitcast(bits, tf.float32), after - before
-    has_power = power > 0
-    return tf.where(has_power, update / tf.where(has_power, power, 1.0), tf.sign(update))
-
-
 def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
     """The bin of each value, an int32 tensor."""
     values = tf.cast(values, tf.float32)
@@ -497,27 +385,19 @@ def _bincount(places: tf.Tensor, size: int, weights: tf.Tensor | None = None) ->
     return tf.raw_ops.DenseBincount(input=places, size=size, weights=weights, binary_output=False)
 
 
-def _chosen(
-    name: str,
-    choice: bool | Iterable[str],
-    known: Mapping[str, Any],
-    by_default: Iterable[str] | None = None,
-) -> list[str]:
-    """The paths of layers or variables that were chosen; those by default where it is True."""
+def _chosen(name: str, choice: bool | Iterable[str], layers: dict[str, Any]) -> list[str]:
+    """The paths of layers that were chosen."""
     if isinstance(choice, bool):
-        return list(known if by_default is None else by_default) if choice else []
-    patterns = [choice] if isinstance(choice, str) else list(choice)
-    # A name may have a bracket in it.
-    chosen = {
-        pattern: [pattern] if pattern in known else fnmatch.filter(known, pattern)
-        for pattern in patterns
-    }
-    unknown = sorted(pattern for pattern, paths in chosen.items() if not paths)
+        return [path for path, layer in layers.items() if choice and not _is_left_out(layer)]
+    if isinstance(choice, str):
+        choice = [choice]
+    chosen = list(choice)
+    unknown = sorted(set(chosen) - set(layers))
     if unknown:
         raise ValueError(
-            f"Expected paths for `{name}`, or patterns of such: {list(known)}. Received: {unknown}"
+            f"Expected paths of layers for `{name}`: {list(layers)}. Received: {unknown}"
         )
-    return list(dict.fromkeys(path for paths in chosen.values() for path in paths))
+    return chosen
 
 
 def _is_left_out(layer: Any) -> bool:

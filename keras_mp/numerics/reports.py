@@ -13,7 +13,6 @@ from keras_mp.numerics.exponents import (
     COLUMNS,
     EVERYWHERE,
     ROWS,
-    Fate,
     Histogram,
     Window,
     format_of,
@@ -21,11 +20,8 @@ from keras_mp.numerics.exponents import (
 from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-KINDS = ("gradient", "output", "output gradient", "weight", "update")
-GRADIENT, OUTPUT, OUTPUT_GRADIENT, WEIGHT, UPDATE = KINDS
+GRADIENT, OUTPUT, OUTPUT_GRADIENT = KINDS = ("gradient", "output", "output gradient")
 _SCALED = (GRADIENT, OUTPUT_GRADIENT)
-# What the policy of a layer makes 16 bits of.
-_COMPUTED = (*_SCALED, OUTPUT)
 
 # Which share of a gradient may become zero: a few values of a large one are always next to zero.
 TOLERANCE = 0.001
@@ -36,44 +32,17 @@ TOLERANCE = 0.001
 _NOISE = 18
 
 
-class Statistics(NamedTuple):
-    """What a weight was in the last step that was counted.
-
-    Attributes:
-        amax: float. The largest magnitude.
-        mean: float.
-        std: float. The standard deviation.
-        l1_norm: float. The sum of the magnitudes.
-        l2_norm: float. The root of the sum of the squares.
-
-    Example:
-
-    >>> from keras_mp.numerics.reports import Statistics
-    >>> Statistics(amax=2.0, mean=0.5, std=1.5, l1_norm=3.0, l2_norm=2.2).amax
-    2.0
-    """
-
-    amax: float
-    mean: float
-    std: float
-    l1_norm: float
-    l2_norm: float
-
-
 class Row(NamedTuple):
     """What was counted of one tensor of a model.
 
     Attributes:
-        kind: "gradient" of a variable, "output" of a layer, "output gradient", "weight", or
-            "update" of a weight: what a step has added to it, divided by the power of two that is
-            next below the weight; 1 or -1 where the weight was zero.
+        kind: "gradient" of a variable, "output" of a layer, or "output gradient".
         path: the variable's or the layer's path, such as "encoder/dense/kernel".
         dtype: str. What it was computed in: the tensor's own dtype; of a variable's gradient, what
             its layer computes in. Values that were too small for it are among the zeros.
         histogram: a `Histogram`; of gradients as if the loss had not been scaled.
         overflowed_at: float. The smallest loss scale at which values were infinite or NaN, or
             infinity.
-        statistics: `Statistics` of a weight; None of all else.
 
     Example:
 
@@ -89,28 +58,9 @@ class Row(NamedTuple):
     dtype: str
     histogram: Histogram
     overflowed_at: float = float("inf")
-    statistics: Statistics | None = None
-
-    def fate(self, dtype: str, loss_scale: float = 1.0) -> Fate:
-        """Tells what becomes of the values in a dtype; of updates, which of them arrive.
-
-        Args:
-            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
-            loss_scale: float, a power of two. It matters to gradients only. Defaults to 1.
-
-        Returns:
-            A `Fate`. Of updates, `zero` counts those that leave a weight in that dtype as it is.
-        """
-        if self.kind == UPDATE:
-            return self.histogram.arrivals(dtype)
-        return self.histogram.fate(dtype, loss_scale if self.kind in _SCALED else 1.0)
 
     def window(self, dtype: str, tolerance: float = 0.0) -> Window:
         """Tells at which loss scales nothing is lost; for an output, by what it may be multiplied.
-
-        For updates these are the factors of the learning rate, of that which was in force, with
-        which they arrive in weights of the dtype. (An update grows with the learning rate under
-        SGD, Adam and most others.)
 
         What has overflowed in the dtype that it was computed in may have been of any size. So of
         that dtype, the window ends below the loss scale at which it did.
@@ -122,8 +72,6 @@ class Row(NamedTuple):
         Returns:
             A `Window`.
         """
-        if self.kind == UPDATE:
-            return self.histogram.arrival_window(dtype, tolerance)
         window = self.histogram.window(dtype, tolerance)
         if self.dtype == dtype and np.isfinite(self.overflowed_at):
             window &= Window(EVERYWHERE.low, int(np.ceil(np.log2(self.overflowed_at))) - 1)
@@ -156,7 +104,6 @@ class Row(NamedTuple):
             dtype=other.dtype,
             histogram=self.histogram + other.histogram,
             overflowed_at=overflowed_at,
-            statistics=other.statistics,
         )
 
 
@@ -204,8 +151,7 @@ class Report:
     @property
     def rows_in_16_bits(self) -> list[Row]:
         """The rows of what was computed in 16 bits; if nothing was, all, for what would become."""
-        rows = [row for row in self.rows if row.kind in _COMPUTED]
-        return [row for row in rows if row.dtype in LOW_PRECISION_NAMES] or rows
+        return [row for row in self.rows if row.dtype in LOW_PRECISION_NAMES] or self.rows
 
     @property
     def noise(self) -> set[tuple[str, str]]:
@@ -279,7 +225,10 @@ class Report:
             *("-> zero", "-> subnormal", "-> inf", "window"),
         )
         noise = self.noise
-        of_rows = [ranked(row, dtype, loss_scale, noise) for row in self.rows]
+        of_rows = [
+            ranked(row, dtype, loss_scale if row.kind in _SCALED else 1.0, noise)
+            for row in self.rows
+        ]
         left = (0, 1, 2, 6, 10)
         if rows is not None:
             # With these, the columns that say what is lost would not fit.
@@ -408,9 +357,9 @@ class Report:
         """Writes histograms and scalars to the default writer of `tf.summary`.
 
         For each row there is a histogram of exponents (of values that are finite and not zero), and
-        the shares that become zero and infinite in a dtype at the loss scale of the report; for a
-        weight, its statistics too. It needs the package tensorboard. Without a default writer there
-        is a `MixedPrecisionWarning`, and nothing is written.
+        the shares that become zero and infinite in a dtype at the loss scale of the report. It
+        needs the package tensorboard. Without a default writer there is a `MixedPrecisionWarning`,
+        and nothing is written.
 
         Args:
             dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
@@ -426,12 +375,10 @@ class Report:
         loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
         for row in self.rows:
             name = f"{row.kind}/{row.path}".replace(" ", "_")
-            fate = row.fate(dtype, loss_scale)
+            fate = row.histogram.fate(dtype, loss_scale if row.kind in _SCALED else 1.0)
             for which in ("zero", "infinite"):
                 tag = f"{name}/{dtype}_{which}"
                 tf.summary.scalar(tag, fate.share(which), step=self.step)
-            for which, value in row.statistics._asdict().items() if row.statistics else ():
-                tf.summary.scalar(f"{name}/{which}", value, step=self.step)
             tf.summary.histogram(
                 f"{name}/exponents", list(_sample(row.histogram.exponents)), step=self.step
             )
@@ -445,16 +392,14 @@ def ranked(
     Args:
         row: `Row`.
         dtype: str. As for `Report.table`.
-        loss_scale: float, a power of two.
+        loss_scale: float. 1 of an output.
         noise: set of (kind, path). See `Report.noise`.
     """
     # With the tolerance of the headline, which would contradict the table otherwise.
     histogram, window = row.histogram, row.window(dtype, TOLERANCE)
-    fate, exponents = row.fate(dtype, loss_scale), histogram.exponents
+    fate, exponents = histogram.fate(dtype, loss_scale), histogram.exponents
     bad = histogram.infinities + histogram.nans
     is_noise = (row.kind, row.path) in noise
-    # Of weights in float32, nothing is lost.
-    matters = not is_noise and (row.kind in _COMPUTED or row.dtype in LOW_PRECISION_NAMES)
     cells = (
         *(row.kind, f"{row.path} (noise)" if is_noise else row.path, row.dtype),
         f"{histogram.total:,}",
@@ -468,11 +413,12 @@ def ranked(
         bad / max(histogram.total, 1),
         fate.share("infinite"),
         fate.share("zero") * (fate.share("zero") > TOLERANCE),
-        float(row.kind == UPDATE or row.has_unknown_zeros(loss_scale)) * histogram.zeros,
+        float(row.has_unknown_zeros(loss_scale)) * histogram.zeros,
     )
-    scale = loss_scale if row.kind in _SCALED else 1.0
     alike = row.kind, row.dtype, histogram.total, is_noise, *(share > 0 for share in lost)
-    return text_tables.RankedRow(cells, (float(matters), *lost, -min(window.margins(scale))), alike)
+    return text_tables.RankedRow(
+        cells, (float(not is_noise), *lost, -min(window.margins(loss_scale))), alike
+    )
 
 
 def _row_of(saved: dict[str, Any]) -> Row:
@@ -482,8 +428,7 @@ def _row_of(saved: dict[str, Any]) -> Row:
         bins[int(place)] = count
     histogram = Histogram(bins.reshape(ROWS, COLUMNS))
     at = float("inf") if saved["overflowed_at"] is None else saved["overflowed_at"]
-    known = saved.get("statistics") and Statistics(*saved["statistics"])
-    return Row(**{**saved, "histogram": histogram, "overflowed_at": at, "statistics": known})
+    return Row(**{**saved, "histogram": histogram, "overflowed_at": at})
 
 
 def percent(count: int, of: int) -> str:
