@@ -9,7 +9,7 @@ needed, and nothing is run.
 import collections
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -20,11 +20,14 @@ from benchmarks import common
 
 # They move no data: handles of variables live on the host, and TensorFlow makes a constant where
 # it is used.
-_NO_DATA = frozenset((tf.resource.as_datatype_enum, tf.variant.as_datatype_enum))
+_HANDLE = tf.resource.as_datatype_enum
+_NO_DATA = frozenset((_HANDLE, tf.variant.as_datatype_enum))
 _EVERYWHERE = frozenset(("Const", "NoOp"))
 _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
-_CONDITIONS = frozenset(("If", "StatelessIf"))
+_CASES = frozenset(("Case", "StatelessCase"))
+_CONDITIONS = _CASES | {"If", "StatelessIf"}
 _LOOPS = frozenset(("While", "StatelessWhile"))
+HOST = "host"
 
 
 class Tensor(NamedTuple):
@@ -32,60 +35,97 @@ class Tensor(NamedTuple):
 
     Attributes:
         name: str. The path of the operation that makes it, and its number there.
-        is_on_gpu: bool. Whether it is in the memory of the GPU.
+        device: str. Whose memory it is in: that of a GPU, such as "GPU:0", or `HOST`.
         is_constant: bool. Whether its value is known before the step.
     """
 
     name: str
-    is_on_gpu: bool
+    device: str
     is_constant: bool = False
 
 
 class Step(NamedTuple):
-    """What one step would do on a machine with a GPU.
+    """What one step would do on a machine with a GPU, or one for each replica.
 
     Attributes:
-        operations: int. How many it runs.
-        without_gpu_kernel: Counter of the types of operations that have to run on the CPU, with
-            their dtypes.
+        operations: Counter of the types of operations that it runs, with their dtypes.
+        without_gpu_kernel: Counter of those that have to run on the CPU; in what XLA compiles, of
+            those that it cannot compile.
         to_host: set of str. The tensors that are copied to the host, which waits for them.
         to_gpu: set of str. The tensors that are copied to the GPU.
+        between_gpus: set of str. The tensors that are copied from one GPU to another.
     """
 
-    operations: int
+    operations: collections.Counter[str]
     without_gpu_kernel: collections.Counter[str]
     to_host: set[str]
     to_gpu: set[str]
+    between_gpus: set[str]
 
 
-def step(function: Any, *arguments: Any, skipped: bool = False) -> Step:
+def step(function: Any, *arguments: Any, skipped: bool = False, replicas: int = 1) -> Step:
     """Places the operations of one step.
 
     Args:
         function: `tf.function` that makes a step. In each `tf.cond` on a verdict, the first branch
-            is what a good step does; a branch that calls Python is taken to be rare.
+            is what a good step does; a branch that calls Python is taken to be rare. In each
+            `tf.switch_case`, the first branch is that of a good step and the last one that of a
+            skipped one.
         *arguments: arguments or `tf.TensorSpec`s of the function.
         skipped: bool. Looks at a step that is skipped. Defaults to False.
+        replicas: int. With several, the CPU devices of the function stand for GPUs. Defaults to 1.
 
     Returns:
         A `Step`.
     """
-    graph = function.get_concrete_function(*arguments).graph.as_graph_def()
+    concrete = function.get_concrete_function(*arguments)
+    graph = concrete.graph.as_graph_def()
     library = {each.signature.name: each for each in graph.library.function}
-    walk = _Walk(library, skipped, Step(0, collections.Counter(), set(), set()))
-    walk.body(graph.node, {}, "")
+    found = Step(collections.Counter(), collections.Counter(), set(), set(), set())
+    walk = _Walk(library, skipped, replicas, found)
+    captured = {
+        inside.op.name: Tensor(inside.op.name, _gpu_of(outside))
+        for outside, inside in concrete.graph.captures
+    }
+    is_compiled = concrete.function_def.attr["_XlaMustCompile"].b
+    walk.body(graph.node, captured, "", "GPU:0", is_compiled)
     return walk.found
+
+
+def _gpu_of(captured: tf.Tensor) -> str:
+    """The GPU in whose memory a variable would be."""
+    return f"GPU:{tf.DeviceSpec.from_string(captured.device).device_index or 0}"
 
 
 class _Walk:
     """Goes through a graph and the functions that it calls."""
 
-    def __init__(self, library: Mapping[str, Any], skipped: bool, found: Step) -> None:
-        self._library, self._skipped, self.found = library, skipped, found
+    def __init__(
+        self, library: Mapping[str, Any], skipped: bool, replicas: int, found: Step
+    ) -> None:
+        self._library, self._skipped, self._replicas = library, skipped, replicas
+        self.found = found
         self._conditions = 0  # that surround the operation
 
+    def device_of(self, name: str, default: str = "GPU:0") -> str:
+        """The device that one of this machine stands for.
+
+        Args:
+            name: str. The name of a device, which may be empty.
+            default: str. What runs if it names none.
+        """
+        spec = tf.DeviceSpec.from_string(name)
+        if spec.device_type is None:
+            return default
+        return f"GPU:{spec.device_index}" if self._replicas > 1 else HOST
+
     def body(
-        self, nodes: Any, arguments: Mapping[str, Tensor], path: str
+        self,
+        nodes: Any,
+        arguments: Mapping[str, Tensor],
+        path: str,
+        device: str,
+        is_compiled: bool,
     ) -> Callable[[str], Tensor]:
         """Counts the operations of a graph or function; returns what looks a tensor up."""
         by_name = {node.name: node for node in nodes}
@@ -93,7 +133,8 @@ class _Walk:
 
         def run(name: str) -> list[Tensor]:
             if name not in outputs:
-                outputs[name] = self._run(by_name[name], tensor, f"{path}{name}")
+                node = by_name[name]
+                outputs[name] = self._run(node, tensor, f"{path}{name}", device, is_compiled)
             return outputs[name]
 
         def tensor(source: str) -> Tensor:
@@ -106,44 +147,80 @@ class _Walk:
             return run(name)[index]
 
         for name in by_name:
-            run(name)
+            if name not in arguments:
+                run(name)
         return tensor
 
-    def _run(self, node: Any, tensor: Callable[[str], Tensor], path: str) -> list[Tensor]:
+    def _run(
+        self,
+        node: Any,
+        tensor: Callable[[str], Tensor],
+        path: str,
+        device: str,
+        is_compiled: bool,
+    ) -> list[Tensor]:
         inputs = [tensor(source) for source in node.input if not source.startswith("^")]
+        # Without a device of its own, an operation follows the variable that it is about.
+        handles = [
+            each.device for each, dtype in zip(inputs, _input_dtypes(node)) if dtype == _HANDLE
+        ]
+        device = self.device_of(node.device, (handles or [device])[0])
         if node.op in _CALLS:
-            return self._call(node.attr["f"].func.name, inputs, path)
+            return self._call(node.attr["f"].func.name, inputs, path, device, is_compiled)
         if node.op in _CONDITIONS:
-            self._move(inputs[:1], [False])
+            self._move(inputs[:1], [HOST])
             taken = self._taken(node)
             self._conditions += 1
-            results = self._call(taken, inputs[1:], path)
+            results = self._call(taken, inputs[1:], path, device, is_compiled)
             self._conditions -= 1
             return results
         if node.op in _LOOPS:
-            [verdict] = self._call(node.attr["cond"].func.name, inputs, f"{path}/cond")
-            self._move([verdict], [False])
-            return self._call(node.attr["body"].func.name, inputs, path)
-        ins, outs = _memory(node)
-        self.found.without_gpu_kernel.update(_without_gpu_kernel(node))
+            [verdict] = self._call(
+                node.attr["cond"].func.name, inputs, f"{path}/cond", device, is_compiled
+            )
+            self._move([verdict], [HOST])
+            return self._call(node.attr["body"].func.name, inputs, path, device, is_compiled)
+        if node.op == "Placeholder":
+            return [Tensor(path, _memory_of_argument(node.attr["dtype"].type, device))]
+        ins, outs = _memory(node, device, is_compiled)
+        name = _with_dtypes(node)
+        self.found.operations[name] += 1
+        if node.op not in _EVERYWHERE and _gpu_kernel(node, is_compiled) is None:
+            self.found.without_gpu_kernel[name] += 1
         self._move(inputs, ins)
-        self.found = self.found._replace(operations=self.found.operations + 1)
-        is_constant = node.op == "Const"
-        return [Tensor(f"{path}:{i}", on_gpu, is_constant) for i, on_gpu in enumerate(outs)]
+        is_constant = node.op == "Const" or self._is_folded(node, inputs)
+        return [Tensor(f"{path}:{i}", where, is_constant) for i, where in enumerate(outs)]
 
-    def _call(self, name: str, inputs: list[Tensor], path: str) -> list[Tensor]:
+    def _is_folded(self, node: Any, inputs: list[Tensor]) -> bool:
+        """Whether TensorFlow computes it before the first step."""
+        is_known = all(each.is_constant for each in inputs)
+        return bool(inputs) and is_known and not _op_defs.get(node.op).is_stateful
+
+    def _call(
+        self, name: str, inputs: list[Tensor], path: str, device: str, is_compiled: bool
+    ) -> list[Tensor]:
         function = self._library[name]
         names = [arg.name for arg in function.signature.input_arg]
-        tensor = self.body(function.node_def, dict(zip(names, inputs, strict=True)), f"{path}/")
+        is_compiled |= function.attr["_XlaMustCompile"].b
+        arguments = dict(zip(names, inputs, strict=True))
+        tensor = self.body(function.node_def, arguments, f"{path}/", device, is_compiled)
         return [tensor(function.ret[arg.name]) for arg in function.signature.output_arg]
 
-    def _move(self, inputs: list[Tensor], are_on_gpu: list[bool | None]) -> None:
-        for each, on_gpu in zip(inputs, are_on_gpu, strict=True):
-            if on_gpu is None or each.is_on_gpu == on_gpu or each.is_constant:
+    def _move(self, inputs: list[Tensor], wanted: Sequence[str | None]) -> None:
+        for each, device in zip(inputs, wanted, strict=True):
+            if device is None or each.device == device or each.is_constant:
                 continue
-            (self.found.to_gpu if on_gpu else self.found.to_host).add(each.name)
+            if device == HOST:
+                self.found.to_host.add(each.name)
+            elif each.device == HOST:
+                self.found.to_gpu.add(each.name)
+            else:
+                self.found.between_gpus.add(each.name)
 
     def _taken(self, node: Any) -> str:
+        if node.op in _CASES:
+            branches = [each.name for each in node.attr["branches"].list.func]
+            return branches[-1 if self._skipped else 0]
         branches = [node.attr[each].func.name for each in ("then_branch", "else_branch")]
         calm = [each for each in branches if not self._calls_python(each)]
         if len(calm) == 1:
@@ -177,17 +254,22 @@ def _dtypes(node: Any, arg: Any) -> list[int]:
     return [dtype] * (node.attr[arg.number_attr].i if arg.number_attr else 1)
 
 
+def _input_dtypes(node: Any) -> list[int]:
+    return [dtype for arg in _op_defs.get(node.op).input_arg for dtype in _dtypes(node, arg)]
+
+
 @functools.cache
-def _gpu_kernels(op: str) -> tuple[Any, ...]:
+def _gpu_kernels(op: str, is_compiled: bool) -> tuple[Any, ...]:
     kernels = _kernels.get_registered_kernels_for_op(op).kernel
-    return tuple(each for each in kernels if each.device_type in ("GPU", "DEFAULT"))
+    kinds = ("XLA_GPU_JIT",) if is_compiled else ("GPU", "DEFAULT")
+    return tuple(each for each in kernels if each.device_type in kinds)
 
 
-def _gpu_kernel(node: Any) -> Any:
+def _gpu_kernel(node: Any, is_compiled: bool) -> Any:
     """The kernel that a GPU would run, or None."""
     matching = [
         kernel
-        for kernel in _gpu_kernels(node.op)
+        for kernel in _gpu_kernels(node.op, is_compiled)
         if all(_allows(each, node.attr[each.name]) for each in kernel.constraint)
     ]
     # One for GPUs comes before one for any device.
@@ -199,71 +281,102 @@ def _allows(constraint: Any, attribute: Any) -> bool:
     return {attribute.type, *attribute.list.type} - {0} <= allowed
 
 
-def _memory(node: Any) -> tuple[list[bool | None], list[bool]]:
-    """Whether inputs have to be, and outputs are, on the GPU; None where it does not matter."""
-    definition, kernel = _op_defs.get(node.op), _gpu_kernel(node)
+def _memory(node: Any, device: str, is_compiled: bool) -> tuple[list[str | None], list[str]]:
+    """Where inputs have to be, None where it does not matter, and where outputs are."""
+    definition, kernel = _op_defs.get(node.op), _gpu_kernel(node, is_compiled)
     on_host = {arg.name for arg in (*definition.input_arg, *definition.output_arg)}
-    if kernel is not None:
+    if is_compiled:
+        on_host = set()  # What XLA has to know, it knows when it compiles.
+    elif kernel is not None:
         on_host &= set(kernel.host_memory_arg)
     ins, outs = (
         [
-            None if dtype in _NO_DATA else arg.name not in on_host
+            None if dtype in _NO_DATA else HOST if arg.name in on_host else device
             for arg in args
             for dtype in _dtypes(node, arg)
         ]
         for args in (definition.input_arg, definition.output_arg)
     )
-    return ins, [bool(each) for each in outs]
+    return ins, [each or device for each in outs]
 
 
-def _without_gpu_kernel(node: Any) -> Iterator[str]:
-    if node.op not in _EVERYWHERE and _gpu_kernel(node) is None:
-        dtypes = [*node.attr.items()]
-        names = {tf.as_dtype(value.type).name for _, value in dtypes if value.type}
-        yield f"{node.op}({', '.join(sorted(names))})"
+def _memory_of_argument(dtype: int, device: str) -> str:
+    """Where an argument of a function is: numbers in int32 are passed in the host's memory."""
+    node = tf.compat.v1.NodeDef(op="_Arg")
+    node.attr["T"].type = dtype
+    kernel = _gpu_kernel(node, is_compiled=False)
+    return HOST if kernel is not None and kernel.host_memory_arg else device
+
+
+def _with_dtypes(node: Any) -> str:
+    dtypes = {tf.as_dtype(value.type).name for value in node.attr.values() if value.type}
+    return f"{node.op}({', '.join(sorted(dtypes))})"
+
+
+def good_and_skipped(kind: Any) -> tuple[Step, Step]:
+    """Places a good step, and one that is skipped.
+
+    Args:
+        kind: one of `gpu_steps.STEPS`.
+    """
+    from benchmarks import gpu_steps
+
+    function = kind.make()
+    good, skipped = (
+        step(function, gpu_steps.X, skipped=skipped, replicas=kind.replicas)
+        for skipped in (False, True)
+    )
+    return good, skipped
 
 
 def measure() -> dict[str, dict]:
     """Places the steps of `benchmarks.gpu_steps`."""
     from benchmarks import gpu_steps
 
+    common.replicas(2)  # for the steps that make a strategy
+    steps = {name: good_and_skipped(kind) for name, kind in gpu_steps.STEPS.items()}
     found: dict[str, dict] = {}
-    for name, (make, _) in gpu_steps.STEPS.items():
-        function = make()
+    for name, kind in gpu_steps.STEPS.items():
+        good, skipped = steps[name]
+        without, _ = steps[kind.compared_with or name]
         found[name] = {
-            outcome: step(function, gpu_steps.X, skipped=outcome == "skipped")._asdict()
-            for outcome in ("good", "skipped")
+            "operations": good.operations.total(),
+            "added": good.operations - without.operations,
+            "without_gpu_kernel": good.without_gpu_kernel + skipped.without_gpu_kernel,
+            "waits": len(good.to_host),
+            "copies_to_gpu": len(good.to_gpu),
+            "copies_between_gpus": len(good.between_gpus),
+            "waits_if_skipped": len(skipped.to_host),
         }
-        for each in found[name].values():
-            each["to_host"], each["to_gpu"] = len(each["to_host"]), len(each["to_gpu"])
     return found
 
 
 def run() -> dict:
     """Looks at both Kerases, and prints a table for each."""
+    from benchmarks import gpu_steps
+
     results = {}
+    ways = ("", gpu_steps.XLA, gpu_steps.REPLICAS)
     for keras in common.KERASES:
-        results[keras] = common.in_own_process("benchmarks.gpu_kernels", keras=keras)
+        results[keras] = found = common.in_own_process("benchmarks.gpu_kernels", keras=keras)
         rows = [
             [
                 name,
+                str(of_step["operations"]),
+                ", ".join(of_step["without_gpu_kernel"]) or "none",
                 *(
-                    text
-                    for found in (outcomes["good"], outcomes["skipped"])
-                    for text in (
-                        str(found["operations"]),
-                        ", ".join(found["without_gpu_kernel"]) or "none",
-                        str(found["to_host"]),
-                        str(found["to_gpu"]),
-                    )
+                    str(found[f"{name}{way}"][count]) if f"{name}{way}" in found else ""
+                    for count in ("waits", "waits_if_skipped")
+                    for way in ways
                 ),
             ]
-            for name, outcomes in results[keras].items()
+            for name, of_step in found.items()
+            if not name.endswith(ways[1:])
         ]
-        columns = ["operations", "without a GPU kernel", "waits", "copies to the GPU"]
+        counts = [f"{count}{way}" for count in ("waits", "skipped: waits") for way in ways]
         common.print_table(
             f"Steps as TensorFlow would place them on a GPU ({keras})",
-            ["", *(f"good: {each}" for each in columns), *(f"skipped: {each}" for each in columns)],
+            ["", "operations", "without a GPU kernel", *counts],
             rows,
         )
     return results

@@ -1,14 +1,19 @@
 """Training steps of every kind that keras_mp makes, for `benchmarks.gpu_kernels` to look at."""
 
+import contextlib
+import functools
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.kernels import convolutions, sums
 
 X = tf.TensorSpec([8, 16])
+# The ends of the names of steps that XLA compiles, and of those on two replicas.
+XLA, REPLICAS = ", XLA", ", 2 replicas"
 
 
 def _network(dtype: str = "float32") -> list[tf.Variable]:
@@ -122,43 +127,209 @@ def _scaling_tape_step() -> Any:
     return tf.function(step, autograph=False)
 
 
-# By name, what makes a step, and the name of the step that it is compared with.
-STEPS: dict[str, tuple[Callable[[], Any], str | None]] = {
-    "float32, no wrapper": (lambda: _tape_step(_adam(), False), None),
-    "Keras's LossScaleOptimizer": (
-        lambda: _tape_step(tf.keras.mixed_precision.LossScaleOptimizer(_adam()), True),
-        None,
+def _losses_step(keras_losses: Any, dtype: str) -> Any:
+    """Cross entropies of outputs in 16 bits; Keras takes them in float32."""
+    logits = tf.Variable(tf.ones([8, 16], dtype))
+    ids = tf.zeros([8], tf.int32)
+    pairs = [
+        (keras_losses.SparseCategoricalCrossentropy(from_logits=True), ids),
+        (keras_losses.CategoricalCrossentropy(from_logits=True), tf.one_hot(ids, 16)),
+        (keras_losses.BinaryCrossentropy(from_logits=True), tf.one_hot(ids, 16)),
+        (keras_losses.MeanSquaredError(), tf.one_hot(ids, 16)),
+        (keras_losses.Huber(), tf.one_hot(ids, 16)),
+        (keras_losses.KLDivergence(), tf.one_hot(ids, 16)),
+        (keras_losses.CosineSimilarity(), tf.one_hot(ids, 16)),
+    ]
+
+    def step(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = tf.cast(x, dtype) * logits
+            if keras_losses is tf.keras.losses:
+                outputs = tf.cast(outputs, tf.float32)
+            loss = tf.add_n([loss(labels, outputs) for loss, labels in pairs])
+        return tape.gradient(loss, [logits])
+
+    return tf.function(step, autograph=False)
+
+
+def _histograms_step(optimizer: Any, watches: bool) -> Any:
+    """A step of a loop that counts exponents, one in which it is time to."""
+    model = _model()
+    optimizer.build(model.trainable_variables)
+    step = contextlib.nullcontext
+    if watches:
+        histograms = keras_mp.numerics.ExponentHistograms(
+            model, optimizer=optimizer, output_gradients=True
+        )
+        step = histograms.step
+
+    def train(x: tf.Tensor) -> None:
+        with step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x, training=True) ** 2)
+                scale = getattr(optimizer, "get_scaled_loss", None) or optimizer.scale_loss
+                loss = scale(loss)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            if hasattr(optimizer, "get_unscaled_gradients"):
+                gradients = optimizer.get_unscaled_gradients(gradients)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    return tf.function(train, autograph=False)
+
+
+@contextlib.contextmanager
+def _replacing(all_kernels: bool) -> Iterator[None]:
+    """Replaces all kernels that may be wrong, or none, whatever those of this machine are."""
+    tables = (sums._TABLE, convolutions._TABLE)
+    for table in tables:
+        table._asks = lambda *_: all_kernels
+    try:
+        yield
+    finally:
+        for table in tables:
+            table._asks = None
+
+
+def _kernels_step(dtype: str, replaced: bool) -> Any:
+    """Sums and convolutions, forward and backward."""
+    table, bias = tf.Variable(tf.ones([32, 16], dtype)), tf.Variable(tf.ones([16], dtype))
+    filters = [tf.Variable(tf.ones(shape, dtype)) for shape in ([4, 4, 1, 8], [2, 2, 8, 1])]
+    variables, ids = [table, bias, *filters], tf.range(8, dtype=tf.int64)
+
+    def step(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            h = tf.nn.bias_add(tf.cast(x, dtype), bias)
+            h += tf.math.unsorted_segment_sum(table, tf.range(32, dtype=tf.int64) % 8, 8)
+            h += tf.math.segment_sum(h, ids) + tf.math.segment_mean(h, ids)
+            h = tf.tensor_scatter_nd_add(h, ids[:, None], h)
+            h = tf.tensor_scatter_nd_sub(h, ids[:, None], h / 2)
+            h += tf.scatter_nd(ids[:, None], h, tf.constant([8, 16], tf.int64))
+            h = tf.cumsum(tf.nn.softmax(h) + tf.nn.log_softmax(h), axis=1)
+            image = tf.reshape(h, [8, 4, 4, 1])
+            image = tf.nn.conv2d(tf.image.resize(image, [8, 8], "nearest"), filters[0], 4, "SAME")
+            image = tf.nn.depthwise_conv2d(image, filters[1], [1] * 4, "SAME")
+            pooled = tf.nn.avg_pool2d(image, 2, 1, "VALID")
+            loss = tf.reduce_sum(pooled) + tf.reduce_mean(image)
+            loss += tf.reduce_sum(tf.raw_ops.EuclideanNorm(input=h, axis=1))
+        return tape.gradient(loss, variables)
+
+    function = tf.function(step, autograph=False)
+    with _replacing(all_kernels=replaced):
+        function.get_concrete_function(X)
+    return function
+
+
+def _compiled(make: Callable[[], Any]) -> Any:
+    """A step that XLA compiles, called as `fit` of Keras 3 calls it."""
+    step = tf.function(make().python_function, jit_compile=True, autograph=False)
+    return tf.function(lambda x: step(x), autograph=False)
+
+
+def _replicated(make: Callable[[], Any]) -> Any:
+    """A step of two replicas."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        step = make().python_function
+    return tf.function(lambda x: strategy.run(step, (x,)), autograph=False)
+
+
+class Kind(NamedTuple):
+    """A kind of step.
+
+    Attributes:
+        make: makes one.
+        compared_with: the name of the step that it is compared with; None where it is no step of
+            keras_mp.
+        replicas: int. How many replicas it has.
+    """
+
+    make: Callable[[], Any]
+    compared_with: str | None = None
+    replicas: int = 1
+
+
+_FLOAT32, _KERAS = "float32, no wrapper", "Keras's LossScaleOptimizer"
+
+
+def _keras_scaled() -> Any:
+    return _tape_step(tf.keras.mixed_precision.LossScaleOptimizer(_adam()), True)
+
+
+def _dynamic(**arguments: Any) -> Any:
+    return _tape_step(keras_mp.LossScaleOptimizer(_adam(), **arguments), True)
+
+
+def _master_weights(**arguments: Any) -> Any:
+    return _tape_step(keras_mp.MasterWeightOptimizer(_adam(), **arguments), False, dtype="bfloat16")
+
+
+def _autocast(dtype: str) -> Any:
+    scales = dtype == "float16"
+    optimizer = keras_mp.LossScaleOptimizer(_adam()) if scales else _adam()
+    return _tape_step(optimizer, scales, lambda: keras_mp.autocast(dtype))
+
+
+# What is traced plainly, compiled by XLA, and on two replicas.
+_EVERYWHERE = {
+    _FLOAT32: Kind(lambda: _tape_step(_adam(), False)),
+    _KERAS: Kind(_keras_scaled),
+    "LossScaleOptimizer, dynamic": Kind(_dynamic, _KERAS),
+    "LossScaleOptimizer, fixed": Kind(lambda: _dynamic(loss_scale=1024), _FLOAT32),
+    "GradScaler": Kind(_scaler_step, _KERAS),
+    "LossScaleGradientTape": Kind(_scaling_tape_step, _KERAS),
+    "AllReduceOptimizer": Kind(
+        lambda: _tape_step(keras_mp.AllReduceOptimizer(_adam()), False), _FLOAT32
     ),
-    "LossScaleOptimizer, dynamic": (
-        lambda: _tape_step(keras_mp.LossScaleOptimizer(_adam()), True),
-        "Keras's LossScaleOptimizer",
+    "MasterWeightOptimizer, split": Kind(_master_weights, _FLOAT32),
+    "autocast, float16": Kind(lambda: _autocast("float16"), _KERAS),
+    "autocast, bfloat16": Kind(lambda: _autocast("bfloat16"), _FLOAT32),
+    "fit, Keras's mixed_float16": Kind(lambda: _fit_of_keras("mixed_float16")),
+    "fit, mixed_float16": Kind(lambda: _fit_step("mixed_float16"), "fit, Keras's mixed_float16"),
+    "fit, Keras's mixed_bfloat16": Kind(lambda: _fit_of_keras("mixed_bfloat16")),
+    "fit, mixed_bfloat16": Kind(lambda: _fit_step("mixed_bfloat16"), "fit, Keras's mixed_bfloat16"),
+}
+
+
+def _all_through(wrap: Callable[..., Any], end: str, replicas: int = 1) -> dict[str, Kind]:
+    return {
+        f"{name}{end}": Kind(
+            functools.partial(wrap, kind.make),
+            kind.compared_with and f"{kind.compared_with}{end}",
+            replicas,
+        )
+        for name, kind in _EVERYWHERE.items()
+    }
+
+
+STEPS: dict[str, Kind] = {
+    **_EVERYWHERE,
+    "LossScaleOptimizer, jit_compile=True": Kind(lambda: _dynamic(jit_compile=True), _KERAS),
+    "LossScaleOptimizer, warn_after_skips=None": Kind(
+        lambda: _dynamic(warn_after_skips=None), _KERAS
     ),
-    "LossScaleOptimizer, fixed": (
-        lambda: _tape_step(keras_mp.LossScaleOptimizer(_adam(), 1024), True),
-        "float32, no wrapper",
+    "MasterWeightOptimizer, copy": Kind(lambda: _master_weights(method="copy"), _FLOAT32),
+    "MasterWeightOptimizer, stochastic_rounding": Kind(
+        lambda: _master_weights(method="stochastic_rounding", slot_dtype="bfloat16"), _FLOAT32
     ),
-    "GradScaler": (_scaler_step, "Keras's LossScaleOptimizer"),
-    "LossScaleGradientTape": (_scaling_tape_step, "Keras's LossScaleOptimizer"),
-    "AllReduceOptimizer": (
-        lambda: _tape_step(keras_mp.AllReduceOptimizer(_adam()), False),
-        "float32, no wrapper",
+    "losses of Keras": Kind(lambda: _losses_step(tf.keras.losses, "float16")),
+    "losses": Kind(lambda: _losses_step(keras_mp.losses, "float16"), "losses of Keras"),
+    "a model, Keras's LossScaleOptimizer": Kind(
+        lambda: _histograms_step(tf.keras.mixed_precision.LossScaleOptimizer(_adam()), False)
     ),
-    "MasterWeightOptimizer": (
-        lambda: _tape_step(keras_mp.MasterWeightOptimizer(_adam()), False, dtype="bfloat16"),
-        "float32, no wrapper",
+    "a model, ExponentHistograms": Kind(
+        lambda: _histograms_step(keras_mp.LossScaleOptimizer(_adam()), True),
+        "a model, Keras's LossScaleOptimizer",
     ),
-    "autocast, float16": (
-        lambda: _tape_step(
-            keras_mp.LossScaleOptimizer(_adam()), True, lambda: keras_mp.autocast("float16")
-        ),
-        "Keras's LossScaleOptimizer",
-    ),
-    "autocast, bfloat16": (
-        lambda: _tape_step(_adam(), False, lambda: keras_mp.autocast("bfloat16")),
-        "float32, no wrapper",
-    ),
-    "fit, Keras's mixed_float16": (lambda: _fit_of_keras("mixed_float16"), None),
-    "fit, mixed_float16": (lambda: _fit_step("mixed_float16"), "fit, Keras's mixed_float16"),
-    "fit, Keras's mixed_bfloat16": (lambda: _fit_of_keras("mixed_bfloat16"), None),
-    "fit, mixed_bfloat16": (lambda: _fit_step("mixed_bfloat16"), "fit, Keras's mixed_bfloat16"),
+    **{
+        f"sums and convolutions, {dtype}, {how}": Kind(
+            functools.partial(_kernels_step, dtype, bool(compared_with)), compared_with
+        )
+        for dtype in ("float16", "bfloat16")
+        for how, compared_with in (
+            ("TensorFlow's", None),
+            ("replaced", f"sums and convolutions, {dtype}, TensorFlow's"),
+        )
+    },
+    **_all_through(_compiled, XLA),
+    **_all_through(_replicated, REPLICAS, 2),
 }

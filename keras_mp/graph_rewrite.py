@@ -164,8 +164,8 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
     Args:
         function: a `tf.function`, or a concrete one; a model of `tf.keras` that is compiled, for
             its step of training; or an operation or a tensor of a `tf.Graph`, or a list of these.
-        *args: what the function is called with, tensors or `tf.TensorSpec`s. For a model a batch:
-            `x`, `y`, and sample weights if there are any.
+        *args: what the function is called with, tensors or `tf.TensorSpec`s. For a model a batch,
+            of arrays, tensors or `tf.TensorSpec`s: `x`, `y`, and sample weights if there are any.
         device: str. A GPU and its compute capability, such as "GPU 7.0". None (the default) stands
             for this machine.
         **kwargs: keyword arguments of the function.
@@ -175,8 +175,10 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
 
     Raises:
         RuntimeError: the graph rewrite is not on, and `device` is None.
-        ValueError: `device` is no such description, or TensorFlow was built without CUDA.
-        TypeError: `function` is something else; a Python function has no graph.
+        ValueError: `device` is no such description, or TensorFlow was built without CUDA; a model
+            is not compiled, or operations are of several graphs.
+        TypeError: `function` is something else; a Python function has no graph. Or a model is
+            passed without a batch.
 
     Example:
 
@@ -197,9 +199,14 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
         dtype = passes.enabled_dtype() or "float16"
     fetches: list[Any] = list(function) if isinstance(function, (list, tuple)) else [function]
     if fetches and all(_is_in_graph(fetch) for fetch in fetches):
+        if len({id(fetch.graph) for fetch in fetches}) > 1:
+            raise ValueError(
+                f"Expected operations and tensors of one tf.Graph. Received: function={function!r}"
+            )
         graph = reports.of_fetches(fetches)
         return reports.report(graph, fetches[0].name, dtype, device=device)
     if isinstance(function, tf.keras.Model):
+        _check_training(function, args, kwargs)
         function, args = _step_of_training(function, args)
     concrete: Any = None
     if isinstance(function, tf.types.experimental.ConcreteFunction):
@@ -413,6 +420,17 @@ def _is_in_graph(fetch: Any) -> bool:
     return tf.is_tensor(fetch) and hasattr(fetch, "graph")
 
 
+def _check_training(model: Any, batch: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    if getattr(model, "optimizer", None) is None:
+        raise ValueError(f"Expected a model that is compiled. Received: function={model!r}")
+    is_dataset = any(isinstance(each, tf.data.Dataset) for each in batch)
+    if not batch or is_dataset or kwargs:
+        raise TypeError(
+            "Expected one batch after the model, by position: x, y, and sample weights if there "
+            f"are any. Received: args={batch!r}, {kwargs}"
+        )
+
+
 def _step_of_training(model: Any, batch: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """The step of `fit`, without the iterator that Keras puts around it."""
 
@@ -421,4 +439,9 @@ def _step_of_training(model: Any, batch: Sequence[Any]) -> tuple[Any, tuple[Any,
 
     # A model of Keras 2 that was not told says None.
     function = tf.function(train_step, autograph=False, jit_compile=model.jit_compile or None)
-    return function, (tuple(map(tf.convert_to_tensor, batch)),)
+
+    def tensor(value: Any) -> Any:
+        is_known = value is None or isinstance(value, tf.TensorSpec)
+        return value if is_known else tf.convert_to_tensor(value)
+
+    return function, (tf.nest.map_structure(tensor, tuple(batch)),)

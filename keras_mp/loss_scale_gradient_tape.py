@@ -238,10 +238,12 @@ def _most_of_all_replicas(
     retries: tf.Tensor, finite: tf.Tensor, at_most: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The most retries that any replica needed, and whether all were finite in the end."""
-    # Only sums and means are there: so each replica raises a flag.
-    flags = tf.one_hot(tf.where(finite, retries, at_most + 1), at_most + 2)
+    # Only sums and means are there: so each replica raises a flag. In int64: GPUs leave arithmetic
+    # in int32 to the host.
+    retries = tf.where(finite, tf.cast(retries, tf.int64), at_most + 1)
+    flags = tf.one_hot(retries, at_most + 2)
     raised = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flags) > 0
-    numbers = tf.range(at_most + 1)
+    numbers = tf.range(at_most + 1, dtype=tf.int64)
     return tf.reduce_max(tf.where(raised[:-1], numbers, 0)), ~raised[-1]
 
 

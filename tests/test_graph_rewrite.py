@@ -271,6 +271,43 @@ def test_what_has_no_graph():
         graph_rewrite.report(lambda x: x, 1.0)
     with pytest.raises(TypeError, match="Only graphs are rewritten"):
         graph_rewrite.report([])
+    with tf.Graph().as_default():
+        one = tf.constant(1.0)
+    with tf.Graph().as_default():
+        other = tf.constant(1.0)
+    with pytest.raises(ValueError, match="of one tf.Graph"):
+        graph_rewrite.report([one, other])
+
+
+def test_a_model_takes_one_batch():
+    enable(K.optimizers.SGD(), dtype="bfloat16")
+    x, y = np.ones([8, 4], "float32"), np.ones([8, 1], "float32")
+    model = small_model(jit_compile=False)
+    for args, kwargs in (
+        ((), {}),
+        ((tf.data.Dataset.from_tensors((x, y)),), {}),
+        ((x, y), {"sample_weight": np.ones(8)}),
+    ):
+        with pytest.raises(TypeError, match="Expected one batch after the model, by position"):
+            graph_rewrite.report(model, *args, **kwargs)
+    specs = tf.TensorSpec([8, 4]), tf.TensorSpec([8, 1])
+    assert (
+        graph_rewrite.report(model, *specs).by_dtype()["bfloat16"]["MatMul"]
+        == graph_rewrite.report(model, x, y).by_dtype()["bfloat16"]["MatMul"]
+    )
+    uncompiled = K.Sequential([K.Input([4]), K.layers.Dense(1)])
+    with pytest.raises(ValueError, match="Expected a model that is compiled"):
+        graph_rewrite.report(uncompiled, x, y)
+
+
+def test_a_model_of_several_inputs():
+    enable(K.optimizers.SGD(), dtype="bfloat16")
+    inputs = {name: K.Input([4], name=name) for name in ("a", "b")}
+    outputs = K.layers.Dense(1)(K.layers.Concatenate()(list(inputs.values())))
+    model = K.Model(inputs, outputs)
+    model.compile("sgd", "mse", jit_compile=False)
+    batch = {name: np.ones([8, 4], "float32") for name in inputs}, np.ones([8, 1], "float32")
+    assert graph_rewrite.report(model, *batch).by_dtype()["bfloat16"]["MatMul"] == 2
 
 
 @needs_cuda

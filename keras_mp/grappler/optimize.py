@@ -34,7 +34,7 @@ def compute_capability(device: str) -> str:
     Raises:
         ValueError: `device` is no such description, or this TensorFlow was built without CUDA.
     """
-    found = re.fullmatch(r"GPU (\d+\.\d+)", device) if isinstance(device, str) else None
+    found = re.fullmatch(r"GPU ([0-9]+\.[0-9]+)", device) if isinstance(device, str) else None
     if found is None:
         raise ValueError(
             "Expected a GPU and its compute capability, such as 'GPU 7.0'. "

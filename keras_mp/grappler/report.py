@@ -164,7 +164,8 @@ def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDe
     inputs = {tensor.op.name: i for i, tensor in enumerate(function.graph.inputs)}
     for node in definition.node:
         if node.name in inputs:
-            kept = {key: node.attr[key] for key in node.attr if key not in ("dtype", "shape")}
+            # Not those of its operation: a small tensor that is captured is a constant here.
+            kept = {key: node.attr[key] for key in node.attr if key.startswith("_")}
             argument = tf.compat.v1.NodeDef(name=node.name, op="_Arg", attr=kept)
             argument.attr["T"].type = node.attr["dtype"].type
             argument.attr["index"].i = inputs[node.name]

@@ -17,6 +17,8 @@ from keras_mp import hardware
 from keras_mp.hardware import stopwatch, tables, verdicts
 from keras_mp.support import text_tables
 
+_OUTPUT = "keras_mp_check.json"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, remembers what was measured, and prints it.
@@ -46,13 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output",
         type=pathlib.Path,
         metavar="FILE.json",
-        default=pathlib.Path("keras_mp_check.json"),
-        help="with --check: where all that was found is written, to be sent; %(default)s by "
-        "default",
+        help=f"with --check: where all that was found is written, to be sent; {_OUTPUT} by default",
     )
     arguments = parser.parse_args(argv)
     if arguments.check:
-        return _check(arguments.quick, arguments.output)
+        output = arguments.output or pathlib.Path(_OUTPUT)
+        try:
+            output.open("a").close()  # before the minutes that it takes
+        except OSError as error:
+            parser.error(f"{output} cannot be written: {error.strerror}")
+        return _check(arguments.quick, output)
+    if arguments.quick or arguments.output:
+        parser.error("--quick and --output go with --check")
     speeds = verdicts.speeds(measure=True, anew=True, remember=True)
     for line in _lines(speeds):
         print(line)

@@ -16,7 +16,7 @@ from keras_mp.numerics.first_bad_operation import FirstBadOperation
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.not_finite import NotFiniteError
 from keras_mp.numerics.records import Record
-from keras_mp.numerics.reports import Report, Row
+from keras_mp.numerics.reports import Report, Row, Statistics
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.tuned import Tuned
 from keras_mp.numerics.what_if import Lost, WhatIf, what_if
@@ -38,6 +38,7 @@ __all__ = [
     "Report",
     "Row",
     "Tuned",
+    "Statistics",
     "WhatIf",
     "Window",
     "advise",

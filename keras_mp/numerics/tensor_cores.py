@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from keras_mp import hardware
 from keras_mp.grappler import optimize
 from keras_mp.hardware import tables
@@ -11,6 +13,9 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 # What is no multiple of it is filled up. (Nvidia, "Matrix Multiplication Background", "Requirements
 # to Use Tensor Cores": 16 bytes; with the A100, 128 are best.)
 _MULTIPLE = 8
+# The first GPUs whose tensor cores take float32, of which they drop digits.
+_TENSOR_FLOAT_32 = 8, 0
+_has_tensor_float_32 = tf.config.experimental.tensor_float_32_execution_enabled
 
 
 def take(dtype: str, device: str | None) -> bool:
@@ -24,8 +29,12 @@ def take(dtype: str, device: str | None) -> bool:
         return False
     if device is None:
         return hardware.has_tensor_cores(dtype)
+    return _is_at_least(device, tables.COMPUTE_CAPABILITY[dtype])
+
+
+def _is_at_least(device: str, capability: tuple[int, int]) -> bool:
     major, minor = optimize.compute_capability(device).split(".")
-    return (int(major), int(minor)) >= tables.COMPUTE_CAPABILITY[dtype]
+    return (int(major), int(minor)) >= capability
 
 
 def are_odd(sizes: tuple[int, ...] | None) -> bool:
@@ -51,6 +60,13 @@ def sentences(graph: Any, device: str) -> Iterator[str]:
     taken = [each for each in products if take(each.dtype, device)]
     share = sum(each.work for each in taken) / total
     yield f"The tensor cores of a {device} take {share:.0%} of the multiplications."
+    in_float32 = sum(each.work for each in products if each.dtype == "float32") / total
+    if in_float32 and _is_at_least(device, _TENSOR_FLOAT_32) and _has_tensor_float_32():
+        yield (
+            f"They also take the {in_float32:.0%} in float32, as TensorFloat-32, with as many "
+            "digits as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) "
+            "ends that)."
+        )
     odd = [each for each in taken if are_odd(each.sizes)]
     if odd:
         share = sum(each.work for each in odd) / total

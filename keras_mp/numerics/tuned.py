@@ -4,12 +4,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from keras_mp.support import text_tables
-
-_MOST_ROWS = 10
 
 
 class Errors(NamedTuple):
@@ -149,9 +147,17 @@ class Tuned:
                 file.write(text + "\n")
         return text
 
-    def table(self) -> str:
-        """Returns a table of all layers: where each went, and why."""
-        return "\n".join(_table(self.layers))
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: how far the model is off, where layers went, and why.
+
+        Args:
+            rows: int. How many layers are shown at most: those in float32 first, then those of most
+                multiplications; None for all, in their order. Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
+        return "\n".join(self._lines(rows))
 
     def __repr__(self) -> str:
         return (
@@ -160,39 +166,38 @@ class Tuned:
         )
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return self.to_text()
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self, rows: int | None) -> Iterator[str]:
         yield (
-            f"{self.name}: {len(self._in_16_bits)} of {len(self.layers)} layers in "
+            f"{text_tables.fitted(self.name, 30)}: {len(self._in_16_bits)} of {len(self.layers)} layers in "
             f"mixed_{self.dtype}, {self.share:.1%} of the multiplications"
         )
         yield ""
-        rows = [("Off by, relative to float32", "Outputs", "Loss", "Gradients")]
+        header = ("Off by, relative to float32", "Outputs", "Loss", "Gradients")
+        distances = [header]
         for name, found in (("tuned on", self.errors), ("kept aside", self.held_out)):
             columns = list(zip(*(each[:3] for each in found)))
             of = f"{len(found)} batch{'es' * (len(found) != 1)} {name}"
-            rows.append((f"{of}, worst", *(_number(max(each)) for each in columns)))
+            distances.append((f"{of}, worst", *(_number(max(each)) for each in columns)))
             means = (sum(each) / len(each) for each in columns)
-            rows.append((f"{of}, mean", *map(_number, means)))
-        yield from text_tables.aligned(rows)
+            distances.append((f"{of}, mean", *map(_number, means)))
+        yield from text_tables.aligned(distances)
         yield f"Tolerance: {self.tolerance:g}"
         yield ""
-        # What stays in float32 is what one asks about, then what brings most.
-        most = sorted(self.layers, key=lambda each: (each.is_in_16_bits, -each.multiplications))
-        kept = most[: max(_MOST_ROWS, len(self.layers) - len(self._in_16_bits))]
-        yield from _table([layer for layer in self.layers if layer in kept])
-        if len(kept) < len(self.layers):
-            yield f"{len(self.layers) - len(kept)} more in mixed_{self.dtype}: see table()"
+        header = ("Layer", "Policy", "Multiplications", "Error alone", "Reason")
+        layers = list(map(_row, self.layers))
+        yield from text_tables.shortened(header, layers, rows, left=(0, 1, 4))
 
 
-def _table(layers: Sequence[TunedLayer]) -> Iterator[str]:
-    rows = [("Layer", "Policy", "Multiplications", "Error alone", "Reason")]
-    for layer in layers:
-        error = "-" if layer.error is None else _number(layer.error)
-        name = f"{layer.path} ({layer.kind})"
-        rows.append((name, layer.policy, f"{layer.multiplications:,}", error, layer.reason))
-    return text_tables.aligned(rows, left=(0, 1, 4))
+def _row(layer: TunedLayer) -> text_tables.RankedRow:
+    error = "-" if layer.error is None else _number(layer.error)
+    name, products = f"{layer.path} ({layer.kind})", f"{layer.multiplications:,}"
+    return text_tables.RankedRow(
+        (name, layer.policy, products, error, layer.reason),
+        (float(not layer.is_in_16_bits), float(layer.multiplications)),
+        (layer.kind, layer.policy),
+    )
 
 
 def _number(value: float) -> str:

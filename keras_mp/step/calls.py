@@ -96,6 +96,10 @@ class Calls:
         """The losses of this step, as far as they are known here, before they were scaled."""
         return [loss for loss in self._mine.losses if _is_of_this_graph(loss)]
 
+    def callback(self) -> host.HostCallback | None:
+        """What reports wrong calls from inside of graphs; None where nothing does."""
+        return self._reports if self._has_variables else None
+
     def collect_reports(self) -> None:
         """Says what functions that XLA compiled had to say."""
         if self._has_variables:

@@ -17,6 +17,10 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
+# The dtype of counts, which are exact up to 2**53. For int64, GPUs have no kernels that sum up
+# segments, split or reverse: the host would wait for the counts.
+COUNTS = tf.float64
+
 # With so many values, arithmetic costs more than an operation of its own (measured on 2 cores).
 _MANY = 2**13
 
@@ -155,8 +159,8 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         gradients: sequence of gradients.
 
     Returns:
-        int64 tensor of shape [gradients, 3]: the number of infinite values; that of NaNs; and 1 if
-        every value is finite but a sum that `all_finite` tests is not, else 0.
+        `COUNTS` tensor of shape [gradients, 3]: the number of infinite values; that of NaNs; and 1
+        if every value is finite but a sum that `all_finite` tests is not, else 0.
     """
     alike: dict[tf.DType, list[int]] = {}
     rows, order = [], []
@@ -167,7 +171,7 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     for i in sorted(set(range(len(gradients))).difference(*groups)):
         gradient = gradients[i]
         if gradient is None or gradient.dtype.is_integer:
-            rows.append(tf.zeros([1, 3], tf.int64))
+            rows.append(tf.zeros([1, 3], COUNTS))
         elif isinstance(gradient, tf.IndexedSlices):
             rows.append(_count_one(gradient))
         else:
@@ -184,13 +188,13 @@ def _count_group(group: list[Any]) -> tf.Tensor:
     """Returns the rows of `count_not_finite` of small tensors of one dtype, together."""
     values = _concat(group)
     whose = np.repeat(np.arange(len(group)), [tensor.shape.num_elements() for tensor in group])
-    kinds = tf.cast(tf.stack(_infs_and_nans(values), 1), tf.int64)
+    kinds = tf.cast(tf.stack(_infs_and_nans(values), 1), COUNTS)
     counts = tf.math.unsorted_segment_sum(kinds, whose, len(group))
     sums = tf.zeros([len(group)])
     if values.dtype != tf.float16 and not host.is_compiled_by_xla():
         sums = tf.math.unsorted_segment_sum(values, whose, len(group))
     is_only_sum = tf.logical_not(tf.math.is_finite(sums)) & tf.reduce_all(counts == 0, 1)
-    return tf.concat([counts, tf.cast(is_only_sum, tf.int64)[:, tf.newaxis]], 1)
+    return tf.concat([counts, tf.cast(is_only_sum, COUNTS)[:, tf.newaxis]], 1)
 
 
 @functools.cache
@@ -205,9 +209,9 @@ def _count_one(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
         # In one dimension, since TensorFlow computes the axes of what has unknown ones.
         gradient = tf.reshape(gradient, [-1])
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    counts = [tf.math.count_nonzero(kind) for kind in _infs_and_nans(values)]
+    counts = [tf.reduce_sum(tf.cast(kind, COUNTS)) for kind in _infs_and_nans(values)]
     is_only_sum = tf.logical_not(all_finite([gradient])) & tf.equal(tf.add_n(counts), 0)
-    return tf.stack([[*counts, tf.cast(is_only_sum, tf.int64)]])
+    return tf.stack([[*counts, tf.cast(is_only_sum, COUNTS)]])
 
 
 def cast_float32(gradients: Sequence[Gradient], dtype: tf.DType) -> list[Gradient]:

@@ -13,6 +13,7 @@ from keras_mp.step.overflows import NonFiniteCounts
 from keras_mp.step.schedule import LossScaleState
 from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.step.state_rollback import Weight
+from keras_mp.support import host
 
 # The worst outcome since the last `update`: all steps were made; gradients were added up of which
 # no step was made yet; a step was skipped.
@@ -97,20 +98,27 @@ class OutcomeHandler:
             new_scale: float32 scalar tensor, to which a dynamic scale is set in place of being
                 moved, or None.
         """
-        worst = tf.convert_to_tensor(self._worst)
+        outcome = tf.convert_to_tensor(self._worst)
+        if has_stepped is not True:
+            outcome = tf.where(has_stepped, outcome, tf.maximum(outcome, _UNFINISHED))
 
-        def rest() -> None:
+        def good() -> None:
+            _ignore(self._move(True))
+
+        def unfinished() -> None:
             self._worst.assign(_GOOD, read_value=False)
-            tf.cond(tf.equal(worst, _BAD), lambda: _ignore(self._move_after_skip()), stay)
-
-        def stay() -> None:
             if has_stepped is not True:
                 tf.cond(has_stepped, lambda: None, report)
 
-        is_good = tf.equal(worst, _GOOD)
-        if has_stepped is not True:
-            is_good = tf.logical_and(has_stepped, is_good)
-        tf.cond(is_good, lambda: _ignore(self._move(True)), rest)
+        def bad() -> None:
+            self._worst.assign(_GOOD, read_value=False)
+            _ignore(self._move_after_skip())
+
+        if host.is_compiled_by_xla() and isinstance(self._loss_scale, DynamicLossScale):
+            self._move_without_branches(outcome)
+            unfinished()
+        else:
+            tf.switch_case(tf.cast(outcome, tf.int32), [good, unfinished, bad])
         if new_scale is not None and isinstance(self._loss_scale, DynamicLossScale):
             zero = tf.zeros([], tf.int64)
             self._loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))
@@ -126,6 +134,21 @@ class OutcomeHandler:
             return self._loss_scale.move(finite)
         in_a_row = tf.constant(0, tf.int64) if finite else self.skips_in_a_row + 1
         return [self.skips_in_a_row.assign(in_a_row, read_value=False)], in_a_row
+
+    def _move_without_branches(self, outcome: tf.Tensor) -> None:
+        """Moves a dynamic scale: in a compiled function, numbers are cheaper than a condition."""
+        scale = self._loss_scale
+        before = LossScaleState(
+            *map(
+                tf.convert_to_tensor, (scale.loss_scale, scale.num_good_steps, scale.num_bad_steps)
+            )
+        )
+        moved = scale.next_state(before.loss_scale, tf.equal(outcome, _GOOD))
+        is_over = tf.not_equal(outcome, _UNFINISHED)
+        after = LossScaleState(*(tf.where(is_over, *each) for each in zip(moved, before)))
+        scale.assign(after)
+        is_bad = tf.equal(outcome, _BAD)
+        self._skipped.in_a_row(tf.where(is_bad, after.num_bad_steps, 0))
 
     def _move_after_skip(self) -> list[Any]:
         moved, in_a_row = self._move(False)

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.step import gradients
+from keras_mp.step.gradients import COUNTS
 from keras_mp.step.loss_scales import state_variable
 from keras_mp.step.overflow_report import (
     MAX_NAMES,
@@ -27,8 +28,8 @@ from keras_mp.support import host
 
 # The header of a record describes its last step: its number among those skipped in this program;
 # the number of skipped steps so far, those before a restored checkpoint included; the number of
-# steps that the optimizer had made by then, or -1; how many of its steps were skipped; the bits of
-# the loss scale.
+# steps that the optimizer had made by then, or -1; how many of its steps were skipped; the loss
+# scale.
 _HEADER = 5
 _UNKNOWN = -1
 # A streak describes the steps that were skipped in a row: in how many the loss was not finite, and
@@ -49,7 +50,7 @@ class NonFiniteCounts(NamedTuple):
 
     Attributes:
         variables: list of the variables whose gradients were computed.
-        counts: int64 tensor of shape [rows, 1 + variables, 3]. Each replica has a row; with
+        counts: `COUNTS` tensor of shape [rows, 1 + variables, 3]. Each replica has a row; with
             `has_total`, a last row counts in what was tested. A row begins with the loss, -1 if
             it is not known. `gradients.count_not_finite` says what is counted.
         has_total: bool. Whether something else was tested than what single replicas have computed.
@@ -85,7 +86,7 @@ def look(
             `sent` itself was tested. All replicas have the same, so the first one looks at them.
 
     Returns:
-        int64 tensor, the `counts` of `NonFiniteCounts`, the same on every replica.
+        The `counts` of `NonFiniteCounts`, the same on every replica.
     """
     strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
     replica = context.replica_id_in_sync_group
@@ -96,7 +97,7 @@ def look(
     rows = _rows_of_replica(*args)
     if count == 1:
         return tf.stack(rows)
-    counts = tf.one_hot(replica, count, dtype=tf.int64)[:, tf.newaxis, tf.newaxis] * rows[0]
+    counts = tf.one_hot(replica, count, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * rows[0]
     if totals is not None:
         total = rows[1] if is_first else tf.zeros_like(rows[0])
         counts = tf.concat([counts, total[tf.newaxis]], 0)
@@ -116,14 +117,14 @@ def _rows_of_replica(
         more = [None] * (len(sent) - len(unclipped))
         before = gradients.count_not_finite([*unclipped, *more])
         own = tf.where(tf.reduce_any(before > 0), before, own)
-    loss = tf.constant([[_UNKNOWN, _UNKNOWN, 0]], tf.int64)
+    loss = tf.constant([[_UNKNOWN, _UNKNOWN, 0]], COUNTS)
     if losses:
         counts = gradients.count_not_finite(losses)
         loss = tf.reduce_sum(counts, 0, keepdims=True) * [1, 1, 0]
     own = tf.concat([loss, own], 0)
     if totals is None:
         return [own]
-    total = tf.concat([tf.zeros([1, 3], tf.int64), gradients.count_not_finite(totals)], 0)
+    total = tf.concat([tf.zeros([1, 3], COUNTS), gradients.count_not_finite(totals)], 0)
     return [own, total]
 
 
@@ -132,8 +133,8 @@ class _Record:
 
     Attributes:
         names: their names.
-        vector: int64 variable: the header; for each variable, in how many skipped steps it was not
-            finite, in all and in the present streak; the counts of the last step.
+        vector: variable of `COUNTS`: the header; for each variable, in how many skipped steps it
+            was not finite, in all and in the present streak; the counts of the last step.
 
     Args:
         seen: the first of these steps.
@@ -158,7 +159,7 @@ class _Record:
             # If one replica notes for all, copies would only have to be sent around.
             strategy.scope() if self._is_on_each else contextlib.nullcontext(),
         ):
-            self.vector = state_variable(np.zeros(length), tf.int64, "overflow")
+            self.vector = state_variable(np.zeros(length), COUNTS, "overflow")
         self.places = _places(strategy, self.vector)
 
     def is_of(self, seen: NonFiniteCounts) -> bool:
@@ -199,21 +200,20 @@ def _after(
     """Returns the next `vector` of a record and the next streak, given the counts of a step.
 
     `skipped` is how many steps of the optimizer were skipped; None to count these here. `first` is
-    that of the record, and the rest is as in `Overflows.note`.
+    that of the record, and the rest is as in `Overflows.note`, the numbers in `COUNTS`.
     """
     header, in_all, in_a_row, _ = _parts_of(vector, counts.shape[1] - 1)
     last, _, _, skipped_before, _ = tf.unstack(header)
     losses, before, now, *most_often = tf.split(streak, [2, 1, 1, 1, MAX_NAMES, MAX_NAMES])
     of_losses, of_gradients = tf.split(counts, [1, -1], 1)
-    losses = losses * tf.cast(goes_on, tf.int64) + _how_many_are_finite(of_losses)
+    zero = tf.constant(0, COUNTS)
+    losses = tf.where(goes_on, losses, zero) + _how_many_are_finite(of_losses)
     began = tf.where(goes_on, before, now)
     now += 1
-    zero = tf.constant(0, tf.int64)
-    overflowed = tf.cast(tf.reduce_any(of_gradients > zero, axis=[0, 2]), tf.int64)
+    overflowed = tf.cast(tf.reduce_any(of_gradients > zero, axis=[0, 2]), COUNTS)
     in_a_row = overflowed + tf.where(last > began, in_a_row, zero)
     skipped = skipped_before + 1 if skipped is None else skipped
-    bits = tf.cast(tf.bitcast(loss_scale, tf.int32), tf.int64)
-    rest = tf.stack([total, made, skipped, bits])
+    rest = tf.stack([total, made, skipped, loss_scale])
     vector = tf.concat([now, rest, in_all + overflowed, in_a_row, tf.reshape(counts, [-1])], 0)
     _, numbers, steps = most_often
     most_often = _most_often(numbers, steps, goes_on, first, in_a_row)
@@ -222,11 +222,10 @@ def _after(
 
 def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
     """Returns [1, 0] if the loss of a step is not finite, [0, 1] if it is, zeros if unknown."""
-    zero = tf.constant(0, tf.int64)
+    zero = tf.constant(0, COUNTS)
     is_known = tf.reduce_all(losses >= zero)
     is_finite = tf.reduce_all(losses <= zero)
-    kinds = [is_known & tf.logical_not(is_finite), is_known & is_finite]
-    return tf.cast(tf.stack(kinds), tf.int64)
+    return tf.cast(is_known & tf.stack([tf.logical_not(is_finite), is_finite]), COUNTS)
 
 
 def _most_often(
@@ -239,11 +238,11 @@ def _most_often(
     end = first + in_a_row.shape[0]
     is_other = goes_on & ((numbers < first) | (numbers >= end))
     # Among equals the last one comes first: NaN spreads backward, from the loss.
-    numbers = tf.concat([np.arange(first, end)[::-1], numbers], 0)
+    numbers = tf.concat([np.arange(first, end, dtype=float)[::-1], numbers], 0)
     steps = tf.where(is_other, steps, tf.zeros_like(steps))
     steps = tf.concat([tf.reverse(in_a_row, [0]), steps], 0)
     most, places = tf.math.top_k(steps, MAX_NAMES)
-    affected = tf.math.count_nonzero(steps, keepdims=True)
+    affected = tf.reduce_sum(tf.cast(steps > 0, COUNTS), keepdims=True)
     return [affected, tf.gather(numbers, places), most]
 
 
@@ -266,7 +265,7 @@ class Overflows:
 
         Args:
             seen: what was not finite in the step.
-            streak: int64 tensor of shape [STREAK]: what the last call returned, at first zeros.
+            streak: `COUNTS` tensor of shape [STREAK]: what the last call returned, at first zeros.
             goes_on: bool scalar tensor. Whether the step before it was skipped too.
             loss_scale: float32 scalar tensor.
             total: int64 scalar tensor. How many steps were skipped so far, this one among them.
@@ -276,13 +275,16 @@ class Overflows:
             tuple of the new `streak` and of the operation that records the rest.
         """
         record = self._of(seen)
-        made = tf.constant(_UNKNOWN, tf.int64) if seen.steps_made is None else seen.steps_made
+        made = tf.constant(_UNKNOWN, COUNTS)
+        if seen.steps_made is not None:
+            made = tf.cast(seen.steps_made, COUNTS)
+        total = tf.cast(total, COUNTS)
         vector, streak = _after(
             tf.convert_to_tensor(record.vector),
             streak,
             seen.counts,
             goes_on,
-            loss_scale,
+            tf.cast(loss_scale, COUNTS),
             total,
             made,
             total if is_of_one else None,
@@ -297,12 +299,12 @@ class Overflows:
             return None
         record, vector = max(values, key=lambda value: value[1][0])
         parts = (part.numpy() for part in _parts_of(vector, len(record.names)))
-        (_, total, made, skipped, bits), in_all, _, counts = parts
+        (_, total, made, skipped, loss_scale), in_all, _, counts = parts
         counts = counts.reshape(record.shape)
         return Overflow(
             step=None if made == _UNKNOWN else int(made + skipped),
             steps_skipped=int(total),
-            loss_scale=float(bits.astype(np.int32).view(np.float32)),
+            loss_scale=float(loss_scale),
             losses=tuple(
                 LossOfReplica(place, _kind(*loss[:2]))
                 for place, loss in zip(record.places, counts[:, 0])

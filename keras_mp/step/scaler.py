@@ -56,7 +56,7 @@ class Scaler(Generic[AnyCalls]):
         replicas.check_strategy(may_skip=can_skip)
         self.loss_scale, self.calls, self.reduce_dtype = loss_scale, calls, reduce_dtype
         self.skipped = SkippedSteps(
-            validation.integer_or_none("warn_after_skips", warn_after_skips)
+            validation.integer_or_none("warn_after_skips", warn_after_skips), calls.callback()
         )
         self.handler: OutcomeHandler | None = None
         if can_skip:

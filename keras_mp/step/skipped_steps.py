@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.step.gradients import COUNTS
 from keras_mp.step.loss_scales import state_variable
 from keras_mp.step.overflow_report import MAX_NAMES, Overflow
 from keras_mp.step.overflows import STREAK, NonFiniteCounts, Overflows
@@ -29,9 +30,10 @@ class SkippedSteps:
 
     Args:
         warn_after: int or None.
+        beside: what else reports from inside of graphs, or None (the default).
     """
 
-    def __init__(self, warn_after: int | None) -> None:
+    def __init__(self, warn_after: int | None, beside: host.HostCallback | None = None) -> None:
         self.warn_after = warn_after
         with tf.init_scope():
             self.total = state_variable(0, tf.int64, "steps_skipped")
@@ -42,9 +44,9 @@ class SkippedSteps:
         if self._tells:
             with tf.init_scope():
                 # The streak of `Overflows`.
-                self._streak = state_variable(np.zeros(STREAK), tf.int64, "streak")
+                self._streak = state_variable(np.zeros(STREAK), COUNTS, "streak")
             self._overflows = Overflows()
-            self._reports = host.HostCallback(self._warn, size=1 + STREAK)
+            self._reports = host.HostCallback(self._warn, size=1 + STREAK, beside=beside)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_looked_at": ()}
@@ -97,7 +99,8 @@ class SkippedSteps:
         """
         if self.warn_after is not None and not host.in_v1_graph():
             is_time = tf.equal(count, self.warn_after)
-            self._reports.post(tf.concat([tf.reshape(count, [1]), self._streak], 0), when=is_time)
+            streak = tf.cast(self._streak, tf.int64)
+            self._reports.post(tf.concat([[count], streak], 0), when=is_time)
 
     def last_overflow(self) -> Overflow | None:
         """Returns the report of the last skipped step; None if no step was skipped.

@@ -12,6 +12,9 @@ import tensorflow as tf
 
 from keras_mp.support import messages
 
+# The collection of a graph that XLA compiles of the callbacks that the graph around looks into.
+_LOOKED_INTO = "keras_mp_looked_into"
+
 
 class HostCallback:
     """Carries a few numbers from a graph to a Python function.
@@ -28,14 +31,22 @@ class HostCallback:
         read: called with the numbers, a list of int, and the line of the program that they are
             about, or None where XLA compiled the function.
         size: int. How many numbers.
+        beside: another one, or None (the default). The function around a compiled one looks into
+            both at once: on a GPU, it waits for each look.
     """
 
     def __init__(
-        self, read: Callable[[list[int], messages.Line | None], None], *, size: int
+        self,
+        read: Callable[[list[int], messages.Line | None], None],
+        *,
+        size: int,
+        beside: "HostCallback | None" = None,
     ) -> None:
         self._read = read
         self.buffer = local_variable("buffer", [0] * (1 + size))
         self._is_watched = False
+        self._together: list[HostCallback] = beside._together if beside is not None else []
+        self._together.append(self)
 
     def post(self, numbers: tf.Tensor, when: tf.Tensor) -> None:
         """Sends numbers, where the rare thing has happened.
@@ -56,39 +67,59 @@ class HostCallback:
         if not is_compiled_by_xla():
             return
         self._is_watched = True
-        graph = tf.compat.v1.get_default_graph().outer_graph
+        inner = tf.compat.v1.get_default_graph()
+        graph = inner.outer_graph
         while isinstance(graph, tf.__internal__.FuncGraph):
             # The graph that calls a compiled function is marked as compiled meanwhile;
             # `control_dependencies(None)` takes the mark away.
             with graph.as_default(), tf.control_dependencies(None):
                 if not is_compiled_by_xla():
-                    self._look_into()
+                    looked_into = inner.get_collection_ref(_LOOKED_INTO)
+                    if self not in looked_into:
+                        looked_into += self._together
+                        _look_into(self._together)
                     return
-            graph = graph.outer_graph
+            inner, graph = graph, graph.outer_graph
 
     def collect(self) -> None:
         """Delivers numbers that are waiting. Free where no function was compiled by XLA."""
         if self._is_watched and tf.executing_eagerly():
-            self._look_into()
+            _look_into([self])
 
     def _tell(self, numbers: tf.Tensor, line: messages.Line | None) -> None:
         def read(numbers: tf.Tensor) -> None:
             self._read(numbers.numpy().tolist(), line)
 
-        if tf.executing_eagerly():
-            read(numbers)
-        else:
-            tf.py_function(read, [numbers], [])
+        _call_python(read, numbers)
 
-    def _look_into(self) -> None:
-        left = tf.convert_to_tensor(self.buffer)
+    def _deliver(self, left: tf.Tensor) -> None:
+        # In the graph, so that it runs before anything else is left there.
+        self.buffer.assign(tf.zeros_like(left), read_value=False)
 
-        def deliver() -> None:
-            # In the graph, so that it runs before anything else is left there.
-            self.buffer.assign(tf.zeros_like(left), read_value=False)
-            self._tell(left[1:], None)
+        def read(left: tf.Tensor) -> None:
+            is_left, *numbers = left.numpy().tolist()
+            if is_left:
+                self._read(numbers, None)
 
-        tf.cond(tf.not_equal(left[0], 0), deliver, lambda: None)
+        _call_python(read, left)
+
+
+def _look_into(callbacks: Sequence[HostCallback]) -> None:
+    lefts = [tf.convert_to_tensor(each.buffer) for each in callbacks]
+
+    def deliver() -> None:
+        for each, left in zip(callbacks, lefts, strict=True):
+            each._deliver(left)
+
+    is_any_left = functools.reduce(tf.logical_or, [tf.not_equal(left[0], 0) for left in lefts])
+    tf.cond(is_any_left, deliver, lambda: None)
+
+
+def _call_python(function: Callable[[tf.Tensor], None], numbers: tf.Tensor) -> None:
+    if tf.executing_eagerly():
+        function(numbers)
+    else:
+        tf.py_function(function, [numbers], [])
 
 
 def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Variable:

@@ -115,7 +115,9 @@ def test_what_a_session_runs():
     assert "float16" not in older.by_dtype()
 
 
-@pytest.mark.parametrize("device", ["GPU", "gpu 7.0", "CPU 7.0", "GPU 7", "7.0", 7.0])
+@pytest.mark.parametrize(
+    "device", ["GPU", "gpu 7.0", "CPU 7.0", "GPU 7", "GPU 7.\u0660", "7.0", 7.0]
+)
 def test_what_is_no_gpu(device):
     with pytest.raises(ValueError, match="Expected a GPU and its compute capability.*device="):
         graph_rewrite.report(classify, X, X, device=device)

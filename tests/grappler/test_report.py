@@ -158,6 +158,13 @@ def test_the_table():
     assert max(map(len, rows)) < 100
 
 
+def test_a_small_tensor_from_outside():
+    """TensorFlow passes it as an argument, though the graph has a constant in its place."""
+    ids = tf.constant([0, 1])
+    said = report(lambda x: tf.gather(tf.matmul(x, x), ids), X)
+    assert said.by_dtype()["bfloat16"]["MatMul"] == 1
+
+
 def test_an_empty_graph():
     said = report(lambda: tf.constant(1.0))
     assert said.by_dtype() in ({}, {"float32": {"Identity": 1}})

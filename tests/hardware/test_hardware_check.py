@@ -39,6 +39,25 @@ def test_all_that_is_promised_is_kept_here(tmp_path, capsys):
     assert f"{kept} of {kept} promises are kept." in lines
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quick"], "--quick and --output go with --check"),
+        (["--output", "check.json"], "--quick and --output go with --check"),
+        (["--check", "--output", "no_folder/check.json"], "cannot be written: No such file"),
+        (["--check", "--output", "."], "cannot be written: Is a directory"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(
+    arguments, message, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware_check, "check", pytest.fail)
+    with pytest.raises(SystemExit, match="2"):
+        program.main(arguments)
+    assert message in capsys.readouterr().err
+
+
 @pytest.fixture
 def nothing_is_timed(monkeypatch):
     for module in (speeds, steps):

@@ -206,6 +206,20 @@ def test_what_the_graph_rewrite_makes_of_it_on_a_gpu():
 
 
 @needs_cuda
+def test_products_in_float32_on_tensor_cores():
+    """A GPU from 8.0 on takes them as TensorFloat-32, unless the program has turned that off."""
+    said = "They also take the 100% in float32, as TensorFloat-32"
+    product, x = tf.function(lambda x: tf.matmul(x, x)), tf.ones([8, 8])
+    assert said in str(census(product, x, device="GPU 8.0"))
+    assert said not in str(census(product, x, device="GPU 7.0"))
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        assert said not in str(census(product, x, device="GPU 8.0"))
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(True)
+
+
+@needs_cuda
 def test_the_tensor_cores_of_each_generation():
     def function(x):
         y = tf.cast(x, "bfloat16")

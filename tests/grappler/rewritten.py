@@ -1,0 +1,131 @@
+"""Runs graphs that were rewritten for a GPU, on this machine's CPU."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.grappler import optimize, passes
+from keras_mp.grappler import report as reports
+
+V1 = tf.compat.v1
+_COUNT = itertools.count()
+
+
+def tolerance(report: reports.RewriteReport) -> float:
+    """How far the rewritten graph may be from float32, as a part of the result.
+
+    Each operation rounds what it takes and what it gives, by half a unit at most. Such errors have
+    random signs, so that their squares add up. Twice that, since a softmax or a normalization makes
+    more of some.
+
+    Args:
+        report: what was rewritten.
+    """
+    return 2 * 2 * 2.0**-11 * sum(report.by_dtype()["float16"].values()) ** 0.5
+
+
+def of_function(concrete: Any, device: str) -> Any:
+    """Rewrites the graph of a concrete function.
+
+    Args:
+        concrete: the concrete function.
+        device: str, such as "GPU 7.0".
+
+    Returns:
+        A function of the same arguments: the results of the rewritten graph, a flat list.
+    """
+    rewritten = reports.optimized(reports.of_function(concrete), "float16", device)
+    arguments = {node.attr["index"].i: node.name for node in rewritten.node if node.op == "_Arg"}
+    results = {node.attr["index"].i: node.name for node in rewritten.node if node.op == "_Retval"}
+    definition = _for_this_cpu(rewritten)
+    imported = V1.wrap_function(lambda: tf.import_graph_def(definition, name=""), [])
+    graph = imported.graph
+    runs = imported.prune(
+        [graph.get_tensor_by_name(f"{arguments[i]}:0") for i in sorted(arguments)],
+        (
+            [graph.get_tensor_by_name(f"{results[i]}:0") for i in sorted(results)],
+            [graph.get_operation_by_name(each.name) for each in concrete.graph.control_outputs],
+        ),
+    )
+
+    def call(*inputs: tf.Tensor) -> list[tf.Tensor]:
+        all_inputs = [*inputs, *concrete.captured_inputs]
+        return runs(*(all_inputs[i] for i in sorted(arguments)))[0]
+
+    return call
+
+
+def of_session(
+    fetches: Sequence[Any], session: Any, feeds: Mapping[Any, np.ndarray], device: str | None
+) -> list[np.ndarray]:
+    """Runs once, with a session's variables, what TensorFlow would make of its graph.
+
+    Args:
+        fetches: operations and tensors of the session's graph.
+        session: the session, which has initialized its variables and which this leaves alone.
+        feeds: mapping of placeholders and values.
+        device: str, such as "GPU 7.0"; None for the graph as it is.
+
+    Returns:
+        list of the values of the fetches that are tensors, and of all variables afterwards.
+    """
+    variables = V1.global_variables()
+    before = session.run(variables)
+    graph = reports.of_fetches([*fetches, *(v.op for v in variables)])
+    definition = graph.graph_def
+    if device is not None:
+        definition = optimize.graph(passes.config_for_sessions(None, "float16"), graph, device)
+    definition = _for_this_cpu(definition)
+    config = V1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    with tf.Graph().as_default() as again, V1.Session(config=config) as other:
+        tf.import_graph_def(definition, name="")
+        handles = [again.get_tensor_by_name(v.op.name + ":0") for v in variables]
+        for handle, value in zip(handles, before, strict=True):
+            other.run(_assign(handle, tf.constant(value)))
+        found = other.run(
+            [fetch.name for fetch in fetches], {key.name: value for key, value in feeds.items()}
+        )
+        after = [other.run(_read(h, v.dtype.base_dtype)) for h, v in zip(handles, variables)]
+    return [value for value in found if value is not None] + after
+
+
+def _assign(handle: tf.Tensor, value: tf.Tensor) -> tf.Operation:
+    if handle.dtype == tf.resource:
+        return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+    return tf.raw_ops.Assign(ref=handle, value=value).op
+
+
+def _read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if handle.dtype == tf.resource:
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+    return tf.identity(handle)
+
+
+def _for_this_cpu(graph: Any) -> Any:
+    """A graph without devices: its operations for the GPU have kernels for CPUs, too."""
+    result = V1.GraphDef()
+    result.CopyFrom(graph)
+    functions = result.library.function
+    # This process has functions of these names, as they were traced.
+    names = {each.signature.name: f"{each.signature.name}_{next(_COUNT)}" for each in functions}
+    for function in functions:
+        function.signature.name = names[function.signature.name]
+    for nodes in (result.node, *(function.node_def for function in functions)):
+        for node in nodes:
+            node.device = ""
+            for attribute in node.attr.values():
+                called = [attribute.func] if attribute.HasField("func") else attribute.list.func
+                for each in called:
+                    each.name = names.get(each.name, each.name)
+            if node.op == "_Arg":
+                node.op = "Placeholder"
+                node.attr["dtype"].type = node.attr.pop("T").type
+                node.attr.pop("index")
+            if node.op == "_Retval":
+                node.op = "Identity"
+                node.attr.pop("index")
+    return result

@@ -1,0 +1,155 @@
+"""Programs of TensorFlow 1 and 2, rewritten for a GPU, train as in float32 but for rounding.
+
+They run on the CPU, whose kernels compute the same operations in the same dtypes.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import graph_rewrite
+from tests.common import digits, needs_cuda, once, value
+from tests.compat import tf1_program
+from tests.grappler import rewritten
+
+V1 = tf.compat.v1
+GPUS = ("GPU 6.1", "GPU 7.0", "GPU 8.0", "GPU 9.0")
+TENSOR_CORES = GPUS[1:]
+
+pytestmark = needs_cuda
+
+
+def distance(found, exact):
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+@functools.cache
+def program():
+    """The example of TensorFlow 1.15's documentation: model, batch, and the graph of a step."""
+    model = tf.keras.models.Sequential(
+        [
+            tf.keras.layers.Dense(64, activation="relu"),
+            tf.keras.layers.Dense(10, activation="softmax"),
+        ]
+    )
+    opt = tf.keras.optimizers.SGD(0.1)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="will leave graphs in float32"):
+        opt = keras_mp.enable_mixed_precision_graph_rewrite(opt)
+    keras_mp.disable_mixed_precision_graph_rewrite()
+    model.compile(loss="sparse_categorical_crossentropy", optimizer=opt, jit_compile=False)
+    images, labels = digits()
+    model.fit(images[:32], labels[:32], batch_size=32, verbose=0)
+    batch = images[32:64], labels[32:64]
+    function, arguments = graph_rewrite._step_of_training(model, batch)
+    return model, batch, arguments, function.get_concrete_function(*arguments)
+
+
+def update(model, step, *arguments):
+    """What a step adds to the weights, which are put back."""
+    before = model.get_weights()
+    step(*arguments)
+    after = model.get_weights()
+    model.set_weights(before)
+    return np.concatenate([np.ravel(new - old) for new, old in zip(after, before, strict=True)])
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_fit(device):
+    model, batch, [data], concrete = program()
+    report = graph_rewrite.report(model, *batch, device=device)
+    assert report.by_dtype().get("float16", {}).get("MatMul", 0) == 5 * (device in TENSOR_CORES)
+    step = rewritten.of_function(concrete, device)
+    exact, found = update(model, concrete, data), update(model, step, *tf.nest.flatten(data))
+    if device in TENSOR_CORES:
+        assert 0 < distance(found, exact) < rewritten.tolerance(report) < 2**-6
+    else:
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_of_fit_that_overflows_in_float16_is_skipped():
+    model, _, [data], concrete = program()
+    scale = model.optimizer.loss_scale.loss_scale
+    before = value(scale)
+    scale.assign(2.0**40)
+    assert update(model, concrete, data).any()
+    step = rewritten.of_function(concrete, "GPU 7.0")
+    assert not update(model, step, *tf.nest.flatten(data)).any()
+    assert int(model.optimizer.steps_skipped) == 1
+    assert value(scale) == 2.0**39
+    scale.assign(before)
+
+
+@once
+@pytest.mark.parametrize("device", GPUS)
+@pytest.mark.parametrize("use_resource", [True, False])
+def test_a_session(device, use_resource):
+    images, labels = digits()
+    with tf.Graph().as_default():
+        V1.set_random_seed(1)
+        x, y = V1.placeholder(tf.float32, [None, 8, 8, 1]), V1.placeholder(tf.int32, [None])
+        with V1.variable_scope("network", use_resource=use_resource):
+            loss = V1.losses.sparse_softmax_cross_entropy(y, tf1_program.network(x))
+        opt = V1.train.GradientDescentOptimizer(0.1)
+        opt = keras_mp.compat.v1.LossScaleOptimizer(opt, 128)
+        grads, variables = zip(*opt.compute_gradients(loss))
+        grads, _ = tf.clip_by_global_norm(grads, 5.0)
+        train = opt.apply_gradients(zip(grads, variables))
+        report = graph_rewrite.report([train, loss], device=device)
+        feeds = {x: images[:64].reshape(64, 8, 8, 1), y: labels[:64].astype("int32")}
+        with V1.Session() as session:
+            session.run(V1.global_variables_initializer())
+            before = session.run(list(variables))
+            (exact_loss, *exact), (loss_found, *found) = (
+                rewritten.of_session([train, loss], session, feeds, each) for each in (None, device)
+            )
+    in_float16 = report.by_dtype().get("float16", {})
+    if device not in TENSOR_CORES:
+        assert not in_float16
+        np.testing.assert_allclose(loss_found, exact_loss, rtol=1e-6)
+        return
+    assert in_float16["Conv2D"] == in_float16["Conv2DBackpropFilter"] == 1
+    assert in_float16["MatMul"] == 3
+    updates = (
+        np.concatenate([np.ravel(new - old) for new, old in zip(after, before)])
+        for after in (found, exact)
+    )
+    assert 0 < distance(*updates) < rewritten.tolerance(report) < 2**-6
+    assert abs(loss_found / exact_loss - 1) < rewritten.tolerance(report)
+
+
+@once
+@pytest.mark.parametrize(
+    ("changes", "dtypes"),
+    [
+        ({}, {"MatMul": "float16", "Tanh": "float16", "Exp": "float32"}),
+        ({"allow": ["Exp"]}, {"MatMul": "float16", "Tanh": "float16", "Exp": "float16"}),
+        ({"infer": ["Exp"]}, {"MatMul": "float16", "Tanh": "float16", "Exp": "float16"}),
+        ({"clear": ["Exp"]}, {"MatMul": "float16", "Tanh": "float16", "Exp": "float16"}),
+        ({"none": ["Tanh"]}, {"MatMul": "float16", "Tanh": "float32", "Exp": "float32"}),
+        ({"deny": ["MatMul"]}, {"MatMul": "float32", "Tanh": "float32", "Exp": "float32"}),
+    ],
+)
+def test_the_lists_say_what_is_computed(changes, dtypes):
+    """In the report, and in the numbers."""
+    x = tf.constant(digits()[0][:16, :16])
+
+    @tf.function
+    def function(x):
+        return tf.matmul(tf.exp(tf.matmul(tf.tanh(tf.matmul(x, x)), x) / 8.0), x)
+
+    graph_rewrite.change_op_lists(**changes)
+    try:
+        report = graph_rewrite.report(function, x, device="GPU 7.0")
+        concrete = function.get_concrete_function(x)
+        [found] = rewritten.of_function(concrete, "GPU 7.0")(x)
+    finally:
+        graph_rewrite.change_op_lists()
+    assert {each.op: each.dtype for each in report.operations if each.op in dtypes} == dtypes
+    error = distance(found, concrete(x))
+    if "float16" in dtypes.values():
+        assert 2**-20 < error < rewritten.tolerance(report)
+    else:
+        assert error < 2**-20
