@@ -6,6 +6,7 @@ Or looks at a saved model:
 
 python -m keras_mp audit MODEL.keras BATCH.npz
 python -m keras_mp compare MODEL.keras BATCH.npz
+python -m keras_mp tune MODEL.keras BATCHES.npz --output MIXED.keras
 """
 
 import argparse
@@ -32,6 +33,7 @@ _BEST = "best"
 _COMMANDS = {
     "audit": "keras_mp.numerics.audit_command",
     "compare": "keras_mp.numerics.compare_command",
+    "tune": "keras_mp.numerics.tune_command",
 }
 
 _SEED = 0
@@ -235,8 +237,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m keras_mp",
         description="Trains one small convolutional model on scikit-learn's digits under each "
         "policy, prints a comparison and draws the loss and the loss scale.",
-        epilog="python -m keras_mp audit --help, python -m keras_mp compare --help: look at a "
-        "model of your own",
+        epilog="python -m keras_mp audit --help, python -m keras_mp compare --help, "
+        "python -m keras_mp tune --help: for a model of your own",
     )
     parser.add_argument(
         "--policy",

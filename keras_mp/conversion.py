@@ -1,5 +1,7 @@
 """The same model, with the same weights, under another policy."""
 
+import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,12 +31,14 @@ def convert(model: Any, policy: Any) -> Any:
 
     With a dict, only the layers with these paths get other policies, and the layers inside of
     them. A path is the names on the way down to a layer, such as "encoder/dense"; the path ""
-    stands for all layers that no other one names. `keras_mp.numerics.advise` gives such dicts.
+    stands for all layers that no other one names. `keras_mp.numerics.tune` and `advise` give such
+    dicts, which `convert` also takes as JSON.
 
     Args:
         model: A model of `tf.keras`: Sequential, functional, or a subclass with a `get_config`.
         policy: What `set_global_policy` takes: a name, a dtype or a policy. Or a dict of paths of
-            layers and such policies.
+            layers and such policies; what `keras_mp.numerics.tune` or `advise` returned; or the
+            dict, or what `tune` returned, as JSON: a text, or a path that ends with ".json".
 
     Returns:
         A new model of the same class.
@@ -43,7 +47,7 @@ def convert(model: Any, policy: Any) -> Any:
         TypeError: `model` is not a model of `tf.keras`.
         ValueError: It cannot be made from its config, or its weights do not fit into what is made
             from it; the message names the layer and has its error. Or no layer has one of the
-            paths, or its config has no policy.
+            paths, or its config has no policy. Or the JSON has something else in it.
 
     Example:
 
@@ -68,6 +72,7 @@ def convert(model: Any, policy: Any) -> Any:
         ) from error
     layers = keras_api.flatten_layers(model)
     classes = {type(layer).__name__: type(layer) for layer in layers if not _is_known(layer)}
+    policy = _read(policy)
     by_path = dict(policy) if isinstance(policy, Mapping) else None
     if by_path is not None:
         _check_paths(model, by_path)
@@ -117,6 +122,35 @@ def convert(model: Any, policy: Any) -> Any:
     return converted
 
 
+def _read(policy: Any) -> Any:
+    """Returns what is asked for: a policy, or a dict of them that a tool, or a JSON, may hold."""
+    policy = getattr(policy, "policies", policy)
+    if isinstance(policy, str) and policy.lstrip().startswith("{"):
+        text = policy
+    elif isinstance(policy, str | os.PathLike) and os.fspath(policy).endswith(".json"):
+        with open(policy, encoding="utf-8") as file:
+            text = file.read()
+    else:
+        return policy
+    read = json.loads(text)
+    policies = read.get("policies", read) if isinstance(read, dict) else read
+    if not isinstance(policies, dict) or not all(isinstance(v, str) for v in policies.values()):
+        raise ValueError(
+            "Expected JSON with an object of paths of layers and names of policies, or what "
+            f"`keras_mp.numerics.tune(...).to_json()` returned. Received: {text[:200]}"
+        )
+    return policies
+
+
+def paths_in_config(model: Any) -> set[str]:
+    """Returns the paths of the layers whose policies are in the config of a model.
+
+    Args:
+        model: A model of `tf.keras` with a `get_config`.
+    """
+    return {path for path, _ in _layer_configs(model.get_config())}
+
+
 def _is_known(layer: Any) -> bool:
     """Whether Keras finds the class by its name, as it does not in some of its applications."""
     # Keras may use a name twice: `Add` is a layer and an operation.
@@ -148,7 +182,7 @@ def _check_paths(model: Any, paths: Iterable[str]) -> None:
             f"The model {model.name!r} has no layers with the paths {unknown}. Expected some of "
             f"{list(layers)}. Received: {list(paths)}"
         )
-    in_configs = {path for path, _ in _layer_configs(model.get_config())}
+    in_configs = paths_in_config(model)
     # The policy of a model is that of its layers.
     in_configs |= {path for path, layer in layers.items() if isinstance(layer, tf.keras.Model)}
     made_inside = sorted(set(paths) - in_configs)

@@ -17,6 +17,8 @@ from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.not_finite import NotFiniteError
 from keras_mp.numerics.records import Record
 from keras_mp.numerics.reports import Report, Row, Statistics
+from keras_mp.numerics.tune import tune
+from keras_mp.numerics.tuned import Tuned
 from keras_mp.numerics.what_if import Lost, WhatIf, what_if
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Record",
     "Report",
     "Row",
+    "Tuned",
     "Statistics",
     "WhatIf",
     "Window",
@@ -46,5 +49,6 @@ __all__ = [
     "compare_records",
     "figures",
     "record",
+    "tune",
     "what_if",
 ]

@@ -52,7 +52,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     command_line.add_files(parser)
     parser.add_argument(
-        "--policy", metavar="NAME", help="for a model that was saved in float32: mixed_float16, say"
+        "--policy",
+        metavar="NAME",
+        help="for a model that was saved in float32: mixed_float16, say, or a .json of tune",
     )
     parser.add_argument("--json", type=command_line.path_with_ending(".json"), metavar="PATH")
     return parser.parse_args(argv)

@@ -1,6 +1,8 @@
-"""The batch that a tool looks at: as tensors, and what is wrong with it, if something is."""
+"""The batches that a tool looks at: as tensors, and what is wrong with one, if something is."""
 
+import itertools
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -47,6 +49,52 @@ class NotFinite(NamedTuple):
     part: str
     bad: int
     size: int
+
+
+def several(x: Any, y: Any = None, sample_weight: Any = None) -> Iterator[tuple[Any, ...]] | None:
+    """Returns the batches that a tool is given in place of one, or None if it is given one.
+
+    Several batches are a `tf.data.Dataset`, a `Sequence` of Keras (`PyDataset`), a generator or
+    another iterator, or a list of tuples: a list of arrays is one batch, with an array for each
+    input of the model. Each of them is a tuple `(x, y)` or `(x, y, sample_weight)`, or x alone,
+    which is no tuple.
+
+    Args:
+        x: what the tool is given as x.
+        y: what it is given as y.
+        sample_weight: what it is given as weights.
+
+    Raises:
+        ValueError: there are labels or weights beside the batches; or there is no batch, or no end
+            of them.
+    """
+    found: Iterable[Any]
+    if isinstance(x, tf.keras.utils.Sequence):
+        found = (x[i] for i in range(len(x)))
+    elif isinstance(x, tf.data.Dataset | Iterator) or _is_list_of_tuples(x):
+        found = x
+    else:
+        return None
+    if y is not None or sample_weight is not None:
+        raise ValueError(
+            "Several batches bring their labels and weights along: expected tuples (x, y) or "
+            "(x, y, sample_weight). Received: y or sample_weight beside a "
+            f"{type(x).__name__} of batches"
+        )
+    if isinstance(x, tf.data.Dataset) and x.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "Expected a dataset that ends: pass dataset.take(4), for four batches. "
+            "Received: one with an infinite number of batches"
+        )
+    made = (each if isinstance(each, tuple) else (each,) for each in found)
+    first = next(made, None)
+    if first is None:
+        raise ValueError(f"Expected at least one batch. Received: {x!r} without any")
+    return itertools.chain([first], made)
+
+
+def _is_list_of_tuples(x: Any) -> bool:
+    return isinstance(x, list) and bool(x) and all(isinstance(each, tuple) for each in x)
 
 
 def as_fit_takes_it(model: Any, batch: Any) -> Batch:

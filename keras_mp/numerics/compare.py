@@ -107,12 +107,12 @@ def compare(
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     numbers = RandomNumbers()
     losses = [
-        _loss_of(each, model, batch, loss, is_a_copy=each is not model and each is not reference)
+        loss_of(each, model, batch, loss, is_a_copy=each is not model and each is not reference)
         for each in (narrow, wide)
     ]
     with Progress("compare", parts=4) as progress:
         progress.begin("in 16 bits")
-        run = _run_at_a_good_scale(narrow, batch, losses[0], step, numbers, training, loss_scale)
+        run = run_at_a_good_scale(narrow, batch, losses[0], step, numbers, training, loss_scale)
         progress.begin("the reference")
         other = runs.run(wide, batch, losses[1], step=step, numbers=numbers, training=training)
         _check_finite(batch, other)
@@ -191,8 +191,8 @@ def record(
     tf.keras.utils.set_random_seed(seed)
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     numbers = RandomNumbers()
-    value = _loss_of(model, model, batch, loss)
-    run = _run_at_a_good_scale(model, batch, value, step, numbers, training, loss_scale)
+    value = loss_of(model, model, batch, loss)
+    run = run_at_a_good_scale(model, batch, value, step, numbers, training, loss_scale)
     _check_finite(batch, run)
     unit = max(unit_of(call) for call in run.calls)
     explained = whole_runs.explain_by_noise(model, batch, value, step, numbers, training, unit, run)
@@ -264,8 +264,16 @@ def _check_finite(batch: Batch, run: Run) -> None:
         )
 
 
-def _loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool = False) -> Loss:
-    """The loss of a model, where `compiled` is what the user has compiled."""
+def loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool = False) -> Loss:
+    """Returns the loss of a model, for `runs.run`.
+
+    Args:
+        model: what will be run.
+        compiled: the model of the user, which may be compiled.
+        batch: Batch. Without labels, or without a loss, it is `signed_mean` of the outputs.
+        loss: a loss of `tf.keras`, by name or not, or a function; None for that of `compiled`.
+        is_a_copy: bool. Whether `model` has to be compiled as `compiled` is.
+    """
     if loss is not None and batch.y is not None:
         function = tf.keras.losses.get(loss)
 
@@ -289,19 +297,20 @@ def _loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool
                 return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
 
         return compiled_value
-    return _signed_mean
+    return signed_mean
 
 
-def _signed_mean(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
+def signed_mean(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
+    """A loss of outputs without labels, for `runs.run`."""
     del model, batch
     return runs.signed_mean(prediction)
 
 
 # Records of it and of a real loss are told apart.
-_signed_mean.kind = "sum of the outputs"
+signed_mean.kind = "sum of the outputs"
 
 
-def _run_at_a_good_scale(
+def run_at_a_good_scale(
     model: Any,
     batch: Batch,
     loss: Loss,
@@ -310,6 +319,18 @@ def _run_at_a_good_scale(
     training: bool,
     loss_scale: float | None,
 ) -> Run:
+    """Runs a model at a loss scale, or at half of it and so on, until gradients do not overflow.
+
+    Args:
+        model: of `tf.keras`.
+        batch: Batch.
+        loss: as for `runs.run`.
+        step: as for `runs.run`.
+        numbers: as for `runs.run`.
+        training: as for `runs.run`.
+        loss_scale: the first one; None for that with which the model would begin to train.
+    """
+
     def make(scale: float) -> Run:
         return runs.run(
             model,

@@ -73,7 +73,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_files(parser)
     parser.add_argument(
-        "--policy", metavar="NAME", help="for a model that was saved in float32: mixed_float16, say"
+        "--policy",
+        metavar="NAME",
+        help="for a model that was saved in float32: mixed_float16, say, or a .json of tune",
     )
     parser.add_argument(
         "--reference",

@@ -1,0 +1,243 @@
+"""Policies that `tune` finds hold, on the batches that it looked at and on those kept aside."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.__main__ import main
+from keras_mp.layer_paths import layers_by_path
+from keras_mp.numerics import tune
+from keras_mp.numerics.tuned import Errors
+from tests.common import once
+
+K = tf.keras
+L = tf.keras.layers
+
+
+@K.utils.register_keras_serializable("test_tune")
+class Norm(L.Layer):
+    """Its squares overflow in float16, and not in bfloat16."""
+
+    def call(self, x):
+        return x / tf.sqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True))
+
+
+def batches(count=4, size=1.0, seed=0):
+    random = np.random.default_rng(seed)
+    return [
+        (
+            size * random.normal(size=[8, 6]).astype("float32"),
+            random.normal(size=[8, 2]).astype("float32"),
+        )
+        for _ in range(count)
+    ]
+
+
+def model_with_norm():
+    model = K.Sequential(
+        [
+            K.Input([6]),
+            L.Rescaling(300.0, name="rescaling"),
+            Norm(name="norm"),
+            L.Dense(16, "relu", name="first"),
+            L.Dropout(0.5, name="dropout"),
+            L.Dense(2, name="last"),
+        ],
+        name="model",
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+def dtypes(model):
+    return {path: layer.compute_dtype for path, layer in layers_by_path(model).items()}
+
+
+def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_path):
+    model = model_with_norm()
+    before = model.get_weights()
+    tuned = tune(model, batches(6))
+    assert {path for path, policy in tuned.policies.items() if policy == "float32"} == {"norm"}
+    assert tuned.share == 1.0
+    assert (len(tuned.errors), len(tuned.held_out)) == (4, 2)
+    assert all(0 < each.largest <= 0.05 for each in (*tuned.errors, *tuned.held_out))
+    rows = {layer.path: layer for layer in tuned.layers}
+    assert rows["norm"].error == 1.0  # it divides by infinity
+    assert rows["norm"].reason.startswith("with it, ")
+    assert (rows["first"].multiplications, rows["last"].multiplications) == (8 * 6 * 16, 8 * 16 * 2)
+    assert 0 < rows["first"].error < 0.002
+    for was, weight in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(was, weight)
+    again = tune(model, batches(6))
+    assert again == tuned
+    # What it made is what its policies make, as a dict, as JSON and as itself; and can be saved.
+    path = tmp_path / "policies.json"
+    text = tuned.to_json(path)
+    assert json.loads(text)["policies"] == tuned.policies
+    plain = json.dumps(tuned.policies)
+    for policy in (tuned, tuned.policies, text, path, str(path), plain):
+        assert dtypes(keras_mp.convert(model, policy)) == dtypes(tuned.model)
+    x, _ = batches(1)[0]
+    tuned.model.save(tmp_path / "mixed.keras")
+    loaded = K.models.load_model(tmp_path / "mixed.keras")
+    assert dtypes(loaded) == dtypes(tuned.model)
+    np.testing.assert_array_equal(tuned.model.predict(x), loaded.predict(x))
+    text = str(tuned)
+    assert "model: 4 of 5 layers in mixed_float16, 100.0% of the multiplications" in text
+    assert re.search(r"^norm \(Norm\) +float32 +0 +1.0e\+00 +with it, ", text, re.MULTILINE)
+    assert max(map(len, text.splitlines())) <= 100
+    assert len(tuned.to_text(rows=None).splitlines()) == 9 + 5
+    assert repr(tuned) == "<Tuned 'model': 4 of 5 layers in mixed_float16>"
+
+
+def test_bfloat16_holds_what_float16_does_not():
+    tuned = tune(model_with_norm(), batches(), dtype="bfloat16", tolerance=0.1)
+    assert set(tuned.policies.values()) == {"mixed_bfloat16"}
+    assert tuned.model.layers[-1].compute_dtype == "bfloat16"
+
+
+def test_layers_go_back_for_the_batches_that_are_kept_aside():
+    model = model_with_norm()
+    # Small numbers do not overflow, so that only a batch that is kept aside tells.
+    held_out = batches(2, seed=1)
+    small = batches(2, size=0.01)
+    assert "float32" not in tune(model, small, held_out=batches(1, 0.01)).policies.values()
+    tuned = tune(model, small, held_out=held_out)
+    assert tuned.policies["norm"] == "float32"
+    [norm] = [layer for layer in tuned.layers if layer.path == "norm"]
+    assert norm.reason.startswith("on batches kept aside, with it, ")
+    assert all(each.largest <= 0.05 for each in tuned.held_out)
+    # The distances are those of really running.
+    x, _ = held_out[0]
+    outputs, exact = (m(x).numpy().astype("float64") for m in (tuned.model, model))
+    distance = np.linalg.norm(outputs - exact) / np.linalg.norm(exact)
+    assert 0 < distance < 0.002
+
+
+def test_no_tolerance_no_16_bits():
+    tuned = tune(model_with_norm(), batches(), tolerance=1e-9)
+    # What changes no number may still go.
+    in_16_bits = {layer.path for layer in tuned.layers if layer.is_in_16_bits}
+    assert in_16_bits <= {"dropout"}
+    assert all(each.largest <= 1e-9 for each in (*tuned.errors, *tuned.held_out))
+
+
+def nested(shared=True):
+    inner = K.Sequential([K.Input([6]), L.Dense(6, name="a"), L.Dense(6, name="b")], name="inner")
+    inputs = K.Input([6])
+    x = inner(inputs)
+    x = L.LayerNormalization(name="norm")(inner(x) if shared else x)
+    x = L.Bidirectional(L.GRU(3), name="around")(L.Reshape([3, 2], name="reshape")(x))
+    model = K.Model(inputs, L.Dense(2, name="head")(x), name="outer")
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_nested_models_shared_layers_and_patterns():
+    model = nested()
+    tuned = tune(model, batches(), leave_out=["inner/b", "*norm*"])
+    found = dtypes(tuned.model)
+    units = {layer.path: layer for layer in tuned.layers}
+    assert set(units) == {"inner/a", "inner/b", "norm", "reshape", "around", "head"}
+    for path, policy in tuned.policies.items():
+        inside = [dtype for each, dtype in found.items() if each == path]
+        inside += [dtype for each, dtype in found.items() if path == "around" and path in each]
+        assert set(inside) <= {"float32" if policy == "float32" else "float16"}, path
+    assert {path for path, unit in units.items() if not unit.is_in_16_bits} == {"inner/b", "norm"}
+    assert units["norm"].reason == "left out, or not included"
+    assert units["norm"].error is None
+    # It is called twice.
+    assert units["inner/a"].multiplications == 2 * 8 * 6 * 6
+    assert units["around"].multiplications > 0
+    tuned = tune(model, batches(2), include=["inner", "head"], leave_out="a")
+    assert [layer.path for layer in tuned.layers if layer.is_in_16_bits] == ["inner/b", "head"]
+
+
+class Subclassed(K.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = L.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def get_config(self):
+        return {"name": self.name}
+
+
+def test_what_cannot_be_tuned_says_why():
+    model, few = model_with_norm(), batches(2)
+    subclassed = Subclassed(name="subclassed")
+    subclassed(few[0][0])
+    for arguments, error, message in (
+        ((tf.Module(), few), TypeError, "Expected a model of `tf.keras`"),
+        ((model, few[0]), TypeError, "Expected several batches: a tf.data.Dataset"),
+        ((model, few[:1]), ValueError, "Expected two batches at least"),
+        ((model, [(x,) for x, _ in few]), ValueError, "with labels, and a loss"),
+        ((model, [(x * np.nan, y) for x, y in few]), ValueError, "nan, since numbers of x are not"),
+        ((subclassed, few), ValueError, "is not in its config, since its class makes it"),
+    ):
+        with pytest.raises(error, match=message):
+            tune(*arguments)
+    for options, message in (
+        ({"dtype": "float8"}, "Received: dtype='float8'"),
+        ({"tolerance": 0}, "a tolerance above 0"),
+        ({"include": "nothing*"}, r"No layer matches 'nothing\*'.*'norm'.*include="),
+        ({"leave_out": "*"}, "at least one layer that may compute in 16 bits"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tune(model, few, **options)
+    with pytest.raises(ValueError, match="JSON with an object of paths"):
+        keras_mp.convert(model, '{"policies": {"norm": 3}}')
+
+
+class Stubborn(L.Layer):
+    def call(self, x):
+        return x + tf.ones([6], tf.float32)
+
+
+def test_a_layer_that_does_not_run_in_16_bits():
+    model = K.Sequential([K.Input([6]), Stubborn(name="stubborn"), L.Dense(2, name="dense")])
+    with pytest.raises(ValueError, match="does not run in mixed_float16. Name the layers"):
+        tune(model, batches(2), loss="mse")
+    tuned = tune(model, batches(2), loss="mse", leave_out="stubborn")
+    assert tuned.policies == {"": "mixed_float16", "stubborn": "float32", "dense": "mixed_float16"}
+
+
+@once
+def test_errors_in_words():
+    assert str(Errors(0.5, 0.1, 0.2, "dense")) == "outputs are 5.0e-01 off"
+    assert str(Errors(0.1, 0.5, 0.2, "dense")) == "the loss is 5.0e-01 off"
+    assert str(Errors(0.1, 0.1, np.inf, "dense")) == "the gradient of dense is not finite"
+
+
+def test_the_command(tmp_path, capsys):
+    model = model_with_norm()
+    files = [str(tmp_path / "model.keras"), str(tmp_path / "batches.npz")]
+    model.save(files[0])
+    x, y = (np.concatenate(parts) for parts in zip(*batches()))
+    np.savez(files[1], x=x, y=y)
+    outputs = [str(tmp_path / name) for name in ("mixed.keras", "policies.json")]
+    options = ["--batch-size", "8", "--output", outputs[0], "--json", outputs[1]]
+    assert main(["tune", *files, *options, "--tolerance", "0.1", "--leave-out", "last"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 batches tuned on, worst" in printed
+    assert "1 batch kept aside, mean" in printed
+    wanted = {"rescaling": "float16", "norm": "float32", "first": "float16", "last": "float32"}
+    assert wanted.items() <= dtypes(K.models.load_model(outputs[0])).items()
+    assert wanted.items() <= dtypes(keras_mp.convert(model, outputs[1])).items()
+    assert main(["audit", *files, "--policy", outputs[1]]) in (0, 1)
+    assert main(["tune", *files, "--batch-size", "8", "--include", "norm"]) == 1
+    capsys.readouterr()
+    for wrong, message in (
+        ([], "cannot be tuned: Expected two batches"),
+        (["--batch-size", "0"], "must be at least 1"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["tune", *files, *wrong])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
