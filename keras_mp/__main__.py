@@ -83,7 +83,7 @@ class StepRecorder(tf.keras.callbacks.Callback):
         """Stops the clock and records the loss."""
         # Keras logs the mean since the epoch's start. Its differences are the batches' own losses.
         # Reading it also waits for the device, so it belongs to the time.
-        total = float(logs["loss"]) * (batch + 1)
+        total = float((logs or {})["loss"]) * (batch + 1)
         self.seconds.append(time.perf_counter() - self._start)
         self.losses.append(total - self._epoch_total)
         self._epoch_total = total
@@ -315,9 +315,10 @@ def _load_digits() -> list[np.ndarray]:
 
     images, labels = datasets.load_digits(return_X_y=True)
     images = (images / 16.0).astype("float32").reshape(-1, 8, 8, 1)
-    return model_selection.train_test_split(
+    parts = model_selection.train_test_split(
         images, labels, test_size=0.2, stratify=labels, random_state=_SEED
     )
+    return [np.asarray(part) for part in parts]
 
 
 def _train(
@@ -352,7 +353,7 @@ def _train(
             callbacks=[steps, progress, *([monitor] if monitor else [])],
             verbose=0,
         )
-        scores = model.evaluate(
+        scores: Any = model.evaluate(
             test_images, test_labels, batch_size=len(test_labels), verbose=0, return_dict=True
         )
     return Result(

@@ -30,6 +30,23 @@ def keeps_digits(optimizer: Any) -> bool:
     return any(isinstance(each, MasterWeightOptimizer) for each in chain(optimizer))
 
 
+def as_seen(optimizers: Any, variable: Any) -> Any:
+    """Returns a variable as the optimizer that trains it sees it.
+
+    Args:
+        optimizers: An optimizer, None, or a structure of them: what a model was compiled with.
+        variable: A variable.
+
+    Returns:
+        A float32 view where a `MasterWeightOptimizer` keeps its digits, else the variable.
+    """
+    for optimizer in tf.nest.flatten(optimizers):
+        for each in chain(optimizer):
+            if isinstance(each, MasterWeightOptimizer):
+                [variable] = each.as_float32([variable])
+    return variable
+
+
 def keep_digits(model: Any, optimizer: Any) -> Any:
     """Wraps the optimizer of a model whose policy keeps variables in 16 bits, and says so.
 

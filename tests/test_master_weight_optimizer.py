@@ -673,6 +673,31 @@ def test_a_file_of_another_method_is_refused(tmp_path):
         other.load_weights(tmp_path / "model.weights.h5")
 
 
+@pytest.mark.parametrize("method", ["split", "stochastic_rounding"])
+def test_fit_on_replicas_builds_it_with_the_first_step(method):
+    """In a `fit` of Keras 2 that is on each replica, where nothing of one variable can be made."""
+    weights = []
+    for is_built in (False, True):
+        with mirrored(2).scope():
+            tf.keras.utils.set_random_seed(0)
+            layers = [
+                tf.keras.layers.Dense(n, dtype="bfloat16", bias_initializer="ones") for n in (8, 2)
+            ]
+            model = tf.keras.Sequential([tf.keras.Input([4]), *layers])
+            optimizer = keras_mp.MasterWeightOptimizer(
+                tf.keras.optimizers.Adam(0.01), method, seed=1
+            )
+            model.compile(optimizer, "mse", jit_compile=False)
+            if is_built:
+                optimizer.build(model.trainable_variables)
+        x = np.random.default_rng(0).normal(size=[32, 4]).astype(np.float32)
+        model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0, shuffle=False)
+        weights.append([np.asarray(weight) for weight in optimizer.float32_weights()])
+    for lazily, early in zip(*weights, strict=True):
+        np.testing.assert_array_equal(lazily, early)
+        assert not np.isin(lazily, (0, 1)).any()
+
+
 def test_a_mirrored_model_goes_on_from_a_checkpoint(tmp_path):
     def make():
         return Run("new.Adam", tf.bfloat16, "function", replicas=2)

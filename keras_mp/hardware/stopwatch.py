@@ -113,7 +113,7 @@ def _convolutions() -> Iterator[_Problem]:
 
 def _random(shape: list[int]) -> tf.Tensor:
     # Stateless: a program draws the same numbers whether something was measured or not.
-    return tf.random.stateless_normal(shape, seed=[0, 0])
+    return tf.random.stateless_normal(shape, seed=(0, 0))
 
 
 def _race(problems: Iterator[_Problem]) -> tuple[int, dict[str, list[Turn]]]:
@@ -122,14 +122,18 @@ def _race(problems: Iterator[_Problem]) -> tuple[int, dict[str, list[Turn]]]:
     Returns:
         The number of operations that it takes, and the turns of each dtype.
     """
-    for index, problem in enumerate(problems):
+    is_first, problem = True, next(problems)
+    while True:
         arguments = {dtype: [tf.cast(a, dtype) for a in problem.arguments] for dtype in DTYPES}
         _take_turns(problem, arguments, 1)  # Kernels are made when they are called first.
         turns = _take_turns(problem, arguments, _FEWEST_TURNS)
         seconds = fastest(turns)
-        is_large_enough = index > 0 and seconds["float32"] > _LARGE_ENOUGH
-        if is_large_enough or max(seconds.values()) > _MUCH_SLOWER * seconds["float32"]:
+        is_large_enough = not is_first and seconds["float32"] > _LARGE_ENOUGH
+        is_much_slower = max(seconds.values()) > _MUCH_SLOWER * seconds["float32"]
+        larger = None if is_large_enough or is_much_slower else next(problems, None)
+        if larger is None:
             break
+        is_first, problem = False, larger
     count = max(_FEWEST_TURNS, int(_SECONDS / sum(seconds.values())))
     more = _take_turns(problem, arguments, count)
     return problem.count, {dtype: turns[dtype] + more[dtype] for dtype in DTYPES}

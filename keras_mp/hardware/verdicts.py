@@ -88,12 +88,12 @@ def best_policy() -> tuple[str, str]:
     if tables.has_tpu():
         return "mixed_bfloat16", "bfloat16 is what a TPU multiplies."
     if tables.tell():
-        gpu = min(tables.gpus(), key=lambda gpu: gpu.capability)
+        capability, gpu = min((gpu.capability or (0, 0), str(gpu)) for gpu in tables.gpus())
         for dtype in ("bfloat16", "float16"):
             major, minor = tables.COMPUTE_CAPABILITY[dtype]
-            if gpu.capability >= (major, minor):
+            if capability >= (major, minor):
                 return f"mixed_{dtype}", f"{dtype} is fast on {gpu}."
-        return "float32", tables.why_slow("float16")
+        return "float32", str(tables.why_slow("float16"))
     figures = speeds(measure=True) if wants_figures() else None
     if figures is None:
         return "float32", "nothing was measured, and nothing else tells what is fast here."

@@ -35,7 +35,7 @@ def make(name: str, size: int) -> tuple[Any, tf.Tensor, tf.Tensor]:
     layers_of, batch, shape = MODELS[name]
     inputs = tf.keras.Input(shape, dtype="int32" if name == "transformer" else "float32")
     outputs = tf.keras.layers.Dense(_CLASSES, dtype="float32")(layers_of(inputs, size))
-    shape, seed = [batch, *shape], [1, 2]
+    shape, seed = [batch, *shape], (1, 2)
     if name == "transformer":
         x = tf.random.stateless_uniform(shape, seed, maxval=_WORDS, dtype=tf.int32)
     else:

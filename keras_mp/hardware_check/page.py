@@ -83,7 +83,7 @@ def _kernels(kernels: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _speeds(speeds: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    rows = [("a second (times float32)", "", *DTYPES)]
+    rows: list[tuple[str, ...]] = [("a second (times float32)", "", *DTYPES)]
     for name, by_dtype in speeds.items():
         cells = (_speed(by_dtype[dtype], by_dtype["float32"]) for dtype in DTYPES)
         rows.append((name, by_dtype["unit"], *cells))
@@ -97,7 +97,7 @@ def _speed(speed: float | None, of_float32: float | None) -> str:
 
 
 def _steps(steps: Mapping[str, Any]) -> Iterator[str]:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("ms of a batch", "float32", "float16,", "float16,", "bfloat16,", "bfloat16,"),
         ("(times float32)", "", "Keras's own", "keras_mp", "Keras's own", "keras_mp"),
     ]

@@ -64,24 +64,32 @@ def measure_kernels() -> list[KernelFinding]:
 
 def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> KernelFinding:
     arguments, expected = kernel.example(dtype, case)
-    results: list[float | None] = []
-    for compute in (getattr(tf.raw_ops, op), kernel.function()):
+
+    def result_of(compute: Any) -> float | None:
         try:
-            results.append(float(replaced.last_value(compute(**arguments))))
+            return float(replaced.last_value(compute(**arguments)))
         except (tf.errors.OpError, ValueError):
-            results.append(None)
-    are_wrong = [each is not None and not replaced.is_right(each, expected) for each in results]
-    return KernelFinding(op, dtype.name, str(case), expected, *results, *are_wrong)
+            return None
+
+    def is_wrong(result: float | None) -> bool:
+        return result is not None and not replaced.is_right(result, expected)
+
+    own, ours = result_of(getattr(tf.raw_ops, op)), result_of(kernel.function())
+    return KernelFinding(
+        op, dtype.name, str(case), expected, own, ours, is_wrong(own), is_wrong(ours)
+    )
 
 
 def sums_are_right(found: list[KernelFinding]) -> Found:
     """Whether all that was replaced is right, where TensorFlow has a kernel at all."""
-    own, ours = (sum(not wrong for wrong in each) for each in zip(*(each[-2:] for each in found)))
+    own = sum(not each.own_is_wrong for each in found)
+    ours = sum(not each.ours_is_wrong for each in found)
     return ours == len(found), f"{ours} of {len(found)}; with TensorFlow's own kernels {own}"
 
 
 def _values(variables: Any) -> list[np.ndarray]:
-    return [variable.numpy() for variable in (variables() if callable(variables) else variables)]
+    listed: Any = variables() if callable(variables) else variables
+    return [variable.numpy() for variable in listed]
 
 
 def _scaled_step(optimizer: Any, weights: tf.Variable) -> Callable[[tf.Tensor], None]:
@@ -98,7 +106,7 @@ def _scaled_step(optimizer: Any, weights: tf.Variable) -> Callable[[tf.Tensor], 
 
 
 def _overflow_is_skipped(way: str) -> Found:
-    weights = tf.Variable([1.0, 2.0, 3.0])
+    weights = tf.Variable(tf.constant([1.0, 2.0, 3.0]))
     optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.Adam(0.1))
     optimizer.build([weights])
     step = _WAYS[way](_scaled_step(optimizer, weights))
@@ -115,7 +123,10 @@ def _overflow_is_skipped(way: str) -> Found:
 
 def _good_step_is_exact(way: str) -> Found:
     factor = tf.constant(0.5, tf.float16)
-    wrapped, exact = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([1.0, 2.0, 3.0])
+    wrapped, exact = (
+        tf.Variable(tf.constant([1.0, 2.0, 3.0])),
+        tf.Variable(tf.constant([1.0, 2.0, 3.0])),
+    )
     optimizer, inner = (tf.keras.optimizers.Adam(0.1) for _ in range(2))
     optimizer = keras_mp.LossScaleOptimizer(optimizer)
     optimizer.build([wrapped])
@@ -130,7 +141,7 @@ def _good_step_is_exact(way: str) -> Found:
 
 
 def _scale_grows() -> Found:
-    weights = tf.Variable([1.0])
+    weights = tf.Variable(tf.constant([1.0]))
     scale = keras_mp.DynamicLossScale(1024, increment_period=2)
     optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1), scale)
     optimizer.build([weights])
@@ -142,7 +153,7 @@ def _scale_grows() -> Found:
 
 
 def _scaler_skips() -> Found:
-    weight, optimizer = tf.Variable(1.0), tf.keras.optimizers.SGD(0.25)
+    weight, optimizer = tf.Variable(tf.constant(1.0)), tf.keras.optimizers.SGD(0.25)
     scaler = keras_mp.GradScaler()
     optimizer.build([weight])
 
@@ -161,7 +172,7 @@ def _scaler_skips() -> Found:
 
 
 def _tape_finds_a_scale() -> Found:
-    weight = tf.Variable(1.0)
+    weight = tf.Variable(tf.constant(1.0))
     loss_scale = keras_mp.DynamicLossScale(2.0**24)
 
     @_WAYS["graph"]
@@ -175,7 +186,7 @@ def _tape_finds_a_scale() -> Found:
 
 
 def _small_updates_are_kept() -> Found:
-    weight = tf.Variable(1.0, dtype=tf.bfloat16)
+    weight = tf.Variable(tf.constant(1.0, tf.bfloat16))
     optimizer = keras_mp.MasterWeightOptimizer(tf.keras.optimizers.SGD(0.001))
     optimizer.build([weight])
     apply = _WAYS["graph"](
@@ -205,7 +216,7 @@ def _losses_are_float32() -> Found:
 
 
 def _autocast(dtype: str) -> Found:
-    x = tf.random.stateless_normal([64, 64], seed=[1, 2])
+    x = tf.random.stateless_normal([64, 64], seed=(1, 2))
 
     @_WAYS["graph"]
     def product() -> Any:
@@ -222,7 +233,7 @@ def _autocast(dtype: str) -> Found:
 
 
 def _layers(dtype: str) -> Found:
-    x = tf.random.stateless_normal([8, 16, 16, 3], seed=[1, 2])
+    x = tf.random.stateless_normal([8, 16, 16, 3], seed=(1, 2))
     tf.keras.utils.set_random_seed(0)
     with keras_mp.policy_scope("float32"):
         exact = models.convolutional()

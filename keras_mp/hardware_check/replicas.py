@@ -16,6 +16,7 @@ from keras_mp.hardware_check.promise import Promise, judge
 
 _MEGABYTES = 1024  # of each half of a GPU
 _LONGEST = 300  # seconds
+_MADE = "replicas can be made"
 
 
 def judged_in_own_process() -> list[Promise]:
@@ -23,12 +24,13 @@ def judged_in_own_process() -> list[Promise]:
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST)
-        return [Promise(*each) for each in json.loads(done.stdout.splitlines()[-1])]
     except subprocess.TimeoutExpired:
-        error = f"nothing after {_LONGEST} seconds"
+        return [Promise(_MADE, False, f"nothing after {_LONGEST} seconds")]
+    try:
+        return [Promise(*each) for each in json.loads(done.stdout.splitlines()[-1])]
     except (LookupError, ValueError):
         error = next(reversed(done.stderr.splitlines()), "nothing was printed")
-    return [Promise("replicas can be made", False, error)]
+        return [Promise(_MADE, False, error)]
 
 
 def main() -> None:
@@ -73,7 +75,7 @@ def _step(strategy: tf.distribute.Strategy, optimizer: Any, weights: Any) -> Any
 def _trained(strategy: tf.distribute.Strategy, *factors: list[float]) -> tuple[list[Any], Any]:
     """The weights of each replica after a step for each pair of factors, and the optimizer."""
     with strategy.scope():
-        weights = tf.Variable([1.0, 2.0])
+        weights = tf.Variable(tf.constant([1.0, 2.0]))
         scale = keras_mp.DynamicLossScale(1024)
         optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.125), scale)
         optimizer.build([weights])

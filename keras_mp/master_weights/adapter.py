@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_mp.master_weights import methods
 from keras_mp.master_weights.float32_view import Float32View, Updates
-from keras_mp.step import gradients
+from keras_mp.step import gradients, replicas
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -89,13 +89,23 @@ class Float32Adapter(OptimizerAdapter):
             for key, variable in by_id.items()
             if key not in self._views and self._is_low_precision(variable)
         ]
-        with tf.init_scope():
-            for variable in new:
-                self._add_view(variable)
-            if self.updates.seed is None and self._is_stochastic():
-                self.updates.seed = self._make("rounding_seed", self._seed, tf.int64)
-        with self._slots_in_16_bits([native(variable).shape for variable in new]):
-            self._inner.build(self.views(by_id.values()))
+
+        needs_seed = self.updates.seed is None and self._is_stochastic()
+
+        def build(_: Any = None) -> None:
+            with tf.init_scope():
+                for variable in new:
+                    self._add_view(variable)
+                if needs_seed:
+                    self.updates.seed = self._make("rounding_seed", self._seed, tf.int64)
+            with self._slots_in_16_bits([native(variable).shape for variable in new]):
+                self._inner.build(self.views(by_id.values()))
+
+        if new or needs_seed:
+            # The first step of a `fit` of Keras 2 calls this on each replica.
+            replicas.once_for_all_replicas(build, [])
+        else:
+            build()
 
     def _is_stochastic(self) -> bool:
         return self._method == "stochastic_rounding" or self._slot_dtype != tf.float32
@@ -248,7 +258,10 @@ def _on_replicas(variable: Any) -> Sequence[tf.Variable]:
 @contextlib.contextmanager
 def _made_like(variable: Any) -> Iterator[None]:
     """Context manager in which variables are made on the devices and replicas of another."""
-    if isinstance(variable, tf.distribute.DistributedValues):
+    if not tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy():
+        # All replicas make it together.
+        yield
+    elif isinstance(variable, tf.distribute.DistributedValues):
         strategy = variable.distribute_strategy
         with strategy.scope(), strategy.extended.colocate_vars_with(variable):
             yield

@@ -5,6 +5,7 @@ TensorFlow computes with int32 in the memory of the host.
 """
 
 import math
+from typing import Any
 
 import tensorflow as tf
 
@@ -193,10 +194,16 @@ def noise(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
     Returns:
         uint32 tensor, whose last bit is always 1.
     """
-    *leading, columns = shape.as_list() or [1]
+    sizes: list[Any] = shape.as_list() or [1]
+    *leading, columns = sizes
     rows = math.prod(leading)
     drawn = tf.random.stateless_uniform(
-        [rows + columns], seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
+        [rows + columns],
+        seed,
+        minval=None,  # pyright: ignore[reportArgumentType]
+        maxval=None,
+        dtype=tf.int32,
+        alg="philox",
     )
     odd = tf.bitcast(drawn, tf.uint32) | 1
     return tf.reshape(odd[:rows, tf.newaxis] * odd[rows:], shape)

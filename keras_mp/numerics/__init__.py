@@ -16,7 +16,7 @@ from keras_mp.numerics.first_bad_operation import FirstBadOperation
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.not_finite import NotFiniteError
 from keras_mp.numerics.records import Record
-from keras_mp.numerics.reports import Report, Row
+from keras_mp.numerics.reports import Report, Row, Statistics
 from keras_mp.numerics.what_if import Lost, WhatIf, what_if
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Record",
     "Report",
     "Row",
+    "Statistics",
     "WhatIf",
     "Window",
     "advise",

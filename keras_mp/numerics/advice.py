@@ -1,11 +1,19 @@
 """What to do about what was measured: sentences with their numbers, and policies for `convert`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, exponent_of
-from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
+from keras_mp.numerics.reports import (
+    GRADIENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    UPDATE,
+    UPDATE_TOLERANCE,
+    Report,
+    Row,
+)
 from keras_mp.numerics.what_if import Lost, WhatIf
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -96,8 +104,8 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
             found = zeros
         elif zeros is not None and found is not None:
             found.sentences.extend(zeros.sentences)
-    if found is None:
-        return Advice([], {}, None)
+    found = found or Advice([], {}, None)
+    found.sentences.extend(_about_updates(measured))
     if dtype == "float16" and (found.policies or found.loss_scale):
         found.sentences.extend(_about_bfloat16(facts))
     return found
@@ -264,6 +272,29 @@ def _about_zeros(measured: Report | WhatIf, dtype: str, tolerance: float) -> Adv
         f"{measured.loss_scale:g}. Whether it is in float32 too is unknown: ask `what_if`."
     )
     return Advice([sentence], {}, None)
+
+
+def _about_updates(measured: Report | WhatIf) -> Iterator[str]:
+    """Weights in 16 bits that stay where they are, though they have gradients."""
+    if not isinstance(measured, Report):
+        return
+    gradients = {row.path: row.histogram for row in measured.rows if row.kind == GRADIENT}
+    for dtype in LOW_PRECISION_NAMES:
+        lost = of = 0
+        for row in measured.rows:
+            gradient = gradients.get(row.path)
+            if row.kind != UPDATE or row.dtype != dtype or gradient is None:
+                continue
+            # A sparse gradient does not tell which weights are to move.
+            if gradient.total == row.histogram.total:
+                lost += max(0, row.histogram.zeros - gradient.zeros)
+                of += gradient.total - gradient.zeros
+        if lost > UPDATE_TOLERANCE * of:
+            yield (
+                "Compile the model with keras_mp.MasterWeightOptimizer(optimizer): "
+                f"{_share(lost, of)} of the weights in {dtype} with a gradient did not move, in "
+                f"{measured.counted:,} of {measured.step:,} steps."
+            )
 
 
 def _overflows(facts: _Facts) -> bool:

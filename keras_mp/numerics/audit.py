@@ -4,7 +4,7 @@ import json
 import os
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,10 @@ from keras_mp.grappler import optimize
 from keras_mp.numerics import batches, hazards, origins, traces
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.hazards.look import Finding, Look, Suspect
+from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
+from keras_mp.support.progress import Progress
 
 _DTYPES = (*LOW_PRECISION_NAMES, "half")
 _OURS = os.path.dirname(hazards.__file__)
@@ -48,14 +50,48 @@ class Audit(NamedTuple):
         ]
         return json.dumps({**self._asdict(), "findings": findings})
 
-    def __str__(self) -> str:
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: a headline, and the findings.
+
+        Args:
+            rows: int. How many findings are shown at most, where those of one hazard in equal
+                layers of repeated blocks are one; None for each by itself. Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
         head = f"Audit of {self.of!r}, policy {self.policy}: "
         if not self.findings:
             return head + "nothing found."
         number = len(self.findings)
         head += f"{number} finding{'s' * (number > 1)}."
-        texts = (f"[{i}] {each}" for i, each in enumerate(self.findings, 1))
-        return "\n\n".join([head, *texts])
+        found = list(self.findings)
+        hidden = 0
+        if rows is not None:
+            groups = text_tables.merged(
+                found, lambda each: each.where, lambda each: (each.hazard, each.cure)
+            )
+            hidden = sum(len(group) for _, group in groups[rows:])
+            found = [_first_of(group, where) for where, group in groups[:rows]]
+        texts = [f"[{i}] {each}" for i, each in enumerate(found, 1)]
+        if rows is not None:
+            texts = [
+                "\n".join(
+                    part for line in text.splitlines() for part in text_tables.wrapped(line, "    ")
+                )
+                for text in texts
+            ]
+        return "\n\n".join([head, *texts, *text_tables.more(hidden, "finding")])
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def _first_of(group: Sequence[Finding], where: str) -> Finding:
+    """The first of findings that are alike, with a name for the layers of all."""
+    first = group[0]
+    times = f"{len(group)} times. The first: " if len(group) > 1 else ""
+    return first._replace(where=where, why=times + first.why)
 
 
 def audit(model: Any, batch: Any, device: str | None = None) -> Audit:
@@ -104,7 +140,8 @@ def audit(model: Any, batch: Any, device: str | None = None) -> Audit:
         optimize.compute_capability(device)
     batch = batches.as_fit_takes_it(model, batch)
     try:
-        findings = (*_not_finite(batch), *_findings(model, batch, device))
+        with Progress("audit", parts=2) as progress:
+            findings = (*_not_finite(batch), *_findings(model, batch, device, progress))
     except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
         finding = _finding_of_error(model, batch, error)
         if finding is None:
@@ -134,7 +171,9 @@ def _policy_of(model: Any) -> str:
     return names.most_common(1)[0][0] if names else model.dtype_policy.name
 
 
-def _findings(model: Any, batch: Batch, device: str | None) -> Iterator[Finding]:
+def _findings(
+    model: Any, batch: Batch, device: str | None, progress: Progress
+) -> Iterator[Finding]:
     traced: list[list[Suspect]] = []
     scopes: dict[str, str] = {}
 
@@ -145,7 +184,9 @@ def _findings(model: Any, batch: Batch, device: str | None) -> Iterator[Finding]
         traced.append(suspects)
         return [list(suspect.measured) for suspect in suspects]
 
+    progress.begin("tracing the step")
     step = traces.step_of(model, batch, scopes, look)
+    progress.begin("running it")
     measured = _run_and_restore(step, batch)
     said = set()
     for suspect, values in zip(traced[-1], measured, strict=True):

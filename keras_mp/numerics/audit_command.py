@@ -11,6 +11,7 @@ from typing import Any
 from keras_mp.conversion import convert
 from keras_mp.numerics import command_line
 from keras_mp.numerics.audit import audit
+from keras_mp.support import text_tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = audit(model, given)
     except (TypeError, ValueError) as error:
         command_line.fail(str(error))
-    print(report)
+    print(report.to_text(None if options.all_rows else text_tables.MOST))
     if options.json:
         pathlib.Path(options.json).write_text(report.to_json())
     return command_line.FOUND if report.findings else command_line.SOUND

@@ -19,9 +19,10 @@ from keras_mp.numerics.census_text import sums
 from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
 from keras_mp.op_autocast import cast_policy, lower_precision
-from keras_mp.support import op_table
+from keras_mp.support import op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
+from keras_mp.support.progress import Progress
 
 # They hand on what they get, and compute nothing.
 _NO_COMPUTATIONS = op_table.ops(
@@ -189,8 +190,20 @@ class Census(NamedTuple):
         }
         return json.dumps({"of": self.of, "device": self.device, **listed})
 
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: sentences, and tables of dtypes, layers and casts.
+
+        Args:
+            rows: int. How many layers, and how many casts, are shown at most, where those of equal
+                layers in repeated blocks are one; None for all of them. Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
+        return "\n".join(census_text.lines(self, rows)).rstrip()
+
     def __str__(self) -> str:
-        return "\n".join(census_text.lines(self))
+        return self.to_text()
 
 
 def census(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> Census:
@@ -236,12 +249,16 @@ def census(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
                 "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
                 f"Received {len(args)} positional and {len(kwargs)} other arguments."
             )
-        concrete = _step_of(model, args[0], scopes)
-        name = traces.name_of_step(model)
-    else:
-        concrete = traces.function_of(function, *args, **kwargs)
-        name = getattr(function, "__name__", None) or concrete.name.decode()
-    return _census(concrete, name, model, scopes, device)
+    with Progress("census", parts=2) as progress:
+        progress.begin("tracing")
+        if model is not None:
+            concrete = _step_of(model, args[0], scopes)
+            name = traces.name_of_step(model)
+        else:
+            concrete = traces.function_of(function, *args, **kwargs)
+            name = getattr(function, "__name__", None) or concrete.name.decode()
+        progress.begin("reading the graph")
+        return _census(concrete, name, model, scopes, device)
 
 
 def _step_of(model: Any, batch: Any, scopes: dict[str, str]) -> Any:

@@ -1,8 +1,8 @@
 """A census as sentences and tables."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from keras_mp.numerics import tensor_cores
 from keras_mp.numerics import work as works
@@ -10,9 +10,6 @@ from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 NO_LAYER = "outside of layers"
-
-# So many rows a table has at most.
-_MOST = 12
 
 
 def sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
@@ -23,10 +20,17 @@ def sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     return dict(result.most_common())
 
 
-def lines(of: Any) -> Iterator[str]:
-    """Yields the lines of a `Census`."""
+def lines(of: Any, most: int | None) -> Iterator[str]:
+    """Yields the lines of a `Census`.
+
+    Args:
+        of: `Census`.
+        most: int. How many rows its tables have at most, in which equal layers of repeated blocks
+            are one row; None for all rows.
+    """
     yield f"Census of {of.of}" + (f" on a {of.device}" if of.device else "")
-    yield from _sentences(of)
+    for sentence in _sentences(of):
+        yield from text_tables.wrapped(sentence) if most else [sentence]
     yield ""
     rows = [("", "operations", "products", "work", "casts", "bytes cast")]
     for title, graph in (("traced", of.traced), ("runs", of.optimized)):
@@ -34,28 +38,71 @@ def lines(of: Any) -> Iterator[str]:
             rows += list(_rows(title, graph))
     yield from text_tables.aligned(rows)
     yield ""
-    work = sums((_about(each), each.work) for each in of.runs.operations if each.work)
-    if work:
-        total = sum(work.values())
-        rows = [("work", "dtype", "layer", "why")]
-        rows += [(f"{n / total:.1%}", *key) for key, n in list(work.items())[:_MOST]]
-        yield from text_tables.aligned(rows, left=(1, 2, 3))
-        yield from _more(len(work))
+    products = [each for each in of.runs.operations if each.work]
+    rows = [
+        (f"{each.amount / sum(of.runs.work().values()):.1%}", dtype, each.name, why)
+        for each in grouped(products, _layer, _about, "work", most)
+        for dtype, why in [each.about]
+    ]
+    yield from _table(("work", "dtype", "layer", "why"), rows, most)
+    rows = [
+        (_bytes(each.amount), str(each.count), source, to, each.name, why)
+        for each in grouped(of.runs.casts, between, _about_cast, "bytes", most)
+        for source, to, why in [each.about]
+    ]
+    yield from _table(("bytes cast", "casts", "from", "to", "between", "why"), rows, most)
+
+
+class Grouped(NamedTuple):
+    """What operations of equal layers have in common.
+
+    Attributes:
+        name: str. A name for all of the layers.
+        about: what else they have in common.
+        amount: int. What is added up of them.
+        count: int. How many they are.
+    """
+
+    name: str
+    about: tuple[str, ...]
+    amount: int
+    count: int
+
+
+def grouped(
+    items: Iterable[Any],
+    name: Callable[[Any], str],
+    about: Callable[[Any], tuple[str, ...]],
+    amount: str,
+    most: int | None,
+) -> list[Grouped]:
+    """Adds up operations or casts of equal layers; the largest sum first.
+
+    Args:
+        items: sequence of `Operation` or `Cast`.
+        name: called with each; returns the name of its layer.
+        about: called with each; returns what else those have in common that are added up.
+        amount: str. The attribute that is added up.
+        most: int; None to leave layers of different numbers apart.
+    """
+    kinds: list[tuple[str, list[Any]]] = text_tables.merged(items, name, about)
+    if most is None:
+        each_alone = text_tables.merged(items, lambda _: "", lambda each: (name(each), about(each)))
+        kinds = [(name(group[0]), group) for _, group in each_alone]
+    sums_of = [
+        Grouped(title, about(group[0]), sum(getattr(each, amount) for each in group), len(group))
+        for title, group in kinds
+    ]
+    return sorted(sums_of, key=lambda each: each.amount, reverse=True)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int | None) -> Iterator[str]:
+    """A table of groups, of which none is put together with another one again."""
+    if rows:
+        ranked = [text_tables.RankedRow(tuple(row), (-i,), i) for i, row in enumerate(rows)]
+        left = [i for i, title in enumerate(header) if title not in ("work", "bytes cast", "casts")]
+        yield from text_tables.shortened(header, ranked, most, left, name=left[0])
         yield ""
-    bytes_of = sums((_between(each), each.bytes) for each in of.runs.casts)
-    if bytes_of:
-        counts = Counter(map(_between, of.runs.casts))
-        rows = [("bytes cast", "casts", "from", "to", "between", "why")]
-        for key, n in list(bytes_of.items())[:_MOST]:
-            source, to, after, before, why = key
-            rows.append((_bytes(n), str(counts[key]), source, to, f"{after} > {before}", why))
-        yield from text_tables.aligned(rows, left=(2, 3, 4, 5))
-        yield from _more(len(bytes_of))
-
-
-def _more(count: int) -> Iterator[str]:
-    if count > _MOST:
-        yield f"... and {count - _MOST} more"
 
 
 def _sentences(of: Any) -> Iterator[str]:
@@ -67,20 +114,19 @@ def _sentences(of: Any) -> Iterator[str]:
         part = f"{_percent(count / total)} in {dtype}"
         if parts or dtype not in LOW_PRECISION_NAMES:
             products = [e for e in graph.operations if e.dtype == dtype and e.work]
-            layers = sums((each.layer or NO_LAYER, each.work) for each in products)
+            layers = grouped(products, _layer, lambda _: (), "work", text_tables.MOST)
             whys = sums((each.why, each.work) for each in products)
-            part += f" ({next(iter(whys))}: {', '.join(list(layers)[:3])})"
+            part += f" ({next(iter(whys))}: {', '.join(each.name for each in layers[:3])})"
         parts.append(part)
     if parts:
         yield f"Of the multiplications, {'; '.join(parts)}."
     if graph.casts:
         moved = sum(each.bytes for each in graph.casts)
-        where = Counter((c.after or NO_LAYER, c.before or NO_LAYER) for c in graph.casts)
-        (after, before), most = where.most_common(1)[0]
-        between = f"in {after}" if after == before else f"between {after} and {before}"
+        places = text_tables.merged(graph.casts, between)
+        where, casts = max(places, key=lambda place: len(place[1]))
         yield (
             f"{len(graph.casts)} cast{'s' * (len(graph.casts) > 1)} move {_bytes(moved)} a call, "
-            f"{most} of them {between}."
+            f"{len(casts)} of them {place(where)}."
         )
     turning = dict.fromkeys(each.layer or NO_LAYER for each in graph.operations if each.is_least)
     if turning:
@@ -119,13 +165,28 @@ def _rows(title: str, graph: Any) -> Iterator[tuple[str, ...]]:
         )
 
 
+def _layer(operation: Any) -> str:
+    return operation.layer or NO_LAYER
+
+
 def _about(operation: Any) -> tuple[str, ...]:
-    why = operation.why + " (a loop, counted once)" * operation.is_least
-    return operation.dtype, operation.layer or NO_LAYER, why
+    return operation.dtype, operation.why + " (a loop, counted once)" * operation.is_least
 
 
-def _between(cast: Any) -> tuple[str, ...]:
-    return cast.source, cast.to, cast.after or NO_LAYER, cast.before or NO_LAYER, cast.why
+def between(cast: Any) -> str:
+    """Names the layers that a cast is between, or the one that it is in."""
+    after, before = cast.after or NO_LAYER, cast.before or NO_LAYER
+    return after if after == before else f"{after} > {before}"
+
+
+def place(where: str) -> str:
+    """Says in words what `between` names."""
+    after, _, before = where.partition(" > ")
+    return f"between {after} and {before}" if before else f"in {after}"
+
+
+def _about_cast(cast: Any) -> tuple[str, ...]:
+    return cast.source, cast.to, cast.why
 
 
 def _percent(share: float) -> str:

@@ -13,13 +13,16 @@ SOUND, FOUND, FAILED = 0, 1, 2
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments for a model and a batch."""
+    """Adds the arguments for a model, a batch, and how much is printed."""
     parser.add_argument("model", metavar="MODEL.keras", help="a model that tf.keras has saved")
     parser.add_argument(
         "batch",
         metavar="BATCH.npz",
         help="a batch that numpy.savez has saved: x, and if there are y and sample_weight; x.NAME "
         "for each input of a model with several, and y.NAME for each output",
+    )
+    parser.add_argument(
+        "--all-rows", action="store_true", help="print everything, and not the worst ten rows only"
     )
 
 

@@ -29,6 +29,7 @@ from keras_mp.numerics.records import Record
 from keras_mp.numerics.runs import Run, unit_of
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support.progress import Progress
 
 Loss = Callable[[Any, Batch, Any], tf.Tensor]
 
@@ -109,24 +110,29 @@ def compare(
         _loss_of(each, model, batch, loss, is_a_copy=each is not model and each is not reference)
         for each in (narrow, wide)
     ]
-    run = _run_at_a_good_scale(narrow, batch, losses[0], step, numbers, training, loss_scale)
-    other = runs.run(wide, batch, losses[1], step=step, numbers=numbers, training=training)
-    _check_finite(batch, other)
-    if len(run.calls) != len(other.calls):
-        raise ValueError(
-            "The two models do not call the same layers. Expected "
-            f"{[c.path for c in run.calls]}. Received: {[c.path for c in other.calls]}"
+    with Progress("compare", parts=4) as progress:
+        progress.begin("in 16 bits")
+        run = _run_at_a_good_scale(narrow, batch, losses[0], step, numbers, training, loss_scale)
+        progress.begin("the reference")
+        other = runs.run(wide, batch, losses[1], step=step, numbers=numbers, training=training)
+        _check_finite(batch, other)
+        if len(run.calls) != len(other.calls):
+            raise ValueError(
+                "The two models do not call the same layers. Expected "
+                f"{[c.path for c in run.calls]}. Received: {[c.path for c in other.calls]}"
+            )
+        unit = max(unit_of(call) for call in run.calls)
+        progress.begin("the reference, with noise")
+        explained = whole_runs.explain_by_noise(
+            wide, batch, losses[1], step, numbers, training, unit, other
         )
-    unit = max(unit_of(call) for call in run.calls)
-    explained = whole_runs.explain_by_noise(
-        wide, batch, losses[1], step, numbers, training, unit, other
-    )
-    layers, findings = whole_runs.compare_layers(
-        whole_runs.make_record(_describe(narrow), narrow, run, {}),
-        whole_runs.make_record(_describe(wide), wide, other, explained),
-        by_position=True,
-    )
-    layers, own = own_share.judge(layers, run, other, numbers)
+        layers, findings = whole_runs.compare_layers(
+            whole_runs.make_record(_describe(narrow), narrow, run, {}),
+            whole_runs.make_record(_describe(wide), wide, other, explained),
+            by_position=True,
+        )
+        progress.begin("each layer by itself")
+        layers, own = own_share.judge(layers, run, other, numbers)
     return Comparison(
         name=_describe(narrow),
         reference=_describe(wide),

@@ -20,6 +20,7 @@ from keras_mp.numerics.command_line import (
 )
 from keras_mp.numerics.compare import compare
 from keras_mp.numerics.comparison import Comparison
+from keras_mp.support import text_tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TypeError, ValueError, tf.errors.OpError) as error:
         # Such as labels of another shape, which TensorFlow or the loss notices.
         fail(f"{options.model} cannot be compared: {error}")
-    print(comparison)
+    print(comparison.to_text(None if options.all_rows else text_tables.MOST))
+    if options.csv:
+        comparison.to_csv(options.csv)
     if options.json:
         comparison.to_json(options.json)
     if options.picture:
@@ -83,6 +86,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--inference", action="store_true", help="call layers with training=False (no dropout)"
     )
+    parser.add_argument("--csv", type=path_with_ending(".csv"), metavar="PATH")
     parser.add_argument("--json", type=path_with_ending(".json"), metavar="PATH")
     parser.add_argument("--picture", type=path_with_ending(".png", ".svg", ".pdf"), metavar="PATH")
     return parser.parse_args(argv)

@@ -1,16 +1,21 @@
 """What two runs are apart, layer by layer: as a table, as a picture, as JSON."""
 
+import csv
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from keras_mp.numerics.distances import LIMIT, Distance
 from keras_mp.support import text_tables
 
-_WIDEST_NAME = 48
+_EXPLAINED = "Rounding explains all differences."
+
+# What is known of a layer, and what each of these says.
+_SIDES = ("output", "own_output", "gradient", "own_gradient")
+_MEASURES = ("relative", "units", "sqnr", "cosine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +94,10 @@ class Comparison:
     Example:
 
     >>> comparison = keras_mp.numerics.Comparison("16 bits", "float32", [], [], (0.5, 0.5), 1.0)
-    >>> comparison.first is None, str(comparison).splitlines()[3]
-    (True, 'Rounding explains all differences.')
+    >>> comparison.first is None
+    True
+    >>> print(comparison)
+    Rounding explains all differences. 16 bits and float32
     """
 
     name: str
@@ -117,8 +124,47 @@ class Comparison:
         """
         return bool(self.findings) or math.isfinite(self.losses[1])
 
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: the findings, and the layers that are furthest apart.
+
+        Args:
+            rows: int. How many layers are shown at most; None for all, in their order, with the
+                signal-to-noise ratio and the cosine of what they returned. Defaults to 10.
+
+        Returns:
+            str: of at most 100 characters a line unless `rows` is None, and one line if rounding
+            explains everything.
+        """
+        if rows is not None and self.is_judged and not self.findings:
+            names = (text_tables.fitted(each, 30) for each in (self.name, self.reference))
+            return f"{_EXPLAINED} {' and '.join(names)}"
+        lines = list(self._lines(rows))
+        if rows is not None:
+            # Wrapped where it was written as sentences; a table has its width.
+            lines = [part for line in lines for part in text_tables.wrapped(line, "   ")]
+        return "\n".join(lines)
+
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return self.to_text()
+
+    def to_csv(self, path: str | os.PathLike) -> None:
+        """Writes a line for each layer, with all distances.
+
+        Args:
+            path: str or path of the file.
+        """
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            columns = [f"{side}_{name}" for side in _SIDES for name in _MEASURES]
+            writer.writerow(("path", "kind", "dtype", *columns))
+            for row in self.layers:
+                distances = [getattr(row, side) for side in _SIDES]
+                cells = [
+                    "" if each is None else getattr(each, name)
+                    for each in distances
+                    for name in _MEASURES
+                ]
+                writer.writerow((row.path, row.kind, row.dtype, *cells))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all of it as dicts, lists, strings and numbers.
@@ -190,37 +236,57 @@ class Comparison:
             label = f"{label}: not finite"
             ax.plot(infinite, [0.97] * len(infinite), "x", color=color, label=label, transform=top)
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self, rows: int | None) -> Iterator[str]:
         yield f"{self.name}, compared with {self.reference}"
         scale = f", at a loss scale of {self.loss_scale:g}" if self.loss_scale != 1 else ""
         yield f"Loss: {self.losses[0]:.6g} and {self.losses[1]:.6g}{scale}"
         yield ""
         if self.findings:
             yield "Further apart than rounding explains:"
-            for i, finding in enumerate(self.findings, 1):
+            for i, finding in enumerate(self.findings[:rows], 1):
                 yield f"{i}. {finding}"
+            yield from text_tables.more(len(self.findings[rows:]) if rows else 0, "finding")
         elif self.is_judged:
-            yield "Rounding explains all differences."
+            yield _EXPLAINED
         else:
             yield "Nothing can be said: the loss of the reference is not finite either."
         yield ""
-        yield from _table(self.layers)
+        yield from self._table(rows)
         yield ""
         yield (
             "Relative distances, and in parentheses those in units of what rounding explains. Own "
             "share: of the same inputs."
         )
 
+    def _table(self, rows: int | None) -> Iterator[str]:
+        named = {finding.path for finding in self.findings}
+        cells = []
+        for row in self.layers:
+            of = {side: getattr(row, side) for side in _SIDES}
+            of_output = () if rows else _noise_cells(row.output)
+            shown = [_cell(of["output"]), *of_output, *(_cell(of[side]) for side in _SIDES[1:])]
+            own, both = (
+                max((each.units for each in distances if each is not None), default=0.0)
+                for distances in ((row.own_output, row.own_gradient), of.values())
+            )
+            alike = (row.kind, row.dtype, row.path in named, own > LIMIT, both > LIMIT)
+            cells.append(
+                text_tables.RankedRow(
+                    (f"{row.path} ({row.kind})", row.dtype, *shown),
+                    (float(row.path in named), own, both),
+                    alike,
+                )
+            )
+        of_output = () if rows else ("SQNR", "Cosine")
+        header = ("Layer", "Dtype", "Output", *of_output, "Own share", "Gradient", "Own share")
+        return text_tables.shortened(header, cells, rows, left=(0, 1))
 
-def _table(rows: Sequence[ComparedLayer]) -> Iterator[str]:
-    cells = [("Layer", "Dtype", "Output", "Own share", "Gradient", "Own share")]
-    for row in rows:
-        distances = (row.output, row.own_output, row.gradient, row.own_gradient)
-        name = f"{row.path} ({row.kind})"
-        if len(name) > _WIDEST_NAME:
-            name = "..." + name[3 - _WIDEST_NAME :]
-        cells.append((name, row.dtype, *map(_cell, distances)))
-    return text_tables.aligned(cells, left=(0, 1))
+
+def _noise_cells(distance: Distance | None) -> tuple[str, str]:
+    if distance is None:
+        return "-", "-"
+    cosine = "-" if math.isnan(distance.cosine) else f"{distance.cosine:.6f}"
+    return f"{distance.sqnr:.1f} dB", cosine
 
 
 def _cell(distance: Distance | None) -> str:

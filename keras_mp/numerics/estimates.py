@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.numerics.census_text import NO_LAYER
+from keras_mp.numerics.census_text import NO_LAYER, between, place
+from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _BYTES = 2**24
@@ -76,23 +77,25 @@ def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: f
     now = sum(seconds(each, each.dtype) for each in products)
     fastest = sum(min(seconds(each, dtype) for dtype in ("float32", half)) for each in products)
     casting = sum(each.bytes for each in graph.casts) / bandwidth
-    gains: Counter[str] = Counter()
+    gains: Counter[tuple[str, str]] = Counter()
     for each in products:
         other = half if each.dtype not in LOW_PRECISION_NAMES else "float32"
-        where = f"the {each.kind}s of {each.layer or NO_LAYER}"
+        where, what = f"the {each.kind}s of {each.layer or NO_LAYER}", f"compute {{}} in {other}"
         # What 16 bits do not bring here, they bring nowhere in the model.
         if each.dtype in LOW_PRECISION_NAMES:
             where = f"all {each.kind}s that are in {each.dtype} now"
-        gains[f"compute {where} in {other}"] += seconds(each, each.dtype) - seconds(each, other)
+        gains[what, where] += seconds(each, each.dtype) - seconds(each, other)
     places: dict[frozenset[str], str] = {}
     for each in graph.casts:
-        after, before = each.after or NO_LAYER, each.before or NO_LAYER
         # With a cast goes the one of the backward pass, which is between the same layers.
-        where = f"in {after}" if after == before else f"between {after} and {before}"
-        where = places.setdefault(frozenset((after, before)), where)
-        gains[f"leave out the casts {where}"] += each.bytes / bandwidth
-    changes = [Change(what, gain) for what, gain in gains.most_common(3) if gain > 0]
-    return Estimate(now + casting, fastest, tuple(changes))
+        ends = frozenset((each.after or NO_LAYER, each.before or NO_LAYER))
+        where = places.setdefault(ends, place(between(each)))
+        gains["leave out the casts {}", where] += each.bytes / bandwidth
+    # Equal layers of repeated blocks are one change.
+    kinds = text_tables.merged(gains, lambda gain: gain[1], lambda gain: gain[0])
+    sums = [Change(k[0][0].format(where), sum(gains[each] for each in k)) for where, k in kinds]
+    changes = sorted((each for each in sums if each.seconds > 0), key=lambda each: -each.seconds)
+    return Estimate(now + casting, fastest, tuple(changes[:3]))
 
 
 def bandwidth_of_casts() -> float:

@@ -21,15 +21,23 @@ class ExponentMonitor(keras_api.BaseCallback):
 
     Args:
         every: int. Counts in the first step and in every so many after it. Defaults to 100.
-        gradients: bool. Whether the gradients of variables are counted. Defaults to True.
-        outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
-            these paths. Defaults to True.
+        gradients: bool or iterable of str. Counts the gradients of variables: of all, or of those
+            with these paths. Paths may be patterns such as `"decoder/*"`. Defaults to True.
+        outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
             to False.
         read_freq: `"epoch"` (the default), or an int, the number of batches between reads.
         all_workers: bool. Whether to read what the replicas of all workers have counted. All of
             them then need this callback, as they wait for each other. Defaults to False: each
             worker reads what its own replicas have counted.
+        weights: bool or iterable of str. The same as `gradients` for trainable variables, as they
+            are when it is read, with all digits that a `MasterWeightOptimizer` keeps. Defaults to
+            False.
+        updates: bool or iterable of str. The same for what a step changes them by, in terms of each
+            weight: what of it would arrive in variables of 16 bits, and at which learning rates.
+            Defaults to False.
+        first_step: int. The first step of a `fit` in which is counted, from 0. Defaults to 0.
+        last_step: int or None. The last one. Defaults to None, for no last one.
 
     Attributes:
         history: list of `Report`s, one for each time that something was read. A second `fit`
@@ -58,11 +66,16 @@ class ExponentMonitor(keras_api.BaseCallback):
     def __init__(
         self,
         every: int = 100,
-        gradients: bool = True,
+        gradients: bool | Iterable[str] = True,
         outputs: bool | Iterable[str] = True,
         output_gradients: bool | Iterable[str] = False,
         read_freq: str | int = "epoch",
         all_workers: bool = False,
+        *,
+        weights: bool | Iterable[str] = False,
+        updates: bool | Iterable[str] = False,
+        first_step: int = 0,
+        last_step: int | None = None,
     ) -> None:
         super().__init__()
         if isinstance(read_freq, str):
@@ -80,6 +93,10 @@ class ExponentMonitor(keras_api.BaseCallback):
             "gradients": gradients,
             "outputs": outputs,
             "output_gradients": output_gradients,
+            "weights": weights,
+            "updates": updates,
+            "first_step": first_step,
+            "last_step": last_step,
         }
         self._histograms: ExponentHistograms | None = None
         # What runs one execution of `fit`, of one or more steps: Keras's own, and one that counts.
@@ -208,7 +225,7 @@ class ExponentMonitor(keras_api.BaseCallback):
             return plain(iterator)
         self._is_called = False
         steps = keras_api.steps_per_execution(self.model)
-        if -self._made % self._arguments["every"] >= steps:
+        if not self._histograms.is_due(self._made, steps):
             logs = self._plain(iterator)
         else:
             self._histograms.go_on_from(self._made)

@@ -51,6 +51,18 @@ FORMATS = {
     "float8_e5m2": Format(zero=-17, normal=(-15, 2), infinite=(15, 4)),
 }
 
+# What variables of a dtype take of an update that is given in terms of the power of two at or below
+# its weight: all from half of the weight's last digit on, which here counts as lost.
+UPDATES = {
+    dtype: Format(zero=-digits, normal=(-digits, 1), infinite=(2 * _LARGEST_SHIFT, 0))
+    for dtype, digits in (
+        ("float16", 11),
+        ("bfloat16", 8),
+        ("float8_e4m3fn", 4),
+        ("float8_e5m2", 3),
+    )
+}
+
 
 class Fate(NamedTuple):
     """What becomes of the values of a histogram, of those that are finite and not zero.
@@ -221,13 +233,13 @@ class Histogram:
         rows = self.bins[1:-1].sum(axis=1)
         return {LOWEST + int(i): int(rows[i]) for i in np.flatnonzero(rows)}
 
-    def fate(self, dtype: str, scale: float = 1.0) -> Fate:
+    def fate(self, dtype: str | Format, scale: float = 1.0) -> Fate:
         """Tells what becomes of the values in a dtype, if they are multiplied by a scale first.
 
         The counts are those of converting each value with NumPy and ml_dtypes, exactly.
 
         Args:
-            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2", or its borders.
             scale: float. A power of two. Defaults to 1.
 
         Returns:
@@ -238,7 +250,7 @@ class Histogram:
         """
         return self._fate(format_of(dtype), exponent_of(scale))
 
-    def window(self, dtype: str, tolerance: float = 0.0) -> Window:
+    def window(self, dtype: str | Format, tolerance: float = 0.0) -> Window:
         """Tells at which scales no value becomes infinite, and none, or few, become zero.
 
         Args:
@@ -300,11 +312,13 @@ def format_of(dtype: Any) -> Format:
     """Returns the borders of a dtype.
 
     Args:
-        dtype: its name.
+        dtype: its name, or its borders, which are returned.
 
     Raises:
         ValueError: it is another one than those in `FORMATS`.
     """
+    if isinstance(dtype, Format):
+        return dtype
     if dtype not in FORMATS:
         raise ValueError(f"Expected one of the dtypes {list(FORMATS)}. Received: dtype={dtype!r}")
     return FORMATS[dtype]

@@ -1,15 +1,27 @@
 """Pictures of what was measured. Each function draws into an `Axes` of matplotlib."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_mp.numerics.exponents import EVERYWHERE, exponent_of, format_of
-from keras_mp.numerics.reports import GRADIENT, OUTPUT, Report
-from keras_mp.numerics.what_if import WhatIf
+from keras_mp.numerics.reports import GRADIENT, OUTPUT, Report, ranked
+from keras_mp.numerics.what_if import WhatIf, rank
+from keras_mp.support import text_tables
 
 _SMALLEST, _LARGEST = 1e-6, 1.0
+
+# So many names can be read side by side, and so many below each other.
+_MOST_COLUMNS, _MOST_ROWS = 20, 40
+_LONGEST_NAME, _LONGEST_TITLE = 32, 90
+
+# From nothing to this share, the colors of a heat map are linear; from here on, logarithmic.
+_NEXT_TO_NOTHING = 1e-4
+
+# A cell has room for a number if there are no more columns.
+_MOST_NUMBERS = 12
 
 
 def histograms(
@@ -23,9 +35,10 @@ def histograms(
 ) -> Any:
     """Draws histograms of exponents side by side, with the borders of a dtype.
 
-    Of one report these are its rows of a kind; of the history of an `ExponentMonitor`, one row over
-    time. The darker, the larger the share of the values. What is outside of the lines becomes zero
-    or infinite in the dtype, at the loss scale; below the dotted line digits are lost.
+    Of one report these are its rows of a kind, of more than 20 the worst; of the history of an
+    `ExponentMonitor`, one row over time. The darker, the larger the share of the values. What is
+    outside of the lines becomes zero or infinite in the dtype, at the loss scale; below the dotted
+    line digits are lost.
 
     Args:
         measured: a `Report`, or a sequence of them.
@@ -56,8 +69,13 @@ def histograms(
     where = format_of(dtype)
     if isinstance(measured, Report):
         last = measured
-        rows = [row for row in measured.rows if row.kind == kind]
-        labels, title = [row.path for row in rows], f"Exponents of each {kind}"
+        of_kind = [row for row in measured.rows if row.kind == kind]
+        scale, noise = _scale_of(measured, kind, loss_scale), measured.noise
+        rows = text_tables.worst(
+            of_kind, lambda row: ranked(row, dtype, scale, noise).rank, _MOST_COLUMNS
+        )
+        labels = [text_tables.fitted(row.path, _LONGEST_NAME) for row in rows]
+        title = f"Exponents of each {kind}{_left_out(len(rows), len(of_kind))}"
     else:
         reports = list(measured)
         if path is None:
@@ -69,9 +87,7 @@ def histograms(
     found = [exponent for column in columns for exponent in column]
     if not found:
         raise ValueError(f"There are no values of the kind {kind!r}. Received: {measured!r}")
-    if loss_scale is None:
-        loss_scale = 1.0 if kind == OUTPUT else 2.0 ** np.floor(np.log2(last.loss_scale))
-    shift = exponent_of(loss_scale)
+    shift = exponent_of(_scale_of(last, kind, loss_scale))
     borders = [where.zero - shift, where.normal[0] + 1 - shift, where.infinite[0] + 1 - shift]
     low, high = min(found) - 1, max(found) + 1
     picture = np.full([high - low + 1, len(rows)], np.nan)
@@ -93,12 +109,19 @@ def histograms(
     inside = [border for border in borders if low - 12 <= border <= high + 12]
     bottom, top = min([low, *inside]) - 1, max([high + 1, *inside]) + 1
     ax.set_ylim(bottom - (top - bottom) // 8, top)  # with room for the legend
-    ax.set_xticks(range(len(rows)), labels, rotation=45 if len(rows) > 3 else 0, ha="right")
+    apart = -(-len(rows) // _MOST_COLUMNS)
+    ax.set_xticks(
+        range(0, len(rows), apart),
+        labels[::apart],
+        rotation=45 if len(rows) > 3 else 0,
+        ha="right",
+    )
     ax.set_ylabel("exponent of 2")
     if not isinstance(measured, Report):
         ax.set_xlabel("step")
     of_scale = "" if kind == OUTPUT else f" at a loss scale of 2^{shift}"
-    ax.set_title(f"{title}, and the borders of {dtype}{of_scale}")
+    full_title = f"{title}, and the borders of {dtype}{of_scale}"
+    ax.set_title("\n".join(textwrap.wrap(full_title, _LONGEST_TITLE)))
     ax.legend(loc="lower center", ncols=3, fontsize="small")
     return ax
 
@@ -108,7 +131,8 @@ def heat_map(
 ) -> Any:
     """Draws what each loss scale would have lost: rows by scales.
 
-    Colors are the share of the values that has become zero; "inf" marks what has overflowed.
+    Colors, on a logarithmic scale, and numbers, in percent, are the share of the values that has
+    become zero; "inf" marks what has overflowed. Of more than 40 rows it shows the worst.
 
     Args:
         result: what `what_if` returned.
@@ -136,21 +160,39 @@ def heat_map(
     >>> keras_mp.numerics.figures.heat_map(result).get_xlabel()
     'loss scale'
     """
-    paths = [path for each, path in result[dtype, result.scales[0]] if each == kind]
+    of_kind = [path for each, path in result[dtype, result.scales[0]] if each == kind]
+
+    def badness(path: str) -> tuple[float, float, float]:
+        row = kind, path
+        lost = [result[dtype, scale][row] for scale in result.scales]
+        return rank(lost, row in result.noise)
+
+    paths = text_tables.worst(of_kind, badness, _MOST_ROWS)
     runs = [[result[dtype, scale].get((kind, path)) for scale in result.scales] for path in paths]
     picture = np.array([[np.nan if lost.infinite else lost.share for lost in row] for row in runs])
-    pyplot, _ = _matplotlib()
+    pyplot, colors = _matplotlib()
     if ax is None:
         _, ax = pyplot.subplots(figsize=(8, 1.5 + 0.3 * len(paths)), layout="constrained")
-    image = ax.imshow(picture, aspect="auto", cmap="Oranges", vmin=0, vmax=1)
-    ax.figure.colorbar(image, ax=ax, label="share that is zero")
-    for row, column in zip(*np.nonzero(np.isnan(picture))):
-        ax.text(column, row, "inf", ha="center", va="center", color="tab:red", fontsize="small")
+    norm = colors.SymLogNorm(_NEXT_TO_NOTHING, vmin=0, vmax=_LARGEST)
+    cmap = pyplot.get_cmap("Oranges").with_extremes(bad="lightgray")
+    image = ax.imshow(picture, aspect="auto", cmap=cmap, norm=norm)
+    ticks = [0, 0.001, 0.01, 0.1, 1]
+    bar = ax.figure.colorbar(image, ax=ax, label="share that is zero", ticks=ticks)
+    bar.set_ticklabels(["0", "0.1 %", "1 %", "10 %", "100 %"])
+    has_room = len(result.scales) <= _MOST_NUMBERS
+    for (row, column), share in np.ndenumerate(picture):
+        if np.isnan(share):
+            text, color = "inf", "tab:red"
+        else:
+            is_dark = norm(share) > 0.6
+            text, color = _number(share) * has_room, "white" if is_dark else "black"
+        if text:
+            ax.text(column, row, text, ha="center", va="center", color=color, fontsize="small")
     exponents = [f"2^{exponent_of(scale)}" for scale in result.scales]
     ax.set_xticks(range(len(exponents)), exponents)
-    ax.set_yticks(range(len(paths)), paths)
+    ax.set_yticks(range(len(paths)), [text_tables.fitted(path, _LONGEST_NAME) for path in paths])
     ax.set_xlabel("loss scale")
-    ax.set_title(f"What {dtype} loses of each {kind}")
+    ax.set_title(f"What {dtype} loses of each {kind}{_left_out(len(paths), len(of_kind))}")
     return ax
 
 
@@ -216,6 +258,26 @@ def window(
     ax.legend()
     ax.grid(alpha=0.3)
     return ax
+
+
+def _scale_of(report: Report, kind: str, given: float | None) -> float:
+    """The loss scale at which a report is drawn."""
+    if given is not None:
+        return given
+    return 1.0 if kind == OUTPUT else 2.0 ** np.floor(np.log2(report.loss_scale))
+
+
+def _left_out(shown: int, of: int) -> str:
+    """What a title says of rows that there was no room for."""
+    return f" (the worst {shown} of {of})" if shown < of else ""
+
+
+def _number(share: float) -> str:
+    """A share in percent, with two digits; nothing of nothing."""
+    if not share:
+        return ""
+    percent = 100 * share
+    return "<0.01" if percent < 0.01 else f"{percent:.2g}" if percent < 99.5 else "100"
 
 
 def _matplotlib() -> tuple[Any, Any]:

@@ -1,23 +1,34 @@
 """Histograms of exponents, gathered where the model trains.
 
-Each has a row in a variable on the device: that of a variable's gradient, a layer's output, or the
-gradient of that output. Every N steps the values of all of them are counted, in one branch at the
-end of the step; in the steps between, a comparison is all that is done. Nothing waits for the
-device until somebody reads.
+Each has a row in a variable on the device: that of a variable's gradient or update, a layer's
+output, or the gradient of that output. Every N steps the values of all of them are counted, in one
+branch at the end of the step; in the steps between, a comparison is all that is done. Nothing waits
+for the device until it is read.
 """
 
 import contextlib
+import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, low_precision_weights
 from keras_mp.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.numerics.exponents import COLUMNS, EDGES, ROWS, Histogram
-from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
+from keras_mp.numerics.reports import (
+    GRADIENT,
+    KINDS,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    UPDATE,
+    WEIGHT,
+    Report,
+    Row,
+    Statistics,
+)
 from keras_mp.numerics.watching import watching_gradients, watching_outputs
 from keras_mp.step import observers
 from keras_mp.support import host, messages, validation
@@ -44,11 +55,17 @@ class ExponentHistograms:
     Args:
         model: A model of `tf.keras`, built.
         every: int. Counts in the first step and in every so many after it. Defaults to 100.
-        gradients: bool. Whether the gradients of variables are counted. Defaults to True.
-        outputs: bool or iterable of str. Counts the outputs of layers: of all, or of those with
-            these paths. Defaults to True.
+        gradients: bool or iterable of str. Counts the gradients of variables: of all, or of those
+            with these paths. Paths may be patterns such as `"decoder/*"`. Defaults to True.
+        outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
             to False.
+        weights: bool or iterable of str. The same for trainable variables, as they are when `read`
+            is called, with all digits that a `MasterWeightOptimizer` keeps. Defaults to False.
+        updates: bool or iterable of str. The same for what a step changes them by, in terms of each
+            weight. A step that counts holds a copy of these variables. Defaults to False.
+        first_step: int. The first step in which is counted, from 0. Defaults to 0.
+        last_step: int or None. The last one. Defaults to None, for no last one.
         optimizer: The optimizer. Defaults to the one that the model is compiled with, if it is.
 
     Raises:
@@ -76,9 +93,13 @@ class ExponentHistograms:
         model: Any,
         *,
         every: int = 100,
-        gradients: bool = True,
+        gradients: bool | Iterable[str] = True,
         outputs: bool | Iterable[str] = True,
         output_gradients: bool | Iterable[str] = False,
+        weights: bool | Iterable[str] = False,
+        updates: bool | Iterable[str] = False,
+        first_step: int = 0,
+        last_step: int | None = None,
         optimizer: Any = None,
     ) -> None:
         keras_api.check_model(model)
@@ -88,6 +109,10 @@ class ExponentHistograms:
                 "yet. Call it on a batch first."
             )
         self.every = validation.integer("every", every)
+        self.first_step = validation.integer("first_step", first_step, at_least=0)
+        self.last_step = last_step
+        if last_step is not None:
+            self.last_step = validation.integer("last_step", last_step, at_least=self.first_step)
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         _refuse_keras_wrapper(self.optimizer)
@@ -98,19 +123,27 @@ class ExponentHistograms:
             if isinstance(each, keras_api.OPTIMIZER_BASES) and not wrappers_among(each)
         ]
         layers = layers_by_path(model)
-        self._outputs = _chosen("outputs", outputs, layers)
-        self._output_gradients = _chosen("output_gradients", output_gradients, layers)
+        counted = [path for path, layer in layers.items() if not _is_left_out(layer)]
+        self._outputs = _chosen("outputs", outputs, layers, counted)
+        self._output_gradients = _chosen("output_gradients", output_gradients, layers, counted)
         watched = {*self._outputs, *self._output_gradients}
         self._layers = {path: layer for path, layer in layers.items() if path in watched}
-        self._paths: dict[int, str] = {}
-        rows: list[tuple[str, str]] = []
         self._dtypes: dict[tuple[str, str], str] = {}
-        if validation.boolean("gradients", gradients):
-            self._paths = paths_of_weights(model)
-            for path, (_, layer) in variables_by_path(model).items():
-                rows.append((GRADIENT, path))
-                self._dtypes[GRADIENT, path] = layer.compute_dtype
+        variables = variables_by_path(model)
+        of_gradients = _chosen("gradients", gradients, variables)
+        self._paths = {
+            key: path for key, path in paths_of_weights(model).items() if path in of_gradients
+        }
+        for path in of_gradients:
+            self._dtypes[GRADIENT, path] = variables[path][1].compute_dtype
+        rows = [(GRADIENT, path) for path in of_gradients]
         self.misses_gradients = bool(rows)
+        trainable = {
+            path: variable for path, (variable, _) in variables.items() if variable.trainable
+        }
+        self._weights = {path: trainable[path] for path in _chosen("weights", weights, trainable)}
+        self._updated = {path: trainable[path] for path in _chosen("updates", updates, trainable)}
+        rows += [(UPDATE, path) for path in self._updated]
         rows += [(OUTPUT, path) for path in self._outputs]
         rows += [(OUTPUT_GRADIENT, path) for path in self._output_gradients]
         self._rows = {row: place for place, row in enumerate(rows)}
@@ -137,7 +170,10 @@ class ExponentHistograms:
                 "`step` goes into the function that is passed to `strategy.run`, where each "
                 "replica counts its own values."
             )
-        due = tf.equal((self._steps.assign_add(1) - 1) % self.every, 0)
+        number = self._steps.assign_add(1) - 1
+        due = tf.equal((number - self.first_step) % self.every, 0) & (number >= self.first_step)
+        if self.last_step is not None:
+            due &= number <= self.last_step
         if tf.executing_eagerly() and not due:
             yield
             return
@@ -151,6 +187,17 @@ class ExponentHistograms:
                 stack.enter_context(watching_gradients(optimizer))
             yield
         step.count()
+
+    def is_due(self, step: int, steps: int = 1) -> bool:
+        """Whether anything is counted in some steps.
+
+        Args:
+            step: int. The number of the first of them, from 0.
+            steps: int. How many they are. Defaults to 1.
+        """
+        start = max(step, self.first_step)
+        due = start + (self.first_step - start) % self.every
+        return due < step + steps and (self.last_step is None or due <= self.last_step)
 
     def go_on_from(self, step: int) -> None:
         """Says how many steps were made before the next, of which `step` has not seen all.
@@ -189,10 +236,29 @@ class ExponentHistograms:
                 histogram = Histogram(bins[place].reshape(ROWS, COLUMNS))
                 dtype = self._dtypes.get((kind, path), "")
                 rows.append(Row(kind, path, dtype, histogram, float(overflowed_at[place])))
+        if counted:
+            rows += self._rows_of_weights()
+        rows.sort(key=lambda row: KINDS.index(row.kind))
         for variable, value in ((self._bins, 0), (self._counted, 0), (self._overflowed_at, np.inf)):
             for each in local(variable):
                 each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
         return Report(rows, step=steps, counted=counted, loss_scale=loss_scale)
+
+    def _rows_of_weights(self) -> Iterator[Row]:
+        for path, variable in self._weights.items():
+            values = np.asarray(tf.cast(self.as_seen(variable), tf.float32))
+            if values.size:
+                dtype = tf.as_dtype(self.as_seen(variable).dtype).name
+                histogram, statistics = Histogram.of(values), Statistics.of(values)
+                yield Row(WEIGHT, path, dtype, histogram, statistics=statistics)
+
+    def as_seen(self, variable: Any) -> tf.Tensor:
+        """The value of a variable as the optimizer sees it, in float32 where it keeps all digits.
+
+        Args:
+            variable: A variable of the model.
+        """
+        return tf.convert_to_tensor(low_precision_weights.as_seen(self.optimizer, variable))
 
     def _of_all_replicas(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The sum of all bins, and the smallest scales of overflows. Called on each replica."""
@@ -238,6 +304,26 @@ class _Step:
         self._scale: tf.Tensor | None = None
         # What was seen before an optimizer got it, which may be one that is watched as well.
         self._seen_early: set[str] = set()
+        self._before = self._values_before()
+
+    def _values_before(self) -> list[tf.Tensor]:
+        """Copies of the variables whose updates are counted, if the step is due."""
+        owner = self.owner
+        if not owner._updated:
+            return []
+
+        def copied() -> list[tf.Tensor]:
+            return [tf.identity(owner.as_seen(each)) for each in owner._updated.values()]
+
+        def nothing() -> list[tf.Tensor]:
+            # XLA wants to know the shapes.
+            is_compiled = host.is_compiled_by_xla()
+            return [
+                tf.zeros(value.shape if is_compiled else [0] * value.shape.rank, value.dtype)
+                for value in map(owner.as_seen, owner._updated.values())
+            ]
+
+        return copied() if tf.executing_eagerly() else tf.cond(self.due, copied, nothing)
 
     def saw_output(self, path: str, tensor: tf.Tensor, _: list[Any]) -> tf.Tensor:
         """Takes note of an output, and sees to it that its gradient comes by."""
@@ -313,12 +399,26 @@ class _Step:
         seen = [*self._seen, *(_Seen(*each, scale, scale) for each in self._still_scaled)]
 
         def count() -> None:
-            self._add(seen)
+            self._add([*seen, *self._updates()])
             self.owner._counted.assign_add(1)
             if self._scale is not None:
                 self.owner._loss_scale.assign(self._scale)
 
         self._if_due(count)
+
+    def _updates(self) -> Iterator[_Seen]:
+        """What the step has changed weights by, in terms of the power of two at or below each."""
+        owner = self.owner
+        for (path, variable), value in zip(owner._updated.items(), self._before):
+            after = owner.as_seen(variable)
+            owner._dtypes[UPDATE, path] = after.dtype.name
+            before, after = tf.cast(value, tf.float32), tf.cast(after, tf.float32)
+            update = after - tf.ensure_shape(before, after.shape)
+            bits = tf.bitwise.bitwise_and(tf.bitcast(before, tf.int32), 0x7F800000)
+            power = tf.bitcast(bits, tf.float32)
+            # A weight of zero takes whatever comes.
+            relative = tf.where(power > 0, update / power, tf.sign(update))
+            yield _Seen((UPDATE, path), relative)
 
     def _if_due(self, count: Callable[[], None]) -> None:
         if tf.executing_eagerly():
@@ -387,19 +487,25 @@ def _bincount(places: tf.Tensor, size: int, weights: tf.Tensor | None = None) ->
     return tf.raw_ops.DenseBincount(input=places, size=size, weights=weights, binary_output=False)
 
 
-def _chosen(name: str, choice: bool | Iterable[str], layers: dict[str, Any]) -> list[str]:
-    """The paths of layers that were chosen."""
+def _chosen(
+    name: str,
+    choice: bool | Iterable[str],
+    paths: Iterable[str],
+    all_of_them: Sequence[str] | None = None,
+) -> list[str]:
+    """The paths that were chosen, by themselves or by patterns."""
+    paths = list(paths)
     if isinstance(choice, bool):
-        return [path for path, layer in layers.items() if choice and not _is_left_out(layer)]
-    if isinstance(choice, str):
-        choice = [choice]
-    chosen = list(choice)
-    unknown = sorted(set(chosen) - set(layers))
+        return list(paths if all_of_them is None else all_of_them) if choice else []
+    patterns = [choice] if isinstance(choice, str) else list(choice)
+    found = {pattern: fnmatch.filter(paths, pattern) for pattern in patterns}
+    unknown = [pattern for pattern in patterns if pattern not in paths and not found[pattern]]
     if unknown:
         raise ValueError(
-            f"Expected paths of layers for `{name}`: {list(layers)}. Received: {unknown}"
+            f"Expected paths, or patterns of them, for `{name}`: {paths}. Received: {unknown}"
         )
-    return chosen
+    chosen = {*patterns, *(path for each in found.values() for path in each)}
+    return [path for path in paths if path in chosen]
 
 
 def _is_left_out(layer: Any) -> bool:

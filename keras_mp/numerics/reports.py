@@ -13,6 +13,9 @@ from keras_mp.numerics.exponents import (
     COLUMNS,
     EVERYWHERE,
     ROWS,
+    UPDATES,
+    Fate,
+    Format,
     Histogram,
     Window,
     format_of,
@@ -20,11 +23,16 @@ from keras_mp.numerics.exponents import (
 from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-GRADIENT, OUTPUT, OUTPUT_GRADIENT = KINDS = ("gradient", "output", "output gradient")
+GRADIENT, OUTPUT, OUTPUT_GRADIENT = _COMPUTED = ("gradient", "output", "output gradient")
+WEIGHT, UPDATE = _KEPT = ("weight", "update")
+KINDS = (*_COMPUTED, *_KEPT)
 _SCALED = (GRADIENT, OUTPUT_GRADIENT)
 
 # Which share of a gradient may become zero: a few values of a large one are always next to zero.
 TOLERANCE = 0.001
+
+# Which share of updates may be lost. Some are far below others of their weight wherever one looks.
+UPDATE_TOLERANCE = 0.1
 
 # A gradient that is smaller than another one of its layer by so many binary digits is what float32
 # leaves of a sum that is zero: the bias before a batch normalization, or of the keys of an
@@ -32,17 +40,51 @@ TOLERANCE = 0.001
 _NOISE = 18
 
 
+class Statistics(NamedTuple):
+    """What is known of a weight beside its histogram.
+
+    Attributes:
+        amax: float. The largest magnitude.
+        mean: float.
+        std: float. The standard deviation.
+        l1_norm: float. The sum of magnitudes.
+        l2_norm: float. The root of the sum of squares.
+    """
+
+    amax: float
+    mean: float
+    std: float
+    l1_norm: float
+    l2_norm: float
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> "Statistics":
+        """Returns those of an array.
+
+        Args:
+            values: array of floats, not empty.
+        """
+        values = np.asarray(values, np.float64).reshape(-1)
+        sizes = np.abs(values)
+        norms = sizes.sum(), np.sqrt(np.square(values).sum())
+        return cls(*map(float, (sizes.max(), values.mean(), values.std(), *norms)))
+
+
 class Row(NamedTuple):
     """What was counted of one tensor of a model.
 
     Attributes:
-        kind: "gradient" of a variable, "output" of a layer, or "output gradient".
+        kind: "gradient" of a variable, "output" of a layer, "output gradient", "weight", or
+            "update" of a variable: what a step adds to each weight, divided by the power of two at
+            or below the weight.
         path: the variable's or the layer's path, such as "encoder/dense/kernel".
         dtype: str. What it was computed in: the tensor's own dtype; of a variable's gradient, what
-            its layer computes in. Values that were too small for it are among the zeros.
+            its layer computes in; of weights and updates, what the optimizer sees. Values that were
+            too small for it are among the zeros.
         histogram: a `Histogram`; of gradients as if the loss had not been scaled.
         overflowed_at: float. The smallest loss scale at which values were infinite or NaN, or
             infinity.
+        statistics: `Statistics` of a weight when it was read last; None of what is no weight.
 
     Example:
 
@@ -58,21 +100,55 @@ class Row(NamedTuple):
     dtype: str
     histogram: Histogram
     overflowed_at: float = float("inf")
+    statistics: Statistics | None = None
 
-    def window(self, dtype: str, tolerance: float = 0.0) -> Window:
-        """Tells at which loss scales nothing is lost; for an output, by what it may be multiplied.
+    def fate(self, dtype: str, loss_scale: float = 1.0) -> Fate:
+        """Tells what becomes of the values in a dtype; of updates, in variables of it.
+
+        Args:
+            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            loss_scale: float, a power of two. By what gradients are multiplied. Defaults to 1.
+
+        Returns:
+            A `Fate`. An update that does not change its weight counts as `zero`.
+        """
+        return self.histogram.fate(self._format(dtype), loss_scale if self.is_scaled else 1.0)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss scale multiplies it."""
+        return self.kind in _SCALED
+
+    @property
+    def hides_updates(self) -> bool:
+        """Whether it has updates of which none is known, since the weights did not take them."""
+        is_rounded = self.kind == UPDATE and self.dtype in LOW_PRECISION_NAMES
+        return is_rounded and self.histogram.zeros > 0
+
+    def _format(self, dtype: str) -> Format:
+        borders = format_of(dtype)
+        return UPDATES[dtype] if self.kind == UPDATE else borders
+
+    def window(self, dtype: str, tolerance: float | None = None) -> Window:
+        """Tells at which loss scales nothing is lost; for others, by what they may be multiplied.
+
+        For updates, that is by what the learning rate may be multiplied so that they arrive in
+        variables of the dtype.
 
         What has overflowed in the dtype that it was computed in may have been of any size. So of
         that dtype, the window ends below the loss scale at which it did.
 
         Args:
             dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
-            tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0.
+            tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0,
+                for updates to 0.1: wherever one looks, some are far below others.
 
         Returns:
             A `Window`.
         """
-        window = self.histogram.window(dtype, tolerance)
+        if tolerance is None:
+            tolerance = UPDATE_TOLERANCE if self.kind == UPDATE else 0.0
+        window = self.histogram.window(self._format(dtype), tolerance)
         if self.dtype == dtype and np.isfinite(self.overflowed_at):
             window &= Window(EVERYWHERE.low, int(np.ceil(np.log2(self.overflowed_at))) - 1)
         return window
@@ -90,7 +166,7 @@ class Row(NamedTuple):
             bool.
         """
         histogram = self.histogram
-        if self.dtype not in LOW_PRECISION_NAMES or self.kind not in _SCALED:
+        if self.dtype not in LOW_PRECISION_NAMES or not self.is_scaled:
             return False
         if histogram.zeros <= tolerance * histogram.total:
             return False
@@ -104,6 +180,7 @@ class Row(NamedTuple):
             dtype=other.dtype,
             histogram=self.histogram + other.histogram,
             overflowed_at=overflowed_at,
+            statistics=other.statistics,
         )
 
 
@@ -150,8 +227,12 @@ class Report:
 
     @property
     def rows_in_16_bits(self) -> list[Row]:
-        """The rows of what was computed in 16 bits; if nothing was, all, for what would become."""
-        return [row for row in self.rows if row.dtype in LOW_PRECISION_NAMES] or self.rows
+        """The rows of what was computed in 16 bits; if nothing was, all, for what would become.
+
+        Weights and updates are no such rows: they are kept, not computed.
+        """
+        rows = [row for row in self.rows if row.kind in _COMPUTED]
+        return [row for row in rows if row.dtype in LOW_PRECISION_NAMES] or rows
 
     @property
     def noise(self) -> set[tuple[str, str]]:
@@ -190,31 +271,75 @@ class Report:
         """
         window, noise = EVERYWHERE, self.noise
         for row in self.rows_in_16_bits:
-            if row.kind in _SCALED and (row.kind, row.path) not in noise:
+            if row.is_scaled and (row.kind, row.path) not in noise:
                 window &= row.window(dtype, tolerance)
         return window
 
-    def table(self, dtype: str = "float16", loss_scale: float | None = None) -> str:
+    def table(
+        self,
+        dtype: str = "float16",
+        loss_scale: float | None = None,
+        rows: int | None = None,
+    ) -> str:
         """Returns a table: what would be lost in a dtype, and the window of each row.
 
         Shares are of the values that are finite and not zero. Those of gradients are for the loss
         scale; outputs are not scaled. What the zeros of a row that was computed in 16 bits would
         have been, only a pass in float32 can tell: see `what_if`.
 
+        An update "-> zero" is one that a variable of the dtype does not take, and the window is one
+        of factors of the learning rate; it is unknown where the variable is in 16 bits and some did
+        not move. Below come the largest magnitude, the mean, the standard deviation and the norms
+        of weights.
+
         Args:
             dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
             loss_scale: float, a power of two. Defaults to the one that was measured with, rounded
                 down to a power of two.
+            rows: int. How many rows are shown at most, those that lose most first, and then those
+                that are nearest to losing something. Rows of equal layers in repeated blocks are
+                one then, which has the numbers of the worst. Defaults to None: all rows.
 
         Returns:
             str of several lines.
         """
         if loss_scale is None:
             loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
-        window = self.window(dtype)
+        head = self._head(dtype, loss_scale)
+        header = (
+            *("", "", "in", "values", "zero", "inf/nan", "exponents"),
+            *("-> zero", "-> subnormal", "-> inf", "window"),
+        )
+        noise = self.noise
+        of_rows = [ranked(row, dtype, loss_scale, noise) for row in self.rows]
+        left = (0, 1, 2, 6, 10)
+        if rows is not None:
+            # With these, the columns that say what is lost would not fit.
+            kept = [i for i, title in enumerate(header) if title not in ("values", "-> subnormal")]
+            header = tuple(header[i] for i in kept)
+            of_rows = [row._replace(cells=tuple(row.cells[i] for i in kept)) for row in of_rows]
+            left = tuple(kept.index(i) for i in left)
+        lines = [head, "", *text_tables.shortened(header, of_rows, rows, left, name=1)]
+        weights = [
+            text_tables.RankedRow(
+                (row.kind, row.path, *(f"{value:.3g}" for value in row.statistics)),
+                (row.statistics.amax,),
+            )
+            for row in self.rows
+            if row.statistics is not None
+        ]
+        if weights:
+            header = ("", "", *(name.replace("_", " ") for name in Statistics._fields))
+            lines += ["", *text_tables.shortened(header, weights, rows, (0, 1), name=1)]
+        return "\n".join(lines)
+
+    def _head(self, dtype: str, loss_scale: float) -> str:
+        window, unknown = self.window(dtype), self.rows_with_unknown_zeros()
+        # Of values that became zero on the way, nothing is known.
+        of = "of the values that are left, " if unknown else ""
         head = (
             f"{dtype} at a loss scale of 2^{np.log2(loss_scale):.0f}; {self.counted} of "
-            f"{self.step} steps counted; no gradient loses more than {100 * TOLERANCE:g} % at: "
+            f"{self.step} steps counted; {of}no gradient loses more than {100 * TOLERANCE:g} % at: "
             f"{window}"
         )
         if not window.is_empty:
@@ -226,38 +351,28 @@ class Report:
             ]
             if margins:
                 head += f" (the exponent of the scale is {' and '.join(margins)})"
-        lines = [
-            (
-                *("", "", "in", "values", "zero", "inf/nan", "exponents"),
-                *("-> zero", "-> subnormal", "-> inf", "window"),
-            )
-        ]
-        for row in self.rows:
-            histogram = row.histogram
-            fate = histogram.fate(dtype, loss_scale if row.kind in _SCALED else 1.0)
-            exponents = histogram.exponents
-            ends = f"2^{min(exponents)}..2^{max(exponents)}" if exponents else ""
-            bad = histogram.infinities + histogram.nans
-            lines.append(
-                (
-                    *(row.kind, row.path, row.dtype, f"{histogram.total:,}"),
-                    percent(histogram.zeros, histogram.total),
-                    percent(bad, histogram.total),
-                    ends,
-                    *(percent(count, fate.values) for count in fate[1:]),
-                    str(row.window(dtype)),
-                )
-            )
-        unknown = self.rows_with_unknown_zeros()
+        lines = text_tables.wrapped(head)
         if unknown:
-            head += (
-                f"\nThe zeros of {len(unknown)} gradients may be values that were too small for "
+            lines += text_tables.wrapped(
+                f"The zeros of {len(unknown)} gradients may be values that were too small for "
                 f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask what_if."
             )
-        return "\n".join([head, "", *text_tables.aligned(lines, left=(0, 1, 2, 6, 10))])
+        return "\n".join(lines)
+
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows, for float16: a headline, and the worst rows.
+
+        Args:
+            rows: int. How many rows are shown at most; None for all of them, with all columns.
+                Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
+        return self.table(rows=rows)
 
     def __str__(self) -> str:
-        return self.table()
+        return self.to_text()
 
     def __repr__(self) -> str:
         return f"<Report of {len(self.rows)} rows, {self.counted} of {self.step} steps>"
@@ -355,13 +470,55 @@ class Report:
         loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
         for row in self.rows:
             name = f"{row.kind}/{row.path}".replace(" ", "_")
-            fate = row.histogram.fate(dtype, loss_scale if row.kind in _SCALED else 1.0)
+            fate = row.fate(dtype, loss_scale)
             for which in ("zero", "infinite"):
                 tag = f"{name}/{dtype}_{which}"
                 tf.summary.scalar(tag, fate.share(which), step=self.step)
+            for which, value in (row.statistics._asdict() if row.statistics else {}).items():
+                tf.summary.scalar(f"{name}/{which}", value, step=self.step)
             tf.summary.histogram(
                 f"{name}/exponents", list(_sample(row.histogram.exponents)), step=self.step
             )
+
+
+def ranked(
+    row: Row, dtype: str, loss_scale: float, noise: set[tuple[str, str]]
+) -> text_tables.RankedRow:
+    """Makes a row of a table, the worse the more it loses and the nearer it is to losing something.
+
+    Args:
+        row: `Row`.
+        dtype: str. As for `Report.table`.
+        loss_scale: float. By what gradients are multiplied.
+        noise: set of (kind, path). See `Report.noise`.
+    """
+    # With the tolerance of the headline, which would contradict the table otherwise.
+    tolerance = UPDATE_TOLERANCE if row.kind == UPDATE else TOLERANCE
+    histogram, window = row.histogram, row.window(dtype, tolerance)
+    fate, exponents = row.fate(dtype, loss_scale), histogram.exponents
+    bad = histogram.infinities + histogram.nans
+    is_noise = (row.kind, row.path) in noise
+    cells = (
+        *(row.kind, f"{row.path} (noise)" if is_noise else row.path, row.dtype),
+        f"{histogram.total:,}",
+        percent(histogram.zeros, histogram.total),
+        percent(bad, histogram.total),
+        f"2^{min(exponents)}..2^{max(exponents)}" if exponents else "",
+        *(percent(count, fate.values) for count in fate[1:]),
+        "unknown" if row.hides_updates else str(window),
+    )
+    lost = (
+        bad / max(histogram.total, 1),
+        fate.share("infinite"),
+        fate.share("zero") * (fate.share("zero") > tolerance),
+        float(row.has_unknown_zeros(loss_scale)) * histogram.zeros,
+    )
+    alike = row.kind, row.dtype, histogram.total, is_noise, *(share > 0 for share in lost)
+    return text_tables.RankedRow(
+        cells,
+        (float(not is_noise), *lost, -min(window.margins(loss_scale if row.is_scaled else 1.0))),
+        alike,
+    )
 
 
 def _row_of(saved: dict[str, Any]) -> Row:
@@ -371,7 +528,10 @@ def _row_of(saved: dict[str, Any]) -> Row:
         bins[int(place)] = count
     histogram = Histogram(bins.reshape(ROWS, COLUMNS))
     at = float("inf") if saved["overflowed_at"] is None else saved["overflowed_at"]
-    return Row(**{**saved, "histogram": histogram, "overflowed_at": at})
+    numbers = saved.get("statistics")
+    statistics = None if numbers is None else Statistics(*numbers)
+    read = {"histogram": histogram, "overflowed_at": at, "statistics": statistics}
+    return Row(**{**saved, **read})
 
 
 def percent(count: int, of: int) -> str:

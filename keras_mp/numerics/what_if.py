@@ -28,6 +28,7 @@ from keras_mp.policy import policy_scope
 from keras_mp.step import gradients
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support.progress import Progress
 
 _SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
 
@@ -36,6 +37,9 @@ _SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
 _JITTER, _NOISE = np.float32(2.0**-20), 0.5
 
 _SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
+
+# So many scales fit beside names that can be read.
+_MOST_SCALES = 9
 
 # The values of each row of a run, and what they were computed in.
 _Values = dict[tuple[str, str], tuple[np.ndarray, str]]
@@ -154,26 +158,53 @@ class WhatIf:
             if row[0] != OUTPUT and (lost.infinite or lost.share > tolerance)
         }
 
-    def table(self, dtype: str, kind: str = GRADIENT) -> str:
+    def table(self, dtype: str, kind: str = GRADIENT, rows: int | None = None) -> str:
         """Returns a table of rows by scales: which share has become zero, or infinite.
 
         Args:
             dtype: one of `dtypes`.
             kind: "gradient" (the default), "output" or "output gradient". Outputs do not depend on
                 the scale.
+            rows: int. How many rows are shown at most, those that lose most first, at as many
+                scales as fit. Rows of equal layers in repeated blocks are one then, which has the
+                numbers of the worst. Defaults to None: all rows and scales.
 
         Returns:
             str of several lines.
         """
         scales = self.scales[:1] if kind == OUTPUT else self.scales
-        lines = [(f"{kind}, {dtype}", *(f"2^{exponent_of(scale)}" for scale in scales))]
+        if rows is not None:
+            scales = _spread(scales, _MOST_SCALES)
+        ranked = []
         for row in self[dtype, scales[0]]:
             if row[0] == kind:
-                name = f"{row[1]} (noise)" if row in self.noise else row[1]
-                lines.append((name, *(_cell(self[dtype, scale][row]) for scale in scales)))
-        return "\n".join(text_tables.aligned(lines))
+                is_noise = row in self.noise
+                name = f"{row[1]} (noise)" if is_noise else row[1]
+                lost = [self[dtype, scale][row] for scale in scales]
+                alike = is_noise, *(bool(each.infinite) or each.share > TOLERANCE for each in lost)
+                cells = (name, *map(_cell, lost))
+                if rows is not None:
+                    cells = tuple(cell.removesuffix(" %") for cell in cells)
+                ranked.append(
+                    text_tables.RankedRow(
+                        cells,
+                        rank(lost, is_noise),
+                        alike,
+                    )
+                )
+        header = (f"{kind}, {dtype}", *(f"2^{exponent_of(scale)}" for scale in scales))
+        return "\n".join(text_tables.shortened(header, ranked, rows))
 
-    def __str__(self) -> str:
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: for each dtype a headline, and the worst rows.
+
+        Args:
+            rows: int. How many rows each table has at most; None for all rows and scales. Defaults
+                to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
         found = []
         for dtype in self.dtypes:
             losses = {
@@ -183,17 +214,23 @@ class WhatIf:
             good = ", ".join(
                 f"2^{exponent_of(scale)}" for scale in self.scales if not losses[scale]
             )
-            found += [
-                f"{dtype}: no gradient loses more than {100 * TOLERANCE:g} % at "
-                f"{good or 'none of the scales'}"
-            ]
-            found += [self.table(dtype), ""]
+            tolerated = f"more than {100 * TOLERANCE:g} %"
+            head = f"{dtype}: no gradient loses {tolerated} at {good}"
+            if not good:
+                head = f"{dtype}: at each of the scales a gradient loses {tolerated}"
+            if rows is not None:
+                head += ". Shares that become zero, in %:"
+            found += text_tables.wrapped(head)
+            found += [self.table(dtype, rows=rows), ""]
             if any(kind == OUTPUT_GRADIENT for of in losses.values() for kind, _ in of):
-                found += [self.table(dtype, OUTPUT_GRADIENT), ""]
+                found += [self.table(dtype, OUTPUT_GRADIENT, rows), ""]
             lossy = [lost for row, lost in self[dtype, self.scales[0]].items() if row[0] == OUTPUT]
-            if any(lost.infinite or lost.zero for lost in lossy):
-                found += [self.table(dtype, OUTPUT), ""]
+            if any(lost.infinite or lost.share > TOLERANCE for lost in lossy):
+                found += [self.table(dtype, OUTPUT, rows), ""]
         return "\n".join(found).rstrip()
+
+    def __str__(self) -> str:
+        return self.to_text()
 
     def __repr__(self) -> str:
         return f"<WhatIf of {self.dtypes} at {len(self.scales)} scales>"
@@ -300,6 +337,20 @@ def what_if(
         exponent_of(scale)
     keras_api.check_model(model)
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
+    with Progress("what_if", parts=2 + len(dtypes) * len(scales)) as progress:
+        return _run_all(model, batch, loss, dtypes, scales, seed, progress)
+
+
+def _run_all(
+    model: Any,
+    batch: batches.Batch,
+    loss: Any,
+    dtypes: Sequence[str],
+    scales: Sequence[float],
+    seed: int,
+    progress: Progress,
+) -> WhatIf:
+    progress.begin("in float32")
     reference = _Replay(model, "float32", loss, seed)
     expected = reference.run(*batch, 1.0)
     if not np.isfinite(reference.loss):
@@ -311,6 +362,7 @@ def what_if(
         Row(kind, path, dtype, Histogram.of(values))
         for (kind, path), (values, dtype) in expected.items()
     ]
+    progress.begin("in float32, with other weights")
     nearly = reference.run(*batch, 1.0, jitter=_JITTER)
     noise = {
         row
@@ -322,6 +374,7 @@ def what_if(
     for dtype in dtypes:
         replay = _Replay(model, f"mixed_{dtype}", loss, seed, like=reference)
         for scale in scales:
+            progress.begin(f"in {dtype} at 2^{exponent_of(scale)}")
             found = replay.run(*batch, scale)
             lost[dtype, scale] = {
                 row: _compare(*found[row], expected[row][0], 1.0 if row[0] == OUTPUT else scale)
@@ -450,6 +503,25 @@ def _compare(values: np.ndarray, dtype: str, expected: np.ndarray, scale: float)
         int((~is_finite & np.isfinite(expected)).sum()),
         error,
     )
+
+
+def rank(lost: Sequence[Lost], is_noise: bool) -> tuple[float, float, float]:
+    """Returns how bad a row is, larger if it is worse.
+
+    Args:
+        lost: sequence of `Lost`, at each scale.
+        is_noise: bool. Whether it is in `WhatIf.noise`.
+    """
+    # That whose smallest loss is the largest cannot be helped by a scale.
+    shares = [1.0 if each.infinite else each.share for each in lost]
+    return float(not is_noise), min(shares), sum(shares)
+
+
+def _spread(scales: Sequence[float], most: int) -> Sequence[float]:
+    """So many of the scales at most, the first and the last among them."""
+    if len(scales) <= most:
+        return scales
+    return [scales[round(i)] for i in np.linspace(0, len(scales) - 1, most)]
 
 
 def _cell(lost: Lost) -> str:

@@ -54,6 +54,12 @@ class Given(NamedTuple):
     was_finite: tf.Tensor | None = None
     guard: Guard | None = None
 
+    def divisor(self) -> Any:
+        """What the gradients are still to be divided by, a float32 scalar; None if nothing."""
+        if tf.is_tensor(self.scaled):
+            return tf.where(self.scaled, self.scaled_by, 1.0)
+        return self.scaled_by if self.scaled else None
+
 
 class ReplicaState:
     """The state of a replica that the decision takes.

@@ -6,7 +6,7 @@ beside the step itself is left to an `OutcomeHandler`.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -63,121 +63,42 @@ class ScaledStep:
             the verdict, a bool scalar tensor that is the same on every replica; None where no step
             is skipped.
         """
-        given, scaled = self.given, self.given.scaled
-        scaled_by: Any = given.scaled_by
-        observers.show(pairs, scaled, scaled_by)
+        adapter, given = self.adapter, self.given
+        observers.show(pairs, given.scaled, given.scaled_by)
         grads: list[Any] = [g for g, _ in pairs]
         variables = [v for _, v in pairs]
+        mine = self._state_before(grads, variables)
+        new_values = self._take_new_values(grads, variables)
+        if adapter.takes_float32_gradients:
+            grads = gradients.to_float32(grads)
+        # As one more gradient, an earlier verdict is summed and judged with the others.
+        if given.was_finite is not None:
+            grads.append(tf.where(given.was_finite, 0.0, float("nan")))
+        sums = self._sum(mine, grads, variables, aggregate)
+        # One pass over the gradients less, where nothing else has to see them unscaled.
+        by_update = adapter.jit_compile and not (
+            sums.are_packed or new_values or adapter.accumulates()
+        )
+        unscaled = sums.as_they_are() if by_update else sums.unscaled()
+        to_apply = sums.as_they_are() if adapter.unscales_and_skips else unscaled
+        divisor = sums.divisor if by_update or adapter.unscales_and_skips else None
+        count = len(variables)
+        judged, mine.to_apply = (
+            [new_values.get(i, gradient) for i, gradient in enumerate(each[:count])]
+            for each in (unscaled, to_apply)
+        )
+        mine.judged = list(zip(judged, variables, strict=True))
+        finite = self._judge(mine, unscaled[count:], aggregate)
+        return self._decide(mine, variables, divisor, finite, name), finite
+
+    def _state_before(self, grads: list[Any], variables: list[Any]) -> ReplicaState:
+        """What a skipped step puts back, and what the user may have changed since unscaling."""
+        given = self.given
         kept = state_rollback.keep(variables if self.handler else ())
         mine = ReplicaState(kept, given.losses, unclipped.changed_since(given.unclipped, grads))
         if given.unclipped:
             given.unclipped.clear()
-        new_values = self._take_new_values(grads, variables)
-        if self.adapter.takes_float32_gradients:
-            grads = gradients.to_float32(grads)
-        # As one more gradient, an earlier verdict is summed and judged with the others.
-        marks: list[Any] = (
-            [] if given.was_finite is None else [tf.where(given.was_finite, 0.0, float("nan"))]
-        )
-        if tf.is_tensor(scaled):
-            grads = gradients.unscale(grads, tf.where(scaled, scaled_by, 1.0))
-            scaled = False
-        grads, marks, scaled = self._reduced(
-            mine, grads, marks, variables, scaled, scaled_by, aggregate
-        )
-        safe = self.adapter.unscales_and_skips
-        # One pass over the gradients less, where nothing else has to see them unscaled.
-        unscales = self.adapter.jit_compile and not (new_values or self.adapter.accumulates())
-        unscaled = gradients.unscale(grads, scaled_by) if scaled and not unscales else grads
-        unscaled, mine.to_apply = (
-            [new_values.get(i, g) for i, g in enumerate(each)]
-            for each in (unscaled, grads if safe else unscaled)
-        )
-        mine.judged = list(zip(unscaled, variables, strict=True))
-        finite = None
-        if self.handler:
-            # Unscaled gradients are finite where scaled ones are, and the other way round.
-            totals = self.adapter.totals(mine.judged)
-            mine.variables = [variable for _, variable in totals]
-            finite = gradients.all_finite([*(total for total, _ in totals), *marks])
-            if not aggregate and tf.distribute.get_strategy().num_replicas_in_sync > 1:
-                finite = replicas.agree(finite)
-            self.handler.watch()
-        loss_scale = scaled_by if scaled else tf.constant(1.0)
-        is_allowed = given.guard and given.guard.is_allowed
-
-        def apply(mine: ReplicaState) -> Any:
-            pairs = list(zip(mine.to_apply, variables, strict=True))
-            if safe:
-                verdicts = [each for each in (finite, is_allowed) if each is not None]
-                verdict = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
-                return self.adapter.apply_scaled(pairs, loss_scale, verdict)
-            left = scaled_by if scaled and unscales else None
-            return self.adapter.update(pairs, name, scaled_by=left)
-
-        def decide(*what: Any) -> tf.Operation | None:
-            return Decision(self.adapter, self.handler, given.guard, self.names, *what).carry_out()
-
-        operation = replicas.decide_for_all_replicas(
-            decide, (finite, is_allowed), mine, apply, self._look
-        )
-        return operation, finite
-
-    def _reduced(
-        self,
-        mine: ReplicaState,
-        grads: list[Any],
-        marks: list[Any],
-        variables: list[Any],
-        scaled: Any,
-        scaled_by: Any,
-        aggregate: bool,
-    ) -> tuple[list[Any], list[Any], bool]:
-        """Sums gradients, and marks beside them; also tells whether the sums are scaled."""
-        num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        custom = self.adapter.custom_aggregation()
-        if aggregate and custom:
-            if scaled:
-                grads = gradients.unscale(grads, scaled_by)
-            if num_replicas > 1:
-                marks = replicas.all_reduce(marks, tf.float32)
-            mine.sent = functools.partial(list, grads)
-            grads = [g for g, _ in custom(list(zip(grads, variables, strict=True)))]
-            return grads, marks, False
-        if not aggregate or num_replicas == 1:
-            return grads, marks, scaled
-        packed, unpack = gradients.pack([*grads, *marks])
-        packed, scaled, sent = self._sum_over_replicas(packed, scaled, scaled_by)
-        mine.sent = lambda: unpack(sent)[: len(grads)]
-        if scaled and not self.adapter.unscales_and_skips:
-            packed, scaled = gradients.unscale(packed, scaled_by), False
-        summed = unpack(packed)
-        return summed[: len(grads)], summed[len(grads) :], scaled
-
-    def _sum_over_replicas(
-        self, grads: list[Any], scaled: bool, scaled_by: Any
-    ) -> tuple[list[Any], bool, list[Any]]:
-        """Sums gradients over replicas; tells whether the sums are scaled, and what was sent."""
-        in_float16 = self.reduce_dtype == tf.float16 and scaled_by is not None
-        reduce_dtype = self.reduce_dtype
-        if reduce_dtype == tf.float16 and not (self.handler and in_float16):
-            # Small values vanish if they are not scaled, and a sum that overflows is harmless only
-            # where a step can be skipped.
-            reduce_dtype = tf.float32
-        if self.handler:
-            if in_float16 and not scaled:
-                grads, scaled = gradients.scale(grads, scaled_by), True  # pyright: ignore
-            given = workers.with_scale(grads, scaled_by)
-            sent = gradients.cast_float32(given, reduce_dtype)
-            summed = gradients.cast_as(replicas.all_reduce(sent, tf.float32), given)
-            return workers.checked(summed, scaled_by), scaled, sent[: len(grads)]
-        given = workers.with_scale(gradients.cast_float16_to_float32(grads), scaled_by)
-        summed = workers.checked(replicas.all_reduce(given, reduce_dtype), scaled_by)
-        if self.adapter.unscales_and_skips:
-            return summed, scaled, []
-        if scaled:
-            summed = gradients.unscale(summed, scaled_by)  # pyright: ignore
-        return gradients.cast_as(summed, grads), False, []
+        return mine
 
     def _take_new_values(self, grads: list[Any], variables: list[Any]) -> dict[int, Any]:
         """Takes out of `grads` what are no gradients, but new values of their variables.
@@ -194,6 +115,87 @@ class ScaledStep:
                     [values[i]] = gradients.scale([values[i]], factor)
         return values
 
+    def _sum(
+        self, mine: ReplicaState, grads: list[Any], variables: list[Any], aggregate: bool
+    ) -> "_Sums":
+        """Sums gradients over replicas, and what comes after those of the variables."""
+        divisor = self.given.divisor()
+        as_given = _Sums(grads, divisor)
+        count = len(variables)
+        has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
+        custom = self.adapter.custom_aggregation()
+        if aggregate and custom:
+            grads = as_given.unscaled()
+            marks = grads[count:]
+            if has_replicas:
+                marks = replicas.all_reduce(marks, tf.float32)
+            mine.sent = functools.partial(list, grads[:count])
+            summed = custom(list(zip(grads[:count], variables, strict=True)))
+            return _Sums([*(g for g, _ in summed), *marks])
+        if not aggregate or not has_replicas:
+            return as_given
+        packed, unpack = gradients.pack(grads)
+        scaled_by, reduce_dtype = self.given.scaled_by, self.reduce_dtype
+        if reduce_dtype == tf.float16:
+            if self.handler is None or scaled_by is None:
+                # Small values vanish if they are not scaled, and a sum that overflows is harmless
+                # only where a step can be skipped.
+                reduce_dtype = tf.float32
+            elif divisor is not scaled_by:
+                factor = scaled_by if divisor is None else scaled_by / divisor
+                packed, divisor = gradients.scale(packed, factor), scaled_by
+        given = packed if self.handler else gradients.cast_float16_to_float32(packed)
+        given = workers.with_scale(given, scaled_by)
+        sent = gradients.cast_float32(given, reduce_dtype)
+        summed = gradients.cast_as(replicas.all_reduce(sent, tf.float32), given)
+        summed = workers.checked(summed, scaled_by)
+        if self.handler:
+            mine.sent = lambda: unpack(sent[: len(packed)])[:count]
+        # An adapter that unscales takes wider sums than it gave.
+        dtypes_of = summed if self.adapter.unscales_and_skips else packed
+        return _Sums(summed, divisor, lambda sums: unpack(gradients.cast_as(sums, dtypes_of)))
+
+    def _judge(self, mine: ReplicaState, marks: list[Any], aggregate: bool) -> tf.Tensor | None:
+        """Whether all gradients and marks are finite, on all replicas; None if it is not asked."""
+        if self.handler is None:
+            return None
+        # Unscaled gradients are finite where scaled ones are, and the other way round.
+        totals = self.adapter.totals(mine.judged)
+        mine.variables = [variable for _, variable in totals]
+        finite = gradients.all_finite([*(total for total, _ in totals), *marks])
+        if not aggregate and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            finite = replicas.agree(finite)
+        self.handler.watch()
+        return finite
+
+    def _decide(
+        self,
+        mine: ReplicaState,
+        variables: list[Any],
+        divisor: tf.Tensor | None,
+        finite: tf.Tensor | None,
+        name: str | None,
+    ) -> tf.Operation | None:
+        """Makes, skips or refuses the step; gradients are still to be divided by `divisor`."""
+        adapter, guard = self.adapter, self.given.guard
+        is_allowed = guard and guard.is_allowed
+
+        def apply(mine: ReplicaState) -> Any:
+            pairs = list(zip(mine.to_apply, variables, strict=True))
+            if not adapter.unscales_and_skips:
+                return adapter.update(pairs, name, scaled_by=divisor)
+            verdicts = [each for each in (finite, is_allowed) if each is not None]
+            verdict = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
+            loss_scale = tf.constant(1.0) if divisor is None else divisor
+            return adapter.apply_scaled(pairs, loss_scale, verdict)
+
+        def decide(*what: Any) -> tf.Operation | None:
+            return Decision(adapter, self.handler, guard, self.names, *what).carry_out()
+
+        return replicas.decide_for_all_replicas(
+            decide, (finite, is_allowed), mine, apply, self._look
+        )
+
     def _look(self, mine: ReplicaState) -> tf.Tensor:
         """Counts what was not finite. Called on each replica, which tells all others."""
         judged = [gradient for gradient, _ in mine.judged]
@@ -202,3 +204,31 @@ class ScaledStep:
             totals = [total for total, _ in self.adapter.totals(mine.judged)]
         sent = mine.sent() if mine.sent else judged
         return overflows.look(mine.losses, mine.unclipped, sent, totals)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Gradients, summed over replicas where there are several.
+
+    Attributes:
+        values: the gradients, as `unpack` takes them.
+        divisor: float32 scalar tensor. What they are still to be divided by; None if nothing.
+        unpack: returns one gradient for each that was given; None where there is nothing to do.
+    """
+
+    values: list[Any]
+    divisor: tf.Tensor | None = None
+    unpack: Callable[[list[Any]], list[Any]] | None = None
+
+    @property
+    def are_packed(self) -> bool:
+        return self.unpack is not None
+
+    def as_they_are(self) -> list[Any]:
+        return self.unpack(self.values) if self.unpack else self.values
+
+    def unscaled(self) -> list[Any]:
+        if self.divisor is None:
+            return self.as_they_are()
+        # Before they are unpacked: one operation for many small gradients.
+        return _Sums(gradients.unscale(self.values, self.divisor), None, self.unpack).as_they_are()

@@ -1,6 +1,36 @@
-"""Tables as text."""
+"""Tables as text: columns that are aligned, and of many rows the worst.
 
-from collections.abc import Collection, Iterator, Sequence
+A model has hundreds of layers, and what is said of all of them is not read. `shortened` is the one
+way in which the tools leave rows out: rows of equal layers in repeated blocks become one, the worst
+come first, and a last line says how many are missing.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+# So many rows are printed by default, and so many columns of characters.
+MOST, WIDTH = 10, 100
+
+# A text is not cut to less than this.
+_NARROWEST = 12
+
+_Item = TypeVar("_Item")
+
+
+class RankedRow(NamedTuple):
+    """A row of a table that may be shortened.
+
+    Attributes:
+        cells: tuple of str.
+        rank: how bad it is, as numbers: of two rows the one with the larger tuple is worse.
+        alike: what rows of equal layers have in common, besides their names.
+    """
+
+    cells: tuple[str, ...]
+    rank: tuple[float, ...] = ()
+    alike: Hashable = ()
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> Iterator[str]:
@@ -26,3 +56,149 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> Iter
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
+
+
+def shortened(
+    header: Sequence[str],
+    rows: Sequence[RankedRow],
+    most: int | None = MOST,
+    left: Collection[int] = (0,),
+    name: int = 0,
+) -> Iterator[str]:
+    """Yields the lines of a table of the worst rows, which is at most 100 characters wide.
+
+    Rows of equal layers are one, with the cells of the worst of them. Columns in which nothing
+    stands are left out, and what is too wide in columns of texts is cut in the middle.
+
+    Args:
+        header: the titles of the columns.
+        rows: sequence of `RankedRow`s.
+        most: int, how many rows are shown at most; None for all of them as they are, of any width.
+        left: ints. Which columns have texts, which are aligned to the left. Defaults to the first.
+        name: int. Which column has the paths. Defaults to the first.
+
+    Example:
+
+    >>> from keras_mp.support import text_tables
+    >>> rows = [text_tables.RankedRow((f"block_{i}/dense", str(i)), (i,)) for i in range(4)]
+    >>> rows += [text_tables.RankedRow(("head", "0"), (0,))]
+    >>> for line in text_tables.shortened(("layer", "lost"), rows, most=1):
+    ...     print(line)
+    layer              lost
+    block_[0-3]/dense     3
+    ... and 1 more row: to_text(rows=None)
+    """
+    if most is None:
+        yield from aligned([header, *(row.cells for row in rows)], left)
+        return
+    groups = merged(
+        sorted(rows, key=lambda row: row.rank, reverse=True),
+        lambda row: row.cells[name],
+        lambda row: (row.alike, *(cell == "" for cell in row.cells)),
+    )
+    lines = [tuple(header)]
+    for title, group in groups[:most]:
+        cells = list(group[0].cells)
+        cells[name] = title
+        lines.append(tuple(cells))
+    used = [i for i in range(len(header)) if i == name or any(line[i] for line in lines[1:])]
+    lines = [tuple(line[i] for i in used) for line in lines]
+    left = [used.index(i) for i in left if i in used]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+        widest = max(left, key=lambda i: widths[i])
+        if widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+    lines = [
+        [fitted(cell, width) for cell, width in zip(line, widths, strict=True)] for line in lines
+    ]
+    yield from aligned(lines, left)
+    yield from more(sum(len(group) for _, group in groups[most:]))
+
+
+def worst(
+    items: Sequence[_Item], rank: Callable[[_Item], tuple[float, ...]], most: int
+) -> list[_Item]:
+    """Returns the worst of what is to be shown, in the order in which it came.
+
+    Args:
+        items: sequence.
+        rank: called with each; of two, the one with the larger result is worse.
+        most: int. How many there may be.
+    """
+    places = sorted(range(len(items)), key=lambda i: rank(items[i]), reverse=True)[:most]
+    return [items[i] for i in sorted(places)]
+
+
+def more(count: int, what: str = "row") -> Iterator[str]:
+    """Yields a line that says how many rows are missing, if any are.
+
+    Args:
+        count: int.
+        what: str. What they are, one of them. Defaults to "row".
+    """
+    if count:
+        yield f"... and {count} more {what}{'s' * (count > 1)}: to_text(rows=None)"
+
+
+def merged(
+    items: Iterable[_Item],
+    name: Callable[[_Item], str],
+    alike: Callable[[_Item], Hashable] = lambda item: (),
+) -> list[tuple[str, list[_Item]]]:
+    """Puts those together whose names differ in numbers only, as those of repeated blocks do.
+
+    Args:
+        items: what is to be put together, the first of each group first.
+        name: called with each; returns its name.
+        alike: called with each; returns what those have in common that belong together.
+
+    Returns:
+        list of tuples of a name for all of a group, and the group.
+
+    Example:
+
+    >>> from keras_mp.support import text_tables
+    >>> text_tables.merged(["a_1/b", "c", "a_2/b", "a_4/b"], str)
+    [('a_[1-2,4]/b', ['a_1/b', 'a_2/b', 'a_4/b']), ('c', ['c'])]
+    """
+    groups: dict[Hashable, list[_Item]] = {}
+    for item in items:
+        groups.setdefault((re.sub(r"\d+", "#", name(item)), alike(item)), []).append(item)
+    return [(_common_name([name(each) for each in group]), group) for group in groups.values()]
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Breaks a text into lines that are no wider than a table.
+
+    Args:
+        text: str, of one line.
+        indent: str. What the lines after the first begin with. Defaults to nothing.
+    """
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
+def fitted(text: str, width: int) -> str:
+    """Cuts a text in the middle so that it has so many characters at most."""
+    if len(text) <= width:
+        return text
+    end = 2 * (width - 3) // 3
+    return f"{text[: width - 3 - end]}...{text[-end:]}"
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """One name for names that differ in numbers only."""
+    parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else f"[{_ranges(part)}]" for part in parts)
+
+
+def _ranges(numbers: Iterable[str]) -> str:
+    ranges: list[list[int]] = []
+    for number in sorted(set(map(int, numbers))):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [f"{low}-{high}" if high > low else f"{low}" for low, high in ranges]
+    return ",".join(texts if len(texts) <= 3 else [*texts[:2], "...", texts[-1]])

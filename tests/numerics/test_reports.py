@@ -39,22 +39,45 @@ def test_the_window_of_all_gradients():
 
 @once
 def test_the_table_has_a_line_for_each_row():
-    text = str(report(row(values=[0, 2.0**-30, 2.0**-40, 8]), row("output", "dense")))
+    text = report(row(values=[0, 2.0**-30, 2.0**-40, 8]), row("output", "dense")).table()
     lines = text.splitlines()
-    assert lines[0] == (
-        "float16 at a loss scale of 2^10; 10 of 100 steps counted; no gradient loses more than "
-        "0.1 % at: none"
+    head = " ".join(lines[: lines.index("")])
+    # What was zero may have been anything.
+    assert head.startswith(
+        "float16 at a loss scale of 2^10; 10 of 100 steps counted; of the values that are left, no "
+        "gradient loses more than 0.1 % at: none The zeros of 1 gradients"
     )
     cells = [line.split() for line in lines[lines.index("") + 1 :]]
-    fine = str(report(row(values=[2.0**-30, 2.0**4]), loss_scale=64.0))
+    fine = " ".join(str(report(row(values=[2.0**-30, 2.0**4]), loss_scale=64.0)).split())
     margins = "(the exponent of the scale is 0 from the low end and 5 from the high end)"
-    assert f"at: 2^6..2^11 {margins}" in fine
+    assert f"counted; no gradient loses more than 0.1 % at: 2^6..2^11 {margins}" in fine
     zero, to_zero = ["25.0", "%"], ["33.3", "%"]
     assert cells[1][:4] == ["gradient", "dense/kernel", "float16", "4"]
     assert cells[1][4:] == [*zero, "2^-40..2^3", *to_zero, *to_zero, "none"]
     # An output is not scaled.
     assert cells[2][-3:] == ["50.0", "%", "2^6..2^15"]
     assert "<0.1 %" in str(report(row(values=[2.0**-60, *[1.0] * 2000])))
+
+
+@once
+def test_what_is_printed_are_the_worst_rows():
+    blocks = [row(path=f"block_{i}/attention/kernel", values=[1.0, 2.0]) for i in range(12)]
+    others = [row(path=name, values=[2.0**-3]) for name in "abcdefghijklmn"]
+    lossy = row(path="block_7/up/kernel", values=[2.0**-60, 1.0])
+    wide = row("output gradient", "very_long_name/" * 20, "bfloat16", [2.0**-40, 2.0**70])
+    noise = row(path="block_3/attention/bias", values=[2.0**-50])
+    text = str(report(*blocks, *others, lossy, wide, noise))
+    assert max(map(len, text.splitlines())) <= 100
+    lines = text.splitlines()[text.splitlines().index("") + 2 :]
+    # An overflow, a loss, and then those that are nearest to one.
+    assert lines[0].startswith("output gradient  very_l")
+    assert lines[1].split()[:2] == ["gradient", "block_7/up/kernel"]
+    assert "block_[0-11]/attention/kernel" in lines[2]
+    assert [line.split()[1] for line in lines[3:10]] == list("abcdefg")
+    assert lines[10:] == ["... and 8 more rows: to_text(rows=None)"]
+    every = report(*blocks, *others, lossy, wide, noise).to_text(rows=None)
+    assert every.count("block_") == 14
+    assert "block_3/attention/bias (noise)" in every
 
 
 @once

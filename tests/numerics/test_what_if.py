@@ -95,10 +95,12 @@ def test_tables_and_files(tmp_path):
     model = model_with_dropout()
     model.compile("sgd", "mse")
     result = what_if(model, x, y, dtypes=["float16"], scales=[1.0, 2.0**5])
-    first, head, *rows = str(result).splitlines()
-    assert first.startswith("float16: no gradient loses more than 0.1 % at ")
-    assert head.split() == ["gradient,", "float16", "2^0", "2^5"]
-    assert len([row for row in rows if "/" in row]) == 6
+    for text in (str(result), result.to_text(rows=None)):
+        first, head, *rows = text.splitlines()
+        assert first.startswith("float16: no gradient loses more than 0.1 % at ")
+        assert head.split() == ["gradient,", "float16", "2^0", "2^5"]
+        assert len([row for row in rows if "/" in row]) == 6
+    assert "more rows" in result.table("float16", rows=2)
     result.to_csv(tmp_path / "a.csv")
     lines = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
     found = result["float16", 1.0]["gradient", "dense/kernel"]

@@ -1,0 +1,71 @@
+"""A line on the terminal that says how far something is that takes long."""
+
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+from keras_mp.support import text_tables
+
+# Seconds until there is a line, and between two of them.
+_PATIENCE, _PERIOD = 5.0, 1.0
+
+
+class Progress:
+    """Shows on stderr what a tool is doing, from the sixth second on; nothing if no terminal.
+
+    A context manager around the work, which calls `begin` for each part of it.
+
+    Args:
+        tool: str. What the line begins with.
+        parts: int. How many parts the work has.
+
+    Example:
+
+    >>> from keras_mp.support.progress import Progress
+    >>> with Progress("compare", parts=2) as progress:
+    ...     progress.begin("in float32")
+    ...     progress.text()
+    'compare: in float32 (1 of 2), 0 s'
+    """
+
+    def __init__(self, tool: str, parts: int) -> None:
+        self._tool, self._parts = tool, parts
+        self._part, self._number = "", 0
+        self._started = time.monotonic()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, part: str) -> None:
+        """Says which part begins.
+
+        Args:
+            part: str. What it is.
+        """
+        self._part, self._number = part, self._number + 1
+
+    def text(self) -> str:
+        """Returns the line, as it would be shown now."""
+        seconds = time.monotonic() - self._started
+        return f"{self._tool}: {self._part} ({self._number} of {self._parts}), {seconds:.0f} s"
+
+    def __enter__(self) -> "Progress":
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._thread = threading.Thread(target=self._show, args=(sys.stderr,), daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _show(self, terminal: TextIO) -> None:
+        wait = _PATIENCE
+        while not self._stopped.wait(wait):
+            terminal.write(f"\r{self.text()[: text_tables.WIDTH]:{text_tables.WIDTH}}")
+            terminal.flush()
+            wait = _PERIOD
+        if wait == _PERIOD:
+            terminal.write(f"\r{'':{text_tables.WIDTH}}\r")
+            terminal.flush()
