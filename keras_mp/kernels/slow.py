@@ -11,6 +11,7 @@ float16 that were so many times slower on each CPU that was measured. This modul
 only.
 """
 
+import functools
 import math
 import os
 import threading
@@ -29,6 +30,9 @@ _SLOW = 1.25
 _TURNS = 5
 # By operation and dtype: how many times as long as float32's with casts; 0 if it cannot be run.
 Ratios = dict[str, dict[str, float]]
+
+# oneDNN's gradient of the largest needs what its forward pass notes, so both are in one dtype.
+_TIMED_WITH_GRADIENTS = {"MaxPool"}
 
 _lock = threading.RLock()
 _known: dict[tuple[str, str], float] = {}
@@ -85,33 +89,25 @@ def _elementwise(expected: float, **last: float) -> Callable[..., tuple[dict[str
     return example
 
 
-def _pooling(*, backward: bool, largest: bool) -> Callable[..., tuple[dict[str, Any], float]]:
-    """Returns an example of pooling windows of 2x2.
+_WINDOWS = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
+_IMAGES, _POOLED = [4, 32, 32, 64], [4, 16, 16, 64]
 
-    Args:
-        backward: bool. Whether it is that of the gradient.
-        largest: bool. Whether the largest of each window is taken, and not the mean.
-    """
 
-    def example(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-        how = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
-        images, pooled = [4, 32, 32, 64], [4, 16, 16, 64]
-        y = tf.ones(pooled, dtype)
-        if not largest:
-            arguments = {"value": tf.ones(images, dtype)}
-            if backward:
-                arguments = {"orig_input_shape": images, "grad": y}
-            return {**how, **arguments}, 0.25 if backward else 1.0
-        x = _noise(dtype, 8.0, *images)
-        if not backward:
-            return {**how, "input": x}, 8.0
-        maxima = tf.reduce_max(tf.reshape(x, [4, 16, 2, 16, 2, 64]), [2, 4])
-        return {**how, "orig_input": x, "orig_output": maxima, "grad": y}, 1.0
+def _largest_of_windows(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+    return {**_WINDOWS, "input": _noise(dtype, 8.0, *_IMAGES)}, 8.0
 
-    return example
+
+def _mean_of_windows(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+    return {**_WINDOWS, "value": tf.ones(_IMAGES, dtype)}, 1.0
+
+
+def _gradient_of_means(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+    arguments = {"orig_input_shape": _IMAGES, "grad": tf.ones(_POOLED, dtype)}
+    return {**_WINDOWS, **arguments}, 0.25
 
 
 _2D, _3D = (4, 16, 16, 64), (2, 8, 8, 8, 32)
+_DEPTHWISE = (4, 32, 32, 64)
 
 KERNELS = {
     "Conv2DBackpropFilter": Kernel(
@@ -130,17 +126,17 @@ KERNELS = {
     "DepthwiseConv2dNative": Kernel(
         "gen_nn_ops",
         ("depthwise_conv2d_native",),
-        _convolution(*_2D, wants="output", depthwise=True),
+        _convolution(*_DEPTHWISE, wants="output", depthwise=True),
     ),
     "DepthwiseConv2dNativeBackpropFilter": Kernel(
         "gen_nn_ops",
         ("depthwise_conv2d_native_backprop_filter",),
-        _convolution(*_2D, wants="filter", depthwise=True),
+        _convolution(*_DEPTHWISE, wants="filter", depthwise=True),
     ),
     "DepthwiseConv2dNativeBackpropInput": Kernel(
         "gen_nn_ops",
         ("depthwise_conv2d_native_backprop_input",),
-        _convolution(*_2D, wants="input", depthwise=True),
+        _convolution(*_DEPTHWISE, wants="input", depthwise=True),
     ),
     **{
         op: Kernel("gen_math_ops", (name,), example)
@@ -167,10 +163,9 @@ KERNELS = {
             ("Softplus", "softplus", _elementwise(64.0, features=64)),
             ("SoftplusGrad", "softplus_grad", _elementwise(0.5, gradients=1, features=0)),
             ("Softmax", "softmax", _elementwise(1.0, logits=200)),
-            ("MaxPool", "max_pool", _pooling(backward=False, largest=True)),
-            ("MaxPoolGrad", "max_pool_grad", _pooling(backward=True, largest=True)),
-            ("AvgPool", "avg_pool", _pooling(backward=False, largest=False)),
-            ("AvgPoolGrad", "avg_pool_grad", _pooling(backward=True, largest=False)),
+            ("MaxPool", "max_pool", _largest_of_windows),
+            ("AvgPool", "avg_pool", _mean_of_windows),
+            ("AvgPoolGrad", "avg_pool_grad", _gradient_of_means),
         )
     },
 }
@@ -237,12 +232,22 @@ def _ratio(op: str, dtype: tf.DType) -> float:
 def _measure(op: str, dtype: tf.DType) -> float:
     own = getattr(tf.raw_ops, op)
     arguments, _ = KERNELS[op].example(dtype, None)
-    steps = {
-        "own": lambda: last_value(own(**arguments)).numpy(),
-        "float32": lambda: last_value(in_float32(own, **arguments)).numpy(),
-    }
+    tensors = {name: each for name, each in arguments.items() if tf.is_tensor(each)}
+    others = {name: each for name, each in arguments.items() if name not in tensors}
+
+    def step(compute: Callable[..., tf.Tensor]) -> Callable[[], Any]:
+        # In a function, as a training step is: there, oneDNN has more float32 kernels.
+        @tf.function(autograph=False)
+        def run(tensors: dict[str, tf.Tensor]) -> tf.Tensor:
+            y = compute(**tensors, **others)
+            # `tf.init_scope` stops tapes.
+            return tf.gradients(y, [*tensors.values()])[0] if op in _TIMED_WITH_GRADIENTS else y
+
+        return lambda: last_value(run(tensors)).numpy()
+
+    steps = {"own": step(own), "float32": step(functools.partial(in_float32, own))}
     try:
-        turns.take(steps, 1)  # Kernels are made when they are called first.
+        turns.take(steps, 2)  # Functions are traced, and kernels made, when they are called first.
         seconds = turns.undisturbed(turns.take(steps, _TURNS))
     except (tf.errors.OpError, ValueError):
         return 0.0

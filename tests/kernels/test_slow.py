@@ -151,6 +151,14 @@ def test_a_kernel_that_cannot_be_run_is_not_slow(clock, monkeypatch):
     assert not slow.is_slow("Tanh", "float16")
 
 
+@pytest.mark.parametrize("op", ["MaxPool", "TanhGrad"])
+def test_a_clock_runs_wherever_it_is_asked(op, monkeypatch):
+    monkeypatch.setattr(slow, "_known", {})
+    monkeypatch.setenv("KERAS_MP_MEASURE", "1")
+    tf.function(lambda: slow.is_slow(op, "float16")).get_concrete_function()
+    assert slow._known[op, "float16"] > 0
+
+
 def test_all_kernels_are_timed_in_both_dtypes(clock):
     clock(2.0)
     found = slow.ratios()
