@@ -5,13 +5,13 @@ float32's kernel with casts around it: where it takes less time than the 16-bit 
 worth replacing.
 """
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from benchmarks import common
+from keras_mp.support import turns
 
 _TURNS = 9
 _VARIANTS = {
@@ -53,13 +53,9 @@ def _dropout(x: tf.Tensor) -> tf.Tensor:
 OPERATIONS = {
     "matrix product": _Operation(tf.linalg.matmul, [(1024, 512), (512, 512)]),
     "batch of products": _Operation(tf.linalg.matmul, [(64, 128, 64), (64, 64, 128)]),
-    "Conv1D": _Operation(
-        lambda x, k: tf.nn.conv1d(x, k, 1, "SAME"), [(16, 128, 64), (3, 64, 64)]
-    ),
+    "Conv1D": _Operation(lambda x, k: tf.nn.conv1d(x, k, 1, "SAME"), [(16, 128, 64), (3, 64, 64)]),
     "Conv2D": _Operation(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (3, 3, 64, 64)]),
-    "Conv2D, 1x1": _Operation(
-        lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (1, 1, 64, 64)]
-    ),
+    "Conv2D, 1x1": _Operation(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (1, 1, 64, 64)]),
     "Conv2D, stride 2": _Operation(
         lambda x, k: tf.nn.conv2d(x, k, 2, "SAME"), [_IMAGE, (3, 3, 64, 64)]
     ),
@@ -124,17 +120,12 @@ def run() -> dict:
     return found
 
 
-def _cells(milliseconds: dict[str, list[float]]) -> list[str]:
-    reference = milliseconds["float32"]
-    ratios = [
-        statistics.median(a / b for a, b in zip(turns, reference))
-        for variant, turns in milliseconds.items()
-        if variant != "float32"
-    ]
-    return [f"{statistics.median(reference):.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
+def _cells(milliseconds: dict[str, float]) -> list[str]:
+    reference, *others = milliseconds.values()
+    return [f"{reference:.1f}", *(f"{each / reference:.2f}" for each in others)]
 
 
-def _measure(operation: _Operation) -> dict[str, dict[str, list[float]]]:
+def _measure(operation: _Operation) -> dict[str, dict[str, float]]:
     inputs = [
         tf.random.stateless_normal(shape, seed=[1, i]) for i, shape in enumerate(operation.shapes)
     ]
@@ -144,8 +135,9 @@ def _measure(operation: _Operation) -> dict[str, dict[str, list[float]]]:
             variant: _step(operation, inputs, dtype, casts, backward)
             for variant, (dtype, casts) in _VARIANTS.items()
         }
-        seconds = common.interleaved(steps, _TURNS)
-        found[part] = {name: [1000 * each for each in turns] for name, turns in seconds.items()}
+        turns.take(steps, 2)
+        seconds = turns.undisturbed(turns.take(steps, _TURNS))
+        found[part] = {name: 1000 * each for name, each in seconds.items()}
     return found
 
 

@@ -14,7 +14,7 @@ SUBPACKAGES = {
     "kernels": {"kernels", "support"},
     "step": {"step", "variables", "support"},
     "master_weights": {"master_weights", "step", "support"},
-    "hardware": {"hardware", "support"},
+    "hardware": {"hardware", "kernels", "support"},
     "op_autocast": {"op_autocast", "hardware", "variables", "kernels", "support"},
     "grappler": {"grappler", "support"},
     "keras_api": {"keras_api", "step", "variables", "kernels", "support"},

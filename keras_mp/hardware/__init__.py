@@ -129,10 +129,12 @@ def why_slow(dtype: str) -> str | None:
 
 
 def speeds(anew: bool = False) -> Speeds | None:
-    """Returns how fast the first GPU, or else the CPU, multiplies matrices and convolves.
+    """Returns how fast the first GPU, or else the CPU, trains with products and convolutions.
 
-    That is measured once in a process, in part of a second, for this CPU, device, TensorFlow and
-    number of threads. Measuring initializes TensorFlow: configure devices and threads before.
+    What is timed is the forward pass and both gradients, with those convolutions in float32 inside
+    that keras_mp computes so on this CPU, since their own kernels are slower. That is measured
+    once in a process, in part of a second, for this CPU, device, TensorFlow and number of threads.
+    Measuring initializes TensorFlow: configure devices and threads before.
     `python -m keras_mp.hardware` remembers it for later programs in `$XDG_CACHE_HOME/keras_mp`
     (`~/.cache/keras_mp`), and so does each program for which the environment variable
     `KERAS_MP_CACHE` names a folder. Nothing else writes a file.

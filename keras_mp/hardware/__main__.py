@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_mp import hardware
 from keras_mp.hardware import stopwatch, tables, verdicts
+from keras_mp.kernels import slow
 from keras_mp.support import text_tables
 
 _OUTPUT = "keras_mp_check.json"
@@ -31,9 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m keras_mp.hardware",
-        description="Times a matrix product and a convolution in float32, bfloat16 and float16 on "
-        "the device that TensorFlow computes on, remembers that for later programs, and says "
-        "which policy is the fastest here.",
+        description="Times a matrix product and a convolution, forward and backward, in float32, "
+        "bfloat16 and float16 on the device that TensorFlow computes on, and on CPUs the kernels "
+        "that may be slow in 16 bits; remembers that for later programs, and says which policy is "
+        "the fastest here.",
     )
     parser.add_argument(
         "--check",
@@ -93,6 +95,8 @@ def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
         yield f"{dtype} is fast here." if reason is None else f"{dtype} is slow here: {reason}"
     name, reason = verdicts.best_policy()
     yield f"Best policy: {name}, since {reason}"
+    if speeds is not None and not tables.gpus():
+        yield from _slow_kernels()
 
 
 def _device() -> str:
@@ -110,6 +114,21 @@ def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
         for operation, by_dtype in speeds.items()
     ]
     return text_tables.aligned(rows)
+
+
+def _slow_kernels() -> Iterator[str]:
+    """Names the operations that compute in float32 inside, with how slow their own kernels are."""
+    for dtype in ("bfloat16", "float16"):
+        found = [
+            f"{op} ({by_dtype[dtype]:.1f})"
+            for op, by_dtype in slow.ratios().items()
+            if slow.is_slow(op, dtype)
+        ]
+        if found:
+            yield (
+                f"In {dtype} these are computed in float32 inside, as that is so many times as "
+                f"fast: {', '.join(found)}"
+            )
 
 
 def _cell(by_dtype: dict[str, float], dtype: str) -> str:

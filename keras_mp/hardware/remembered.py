@@ -17,7 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hardware.stopwatch import DTYPES, OPERATIONS, Speeds
+from keras_mp.kernels.slow import Ratios
 
+# Of what is written. Before 2 only the forward pass was timed.
+_FORMAT = 2
 _CPU_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 # They say which kernels TensorFlow chooses.
 _ENVIRONMENT = ("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")
@@ -60,26 +63,51 @@ def read(machine: dict[str, Any]) -> Speeds | None:
     Args:
         machine: what `describe` returned.
     """
+    stored = _stored(machine)
     try:
-        stored = json.loads(_path(machine).read_text())
         speeds = {
             operation: {dtype: float(stored["speeds"][operation][dtype]) for dtype in DTYPES}
             for operation in OPERATIONS
         }
-        is_same = stored["machine"] == machine
-    except (OSError, RuntimeError, ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError):
         return None
     numbers = [number for by_dtype in speeds.values() for number in by_dtype.values()]
     are_speeds = all(math.isfinite(number) and number > 0 for number in numbers)
-    return speeds if is_same and are_speeds else None
+    return speeds if are_speeds else None
 
 
-def write(machine: dict[str, Any], speeds: Speeds) -> None:
+def read_kernels(machine: dict[str, Any]) -> Ratios:
+    """Returns how slow 16-bit kernels are, as far as it is known; empty where it is not.
+
+    Args:
+        machine: what `describe` returned.
+    """
+    try:
+        return {
+            op: {dtype: float(ratio) for dtype, ratio in by_dtype.items()}
+            for op, by_dtype in _stored(machine)["kernels"].items()
+        }
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return {}
+
+
+def _stored(machine: dict[str, Any]) -> Any:
+    """What the file of a machine says, if it is of this format; else an empty dict."""
+    try:
+        stored = json.loads(_path(machine).read_text())
+        is_known = stored["machine"] == machine and stored["format"] == _FORMAT
+    except (OSError, RuntimeError, ValueError, TypeError, LookupError):
+        return {}
+    return stored if is_known else {}
+
+
+def write(machine: dict[str, Any], speeds: Speeds, kernels: Ratios | None = None) -> None:
     """Remembers the speeds of a machine, if there is a place for it.
 
     Args:
         machine: what `describe` returned.
         speeds: what `read` is to return.
+        kernels: what `read_kernels` is to return. Defaults to None, which is nothing.
     """
     with contextlib.suppress(OSError, RuntimeError):
         path = _path(machine)
@@ -87,7 +115,13 @@ def write(machine: dict[str, Any], speeds: Speeds) -> None:
         # Whole or not at all, whatever else is reading or writing.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             whole = pathlib.Path(folder) / path.name
-            whole.write_text(json.dumps({"machine": machine, "speeds": speeds}, indent=1))
+            found = {
+                "format": _FORMAT,
+                "machine": machine,
+                "speeds": speeds,
+                "kernels": kernels or {},
+            }
+            whole.write_text(json.dumps(found, indent=1))
             whole.replace(path)
 
 

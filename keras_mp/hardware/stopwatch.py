@@ -1,11 +1,19 @@
-"""How fast a device computes a matrix product and a convolution, in each dtype. TensorFlow only."""
+"""How fast a device trains with a matrix product and a convolution, in each dtype.
 
-import statistics
-import time
+What is timed is the forward pass and both gradients: a dtype can be as fast as float32 in the first
+and many times slower in the others. Convolutions that keras_mp computes in float32 inside, since
+that is faster, are timed so. This module needs TensorFlow only.
+"""
+
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import tensorflow as tf
+
+from keras_mp.kernels import slow
+from keras_mp.support import turns as clock
+from keras_mp.support.turns import Turn, fastest, undisturbed
 
 DTYPES = ("float32", "bfloat16", "float16")
 MATRIX_PRODUCT, CONVOLUTION = OPERATIONS = ("matrix product", "convolution")
@@ -19,8 +27,8 @@ _FEWEST_TURNS = 3
 _LARGE_ENOUGH = 0.002
 # There are CPUs on which a dtype is 90 times slower. Of that a small problem is enough.
 _MUCH_SLOWER = 16
-# On a busy machine the median of the turns takes longer than the fastest by more than that.
-_CALM = 1.25
+# A gradient takes as many floating-point operations as the forward pass, and there are two.
+_PASSES = 3
 
 _IMAGE, _CHANNELS, _KERNEL = 32, 64, 3
 
@@ -29,30 +37,18 @@ class _Problem(NamedTuple):
     """Something to compute.
 
     Attributes:
-        operation: what computes it.
+        operation: what computes the output and the gradients of the arguments.
         arguments: float32 tensors.
         count: number of floating-point operations that it takes.
     """
 
-    operation: Callable[..., tf.Tensor]
+    operation: Callable[..., list[tf.Tensor]]
     arguments: tuple[tf.Tensor, ...]
     count: int
 
 
-class Turn(NamedTuple):
-    """How long a call took.
-
-    Attributes:
-        wall: seconds on the clock.
-        cpu: seconds that all threads of this process computed.
-    """
-
-    wall: float
-    cpu: float
-
-
 def measure(device: str) -> Speeds:
-    """Times a matrix product and a convolution in float32, bfloat16 and float16.
+    """Times a matrix product and a convolution, forward and backward, in each dtype.
 
     To be called in eager.
 
@@ -72,43 +68,38 @@ def measure(device: str) -> Speeds:
     return speeds
 
 
-def fastest(turns: dict[str, list[Turn]]) -> dict[str, float]:
-    """Seconds of each dtype's fastest turn. Other load can only make a turn slower."""
-    return {dtype: min(turn.wall for turn in of_dtype) for dtype, of_dtype in turns.items()}
-
-
-def undisturbed(turns: dict[str, list[Turn]]) -> dict[str, float]:
-    """Seconds that each dtype would take on a CPU that has nothing else to do.
-
-    Threads that wait for a core do not compute, so while others use the cores, it is the time in
-    which this process computes that tells how the dtypes compare.
-
-    Args:
-        turns: by dtype, what took turns with the others.
-    """
-    seconds = fastest(turns)
-    medians = {d: statistics.median(turn.wall for turn in turns[d]) for d in turns}
-    computed = {d: statistics.median(turn.cpu for turn in turns[d]) for d in turns}
-    is_calm = all(medians[d] < _CALM * seconds[d] for d in turns)
-    # Some systems count CPU time in steps that are longer than a turn.
-    if is_calm or min(computed.values()) == 0:
-        return seconds
-    threads = max(turn.cpu / turn.wall for of_dtype in turns.values() for turn in of_dtype)
-    return {dtype: computed[dtype] / threads for dtype in turns}
-
-
 def _matrix_products() -> Iterator[_Problem]:
     for size in (256, 512, 1024, 2048, 4096):
         a, b = _random([size, size]), _random([size, size])
-        yield _Problem(tf.linalg.matmul, (a, b), 2 * size**3)
+        yield _Problem(_multiply, (a, b), _PASSES * 2 * size**3)
+
+
+def _multiply(a: tf.Tensor, b: tf.Tensor) -> list[tf.Tensor]:
+    y = tf.linalg.matmul(a, b)
+    return [
+        y,
+        tf.linalg.matmul(y, b, transpose_b=True),
+        tf.linalg.matmul(a, y, transpose_a=True),
+    ]
 
 
 def _convolutions() -> Iterator[_Problem]:
     kernel = _random([_KERNEL, _KERNEL, _CHANNELS, _CHANNELS])
     for batch in (1, 4, 16, 64, 256):
         images = _random([batch, _IMAGE, _IMAGE, _CHANNELS])
-        count = 2 * batch * (_IMAGE * _KERNEL * _CHANNELS) ** 2
-        yield _Problem(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), (images, kernel), count)
+        count = _PASSES * 2 * batch * (_IMAGE * _KERNEL * _CHANNELS) ** 2
+        yield _Problem(_convolve, (images, kernel), count)
+
+
+def _convolve(x: tf.Tensor, kernel: tf.Tensor) -> list[tf.Tensor]:
+    how = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    y = tf.raw_ops.Conv2D(input=x, filter=kernel, **how)
+    gradient = functools.partial(slow.compute, out_backprop=y, **how)
+    return [
+        y,
+        gradient("Conv2DBackpropInput", input_sizes=x.shape, filter=kernel),
+        gradient("Conv2DBackpropFilter", input=x, filter_sizes=kernel.shape),
+    ]
 
 
 def _random(shape: list[int]) -> tf.Tensor:
@@ -142,14 +133,9 @@ def _race(problems: Iterator[_Problem]) -> tuple[int, dict[str, list[Turn]]]:
 def _take_turns(
     problem: _Problem, arguments: dict[str, list[tf.Tensor]], count: int
 ) -> dict[str, list[Turn]]:
-    turns: dict[str, list[Turn]] = {dtype: [] for dtype in DTYPES}
-    order = list(DTYPES)
-    for _ in range(count):
-        for dtype in order:
-            start = time.perf_counter(), time.process_time()
-            # A device may return before it has computed; of a number that is read it has.
-            problem.operation(*arguments[dtype])[0, 0].numpy()
-            end = time.perf_counter(), time.process_time()
-            turns[dtype].append(Turn(end[0] - start[0], end[1] - start[1]))
-        order.append(order.pop(0))  # What comes after a slow one has the caches against it.
-    return turns
+    def step(dtype: str) -> None:
+        # A device may return before it has computed; of a number that is read it has.
+        for result in problem.operation(*arguments[dtype]):
+            result[0, 0].numpy()
+
+    return clock.take({dtype: functools.partial(step, dtype) for dtype in DTYPES}, count)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_mp.hardware import remembered, stopwatch, tables
 from keras_mp.hardware.stopwatch import OPERATIONS, Speeds
+from keras_mp.kernels import slow
 from keras_mp.support import host, regions
 
 # Figures have some noise, and in a model there are casts, which take time too.
@@ -43,12 +44,16 @@ def speeds(measure: bool, anew: bool = False, remember: bool = False) -> Speeds 
     with _lock:  # Two clocks at once would disturb each other.
         if anew or key not in _known:
             found = remembered.read(machine) if _is_on() and not anew else None
-            if found is None:
+            if found is not None:
+                slow.learn(remembered.read_kernels(machine))
+            else:
                 if tables.has_tpu() or not measure or not _can_measure_now():
                     return None
+                if anew:
+                    slow.forget()
                 found = _measure("GPU:0" if gpus else "CPU:0")
                 if found is not None and (remember or os.environ.get("KERAS_MP_CACHE")):
-                    remembered.write(machine, found)
+                    remembered.write(machine, found, {} if gpus else _kernels())
             _known[key] = found
         return copy.deepcopy(_known[key])
 
@@ -68,6 +73,11 @@ def _measure(device: str) -> Speeds | None:
             return stopwatch.measure(device)
     except tf.errors.OpError:  # No kernel, or no memory: then nothing can be said.
         return None
+
+
+def _kernels() -> slow.Ratios:
+    with tf.init_scope():
+        return slow.ratios()
 
 
 def why_slow(dtype: str, figures: Speeds | None) -> str | None:

@@ -1,30 +1,41 @@
-"""Convolutions whose float16 kernels are many times slower than float32's with casts around them.
+"""Operations whose 16-bit kernels are slower than float32's with casts around them.
 
-TensorFlow has no fast float16 kernels for most of these on CPUs. On one with AVX512-FP16 the
+TensorFlow has no fast float16 kernels for most convolutions on CPUs. On one with AVX512-FP16 the
 gradient of a filter takes hundreds of times as long as in float32, on one without it twelve times.
-Computed in float32 inside, and rounded once, they are faster and no less exact.
+Activations and pooling are slower by less: 1.3 to 9 times, some in bfloat16 too. Computed in
+float32 inside, and rounded once, they are faster and no less exact.
 
-A kernel is timed once in a process, when it is needed first. What is a little slower stays as it
-is: what a program computes must not depend on what else the machine is doing. With
-`KERAS_MP_MEASURE=0` in the environment nothing is timed, and the kernels count as slow in float16
-that were so on each CPU that was measured. This module needs TensorFlow only.
+A kernel is timed once in a process, when it is needed first, unless `learn` was told how it does.
+With `KERAS_MP_MEASURE=0` in the environment nothing is timed, and the kernels count as slow in
+float16 that were so many times slower on each CPU that was measured. This module needs TensorFlow
+only.
 """
 
 import functools
 import math
 import os
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Kernel, Table, last_value
-from keras_mp.support import regions
+from keras_mp.kernels.replaced import Kernel, Table, in_float32, last_value
+from keras_mp.support import regions, turns
+from keras_mp.support.dtypes import LOW_PRECISION
 
-# Noise does not make a kernel as slow as this, compared with float32.
-_MANY_TIMES = 3
-_TURNS = 2
+# How many times as long as float32's with casts a kernel takes that counts as slow. A model gains
+# little by less, and noise may decide it.
+_SLOW = 1.25
+_TURNS = 5
+# By operation and dtype: how many times as long as float32's with casts; 0 if it cannot be run.
+Ratios = dict[str, dict[str, float]]
+
+# oneDNN's gradient of the largest needs what its forward pass notes, so both are in one dtype.
+_TIMED_WITH_GRADIENTS = {"MaxPool"}
+
+_lock = threading.RLock()
+_known: dict[tuple[str, str], float] = {}
 
 
 def _convolution(
@@ -58,7 +69,45 @@ def _convolution(
     return example
 
 
+def _noise(dtype: tf.DType, last: float, *shape: int) -> tf.Tensor:
+    """Random numbers, as some kernels are slow where signs change, and a last one that is known."""
+    numbers = tf.random.stateless_normal([math.prod(shape) - 1], seed=[0, 0])
+    return tf.cast(tf.reshape(tf.concat([numbers, [last]], 0), shape), dtype)
+
+
+def _elementwise(expected: float, **last: float) -> Callable[..., tuple[dict[str, Any], float]]:
+    """Returns an example of an operation on numbers one by one.
+
+    Args:
+        expected: float. The last value of the result.
+        **last: floats. The last values of the arguments.
+    """
+
+    def example(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+        return {name: _noise(dtype, x, 1024, 512) for name, x in last.items()}, expected
+
+    return example
+
+
+_WINDOWS = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
+_IMAGES, _POOLED = [4, 32, 32, 64], [4, 16, 16, 64]
+
+
+def _largest_of_windows(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+    return {**_WINDOWS, "input": _noise(dtype, 8.0, *_IMAGES)}, 8.0
+
+
+def _mean_of_windows(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+    return {**_WINDOWS, "value": tf.ones(_IMAGES, dtype)}, 1.0
+
+
+def _gradient_of_means(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+    arguments = {"orig_input_shape": _IMAGES, "grad": tf.ones(_POOLED, dtype)}
+    return {**_WINDOWS, **arguments}, 0.25
+
+
 _2D, _3D = (4, 16, 16, 64), (2, 8, 8, 8, 32)
+_DEPTHWISE = (4, 32, 32, 64)
 
 KERNELS = {
     "Conv2DBackpropFilter": Kernel(
@@ -77,56 +126,145 @@ KERNELS = {
     "DepthwiseConv2dNative": Kernel(
         "gen_nn_ops",
         ("depthwise_conv2d_native",),
-        _convolution(*_2D, wants="output", depthwise=True),
+        _convolution(*_DEPTHWISE, wants="output", depthwise=True),
     ),
     "DepthwiseConv2dNativeBackpropFilter": Kernel(
         "gen_nn_ops",
         ("depthwise_conv2d_native_backprop_filter",),
-        _convolution(*_2D, wants="filter", depthwise=True),
+        _convolution(*_DEPTHWISE, wants="filter", depthwise=True),
     ),
     "DepthwiseConv2dNativeBackpropInput": Kernel(
         "gen_nn_ops",
         ("depthwise_conv2d_native_backprop_input",),
-        _convolution(*_2D, wants="input", depthwise=True),
+        _convolution(*_DEPTHWISE, wants="input", depthwise=True),
     ),
+    **{
+        op: Kernel("gen_math_ops", (name,), example)
+        for op, name, example in (
+            ("Tanh", "tanh", _elementwise(0.0, x=0)),
+            ("TanhGrad", "tanh_grad", _elementwise(0.75, y=0.5, dy=1)),
+            ("Sigmoid", "sigmoid", _elementwise(0.5, x=0)),
+            ("SigmoidGrad", "sigmoid_grad", _elementwise(0.25, y=0.5, dy=1)),
+            ("Erf", "erf", _elementwise(0.0, x=0)),
+            ("Exp", "exp", _elementwise(1.0, x=0)),
+        )
+    },
+    **{
+        op: Kernel("gen_nn_ops", (name,), example)
+        for op, name, example in (
+            ("Elu", "elu", _elementwise(0.5, features=0.5)),
+            ("EluGrad", "elu_grad", _elementwise(0.5, gradients=1, outputs=-0.5)),
+            ("LeakyRelu", "leaky_relu", _elementwise(0.5, features=0.5)),
+            (
+                "LeakyReluGrad",
+                "leaky_relu_grad",
+                _elementwise(1.0, gradients=1, features=0.5),
+            ),
+            ("Softplus", "softplus", _elementwise(64.0, features=64)),
+            ("SoftplusGrad", "softplus_grad", _elementwise(0.5, gradients=1, features=0)),
+            ("Softmax", "softmax", _elementwise(1.0, logits=200)),
+            ("MaxPool", "max_pool", _largest_of_windows),
+            ("AvgPool", "avg_pool", _mean_of_windows),
+            ("AvgPoolGrad", "avg_pool_grad", _gradient_of_means),
+        )
+    },
 }
 
 
-@functools.cache
+def ratios() -> Ratios:
+    """Returns how many times as long as float32's with casts all kernels take on the CPU.
+
+    Those that are not known are timed, so it is to be called in eager.
+    """
+    return {op: {dtype.name: _ratio(op, dtype) for dtype in LOW_PRECISION} for op in KERNELS}
+
+
+def learn(known: Mapping[str, Mapping[str, float]]) -> None:
+    """Takes over what was measured before. What this process has measured itself stays.
+
+    Args:
+        known: what `ratios` returned.
+    """
+    with _lock:
+        for op, by_dtype in known.items():
+            for dtype, ratio in by_dtype.items():
+                _known.setdefault((op, dtype), ratio)
+
+
+def forget() -> None:
+    """Lets all kernels be timed anew."""
+    with _lock:
+        _known.clear()
+
+
+def compute(op: str, **arguments: Any) -> tf.Tensor:
+    """Computes an operation, in float32 inside if its kernel is slow.
+
+    Args:
+        op: str. A key of `KERNELS`.
+        **arguments: those of the raw operation.
+    """
+    own = getattr(tf.raw_ops, op)
+    dtype = next(each.dtype for each in arguments.values() if tf.is_tensor(each))
+    return in_float32(own, **arguments) if is_slow(op, dtype) else own(**arguments)
+
+
 def _is_slow(op: str, example: Callable[..., Any], dtype: tf.DType, case: Any, device: str) -> bool:
-    """Whether a kernel takes many times as long as float32's with casts around it."""
+    """Whether a kernel takes longer than float32's with casts around it."""
+    del example, case
     if device != "CPU":
         return False
     with tf.init_scope(), regions.none():
         if not tf.executing_eagerly() or os.environ.get("KERAS_MP_MEASURE") == "0":
             # As on each CPU that was measured; depthwise ones were fast on some.
-            return dtype == tf.float16 and not op.startswith("Depthwise")
-        compute = getattr(tf.raw_ops, op)
-        with tf.device("CPU:0"):
-            own, _ = example(dtype, case)
-
-            def in_float32() -> tf.Tensor:
-                cast = {
-                    name: tf.cast(value, tf.float32) if tf.is_tensor(value) else value
-                    for name, value in own.items()
-                }
-                return tf.cast(compute(**cast), dtype)
-
-            try:
-                return _seconds(lambda: compute(**own)) > _MANY_TIMES * _seconds(in_float32)
-            except (tf.errors.OpError, ValueError):
-                return False
+            return dtype == tf.float16 and op.startswith("Conv")
+        return _ratio(op, dtype) > _SLOW
 
 
-def _seconds(compute: Callable[[], tf.Tensor]) -> float:
-    """The time of the fastest turn: other programs only make it slower."""
-    seconds = []
-    for _ in range(1 + _TURNS):
-        start = time.perf_counter()
-        last_value(compute()).numpy()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+def _ratio(op: str, dtype: tf.DType) -> float:
+    with _lock:  # Two clocks at once would disturb each other.
+        if (op, dtype.name) not in _known:
+            with tf.device("CPU:0"), regions.none():
+                _known[op, dtype.name] = _measure(op, dtype)
+        return _known[op, dtype.name]
 
 
-_TABLE = Table(KERNELS, "and may be slow in float16", asks=_is_slow)
+def _measure(op: str, dtype: tf.DType) -> float:
+    own = getattr(tf.raw_ops, op)
+    arguments, _ = KERNELS[op].example(dtype, None)
+    tensors = {name: each for name, each in arguments.items() if tf.is_tensor(each)}
+    others = {name: each for name, each in arguments.items() if name not in tensors}
+
+    def step(compute: Callable[..., tf.Tensor]) -> Callable[[], Any]:
+        # In a function, as a training step is: there, oneDNN has more float32 kernels.
+        @tf.function(autograph=False)
+        def run(tensors: dict[str, tf.Tensor]) -> tf.Tensor:
+            y = compute(**tensors, **others)
+            # `tf.init_scope` stops tapes.
+            return tf.gradients(y, [*tensors.values()])[0] if op in _TIMED_WITH_GRADIENTS else y
+
+        return lambda: last_value(run(tensors)).numpy()
+
+    steps = {"own": step(own), "float32": step(functools.partial(in_float32, own))}
+    try:
+        turns.take(steps, 2)  # Functions are traced, and kernels made, when they are called first.
+        seconds = turns.undisturbed(turns.take(steps, _TURNS))
+    except (tf.errors.OpError, ValueError):
+        return 0.0
+    return seconds["own"] / seconds["float32"]
+
+
+_TABLE = Table(KERNELS, "and may be slow in 16 bits", asks=_is_slow)
 install, is_slow = _TABLE.install, _TABLE.is_wrong
+
+
+def enable_float32_where_faster(enabled: bool = True) -> None:
+    """Switches float32 inside operations with slow 16-bit kernels on or off.
+
+    It is on, in the whole process, once a policy that computes in 16 bits has been made or an
+    `autocast_scope` of 16 bits entered. A `tf.function` keeps what it was traced with.
+
+    Args:
+        enabled: bool. False runs TensorFlow's own kernels, however slow they are.
+    """
+    _TABLE.enabled = enabled

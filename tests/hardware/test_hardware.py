@@ -12,6 +12,7 @@ import keras_mp
 from keras_mp import hardware
 from keras_mp.hardware import __main__ as program
 from keras_mp.hardware import remembered, stopwatch, tables, verdicts
+from keras_mp.kernels import slow
 from tests.common import mirrored
 from tests.hardware.machines import EPYC, XEON, pretend
 
@@ -57,6 +58,7 @@ def measured(monkeypatch, fresh):
             return speeds
 
         monkeypatch.setattr(stopwatch, "measure", measure)
+        monkeypatch.setattr(slow, "ratios", dict)
         monkeypatch.setenv("KERAS_MP_MEASURE", "1")
         # A folder in which nothing can be made.
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
@@ -254,6 +256,33 @@ def test_a_graph_of_tensorflow_1_measures_nothing(measured, machine, flags):
     if flags:
         with pytest.warns(keras_mp.MixedPrecisionWarning, match="1.8 times"):
             hardware.warn_if_slow()
+
+
+def test_the_program_names_what_computes_in_float32_inside(measured, machine, capsys, monkeypatch):
+    measured(XEON)
+    machine(cpu_flags="avx512_bf16")
+    found = {"Elu": {"float16": 4.56, "bfloat16": 0.5}, "Tanh": {"float16": 1.0, "bfloat16": 0.5}}
+    monkeypatch.setattr(slow, "_known", {})
+    slow.learn(found)
+    monkeypatch.setattr(slow, "ratios", lambda: found)
+    monkeypatch.setattr(slow, "forget", lambda: None)
+    program.main([])
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line for line in lines if "in float32 inside" in line]
+    assert line.startswith("In float16")
+    assert line.endswith(": Elu (4.6)")
+
+
+def test_what_is_remembered_of_kernels_is_not_timed_again(measured, monkeypatch, tmp_path):
+    monkeypatch.setattr(slow, "_known", {})
+    asked = measured(XEON)
+    monkeypatch.setenv("KERAS_MP_CACHE", str(tmp_path))
+    monkeypatch.setattr(slow, "ratios", lambda: {"Elu": {"float16": 5.0, "bfloat16": 0.5}})
+    hardware.speeds()
+    monkeypatch.setattr(verdicts, "_known", {})
+    assert hardware.speeds() == XEON
+    assert asked == ["CPU:0"]
+    assert slow._known == {("Elu", "float16"): 5.0, ("Elu", "bfloat16"): 0.5}
 
 
 def test_what_cannot_be_measured_is_not_judged(measured, quiet):

@@ -26,6 +26,25 @@ def test_what_was_written_is_read_by_the_same_machine_only(cache):
     assert len(list(cache.iterdir())) == 2
 
 
+def test_kernels_are_remembered_with_the_speeds(cache):
+    machine = remembered.describe("CPU")
+    kernels = {"Elu": {"float16": 4.5, "bfloat16": 0.9}}
+    assert remembered.read_kernels(machine) == {}
+    remembered.write(machine, XEON, kernels)
+    assert remembered.read_kernels(machine) == kernels
+    assert remembered.read(machine) == XEON
+
+
+@pytest.mark.parametrize("kernels", [None, [], {"Elu": 1}, {"Elu": {"float16": "slow"}}])
+def test_kernels_that_cannot_be_read_are_not_known(cache, kernels):
+    machine = remembered.describe("CPU")
+    remembered.write(machine, XEON)
+    [path] = cache.iterdir()
+    path.write_text(as_json(kernels=kernels))
+    assert remembered.read_kernels(machine) == {}
+    assert remembered.read(machine) == XEON
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -46,7 +65,12 @@ def test_what_speeds_depend_on_makes_another_machine(cache, monkeypatch, change)
 def with_speed(value):
     speeds = json.loads(json.dumps(XEON))
     speeds["convolution"]["bfloat16"] = value
-    return json.dumps({"machine": remembered.describe("CPU"), "speeds": speeds})
+    return as_json(speeds=speeds)
+
+
+def as_json(**changes):
+    whole = {"format": 2, "machine": remembered.describe("CPU"), "speeds": XEON, "kernels": {}}
+    return json.dumps({**whole, **changes})
 
 
 @pytest.mark.parametrize(
@@ -58,8 +82,10 @@ def with_speed(value):
         lambda: "[]",
         lambda: "null",
         lambda: '{"speeds": 1}',
-        lambda: json.dumps({"machine": {}, "speeds": XEON}),
-        lambda: json.dumps({"machine": remembered.describe("CPU"), "speeds": {}}),
+        lambda: as_json(machine={}),
+        lambda: as_json(speeds={}),
+        lambda: json.dumps({"machine": remembered.describe("CPU"), "speeds": XEON}),
+        lambda: as_json(format=1),
         lambda: with_speed(0),
         lambda: with_speed(-1),
         lambda: with_speed("fast"),

@@ -1,10 +1,12 @@
 import math
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from keras_mp.hardware import stopwatch
-from keras_mp.hardware.stopwatch import Turn
+from keras_mp.kernels import slow
+from keras_mp.support.turns import Turn
 
 
 def test_every_dtype_gets_a_speed_for_every_operation(monkeypatch):
@@ -19,10 +21,33 @@ def test_every_dtype_gets_a_speed_for_every_operation(monkeypatch):
 def test_what_is_computed_is_what_is_counted():
     product, image = next(stopwatch._matrix_products()), next(stopwatch._convolutions())
     a, b = product.arguments
-    assert product.count == 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    # Of the output and of two gradients.
+    assert product.count == 3 * 2 * a.shape[0] * a.shape[1] * b.shape[1]
     x, kernel = image.arguments
-    out = image.operation(x, kernel)
-    assert image.count == 2 * out.shape.num_elements() * math.prod(kernel.shape[:3])
+    out, *_ = image.operation(x, kernel)
+    assert image.count == 3 * 2 * out.shape.num_elements() * math.prod(kernel.shape[:3])
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+@pytest.mark.parametrize(
+    ("problems", "compute"),
+    [
+        (stopwatch._matrix_products, tf.linalg.matmul),
+        (stopwatch._convolutions, lambda x, k: tf.nn.conv2d(x, k, 1, "SAME")),
+    ],
+)
+def test_what_is_timed_is_the_output_and_both_gradients(problems, compute, is_slow, monkeypatch):
+    monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: is_slow)
+    problem = next(problems())
+    arguments = [tf.cast(each, "bfloat16") for each in problem.arguments]
+    output, *gradients = problem.operation(*arguments)
+    with tf.GradientTape() as tape:
+        tape.watch(arguments)
+        y = compute(*arguments)
+    for found, right in zip(gradients, tape.gradient(y, arguments, output_gradients=output)):
+        np.testing.assert_allclose(
+            tf.cast(found, "float32"), tf.cast(right, "float32"), rtol=0.02, atol=4
+        )
 
 
 def test_a_problem_grows_until_it_is_large_enough_or_a_dtype_much_slower(monkeypatch):

@@ -7,6 +7,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import kernels
 from keras_mp.kernels import replaced, slow
+from keras_mp.support import turns
 
 K = tf.keras
 LAYERS = {
@@ -89,29 +90,150 @@ def test_depthwise_convolutions_that_are_slow_compute_in_float32(answer):
     assert set(found.values()) == {tf.float32 if answer else tf.float16}
 
 
-def test_nothing_is_timed_where_nothing_is_to_be_measured(monkeypatch):
-    def fail(compute):
-        raise AssertionError
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets how many times as long as float32's with casts a kernel is said to take."""
+    monkeypatch.setattr(slow, "_known", {})
+    monkeypatch.setenv("KERAS_MP_MEASURE", "1")
+    asked = []
 
+    def set_ratio(ratio):
+        def take(steps, count):
+            asked.append(count)
+            return {"own": [turns.Turn(ratio, 0)], "float32": [turns.Turn(1.0, 0)]}
+
+        monkeypatch.setattr(turns, "take", take)
+        return asked
+
+    return set_ratio
+
+
+def test_nothing_is_timed_where_nothing_is_to_be_measured(monkeypatch, clock):
+    asked = clock(9.0)
     monkeypatch.setenv("KERAS_MP_MEASURE", "0")
-    monkeypatch.setattr(slow, "_seconds", fail)
-    slow._is_slow.cache_clear()
     assert slow.is_slow("Conv2DBackpropFilter", "float16")
     assert not slow.is_slow("DepthwiseConv2dNative", "float16")
     assert not slow.is_slow("Conv2DBackpropFilter", "bfloat16")
-    slow._is_slow.cache_clear()
+    assert not slow.is_slow("Elu", "float16")
+    assert not asked
 
 
-def test_only_what_is_many_times_slower_counts(monkeypatch):
+@pytest.mark.parametrize(("ratio", "expected"), [(1.2, False), (1.3, True)])
+def test_only_what_is_clearly_slower_counts(clock, ratio, expected):
+    asked = clock(ratio)
+    for dtype in ("float16", "bfloat16"):
+        assert slow.is_slow("Tanh", dtype) == expected
+        count = len(asked)
+        assert slow.is_slow("Tanh", dtype) == expected
+        assert len(asked) == count > 0
+        assert not slow.is_slow("Tanh", dtype, device="GPU")
+
+
+def test_what_was_measured_before_is_not_timed(clock):
+    asked = clock(1.0)
+    slow.learn({"Elu": {"float16": 5.0, "bfloat16": 0.5}, "an op of long ago": {"float16": 2.0}})
+    assert slow.is_slow("Elu", "float16")
+    assert not slow.is_slow("Elu", "bfloat16")
+    assert not asked
+    slow.learn({"Elu": {"float16": 0.1}})
+    assert slow.is_slow("Elu", "float16")
+    slow.forget()
+    assert not slow.is_slow("Elu", "float16")
+    assert asked
+
+
+def test_a_kernel_that_cannot_be_run_is_not_slow(clock, monkeypatch):
+    def fail(steps, count):
+        raise tf.errors.UnimplementedError(None, None, "no kernel")
+
+    clock(9.0)
+    monkeypatch.setattr(turns, "take", fail)
+    assert not slow.is_slow("Tanh", "float16")
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "TanhGrad"])
+def test_a_clock_runs_wherever_it_is_asked(op, monkeypatch):
+    monkeypatch.setattr(slow, "_known", {})
     monkeypatch.setenv("KERAS_MP_MEASURE", "1")
-    kernel = slow.KERNELS["Conv3D"]
-    for seconds, expected in (([1.0, 0.4], False), ([1.0, 0.3], True)):
-        slow._is_slow.cache_clear()
-        clock = iter(seconds)
-        monkeypatch.setattr(slow, "_seconds", lambda compute, clock=clock: next(clock))
-        assert slow._is_slow("Conv3D", kernel.example, tf.float16, None, "CPU") == expected
-    slow._is_slow.cache_clear()
-    assert not slow._is_slow("Conv3D", kernel.example, tf.float16, None, "GPU")
+    tf.function(lambda: slow.is_slow(op, "float16")).get_concrete_function()
+    assert slow._known[op, "float16"] > 0
+
+
+def test_all_kernels_are_timed_in_both_dtypes(clock):
+    clock(2.0)
+    found = slow.ratios()
+    assert set(found) == set(slow.KERNELS)
+    assert all(each == {"float16": 2.0, "bfloat16": 2.0} for each in found.values())
+
+
+ACTIVATIONS = {
+    "tanh": tf.tanh,
+    "sigmoid": tf.nn.sigmoid,
+    "erf": tf.math.erf,
+    "exp": tf.exp,
+    "elu": tf.nn.elu,
+    "leaky relu": tf.nn.leaky_relu,
+    "softplus": tf.nn.softplus,
+    "softmax": tf.nn.softmax,
+    "max pooling": lambda x: tf.nn.max_pool2d(tf.reshape(x, [1, 8, 8, 4]), 2, 2, "VALID"),
+    "average pooling": lambda x: tf.nn.avg_pool2d(tf.reshape(x, [1, 8, 8, 4]), 2, 2, "VALID"),
+}
+
+
+def output_and_gradient(function, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = function(x)
+    weights = tf.reshape(tf.linspace(0.5, 1.5, y.shape.num_elements()), y.shape)
+    return y, tape.gradient(y, x, output_gradients=tf.cast(tf.cast(weights, "bfloat16"), y.dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_float32_inside_is_no_less_exact(name, dtype, monkeypatch):
+    x = tf.cast(3 * tf.random.stateless_normal([8, 32], [3, 4]), dtype)
+    exact = output_and_gradient(ACTIVATIONS[name], tf.cast(x, "float64"))
+
+    def errors(is_slow):
+        monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: is_slow)
+        function = tf.function(lambda x: output_and_gradient(ACTIVATIONS[name], x))
+        graph = function.get_concrete_function(x).graph
+        casts = [op for op in graph.get_operations() if op.type == "Cast"]
+        found = function(x)
+        assert all(each.dtype == dtype for each in found)
+        return len(casts), [
+            np.abs(np.subtract(tf.cast(each, "float64"), right)).mean()
+            for each, right in zip(found, exact)
+        ]
+
+    (more_casts, patched), (casts, own) = errors(True), errors(False)
+    assert more_casts > casts
+    for ours, theirs in zip(patched, own):
+        assert ours <= theirs * 1.000001
+
+
+def test_the_switch_leaves_the_kernels_of_tensorflow(monkeypatch):
+    monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: True)
+
+    def dtypes():
+        function = tf.function(tf.tanh).get_concrete_function(tf.TensorSpec([2], "bfloat16"))
+        ops = function.graph.get_operations()
+        return {op.get_attr("T") for op in ops if op.type == "Tanh"}
+
+    assert dtypes() == {tf.float32}
+    slow.enable_float32_where_faster(False)
+    try:
+        assert dtypes() == {tf.bfloat16}
+    finally:
+        slow.enable_float32_where_faster()
+
+
+def test_compiled_activations_are_as_in_float32(answer):
+    x = tf.constant([-2.0, -0.5, 0.25, 3.0], tf.bfloat16)
+    step = tf.function(lambda x: output_and_gradient(tf.nn.elu, x), jit_compile=True)
+    for found, right in zip(step(x), output_and_gradient(tf.nn.elu, tf.cast(x, "float32"))):
+        # Rounded up to three times, by at most 0.4 % each.
+        np.testing.assert_allclose(tf.cast(found, "float32"), right, rtol=0.012)
 
 
 def test_float32_is_not_timed(monkeypatch):
