@@ -53,13 +53,9 @@ def _dropout(x: tf.Tensor) -> tf.Tensor:
 OPERATIONS = {
     "matrix product": _Operation(tf.linalg.matmul, [(1024, 512), (512, 512)]),
     "batch of products": _Operation(tf.linalg.matmul, [(64, 128, 64), (64, 64, 128)]),
-    "Conv1D": _Operation(
-        lambda x, k: tf.nn.conv1d(x, k, 1, "SAME"), [(16, 128, 64), (3, 64, 64)]
-    ),
+    "Conv1D": _Operation(lambda x, k: tf.nn.conv1d(x, k, 1, "SAME"), [(16, 128, 64), (3, 64, 64)]),
     "Conv2D": _Operation(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (3, 3, 64, 64)]),
-    "Conv2D, 1x1": _Operation(
-        lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (1, 1, 64, 64)]
-    ),
+    "Conv2D, 1x1": _Operation(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (1, 1, 64, 64)]),
     "Conv2D, stride 2": _Operation(
         lambda x, k: tf.nn.conv2d(x, k, 2, "SAME"), [_IMAGE, (3, 3, 64, 64)]
     ),
