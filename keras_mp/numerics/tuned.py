@@ -170,8 +170,8 @@ class Tuned:
 
     def _lines(self, rows: int | None) -> Iterator[str]:
         yield (
-            f"{text_tables.fitted(self.name, 30)}: {len(self._in_16_bits)} of {len(self.layers)} layers in "
-            f"mixed_{self.dtype}, {self.share:.1%} of the multiplications"
+            f"{text_tables.fitted(self.name, 30)}: {len(self._in_16_bits)} of {len(self.layers)} "
+            f"layers in mixed_{self.dtype}, {self.share:.1%} of the multiplications"
         )
         yield ""
         header = ("Off by, relative to float32", "Outputs", "Loss", "Gradients")

@@ -90,7 +90,7 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     assert "model: 4 of 5 layers in mixed_float16, 100.0% of the multiplications" in text
     assert re.search(r"^norm \(Norm\) +float32 +0 +1.0e\+00 +with it, ", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) <= 100
-    assert len(tuned.to_text(rows=None).splitlines()) == 9 + 5
+    assert len(tuned.to_text(rows=None).splitlines()) == 10 + 5
     assert repr(tuned) == "<Tuned 'model': 4 of 5 layers in mixed_float16>"
 
 
