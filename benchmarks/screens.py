@@ -5,6 +5,7 @@ python -m benchmarks.screens [PATH]
 
 import pathlib
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from benchmarks import common
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "screens.md"
 BATCH, BLOCKS, WORDS, LENGTH, CLASSES = 8, 4, 500, 32, 10
+
+# Of the lines of docs/*.md.
+_WIDTH = 120
 
 _HEAD = """# What the tools print
 
@@ -105,7 +109,8 @@ def page() -> Iterator[str]:
     """Yields the lines of the page."""
     keras = tf.keras.__version__
     machine = f"{common.machine()}, Keras {keras}"
-    yield _HEAD.format(batch=BATCH, blocks=BLOCKS, machine=machine)
+    paragraphs = _HEAD.format(batch=BATCH, blocks=BLOCKS, machine=machine).split("\n\n")
+    yield "\n\n".join(textwrap.fill(each, _WIDTH) for each in paragraphs) + "\n"
     for name in MODELS:
         yield f"## {name}\n"
         for screen in screens(name):
