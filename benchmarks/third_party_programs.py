@@ -17,9 +17,11 @@ The last line brings Orbit as well.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -439,9 +441,6 @@ def _dqn(variant):
 
 def _privacy(variant):
     import tensorflow as tf
-
-    # Its own switch: else it imports the estimators that TensorFlow has no longer.
-    sys.skip_tf_privacy_import = True
     from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras
 
     x, y = _data()
@@ -482,7 +481,7 @@ PROGRAMS = {
     "Orbit": Program("orbit", _orbit),
     "Model Garden": Program("official", _model_garden, ("tf_keras",)),
     "KerasHub with LoRA": Program("keras_hub", _lora, ("Keras 3",)),
-    "keras-tuner": Program("keras_tuner", _keras_tuner),
+    "keras-tuner": Program("keras_tuner", _keras_tuner, ("Keras 3",)),
     "keras-rs FeatureCross": Program("keras_rs", _keras_rs, ("Keras 3",)),
     "BayesFlow CouplingFlow": Program("bayesflow", _bayesflow, ("Keras 3",)),
     "TF Probability DenseFlipout": Program("tensorflow_probability", _flipout, ("tf_keras",)),
@@ -504,6 +503,10 @@ def measure(name: str) -> dict[str, dict]:
     import tensorflow as tf
 
     program = PROGRAMS[name]
+    # Before seeds are set, since some draw numbers then. Without its switch, TensorFlow Privacy
+    # imports the estimators that TensorFlow has no longer.
+    sys.skip_tf_privacy_import = True
+    importlib.import_module(program.package)
     results: dict[str, dict] = {}
     exact = None
     for title, variant in program.variants.items():
@@ -529,9 +532,11 @@ def measure(name: str) -> dict[str, dict]:
 
 def _reason(error):
     """The line of a message that says why: Keras puts the name of the layer above it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = [line for line in lines if not line.startswith(("Exception enc", "in user", "File "))]
-    return (said or lines or [""])[0]
+    text = re.sub(r"\x1b\[\d*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    raised = [line.partition(": ")[2] for line in lines if re.match(r"\w+Error: ", line)]
+    said = [line for line in lines if not line.startswith("Exception encountered")]
+    return (raised or said or lines or [""])[0]
 
 
 def run() -> dict:

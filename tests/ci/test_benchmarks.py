@@ -33,6 +33,7 @@ from benchmarks import (
     third_party,
     third_party_models,
     third_party_numerics,
+    third_party_programs,
     tracing,
 )
 from benchmarks.__main__ import main
@@ -262,6 +263,26 @@ def test_models_of_others_are_held_against_float32(monkeypatch):
     for what, worse in (("deviation", 0.1), ("resumed", 0.01), ("converted", float("nan"))):
         changed = {"keras_mp mixed_float16": {**ours, what: worse}}
         assert third_party.verdict(changed, "keras_mp mixed_float16") == f"too far: {what}"
+
+
+def test_programs_of_others_are_held_against_float32(monkeypatch):
+    def train(variant):
+        if variant.who == "Keras":
+            raise ValueError("Exception encountered when calling layer 'a'.\n\n  no such dtype\n")
+        return third_party_programs._regression(variant, third_party_programs._dense())
+
+    monkeypatch.setattr(
+        third_party_programs, "PROGRAMS", {"dense": third_party_programs.Program("keras", train)}
+    )
+    monkeypatch.setattr(third_party_programs, "STEPS", 3)
+    results = third_party_programs.measure("dense")
+    assert results.pop("Keras mixed_float16") == {"error": "ValueError: no such dtype"}
+    assert results.pop("float32")["deviation"] == 0
+    assert [each["skipped"] for each in results.values()] == [0] * 3
+    for title, result in results.items():
+        unit = third_party.UNIT_ROUNDOFF[third_party_programs.VARIANTS[title].dtype]
+        assert 0 < result["deviation"] < third_party.ROUNDINGS * unit
+    assert tf.keras.mixed_precision.global_policy().name == "float32"
 
 
 @once
