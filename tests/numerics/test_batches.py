@@ -99,13 +99,13 @@ def test_compare_has_the_worst_and_the_mean_of_several_batches():
     with keras_mp.policy_scope("mixed_float16"):
         model = mixed_model()
     found = pairs_of(0.003, 100.0, 0.007)
-    comparison = compare(model, iter(found))
-    each = [compare(model, x, y) for x, y in found]
+    comparison = compare(model, iter(found), loss_scale=1.0)
+    each = [compare(model, x, y, loss_scale=1.0) for x, y in found]
     # Which has "nan" for what is not known, and so equals itself.
     assert [one.to_dict() for one in comparison.batches] == [one.to_dict() for one in each]
     assert not each[0].findings
-    assert [finding.path for finding in comparison.findings] == ["large"]
-    sound = compare(model, [found[0], found[2]])
+    assert comparison.first.path == each[1].first.path == "large"
+    sound = compare(model, [found[0], found[2]], loss_scale=1.0)
     for worst, mean, *rows in zip(sound.layers, sound.mean.layers, each[0].layers, each[2].layers):
         if worst.output is not None:
             units = [row.output.units for row in rows]
@@ -115,7 +115,7 @@ def test_compare_has_the_worst_and_the_mean_of_several_batches():
     assert len(sound.to_dict()["batches"]) == 2
     assert "batches" not in each[0].to_dict()
     assert "the worst of 3 batches" in str(comparison)
-    assert compare(model, found[:1]).to_dict() == each[0].to_dict()
+    assert compare(model, found[:1], loss_scale=1.0).to_dict() == each[0].to_dict()
     assert each[0].mean is each[0]
 
 
