@@ -68,7 +68,19 @@ setuptools.setup(
         "docs": _DOCS,
         "bench": [*_DIGITS, *_LEGACY, "torch"],
         # Hugging Face's models for TensorFlow, which are made with tf_keras, end with version 4.
-        "third-party": [*_LEGACY, "keras-hub", "transformers<5"],
+        # Those libraries that cannot be resolved with TensorFlow's version are named in
+        # benchmarks/third_party_programs.py.
+        "third-party": [
+            *_LEGACY,
+            "bayesflow",
+            "dm-sonnet",
+            "keras-hub",
+            "keras-rs",
+            "keras-tuner",
+            "tensorflow-model-optimization",
+            "tensorflow-probability",
+            "transformers<5",
+        ],
         "test": [
             *_TUTORIALS,
             *_DOCS,

@@ -1,6 +1,7 @@
 """What the benchmarks share: interleaved timing, and processes of their own."""
 
 import json
+import math
 import os
 import pathlib
 import platform
@@ -142,6 +143,17 @@ def scaled(optimizer: Any, loss: Any) -> tuple[Any, Callable[[list], list]]:
     if hasattr(tf.keras.mixed_precision.LossScaleOptimizer, "scale_loss"):
         return optimizer.scale_loss(loss), list
     return optimizer.get_scaled_loss(loss), optimizer.get_unscaled_gradients
+
+
+def steps_skipped(optimizer: Any) -> int:
+    """How many steps an optimizer or a `GradScaler` has skipped; 0 if it does not scale."""
+    if hasattr(optimizer, "steps_skipped"):
+        return int(optimizer.steps_skipped)
+    # Keras's own halves the scale for each, and does not double it in as few steps as these.
+    for name in ("dynamic_scale", "loss_scale"):
+        if hasattr(optimizer, name):
+            return round(math.log2(optimizer.initial_scale / float(getattr(optimizer, name))))
+    return 0
 
 
 def minimize(optimizer: Any, loss: Callable[[], Any], variables: list) -> None:

@@ -2,18 +2,18 @@
 
 Models of KerasHub on Keras 3 and of Hugging Face on tf_keras, from tiny configs with random
 weights. Each sees the same batch in each step, so that losses can be compared step by step.
+`third_party_programs` has programs of more libraries, and says how to install those.
 """
 
 import contextlib
 import importlib.util
 import itertools
 import json
-import math
 import sys
 import traceback
 import warnings
 
-from benchmarks import common, third_party_models
+from benchmarks import common, third_party_models, third_party_programs
 
 STEPS, MORE_STEPS, LEARNING_RATE = 12, 3, 3e-3
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -143,11 +143,11 @@ def _fit(model, example, steps):
     import tensorflow as tf
 
     third_party_models.turn_dropout_off(model)
-    optimizer, counts = model.optimizer, [_skipped(model.optimizer)]
+    optimizer, counts = model.optimizer, [common.steps_skipped(model.optimizer)]
 
     class Skipped(tf.keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            counts.append(_skipped(optimizer))
+            counts.append(common.steps_skipped(optimizer))
 
     history = model.fit(
         tf.data.Dataset.from_tensors(example.batch),
@@ -158,17 +158,6 @@ def _fit(model, example, steps):
     )
     losses = [float(loss) for loss in history.history["loss"]]
     return losses, [after > before for before, after in itertools.pairwise(counts)]
-
-
-def _skipped(optimizer):
-    """How many steps an optimizer has skipped."""
-    if hasattr(optimizer, "steps_skipped"):
-        return int(optimizer.steps_skipped)
-    # Keras's own halves the scale for each, and does not double it in as few steps as these.
-    for name in ("dynamic_scale", "loss_scale"):
-        if hasattr(optimizer, name):
-            return round(math.log2(optimizer.initial_scale / float(getattr(optimizer, name))))
-    return 0
 
 
 def verdict(of_model: dict[str, dict], variant: str) -> str:
@@ -183,8 +172,9 @@ def verdict(of_model: dict[str, dict], variant: str) -> str:
 
 
 def run() -> dict:
-    """Trains all models of the libraries that are installed, and prints a table."""
-    results, rows = {}, []
+    """Trains all models of the libraries that are installed, runs programs, and prints tables."""
+    results: dict[str, dict] = {}
+    rows = []
     for keras, package in third_party_models.PACKAGES.items():
         if not importlib.util.find_spec(package):
             print(f"\nModels of {package} were not trained: it is not installed.")
@@ -202,7 +192,7 @@ def run() -> dict:
         ["", "", "last loss", "skipped", "from float32", "loaded", "converted", "verdict"],
         rows,
     )
-    return results
+    return {**results, "programs": third_party_programs.run()}
 
 
 def _columns(result):

@@ -441,7 +441,8 @@ def _step_of_training(model: Any, batch: Sequence[Any]) -> tuple[Any, tuple[Any,
     function = tf.function(train_step, autograph=False, jit_compile=model.jit_compile or None)
 
     def tensor(value: Any) -> Any:
-        is_known = value is None or isinstance(value, tf.TensorSpec)
-        return value if is_known else tf.convert_to_tensor(value)
+        if value is None or isinstance(value, tf.TensorSpec):
+            return value
+        return tf.convert_to_tensor(value)
 
     return function, (tf.nest.map_structure(tensor, tuple(batch)),)

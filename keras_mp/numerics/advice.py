@@ -97,7 +97,10 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     if not 0 <= tolerance <= 1:
         raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
     facts = _facts(measured, dtype, tolerance)
-    found = _about_outputs(facts) or _about_runs(measured, dtype)
+    found = _about_outputs(facts)
+    is_inside = found is None
+    found = found or _about_runs(measured, dtype)
+    is_inside &= found is not None
     if found is None:
         zeros, found = _about_zeros(measured, dtype, tolerance), _about_gradients(facts)
         if zeros is not None and not _overflows(facts):
@@ -107,7 +110,7 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     found = found or Advice([], {}, None)
     found.sentences.extend(_about_updates(measured))
     if dtype == "float16" and (found.policies or found.loss_scale):
-        found.sentences.extend(_about_bfloat16(facts))
+        found.sentences.extend(_about_bfloat16(facts, measured, is_inside))
     return found
 
 
@@ -337,7 +340,7 @@ def _about_gradients(facts: _Facts) -> Advice | None:
         beyond = "beyond" if fate.infinite else "below"
         sentence += (
             f" At {_power(now)}, {_share(fate.infinite or fate.zero, fate.values)} of "
-            f"`{worst.path}` is {beyond} {dtype}."
+            f"{_named(worst.kind, worst.path)} is {beyond} {dtype}."
         )
     return Advice([sentence], {}, 2.0**exponent)
 
@@ -361,7 +364,7 @@ def _about_losses(facts: _Facts) -> Advice:
             if layer and layer not in advice.policies:
                 what = "infinite" if each.infinite else "zero"
                 share = _share(each.infinite or each.zero, each.values)
-                of = f"`{path}`" if kind == GRADIENT else f"the gradient of `{path}`'s output"
+                of = _named(kind, path)
                 advice.policies[layer] = "float32"
                 advice.sentences.append(
                     f"Run `{layer}` in float32: {share} of {of} is {what} in {dtype} at "
@@ -405,7 +408,7 @@ def _about_conflict(
             worst[layer] = max(worst.get(layer, row), row, key=lambda each: _lost(lost(each)[0]))
     for layer, row in worst.items():
         fate, is_small, end = lost(row)
-        what = f"`{row.path}`" if row.kind == GRADIENT else f"the gradient of `{row.path}`'s output"
+        what = _named(row.kind, row.path)
         if windows[row.kind, row.path].is_empty:
             others = "it"
         else:
@@ -441,8 +444,14 @@ def _about_conflict(
     return advice
 
 
-def _about_bfloat16(facts: _Facts) -> list[str]:
+def _about_bfloat16(facts: _Facts, measured: Report | WhatIf, is_inside: bool) -> list[str]:
+    """Whether bfloat16 keeps what float16 loses; histograms do not tell what is lost in a layer."""
     rows = facts.rows
+    if isinstance(measured, WhatIf) and "bfloat16" in measured.dtypes:
+        if _about_runs(measured, "bfloat16") is not None:
+            return []
+    elif is_inside:
+        return []
     if any(row.dtype == "float16" for row in rows):
         # Of what was not finite, nothing is known.
         bad = sum(row.histogram.infinities + row.histogram.nans for row in rows)
@@ -457,6 +466,10 @@ def _about_bfloat16(facts: _Facts) -> list[str]:
         f"{values:,} values none becomes zero or infinite, {facts.where}. (It keeps 8 bits of each "
         "value, float16 11.)"
     ]
+
+
+def _named(kind: str, path: str) -> str:
+    return f"`{path}`" if kind == GRADIENT else f"the gradient of `{path}`'s output"
 
 
 def _lost(fate: Fate) -> float:

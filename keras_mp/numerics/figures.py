@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_mp.numerics.exponents import EVERYWHERE, exponent_of, format_of
-from keras_mp.numerics.reports import GRADIENT, OUTPUT, Report, ranked
+from keras_mp.numerics.exponents import EVERYWHERE, UPDATES, exponent_of, format_of
+from keras_mp.numerics.reports import GRADIENT, OUTPUT_GRADIENT, UPDATE, Report, ranked
 from keras_mp.numerics.what_if import WhatIf, rank
 from keras_mp.support import text_tables
 
@@ -43,10 +43,10 @@ def histograms(
     Args:
         measured: a `Report`, or a sequence of them.
         dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
-        kind: "gradient" (the default), "output" or "output gradient".
+        kind: "gradient" (the default), "output", "output gradient", "weight" or "update".
         path: the path of the row; for a sequence of reports.
-        loss_scale: float, a power of two. Defaults to that of the (last) report. Outputs are not
-            scaled.
+        loss_scale: float, a power of two. Defaults to that of the (last) report. Only gradients
+            are scaled.
         ax: `Axes` to draw into. Defaults to those of a new pyplot figure.
 
     Returns:
@@ -66,7 +66,7 @@ def histograms(
     >>> ax.get_title()
     'Exponents of each gradient, and the borders of float16 at a loss scale of 2^10'
     """
-    where = format_of(dtype)
+    where = UPDATES[dtype] if kind == UPDATE else format_of(dtype)
     if isinstance(measured, Report):
         last = measured
         of_kind = [row for row in measured.rows if row.kind == kind]
@@ -104,6 +104,8 @@ def histograms(
     )
     ax.figure.colorbar(image, ax=ax, label="share of the values")
     names = ("zero below", "fewer digits below", "infinite above")
+    if kind == UPDATE:
+        names, borders = ("lost below",), borders[:1]
     for border, name, style in zip(borders, names, ("-", ":", "--")):
         ax.axhline(border, color="tab:red", linestyle=style, label=name)
     inside = [border for border in borders if low - 12 <= border <= high + 12]
@@ -119,7 +121,8 @@ def histograms(
     ax.set_ylabel("exponent of 2")
     if not isinstance(measured, Report):
         ax.set_xlabel("step")
-    of_scale = "" if kind == OUTPUT else f" at a loss scale of 2^{shift}"
+    is_scaled = kind in (GRADIENT, OUTPUT_GRADIENT)
+    of_scale = f" at a loss scale of 2^{shift}" if is_scaled else ""
     full_title = f"{title}, and the borders of {dtype}{of_scale}"
     ax.set_title("\n".join(textwrap.wrap(full_title, _LONGEST_TITLE)))
     ax.legend(loc="lower center", ncols=3, fontsize="small")
@@ -264,7 +267,8 @@ def _scale_of(report: Report, kind: str, given: float | None) -> float:
     """The loss scale at which a report is drawn."""
     if given is not None:
         return given
-    return 1.0 if kind == OUTPUT else 2.0 ** np.floor(np.log2(report.loss_scale))
+    is_scaled = kind in (GRADIENT, OUTPUT_GRADIENT)
+    return 2.0 ** np.floor(np.log2(report.loss_scale)) if is_scaled else 1.0
 
 
 def _left_out(shown: int, of: int) -> str:

@@ -319,19 +319,20 @@ class Report:
             header = tuple(header[i] for i in kept)
             of_rows = [row._replace(cells=tuple(row.cells[i] for i in kept)) for row in of_rows]
             left = tuple(kept.index(i) for i in left)
-        lines = [head, "", *text_tables.shortened(header, of_rows, rows, left, name=1)]
+        table = [head, "", *text_tables.shortened(header, of_rows, rows, left, name=1)]
         weights = [
             text_tables.RankedRow(
                 (row.kind, row.path, *(f"{value:.3g}" for value in row.statistics)),
                 (row.statistics.amax,),
+                row.histogram.total,
             )
             for row in self.rows
             if row.statistics is not None
         ]
         if weights:
-            header = ("", "", *(name.replace("_", " ") for name in Statistics._fields))
-            lines += ["", *text_tables.shortened(header, weights, rows, (0, 1), name=1)]
-        return "\n".join(lines)
+            heads = ("", "", *(name.replace("_", " ") for name in Statistics._fields))
+            table += ["", *text_tables.shortened(heads, weights, rows, left=(0, 1), name=1)]
+        return "\n".join(table)
 
     def _head(self, dtype: str, loss_scale: float) -> str:
         window, unknown = self.window(dtype), self.rows_with_unknown_zeros()
@@ -489,7 +490,7 @@ def ranked(
     Args:
         row: `Row`.
         dtype: str. As for `Report.table`.
-        loss_scale: float. By what gradients are multiplied.
+        loss_scale: float, a power of two.
         noise: set of (kind, path). See `Report.noise`.
     """
     # With the tolerance of the headline, which would contradict the table otherwise.
@@ -511,14 +512,13 @@ def ranked(
         bad / max(histogram.total, 1),
         fate.share("infinite"),
         fate.share("zero") * (fate.share("zero") > tolerance),
-        float(row.has_unknown_zeros(loss_scale)) * histogram.zeros,
+        float(row.hides_updates or row.has_unknown_zeros(loss_scale)) * histogram.zeros,
     )
+    # Of what is kept in float32 nothing is lost.
+    matters = not is_noise and (row.kind in _COMPUTED or row.dtype in LOW_PRECISION_NAMES)
+    margin = min(window.margins(loss_scale if row.is_scaled else 1.0))
     alike = row.kind, row.dtype, histogram.total, is_noise, *(share > 0 for share in lost)
-    return text_tables.RankedRow(
-        cells,
-        (float(not is_noise), *lost, -min(window.margins(loss_scale if row.is_scaled else 1.0))),
-        alike,
-    )
+    return text_tables.RankedRow(cells, (float(matters), *lost, -margin), alike)
 
 
 def _row_of(saved: dict[str, Any]) -> Row:

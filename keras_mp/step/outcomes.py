@@ -105,7 +105,7 @@ class OutcomeHandler:
         def good() -> None:
             _ignore(self._move(True))
 
-        def unfinished() -> None:
+        def clear() -> None:
             self._worst.assign(_GOOD, read_value=False)
             if has_stepped is not True:
                 tf.cond(has_stepped, lambda: None, report)
@@ -116,9 +116,9 @@ class OutcomeHandler:
 
         if host.is_compiled_by_xla() and isinstance(self._loss_scale, DynamicLossScale):
             self._move_without_branches(outcome)
-            unfinished()
+            clear()
         else:
-            tf.switch_case(tf.cast(outcome, tf.int32), [good, unfinished, bad])
+            tf.switch_case(tf.cast(outcome, tf.int32), [good, clear, bad])
         if new_scale is not None and isinstance(self._loss_scale, DynamicLossScale):
             zero = tf.zeros([], tf.int64)
             self._loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))
@@ -138,11 +138,8 @@ class OutcomeHandler:
     def _move_without_branches(self, outcome: tf.Tensor) -> None:
         """Moves a dynamic scale: in a compiled function, numbers are cheaper than a condition."""
         scale = self._loss_scale
-        before = LossScaleState(
-            *map(
-                tf.convert_to_tensor, (scale.loss_scale, scale.num_good_steps, scale.num_bad_steps)
-            )
-        )
+        state = scale.loss_scale, scale.num_good_steps, scale.num_bad_steps
+        before = LossScaleState(*map(tf.convert_to_tensor, state))
         moved = scale.next_state(before.loss_scale, tf.equal(outcome, _GOOD))
         is_over = tf.not_equal(outcome, _UNFINISHED)
         after = LossScaleState(*(tf.where(is_over, *each) for each in zip(moved, before)))

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from keras_mp.support import messages
 
-# The collection of a graph that XLA compiles of the callbacks that the graph around looks into.
+# The collection of a graph that XLA compiles of the callbacks that the graph around looks into, and
+# of the replicas that do.
 _LOOKED_INTO = "keras_mp_looked_into"
 
 
@@ -74,9 +75,10 @@ class HostCallback:
             # `control_dependencies(None)` takes the mark away.
             with graph.as_default(), tf.control_dependencies(None):
                 if not is_compiled_by_xla():
+                    replica = _replica_id()
                     looked_into = inner.get_collection_ref(_LOOKED_INTO)
-                    if self not in looked_into:
-                        looked_into += self._together
+                    if (self, replica) not in looked_into:
+                        looked_into += [(each, replica) for each in self._together]
                         _look_into(self._together)
                     return
             inner, graph = graph, graph.outer_graph
@@ -113,6 +115,12 @@ def _look_into(callbacks: Sequence[HostCallback]) -> None:
 
     is_any_left = functools.reduce(tf.logical_or, [tf.not_equal(left[0], 0) for left in lefts])
     tf.cond(is_any_left, deliver, lambda: None)
+
+
+def _replica_id() -> int | None:
+    """The number of the replica that is traced; None where there is none."""
+    context = tf.distribute.get_replica_context()
+    return context and tf.get_static_value(context.replica_id_in_sync_group)
 
 
 def _call_python(function: Callable[[tf.Tensor], None], numbers: tf.Tensor) -> None:

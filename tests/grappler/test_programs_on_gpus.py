@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import graph_rewrite
+from keras_mp.kernels import sums
 from tests.common import digits, needs_cuda, once, value
 from tests.compat import tf1_program
 from tests.grappler import rewritten
@@ -153,3 +154,37 @@ def test_the_lists_say_what_is_computed(changes, dtypes):
         assert 2**-20 < error < rewritten.tolerance(report)
     else:
         assert error < 2**-20
+
+
+@once
+@pytest.mark.skipif(
+    not sums.is_wrong("ResizeNearestNeighborGrad", "float16"), reason="Here the kernel is right."
+)
+def test_what_is_kept_out_for_its_sum_is_right():
+    """A kernel that is wrong on this machine stays in float32 while the rewrite is on."""
+    op = "ResizeNearestNeighborGrad"
+
+    @tf.function
+    def function(x, w):
+        images = tf.reshape(tf.matmul(x, w), [1, 64, 64, 1])
+        totals = tf.raw_ops.ResizeNearestNeighborGrad(grads=images, size=[1, 1])
+        return tf.matmul(tf.reshape(totals, [1, 1]), [[1.0]])
+
+    def rewrite():
+        arguments = tf.ones([64, 64]), tf.eye(64)
+        report = graph_rewrite.report(function, *arguments, device="GPU 7.0")
+        concrete = function.get_concrete_function(*arguments)
+        [found] = rewritten.of_function(concrete, "GPU 7.0")(*arguments)
+        return {(each.dtype, each.why) for each in report.operations if each.op == op}, found
+
+    said, found = rewrite()
+    assert said == {("float16", "")}
+    assert value(found) == 2048  # of 4096
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="will leave graphs in float32"):
+        keras_mp.enable_mixed_precision_graph_rewrite(tf.keras.optimizers.SGD())
+    try:
+        said, found = rewrite()
+    finally:
+        keras_mp.disable_mixed_precision_graph_rewrite()
+    assert said == {("float32", "kept for its sum")}
+    assert value(found) == 4096

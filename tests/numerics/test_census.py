@@ -1,6 +1,7 @@
 """What is counted is what is in the graph."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -9,7 +10,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.grappler import passes
-from keras_mp.numerics import census, graphs, work
+from keras_mp.numerics import Census, census, graphs, work
+from keras_mp.numerics.census import Cast, Graph, Operation
 from tests.common import needs_cuda, needs_onednn, once
 
 K = tf.keras
@@ -414,3 +416,28 @@ def test_shapes_that_are_not_known_count_nothing():
     assert str(found).splitlines()[1] == (
         "The shapes of 1 product are not known, so that they count nothing: outside of layers."
     )
+
+
+@once
+def test_equal_layers_of_blocks_are_one_row():
+    operations, casts = [], []
+    for i in range(12):
+        layer = f"block_{i}/dense"
+        operations.append(
+            Operation(layer, "MatMul", "float16", layer, None, "", 1, "matrix product", 100, False)
+        )
+        casts.append(
+            Cast(layer, "float32", "float16", f"block_{i}/norm", layer, None, "a policy", 1000)
+        )
+    graph = Graph(tuple(operations), tuple(casts))
+    found = Census("a step", graph, None)
+    text = str(found)
+    assert "12 casts move 12 kB a call, 12 of them between block_[0-11]/norm and block_" in text
+    assert re.search(r"100\.0%  float16  block_\[0-11\]/dense", text)
+    assert re.search(r"12 kB     12  float32  float16  block_\[0-11\]/norm > block_", text)
+    every = found.to_text(rows=None)
+    assert (every.count("  block_"), every.count("8.3%  float16")) == (24, 12)
+    speeds = {"matrix product": {"float32": 1e9, "float16": 2e9}}
+    [change] = found.estimate(speeds, bandwidth=1e9).changes
+    assert change.what == "leave out the casts between block_[0-11]/norm and block_[0-11]/dense"
+    assert change.seconds == pytest.approx(12e-6)

@@ -1,5 +1,6 @@
 """Two dtypes side by side: planted defects are named, and honest models have none."""
 
+import csv
 import json
 import math
 from typing import ClassVar
@@ -159,7 +160,11 @@ def test_a_planted_defect_is_the_first_that_is_named(defect):
     assert what in first.what
     assert first.line.startswith("test_compare.py:")
     assert [finding.path for finding in comparison.findings] == ["planted"]
-    assert "planted (Planted, test_compare.py:" in str(comparison)
+    text = str(comparison)
+    assert "planted (Planted, test_compare.py:" in text
+    assert max(map(len, text.splitlines())) <= 100
+    # What was found comes before what it has spoilt.
+    assert text.splitlines()[text.splitlines().index("", 3) + 2].startswith("planted (Planted)")
 
 
 def test_what_is_made_of_nan_is_not_blamed():
@@ -181,7 +186,9 @@ def test_saturation_in_bfloat16_is_named():
 def clean(comparison, units=1.5):
     """No finding, and nothing near one: what is further is a few units at most."""
     assert comparison.findings == [], str(comparison)
-    assert "Rounding explains all differences." in str(comparison)
+    [line] = str(comparison).splitlines()
+    assert line.startswith("Rounding explains all differences. ")
+    assert len(line) <= 100
     for layer in comparison.layers:
         for distance in (layer.output, layer.own_output):
             assert distance is None or distance.units < units, layer
@@ -568,9 +575,15 @@ def test_the_command(tmp_path, capsys):
     model.layers[0].set_weights([10 * weight for weight in model.layers[0].get_weights()])
     with keras_mp.policy_scope("mixed_float16"):
         keras_mp.convert(model, "mixed_float16").save(files[0])
-    outputs = [str(tmp_path / name) for name in ("out.json", "out.png")]
-    assert main(["compare", *files, "--json", outputs[0], "--picture", outputs[1]]) == 1
-    assert "model in float16, compared with model in float32" in capsys.readouterr().out
+    outputs = [str(tmp_path / name) for name in ("out.json", "out.png", "out.csv")]
+    options = ["--json", outputs[0], "--picture", outputs[1], "--csv", outputs[2], "--all-rows"]
+    assert main(["compare", *files, *options]) == 1
+    printed = capsys.readouterr().out
+    assert "model in float16, compared with model in float32" in printed
+    assert "SQNR" in printed
+    lines = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert [line["path"] for line in lines][-1] == "loss"
+    assert float(lines[0]["output_cosine"]) == pytest.approx(1, abs=1e-3)
     assert json.loads((tmp_path / "out.json").read_text())["findings"]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
@@ -600,3 +613,20 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
     np.savez(tmp_path / "batch.npz", **{"x.a": [1.0], "x.b": [2.0], "y": [0.0]})
     batch = keras_mp.numerics.command_line.load_batch(data)
     assert (sorted(batch["x"]), batch["y"].tolist()) == (["a", "b"], [0.0])
+
+
+@common.once
+def test_the_ratio_of_signal_to_noise_and_the_cosine():
+    reference = np.array([3.0, 4.0, 0.0, 0.0])
+    off = Distance.of(np.array([3.0, 4.0, 0.5, 0.0]), reference, 0.0, 0.0)
+    assert off.sqnr == pytest.approx(10 * math.log10(25 / 0.25))
+    assert off.cosine == pytest.approx(5 / math.sqrt(25.25))
+    # Another size is another distance, and the same direction.
+    double = Distance.of(2 * reference, reference, 0.0, 0.0)
+    assert (double.relative, double.sqnr, double.cosine) == (1, 0, pytest.approx(1))
+    same = Distance.of(reference, reference, 0.0, 0.0)
+    assert (same.sqnr, same.cosine) == (math.inf, pytest.approx(1))
+    zeros = Distance.of(0 * reference, reference, 0.0, 0.0)
+    assert math.isnan(zeros.cosine)
+    infinite = Distance.of(np.array([np.inf, 4.0, 0, 0]), reference, 0.0, 0.0)
+    assert (infinite.sqnr, infinite.cosine) == (-math.inf, pytest.approx(1))

@@ -117,3 +117,10 @@ def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match="keras_mp.numerics.figures needs matplotlib: pip insta"):
         figures.window([report(row())])
+
+
+@once
+def test_updates_have_the_border_from_which_they_arrive():
+    ax = figures.histograms(report(row("update", values=[2.0**-30, 1.0])), kind="update")
+    assert {name: values[0] for name, values in lines(ax).items()} == {"lost below": -11}
+    assert "loss scale" not in ax.get_title()

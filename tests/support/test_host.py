@@ -10,9 +10,9 @@ from keras_mp.support import host
 
 
 class Reader:
-    def __init__(self):
+    def __init__(self, beside=None):
         self.numbers, self.lines = [], []
-        self.mailbox = host.HostCallback(self.read, size=1)
+        self.mailbox = host.HostCallback(self.read, size=1, beside=beside and beside.mailbox)
 
     def read(self, numbers, line):
         self.numbers += numbers
@@ -53,6 +53,28 @@ def test_what_xla_compiles_has_no_branch():
     function = tf.function(Reader().step, jit_compile=True)
     graph = function.get_concrete_function(tf.constant(0, tf.int64)).graph
     assert not {"If", "StatelessIf"} & {op.type for op in graph.get_operations()}
+
+
+def test_two_are_looked_into_at_once():
+    """On a GPU, the host waits for each look."""
+    first = Reader()
+    second = Reader(beside=first)
+
+    @tf.function(jit_compile=True)
+    def compiled(number):
+        first.step(number)
+        second.step(number - 1)
+        first.mailbox.watch()
+
+    around = tf.function(lambda number: compiled(number))
+    graph = around.get_concrete_function(tf.TensorSpec([], tf.int64)).graph
+    assert [op.type for op in graph.get_operations()].count("If") == 1
+    for number in (0, 1, 2, 1, 0):
+        around(tf.constant(number, tf.int64))
+    for each in (first, second):
+        each.mailbox.collect()
+    assert first.numbers == [1, 2, 1]
+    assert second.numbers == [-1, 1, -1]
 
 
 def test_compiled_by_xla_alone():

@@ -1,0 +1,176 @@
+"""How long operations of layers take in 16 bits, forward and backward, against float32.
+
+TensorFlow's own kernels are timed, without what keras_mp puts in their place. "With casts" is
+float32's kernel with casts around it: where it takes less time than the 16-bit kernel, that is
+worth replacing.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from benchmarks import common
+
+_TURNS = 9
+_VARIANTS = {
+    "float32": ("float32", False),
+    "bfloat16": ("bfloat16", False),
+    "bfloat16, with casts": ("bfloat16", True),
+    "float16": ("float16", False),
+    "float16, with casts": ("float16", True),
+}
+_SEQUENCE, _IMAGE, _VOLUME = (16, 128, 512), (8, 32, 32, 64), (2, 8, 16, 16, 32)
+
+
+class _Operation(NamedTuple):
+    """An operation of layers.
+
+    Attributes:
+        compute: takes tensors of `shapes`.
+        shapes: of what it takes; gradients are those of all of them.
+    """
+
+    compute: Callable[..., tf.Tensor]
+    shapes: Sequence[Sequence[int]] = (_SEQUENCE,)
+
+
+def _layer_normalization(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
+    mean, variance = tf.nn.moments(x, [-1], keepdims=True)
+    return tf.nn.batch_normalization(x, mean, variance, offset, scale, 1e-3)
+
+
+def _batch_normalization(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
+    scale, offset = tf.cast(scale, tf.float32), tf.cast(offset, tf.float32)
+    return tf.compat.v1.nn.fused_batch_norm(x, scale, offset)[0]
+
+
+def _dropout(x: tf.Tensor) -> tf.Tensor:
+    return tf.nn.experimental.stateless_dropout(x, 0.1, seed=[1, 2], rng_alg="philox")
+
+
+OPERATIONS = {
+    "matrix product": _Operation(tf.linalg.matmul, [(1024, 512), (512, 512)]),
+    "batch of products": _Operation(tf.linalg.matmul, [(64, 128, 64), (64, 64, 128)]),
+    "Conv1D": _Operation(
+        lambda x, k: tf.nn.conv1d(x, k, 1, "SAME"), [(16, 128, 64), (3, 64, 64)]
+    ),
+    "Conv2D": _Operation(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (3, 3, 64, 64)]),
+    "Conv2D, 1x1": _Operation(
+        lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (1, 1, 64, 64)]
+    ),
+    "Conv2D, stride 2": _Operation(
+        lambda x, k: tf.nn.conv2d(x, k, 2, "SAME"), [_IMAGE, (3, 3, 64, 64)]
+    ),
+    "Conv2DTranspose": _Operation(
+        lambda x, k: tf.nn.conv2d_transpose(x, k, (8, 32, 32, 64), 1, "SAME"),
+        [_IMAGE, (3, 3, 64, 64)],
+    ),
+    "DepthwiseConv2D": _Operation(
+        lambda x, k: tf.nn.depthwise_conv2d(x, k, [1, 1, 1, 1], "SAME"), [_IMAGE, (3, 3, 64, 1)]
+    ),
+    "Conv3D": _Operation(
+        lambda x, k: tf.nn.conv3d(x, k, [1] * 5, "SAME"), [_VOLUME, (3, 3, 3, 32, 32)]
+    ),
+    "add": _Operation(tf.add, [_SEQUENCE] * 2),
+    "multiply": _Operation(tf.multiply, [_SEQUENCE] * 2),
+    "add_n of 3": _Operation(lambda *x: tf.add_n(x), [_SEQUENCE] * 3),
+    "bias": _Operation(tf.nn.bias_add, [_SEQUENCE, (512,)]),
+    "relu": _Operation(tf.nn.relu),
+    "leaky relu": _Operation(tf.nn.leaky_relu),
+    "elu": _Operation(tf.nn.elu),
+    "gelu": _Operation(tf.nn.gelu),
+    "gelu by tanh": _Operation(lambda x: tf.nn.gelu(x, approximate=True)),
+    "silu": _Operation(tf.nn.silu),
+    "softplus": _Operation(tf.nn.softplus),
+    "sigmoid": _Operation(tf.nn.sigmoid),
+    "tanh": _Operation(tf.tanh),
+    "tanh times sigmoid": _Operation(lambda x: tf.tanh(x) * tf.nn.sigmoid(x)),
+    "erf": _Operation(tf.math.erf),
+    "exp": _Operation(tf.exp),
+    "softmax": _Operation(tf.nn.softmax),
+    "log of softmax": _Operation(tf.nn.log_softmax),
+    "dropout": _Operation(_dropout),
+    "layer normalization": _Operation(_layer_normalization, [_SEQUENCE, (512,), (512,)]),
+    "batch normalization": _Operation(_batch_normalization, [_IMAGE, (64,), (64,)]),
+    "sum of rows": _Operation(lambda x: tf.reduce_sum(x, [0, 1])),
+    "mean": _Operation(lambda x: tf.reduce_mean(x, -1)),
+    "maximum": _Operation(lambda x: tf.reduce_max(x, 1)),
+    "cumsum": _Operation(lambda x: tf.cumsum(x, 1)),
+    "average pooling": _Operation(lambda x: tf.nn.avg_pool2d(x, 2, 2, "VALID"), [_IMAGE]),
+    "max pooling": _Operation(lambda x: tf.nn.max_pool2d(x, 2, 2, "VALID"), [_IMAGE]),
+    "resize": _Operation(
+        lambda x: tf.raw_ops.ResizeNearestNeighbor(images=x, size=[64, 64]), [_IMAGE]
+    ),
+    "transpose": _Operation(lambda x: tf.transpose(x, [0, 2, 1])),
+    "concatenation": _Operation(lambda *x: tf.concat(x, -1), [_SEQUENCE] * 2),
+    "embedding": _Operation(
+        lambda table: tf.gather(table, tf.range(2048) * 7 % 1000), [(1000, 512)]
+    ),
+}
+
+
+def run() -> dict:
+    """Times all operations; prints a table and returns the milliseconds."""
+    found = {name: _measure(operation) for name, operation in OPERATIONS.items()}
+    for part in ("forward", "forward and backward"):
+        rows = [[name, *_cells(of[part])] for name, of in found.items()]
+        common.print_table(
+            f"{part.capitalize()}: milliseconds in float32, and multiples of them",
+            ["", *_VARIANTS],
+            rows,
+        )
+    return found
+
+
+def _cells(milliseconds: dict[str, list[float]]) -> list[str]:
+    reference = milliseconds["float32"]
+    ratios = [
+        statistics.median(a / b for a, b in zip(turns, reference))
+        for variant, turns in milliseconds.items()
+        if variant != "float32"
+    ]
+    return [f"{statistics.median(reference):.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+def _measure(operation: _Operation) -> dict[str, dict[str, list[float]]]:
+    inputs = [
+        tf.random.stateless_normal(shape, seed=[1, i]) for i, shape in enumerate(operation.shapes)
+    ]
+    found = {}
+    for part, backward in (("forward", False), ("forward and backward", True)):
+        steps = {
+            variant: _step(operation, inputs, dtype, casts, backward)
+            for variant, (dtype, casts) in _VARIANTS.items()
+        }
+        seconds = common.interleaved(steps, _TURNS)
+        found[part] = {name: [1000 * each for each in turns] for name, turns in seconds.items()}
+    return found
+
+
+def _step(
+    operation: _Operation, inputs: list[tf.Tensor], dtype: str, casts: bool, backward: bool
+) -> Callable[[], Any]:
+    def compute(*x: tf.Tensor) -> tf.Tensor:
+        if not casts:
+            return operation.compute(*x)
+        return tf.cast(operation.compute(*(tf.cast(each, tf.float32) for each in x)), dtype)
+
+    @tf.function
+    def step(*x: tf.Tensor) -> Any:
+        if not backward:
+            return compute(*x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = compute(*x)
+        # A gradient that depends on the output, as in a model, so that nothing is left out.
+        return tape.gradient(y, x, output_gradients=y)
+
+    cast = [tf.cast(each, dtype) for each in inputs]
+    return lambda: tf.nest.map_structure(_wait, step(*cast))
+
+
+def _wait(result: Any) -> None:
+    values = result.values if isinstance(result, tf.IndexedSlices) else result
+    tf.reshape(values, [-1])[-1].numpy()

@@ -1,0 +1,124 @@
+"""What the tools of `keras_mp.numerics` print of two sound models: the page docs/screens.md.
+
+python -m benchmarks.screens [PATH]
+"""
+
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+import keras_mp
+from benchmarks import common
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "screens.md"
+BATCH, BLOCKS, WORDS, LENGTH, CLASSES = 8, 4, 500, 32, 10
+
+_HEAD = """# What the tools print
+
+Two models under `mixed_float16`, with random weights, and one batch of {batch} random samples:
+MobileNetV2 on images of 64 x 64, and a transformer of {blocks} blocks. Equal layers of repeated
+blocks are one row, which has the numbers of the worst of them; `to_text(rows=None)` of each result
+has every row.
+
+This page is written by `python -m benchmarks.screens`. Here: {machine}.
+"""
+
+
+class Screen(NamedTuple):
+    """What a tool prints of a model.
+
+    Attributes:
+        model: str.
+        call: str. What has printed it.
+        text: str.
+    """
+
+    model: str
+    call: str
+    text: str
+
+
+def transformer() -> tuple[Any, Any, Any]:
+    """A transformer, and a batch: x and y."""
+    layers = tf.keras.layers
+    inputs = tf.keras.Input([LENGTH], dtype="int32")
+    x = layers.Embedding(WORDS, 64, name="embedding")(inputs)
+    for i in range(BLOCKS):
+        normalized = layers.LayerNormalization(name=f"block_{i}_norm_1")(x)
+        attention = layers.MultiHeadAttention(4, 16, name=f"block_{i}_attention")
+        x = layers.Add(name=f"block_{i}_add_1")([x, attention(normalized, normalized)])
+        normalized = layers.LayerNormalization(name=f"block_{i}_norm_2")(x)
+        wider = layers.Dense(256, activation="gelu", name=f"block_{i}_up")(normalized)
+        x = layers.Add(name=f"block_{i}_add_2")(
+            [x, layers.Dense(64, name=f"block_{i}_down")(wider)]
+        )
+    x = layers.LayerNormalization(name="norm")(x)
+    logits = layers.Dense(WORDS, dtype="float32", name="logits")(x)
+    words = np.random.default_rng(0).integers(0, WORDS, [2, BATCH, LENGTH]).astype("int32")
+    return tf.keras.Model(inputs, logits, name="transformer"), *words
+
+
+def mobilenet_v2() -> tuple[Any, Any, Any]:
+    """MobileNetV2, and a batch: x and y."""
+    base = tf.keras.applications.MobileNetV2(
+        include_top=False, weights=None, input_shape=(64, 64, 3), pooling="avg"
+    )
+    logits = tf.keras.layers.Dense(CLASSES, dtype="float32", name="logits")(base.output)
+    images = np.random.default_rng(0).normal(size=[BATCH, 64, 64, 3]).astype("float32")
+    labels = np.arange(BATCH, dtype="int32") % CLASSES
+    return tf.keras.Model(base.input, logits, name="mobilenet_v2"), images, labels
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
+    "transformer": transformer,
+    "MobileNetV2": mobilenet_v2,
+}
+
+
+def screens(name: str) -> Iterator[Screen]:
+    """Runs each tool on a model.
+
+    Args:
+        name: str. One of `MODELS`.
+    """
+    numerics = keras_mp.numerics
+    tf.keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope("mixed_float16"):
+        model, x, y = MODELS[name]()
+        model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    yield Screen(name, "audit(model, (x, y))", str(numerics.audit(model, (x, y))))
+    yield Screen(name, "census(model, (x, y))", str(numerics.census(model, (x, y))))
+    yield Screen(name, "compare(model, x, y)", str(numerics.compare(model, x, y)))
+    result = numerics.what_if(model, x, y, dtypes="float16")
+    yield Screen(name, 'what_if(model, x, y, dtypes="float16")', str(result))
+    yield Screen(name, "advise(result)", str(numerics.advise(result)))
+    monitor = numerics.ExponentMonitor(every=1)
+    model.fit(x, y, batch_size=BATCH, callbacks=[monitor], verbose=0)
+    yield Screen(name, "ExponentMonitor(every=1), report()", str(monitor.report()))
+
+
+def page() -> Iterator[str]:
+    """Yields the lines of the page."""
+    keras = tf.keras.__version__
+    machine = f"{common.machine()}, Keras {keras}"
+    yield _HEAD.format(batch=BATCH, blocks=BLOCKS, machine=machine)
+    for name in MODELS:
+        yield f"## {name}\n"
+        for screen in screens(name):
+            yield f"### `{screen.call}`\n"
+            yield f"```\n{screen.text}\n```\n"
+
+
+def main() -> int:
+    """Writes the page."""
+    path = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    path.write_text("\n".join(page()).rstrip() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

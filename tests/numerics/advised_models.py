@@ -1,0 +1,290 @@
+"""Small models that suffer in 16 bits, each from something else, and models that do not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+import keras_mp
+from tests.common import IS_KERAS_3
+
+K = tf.keras
+L = K.layers
+FEATURES = 8
+
+
+class Case(NamedTuple):
+    """A model and a batch.
+
+    Attributes:
+        layers: returns the layers between the input and the head.
+        dtype: in which it suffers, or not.
+        shape: of an input.
+        inputs: the smallest and the largest input. Integers are drawn for an embedding.
+        factor: by what the loss is multiplied.
+    """
+
+    layers: Callable[[], Sequence[Any]]
+    dtype: str = "float16"
+    shape: tuple[int, ...] = (FEATURES,)
+    inputs: tuple[float, float] = (-1.0, 1.0)
+    factor: float = 1.0
+
+    def model(self) -> Any:
+        K.utils.set_random_seed(0)
+        with keras_mp.policy_scope(f"mixed_{self.dtype}"):
+            integers = isinstance(self.inputs[1], int)
+            inputs = K.Input(self.shape, dtype="int32" if integers else "float32")
+            x = inputs
+            for layer in self.layers():
+                x = layer(x)
+            if len(x.shape) > 2:
+                x = L.Flatten(name="flat")(x)
+            # Small weights at the end: what comes before decides what is lost.
+            return K.Model(inputs, L.Dense(1, name="head", dtype="float32")(x))
+
+    def batch(self, count: int = 32) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(0)
+        low, high = self.inputs
+        if isinstance(high, int):
+            x = rng.integers(low, high, size=[count, *self.shape]).astype(np.int32)
+        else:
+            x = rng.uniform(low, high, size=[count, *self.shape]).astype(np.float32)
+        return x, rng.normal(size=[count, 1]).astype(np.float32)
+
+    def loss(self, y: Any, predictions: Any) -> Any:
+        return tf.reduce_mean((tf.cast(predictions, tf.float32) - y) ** 2) * self.factor
+
+
+class Computes(L.Layer):
+    """A layer that computes a function."""
+
+    def __init__(self, function: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, x: Any) -> Any:
+        return FUNCTIONS[self.function](x)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "function": self.function}
+
+
+FUNCTIONS = {
+    "length": lambda x: x / tf.sqrt(tf.reduce_sum(x * x, -1, keepdims=True)),
+    "square": lambda x: x * x,
+    "variance": lambda x: (
+        tf.reduce_mean(x * x, -1, keepdims=True) - tf.reduce_mean(x, -1, keepdims=True) ** 2
+    ),
+    "sum": lambda x: tf.reduce_sum(x, -1, keepdims=True),
+    "running sum": lambda x: tf.cumsum(x, 1),
+    "exponential": tf.exp,
+    "softmax by hand": lambda x: tf.exp(x) / tf.reduce_sum(tf.exp(x), -1, keepdims=True),
+    "clipped logarithm": lambda x: tf.math.log(tf.clip_by_value(x, 1e-8, 1.0)),
+    "quotient": lambda x: x / (tf.abs(x) + 1e-8),
+    "there and back": lambda x: (x + 4096.0) - 4096.0,
+    "positions": lambda x: tf.sin(x * 100.0),
+    "distance": lambda x: tf.sqrt(tf.reduce_sum(x * x, -1, keepdims=True) + 1e-9),
+    "product": lambda x: tf.reduce_prod(x, -1, keepdims=True),
+    "mask": lambda x: tf.nn.softmax(tf.where(x > 0, x, tf.cast(-1e4, x.dtype))),
+}
+
+
+def dense(name: str = "first", units: int = FEATURES, **kwargs: Any) -> Any:
+    return L.Dense(units, name=name, **kwargs)
+
+
+def constant(value: float) -> Any:
+    return K.initializers.Constant(value)
+
+
+class Attention(L.Layer):
+    """Attention of a sequence to itself, with a residual, as a transformer's block has it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        policy = kwargs.get("dtype")
+        self.norm = L.LayerNormalization(name="norm", dtype=policy)
+        self.attention = L.MultiHeadAttention(2, 4, name="attention", dtype=policy)
+
+    def build(self, shape: Any) -> None:
+        self.norm.build(shape)
+        if IS_KERAS_3:
+            self.attention.build(shape, shape)
+        super().build(shape)
+
+    def call(self, x: Any) -> Any:
+        y = self.norm(x)
+        return x + self.attention(y, y)
+
+
+SUFFERING = {
+    "a length whose square overflows": Case(
+        lambda: [L.Rescaling(300.0, name="large"), Computes("length", name="norm")],
+        inputs=(1.0, 2.0),
+    ),
+    "squares of large numbers": Case(
+        lambda: [
+            dense(),
+            L.Rescaling(1e3, name="large"),
+            Computes("square", name="square"),
+            L.Rescaling(1e-6, name="back"),
+            dense("last"),
+        ]
+    ),
+    "a variance as a difference of squares": Case(
+        lambda: [L.Rescaling(1.0, offset=100.0, name="far"), Computes("variance", name="variance")]
+    ),
+    "a sum beyond the largest number": Case(
+        lambda: [L.Rescaling(1e3, name="large"), Computes("sum", name="sum")],
+        shape=(1, 128),
+        inputs=(0.5, 1.0),
+    ),
+    "a running sum": Case(
+        lambda: [L.Rescaling(2e3, name="large"), Computes("running sum", name="sum")],
+        shape=(64, 2),
+        inputs=(0.5, 1.0),
+    ),
+    "an exponential": Case(
+        lambda: [
+            dense(),
+            L.Rescaling(1.0, offset=12.0, name="far"),
+            Computes("exponential", name="exponential"),
+            L.Rescaling(1e-5, name="back"),
+            dense("last"),
+        ]
+    ),
+    "a softmax by hand": Case(
+        lambda: [L.Rescaling(20.0, name="logits"), Computes("softmax by hand", name="softmax")]
+    ),
+    "a logarithm of what is clipped": Case(
+        lambda: [Computes("clipped logarithm", name="logarithm"), dense("last")], inputs=(-1.0, 1.0)
+    ),
+    "a quotient of zeros": Case(
+        lambda: [L.Activation("relu", name="relu"), Computes("quotient", name="quotient")]
+    ),
+    "there and back": Case(
+        lambda: [
+            dense(),
+            L.Rescaling(1e-1, name="small"),
+            Computes("there and back", name="back"),
+        ]
+    ),
+    "positions": Case(
+        lambda: [Computes("positions", name="sine"), dense("last")],
+        inputs=(0.0, 1000.0),
+        dtype="float16",
+    ),
+    "numbers that are too small": Case(
+        lambda: [dense(), L.Rescaling(2.0**-26, name="tiny"), L.Rescaling(2.0**26, name="back")]
+    ),
+    "a product of small numbers": Case(
+        lambda: [
+            L.Rescaling(0.1, name="small"),
+            Computes("product", name="product"),
+            L.Rescaling(1e9, name="back"),
+        ],
+        inputs=(0.5, 1.0),
+    ),
+    "a mask beyond the largest number": Case(
+        lambda: [L.Rescaling(-1e9, name="far"), L.Softmax(name="weights"), dense("last")],
+        inputs=(0.0, 1.0),
+    ),
+    "pixels of a large range": Case(
+        lambda: [
+            L.Rescaling(1e4, name="large"),
+            L.Conv2D(4, 3, name="conv", kernel_initializer="ones"),
+        ],
+        shape=(6, 6, 3),
+        inputs=(0.5, 1.0),
+    ),
+    "large weights": Case(
+        lambda: [
+            dense(kernel_initializer=constant(2e4)),
+            L.Rescaling(1e-5, name="back"),
+            dense("last"),
+        ],
+        inputs=(0.5, 1.0),
+    ),
+    "an embedding of large vectors": Case(
+        lambda: [
+            L.Embedding(16, 4, name="words", embeddings_initializer=constant(1e5)),
+            L.Rescaling(1e-5, name="back"),
+        ],
+        shape=(4,),
+        inputs=(0, 16),
+    ),
+    "gradients that are too small for the loss scale": Case(
+        lambda: [dense(activation="tanh"), dense("second", activation="tanh")], factor=2.0**-26
+    ),
+    "gradients that are too large for the loss scale": Case(
+        lambda: [dense(activation="tanh"), dense("second", activation="tanh")], factor=2.0**8
+    ),
+    "bfloat16 that leaves digits out": Case(
+        lambda: [dense(), L.Rescaling(1e-3, name="small"), Computes("there and back", name="back")],
+        dtype="bfloat16",
+    ),
+    "positions in bfloat16": Case(
+        lambda: [Computes("positions", name="sine"), dense("last")],
+        inputs=(0.0, 10.0),
+        dtype="bfloat16",
+    ),
+}
+
+HEALTHY = {
+    "dense": Case(lambda: [dense(activation="relu"), dense("second", activation="relu")]),
+    "dense in bfloat16": Case(lambda: [dense(activation="gelu")], dtype="bfloat16"),
+    "gelu": Case(lambda: [dense(activation="gelu"), dense("second", activation="gelu")]),
+    "swish": Case(lambda: [dense(activation="swish"), dense("second", activation="sigmoid")]),
+    "batch normalization": Case(
+        lambda: [dense(use_bias=False), L.BatchNormalization(name="norm"), L.ReLU()]
+    ),
+    "a bias before batch normalization": Case(
+        lambda: [dense(), L.BatchNormalization(name="norm"), L.ReLU()]
+    ),
+    "layer normalization": Case(lambda: [dense(units=16), L.LayerNormalization(name="norm")]),
+    "convolutions": Case(
+        lambda: [L.Conv2D(4, 3, name="conv", activation="relu"), L.MaxPooling2D(name="pool")],
+        shape=(8, 8, 3),
+        factor=2.0**-4,
+    ),
+    "a separable convolution": Case(
+        lambda: [L.SeparableConv2D(4, 3, name="conv"), L.GlobalAveragePooling2D(name="mean")],
+        shape=(8, 8, 3),
+    ),
+    "convolutions in bfloat16": Case(
+        lambda: [
+            L.Conv2D(4, 3, name="conv", activation="relu"),
+            L.AveragePooling2D(2, name="pool"),
+        ],
+        shape=(8, 8, 3),
+        dtype="bfloat16",
+    ),
+    "a convolution of a sequence": Case(
+        lambda: [L.Conv1D(4, 3, name="conv", padding="causal", activation="tanh")], shape=(8, 4)
+    ),
+    "pixels": Case(
+        lambda: [L.Rescaling(1 / 255, name="scale"), L.Conv2D(4, 3, name="conv")],
+        shape=(8, 8, 3),
+        inputs=(0.0, 255.0),
+        factor=2.0**-4,
+    ),
+    "an embedding": Case(
+        lambda: [L.Embedding(16, 8, name="words"), L.GlobalAveragePooling1D(name="mean")],
+        shape=(6,),
+        inputs=(0, 16),
+    ),
+    "attention": Case(lambda: [dense(), Attention(name="block")], shape=(4, 4), factor=2.0**-4),
+    "attention in bfloat16": Case(
+        lambda: [dense(), Attention(name="block")], shape=(4, 4), dtype="bfloat16"
+    ),
+    "an LSTM": Case(lambda: [L.LSTM(8, name="lstm")], shape=(6, 4)),
+    "a GRU in bfloat16": Case(lambda: [L.GRU(8, name="gru")], shape=(6, 4), dtype="bfloat16"),
+    "a bidirectional LSTM": Case(
+        lambda: [L.Bidirectional(L.LSTM(4, name="lstm"), name="both")], shape=(6, 4)
+    ),
+    "a mask that fits": Case(lambda: [dense(), Computes("mask", name="mask")]),
+    "a distance": Case(lambda: [dense(), Computes("distance", name="distance")], inputs=(0.5, 1.0)),
+    "a softmax": Case(lambda: [dense(), L.Softmax(name="softmax"), dense("second")]),
+}

@@ -1,0 +1,134 @@
+"""Each sentence of `advise` is put to the test: by doing what it says, on 20 models and more that
+suffer, and on as many healthy ones, of which it must say nothing."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.numerics import advise, what_if
+from keras_mp.numerics.reports import OUTPUT, TOLERANCE
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from tests.numerics.advised_models import HEALTHY, SUFFERING
+
+SCALES = [1.0, 2.0**8, INITIAL_LOSS_SCALE]
+IN_FLOAT32 = re.compile(r"^Run `(.+?)` in float32: ")
+SCALE = re.compile(
+    r"[Ss]tart the loss scale at 2\^(\d+): between 2\^(-?\d+) and 2\^(\d+) (?:no gradient loses "
+    r"more than|the other gradients lose no more than) 0\.1 %, in the batch\."
+)
+AT = re.compile(r"At 2\^(\d+), (.+?) of (.+?) is (below|beyond) (b?float16)\.")
+BFLOAT16 = re.compile(
+    r"^bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of [\d,]+ "
+    r"values none becomes zero or infinite, in the batch\. \(It keeps 8 bits of each value, "
+    r"float16 11\.\)$"
+)
+
+
+def run(case, model, dtype, scales):
+    x, y = case.batch()
+    return what_if(model, x, y, loss=case.loss, dtypes=[dtype], scales=scales)
+
+
+def lost_outputs(result, dtype):
+    """The layers that lose what they return, by a wide margin."""
+    of_run = result[dtype, result.scales[0]]
+    return {
+        path
+        for (kind, path), lost in of_run.items()
+        if kind == OUTPUT and (lost.infinite or lost.error > 0.25)
+    }
+
+
+def do(case, model, advice, dtype):
+    """Does what each sentence says, and checks what it has promised. Returns the model."""
+    after, lost_before, lost_after = model, set(), set()
+    if advice.policies:
+        after = keras_mp.convert(model, advice.policies)
+        lost_before, lost_after = (
+            lost_outputs(run(case, each, dtype, [1.0]), dtype) for each in (model, after)
+        )
+    for sentence in advice.sentences:
+        layer, scale = IN_FLOAT32.match(sentence), SCALE.search(sentence)
+        assert layer or scale or BFLOAT16.match(sentence), f"unknown: {sentence}"
+        if layer:
+            assert advice.policies[layer[1]] == "float32"
+            is_of_gradient = re.search("the gradient of|% of `[^`]+` is ", sentence)
+            assert layer[1] in lost_before or is_of_gradient
+            # Behind it others may lose what they could not lose before: the next advice.
+            assert layer[1] not in lost_after
+        if scale:
+            best, low, high = (2.0 ** int(exponent) for exponent in scale.groups())
+            assert advice.loss_scale == best
+            result = run(case, after, dtype, [low, best, high])
+            for each in (low, best, high):
+                lossy = result.losses(dtype, each, TOLERANCE)
+                assert not set(lossy) - result.noise, (each, lossy)
+        at = AT.search(sentence)
+        if at:
+            result = run(case, model, dtype, [2.0 ** int(at[1])])
+            path = re.search("`(.+?)`", at[3])[1]
+            kind = "output gradient" if "output" in at[3] else "gradient"
+            lost = result[dtype, 2.0 ** int(at[1])][kind, path]
+            assert lost.infinite if at[4] == "beyond" else lost.zero
+        if BFLOAT16.match(sentence):
+            in_bfloat16 = keras_mp.convert(model, "mixed_bfloat16")
+            result = run(case, in_bfloat16, "bfloat16", [1.0])
+            assert not lost_outputs(result, "bfloat16")
+            assert advise(result, "bfloat16").sentences == []
+    return after
+
+
+@pytest.mark.parametrize("name", SUFFERING)
+def test_who_does_what_it_says_loses_nothing(name):
+    case = SUFFERING[name]
+    model, dtype = case.model(), case.dtype
+    assert lost_outputs(run(case, model, dtype, SCALES), dtype) or case.factor != 1
+    for _ in range(4):
+        advice = advise(run(case, model, dtype, SCALES), dtype)
+        scale = advice.loss_scale or INITIAL_LOSS_SCALE
+        model = do(case, model, advice, dtype)
+        if not advice.policies:
+            break
+    assert not advice.policies
+    result = run(case, model, dtype, [scale if dtype == "float16" else 1.0])
+    assert not lost_outputs(result, dtype)
+    lossy = result.losses(dtype, result.scales[0], TOLERANCE)
+    assert not set(lossy) - result.noise
+    x, _ = case.batch()
+    exact = keras_mp.convert(model, "float32")
+    difference = np.linalg.norm(model(x) - exact(x)) / np.linalg.norm(exact(x))
+    assert difference < {"float16": 0.02, "bfloat16": 0.1}[dtype]
+
+
+def losses_of_training(case, policy):
+    """Five steps of one batch, and how many were skipped."""
+    model = keras_mp.convert(case.model(), policy)
+    x, y = case.batch()
+    optimizer = keras_mp.LossScaleOptimizer(
+        tf.keras.optimizers.SGD(0.01 / case.factor),
+        "dynamic" if policy == "mixed_float16" else 1,
+    )
+    losses = []
+    for _ in range(5):
+        with tf.GradientTape() as tape:
+            loss = case.loss(y, model(x, training=True))
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        losses.append(float(loss))
+    return np.array(losses), int(optimizer.steps_skipped)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_model_is_told_nothing_and_trains(name):
+    case = HEALTHY[name]
+    advice = advise(run(case, case.model(), case.dtype, SCALES), case.dtype)
+    assert advice == ([], {}, None)
+    expected, _ = losses_of_training(case, "float32")
+    losses, skipped = losses_of_training(case, f"mixed_{case.dtype}")
+    assert skipped == 0
+    assert expected[-1] < expected[0]
+    np.testing.assert_allclose(losses, expected, rtol=0.02)
