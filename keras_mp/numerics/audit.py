@@ -31,6 +31,9 @@ class Audit(NamedTuple):
         of: str. The name of the model.
         policy: str. The name of the policy that most of its layers have.
         findings: tuple of `Finding`s; empty for a model that there is nothing to say about.
+        batches: tuple of `Audit`s, one for each of several batches; else empty. Each hazard of a
+            place is one finding then, with the numbers of the first batch that shows it, and on how
+            many it was found.
 
     Example:
 
@@ -42,13 +45,44 @@ class Audit(NamedTuple):
     of: str
     policy: str
     findings: tuple[Finding, ...]
+    batches: tuple["Audit", ...] = ()
+
+    @classmethod
+    def of_batches(cls, found: "Sequence[Audit]") -> "Audit":
+        """Puts those of several batches together.
+
+        Args:
+            found: one for each batch. A single one is returned as it is.
+        """
+        if len(found) == 1:
+            return found[0]
+        firsts: dict[Any, Finding] = {}
+        counts: Counter[Any] = Counter()
+        for audited in found:
+            for each in audited.findings:
+                firsts.setdefault((each.hazard, each.where, each.line), each)
+            counts.update({(each.hazard, each.where, each.line) for each in audited.findings})
+        findings = (
+            each._replace(why=f"{each.why} (On {counts[key]} of {len(found)} batches.)")
+            for key, each in firsts.items()
+        )
+        return cls(found[0].of, found[0].policy, tuple(findings), tuple(found))
 
     def to_json(self) -> str:
-        """Returns all of it as JSON: an object with "of", "policy" and a list, "findings"."""
+        """Returns all of it as JSON: an object with "of", "policy" and a list, "findings".
+
+        Of several batches there is a list of such objects as well, "batches".
+        """
+        return json.dumps(self._described())
+
+    def _described(self) -> dict[str, Any]:
         findings = [
             {**each._asdict(), "line": each.line and list(each.line)} for each in self.findings
         ]
-        return json.dumps({**self._asdict(), "findings": findings})
+        described = {"of": self.of, "policy": self.policy, "findings": findings}
+        if self.batches:
+            described["batches"] = [each._described() for each in self.batches]
+        return described
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: a headline, and the findings.
@@ -112,7 +146,9 @@ def audit(model: Any, batch: Any, device: str | None = None) -> Audit:
     Args:
         model: a model of `tf.keras`, best compiled.
         batch: what `fit` takes for a step: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays,
-            tensors or structures of them; or x alone, which is no tuple then.
+            tensors or structures of them; or x alone, which is no tuple then. Or several batches,
+            as `keras_mp.numerics.batches.several` knows them: a `tf.data.Dataset`, a generator, or
+            a list of tuples. The step is traced for each.
         device: str. A GPU and its compute capability, such as "GPU 7.0", for whose tensor cores
             dtypes and sizes are judged. None is needed. Defaults to this machine.
 
@@ -120,7 +156,7 @@ def audit(model: Any, batch: Any, device: str | None = None) -> Audit:
         `Audit`. Its `findings` are empty if nothing was found.
 
     Raises:
-        TypeError: `model` is not a model of `tf.keras`, or the batch is None or a dataset.
+        TypeError: `model` is not a model of `tf.keras`, or the batch is None.
         ValueError: the batch is a tuple of another length, has no values, is a list with more or
             fewer parts than the model has inputs, or does not suit the model; `device` is no GPU,
             or this TensorFlow was built without CUDA.
@@ -138,6 +174,9 @@ def audit(model: Any, batch: Any, device: str | None = None) -> Audit:
     keras_api.check_model(model)
     if device is not None:
         optimize.compute_capability(device)
+    several = batches.several(batch)
+    if several is not None:
+        return Audit.of_batches([audit(model, each, device) for each in several])
     batch = batches.as_fit_takes_it(model, batch)
     try:
         with Progress("audit", parts=2) as progress:

@@ -66,7 +66,9 @@ def compare(
     Args:
         model: of `tf.keras`. If it computes in 16 bits, it is run as it is, and a copy in float32;
             otherwise a copy in `policy`, and the model itself.
-        x: the inputs of a batch, as the model takes them.
+        x: the inputs of a batch, as the model takes them. Or several batches, as
+            `keras_mp.numerics.batches.several` knows them: a `tf.data.Dataset`, a generator, or a
+            list of tuples `(x, y)` or `(x, y, sample_weight)`. Labels and weights are in them then.
         y: its labels. Without them, or without a loss, the loss is a sum of the outputs with random
             signs.
         sample_weight: weights for the loss.
@@ -81,10 +83,11 @@ def compare(
         training: bool. Whether layers are called with `training=True`.
 
     Returns:
-        A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
+        A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table. Of
+        several batches it has the worst distances, `batches` those of each, and `mean` the means.
 
     Raises:
-        TypeError: x is None or a dataset.
+        TypeError: x is None.
         ValueError: neither model computes in 16 bits, the two do not call the same layers, there
             are no samples, x is a list with more or fewer parts than the model has inputs, or
             numbers of the batch are not finite and so the loss is not either.
@@ -103,6 +106,12 @@ def compare(
     >>> comparison.first.what
     'overflow: Sum, a sum over 1,000 values, reaches 9e+04; float16 ends at 65,504'
     """
+    keras_api.check_model(model)
+    several = batches.several(x, y, sample_weight)
+    if several is not None:
+        how = {"policy": policy, "reference": reference, "loss": loss, "step": step}
+        how |= {"loss_scale": loss_scale, "training": training}
+        return Comparison.of_batches([compare(model, *batch, **how) for batch in several])
     narrow, wide = _both(model, policy, reference)
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     numbers = RandomNumbers()

@@ -5,7 +5,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from keras_mp.numerics.distances import LIMIT, Distance
@@ -90,6 +91,9 @@ class Comparison:
             explains all.
         losses: the loss of the run and that of the reference.
         loss_scale: float. What the loss was multiplied by in the run.
+        batches: tuple of `Comparison`s, one for each of several batches; else empty. Distances are
+            the worst of theirs then, findings are those of all of them, losses are means, and the
+            loss scale is the smallest.
 
     Example:
 
@@ -106,6 +110,40 @@ class Comparison:
     findings: list[Finding]
     losses: tuple[float, float]
     loss_scale: float
+    batches: tuple["Comparison", ...] = ()
+
+    @classmethod
+    def of_batches(cls, found: "Sequence[Comparison]") -> "Comparison":
+        """Puts those of several batches together: the worst of each.
+
+        Args:
+            found: one for each batch. A single one is returned as it is.
+        """
+        if len(found) == 1:
+            return found[0]
+        findings: dict[tuple[str, str], Finding] = {}
+        for each in (finding for one in found for finding in one.findings):
+            key = (each.path, each.direction)
+            before = findings.get(key, each)
+            is_worse = each.distance.units > before.distance.units
+            findings[key] = each if is_worse else before
+        first = found[0]
+        return cls(
+            first.name,
+            first.reference,
+            _joined(found, Distance.worst),
+            list(findings.values()),
+            (_mean(each.losses[0] for each in found), _mean(each.losses[1] for each in found)),
+            min(each.loss_scale for each in found),
+            tuple(found),
+        )
+
+    @property
+    def mean(self) -> "Comparison":
+        """The same with the means of all batches as distances; of a single batch, itself."""
+        if not self.batches:
+            return self
+        return dataclasses.replace(self, layers=_joined(self.batches, _mean_distance))
 
     @property
     def first(self) -> Finding | None:
@@ -171,7 +209,10 @@ class Comparison:
 
         What is infinite is the string "inf", since JSON has no such number.
         """
-        return _plain(dataclasses.asdict(self))
+        described = _plain(dataclasses.asdict(self))
+        if not self.batches:
+            del described["batches"]
+        return described
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
         """Returns it as JSON, and writes that to a file if there is a path."""
@@ -237,7 +278,8 @@ class Comparison:
             ax.plot(infinite, [0.97] * len(infinite), "x", color=color, label=label, transform=top)
 
     def _lines(self, rows: int | None) -> Iterator[str]:
-        yield f"{self.name}, compared with {self.reference}"
+        of = f", the worst of {len(self.batches)} batches" if self.batches else ""
+        yield f"{self.name}, compared with {self.reference}{of}"
         scale = f", at a loss scale of {self.loss_scale:g}" if self.loss_scale != 1 else ""
         yield f"Loss: {self.losses[0]:.6g} and {self.losses[1]:.6g}{scale}"
         yield ""
@@ -280,6 +322,36 @@ class Comparison:
         of_output = () if rows else ("SQNR", "Cosine")
         header = ("Layer", "Dtype", "Output", *of_output, "Own share", "Gradient", "Own share")
         return text_tables.shortened(header, cells, rows, left=(0, 1))
+
+
+def _joined(
+    found: Sequence[Comparison], join: Callable[[list[Distance]], Distance | None]
+) -> list[ComparedLayer]:
+    """Makes one row of those that the same call of a layer has on several batches."""
+    calls: dict[tuple[str, int], list[ComparedLayer]] = {}
+    for one in found:
+        counts: Counter[str] = Counter()
+        for row in one.layers:
+            calls.setdefault((row.path, counts[row.path]), []).append(row)
+            counts[row.path] += 1
+    joined = []
+    for rows in calls.values():
+        known = {
+            side: [each for row in rows if (each := getattr(row, side)) is not None]
+            for side in _SIDES
+        }
+        distances = {side: join(each) if each else None for side, each in known.items()}
+        joined.append(dataclasses.replace(rows[0], **distances))
+    return joined
+
+
+def _mean_distance(distances: list[Distance]) -> Distance:
+    return Distance(*map(_mean, zip(*map(dataclasses.astuple, distances))))
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
 
 
 def _noise_cells(distance: Distance | None) -> tuple[str, str]:

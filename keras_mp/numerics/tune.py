@@ -146,12 +146,10 @@ def tune(
         return math.isinf(error), not products, error / max(products, 1)
 
     chosen = search.add(sorted(candidates, key=cost), [], range(len(given)))
-    reasons = {path: f"with it, {why}" for path, why in search.refused.items()}
+    reasons = dict(search.refused)
     search.refused.clear()
     kept = search.add(chosen, [], range(len(made)))
-    reasons |= {
-        path: f"on batches kept aside, with it, {why}" for path, why in search.refused.items()
-    }
+    reasons |= {path: f"kept aside: {why}" for path, why in search.refused.items()}
 
     def row(path: str, layer: Any) -> TunedLayer:
         is_in_16_bits = path in kept

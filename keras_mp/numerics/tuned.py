@@ -23,7 +23,7 @@ class Errors(NamedTuple):
 
     >>> from keras_mp.numerics.tuned import Errors
     >>> print(Errors(0.001, 0.0, 0.04, "dense"))
-    the gradient of dense is 4.0e-02 off
+    gradients of dense 4.0e-02 off
     """
 
     outputs: float
@@ -38,12 +38,12 @@ class Errors(NamedTuple):
 
     def __str__(self) -> str:
         if self.outputs == self.largest:
-            what, verb = "outputs", "are"
+            what = "outputs"
         elif self.loss == self.largest:
-            what, verb = "the loss", "is"
+            what = "loss"
         else:
-            what, verb = f"the gradient of {self.layer}", "is"
-        return f"{what} {verb} {_number(self.largest)}{' off' * math.isfinite(self.largest)}"
+            what = f"gradients of {self.layer}"
+        return f"{what} {_number(self.largest)}{' off' * math.isfinite(self.largest)}"
 
 
 class TunedLayer(NamedTuple):
@@ -57,7 +57,7 @@ class TunedLayer(NamedTuple):
             and convolutions.
         error: float. How far it is off in 16 bits by itself, given the inputs and the upstream
             gradient that it has in float32; None if it was left out.
-        reason: str.
+        reason: str. Of a layer in float32, how far off the model would be with it in 16 bits.
 
     Example:
 

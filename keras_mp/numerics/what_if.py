@@ -1,9 +1,11 @@
 """One batch at several loss scales and in several dtypes, and what each of them loses."""
 
 import csv
+import functools
 import json
+import operator
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +96,9 @@ class WhatIf:
             layer before a batch normalization, or that of the keys of an attention. `advise` leaves
             them out. They are found by a second run in float32, whose weights differ by 2^-20 of
             each: noise is another one then, by half of its norm at least.
+        batches: tuple of `WhatIf`s, one for each of several batches; else empty. Each `Lost` is the
+            worst of theirs then, histograms of `reference` are sums, and noise is what is noise on
+            all of them.
 
     Example:
 
@@ -113,12 +118,50 @@ class WhatIf:
         computed_in: dict[str, dict[tuple[str, str], str]],
         consumers: dict[str, set[str]],
         noise: Iterable[tuple[str, str]] = (),
+        batches: Sequence["WhatIf"] = (),
     ) -> None:
         self.reference, self.computed_in = reference, computed_in
         self.consumers, self.noise = consumers, set(noise)
-        self._lost = lost
+        self._lost, self.batches = lost, tuple(batches)
         self.dtypes = list(dict.fromkeys(dtype for dtype, _ in lost))
         self.scales = sorted({scale for _, scale in lost})
+
+    @classmethod
+    def of_batches(cls, found: "Sequence[WhatIf]") -> "WhatIf":
+        """Puts those of several batches together: the worst of each.
+
+        Args:
+            found: one for each batch. A single one is returned as it is.
+        """
+        if len(found) == 1:
+            return found[0]
+        return cls._joined(found, lambda lost: max(lost, key=_harm))
+
+    @property
+    def mean(self) -> "WhatIf":
+        """The same with the means of all batches: counts are sums, errors are means."""
+        return self._joined(self.batches, _mean) if self.batches else self
+
+    @classmethod
+    def _joined(cls, found: "Sequence[WhatIf]", join: Callable[[Sequence[Lost]], Lost]) -> "WhatIf":
+        lost = {
+            run: {
+                row: join([each[run][row] for each in found if row in each[run]])
+                for row in dict.fromkeys(row for each in found for row in each[run])
+            }
+            for run in found[0]._lost
+        }
+        consumers: dict[str, set[str]] = {}
+        for path, takers in (pair for each in found for pair in each.consumers.items()):
+            consumers.setdefault(path, set()).update(takers)
+        return cls(
+            functools.reduce(operator.add, (each.reference for each in found)),
+            lost,
+            found[0].computed_in,
+            consumers,
+            set.intersection(*(each.noise for each in found)),
+            found,
+        )
 
     def __getitem__(self, run: tuple[str, float]) -> dict[tuple[str, str], Lost]:
         dtype, scale = run
@@ -287,7 +330,9 @@ def what_if(
 
     Args:
         model: A model of `tf.keras`, of any policy, that `keras_mp.convert` can make anew.
-        x: a batch of inputs.
+        x: a batch of inputs. Or several batches, as `keras_mp.numerics.batches.several` knows them:
+            a `tf.data.Dataset`, a generator, or a list of tuples `(x, y)` or
+            `(x, y, sample_weight)`. Labels and weights are in them then.
         y: a batch of labels.
         sample_weight: their weights.
         loss: callable with the labels and the predictions that returns the loss, or what else
@@ -299,10 +344,11 @@ def what_if(
         seed: int. With Keras 2, that of TensorFlow before each run.
 
     Returns:
-        A `WhatIf`.
+        A `WhatIf`. Of several batches it has the worst losses, `batches` those of each, and `mean`
+        the means.
 
     Raises:
-        TypeError: `model` is not a model of `tf.keras`, or x is None or a dataset.
+        TypeError: `model` is not a model of `tf.keras`, or x is None.
         ValueError: it cannot be made anew, has no loss, a dtype is another one, a scale is no
             power of two, there are none, the batch is empty, x is a list with more or fewer parts
             than the model has inputs, or its loss in float32 is infinite or NaN, as where an input
@@ -336,6 +382,10 @@ def what_if(
     for scale in scales:
         exponent_of(scale)
     keras_api.check_model(model)
+    several = batches.several(x, y, sample_weight)
+    if several is not None:
+        how = {"loss": loss, "dtypes": dtypes, "scales": scales, "seed": seed}
+        return WhatIf.of_batches([what_if(model, *batch, **how) for batch in several])
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     with Progress("what_if", parts=2 + len(dtypes) * len(scales)) as progress:
         return _run_all(model, batch, loss, dtypes, scales, seed, progress)
@@ -522,6 +572,16 @@ def _spread(scales: Sequence[float], most: int) -> Sequence[float]:
     if len(scales) <= most:
         return scales
     return [scales[round(i)] for i in np.linspace(0, len(scales) - 1, most)]
+
+
+def _harm(lost: Lost) -> tuple[bool, float, float]:
+    """How bad it is, larger if it is worse."""
+    return bool(lost.infinite), lost.share, lost.error
+
+
+def _mean(found: Sequence[Lost]) -> Lost:
+    counts = (sum(each) for each in zip(*(lost[:4] for lost in found)))
+    return Lost(*counts, sum(lost.error for lost in found) / len(found))
 
 
 def _cell(lost: Lost) -> str:
