@@ -171,7 +171,10 @@ def float8_weights(optimizer, loop, scales_loss):
     dense.quantize("float8")
     x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
     y = x.sum(1, keepdims=True) / 8
-    if loop == "fit":
+    if loop == "train_step":
+        model = OwnTrainStep(model.inputs, model.outputs, name="model")
+        model.scales_loss = scales_loss
+    if loop in ("fit", "accumulating fit", "train_step"):
         model.compile(optimizer, "mse", jit_compile=False)
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     else:
@@ -191,17 +194,32 @@ def float8_weights(optimizer, loop, scales_loss):
     return {v.path: value(v.value) for v in model.weights}
 
 
+class OwnTrainStep(tf.keras.Model):
+    """A model whose `train_step` calls the optimizer, with a scaled loss or without."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            scaled = self.optimizer.scale_loss(loss) if self.scales_loss else loss
+        gradients = tape.gradient(scaled, [v.value for v in self.trainable_variables])
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+
 @keras_3_only
-@pytest.mark.parametrize("loop", ["fit", "function", "jit"])
+@pytest.mark.parametrize("loop", ["fit", "accumulating fit", "train_step", "function", "jit"])
 @pytest.mark.parametrize("scales_loss", [True, False])
 def test_a_layer_in_float8_trains_as_with_the_optimizers_of_keras(loop, scales_loss):
-    if scales_loss:
-        control = tf.keras.optimizers.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1), 128)
-    else:
-        control = tf.keras.optimizers.SGD(0.1)
+    def sgd():
+        steps = 2 if loop == "accumulating fit" else None
+        return tf.keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
+
+    control = tf.keras.optimizers.LossScaleOptimizer(sgd(), 128) if scales_loss else sgd()
     expected = float8_weights(control, loop, scales_loss)
-    scale = 128 if scales_loss else 1 if loop == "fit" else 1024
-    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1), scale)
+    # `fit` scales the loss by itself.
+    scale = 128 if scales_loss else 1 if "fit" in loop else 1024
+    optimizer = keras_mp.LossScaleOptimizer(sgd(), scale)
     with warnings.catch_warnings():
         if not scales_loss:
             warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)

@@ -145,7 +145,7 @@ class ScaledStep:
                 factor = scaled_by if divisor is None else scaled_by / divisor
                 packed, divisor = gradients.scale(packed, factor), scaled_by
         given = packed if self.handler else gradients.cast_float16_to_float32(packed)
-        given = workers.with_scale(given, scaled_by)
+        given = workers.with_scale(given, scaled_by, divisor)
         sent = gradients.cast_float32(given, reduce_dtype)
         summed = gradients.cast_as(replicas.all_reduce(sent, tf.float32), given)
         summed = workers.checked(summed, scaled_by)

@@ -66,7 +66,9 @@ def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
         "gradients": ", ".join(f"{count} of {name}" for name, count in sorted(dtypes.items())),
     }
     told = _exchange(mine)
-    different = [name for name in mine if len({str(facts.get(name)) for facts in told}) > 1]
+    # Also those that this worker has nothing to say on: an optimizer that scales no loss.
+    names = dict.fromkeys(name for facts in told for name in facts)
+    different = [name for name in names if len({str(facts.get(name)) for facts in told}) > 1]
     if different:
         lines = [
             f"  {name}: "
@@ -80,26 +82,31 @@ def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
     _met.add(owner)
 
 
-def with_scale(grads: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
+def with_scale(
+    grads: list[Any], scaled_by: tf.Tensor | None, divisor: tf.Tensor | None
+) -> list[Any]:
     """Adds the loss scale to what a replica sends; `checked` takes it out of the sums.
 
-    Each replica has a place in a vector that is zero elsewhere. It sends the bytes of its scale:
-    numbers up to 255 are the same in every dtype that gradients travel in.
+    Each replica has a place in a vector that is zero elsewhere. It sends the bytes of two numbers:
+    those up to 255 are the same in every dtype that gradients travel in.
 
     Args:
         grads: the gradients that are sent.
         scaled_by: float32 scalar tensor, or None where nothing scales a loss.
+        divisor: float32 scalar tensor. What the sums are to be divided by, which is not the scale
+            where the program has scaled no loss; None if nothing.
     """
     if scaled_by is None or not are_several():
         return grads
     count = tf.distribute.get_strategy().num_replicas_in_sync
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    mine = tf.cast(tf.bitcast(scaled_by, tf.uint8), tf.float32)
+    numbers = tf.stack([scaled_by, tf.constant(1.0) if divisor is None else divisor])
+    mine = tf.cast(tf.reshape(tf.bitcast(numbers, tf.uint8), [-1]), tf.float32)
     return [*grads, tf.reshape(tf.one_hot(replica, count)[:, tf.newaxis] * mine, [-1])]
 
 
 def checked(sums: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
-    """Returns the sums of gradients, once all replicas were found to have the same loss scale.
+    """Returns the sums of gradients, once all replicas were found to scale alike.
 
     Args:
         sums: what came of the gradients of `with_scale`.
@@ -111,7 +118,7 @@ def checked(sums: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
     """
     if scaled_by is None or not are_several():
         return sums
-    numbers = tf.reshape(tf.cast(tf.cast(sums[-1], tf.int32), tf.uint8), [-1, 4])
+    numbers = tf.reshape(tf.cast(tf.cast(sums[-1], tf.int32), tf.uint8), [-1, 2, 4])
     scales = tf.bitcast(numbers, tf.float32)
     are_equal = tf.reduce_all(tf.equal(scales, scales[0]))
     with tf.control_dependencies([tf.debugging.Assert(are_equal, _of_each_worker(scales))]):
@@ -120,11 +127,12 @@ def checked(sums: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
 
 def _of_each_worker(scales: tf.Tensor) -> list[Any]:
     count = _count(tf.distribute.get_strategy())
-    of_workers = tf.unstack(tf.reshape(scales, [count, -1])[:, 0])
+    of_workers = tf.unstack(tf.reshape(scales, [count, -1, 2])[:, 0])
     text = (
         "The workers scale their losses by different loss scales, so that their sums of gradients "
-        "are wrong. Give all of them the same loss scale, and load the same checkpoint on all. "
-        "The loss scales are:"
+        "are wrong. Give all of them the same loss scale, load the same checkpoint on all, and "
+        "scale the loss on all or on none. The loss scales, and what the sums of gradients are "
+        "still to be divided by:"
     )
     named = ((f"worker {i}:", scale) for i, scale in enumerate(of_workers))
     return [text, *itertools.chain.from_iterable(named)]

@@ -9,12 +9,14 @@ import pathlib
 import re
 import signal
 import time
+import warnings
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.step import workers as workers_module
 from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, once, value
 from tests.replicas import workers
 from tests.step.test_overflows import Program, expected_of, said, spoil
@@ -576,6 +578,52 @@ def uneven_sums_in_bfloat16(strategy, index):
         return str(error)
 
 
+def scales_on_one_worker(strategy, index, has_wrapper):
+    """A worker that scales no loss beside one that does, with a wrapper or without."""
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        # Both on both, since TensorFlow sends the first values of variables to all workers.
+        wrapper, bare = (
+            keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]), 64, reduce_dtype="float32"),
+            keras_mp.AllReduceOptimizer(make_optimizer(FAMILIES[0]), "float32"),
+        )
+        for each in (wrapper, bare):
+            each.build([v])
+    optimizer = wrapper if has_wrapper or index == 0 else bare
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = 2 * v
+            if index == 0:
+                loss *= optimizer.loss_scale()
+        kind = {"scaled": index == 0} if has_wrapper or index == 0 else {}
+        optimizer.apply_gradients([(tape.gradient(loss, v), v)], **kind)
+
+    try:
+        with warnings.catch_warnings():
+            # The worker that scales no loss is also told so.
+            warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+            strategy.run(step)
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        return str(error), float(value(v))
+
+
+def another_version(strategy, index):
+    """Workers that have nothing but different versions of the package."""
+    workers_module.FACTS["version of keras_mp"] = lambda: ["1.2.0", "1.3.0"][index]
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]))
+        optimizer.build([v])
+    try:
+        strategy.run(lambda: optimizer.minimize(lambda: 2 * v, [v]))
+    except ValueError as error:
+        return str(error), float(value(v))
+    finally:
+        workers_module.FACTS["version of keras_mp"] = lambda: keras_mp.__version__
+
+
 def moved_scale_loop(strategy, index, fixed, in_function, name):
     """Workers whose scales are the same until one is changed by hand: what each step raises."""
     with strategy.scope():
@@ -632,6 +680,23 @@ def test_workers_that_sum_in_different_dtypes_are_told_where_nothing_is_scaled(u
         assert "reduce_dtype: worker 0: bfloat16; worker 1: float32" in message
 
 
+def test_a_worker_that_scales_no_loss_is_noticed(uneven):
+    for message, weight in uneven["scaled on one, False"]:
+        assert re.search("loss_scale: worker 0: FixedLossScale.*; worker 1: None", message)
+        assert weight == 1.0
+    for message, weight in uneven["scaled on one, True"]:
+        parts = r"worker 0:\W+64\W+64\b.*worker 1:\W+64\W+1\b"
+        assert re.search(parts, message, re.DOTALL), message
+        assert weight == 1.0
+
+
+def test_workers_with_different_versions_alone_are_told(uneven):
+    for message, weight in uneven["versions"]:
+        differing = message.splitlines()[1:]
+        assert differing == ["  version of keras_mp: worker 0: 1.2.0; worker 1: 1.3.0"]
+        assert weight == 1.0
+
+
 @pytest.mark.parametrize("in_function", [True, False])
 @pytest.mark.parametrize("fixed", [True, False])
 def test_workers_whose_scales_part_are_told_at_that_step(uneven, fixed, in_function):
@@ -644,7 +709,10 @@ def test_workers_whose_scales_part_are_told_at_that_step(uneven, fixed, in_funct
 @pytest.fixture(scope="module")
 def uneven():
     """What two workers return that differ: {name: of each worker}."""
-    calls = {"bfloat16": (uneven_sums_in_bfloat16, {})}
+    calls = {"bfloat16": (uneven_sums_in_bfloat16, {}), "versions": (another_version, {})}
+    for has_wrapper in (True, False):
+        arguments = {"has_wrapper": has_wrapper}
+        calls[f"scaled on one, {has_wrapper}"] = (scales_on_one_worker, arguments)
     for in_function in (True, False):
         family = {"in_function": in_function, "name": FAMILIES[not in_function and -1]}
         for kind in UNEVEN:
