@@ -123,10 +123,14 @@ class GraphRecorder:
                 self._layer_of_scope[scope] = layer
             self._forward[name] = layer or scope, place.line
             return self._forward[name]
-        # The name scope of a gradient is the name of the operation that it is of, or the two are
-        # next to each other, SqrtGrad and Sqrt.
+        # The name scope of a gradient is the name of the operation that it is of.
+        found, running = self._forward.get(scope), watching.running_layer()
+        if found is None and running:
+            # A custom gradient, whose operations have no scope of the forward pass.
+            return running, place.line
+        # Or the two are next to each other, SqrtGrad and Sqrt.
         beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
-        found = self._forward.get(scope) or self._forward.get(beside)
+        found = found or self._forward.get(beside)
         around = scope
         while found is None and around:
             around = around.rpartition("/")[0]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record as _record
 
 from keras_mp import keras_api
 from keras_mp.layer_paths import layers_by_path
@@ -80,7 +81,10 @@ def naming(models: Iterable[Any]) -> Iterator[None]:
     with _lock:
         _namings.append(paths)
     try:
-        with _observed_calls(layers.values()):
+        with (
+            _observed_calls(layers.values()),
+            wrapped_method("name gradients", _record, "record_operation", _named_backward),
+        ):
             yield
     finally:
         with _lock:
@@ -89,7 +93,10 @@ def naming(models: Iterable[Any]) -> Iterator[None]:
 
 
 def running_layer() -> str:
-    """Returns the path of the innermost layer that this thread is calling; "" if none is known."""
+    """Returns the path of the innermost layer that this thread is calling; "" if none is known.
+
+    While the backward pass of a `tf.custom_gradient` runs, that is the layer that has called it.
+    """
     return _thread.running[-1] if _thread.running else ""
 
 
@@ -187,6 +194,32 @@ def _observed(layer: int, call: Callable[..., Any]) -> Callable[..., Any]:
         return _shown_outputs(layer, result, (args, kwargs))
 
     return observed
+
+
+def _named_backward(record_operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the layer be known again when the gradient is computed that a program has written.
+
+    Nothing else tells it: TensorFlow gives these operations no scope of the forward pass.
+    """
+
+    @functools.wraps(record_operation)
+    def recorded(
+        op_type: str,
+        output_tensors: Any,
+        input_tensors: Any,
+        backward_function: Callable[..., Any],
+        forward_function: Callable[..., Any] | None = None,
+    ) -> Any:
+        running = _thread.running
+
+        def named(*gradients: Any) -> Any:
+            with attributes.replaced(_thread, "running", running):
+                return backward_function(*gradients)
+
+        backward = named if running else backward_function
+        return record_operation(op_type, output_tensors, input_tensors, backward, forward_function)
+
+    return recorded
 
 
 @do_not_convert

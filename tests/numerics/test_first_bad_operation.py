@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.framework import op_callbacks  # to see what is left behind
+from tensorflow.python.eager import record  # to see what is left behind
+from tensorflow.python.framework import op_callbacks
 
 import keras_mp
 from keras_mp.numerics import FirstBadOperation, NotFiniteError, graph_recorder
@@ -315,6 +316,48 @@ def test_the_path_of_a_layer(how):
     if how != "several steps":  # the second of which is bad from the beginning
         assert {"dense", "inner/dense"} <= {each.layer for each in error.history}
     assert not any("call" in vars(layer) for layer in model.layers)
+
+
+@tf.custom_gradient
+def divided_backwards(x, by):
+    return tf.identity(x), lambda upstream: (upstream / by, None)
+
+
+class DividesBackwards(L.Layer):
+    def __init__(self, by, **kwargs):
+        super().__init__(**kwargs)
+        self.by = by
+
+    def call(self, x):
+        return divided_backwards(x, tf.constant(self.by, x.dtype))
+
+
+@pytest.mark.parametrize("how", ["fit", "fit with XLA", "function", "eager"])
+def test_the_layer_of_a_custom_gradient(how):
+    healthy, bad = DividesBackwards(2.0, name="healthy"), DividesBackwards(0.0, name="bad")
+    layers = [L.Dense(2, name="first"), bad, healthy, L.Dense(1, name="last")]
+    model = tf.keras.Sequential([tf.keras.Input([2]), *layers])
+    model.compile("sgd", "mse", jit_compile=how == "fit with XLA")
+    x, y = np.ones([4, 2], "float32"), np.zeros([4, 1], "float32")
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        return tape.gradient(loss, model.trainable_variables)
+
+    run = {"function": tf.function(step), "eager": step}.get(
+        how, lambda: model.fit(x, y, batch_size=4, verbose=0)
+    )
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
+        run()
+    found = raised.value.operation
+    assert (found.operation, found.layer, found.is_gradient) == ("RealDiv", "bad", True)
+    assert found.line.startswith("test_first_bad_operation.py:")
+    before = record.record_operation
+    with FirstBadOperation(model):
+        tf.identity(1.0)
+    assert record.record_operation is before
+    assert not hasattr(before, "__wrapped__")
 
 
 class Norm(L.Layer):
