@@ -18,29 +18,31 @@ _CHARACTERS, _WINDOW = 20_480, 32
 
 
 def _loss_of_fit(
-    make: Callable[[str], Any], data: tuple[Any, Any], optimizer: Any, how: dict, **fit: Any
+    make: Callable[[str, str], Any], data: tuple[Any, Any], optimizer: Any, how: dict, **fit: Any
 ) -> float:
     """The loss after `fit`. All variants begin with the same weights, and see the same batches.
 
     Args:
-        make: makes the model under a policy of Keras.
+        make: makes the model under a policy of Keras, and its last layer under another.
         data: inputs and labels.
         optimizer: of Keras.
-        how: variant and seed.
+        how: variant and seed; `head`, the policy of the last layer, defaults to the others'.
         **fit: arguments of `fit`.
     """
     import tensorflow as tf
 
     import keras_mp
 
-    tf.keras.utils.set_random_seed(how["seed"])
-    initial = [tf.cast(weight, tf.bfloat16) for weight in make("float32").get_weights()]
-    model = make(master_weights.policy(how["variant"]))
+    variant, seed = how["variant"], how["seed"]
+    tf.keras.utils.set_random_seed(seed)
+    initial = [tf.cast(weight, tf.bfloat16) for weight in make("float32", "float32").get_weights()]
+    policy = master_weights.policy(variant)
+    model = make(policy, how.get("head", policy))
     model.set_weights([tf.cast(weight, tf.float32).numpy() for weight in initial])
     loss = keras_mp.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer = master_weights.wrapped(optimizer, **how)
+    optimizer = master_weights.wrapped(optimizer, variant, seed)
     model.compile(optimizer, loss, jit_compile=False)
-    tf.keras.utils.set_random_seed(how["seed"])
+    tf.keras.utils.set_random_seed(seed)
     model.fit(*data, batch_size=32, verbose=0, **fit)
     return float(model.evaluate(*data, batch_size=256, verbose=0))
 
@@ -50,11 +52,11 @@ def digits(**how: Any) -> float:
     import sklearn.datasets
     import tensorflow as tf
 
-    def make(policy: str) -> Any:
+    def make(policy: str, head: str) -> Any:
         layers = [
             tf.keras.layers.Dense(128, activation="relu", dtype=policy),
             tf.keras.layers.Dense(128, activation="relu", dtype=policy),
-            tf.keras.layers.Dense(10, dtype=policy),
+            tf.keras.layers.Dense(10, dtype=head),
         ]
         return tf.keras.Sequential([tf.keras.Input((64,)), *layers])
 
@@ -71,7 +73,7 @@ def language_model(**how: Any) -> float:
     text = "".join(pydoc_data.topics.topics.values())[:_CHARACTERS].encode("ascii", "replace")
     tokens = np.frombuffer(text, np.uint8).reshape(-1, _WINDOW).astype("int32")
 
-    def make(policy: str) -> Any:
+    def make(policy: str, head: str) -> Any:
         layers, width = tf.keras.layers, 48
         inputs = tf.keras.Input([_WINDOW - 1], dtype="int32")
         x = layers.Embedding(128, width, dtype=policy)(inputs)
@@ -83,7 +85,7 @@ def language_model(**how: Any) -> float:
             hidden = layers.Dense(2 * width, activation="gelu", dtype=policy)(normal)
             x = layers.Add(dtype=policy)([x, layers.Dense(width, dtype=policy)(hidden)])
         x = layers.LayerNormalization(dtype=policy)(x)
-        return tf.keras.Model(inputs, layers.Dense(128, dtype=policy)(x))
+        return tf.keras.Model(inputs, layers.Dense(128, dtype=head)(x))
 
     optimizer = tf.keras.optimizers.Adam(2e-3)
     return _loss_of_fit(make, (tokens[:, :-1], tokens[:, 1:]), optimizer, how, epochs=6)
@@ -130,7 +132,8 @@ def difference(losses: list[float], reference: list[float]) -> tuple[float, floa
     return statistics.mean(differences), spread / math.sqrt(len(differences))
 
 
-def _cell(losses: list[float], reference: list[float]) -> str:
+def cell(losses: list[float], reference: list[float]) -> str:
+    """The mean loss, its difference from the reference's, and whether that is more than noise."""
     mean, error = difference(losses, reference)
     if mean == error == 0:
         return f"{statistics.mean(losses):.3g} (equal)"
@@ -148,7 +151,7 @@ def run() -> dict:
         for task in TASKS
     }
     rows = [
-        [variant, *(_cell(by[variant], by[REFERENCE]) for by in results.values())]
+        [variant, *(cell(by[variant], by[REFERENCE]) for by in results.values())]
         for variant in VARIANTS
     ]
     common.print_table(

@@ -18,6 +18,7 @@ from benchmarks import (
     figure,
     fit,
     guards,
+    heads,
     losses,
     master_weights,
     memory,
@@ -327,6 +328,27 @@ def test_what_weights_in_16_bits_learn_is_held_against_mixed_bfloat16(monkeypatc
     mean, error = losses.difference(found["bfloat16, Keras's own"], reference)
     assert mean > 2 * error > 0
     assert losses.digits(variant="split", seed=0) < 0.2
+
+
+@once
+def test_a_head_has_a_policy_of_its_own(monkeypatch):
+    made = []
+
+    def make(policy, head):
+        made.append((policy, head))
+        layers = [tf.keras.layers.Dense(3, dtype=dtype) for dtype in (policy, head)]
+        return tf.keras.Sequential([tf.keras.Input([4]), *layers])
+
+    def task(**how):
+        data = tf.random.stateless_normal([64, 4], [1, 2]), tf.zeros([64], tf.int32)
+        return losses._loss_of_fit(make, data, tf.keras.optimizers.SGD(0.1), how)
+
+    monkeypatch.setattr(losses, "SEEDS", 2)
+    monkeypatch.setitem(losses.TASKS, "digits", task)
+    found = {head: heads.measure("digits", head) for head in heads.HEADS}
+    assert made[1::2] == [("mixed_bfloat16", "float32")] * 2 + [("mixed_bfloat16",) * 2] * 2
+    mean, _ = losses.difference(found["bfloat16"], found["float32"])
+    assert 0 < abs(mean) < 0.01
 
 
 def test_operations_of_branches_and_functions_are_counted():
