@@ -74,7 +74,7 @@ class ScaledStep:
         # As one more gradient, an earlier verdict is summed and judged with the others.
         if given.was_finite is not None:
             grads.append(tf.where(given.was_finite, 0.0, float("nan")))
-        sums = self._sum(mine, grads, variables, aggregate)
+        sums = self._summed(mine, grads, variables, aggregate)
         # One pass over the gradients less, where nothing else has to see them unscaled.
         by_update = adapter.jit_compile and not (
             sums.are_packed or new_values or adapter.accumulates()
@@ -115,7 +115,7 @@ class ScaledStep:
                     [values[i]] = gradients.scale([values[i]], factor)
         return values
 
-    def _sum(
+    def _summed(
         self, mine: ReplicaState, grads: list[Any], variables: list[Any], aggregate: bool
     ) -> "_Sums":
         """Sums gradients over replicas, and what comes after those of the variables."""
