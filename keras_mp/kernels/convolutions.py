@@ -77,7 +77,8 @@ def _kernel(op: str, parameters: str, *image: int) -> Kernel:
 
     def never_moves(*args: Any, **kwargs: Any) -> bool:
         *_, width = (None, *_axes(named(args, kwargs)).values())
-        return width is not None and width.stride > 1 and width.is_one_place
+        # Strides may be numbers of NumPy, whose False is not Python's.
+        return bool(width is not None and width.stride > 1 and width.is_one_place)
 
     def with_stride_of_one(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = named(args, kwargs)

@@ -139,6 +139,25 @@ def test_a_layer_under_a_policy(wrong):
     np.testing.assert_allclose(tf.cast(y, tf.float32), exact, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("dilation", [1, 2, 4])
+@pytest.mark.parametrize("padding", ["causal", "same", "valid"])
+def test_a_dilated_layer_of_one_dimension(padding, dilation, wrong):
+    """TensorFlow makes another convolution of it, whose strides are numbers of NumPy."""
+    layers = [
+        K.layers.Conv1D(4, 2, dilation_rate=dilation, padding=padding, dtype=dtype)
+        for dtype in ("mixed_bfloat16", "float32")
+    ]
+    x = np.random.default_rng(0).integers(-3, 4, [3, 9, 2]).astype("float32")
+    found, expected = (layer(x) for layer in layers)
+    assert found.shape == expected.shape
+    for ours, exact in zip(layers[0].weights, layers[1].weights):
+        exact.assign(tf.cast(tf.cast(ours, tf.bfloat16), tf.float32))
+    rounded = tf.cast(layers[1](x), tf.bfloat16)
+    np.testing.assert_allclose(
+        tf.cast(layers[0](x), tf.float32), tf.cast(rounded, tf.float32), rtol=0.01, atol=0.01
+    )
+
+
 @pytest.mark.parametrize("op", convolutions.KERNELS)
 def test_the_question_has_a_right_answer(op):
     # Kernels of float32 are right.
