@@ -49,6 +49,12 @@ class Statistics(NamedTuple):
         std: float. The standard deviation.
         l1_norm: float. The sum of magnitudes.
         l2_norm: float. The root of the sum of squares.
+
+    Example:
+
+    >>> import numpy as np
+    >>> keras_mp.numerics.Statistics.of(np.float32([3.0, -4.0])).l2_norm
+    5.0
     """
 
     amax: float

@@ -14,8 +14,8 @@ PAGE = screens.PAGE.read_text()
 @once
 @pytest.mark.parametrize("name", list(screens.MODELS))
 def test_the_page_shows_what_is_printed(name):
-    _, _, of_model = PAGE.partition(f"## {name}\n")
-    shown = dict(re.findall(r"### `(.*)`\n\n```\n(.*?)\n```\n", of_model, re.DOTALL))
+    of_model = PAGE.partition(f"## {name}\n")[2].partition("\n## ")[0]
+    shown = dict(re.findall(r"### `([^\n]*)`\n\n```\n(.*?)\n```\n", of_model, re.DOTALL))
     for screen in screens.screens(name):
         lines = screen.text.splitlines()
         # Advice is sentences.
