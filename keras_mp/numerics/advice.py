@@ -97,10 +97,9 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     if not 0 <= tolerance <= 1:
         raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
     facts = _facts(measured, dtype, tolerance)
-    found = _about_outputs(facts)
-    is_inside = found is None
-    found = found or _about_runs(measured, dtype)
-    is_inside &= found is not None
+    outputs = _about_outputs(facts)
+    inside = None if outputs else _about_runs(measured, dtype)
+    found = outputs or inside
     if found is None:
         zeros, found = _about_zeros(measured, dtype, tolerance), _about_gradients(facts)
         if zeros is not None and not _overflows(facts):
@@ -110,7 +109,7 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     found = found or Advice([], {}, None)
     found.sentences.extend(_about_updates(measured))
     if dtype == "float16" and (found.policies or found.loss_scale):
-        found.sentences.extend(_about_bfloat16(facts, measured, is_inside))
+        found.sentences.extend(_about_bfloat16(facts, measured, inside is not None))
     return found
 
 

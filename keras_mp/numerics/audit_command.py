@@ -11,7 +11,6 @@ from typing import Any
 from keras_mp.conversion import convert
 from keras_mp.numerics import command_line
 from keras_mp.numerics.audit import audit
-from keras_mp.support import text_tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = audit(model, given)
     except (TypeError, ValueError) as error:
         command_line.fail(str(error))
-    print(report.to_text(None if options.all_rows else text_tables.MOST))
+    print(report.to_text(options.rows))
     if options.json:
         pathlib.Path(options.json).write_text(report.to_json())
     return command_line.FOUND if report.findings else command_line.SOUND
@@ -51,11 +50,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "be used.",
     )
     command_line.add_files(parser)
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        help="for a model that was saved in float32: mixed_float16, say, or a .json of tune",
-    )
+    command_line.add_policy(parser)
     parser.add_argument("--json", type=command_line.path_with_ending(".json"), metavar="PATH")
     return parser.parse_args(argv)
 

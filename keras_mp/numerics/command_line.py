@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.support import text_tables
+
 # Of CI: nothing found, something found, nothing could be looked at.
 SOUND, FOUND, FAILED = 0, 1, 2
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments for a model, a batch, and how much is printed."""
+    """Adds the arguments for a model, a batch, and `rows`, how many are printed of a table."""
     parser.add_argument("model", metavar="MODEL.keras", help="a model that tf.keras has saved")
     parser.add_argument(
         "batch",
@@ -22,7 +24,28 @@ def add_files(parser: argparse.ArgumentParser) -> None:
         "for each input of a model with several, and y.NAME for each output",
     )
     parser.add_argument(
-        "--all-rows", action="store_true", help="print everything, and not the worst ten rows only"
+        "--all-rows",
+        action="store_const",
+        const=None,
+        default=text_tables.MOST,
+        dest="rows",
+        help="print everything, and not the worst ten rows only",
+    )
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument for a policy to convert the model to."""
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="for a model that was saved in float32: mixed_float16, say, or a .json of tune",
+    )
+
+
+def add_loss(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument for a loss."""
+    parser.add_argument(
+        "--loss", metavar="NAME", help="a loss of tf.keras (default: that of the model)"
     )
 
 

@@ -8,19 +8,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from keras_mp.numerics.command_line import (
-    FAILED,
-    FOUND,
-    SOUND,
-    add_files,
-    fail,
-    load_batch,
-    load_model,
-    path_with_ending,
-)
+from keras_mp.numerics import command_line
 from keras_mp.numerics.compare import compare
 from keras_mp.numerics.comparison import Comparison
-from keras_mp.support import text_tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: an option or a file is wrong; its status is 2.
     """
     options = _parse(argv)
-    model, batch = load_model(options.model), load_batch(options.batch)
-    reference = load_model(options.reference) if options.reference else "float32"
+    model, batch = command_line.load_model(options.model), command_line.load_batch(options.batch)
+    reference = command_line.load_model(options.reference) if options.reference else "float32"
     try:
         comparison = compare(
             model,
@@ -50,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (TypeError, ValueError, tf.errors.OpError) as error:
         # Such as labels of another shape, which TensorFlow or the loss notices.
-        fail(f"{options.model} cannot be compared: {error}")
-    print(comparison.to_text(None if options.all_rows else text_tables.MOST))
+        command_line.fail(f"{options.model} cannot be compared: {error}")
+    print(comparison.to_text(options.rows))
     if options.csv:
         comparison.to_csv(options.csv)
     if options.json:
@@ -59,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.picture:
         _draw(comparison, options.picture)
     if not comparison.is_judged:
-        return FAILED
-    return FOUND if comparison.findings else SOUND
+        return command_line.FAILED
+    return command_line.FOUND if comparison.findings else command_line.SOUND
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -71,26 +61,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "explains. The exit status is 0 if none does, 1 if one does, 2 if a file cannot be used, "
         "or if nothing can be said.",
     )
-    add_files(parser)
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        help="for a model that was saved in float32: mixed_float16, say, or a .json of tune",
-    )
+    command_line.add_files(parser)
+    command_line.add_policy(parser)
     parser.add_argument(
         "--reference",
         metavar="OTHER.keras",
         help="compare with this model instead of with the same one in float32",
     )
-    parser.add_argument(
-        "--loss", metavar="NAME", help="a loss of tf.keras (default: that of the model)"
-    )
+    command_line.add_loss(parser)
     parser.add_argument(
         "--inference", action="store_true", help="call layers with training=False (no dropout)"
     )
-    parser.add_argument("--csv", type=path_with_ending(".csv"), metavar="PATH")
-    parser.add_argument("--json", type=path_with_ending(".json"), metavar="PATH")
-    parser.add_argument("--picture", type=path_with_ending(".png", ".svg", ".pdf"), metavar="PATH")
+    parser.add_argument("--csv", type=command_line.path_with_ending(".csv"), metavar="PATH")
+    parser.add_argument("--json", type=command_line.path_with_ending(".json"), metavar="PATH")
+    parser.add_argument(
+        "--picture", type=command_line.path_with_ending(".png", ".svg", ".pdf"), metavar="PATH"
+    )
     return parser.parse_args(argv)
 
 
@@ -98,7 +84,7 @@ def _draw(comparison: Comparison, path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        fail('--picture needs matplotlib: pip install "keras-mp[tutorials]"')
+        command_line.fail('--picture needs matplotlib: pip install "keras-mp[tutorials]"')
     # Figure without pyplot draws with Agg and leaves the process's own backend alone.
     figure = Figure(figsize=comparison.figure_size, layout="constrained")
     comparison.plot(figure.subplots(2, sharex=True))

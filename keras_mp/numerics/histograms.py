@@ -246,9 +246,10 @@ class ExponentHistograms:
 
     def _rows_of_weights(self) -> Iterator[Row]:
         for path, variable in self._weights.items():
-            values = np.asarray(tf.cast(self.as_seen(variable), tf.float32))
+            value = self.as_seen(variable)
+            values = np.asarray(tf.cast(value, tf.float32))
             if values.size:
-                dtype = tf.as_dtype(self.as_seen(variable).dtype).name
+                dtype = value.dtype.name
                 histogram, statistics = Histogram.of(values), Statistics.of(values)
                 yield Row(WEIGHT, path, dtype, histogram, statistics=statistics)
 

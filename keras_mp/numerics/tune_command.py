@@ -9,15 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.numerics.command_line import (
-    FOUND,
-    SOUND,
-    add_files,
-    fail,
-    load_batch,
-    load_model,
-    path_with_ending,
-)
+from keras_mp.numerics import command_line
 from keras_mp.numerics.tune import tune
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -35,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: an option or a file is wrong; its status is 2.
     """
     options = _parse(argv)
-    model, samples = load_model(options.model), load_batch(options.batch)
+    model, samples = command_line.load_model(options.model), command_line.load_batch(options.batch)
     try:
         tuned = tune(
             model,
@@ -47,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave_out=options.leave_out,
         )
     except (TypeError, ValueError, tf.errors.OpError) as error:
-        fail(f"{options.model} cannot be tuned: {error}")
-    print(tuned)
+        command_line.fail(f"{options.model} cannot be tuned: {error}")
+    print(tuned.to_text(options.rows))
     if options.json:
         tuned.to_json(options.json)
     if options.output:
         tuned.model.save(options.output)
-    return SOUND if tuned.policies[""] != "float32" else FOUND
+    return command_line.SOUND if tuned.policies[""] != "float32" else command_line.FOUND
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,7 +56,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "exit status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be "
         "used.",
     )
-    add_files(parser)
+    command_line.add_files(parser)
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -87,18 +79,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ):
         help_text = f"{text}; may be repeated"
         parser.add_argument(option, action="append", default=[], metavar="PATTERN", help=help_text)
-    parser.add_argument(
-        "--loss", metavar="NAME", help="a loss of tf.keras (default: that of the model)"
-    )
+    command_line.add_loss(parser)
     parser.add_argument(
         "--output",
-        type=path_with_ending(".keras"),
+        type=command_line.path_with_ending(".keras"),
         metavar="MIXED.keras",
         help="the mixed model, not compiled",
     )
     parser.add_argument(
         "--json",
-        type=path_with_ending(".json"),
+        type=command_line.path_with_ending(".json"),
         metavar="PATH",
         help="the policies, which keras_mp.convert and --policy of the other commands take",
     )

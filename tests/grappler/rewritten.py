@@ -40,7 +40,7 @@ def of_function(concrete: Any, device: str) -> Any:
     rewritten = reports.optimized(reports.of_function(concrete), "float16", device)
     arguments = {node.attr["index"].i: node.name for node in rewritten.node if node.op == "_Arg"}
     results = {node.attr["index"].i: node.name for node in rewritten.node if node.op == "_Retval"}
-    definition = _for_this_cpu(rewritten)
+    definition = for_this_cpu(rewritten)
     imported = V1.wrap_function(lambda: tf.import_graph_def(definition, name=""), [])
     graph = imported.graph
     runs = imported.prune(
@@ -78,7 +78,7 @@ def of_session(
     definition = graph.graph_def
     if device is not None:
         definition = optimize.graph(passes.config_for_sessions(None, "float16"), graph, device)
-    definition = _for_this_cpu(definition)
+    definition = for_this_cpu(definition)
     config = V1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     with tf.Graph().as_default() as again, V1.Session(config=config) as other:
@@ -105,7 +105,7 @@ def _read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.identity(handle)
 
 
-def _for_this_cpu(graph: Any) -> Any:
+def for_this_cpu(graph: Any) -> Any:
     """A graph without devices: its operations for the GPU have kernels for CPUs, too."""
     result = V1.GraphDef()
     result.CopyFrom(graph)

@@ -9,6 +9,7 @@ from keras_mp import graph_rewrite
 from keras_mp.grappler import op_lists, optimize, passes
 from keras_mp.grappler import report as reports
 from tests.common import needs_cuda, once
+from tests.grappler import rewritten as rewritten_graphs
 
 V1 = tf.compat.v1
 
@@ -131,19 +132,8 @@ def test_a_tensorflow_without_cuda(monkeypatch):
 
 def runs_on_this_cpu(graph, inputs):
     """Runs a rewritten graph as it is: its operations for the GPU have kernels for CPUs, too."""
-    definition, results = V1.GraphDef(library=graph.library, versions=graph.versions), []
-    for node in graph.node:
-        made = definition.node.add()
-        made.CopyFrom(node)
-        made.device = ""
-        if node.op == "_Arg":
-            made.op = "Placeholder"
-            made.attr["dtype"].type = made.attr.pop("T").type
-            made.attr.pop("index")
-        if node.op == "_Retval":
-            made.op = "Identity"
-            made.attr.pop("index")
-            results.append(f"{node.name}:0")
+    definition = rewritten_graphs.for_this_cpu(graph)
+    results = [f"{node.name}:0" for node in graph.node if node.op == "_Retval"]
     arguments = {node.attr["index"].i: node.name for node in graph.node if node.op == "_Arg"}
     config = V1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True

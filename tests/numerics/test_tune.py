@@ -13,6 +13,7 @@ from keras_mp.__main__ import main
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.numerics import tune
 from keras_mp.numerics.tuned import Errors
+from keras_mp.support import text_tables
 from tests.common import once
 
 K = tf.keras
@@ -228,7 +229,7 @@ def test_errors_in_words():
     assert str(Errors(0.1, 0.1, np.inf, "dense")) == "gradients of dense not finite"
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
     model = model_with_norm()
     files = [str(tmp_path / "model.keras"), str(tmp_path / "batches.npz")]
     model.save(files[0])
@@ -244,8 +245,11 @@ def test_the_command(tmp_path, capsys):
     assert wanted.items() <= dtypes(K.models.load_model(outputs[0])).items()
     assert wanted.items() <= dtypes(keras_mp.convert(model, outputs[1])).items()
     assert main(["audit", *files, "--policy", outputs[1]]) in (0, 1)
-    assert main(["tune", *files, "--batch-size", "8", "--include", "norm"]) == 1
-    capsys.readouterr()
+    monkeypatch.setattr(text_tables, "MOST", 1)
+    for rows, is_cut in (([], True), (["--all-rows"], False)):
+        capsys.readouterr()
+        assert main(["tune", *files, *rows, "--batch-size", "8", "--include", "norm"]) == 1
+        assert ("to_text(rows=None)" in capsys.readouterr().out) == is_cut
     for wrong, message in (
         ([], "cannot be tuned: Expected two batches"),
         (["--batch-size", "0"], "must be at least 1"),
