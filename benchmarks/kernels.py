@@ -1,8 +1,7 @@
 """How long operations of layers take in 16 bits, forward and backward, against float32.
 
-TensorFlow's own kernels are timed, without what keras_mp puts in their place. "With casts" is
-float32's kernel with casts around it: where it takes less time than the 16-bit kernel, that is
-worth replacing.
+TensorFlow's own kernels are timed, those with casts around float32's, and what keras_mp puts in
+their place: float32 inside, or a cluster that XLA compiles, where that is faster on this machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +10,19 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from benchmarks import common
+from keras_mp.kernels import slow
 from keras_mp.support import turns
 
 _TURNS = 9
+# By name: the dtype, and whose kernels.
 _VARIANTS = {
-    "float32": ("float32", False),
-    "bfloat16": ("bfloat16", False),
-    "bfloat16, with casts": ("bfloat16", True),
-    "float16": ("float16", False),
-    "float16, with casts": ("float16", True),
+    "float32": ("float32", "own"),
+    "bfloat16": ("bfloat16", "own"),
+    "bfloat16, with casts": ("bfloat16", "casts"),
+    "bfloat16, keras_mp": ("bfloat16", "keras_mp"),
+    "float16": ("float16", "own"),
+    "float16, with casts": ("float16", "casts"),
+    "float16, keras_mp": ("float16", "keras_mp"),
 }
 _SEQUENCE, _IMAGE, _VOLUME = (16, 128, 512), (8, 32, 32, 64), (2, 8, 16, 16, 32)
 
@@ -50,9 +53,13 @@ def _dropout(x: tf.Tensor) -> tf.Tensor:
     return tf.nn.experimental.stateless_dropout(x, 0.1, seed=[1, 2], rng_alg="philox")
 
 
+# Functions that keras_mp replaces are looked up when they are called.
 OPERATIONS = {
     "matrix product": _Operation(tf.linalg.matmul, [(1024, 512), (512, 512)]),
     "batch of products": _Operation(tf.linalg.matmul, [(64, 128, 64), (64, 64, 128)]),
+    "attention": _Operation(
+        lambda w, x: tf.einsum("acbe,aecd->abcd", w, x), [(8, 4, 128, 128), (8, 128, 4, 64)]
+    ),
     "Conv1D": _Operation(lambda x, k: tf.nn.conv1d(x, k, 1, "SAME"), [(16, 128, 64), (3, 64, 64)]),
     "Conv2D": _Operation(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (3, 3, 64, 64)]),
     "Conv2D, 1x1": _Operation(lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), [_IMAGE, (1, 1, 64, 64)]),
@@ -74,19 +81,20 @@ OPERATIONS = {
     "add_n of 3": _Operation(lambda *x: tf.add_n(x), [_SEQUENCE] * 3),
     "bias": _Operation(tf.nn.bias_add, [_SEQUENCE, (512,)]),
     "relu": _Operation(tf.nn.relu),
-    "leaky relu": _Operation(tf.nn.leaky_relu),
-    "elu": _Operation(tf.nn.elu),
-    "gelu": _Operation(tf.nn.gelu),
+    "leaky relu": _Operation(lambda x: tf.nn.leaky_relu(x)),
+    "elu": _Operation(lambda x: tf.nn.elu(x)),
+    "selu": _Operation(lambda x: tf.nn.selu(x)),
+    "gelu": _Operation(lambda x: tf.nn.gelu(x)),
     "gelu by tanh": _Operation(lambda x: tf.nn.gelu(x, approximate=True)),
-    "silu": _Operation(tf.nn.silu),
-    "softplus": _Operation(tf.nn.softplus),
-    "sigmoid": _Operation(tf.nn.sigmoid),
-    "tanh": _Operation(tf.tanh),
+    "silu": _Operation(lambda x: tf.nn.silu(x)),
+    "softplus": _Operation(lambda x: tf.nn.softplus(x)),
+    "sigmoid": _Operation(lambda x: tf.nn.sigmoid(x)),
+    "tanh": _Operation(lambda x: tf.tanh(x)),
     "tanh times sigmoid": _Operation(lambda x: tf.tanh(x) * tf.nn.sigmoid(x)),
-    "erf": _Operation(tf.math.erf),
-    "exp": _Operation(tf.exp),
-    "softmax": _Operation(tf.nn.softmax),
-    "log of softmax": _Operation(tf.nn.log_softmax),
+    "erf": _Operation(lambda x: tf.math.erf(x)),
+    "exp": _Operation(lambda x: tf.exp(x)),
+    "softmax": _Operation(lambda x: tf.nn.softmax(x)),
+    "log of softmax": _Operation(lambda x: tf.nn.log_softmax(x)),
     "dropout": _Operation(_dropout),
     "layer normalization": _Operation(_layer_normalization, [_SEQUENCE, (512,), (512,)]),
     "batch normalization": _Operation(_batch_normalization, [_IMAGE, (64,), (64,)]),
@@ -109,6 +117,7 @@ OPERATIONS = {
 
 def run() -> dict:
     """Times all operations; prints a table and returns the milliseconds."""
+    slow.install()
     found = {name: _measure(operation) for name, operation in OPERATIONS.items()}
     for part in ("forward", "forward and backward"):
         rows = [[name, *_cells(of[part])] for name, of in found.items()]
@@ -132,8 +141,8 @@ def _measure(operation: _Operation) -> dict[str, dict[str, float]]:
     found = {}
     for part, backward in (("forward", False), ("forward and backward", True)):
         steps = {
-            variant: _step(operation, inputs, dtype, casts, backward)
-            for variant, (dtype, casts) in _VARIANTS.items()
+            variant: _step(operation, inputs, dtype, whose, backward)
+            for variant, (dtype, whose) in _VARIANTS.items()
         }
         turns.take(steps, 2)
         seconds = turns.undisturbed(turns.take(steps, _TURNS))
@@ -142,15 +151,17 @@ def _measure(operation: _Operation) -> dict[str, dict[str, float]]:
 
 
 def _step(
-    operation: _Operation, inputs: list[tf.Tensor], dtype: str, casts: bool, backward: bool
+    operation: _Operation, inputs: list[tf.Tensor], dtype: str, whose: str, backward: bool
 ) -> Callable[[], Any]:
     def compute(*x: tf.Tensor) -> tf.Tensor:
-        if not casts:
+        if whose != "casts":
             return operation.compute(*x)
         return tf.cast(operation.compute(*(tf.cast(each, tf.float32) for each in x)), dtype)
 
     @tf.function
     def step(*x: tf.Tensor) -> Any:
+        # What is traced keeps it.
+        slow.enable_float32_where_faster(whose == "keras_mp")
         if not backward:
             return compute(*x)
         with tf.GradientTape() as tape:
