@@ -1,6 +1,6 @@
 """Activations that are chains of operations, in 16 bits, on CPUs.
 
-TensorFlow runs GELU as up to eight kernels forward and twelve backward; each reads and writes all
+TensorFlow runs GELU as up to eight kernels forward and more backward; each reads and writes all
 numbers, and rounds them to 16 bits. Here a chain computes in float32 inside, is rounded once, and
 is marked for XLA, which makes one pass of it. Only its input is kept for the gradient.
 
