@@ -59,7 +59,7 @@ def _cluster(chain: Callable[[tf.Tensor], _Chain]) -> Callable[..., tf.Tensor]:
     """Returns what takes the place of an activation, whose first argument is `features`."""
 
     @tf.custom_gradient
-    def compute(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    def compute(x: tf.Tensor) -> Any:
         def gradient(dy: tf.Tensor) -> tf.Tensor:
             with regions.none(), tf.xla.experimental.jit_scope():
                 _, derivatives = chain(tf.cast(x, tf.float32))
