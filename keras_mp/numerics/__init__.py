@@ -17,6 +17,7 @@ from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.not_finite import NotFiniteError
 from keras_mp.numerics.records import Record
 from keras_mp.numerics.reports import Report, Row, Statistics
+from keras_mp.numerics.step_times import StepTimes, step_times
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.tuned import Tuned
 from keras_mp.numerics.what_if import Lost, WhatIf, what_if
@@ -37,8 +38,9 @@ __all__ = [
     "Record",
     "Report",
     "Row",
-    "Tuned",
     "Statistics",
+    "StepTimes",
+    "Tuned",
     "WhatIf",
     "Window",
     "advise",
@@ -49,6 +51,7 @@ __all__ = [
     "compare_records",
     "figures",
     "record",
+    "step_times",
     "tune",
     "what_if",
 ]
