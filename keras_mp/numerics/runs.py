@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.layer_paths import native_variable
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import Call, RandomNumbers, Watch
@@ -48,6 +49,10 @@ class Run(NamedTuple):
         """Whether all gradients are."""
         kept = [*tf.nest.flatten(list(self.gradients.values())), *self.weights.values()]
         return all(np.isfinite(array(gradient)).all() for gradient in kept if gradient is not None)
+
+    def weight_gradients(self) -> dict[str, np.ndarray]:
+        """The gradients of weights as arrays, not multiplied any more, by name."""
+        return {name: array(each) / self.loss_scale for name, each in self.weights.items()}
 
 
 class HasLoss(Protocol):
@@ -94,8 +99,15 @@ def run(
 
     of_prediction.kind = getattr(loss, "kind", LOSS)
 
-    with as_it_was(model), tf.GradientTape() as tape:
-        tape.watch(floating(batch.x))
+    # The tape watches weights only: training computes no gradients of a model's inputs.
+    # Training computes no gradients before the first trained weight, so these alone are watched. A
+    # model that is not built yet makes them now.
+    watched = named_weights(model).values() if model.built else ()
+    with (
+        as_it_was(model),
+        tf.GradientTape(watch_accessed_variables=not model.built) as tape,
+    ):
+        tape.watch([native_variable(weight) for weight in watched])
         with watch.over(model):
             if step is not None:
                 value = step(model, batch.x, batch.y)
@@ -106,12 +118,16 @@ def run(
         scaled = tf.cast(value, tf.float32) * loss_scale
         weights = named_weights(model)
         outputs = [floating(call.outputs) for call in watch.calls]
-        gradients = tape.gradient(scaled, [outputs, list(weights.values())])
-    dense = [None if g is None else tf.convert_to_tensor(g) / loss_scale for g in gradients[1]]
+        inputs = [floating((call.args, call.kwargs)) for call in watch.calls]
+        of_outputs, of_inputs, of_weights = tape.gradient(
+            scaled, [outputs, inputs, list(weights.values())]
+        )
+    for call, values, gradients in zip(watch.calls, inputs, of_inputs):
+        call.trained_through = {id(v) for v, g in zip(values, gradients) if g is not None}
     return Run(
         watch.calls,
-        {call.position: found for call, found in zip(watch.calls, gradients[0])},
-        {name: g for name, g in zip(weights, dense) if g is not None},
+        {call.position: found for call, found in zip(watch.calls, of_outputs)},
+        {n: tf.convert_to_tensor(g) for n, g in zip(weights, of_weights) if g is not None},
         float(value),
         loss_scale,
     )
@@ -153,7 +169,7 @@ class Replay(NamedTuple):
 
     Attributes:
         outputs: list of tensors, those that are floating point numbers.
-        gradients: dict, by the name of an input or a weight.
+        gradients: dict, by the name of an input or a weight: those that training computes.
     """
 
     outputs: list[tf.Tensor]
@@ -198,8 +214,10 @@ def replay(
         cast = tf.cast(value, dtype) if is_narrow else tf.identity(value)
         return marks.copy(value, move(cast))
 
-    args, kwargs = tf.nest.map_structure(given, (call.args, call.kwargs))
-    inputs = floating((args, kwargs))
+    before = call.args, call.kwargs
+    args, kwargs = tf.nest.map_structure(given, before)
+    pairs = zip(tf.nest.flatten(before), tf.nest.flatten((args, kwargs)))
+    inputs = [value for was, value in pairs if id(was) in call.trained_through]
     watch = Watch(numbers, change, call.position)
     with as_it_was(layer), tf.GradientTape() as tape:
         tape.watch(inputs)

@@ -421,8 +421,8 @@ class _Search:
 
     def _gradients(self, run: Run) -> dict[str, np.ndarray]:
         found: dict[str, list[np.ndarray]] = {}
-        for name, gradient in run.weights.items():
-            found.setdefault(self._owners[name], []).append(runs.array(gradient).ravel())
+        for name, gradient in run.weight_gradients().items():
+            found.setdefault(self._owners[name], []).append(gradient.ravel())
         return {path: np.concatenate(values) for path, values in found.items()}
 
     def _apart(self, run: Run, reference: _Reference) -> Errors:
