@@ -78,8 +78,7 @@ def convert(model: Any, policy: Any) -> Any:
         _check_paths(model, by_path)
         # Layers that a constructor makes, without a dtype in a config, keep to the model's.
         policy = by_path.get("", model.dtype_policy.name)
-    computing = {layer.compute_dtype for layer in layers if not isinstance(layer, _NOT_COMPUTING)}
-    is_in_16_bits = not computing.isdisjoint(LOW_PRECISION_NAMES)
+    is_in_16_bits = not compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
     dtypes = LOW_PRECISION_NAMES if is_in_16_bits and by_path is None else _FLOATING_NAMES
     with (
         policy_scope(policy) as scoped,
@@ -140,6 +139,16 @@ def _read(policy: Any) -> Any:
             f"`keras_mp.numerics.tune(...).to_json()` returned. Received: {text[:200]}"
         )
     return policies
+
+
+def compute_dtypes(model: Any) -> set[str]:
+    """Returns the dtypes that the layers of a model compute in, those of models inside left out.
+
+    Args:
+        model: A model of `tf.keras`.
+    """
+    layers = keras_api.flatten_layers(model)
+    return {layer.compute_dtype for layer in layers if not isinstance(layer, _NOT_COMPUTING)}
 
 
 def paths_in_config(model: Any) -> set[str]:

@@ -14,12 +14,13 @@ from keras_mp.numerics.exponent_monitor import ExponentMonitor
 from keras_mp.numerics.exponents import Fate, Histogram, Window
 from keras_mp.numerics.first_bad_operation import FirstBadOperation
 from keras_mp.numerics.histograms import ExponentHistograms
+from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.not_finite import NotFiniteError
 from keras_mp.numerics.records import Record
 from keras_mp.numerics.reports import Report, Row, Statistics
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.tuned import Tuned
-from keras_mp.numerics.what_if import Lost, WhatIf, what_if
+from keras_mp.numerics.what_if import what_if
 
 __all__ = [
     "Advice",

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, exponent_of
+from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.reports import (
     GRADIENT,
     OUTPUT,
@@ -14,8 +15,6 @@ from keras_mp.numerics.reports import (
     Report,
     Row,
 )
-from keras_mp.numerics.what_if import Lost, WhatIf
-from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # What a layer returns is as good as lost if it is off by so much of its norm. Rounding alone, over
@@ -53,17 +52,20 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     """Says what would keep a model from losing what it loses in 16 bits.
 
     Each sentence has the numbers that it is based on. Of a model that loses nothing at the loss
-    scale that it is trained with, there is nothing to say; for a batch, that is 2^15, at which a
-    `LossScaleOptimizer` begins. Gradients that are rounding noise do not count: `WhatIf.noise`.
-    First come the layers that lose what they return, to infinity or to zero: as long as there are
-    any, gradients are no guide. What a run has lost outranks what histograms predict.
-    Act on it with `keras_mp.convert(model, advice.policies)`, and measure again.
+    scale that it is trained with, there is nothing to say. For a batch, that is the one of the
+    model's optimizer or policy, else 2^15: `WhatIf.loss_scale`. Gradients that are rounding noise
+    do not count: `WhatIf.noise`. First come the layers that lose what they return, to infinity or
+    to zero: as long as there are any, gradients are no guide. What a run has lost outranks what
+    histograms predict.
+    Act on it with `keras_mp.convert(model, advice.policies)`, compile the model with the loss scale
+    if there is one, and measure again, until nothing is lost.
 
     Args:
-        measured: a `Report` of the steps of a training run, or what `what_if` returned. The latter
-            knows what each value would have been in float32; in a report of a model in 16 bits,
-            values that were too small are zeros, of which nothing is known. There is a sentence
-            that says so where that may matter.
+        measured: a `Report` of the steps of a training run, or what `what_if` returned. (What
+            `audit` and `compare` find has a cure or a reason already.) The latter knows what each
+            value would have been in float32; in a report of a model in 16 bits, values that were
+            too small are zeros, of which nothing is known. There is a sentence that says so where
+            that may matter.
         dtype: "float16" (the default) or "bfloat16".
         tolerance: float, from 0 to 1. Which share of a gradient may become zero. Defaults to 0.001:
             a few values of a large gradient are always next to zero.
@@ -160,25 +162,19 @@ def _facts(measured: Report | WhatIf, dtype: str, tolerance: float) -> _Facts:
             for scale in measured.scales
         }
         # Other batches may well have larger gradients: that is no scale to keep.
-        about = (
-            INITIAL_LOSS_SCALE,
-            losses,
-            "in the batch",
-            "start the loss scale at",
-            measured.consumers,
-        )
+        about = losses, "in the batch", "start the loss scale at", measured.consumers
     elif isinstance(measured, Report):
         noise = measured.noise
         rows = [row for row in measured.rows_in_16_bits if (row.kind, row.path) not in noise]
         where = f"in {measured.counted:,} of {measured.step:,} steps"
-        now = 2.0 ** math.floor(math.log2(measured.loss_scale))
-        about = now, {}, where, "fix the loss scale at", {}
+        about = {}, where, "fix the loss scale at", {}
     else:
         raise TypeError(
-            "Expected a keras_mp.numerics.Report or what what_if returned. "
-            f"Received: {measured!r} (of type {type(measured)})"
+            "Expected a keras_mp.numerics.Report or what what_if returned; findings of audit have "
+            f"cures of their own, `Finding.cure`. Received: {measured!r} (of type {type(measured)})"
         )
-    return _Facts(rows, dtype, tolerance, *about)
+    now = 2.0 ** math.floor(math.log2(measured.loss_scale))
+    return _Facts(rows, dtype, tolerance, now, *about)
 
 
 def _seen(losses: _Losses) -> Window:

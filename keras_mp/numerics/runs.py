@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.layer_paths import native_variable
+from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
 from keras_mp.numerics.layer_calls import Call, RandomNumbers, Watch
 from keras_mp.support import attributes, marks
 
@@ -22,6 +23,10 @@ NOISE = 2.0
 
 # The largest effect of so many runs with noise is what rounding explains.
 NOISY_RUNS = 4
+
+# By what share of each the weights differ at most, to tell which gradients are rounding noise of
+# float32, whose unit roundoff is 2**-24; and from which change on, relative to its size, one is.
+_JITTER, _NOISE = 2.0**-20, 0.5
 
 LOSS = "loss"
 
@@ -341,6 +346,36 @@ class Noise:
         finally:
             for weight, value in zip(weights, before):
                 weight.assign(value)
+
+
+def jitter(seed: int = 0) -> Noise:
+    """Noise that moves weights by so little that only gradients that are noise change with it."""
+    return Noise(_JITTER / NOISE, seed)
+
+
+def is_noise(values: np.ndarray, moved: np.ndarray) -> bool:
+    """Whether a gradient is nothing but rounding noise of float32.
+
+    Args:
+        values: array of float64, the gradient.
+        moved: the same, where `jitter` has moved the weights.
+    """
+    are_finite = np.isfinite(values).all() and np.isfinite(moved).all()
+    return bool(are_finite) and relative(moved, values) > _NOISE
+
+
+def check_finite(reference: Run, batch: Batch) -> None:
+    """Raises a ValueError if a run in float32 has a loss that is not finite."""
+    if math.isfinite(reference.loss):
+        return
+    bad = [each.part for each in batches.not_finite(batch)]
+    why = "pass a batch with another loss, or see keras_mp.numerics.FirstBadOperation."
+    if bad:
+        why = f"there are infinite values or NaN in {' and '.join(bad)}."
+    raise ValueError(
+        f"The loss of a batch is {reference.loss} in float32, so that there is nothing to compare "
+        f"with: {why}"
+    )
 
 
 def floating(structure: Any) -> list[tf.Tensor]:

@@ -21,17 +21,13 @@ from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics import runs
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.census import census
-from keras_mp.numerics.compare import loss_of, run_at_a_good_scale, signed_mean
 from keras_mp.numerics.distances import relative
 from keras_mp.numerics.layer_calls import RandomNumbers
-from keras_mp.numerics.runs import Noise, Replay, Run
+from keras_mp.numerics.runs import Replay, Run
+from keras_mp.numerics.training_loss import loss_of, run_as_trained, signed_mean
 from keras_mp.numerics.tuned import Errors, Tuned, TunedLayer
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
-
-# Weights move by up to 2**-20 of each, to tell which gradients are rounding noise of float32, whose
-# unit roundoff is 2**-24; and from which change on, relative to its size, one is.
-_JITTER, _NOISE = 2.0**-20 / runs.NOISE, 0.5
 
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 
@@ -319,15 +315,16 @@ class _Search:
             # It draws the random numbers: those of the narrowest dtype suit all.
             narrow = self._run(candidates, i)
             wide = runs.run(self._reference, reference.batch, loss, numbers=reference.numbers)
-            self._check(reference.batch, narrow, wide)
+            runs.check_finite(wide, reference.batch)
+            self._check_calls(narrow, wide)
             reference.outputs, reference.loss = _outputs(wide), wide.loss
             reference.gradients = self._gradients(wide)
-            with Noise(_JITTER, seed=i).on_weights(self._reference):
+            with runs.jitter(seed=i).on_weights(self._reference):
                 moved = runs.run(self._reference, reference.batch, loss, numbers=reference.numbers)
             reference.noise = {
                 path
                 for path, value in self._gradients(moved).items()
-                if not relative(value, reference.gradients[path]) <= _NOISE
+                if runs.is_noise(reference.gradients[path], value)
                 or not reference.gradients[path].any()
             }
             self._errors[frozenset(candidates), i] = self._apart(narrow, reference)
@@ -384,9 +381,7 @@ class _Search:
                 model = self.model(chosen)
                 self._made = key, model, self._loss(model)
             _, model, loss = self._made
-            return run_at_a_good_scale(
-                model, reference.batch, loss, None, reference.numbers, True, None
-            )
+            return run_as_trained(model, reference.batch, loss, None, reference.numbers, True, None)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
                 f"The model {self._original.name!r} does not run in {self.policy}. Name the layers "
@@ -404,14 +399,7 @@ class _Search:
             )
         return loss
 
-    def _check(self, batch: Batch, narrow: Run, wide: Run) -> None:
-        if not math.isfinite(wide.loss):
-            bad = [each.part for each in batches_of.not_finite(batch)]
-            where = f", since numbers of {' and '.join(bad)} are not finite" if bad else ""
-            raise ValueError(
-                "Expected batches with a finite loss in float32. "
-                f"Received one whose loss is {wide.loss}{where}"
-            )
+    def _check_calls(self, narrow: Run, wide: Run) -> None:
         if len(narrow.calls) != len(wide.calls):
             raise ValueError(
                 f"The model {self._original.name!r} calls other layers in {self.policy} than in "
