@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window, exponent_of
 from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.reports import (
@@ -17,9 +18,10 @@ from keras_mp.numerics.reports import (
 )
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# What a layer returns is as good as lost if it is off by so much of its norm. Rounding alone, over
-# many layers, stays below.
-_AS_GOOD_AS_LOST = 0.25
+# A layer loses what it returns if that is off by more than `tune` tolerates by default, and by so
+# many times what the layer takes is off by, which is one rounding at least. Over many layers
+# rounding may add up to as much, and no layer is to blame.
+_OFF, _RISES = 0.05, 16.0
 
 # What runs have lost of gradients, by loss scale and row.
 _Losses = Mapping[float, Mapping[tuple[str, str], Lost]]
@@ -227,7 +229,7 @@ def _about_runs(measured: Report | WhatIf, dtype: str) -> Advice | None:
         return None
     computed_in = measured.computed_in[dtype]
     for (kind, path), lost in measured[dtype, measured.scales[0]].items():
-        if kind != OUTPUT or not (lost.infinite or lost.error > _AS_GOOD_AS_LOST):
+        if kind != OUTPUT or not (lost.infinite or _is_off(measured, dtype, path)):
             continue
         layers = [path]
         if computed_in[kind, path] not in LOW_PRECISION_NAMES:
@@ -240,7 +242,7 @@ def _about_runs(measured: Report | WhatIf, dtype: str) -> Advice | None:
             of = "its output" if layers == [path] else f"the output of `{path}`, which takes its,"
             if lost.infinite:
                 what = f"{lost.infinite:,} values of {of} are infinite or NaN"
-            elif lost.share > _AS_GOOD_AS_LOST:
+            elif lost.share >= lost.error:
                 what = f"{_share(lost.zero, lost.values)} of {of} is zero"
             else:
                 what = f"{of} is off by {100 * lost.error:.0f} % of its norm"
@@ -253,6 +255,14 @@ def _about_runs(measured: Report | WhatIf, dtype: str) -> Advice | None:
                 None,
             )
     return None
+
+
+def _is_off(measured: WhatIf, dtype: str, path: str) -> bool:
+    """Whether what a layer returns is further off than what it takes can explain."""
+    lost = measured[dtype, measured.scales[0]]
+    taken = [lost[OUTPUT, each].error for each, by in measured.consumers.items() if path in by]
+    error = lost[OUTPUT, path].error
+    return error > max(_OFF, _RISES * max([UNIT_ROUNDOFF[dtype], *taken]))
 
 
 def _about_zeros(measured: Report | WhatIf, dtype: str, tolerance: float) -> Advice | None:

@@ -220,12 +220,18 @@ def _is_of_layer(call: Call) -> bool:
 
 def _consumers(calls: Iterable[Call]) -> dict[str, set[str]]:
     """The paths of layers, each with those of the layers that take what it returns."""
-    # Where nothing is cast, a layer gets the very tensor that another one has returned.
-    made_by: dict[int, str] = {}
+    # Where nothing is cast, a layer gets the very tensor that another one has returned, or that an
+    # operation of a functional model of Keras 3 has made of it.
+    made_by: dict[int, set[str]] = {}
     consumers: dict[str, set[str]] = {}
-    for call in filter(_is_of_layer, calls):
-        for argument in runs.floating((call.args, call.kwargs)):
-            if id(argument) in made_by:
-                consumers.setdefault(made_by[id(argument)], set()).add(call.path)
-        made_by |= {id(output): call.path for output in runs.floating(call.outputs)}
+    for call in calls:
+        if isinstance(call.layer, tf.keras.Model):
+            continue
+        arguments = runs.floating((call.args, call.kwargs))
+        makers = set().union(*(made_by.get(id(each), ()) for each in arguments))
+        if _is_of_layer(call):
+            for maker in makers:
+                consumers.setdefault(maker, set()).add(call.path)
+            makers = {call.path}
+        made_by |= {id(output): makers for output in runs.floating(call.outputs)}
     return consumers
