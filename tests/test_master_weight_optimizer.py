@@ -611,15 +611,15 @@ FORMS = ["keras", "weights", "checkpoint"] if IS_KERAS_3 else ["checkpoint"]
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("method", "slots"),
+    ("wrap", "method", "slots"),
     [
-        ("split", "float32"),
-        ("copy", "float32"),
-        ("stochastic_rounding", "float32"),
-        ("split", "bfloat16"),
+        (None, "split", "float32"),
+        (None, "copy", "float32"),
+        (None, "stochastic_rounding", "float32"),
+        (None, "split", "bfloat16"),
+        (keras_mp.LossScaleOptimizer, "split", "float32"),
     ],
 )
-@pytest.mark.parametrize("wrap", [None, keras_mp.LossScaleOptimizer])
 @pytest.mark.parametrize("name", ADAMS)
 def test_training_goes_on_from_a_file(name, wrap, method, slots, form, tmp_path):
     make = lambda: make_model(name, "bfloat16", wrap, method, slots, run_eagerly=True)  # noqa: E731
