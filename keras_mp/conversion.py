@@ -160,6 +160,25 @@ def paths_in_config(model: Any) -> set[str]:
     return {path for path, _ in _layer_configs(model.get_config())}
 
 
+def units_by_path(model: Any) -> dict[str, Any]:
+    """Returns the layers of a model that get a policy each, by their paths.
+
+    A layer inside of one that is not a model goes with it, and so does one in a model whose config
+    does not hold its layers.
+
+    Args:
+        model: A model of `tf.keras` with a `get_config`.
+    """
+    in_config = paths_in_config(model)
+    units: dict[str, Any] = {}
+    for path, layer in layers_by_path(model).items():
+        is_model = isinstance(layer, tf.keras.Model)
+        has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
+        if not has_layers and not any(path.startswith(f"{unit}/") for unit in units):
+            units[path] = layer
+    return units
+
+
 def _is_known(layer: Any) -> bool:
     """Whether Keras finds the class by its name, as it does not in some of its applications."""
     # Keras may use a name twice: `Add` is a layer and an operation.

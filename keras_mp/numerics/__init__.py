@@ -4,7 +4,8 @@ Each tool is a module of its own. What is gathered on the device stays there unt
 """
 
 from keras_mp.numerics import figures
-from keras_mp.numerics.advice import Advice, advise
+from keras_mp.numerics.advice import Advice
+from keras_mp.numerics.advise import advise
 from keras_mp.numerics.audit import Audit, audit
 from keras_mp.numerics.census import Census, census
 from keras_mp.numerics.compare import compare, compare_records, record

@@ -5,7 +5,7 @@ import functools
 import json
 import operator
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,11 +91,16 @@ class WhatIf:
             tensor had in such a run.
         consumers: dict of paths of layers, and of these sets of paths of the layers that take what
             they return.
+        units: dict of the paths of layers without a policy of their own, and of the layers around
+            them, whose policy they have.
         noise: set of (kind, path) of those gradients that are nothing but rounding noise in
             float32, since what they are of makes no difference to the loss: such as the bias of a
             layer before a batch normalization, or that of the keys of an attention. `advise` leaves
-            them out. They are found by a second run in float32, whose weights differ by up to 2^-20
-            of each: noise is another one then, by half of its size at least.
+            them out. They are found by a second run in float32, in which inputs, weights and what
+            layers return differ by up to 2^-20 of each: noise is another one then, by half of its
+            size at least.
+        amplification: dict of paths of layers, and how many times as far, relative to its size,
+            what each returns moves in that run as what it takes.
         loss_scale: float. That which the model is trained with: the current one of its optimizer,
             else the first of its policy, else 2^15.
         batches: tuple of `WhatIf`s, one for each of several batches; else empty. Each `Lost` is the
@@ -122,10 +127,13 @@ class WhatIf:
         noise: Iterable[tuple[str, str]] = (),
         batches: Sequence["WhatIf"] = (),
         loss_scale: float = INITIAL_LOSS_SCALE,
+        units: Mapping[str, str] | None = None,
+        amplification: Mapping[str, float] | None = None,
     ) -> None:
         self.reference, self.computed_in = reference, computed_in
         self.consumers, self.noise = consumers, set(noise)
-        self.loss_scale = loss_scale
+        self.loss_scale, self.units = loss_scale, dict(units or {})
+        self.amplification = dict(amplification or {})
         self._lost, self.batches = lost, tuple(batches)
         self.dtypes = list(dict.fromkeys(dtype for dtype, _ in lost))
         self.scales = sorted({scale for _, scale in lost})
@@ -166,6 +174,11 @@ class WhatIf:
             set.intersection(*(each.noise for each in found)),
             found,
             found[0].loss_scale,
+            found[0].units,
+            {
+                path: max(each.amplification.get(path, 0.0) for each in found)
+                for path in found[0].amplification
+            },
         )
 
     def __getitem__(self, run: tuple[str, float]) -> dict[tuple[str, str], Lost]:

@@ -24,9 +24,12 @@ NOISE = 2.0
 # The largest effect of so many runs with noise is what rounding explains.
 NOISY_RUNS = 4
 
-# By what share of each the weights differ at most, to tell which gradients are rounding noise of
+# By what share of each numbers are moved at most, to tell which gradients are rounding noise of
 # float32, whose unit roundoff is 2**-24; and from which change on, relative to its size, one is.
 _JITTER, _NOISE = 2.0**-20, 0.5
+
+# The root mean square of that share.
+RMS_OF_JITTER = _JITTER / math.sqrt(3)
 
 LOSS = "loss"
 
@@ -136,6 +139,23 @@ def run(
         float(value),
         loss_scale,
     )
+
+
+def run_with_noise(
+    noise: "Noise", model: Any, batch: Batch, loss: Callable[..., tf.Tensor], **how: Any
+) -> Run:
+    """Runs a model with noise on inputs and weights, and on what each layer returns.
+
+    Args:
+        noise: Noise.
+        model: as for `run`.
+        batch: as for `run`.
+        loss: as for `run`.
+        **how: what else `run` takes.
+    """
+    moved = batch._replace(x=noise.on_inputs(batch.x))
+    with noise.on_weights(model):
+        return run(model, moved, loss, change=noise.both_ways, **how)
 
 
 def run_at_a_good_scale(make: Callable[[float], ScaledRun], scale: float) -> ScaledRun:
@@ -349,7 +369,7 @@ class Noise:
 
 
 def jitter(seed: int = 0) -> Noise:
-    """Noise that moves weights by so little that only gradients that are noise change with it."""
+    """Noise that moves numbers by so little that only gradients that are noise change with it."""
     return Noise(_JITTER / NOISE, seed)
 
 
@@ -358,7 +378,7 @@ def is_noise(values: np.ndarray, moved: np.ndarray) -> bool:
 
     Args:
         values: array of float64, the gradient.
-        moved: the same, where `jitter` has moved the weights.
+        moved: the same, where `jitter` has moved the numbers.
     """
     are_finite = np.isfinite(values).all() and np.isfinite(moved).all()
     return bool(are_finite) and relative(moved, values) > _NOISE

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.conversion import convert, paths_in_config
-from keras_mp.layer_paths import layers_by_path, variables_by_path
+from keras_mp.conversion import convert, paths_in_config, units_by_path
+from keras_mp.layer_paths import variables_by_path
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics import runs
 from keras_mp.numerics.batches import Batch
@@ -195,26 +195,17 @@ def _divided(batches: Any, held_out: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _units(model: Any) -> dict[str, Any]:
-    """The layers that `convert` can give policies of their own, by their paths.
-
-    A layer inside of one that is not a model goes with it.
-    """
+    """The layers that `convert` can give policies of their own, by their paths."""
     in_config = paths_in_config(model)
-    units: dict[str, Any] = {}
-    for path, layer in layers_by_path(model).items():
-        is_inside = any(path.startswith(f"{unit}/") for unit in units)
-        is_model = isinstance(layer, tf.keras.Model)
-        has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
-        if is_inside or has_layers:
-            continue
-        if path not in in_config and not is_model:
+    units = units_by_path(model)
+    for path, layer in units.items():
+        if path not in in_config and not isinstance(layer, tf.keras.Model):
             raise ValueError(
                 f"The model {model.name!r} cannot be tuned: the policy of its layer {path!r} is "
                 "not in its config, since its class makes it. Expected a Sequential or functional "
                 "model, in which all layers have policies of their own; or convert it as a whole. "
                 f"Received: {type(model).__name__}"
             )
-        units[path] = layer
     return {path: layer for path, layer in units.items() if layer.compute_dtype in _FLOATING_NAMES}
 
 

@@ -1,17 +1,17 @@
 """One batch at several loss scales and in several dtypes, and what each of them loses."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.conversion import compute_dtypes, convert
-from keras_mp.layer_paths import variables_by_path
+from keras_mp.conversion import compute_dtypes, convert, units_by_path
+from keras_mp.layer_paths import layers_by_path, variables_by_path
 from keras_mp.numerics import batches, runs
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
 from keras_mp.numerics.exponents import Histogram, exponent_of
 from keras_mp.numerics.layer_calls import Call, RandomNumbers
 from keras_mp.numerics.lost import Lost, WhatIf
@@ -142,8 +142,11 @@ def _run_all(
     runs.check_finite(reference, batch)
     expected = _values(in_float32, reference)
     consumers = _consumers(reference.calls)
-    with runs.jitter().on_weights(in_float32):
-        moved = _values(in_float32, run(in_float32, "in float32, with other weights"))
+    progress.begin("in float32, with noise")
+    noisy = runs.run_with_noise(
+        runs.jitter(), in_float32, batch, losses[id(in_float32)], numbers=numbers
+    )
+    moved = _values(in_float32, noisy)
     noise = {
         row
         for row, (values, _) in expected.items()
@@ -163,7 +166,16 @@ def _run_all(
     rows = [Row(*row, dtype, Histogram.of(values)) for row, (values, dtype) in expected.items()]
     report = Report(rows, step=1, counted=1, loss_scale=1.0)
     loss_scale = scale_in_training(model) or INITIAL_LOSS_SCALE
-    return WhatIf(report, lost, computed_in, consumers, noise, loss_scale=loss_scale)
+    return WhatIf(
+        report,
+        lost,
+        computed_in,
+        consumers,
+        noise,
+        loss_scale=loss_scale,
+        units=_units(in_float32),
+        amplification=_amplification(expected, moved, consumers),
+    )
 
 
 def _converted(model: Any, dtype: str) -> Any:
@@ -173,6 +185,13 @@ def _converted(model: Any, dtype: str) -> Any:
     is_kept = compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
     is_kept = is_kept and model.compute_dtype in LOW_PRECISION_NAMES
     return convert(model, {} if is_kept else f"mixed_{dtype}")
+
+
+def _units(model: Any) -> dict[str, str]:
+    """The layers that have the policy of the layer around them, with that one."""
+    units = units_by_path(model)
+    paths = layers_by_path(model)
+    return {path: unit for unit in units for path in paths if path.startswith(f"{unit}/")}
 
 
 def _loss(converted: Any, model: Any, loss: Any) -> Loss:
@@ -211,6 +230,23 @@ def _values(model: Any, run: Run) -> _Values:
         for row, found in tensors.items()
         if sum(int(tf.size(each)) for each in found)
     }
+
+
+def _amplification(
+    expected: _Values, moved: _Values, consumers: Mapping[str, set[str]]
+) -> dict[str, float]:
+    """How many times as far as what it takes each layer moves what it returns."""
+    distances = {
+        path: relative(moved[kind, path][0], values)
+        for (kind, path), (values, _) in expected.items()
+        if kind == OUTPUT and (kind, path) in moved
+    }
+    taken = dict.fromkeys(distances, 0.0)
+    for path, takers in consumers.items():
+        for taker in takers & taken.keys():
+            taken[taker] = max(taken[taker], distances.get(path, 0.0))
+    # What moves by less is not known to move at all.
+    return {path: far / max(taken[path], runs.RMS_OF_JITTER) for path, far in distances.items()}
 
 
 def _is_of_layer(call: Call) -> bool:

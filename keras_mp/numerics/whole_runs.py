@@ -88,18 +88,16 @@ def explain_by_noise(
     known = list(_sides(model, exact))
     largest: dict[tuple[int, str, str], float] = {}
     for seed in range(NOISY_RUNS):
-        noise = Noise(unit, seed)
-        with noise.on_weights(model):
-            noisy = runs.run(
-                model,
-                batch._replace(x=noise.on_inputs(batch.x)),
-                loss,
-                step=step,
-                numbers=numbers,
-                training=training,
-                loss_scale=exact.loss_scale,
-                change=noise.both_ways,
-            )
+        noisy = runs.run_with_noise(
+            Noise(unit, seed),
+            model,
+            batch,
+            loss,
+            step=step,
+            numbers=numbers,
+            training=training,
+            loss_scale=exact.loss_scale,
+        )
         for i, (before, after) in enumerate(zip(known, _sides(model, noisy))):
             for side in _Sides._fields:
                 for name, value in getattr(before, side).items():
