@@ -55,8 +55,12 @@ class Run(NamedTuple):
 
     def is_finite(self) -> bool:
         """Whether all gradients are."""
-        kept = [*tf.nest.flatten(list(self.gradients.values())), *self.weights.values()]
-        return all(np.isfinite(array(gradient)).all() for gradient in kept if gradient is not None)
+        return all(np.isfinite(array(gradient)).all() for gradient in self.all_gradients())
+
+    def all_gradients(self) -> list[tf.Tensor]:
+        """Those of outputs and of weights, multiplied by the loss scale."""
+        of_outputs = tf.nest.flatten(list(self.gradients.values()))
+        return [each for each in (*of_outputs, *self.weights.values()) if each is not None]
 
     def weight_gradients(self) -> dict[str, np.ndarray]:
         """The gradients of weights as arrays, not multiplied any more, by name."""
