@@ -244,7 +244,9 @@ def _measure(op: str, dtype: tf.DType) -> float:
             # `tf.init_scope` stops tapes.
             return tf.gradients(y, [*tensors.values()])[0] if op in _TIMED_WITH_GRADIENTS else y
 
-        return lambda: last_value(run(tensors)).numpy()
+        # One graph, also where `tf.config.run_functions_eagerly` is on.
+        graph = functools.cache(lambda: run.get_concrete_function(tensors))
+        return lambda: last_value(graph()(tensors)).numpy()
 
     steps = {"own": step(own), "float32": step(functools.partial(in_float32, own))}
     try:
