@@ -1,6 +1,6 @@
 """What training in 16 bits does to the numbers, measured.
 
-Each tool is a module of its own. What is gathered on the device stays there until somebody asks.
+Each tool is a module of its own. What is gathered on the device stays there until it is read.
 """
 
 from keras_mp.numerics import figures
@@ -14,6 +14,7 @@ from keras_mp.numerics.comparison import Comparison, Finding
 from keras_mp.numerics.exponent_monitor import ExponentMonitor
 from keras_mp.numerics.exponents import Fate, Histogram, Window
 from keras_mp.numerics.first_bad_operation import FirstBadOperation
+from keras_mp.numerics.hazards.look import Hazard
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.not_finite import NotFiniteError
@@ -34,6 +35,7 @@ __all__ = [
     "Fate",
     "Finding",
     "FirstBadOperation",
+    "Hazard",
     "Histogram",
     "Lost",
     "NotFiniteError",

@@ -222,7 +222,7 @@ def _name_update(optimizer: Any) -> None:
         with tf.name_scope(op_times.UPDATE):
             return update(*args, **kwargs)
 
-    vars(optimizer)[name] = in_scope
+    vars(optimizer).update({name: in_scope})
 
 
 def _medians(made: Mapping[str, Callable[[], Any]], steps: int) -> dict[str, float]:
