@@ -84,9 +84,7 @@ class LookedAt(NamedTuple):
     sent: Sequence[gradients.Gradient]
 
 
-def look(
-    of_replicas: Sequence[LookedAt], totals: Sequence[gradients.Gradient] | None
-) -> tf.Tensor:
+def look(of_replicas: Sequence[LookedAt], totals: Sequence[gradients.Gradient] | None) -> tf.Tensor:
     """Looks for what is not finite. Called in the branch that skips.
 
     Args:
@@ -126,18 +124,18 @@ def _row_of_replica(
     sent: Sequence[gradients.Gradient],
 ) -> tf.Tensor:
     """Counts what is not finite in what a replica has computed."""
-    own: Any
-    if unclipped:
-        more = [None] * (len(sent) - len(unclipped))
-        counts = gradients.count_not_finite([*losses, *unclipped, *more, *sent])
-        of_losses, before, own = tf.split(counts, [len(losses), len(sent), len(sent)])
-        own = tf.where(tf.reduce_any(before > 0), before, own)
-    else:
-        counts = gradients.count_not_finite([*losses, *sent])
-        of_losses, own = tf.split(counts, [len(losses), len(sent)])
-    if not losses:
-        return tf.concat([tf.constant([[_UNKNOWN, _UNKNOWN, 0]], COUNTS), own], 0)
-    return tf.concat([tf.reduce_sum(of_losses, 0, keepdims=True) * [1, 1, 0], own], 0)
+    before = [*unclipped, *[None] * (len(sent) - len(unclipped))] if unclipped else []
+    counts = gradients.count_not_finite([*losses, *before, *sent])
+    if not before and len(losses) == 1 and losses[0].shape.rank == 0:
+        return counts
+    lengths = [len(losses), len(before), len(sent)]
+    of_losses, of_before, own = tf.split(counts, lengths)
+    if before:
+        own = tf.where(tf.reduce_any(of_before > 0), of_before, own)
+    loss = tf.constant([[_UNKNOWN, _UNKNOWN, 0]], COUNTS)
+    if losses:
+        loss = tf.reduce_sum(of_losses, 0, keepdims=True) * [1, 1, 0]
+    return tf.concat([loss, own], 0)
 
 
 @host.shared_operation
