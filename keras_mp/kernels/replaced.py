@@ -155,7 +155,12 @@ def _is_low_precision(value: Any) -> bool:
 
 
 def _first_in_low_precision(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return next((x for x in (*args, *kwargs.values()) if _is_low_precision(x)), None)
+    for value in (*args, *kwargs.values()):
+        # `tf.einsum` takes a list.
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if _is_low_precision(each):
+                return each
+    return None
 
 
 def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -163,6 +168,8 @@ def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     dtype = tf.as_dtype(_first_in_low_precision(args, kwargs).dtype)
 
     def as_float32(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [as_float32(each) for each in value]
         return tf.cast(value, tf.float32) if _is_low_precision(value) else value
 
     result = own(*map(as_float32, args), **{name: as_float32(x) for name, x in kwargs.items()})

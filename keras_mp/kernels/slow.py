@@ -2,7 +2,7 @@
 
 TensorFlow has no fast float16 kernels for most convolutions on CPUs. On one with AVX512-FP16 the
 gradient of a filter takes hundreds of times as long as in float32, on one without it twelve times.
-Activations and pooling are slower by less: up to 6 times. Computed in
+Activations, pooling and `tf.einsum` are slower by less: up to 8 times. Computed in
 float32 inside, and rounded once, they are faster and no less exact.
 
 A kernel is timed once in a process, when it is needed first, unless `learn` was told how it does.
@@ -12,6 +12,7 @@ only.
 """
 
 import functools
+import inspect
 import math
 import os
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.kernels import chains
 from keras_mp.kernels.replaced import Kernel, Table, in_float32, last_value
 from keras_mp.support import regions, turns
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -28,12 +30,14 @@ from keras_mp.support.dtypes import LOW_PRECISION
 # are decided by noise on a busy machine, and last digits with them: measured twice, some fell on
 # either side of 1.25.
 _SLOW = 2.0
+# Chains of operations, which take a tenth of a second or two to compile; they gain 1.5 to 4 times.
+_SLOW_CHAIN = 1.25
 _TURNS = 5
 # By operation and dtype: how many times as long as float32's with casts; 0 if it cannot be run.
 Ratios = dict[str, dict[str, float]]
 
 # oneDNN's gradient of the largest needs what its forward pass notes, so both are in one dtype.
-_TIMED_WITH_GRADIENTS = {"MaxPool"}
+_TIMED_WITH_GRADIENTS = {"MaxPool", *chains.KERNELS}
 
 _lock = threading.RLock()
 _known: dict[tuple[str, str], float] = {}
@@ -88,6 +92,11 @@ def _elementwise(expected: float, **last: float) -> Callable[..., tuple[dict[str
         return {name: _noise(dtype, x, 1024, 512) for name, x in last.items()}, expected
 
     return example
+
+
+def _attention(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+    weights, values = tf.ones([8, 4, 128, 128], dtype), tf.ones([8, 128, 4, 64], dtype)
+    return {"inputs": [weights, values], "equation": "acbe,aecd->abcd"}, 128.0
 
 
 _WINDOWS = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
@@ -155,6 +164,8 @@ KERNELS = {
         for op, name, example in (
             ("Elu", "elu", _elementwise(0.5, features=0.5)),
             ("EluGrad", "elu_grad", _elementwise(0.5, gradients=1, outputs=-0.5)),
+            ("Selu", "selu", _elementwise(0.0, features=0)),
+            ("SeluGrad", "selu_grad", _elementwise(0.0, gradients=0, outputs=1)),
             ("LeakyRelu", "leaky_relu", _elementwise(0.5, features=0.5)),
             (
                 "LeakyReluGrad",
@@ -169,6 +180,8 @@ KERNELS = {
             ("AvgPoolGrad", "avg_pool_grad", _gradient_of_means),
         )
     },
+    "Einsum": Kernel("gen_linalg_ops", ("einsum",), _attention),
+    **chains.KERNELS,
 }
 
 
@@ -219,7 +232,7 @@ def _is_slow(op: str, example: Callable[..., Any], dtype: tf.DType, case: Any, d
         if not tf.executing_eagerly() or os.environ.get("KERAS_MP_MEASURE") == "0":
             # As on each CPU that was measured; depthwise ones were fast on some.
             return dtype == tf.float16 and op.startswith("Conv")
-        return _ratio(op, dtype) > _SLOW
+        return _ratio(op, dtype) > (_SLOW_CHAIN if op in chains.KERNELS else _SLOW)
 
 
 def _ratio(op: str, dtype: tf.DType) -> float:
@@ -230,25 +243,44 @@ def _ratio(op: str, dtype: tf.DType) -> float:
         return _known[op, dtype.name]
 
 
+def own_function(op: str) -> Callable[..., tf.Tensor]:
+    """Returns what computes a kernel's operation without anything in its place.
+
+    Args:
+        op: str. A key of `KERNELS`.
+    """
+    if op not in chains.KERNELS:
+        return getattr(tf.raw_ops, op)
+    function = KERNELS[op].function()
+    assert function is not None
+    return inspect.unwrap(function)
+
+
 def _measure(op: str, dtype: tf.DType) -> float:
-    own = getattr(tf.raw_ops, op)
+    own, replacement = own_function(op), KERNELS[op].correct or in_float32
     arguments, _ = KERNELS[op].example(dtype, None)
-    tensors = {name: each for name, each in arguments.items() if tf.is_tensor(each)}
+    tensors = {
+        name: each
+        for name, each in arguments.items()
+        if all(map(tf.is_tensor, tf.nest.flatten(each)))
+    }
     others = {name: each for name, each in arguments.items() if name not in tensors}
 
     def step(compute: Callable[..., tf.Tensor]) -> Callable[[], Any]:
         # In a function, as a training step is: there, oneDNN has more float32 kernels.
         @tf.function(autograph=False)
-        def run(tensors: dict[str, tf.Tensor]) -> tf.Tensor:
+        def run(tensors: dict[str, Any]) -> tf.Tensor:
             y = compute(**tensors, **others)
-            # `tf.init_scope` stops tapes.
-            return tf.gradients(y, [*tensors.values()])[0] if op in _TIMED_WITH_GRADIENTS else y
+            if op not in _TIMED_WITH_GRADIENTS:
+                return y
+            # `tf.init_scope` stops tapes. A gradient that needs the output leaves nothing out.
+            return tf.gradients(y, [*tensors.values()], y)[0]
 
         # One graph, also where `tf.config.run_functions_eagerly` is on.
         graph = functools.cache(lambda: run.get_concrete_function(tensors))
         return lambda: last_value(graph()(tensors)).numpy()
 
-    steps = {"own": step(own), "float32": step(functools.partial(in_float32, own))}
+    steps = {"own": step(own), "float32": step(functools.partial(replacement, own))}
     try:
         turns.take(steps, 2)  # Functions are traced, and kernels made, when they are called first.
         seconds = turns.undisturbed(turns.take(steps, _TURNS))

@@ -71,7 +71,7 @@ def test_what_is_slow_computes_in_float32(answer):
 @pytest.mark.parametrize("op", slow.KERNELS)
 def test_the_examples_have_right_answers(op):
     arguments, expected = slow.KERNELS[op].example(tf.float32, None)
-    assert float(replaced.last_value(getattr(tf.raw_ops, op)(**arguments))) == expected
+    assert float(replaced.last_value(slow.own_function(op)(**arguments))) == expected
 
 
 def test_depthwise_convolutions_that_are_slow_compute_in_float32(answer):
@@ -179,10 +179,12 @@ ACTIVATIONS = {
     "erf": tf.math.erf,
     "exp": tf.exp,
     "elu": tf.nn.elu,
+    "selu": lambda x: tf.nn.selu(x),
     "leaky relu": tf.nn.leaky_relu,
     "softplus": tf.nn.softplus,
     "softmax": tf.nn.softmax,
     "max pooling": lambda x: tf.nn.max_pool2d(tf.reshape(x, [1, 8, 8, 4]), 2, 2, "VALID"),
+    "einsum": lambda x: tf.einsum("ab,cb->ac", x, x),
     "average pooling": lambda x: tf.nn.avg_pool2d(tf.reshape(x, [1, 8, 8, 4]), 2, 2, "VALID"),
 }
 
