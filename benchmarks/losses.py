@@ -26,7 +26,8 @@ def _loss_of_fit(
         make: makes the model under a policy of Keras, and its last layer under another.
         data: inputs and labels.
         optimizer: of Keras.
-        how: variant and seed; `head`, the policy of the last layer, defaults to the others'.
+        how: variant and seed; `policy` defaults to the variant's, and `head`, the policy of the
+            last layer, to the others'.
         **fit: arguments of `fit`.
     """
     import tensorflow as tf
@@ -36,11 +37,13 @@ def _loss_of_fit(
     variant, seed = how["variant"], how["seed"]
     tf.keras.utils.set_random_seed(seed)
     initial = [tf.cast(weight, tf.bfloat16) for weight in make("float32", "float32").get_weights()]
-    policy = master_weights.policy(variant)
+    policy = how.get("policy", master_weights.policy(variant))
     model = make(policy, how.get("head", policy))
     model.set_weights([tf.cast(weight, tf.float32).numpy() for weight in initial])
     loss = keras_mp.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = master_weights.wrapped(optimizer, variant, seed)
+    if policy == "mixed_float16":
+        optimizer = keras_mp.LossScaleOptimizer(optimizer)
     model.compile(optimizer, loss, jit_compile=False)
     tf.keras.utils.set_random_seed(seed)
     model.fit(*data, batch_size=32, verbose=0, **fit)

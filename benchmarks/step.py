@@ -8,13 +8,10 @@ import contextlib
 import importlib.util
 import json
 import os
-import pathlib
-import re
 import statistics
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import common, step_models
@@ -30,20 +27,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 TORCH = {"torch float32": False, "torch autocast": True}
 
-UPDATE = "update_of_weights"  # the name scope
-XLA = "ExecuteAsyncOnStream"  # what the profiler calls a run of what XLA has compiled
-# What an operation of TensorFlow's belongs to, by the beginning of its type; the first one counts.
-CLASSES = {
-    "products": r"_?(Fused)?(BatchMatMul|MatMul|Conv\dD|Depthwise|Einsum)",
-    "casts": r"Cast$",
-    "reductions": r"Sum|Mean|Max$|Min$|BiasAddGrad|FusedBatchNorm|Softmax|LogSoftmax|.*CrossEntropy"
-    r"|AddN|L2Loss|UnsortedSegmentSum|All$|Any$",
-    "loops": r"While|TensorList|Enter|Exit|NextIteration|Switch|Merge|LoopCond",
-    "elementwise": r"Add|Sub|Mul|Div|RealDiv|Rsqrt|Sqrt|Square|Exp|Log|Tanh|Sigmoid|Erf|Relu|Gelu"
-    r"|Elu|Softplus|Neg|Pow|Select|Maximum|Minimum|BiasAdd|Reciprocal|Inv|Greater|Less|Equal",
-}
-ORDER = ("products", "elementwise", "reductions", "casts", "update", "loops", "rest")
-
 
 def make_step(
     name: str,
@@ -57,6 +40,7 @@ def make_step(
     import tensorflow as tf
 
     import keras_mp
+    from keras_mp.numerics import op_times
 
     own = tf.keras.mixed_precision
     own.set_global_policy(keras)
@@ -80,53 +64,17 @@ def make_step(
         with region, tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
         gradients = tape.gradient(value, model.trainable_variables)
-        with tf.name_scope(UPDATE):
+        with tf.name_scope(op_times.UPDATE):
             optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return value
 
     return lambda: step(x, y).numpy()
 
 
-@contextlib.contextmanager
-def profiled() -> Iterator[dict[str, float]]:
-    """Context manager that gives the seconds by class of operation, when it is left."""
-    import tensorflow as tf
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    seconds = dict.fromkeys(ORDER, 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        tf.profiler.experimental.start(folder)
-        try:
-            yield seconds
-        finally:
-            tf.profiler.experimental.stop()
-        space = xplane_pb2.XSpace()
-        [file] = pathlib.Path(folder).rglob("*.xplane.pb")
-        space.ParseFromString(file.read_bytes())
-    for plane in space.planes:
-        for line in plane.lines:
-            for event in line.events:
-                found = class_of(plane.event_metadata[event.metadata_id].name)
-                if found is not None:
-                    seconds[found] += event.duration_ps / 1e12
-
-
-def class_of(event: str) -> str | None:
-    """The class of an event of the profiler, one of `ORDER`; None where it is no operation."""
-    if event.endswith(f"::{XLA}"):
-        return "update"  # Nothing else is compiled here.
-    # TensorFlow calls the event of an operation "name of the node:type of the operation".
-    node, _, op = event.rpartition(":")
-    if not node or node.endswith(":") or not re.fullmatch(r"\w+", op):
-        return None
-    if UPDATE in node:
-        return "update"
-    op = re.sub("^_Mkl(Native)?", "", op)  # those of oneDNN
-    return next((name for name, pattern in CLASSES.items() if re.match(pattern, op)), "rest")
-
-
 def measure(name: str, size: str) -> dict[str, Any]:
     """Seconds a step of each variant, and where those of TensorFlow's go."""
+    from keras_mp.numerics import op_times
+
     sizes = step_models.SIZES[size][name]
     steps = {variant: make_step(name, sizes, **how) for variant, how in VARIANTS.items()}
     if importlib.util.find_spec("torch"):
@@ -139,9 +87,10 @@ def measure(name: str, size: str) -> dict[str, Any]:
     seconds = common.interleaved(steps, REPEATS)
     classes = {}
     for variant in VARIANTS:
-        with profiled() as found:
+        with op_times.profiled() as found:
             for _ in range(PROFILED):
                 steps[variant]()
+        found["update"] += found.pop("compiled")  # Nothing else is.
         classes[variant] = {each: total / PROFILED for each, total in found.items()}
     return {"seconds": seconds, "classes": classes}
 
@@ -155,7 +104,7 @@ def run(small: bool = False) -> dict:
             name: common.in_own_process("benchmarks.step", name, size, keras=keras)
             for name in step_models.SIZES[size]
         }
-    rows, parts = [], []
+    rows, parts, order = [], [], []
     for keras, of_models in results.items():
         for name, found in of_models.items():
             seconds = {v: statistics.median(each) * 1e3 for v, each in found["seconds"].items()}
@@ -166,7 +115,8 @@ def run(small: bool = False) -> dict:
             ratios.append("" if against is None else f"{against:.2f}")
             rows.append([keras, name, *columns, *ratios])
             for variant, classes in found["classes"].items():
-                milliseconds = [f"{classes[each] * 1e3:,.0f}" for each in ORDER]
+                order = list(classes)
+                milliseconds = [f"{classes[each] * 1e3:,.0f}" for each in order]
                 parts.append([keras, name, variant, *milliseconds])
     common.print_table(
         f"Milliseconds a step ({size} sizes); our best against Keras's own, and against PyTorch",
@@ -174,7 +124,7 @@ def run(small: bool = False) -> dict:
         rows,
     )
     common.print_table(
-        "Milliseconds of operations a step, of all threads", ["", "", "", *ORDER], parts
+        "Milliseconds of operations a step, of all threads", ["", "", "", *order], parts
     )
     return results
 

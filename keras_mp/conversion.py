@@ -78,8 +78,7 @@ def convert(model: Any, policy: Any) -> Any:
         _check_paths(model, by_path)
         # Layers that a constructor makes, without a dtype in a config, keep to the model's.
         policy = by_path.get("", model.dtype_policy.name)
-    computing = {layer.compute_dtype for layer in layers if not isinstance(layer, _NOT_COMPUTING)}
-    is_in_16_bits = not computing.isdisjoint(LOW_PRECISION_NAMES)
+    is_in_16_bits = not compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
     dtypes = LOW_PRECISION_NAMES if is_in_16_bits and by_path is None else _FLOATING_NAMES
     with (
         policy_scope(policy) as scoped,
@@ -142,6 +141,16 @@ def _read(policy: Any) -> Any:
     return policies
 
 
+def compute_dtypes(model: Any) -> set[str]:
+    """Returns the dtypes that the layers of a model compute in, those of models inside left out.
+
+    Args:
+        model: A model of `tf.keras`.
+    """
+    layers = keras_api.flatten_layers(model)
+    return {layer.compute_dtype for layer in layers if not isinstance(layer, _NOT_COMPUTING)}
+
+
 def paths_in_config(model: Any) -> set[str]:
     """Returns the paths of the layers whose policies are in the config of a model.
 
@@ -149,6 +158,25 @@ def paths_in_config(model: Any) -> set[str]:
         model: A model of `tf.keras` with a `get_config`.
     """
     return {path for path, _ in _layer_configs(model.get_config())}
+
+
+def units_by_path(model: Any) -> dict[str, Any]:
+    """Returns the layers of a model that get a policy each, by their paths.
+
+    A layer inside of one that is not a model goes with it, and so does one in a model whose config
+    does not hold its layers.
+
+    Args:
+        model: A model of `tf.keras` with a `get_config`.
+    """
+    in_config = paths_in_config(model)
+    units: dict[str, Any] = {}
+    for path, layer in layers_by_path(model).items():
+        is_model = isinstance(layer, tf.keras.Model)
+        has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
+        if not has_layers and not any(path.startswith(f"{unit}/") for unit in units):
+            units[path] = layer
+    return units
 
 
 def _is_known(layer: Any) -> bool:

@@ -74,11 +74,14 @@ def paths_of_weights(model: Any) -> dict[int, str]:
     paths: dict[int, str] = {}
     with keras_api.autocast_scope(None):
         for path, (weight, _) in _weights_by_path(model).items():
-            inside = getattr(weight, "value", None)
-            paths[id(weight)] = path
-            if isinstance(inside, tf.Variable):
-                paths[id(inside)] = path
+            paths[id(weight)] = paths[id(native_variable(weight))] = path
     return paths
+
+
+def native_variable(weight: Any) -> tf.Variable:
+    """Returns the `tf.Variable` that a weight of Keras 3 has inside; another one is its own."""
+    inside = getattr(weight, "value", None)
+    return inside if isinstance(inside, tf.Variable) else weight
 
 
 def _weights_by_path(model: Any) -> dict[str, tuple[Any, Any]]:

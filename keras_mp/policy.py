@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_mp import compile_hook, hardware, keras_api, kernels
 from keras_mp import loss_scale as loss_scale_lib
+from keras_mp import output_dtype as output_dtype_lib
 from keras_mp._version import __version__
 from keras_mp.grappler import passes
 from keras_mp.step import workers
@@ -25,8 +26,7 @@ class Policy(keras_api.BasePolicy):
     """A dtype policy of `tf.keras` that also says how a model's loss is scaled.
 
     It is a real `tf.keras.mixed_precision.Policy`, so Keras's layers and models take it as `dtype=`
-    and as the global policy. A policy never changes. Two policies are equal if their names and
-    their loss scales are.
+    and as the global policy. A policy never changes. Two policies are equal if their configs are.
 
     `tf.keras.Model.compile`, which `import keras_mp` hooks, gives a model that has a
     `keras_mp.Policy` an optimizer wrapped in `keras_mp.LossScaleOptimizer`, with a copy of the
@@ -39,10 +39,16 @@ class Policy(keras_api.BasePolicy):
         loss_scale: `"auto"` (the default: `"dynamic"` for `"mixed_float16"` and None for every
             other name), None (no loss scaling), `"dynamic"`, a number of at least 1 (a fixed
             scale), or a `keras_mp.LossScale`.
+        output_dtype: None (the default: the compute dtype), or, for `"mixed_float16"` and
+            `"mixed_bfloat16"`, `"float32"`. A layer with the latter computes what a float32 layer
+            computes, to the last bit, and is one to Keras: its `compute_dtype` is `"float32"`. But
+            the gradients of its matrix products and convolutions, two thirds of the work, are
+            computed in 16 bits. It is meant for the head of a model.
 
     Raises:
-        TypeError: `name` or `loss_scale` is of a wrong type.
-        ValueError: no such policy, or a loss scale out of range.
+        TypeError: `name`, `loss_scale` or `output_dtype` is of a wrong type.
+        ValueError: no such policy, a loss scale out of range, or an output dtype that the policy
+            does not have.
 
     Example:
 
@@ -53,12 +59,16 @@ class Policy(keras_api.BasePolicy):
     ('float16', 'float32')
     >>> tf.keras.layers.Dense(1, dtype=policy).dtype_policy == policy
     True
+    >>> keras_mp.Policy("mixed_bfloat16", output_dtype="float32")
+    <Policy "mixed_bfloat16", output_dtype="float32">
 
-    Source: RFC 293, "Dtype policies overview".
+    Source: RFC 293, "Dtype policies overview"; `output_dtype` is a word of JMP (`jmp.Policy`).
     """
 
-    def __init__(self, name: Any, loss_scale: Any = "auto") -> None:
+    def __init__(self, name: Any, loss_scale: Any = "auto", output_dtype: Any = None) -> None:
+        self._output_dtype = None
         keras_api.init_base_policy(self, _standardize_name(name))
+        self._output_dtype = self._standardize_output_dtype(output_dtype)
         if isinstance(loss_scale, str) and loss_scale == "auto":
             loss_scale = "dynamic" if self.name == "mixed_float16" else None
         if isinstance(loss_scale, str) and loss_scale == "dynamic":
@@ -72,8 +82,10 @@ class Policy(keras_api.BasePolicy):
         self._is_complete = True
         if self.name in _MIXED:
             hardware.warn_if_slow(_MIXED[self.name], measure=False)
-        if self.compute_dtype in _MIXED.values():
+        if self.low_precision_dtype is not None:
             kernels.install()
+        if self.output_dtype is not None:
+            output_dtype_lib.install()
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale | None:
@@ -81,6 +93,28 @@ class Policy(keras_api.BasePolicy):
         if self._loss_scale is None and self._loss_scale_config is not None:
             vars(self)["_loss_scale"] = loss_scale_lib.get(self._loss_scale_config)  # pyright: ignore
         return self._loss_scale
+
+    @property
+    def name(self) -> str:
+        """The name that the policy was made with."""
+        name = super().name
+        return name if self._output_dtype is None else keras_api.policy_name(self, name)
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """The dtype in which Keras's layers compute; `"float32"` if that is the output dtype."""
+        return super().compute_dtype if self._output_dtype is None else self._output_dtype
+
+    @property
+    def output_dtype(self) -> str | None:
+        """`"float32"` if only gradients are computed in 16 bits; None: the compute dtype."""
+        return self._output_dtype
+
+    @property
+    def low_precision_dtype(self) -> tf.DType | None:
+        """The 16-bit DType in which layers compute, or gradients of their products; or None."""
+        name = _MIXED.get(self.name, self.name)
+        return tf.as_dtype(name) if name in LOW_PRECISION_NAMES else None
 
     @property
     def scales_loss(self) -> bool:
@@ -95,18 +129,23 @@ class Policy(keras_api.BasePolicy):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal policy.
 
-        An automatic loss scale is left out, so that the config is one of Keras's own class.
+        An automatic loss scale and no output dtype are left out, so that the config is one of
+        Keras's own class.
         """
-        if self._has_automatic_scale:
-            return {"name": self.name}
-        return {"name": self.name, "loss_scale": self._loss_scale_config}
+        config: dict[str, Any] = {"name": self.name}
+        if not self._has_automatic_scale:
+            config["loss_scale"] = self._loss_scale_config
+        if self.output_dtype is not None:
+            config["output_dtype"] = self.output_dtype
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "Policy":
         """Makes a policy from what `get_config` returned, here or for Keras's own class.
 
         Args:
-            config: dict with the key `name`, and `loss_scale` unless it is `"auto"`.
+            config: dict with the key `name`, `loss_scale` unless it is `"auto"`, and
+                `output_dtype` unless it is None.
             custom_objects: Not used; TensorFlow passes it.
 
         Returns:
@@ -132,7 +171,7 @@ class Policy(keras_api.BasePolicy):
         return self.get_config() == other.get_config()
 
     def __hash__(self) -> int:
-        return hash((self.name, repr(self._loss_scale_config)))
+        return hash((self.name, self.output_dtype, repr(self._loss_scale_config)))
 
     def __copy__(self) -> "Policy":
         return self
@@ -148,13 +187,36 @@ class Policy(keras_api.BasePolicy):
         automatic = loss_scale_lib.DEFAULT_DYNAMIC if self.name == "mixed_float16" else None
         return self._loss_scale_config == automatic
 
+    def _standardize_output_dtype(self, output_dtype: Any) -> str | None:
+        if output_dtype is None:
+            return None
+        try:
+            name = tf.as_dtype(output_dtype).name
+        except TypeError as error:
+            raise TypeError(
+                "`output_dtype` must be None or a dtype. "
+                f"Received: output_dtype={output_dtype!r} (of type {type(output_dtype)})"
+            ) from error
+        if name == self.compute_dtype:
+            return None
+        if name != "float32" or self.name not in _MIXED:
+            raise ValueError(
+                "The output dtype is the compute dtype or, for 'mixed_float16' and "
+                f"'mixed_bfloat16', float32. Received: output_dtype={output_dtype!r} for the "
+                f"policy {self.name!r}, which computes in {self.compute_dtype!r}"
+            )
+        return name
+
     def __repr__(self) -> str:
-        if self._has_automatic_scale:
-            return f'<Policy "{self.name}">'
-        # Not the property: it would make variables, and so initialize the devices.
-        is_to_be_made = self._loss_scale is None and self.scales_loss
-        loss_scale = "dynamic" if is_to_be_made else self._loss_scale
-        return f'<Policy "{self.name}", loss_scale={loss_scale!r}>'
+        parts = [f'"{self.name}"']
+        if not self._has_automatic_scale:
+            # Not the property: it would make variables, and so initialize the devices.
+            is_to_be_made = self._loss_scale is None and self.scales_loss
+            loss_scale = "dynamic" if is_to_be_made else self._loss_scale
+            parts.append(f"loss_scale={loss_scale!r}")
+        if self.output_dtype is not None:
+            parts.append(f'output_dtype="{self.output_dtype}"')
+        return f"<Policy {', '.join(parts)}>"
 
 
 def global_policy() -> Any:

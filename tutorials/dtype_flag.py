@@ -24,8 +24,7 @@ def create_model(num_layers: int) -> tf.keras.Model:
         num_layers: int. How many hidden layers.
     """
     hidden = [tf.keras.layers.Dense(64, activation="relu") for _ in range(num_layers)]
-    logits = tf.keras.layers.Dense(10, dtype="float32")
-    return tf.keras.Sequential([tf.keras.Input((64,)), *hidden, logits])
+    return tf.keras.Sequential([tf.keras.Input((64,)), *hidden, tf.keras.layers.Dense(10)])
 
 
 def main(_: list[str]) -> None:

@@ -124,6 +124,13 @@ class KerasApi(Protocol):
     def patch_fit(self, model: Any) -> None:
         """Lets several workers train a compiled model with `fit`."""
 
+    def policy_name(self, policy: Any, name: str) -> str:
+        """Returns the name of a policy that has more to it than the name says.
+
+        A layer that Keras makes of a config gets the policy, and not Keras's own of that name.
+        """
+        ...
+
     def policy_scope(self, policy: Any) -> AbstractContextManager[None]:
         """Returns a context manager with another global policy.
 

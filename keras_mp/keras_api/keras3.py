@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import backend as _backend
+from keras.src import dtype_policies as _dtype_policies
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
 from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
@@ -46,6 +47,32 @@ def register_policy(cls: type) -> type:
 
 def init_base_policy(policy: Any, name: Any) -> None:
     BasePolicy.__init__(policy, name)
+
+
+class _PolicyName(str):
+    """The name of a policy that has more to it, and the policy.
+
+    Keras makes a layer of a config by the name of its policy alone.
+    """
+
+    policy: Any
+
+
+def policy_name(policy: Any, name: str) -> str:
+    _find_policies_by_name()
+    result = _PolicyName(name)
+    result.policy = policy
+    return result
+
+
+@functools.cache
+def _find_policies_by_name() -> None:
+    keras_get = _dtype_policies.get
+
+    def get(identifier: Any) -> Any:
+        return identifier.policy if isinstance(identifier, _PolicyName) else keras_get(identifier)
+
+    _dtype_policies.get = functools.wraps(keras_get)(get)
 
 
 def compile_without_wrapping(

@@ -276,7 +276,9 @@ def _measure(op: str, dtype: tf.DType) -> float:
             # `tf.init_scope` stops tapes. A gradient that needs the output leaves nothing out.
             return tf.gradients(y, [*tensors.values()], y)[0]
 
-        return lambda: last_value(run(tensors)).numpy()
+        # One graph, also where `tf.config.run_functions_eagerly` is on.
+        graph = functools.cache(lambda: run.get_concrete_function(tensors))
+        return lambda: last_value(graph()(tensors)).numpy()
 
     steps = {"own": step(own), "float32": step(functools.partial(replacement, own))}
     try:

@@ -14,7 +14,7 @@ from keras_mp import keras_api
 from keras_mp.grappler import optimize
 from keras_mp.numerics import batches, hazards, origins, traces
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.hazards.look import Finding, Look, Suspect
+from keras_mp.numerics.hazards.look import Hazard, Look, Suspect
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
@@ -30,7 +30,7 @@ class Audit(NamedTuple):
     Attributes:
         of: str. The name of the model.
         policy: str. The name of the policy that most of its layers have.
-        findings: tuple of `Finding`s; empty for a model that there is nothing to say about.
+        findings: tuple of `Hazard`s; empty for a model that there is nothing to say about.
         batches: tuple of `Audit`s, one for each of several batches; else empty. Each hazard of a
             place is one finding then, with the numbers of the first batch that shows it, and on how
             many it was found.
@@ -44,7 +44,7 @@ class Audit(NamedTuple):
 
     of: str
     policy: str
-    findings: tuple[Finding, ...]
+    findings: tuple[Hazard, ...]
     batches: tuple["Audit", ...] = ()
 
     @classmethod
@@ -56,7 +56,7 @@ class Audit(NamedTuple):
         """
         if len(found) == 1:
             return found[0]
-        firsts: dict[Any, Finding] = {}
+        firsts: dict[Any, Hazard] = {}
         counts: Counter[Any] = Counter()
         for audited in found:
             for each in audited.findings:
@@ -121,7 +121,7 @@ class Audit(NamedTuple):
         return self.to_text()
 
 
-def _first_of(group: Sequence[Finding], where: str) -> Finding:
+def _first_of(group: Sequence[Hazard], where: str) -> Hazard:
     """The first of findings that are alike, with a name for the layers of all."""
     first = group[0]
     times = f"{len(group)} times. The first: " if len(group) > 1 else ""
@@ -191,9 +191,9 @@ def audit(model: Any, batch: Any, device: str | None = None) -> Audit:
     return Audit(model.name, _policy_of(model), findings)
 
 
-def _not_finite(batch: Batch) -> Iterator[Finding]:
+def _not_finite(batch: Batch) -> Iterator[Hazard]:
     for name, bad, _ in batches.not_finite(batch):
-        yield Finding(
+        yield Hazard(
             "a batch that is not finite",
             f"the batch's {name}",
             None,
@@ -210,9 +210,7 @@ def _policy_of(model: Any) -> str:
     return names.most_common(1)[0][0] if names else model.dtype_policy.name
 
 
-def _findings(
-    model: Any, batch: Batch, device: str | None, progress: Progress
-) -> Iterator[Finding]:
+def _findings(model: Any, batch: Batch, device: str | None, progress: Progress) -> Iterator[Hazard]:
     traced: list[list[Suspect]] = []
     scopes: dict[str, str] = {}
 
@@ -251,7 +249,7 @@ def _is_made_here(error: Exception) -> bool:
     return any(frame.filename.startswith(_OURS) for frame in frames)
 
 
-def _finding_of_error(model: Any, batch: Batch, error: Exception) -> Finding | None:
+def _finding_of_error(model: Any, batch: Batch, error: Exception) -> Hazard | None:
     """What an error is about that comes of dtypes that do not fit; None of any other."""
     frames = traceback.extract_tb(error.__traceback__)
     # AutoGraph puts the user's lines before the message.
@@ -262,7 +260,7 @@ def _finding_of_error(model: Any, batch: Batch, error: Exception) -> Finding | N
     lines = [Line(f.filename, f.lineno) for f in frames if not origins.is_library(f.filename)]
     custom = _custom_gradients(model, batch)
     if custom:
-        return Finding(
+        return Hazard(
             "a custom gradient without dtypes",
             " or ".join(custom),
             next(iter(custom.values())),
@@ -270,7 +268,7 @@ def _finding_of_error(model: Any, batch: Batch, error: Exception) -> Finding | N
             "Let the gradient of tf.custom_gradient have the dtype of what it is the gradient of: "
             "tf.cast(gradient, x.dtype).",
         )
-    return Finding(
+    return Hazard(
         "dtypes that do not fit",
         "the training step",
         lines[-1] if lines else None,

@@ -19,19 +19,16 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.conversion import convert
-from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.conversion import compute_dtypes, convert
 from keras_mp.numerics import batches, own_share, runs, whole_runs
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.records import Record
 from keras_mp.numerics.runs import Run, unit_of
-from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.numerics.training_loss import loss_of, run_as_trained
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
-
-Loss = Callable[[Any, Batch, Any], tf.Tensor]
 
 
 def compare(
@@ -121,7 +118,7 @@ def compare(
     ]
     with Progress("compare", parts=4) as progress:
         progress.begin("in 16 bits")
-        run = run_at_a_good_scale(narrow, batch, losses[0], step, numbers, training, loss_scale)
+        run = run_as_trained(narrow, batch, losses[0], step, numbers, training, loss_scale)
         progress.begin("the reference")
         other = runs.run(wide, batch, losses[1], step=step, numbers=numbers, training=training)
         _check_finite(batch, other)
@@ -201,7 +198,7 @@ def record(
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     numbers = RandomNumbers()
     value = loss_of(model, model, batch, loss)
-    run = run_at_a_good_scale(model, batch, value, step, numbers, training, loss_scale)
+    run = run_as_trained(model, batch, value, step, numbers, training, loss_scale)
     _check_finite(batch, run)
     unit = max(unit_of(call) for call in run.calls)
     explained = whole_runs.explain_by_noise(model, batch, value, step, numbers, training, unit, run)
@@ -273,105 +270,10 @@ def _check_finite(batch: Batch, run: Run) -> None:
         )
 
 
-def loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool = False) -> Loss:
-    """Returns the loss of a model, for `runs.run`.
-
-    Args:
-        model: what will be run.
-        compiled: the model of the user, which may be compiled.
-        batch: Batch. Without labels, or without a loss, it is `signed_mean` of the outputs.
-        loss: a loss of `tf.keras`, by name or not, or a function; None for that of `compiled`.
-        is_a_copy: bool. Whether `model` has to be compiled as `compiled` is.
-    """
-    if loss is not None and batch.y is not None:
-        function = tf.keras.losses.get(loss)
-
-        def value(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
-            del model
-            weight = () if batch.sample_weight is None else (batch.sample_weight,)
-            return tf.reduce_mean(function(batch.y, prediction, *weight))
-
-        return value
-    compiled_loss = getattr(compiled, "loss", None)
-    if compiled_loss and batch.y is not None:
-        if is_a_copy:
-            weights = (compiled.get_compile_config() or {}).get("loss_weights")
-            model.compile("sgd", loss=compiled_loss, loss_weights=weights)
-        with_loss = model if getattr(model, "loss", None) else compiled
-
-        def compiled_value(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
-            del model
-            keras_api.build_loss(with_loss, prediction)
-            with runs.without_metrics(with_loss):
-                return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
-
-        return compiled_value
-    return signed_mean
-
-
-def signed_mean(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
-    """A loss of outputs without labels, for `runs.run`."""
-    del model, batch
-    return runs.signed_mean(prediction)
-
-
-# Records of it and of a real loss are told apart.
-signed_mean.kind = "sum of the outputs"
-
-
-def run_at_a_good_scale(
-    model: Any,
-    batch: Batch,
-    loss: Loss,
-    step: Any,
-    numbers: RandomNumbers,
-    training: bool,
-    loss_scale: float | None,
-) -> Run:
-    """Runs a model at a loss scale, or at half of it and so on, until gradients do not overflow.
-
-    Args:
-        model: of `tf.keras`.
-        batch: Batch.
-        loss: as for `runs.run`.
-        step: as for `runs.run`.
-        numbers: as for `runs.run`.
-        training: as for `runs.run`.
-        loss_scale: the first one; None for that with which the model would begin to train.
-    """
-
-    def make(scale: float) -> Run:
-        return runs.run(
-            model,
-            batch,
-            loss,
-            step=step,
-            numbers=numbers,
-            training=training,
-            loss_scale=scale,
-        )
-
-    runs.check_loss_scale(loss_scale)
-    first = _first_scale(model) if loss_scale is None else float(loss_scale)
-    return runs.run_at_a_good_scale(make, first)
-
-
-def _first_scale(model: Any) -> float:
-    for optimizer in wrappers_among(getattr(model, "optimizer", None)):
-        return float(optimizer.loss_scale())
-    policy = model.dtype_policy
-    if getattr(policy, "scales_loss", False):
-        return float(policy.loss_scale())
-    dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
-    return INITIAL_LOSS_SCALE if "float16" in dtypes else 1.0
-
-
 def _describe(model: Any) -> str:
     # A model that was loaded may have another policy than its layers.
     # What a Sequential of Keras 3 makes when it is first called has the global policy.
-    hidden = tf.keras.Model | tf.keras.layers.InputLayer
-    layers = [each for each in keras_api.flatten_layers(model) if not isinstance(each, hidden)]
-    dtypes = {layer.compute_dtype for layer in layers} & {*LOW_PRECISION_NAMES}
+    dtypes = compute_dtypes(model) & {*LOW_PRECISION_NAMES}
     has_its_own = not dtypes or model.compute_dtype in dtypes
     name = model.dtype_policy.name if has_its_own else " and ".join(sorted(dtypes))
     return f"{model.name} in {name}"

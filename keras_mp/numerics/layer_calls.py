@@ -40,6 +40,8 @@ class Call:
         args: its positional arguments.
         kwargs: its keyword arguments.
         outputs: what it returned.
+        trained_through: set of the ids of those arguments whose gradients training computes, since
+            trainable weights lie before them. Empty until a backward pass has told.
     """
 
     position: Position
@@ -48,6 +50,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any = None
+    trained_through: set[int] = dataclasses.field(default_factory=set)
 
     def contains(self, other: "Call") -> bool:
         """Whether the other was made inside of this one."""

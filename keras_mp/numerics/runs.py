@@ -9,8 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.layer_paths import native_variable
+from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
 from keras_mp.numerics.layer_calls import Call, RandomNumbers, Watch
 from keras_mp.support import attributes, marks
 
@@ -21,6 +23,13 @@ NOISE = 2.0
 
 # The largest effect of so many runs with noise is what rounding explains.
 NOISY_RUNS = 4
+
+# By what share of each numbers are moved at most, to tell which gradients are rounding noise of
+# float32, whose unit roundoff is 2**-24; and from which change on, relative to its size, one is.
+_JITTER, _NOISE = 2.0**-20, 0.5
+
+# The root mean square of that share.
+RMS_OF_JITTER = _JITTER / math.sqrt(3)
 
 LOSS = "loss"
 
@@ -46,8 +55,16 @@ class Run(NamedTuple):
 
     def is_finite(self) -> bool:
         """Whether all gradients are."""
-        kept = [*tf.nest.flatten(list(self.gradients.values())), *self.weights.values()]
-        return all(np.isfinite(array(gradient)).all() for gradient in kept if gradient is not None)
+        return all(np.isfinite(array(gradient)).all() for gradient in self.all_gradients())
+
+    def all_gradients(self) -> list[tf.Tensor]:
+        """Those of outputs and of weights, multiplied by the loss scale."""
+        of_outputs = tf.nest.flatten(list(self.gradients.values()))
+        return [each for each in (*of_outputs, *self.weights.values()) if each is not None]
+
+    def weight_gradients(self) -> dict[str, np.ndarray]:
+        """The gradients of weights as arrays, not multiplied any more, by name."""
+        return {name: array(each) / self.loss_scale for name, each in self.weights.items()}
 
 
 class HasLoss(Protocol):
@@ -94,8 +111,15 @@ def run(
 
     of_prediction.kind = getattr(loss, "kind", LOSS)
 
-    with as_it_was(model), tf.GradientTape() as tape:
-        tape.watch(floating(batch.x))
+    # The tape watches weights only: training computes no gradients of a model's inputs.
+    # Training computes no gradients before the first trained weight, so these alone are watched. A
+    # model that is not built yet makes them now.
+    watched = named_weights(model).values() if model.built else ()
+    with (
+        as_it_was(model),
+        tf.GradientTape(watch_accessed_variables=not model.built) as tape,
+    ):
+        tape.watch([native_variable(weight) for weight in watched])
         with watch.over(model):
             if step is not None:
                 value = step(model, batch.x, batch.y)
@@ -106,15 +130,36 @@ def run(
         scaled = tf.cast(value, tf.float32) * loss_scale
         weights = named_weights(model)
         outputs = [floating(call.outputs) for call in watch.calls]
-        gradients = tape.gradient(scaled, [outputs, list(weights.values())])
-    dense = [None if g is None else tf.convert_to_tensor(g) / loss_scale for g in gradients[1]]
+        inputs = [floating((call.args, call.kwargs)) for call in watch.calls]
+        of_outputs, of_inputs, of_weights = tape.gradient(
+            scaled, [outputs, inputs, list(weights.values())]
+        )
+    for call, values, gradients in zip(watch.calls, inputs, of_inputs):
+        call.trained_through = {id(v) for v, g in zip(values, gradients) if g is not None}
     return Run(
         watch.calls,
-        {call.position: found for call, found in zip(watch.calls, gradients[0])},
-        {name: g for name, g in zip(weights, dense) if g is not None},
+        {call.position: found for call, found in zip(watch.calls, of_outputs)},
+        {n: tf.convert_to_tensor(g) for n, g in zip(weights, of_weights) if g is not None},
         float(value),
         loss_scale,
     )
+
+
+def run_with_noise(
+    noise: "Noise", model: Any, batch: Batch, loss: Callable[..., tf.Tensor], **how: Any
+) -> Run:
+    """Runs a model with noise on inputs and weights, and on what each layer returns.
+
+    Args:
+        noise: Noise.
+        model: as for `run`.
+        batch: as for `run`.
+        loss: as for `run`.
+        **how: what else `run` takes.
+    """
+    moved = batch._replace(x=noise.on_inputs(batch.x))
+    with noise.on_weights(model):
+        return run(model, moved, loss, change=noise.both_ways, **how)
 
 
 def run_at_a_good_scale(make: Callable[[float], ScaledRun], scale: float) -> ScaledRun:
@@ -153,7 +198,7 @@ class Replay(NamedTuple):
 
     Attributes:
         outputs: list of tensors, those that are floating point numbers.
-        gradients: dict, by the name of an input or a weight.
+        gradients: dict, by the name of an input or a weight: those that training computes.
     """
 
     outputs: list[tf.Tensor]
@@ -198,8 +243,10 @@ def replay(
         cast = tf.cast(value, dtype) if is_narrow else tf.identity(value)
         return marks.copy(value, move(cast))
 
-    args, kwargs = tf.nest.map_structure(given, (call.args, call.kwargs))
-    inputs = floating((args, kwargs))
+    before = call.args, call.kwargs
+    args, kwargs = tf.nest.map_structure(given, before)
+    pairs = zip(tf.nest.flatten(before), tf.nest.flatten((args, kwargs)))
+    inputs = [value for was, value in pairs if id(was) in call.trained_through]
     watch = Watch(numbers, change, call.position)
     with as_it_was(layer), tf.GradientTape() as tape:
         tape.watch(inputs)
@@ -323,6 +370,36 @@ class Noise:
         finally:
             for weight, value in zip(weights, before):
                 weight.assign(value)
+
+
+def jitter(seed: int = 0) -> Noise:
+    """Noise that moves numbers by so little that only gradients that are noise change with it."""
+    return Noise(_JITTER / NOISE, seed)
+
+
+def is_noise(values: np.ndarray, moved: np.ndarray) -> bool:
+    """Whether a gradient is nothing but rounding noise of float32.
+
+    Args:
+        values: array of float64, the gradient.
+        moved: the same, where `jitter` has moved the numbers.
+    """
+    are_finite = np.isfinite(values).all() and np.isfinite(moved).all()
+    return bool(are_finite) and relative(moved, values) > _NOISE
+
+
+def check_finite(reference: Run, batch: Batch) -> None:
+    """Raises a ValueError if a run in float32 has a loss that is not finite."""
+    if math.isfinite(reference.loss):
+        return
+    bad = [each.part for each in batches.not_finite(batch)]
+    why = "pass a batch with another loss, or see keras_mp.numerics.FirstBadOperation."
+    if bad:
+        why = f"there are infinite values or NaN in {' and '.join(bad)}."
+    raise ValueError(
+        f"The loss of a batch is {reference.loss} in float32, so that there is nothing to compare "
+        f"with: {why}"
+    )
 
 
 def floating(structure: Any) -> list[tf.Tensor]:

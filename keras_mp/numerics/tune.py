@@ -15,28 +15,28 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.conversion import convert, paths_in_config
-from keras_mp.layer_paths import layers_by_path, variables_by_path
+from keras_mp.conversion import convert, paths_in_config, units_by_path
+from keras_mp.layer_paths import variables_by_path
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics import runs
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.census import census
-from keras_mp.numerics.compare import loss_of, run_at_a_good_scale, signed_mean
 from keras_mp.numerics.distances import relative
 from keras_mp.numerics.layer_calls import RandomNumbers
-from keras_mp.numerics.runs import Noise, Replay, Run
+from keras_mp.numerics.runs import Replay, Run
+from keras_mp.numerics.training_loss import loss_of, run_as_trained, signed_mean
 from keras_mp.numerics.tuned import Errors, Tuned, TunedLayer
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
-
-# Weights move by up to 2**-20 of each, to tell which gradients are rounding noise of float32, whose
-# unit roundoff is 2**-24; and from which change on, relative to its size, one is.
-_JITTER, _NOISE = 2.0**-20 / runs.NOISE, 0.5
+from keras_mp.support.progress import Progress
 
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 
 # One batch of so many is kept aside.
 _KEPT_ASIDE = 4
+
+# Once so many models have been made and run, groups of layers are not divided any more.
+_MOST_MODELS = 100
 
 
 def tune(
@@ -69,7 +69,9 @@ def tune(
 
     Each layer's own error is measured first: it gets the inputs and upstream gradients that it has
     in float32, in both dtypes. Layers of many multiplications and little error come first. The loss
-    is scaled as `compare` does it. Everything runs in eager; the model is not changed.
+    is scaled by 2^15, or by less where gradients would overflow. Once 100 models have been made and
+    run, groups of layers are not divided any more. Everything runs in eager; the model is not
+    changed.
 
     Args:
         model: of `tf.keras`, Sequential or functional, built. Models inside of it are tuned layer
@@ -135,21 +137,24 @@ def tune(
             f"include={include!r}, leave_out={leave_out!r}, of the layers {list(units)}"
         )
     made = [batches_of.as_fit_takes_it(model, batch) for batch in (*given, *aside)]
-    search = _Search(model, reference, units, f"mixed_{dtype}", loss, tolerance, made)
     # Before the search compiles it: of the forward pass.
     work = _multiplications(reference, units, made[0])
-    own = search.prepare(candidates)
 
     def cost(path: str) -> tuple[bool, bool, float]:
         """Of an infinite error last; else error by multiplication, then error."""
         error, products = own[path], work[path]
         return math.isinf(error), not products, error / max(products, 1)
 
-    chosen = search.add(sorted(candidates, key=cost), [], range(len(given)))
-    reasons = dict(search.refused)
-    search.refused.clear()
-    kept = search.add(chosen, [], range(len(made)))
-    reasons |= {path: f"kept aside: {why}" for path, why in search.refused.items()}
+    with Progress("tune", parts=None) as progress:
+        policy = f"mixed_{dtype}"
+        search = _Search(model, reference, units, policy, loss, tolerance, made, progress)
+        own = search.prepare(candidates)
+        chosen = search.add(sorted(candidates, key=cost), [], range(len(given)))
+        reasons = dict(search.refused)
+        search.refused.clear()
+        kept = search.add(chosen, [], range(len(made)))
+        reasons |= {path: f"kept aside: {why}" for path, why in search.refused.items()}
+        errors = [search.errors(kept, i) for i in range(len(made))]
 
     def row(path: str, layer: Any) -> TunedLayer:
         is_in_16_bits = path in kept
@@ -161,7 +166,6 @@ def tune(
         kind = type(layer).__name__
         return TunedLayer(path, kind, policy, work[path], own.get(path), reason)
 
-    errors = [search.errors(kept, i) for i in range(len(made))]
     return Tuned(
         model.name,
         dtype,
@@ -199,26 +203,17 @@ def _divided(batches: Any, held_out: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _units(model: Any) -> dict[str, Any]:
-    """The layers that `convert` can give policies of their own, by their paths.
-
-    A layer inside of one that is not a model goes with it.
-    """
+    """The layers that `convert` can give policies of their own, by their paths."""
     in_config = paths_in_config(model)
-    units: dict[str, Any] = {}
-    for path, layer in layers_by_path(model).items():
-        is_inside = any(path.startswith(f"{unit}/") for unit in units)
-        is_model = isinstance(layer, tf.keras.Model)
-        has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
-        if is_inside or has_layers:
-            continue
-        if path not in in_config and not is_model:
+    units = units_by_path(model)
+    for path, layer in units.items():
+        if path not in in_config and not isinstance(layer, tf.keras.Model):
             raise ValueError(
                 f"The model {model.name!r} cannot be tuned: the policy of its layer {path!r} is "
                 "not in its config, since its class makes it. Expected a Sequential or functional "
                 "model, in which all layers have policies of their own; or convert it as a whole. "
                 f"Received: {type(model).__name__}"
             )
-        units[path] = layer
     return {path: layer for path, layer in units.items() if layer.compute_dtype in _FLOATING_NAMES}
 
 
@@ -262,6 +257,8 @@ class _Reference:
         loss: float.
         gradients: of each layer with trained weights, by its path, one array.
         noise: set of the layers whose gradients are rounding noise.
+        loss_scale: float. The largest at which no gradient of float32 overflows in float16, or that
+            with which training begins if that is smaller; None until it is known.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -270,6 +267,7 @@ class _Reference:
         self.loss = math.nan
         self.gradients: dict[str, np.ndarray] = {}
         self.noise: set[str] = set()
+        self.loss_scale: float | None = None
 
 
 class _Search:
@@ -283,10 +281,11 @@ class _Search:
         loss: of the user, or None.
         tolerance: float.
         made: list of Batch.
+        progress: Progress, which is told what is run.
 
     Attributes:
         policy: as above.
-        refused: dict of paths of layers that were tried alone and were too far off, and how far.
+        refused: dict of paths of layers that were tried and were too far off, and how far.
     """
 
     def __init__(
@@ -298,6 +297,7 @@ class _Search:
         loss: Any,
         tolerance: float,
         made: Sequence[Batch],
+        progress: Progress,
     ) -> None:
         self.policy, self.refused = policy, dict[str, str]()
         self._original, self._reference, self._units = model, reference, units
@@ -310,24 +310,28 @@ class _Search:
         }
         self._errors: dict[tuple[frozenset[str], int], Errors] = {}
         self._made: tuple[frozenset[str], Any, Any] | None = None
+        self._progress, self._models = progress, 0
 
     def prepare(self, candidates: Sequence[str]) -> dict[str, float]:
         """Runs each batch in float32, and returns the errors of the candidates by themselves."""
         own = dict.fromkeys(candidates, 0.0)
         loss = self._loss(self._reference)
         for i, reference in enumerate(self._references):
+            self._progress.begin(f"batch {i + 1} of {len(self._references)} in both dtypes")
             # It draws the random numbers: those of the narrowest dtype suit all.
             narrow = self._run(candidates, i)
             wide = runs.run(self._reference, reference.batch, loss, numbers=reference.numbers)
-            self._check(reference.batch, narrow, wide)
+            reference.loss_scale = max(1.0, _scale_for(wide.all_gradients()))
+            runs.check_finite(wide, reference.batch)
+            self._check_calls(narrow, wide)
             reference.outputs, reference.loss = _outputs(wide), wide.loss
             reference.gradients = self._gradients(wide)
-            with Noise(_JITTER, seed=i).on_weights(self._reference):
+            with runs.jitter(seed=i).on_weights(self._reference):
                 moved = runs.run(self._reference, reference.batch, loss, numbers=reference.numbers)
             reference.noise = {
                 path
                 for path, value in self._gradients(moved).items()
-                if not relative(value, reference.gradients[path]) <= _NOISE
+                if runs.is_noise(reference.gradients[path], value)
                 or not reference.gradients[path].any()
             }
             self._errors[frozenset(candidates), i] = self._apart(narrow, reference)
@@ -351,8 +355,9 @@ class _Search:
         failure = self._failure([*chosen, *group], where)
         if failure is None:
             return [*chosen, *group]
-        if len(group) == 1:
-            self.refused[group[0]] = failure
+        if len(group) == 1 or self._models >= _MOST_MODELS:
+            others = f", with {len(group) - 1} others" if len(group) > 1 else ""
+            self.refused |= dict.fromkeys(group, failure + others)
             return chosen
         middle = len(group) // 2
         first, second = group[:middle], group[middle:]
@@ -362,6 +367,7 @@ class _Search:
         """How far a model is from float32 on a batch."""
         key = frozenset(chosen), i
         if key not in self._errors:
+            self._progress.begin(f"{len(chosen)} layers in {self.policy}")
             self._errors[key] = self._apart(self._run(chosen, i), self._references[i])
         return self._errors[key]
 
@@ -382,10 +388,11 @@ class _Search:
         try:
             if self._made is None or self._made[0] != key:
                 model = self.model(chosen)
+                self._models += 1
                 self._made = key, model, self._loss(model)
             _, model, loss = self._made
-            return run_at_a_good_scale(
-                model, reference.batch, loss, None, reference.numbers, True, None
+            return run_as_trained(
+                model, reference.batch, loss, None, reference.numbers, True, reference.loss_scale
             )
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
@@ -404,14 +411,7 @@ class _Search:
             )
         return loss
 
-    def _check(self, batch: Batch, narrow: Run, wide: Run) -> None:
-        if not math.isfinite(wide.loss):
-            bad = [each.part for each in batches_of.not_finite(batch)]
-            where = f", since numbers of {' and '.join(bad)} are not finite" if bad else ""
-            raise ValueError(
-                "Expected batches with a finite loss in float32. "
-                f"Received one whose loss is {wide.loss}{where}"
-            )
+    def _check_calls(self, narrow: Run, wide: Run) -> None:
         if len(narrow.calls) != len(wide.calls):
             raise ValueError(
                 f"The model {self._original.name!r} calls other layers in {self.policy} than in "
@@ -421,8 +421,8 @@ class _Search:
 
     def _gradients(self, run: Run) -> dict[str, np.ndarray]:
         found: dict[str, list[np.ndarray]] = {}
-        for name, gradient in run.weights.items():
-            found.setdefault(self._owners[name], []).append(runs.array(gradient).ravel())
+        for name, gradient in run.weight_gradients().items():
+            found.setdefault(self._owners[name], []).append(gradient.ravel())
         return {path: np.concatenate(values) for path, values in found.items()}
 
     def _apart(self, run: Run, reference: _Reference) -> Errors:
@@ -445,32 +445,28 @@ class _Search:
     ) -> dict[str, float]:
         """Runs each layer in both dtypes, on what it got in float32."""
         paths = {id(self._units[path]): path for path in candidates}
-        scale = self._scale_of_replays(wide)
         errors: dict[str, float] = {}
         for call, exact_call in zip(narrow.calls, wide.calls, strict=True):
             path = paths.get(id(exact_call.layer))
             if path is None:
                 continue
-            upstream = [
-                None if gradient is None else tf.cast(gradient, tf.float32) * scale
-                for gradient in wide.gradients[exact_call.position]
-            ]
-            one, exact = (
-                runs.replay(exact_call, layer, upstream, numbers=reference.numbers)
-                for layer in (call.layer, exact_call.layer)
-            )
-            errors[path] = max(errors.get(path, 0.0), _error(one, exact))
+            upstream = wide.gradients[exact_call.position]
+            exact = runs.replay(exact_call, exact_call.layer, upstream, numbers=reference.numbers)
+            # Whatever suits other layers: of this one by itself.
+            scale = _scale_for([*upstream, *exact.gradients.values()])
+            scaled = [None if each is None else each * scale for each in upstream]
+            one = runs.replay(exact_call, call.layer, scaled, numbers=reference.numbers)
+            errors[path] = max(errors.get(path, 0.0), _error(one, exact, scale))
         return errors
 
-    def _scale_of_replays(self, wide: Run) -> float:
-        """The loss scale with which the largest gradient of float32 does not overflow."""
-        if "float16" not in self.policy:
-            return 1.0
-        flat = tf.nest.flatten(list(wide.gradients.values()))
-        largest = max(float(tf.reduce_max(tf.abs(g))) for g in flat if g is not None)
-        if not 0 < largest < math.inf:
-            return INITIAL_LOSS_SCALE
-        return min(INITIAL_LOSS_SCALE, 2.0 ** math.floor(math.log2(tf.float16.max / largest)))
+
+def _scale_for(gradients: Iterable[tf.Tensor | None]) -> float:
+    """The largest loss scale up to the usual one at which gradients do not overflow in float16."""
+    sizes = (float(tf.reduce_max(tf.abs(g))) for g in gradients if g is not None)
+    largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
+    if not largest:
+        return INITIAL_LOSS_SCALE
+    return min(INITIAL_LOSS_SCALE, 2.0 ** math.floor(math.log2(float(tf.float16.max) / largest)))
 
 
 def _outputs(run: Run) -> list[np.ndarray]:
@@ -478,9 +474,10 @@ def _outputs(run: Run) -> list[np.ndarray]:
     return [runs.array(output) for output in runs.floating(run.calls[-1].args)]
 
 
-def _error(one: Replay, exact: Replay) -> float:
+def _error(one: Replay, exact: Replay, scale: float) -> float:
     """How far a layer is off: of its outputs, or of its gradients, taken together."""
-    sides = (one.forward(), exact.forward()), (one.backward(), exact.backward())
+    backward = {name: value / scale for name, value in one.backward().items()}
+    sides = (one.forward(), exact.forward()), (backward, exact.backward())
     return max(relative(_joined(a, b), _joined(b, b)) for a, b in sides)
 
 

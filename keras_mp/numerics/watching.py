@@ -121,39 +121,6 @@ def watching_gradients(optimizer: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def drawing_in_float32(layers: Iterable[Any]) -> Iterator[None]:
-    """Lets dropout and noise draw the same numbers whatever dtype they compute in.
-
-    Drawn in 16 bits, numbers of one seed are other ones.
-
-    Args:
-        layers: iterable of layers, of which those that draw numbers are meant.
-    """
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            if isinstance(layer, _DRAWING):
-                stack.enter_context(wrapped_method("draw", layer, "call", _in_float32))
-        yield
-
-
-# Spatial dropout is a kind of `Dropout` on both Kerases.
-_DRAWING = (
-    tf.keras.layers.AlphaDropout,
-    tf.keras.layers.Dropout,
-    tf.keras.layers.GaussianDropout,
-    tf.keras.layers.GaussianNoise,
-)
-
-
-def _in_float32(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def called(inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
-        return tf.cast(call(tf.cast(inputs, tf.float32), *args, **kwargs), inputs.dtype)
-
-    return called
-
-
-@contextlib.contextmanager
 def wrapped_method(
     purpose: str, owner: Any, name: str, wrap: Callable[[Any], Any]
 ) -> Iterator[None]:

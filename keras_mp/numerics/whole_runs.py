@@ -43,6 +43,7 @@ class _Sides(NamedTuple):
 def _sides(model: Any, run: Run) -> Iterator[_Sides]:
     """Yields what each call of a run left."""
     owners = {id(weight): name for name, weight in runs.named_weights(model).items()}
+    of_weights = run.weight_gradients()
     for call in run.calls:
         outputs = enumerate(map(runs.array, runs.floating(call.outputs)))
         gradients = enumerate(run.gradients[call.position])
@@ -54,8 +55,8 @@ def _sides(model: Any, run: Run) -> Iterator[_Sides]:
         for weight in getattr(call.layer, "trainable_weights", ()):
             # What is inside comes first, and takes its weights away from what is around it.
             name = owners.pop(id(weight), None)
-            if name in run.weights:
-                backward[name] = runs.array(run.weights[name])
+            if name in of_weights:
+                backward[name] = of_weights[name]
         yield _Sides({f"output {i}": value for i, value in outputs}, backward)
 
 
@@ -87,18 +88,16 @@ def explain_by_noise(
     known = list(_sides(model, exact))
     largest: dict[tuple[int, str, str], float] = {}
     for seed in range(NOISY_RUNS):
-        noise = Noise(unit, seed)
-        with noise.on_weights(model):
-            noisy = runs.run(
-                model,
-                batch._replace(x=noise.on_inputs(batch.x)),
-                loss,
-                step=step,
-                numbers=numbers,
-                training=training,
-                loss_scale=exact.loss_scale,
-                change=noise.both_ways,
-            )
+        noisy = runs.run_with_noise(
+            Noise(unit, seed),
+            model,
+            batch,
+            loss,
+            step=step,
+            numbers=numbers,
+            training=training,
+            loss_scale=exact.loss_scale,
+        )
         for i, (before, after) in enumerate(zip(known, _sides(model, noisy))):
             for side in _Sides._fields:
                 for name, value in getattr(before, side).items():

@@ -117,7 +117,7 @@ class autocast(contextlib.ContextDecorator):
         return super().__call__(function)
 
     def __enter__(self) -> "autocast":
-        scope = _machinery("hooks").entered(self._region())
+        scope = entered(self._region())
         scope.__enter__()
         _entered.scopes.append(scope)
         return self
@@ -135,6 +135,15 @@ class autocast(contextlib.ContextDecorator):
         dtype = None if self._dtype is None else self._dtype.name
         lists = f", allow={sorted(self._allow)}, deny={sorted(self._deny)}"
         return f"autocast({dtype!r}, enabled={self._is_enabled}{lists})"
+
+
+def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that puts a region in force, or None, which stops autocasting.
+
+    Raises:
+        RuntimeError: on entering, or here, if this version of TensorFlow is not known.
+    """
+    return _machinery("hooks").entered(region)
 
 
 class _FunctionInRegion:

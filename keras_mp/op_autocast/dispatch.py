@@ -5,6 +5,7 @@ and tells tapes about the latter through a third. In a region those are the func
 module. It needs TensorFlow only.
 """
 
+import functools
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import core as _core
 
-from keras_mp.op_autocast import lower_precision, plans
+from keras_mp.op_autocast import low_precision_gradients, lower_precision, plans
 from keras_mp.op_autocast.lower_precision import Origin
 from keras_mp.op_autocast.plans import Plan
 from keras_mp.support import regions
@@ -51,9 +52,14 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(args[i], list | tuple):
                 cast[i] = tf.convert_to_tensor(args[i], wanted)
         for i, value in zip(plan.positions, given):
-            cast[i] = value if dtype is None else _cast(value, dtype)
+            if dtype is not None:
+                value = _cast(value, tf.float32 if region.gradients_only else dtype)
+            cast[i] = value
         if dtype is None:
             return _noted(execute(context, op, name, *cast), plan, values)
+        if region.gradients_only and dtype == region.dtype:
+            run = functools.partial(execute, context, op, name)
+            return low_precision_gradients.run_in_eager(run, op, cast, len(plan.names), dtype)
         try:
             results = execute(context, op, name, *cast)
         except _core._NotOkStatusException:
@@ -94,6 +100,11 @@ def in_graph(apply: Callable[..., Any]) -> Callable[..., Any]:
             made = apply(op_type_name, name, **keywords)
             _noted(made[3][0] if made[3] else None, plan, values)
             return made
+        if region.gradients_only and dtype == region.dtype:
+            keywords.update({each: _cast(value, tf.float32) for each, value in zip(names, given)})
+            made = apply(op_type_name, name, **keywords)
+            low_precision_gradients.set_in_graph(made[2], dtype)
+            return made
         keywords.update({each: _cast(value, dtype) for each, value in zip(names, given)})
         structure, is_stateful, op, outputs = apply(op_type_name, name, **keywords)
         # Tapes hear of these casts when they have heard of the operation: see `on_tape`.
@@ -113,7 +124,8 @@ def on_tape(record: Callable[..., Any]) -> Callable[..., Any]:
     def call(op: Any, inputs: Any, attributes: Any, results: Any) -> None:
         computed = [lower_precision.origin(each).low_precision for each in results]
         pairs = list(zip(computed, results))
-        record(op, inputs, attributes, [r if c is None else c for c, r in pairs])
+        gradient = low_precision_gradients.of(op, results)
+        record(gradient, inputs, attributes, [r if c is None else c for c, r in pairs])
         for each, result in pairs:
             if each is not None:
                 record("Cast", [each], (), [result])

@@ -70,6 +70,7 @@ class ReplicaState:
         unclipped: its gradients as they were when they were unscaled, if they were changed since.
         sent: returns what it gave to be summed; None where nothing was.
         judged: (gradient, variable) pairs, unscaled, of which the verdict is.
+        totals: the gradients that a step would be made of.
         to_apply: the gradients that are applied.
         variables: those that a step would be made of.
     """
@@ -83,6 +84,7 @@ class ReplicaState:
         self.kept, self.losses, self.unclipped = kept, list(losses), unclipped
         self.sent: Callable[[], list[gradients.Gradient]] | None = None
         self.judged: list[tuple[Any, Any]] = []
+        self.totals: list[gradients.Gradient] = []
         self.to_apply: list[gradients.Gradient] = []
         self.variables: list[Any] = []
 
@@ -91,7 +93,13 @@ class ReplicaState:
         self.kept.let_go()
         if tf.executing_eagerly():
             self.unclipped.clear()
+            self.totals.clear()
             self.sent = None
+
+    def looked_at(self) -> overflows.LookedAt:
+        """What is looked at if the step is skipped."""
+        sent = self.sent() if self.sent else [gradient for gradient, _ in self.judged]
+        return overflows.LookedAt(self.losses, self.unclipped, sent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +115,6 @@ class Decision:
         is_allowed: bool scalar tensor of the guard, or None.
         states: of all replicas at hand.
         apply: lets each replica apply its gradients.
-        look: lets each replica count what is not finite.
     """
 
     adapter: OptimizerAdapter
@@ -118,7 +125,6 @@ class Decision:
     is_allowed: tf.Tensor | None
     states: Sequence[ReplicaState]
     apply: Callable[[], Any]
-    look: Callable[[], Any]
 
     def carry_out(self) -> tf.Operation | None:
         """Returns the operation that makes or skips the step, in a TensorFlow 1 graph."""
@@ -197,15 +203,12 @@ class Decision:
         """What was not finite, on all replicas. Called in the branch that skips."""
         if host.in_v1_graph():
             return None
-        counts, *_ = tf.distribute.get_strategy().experimental_local_results(self.look())
         mine, steps = self.states[0], self.adapter.steps_made()
-        is_of_total = has_total(self.adapter, mine)
-        return NonFiniteCounts(mine.variables, counts, is_of_total, steps, self.names)
-
-
-def has_total(adapter: OptimizerAdapter, mine: ReplicaState) -> bool:
-    """Whether something else is judged than what this replica has computed."""
-    return mine.sent is not None or adapter.accumulates()
+        has_total = mine.sent is not None or self.adapter.accumulates()
+        counts = overflows.look(
+            [each.looked_at() for each in self.states], mine.totals if has_total else None
+        )
+        return NonFiniteCounts(mine.variables, counts, has_total, steps, self.names)
 
 
 def _operation(result: Any) -> tf.Operation | None:

@@ -180,21 +180,26 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     for group in groups:
         rows.append(_count_group([gradients[i] for i in group]))
         order += group
-    counts = tf.concat(rows, 0)
-    return tf.gather(counts, np.argsort(order)) if groups else counts
+    counts = tf.concat(rows, 0) if len(rows) > 1 else rows[0]
+    return counts if order == sorted(order) else tf.gather(counts, np.argsort(order))
 
 
 def _count_group(group: list[Any]) -> tf.Tensor:
     """Returns the rows of `count_not_finite` of small tensors of one dtype, together."""
     values = _concat(group)
-    whose = np.repeat(np.arange(len(group)), [tensor.shape.num_elements() for tensor in group])
-    kinds = tf.cast(tf.stack(_infs_and_nans(values), 1), COUNTS)
-    counts = tf.math.unsorted_segment_sum(kinds, whose, len(group))
+    sizes = [tensor.shape.num_elements() for tensor in group]
+    whose = tf.constant(np.repeat(np.arange(len(group)), sizes))
+    count = tf.constant(len(group))
+
+    def add(of_each: tf.Tensor) -> tf.Tensor:
+        return tf.math.unsorted_segment_sum(of_each, whose, count)
+
+    infs, nans = (add(tf.cast(kind, COUNTS)) for kind in _infs_and_nans(values))
     sums = tf.zeros([len(group)])
     if values.dtype != tf.float16 and not host.is_compiled_by_xla():
-        sums = tf.math.unsorted_segment_sum(values, whose, len(group))
-    is_only_sum = tf.logical_not(tf.math.is_finite(sums)) & tf.reduce_all(counts == 0, 1)
-    return tf.concat([counts, tf.cast(is_only_sum, COUNTS)[:, tf.newaxis]], 1)
+        sums = add(values)
+    is_only_sum = tf.equal(infs + nans, 0) & tf.logical_not(tf.math.is_finite(sums))
+    return tf.stack([infs, nans, tf.cast(is_only_sum, COUNTS)], 1)
 
 
 @functools.cache

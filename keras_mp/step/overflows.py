@@ -70,62 +70,78 @@ class NonFiniteCounts(NamedTuple):
         return [name or name_of(variable) for name, variable in zip(known, variables, strict=True)]
 
 
-def look(
-    losses: Sequence[tf.Tensor],
-    unclipped: Sequence[gradients.Gradient],
-    sent: Sequence[gradients.Gradient],
-    totals: Sequence[gradients.Gradient] | None,
-) -> tf.Tensor:
-    """Looks for what is not finite. Called on each replica, in the branch that skips.
+class LookedAt(NamedTuple):
+    """What a replica has computed for a step that is skipped.
 
-    Args:
-        losses: the losses of this replica; empty if they are not known.
+    Attributes:
+        losses: its losses; empty if they are not known.
         unclipped: its gradients before they were clipped; empty if they were not.
         sent: its gradients as they are, or as it sent them to the others.
+    """
+
+    losses: Sequence[tf.Tensor]
+    unclipped: Sequence[gradients.Gradient]
+    sent: Sequence[gradients.Gradient]
+
+
+def look(of_replicas: Sequence[LookedAt], totals: Sequence[gradients.Gradient] | None) -> tf.Tensor:
+    """Looks for what is not finite. Called in the branch that skips.
+
+    Args:
+        of_replicas: of all replicas, or of the one that calls this, which then tells the others.
         totals: the gradients that were tested, of which the first were made of `sent`; None if
-            `sent` itself was tested. All replicas have the same, so the first one looks at them.
+            `sent` itself was tested. All replicas have the same.
 
     Returns:
         The `counts` of `NonFiniteCounts`, the same on every replica.
     """
-    strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
-    replica = context.replica_id_in_sync_group
+    strategy = tf.distribute.get_strategy()
     count = strategy.num_replicas_in_sync
-    is_first = count == 1 or tf.get_static_value(replica) == 0
-    more = 0 if totals is None else len(totals) - len(sent)
-    args = list(losses), list(unclipped), [*sent, *[None] * more], totals if is_first else None
-    rows = _rows_of_replica(*args)
-    if count == 1:
-        return tf.stack(rows)
+    rows = []
+    for i, each in enumerate(of_replicas):
+        more = 0 if totals is None else len(totals) - len(each.sent)
+        sent = [*each.sent, *[None] * more]
+        device = strategy.extended.worker_devices[i] if len(of_replicas) > 1 else None
+        with tf.device(device):
+            rows.append(_row_of_replica(list(each.losses), list(each.unclipped), sent))
+    if len(rows) == count:
+        return tf.stack(rows if totals is None else [*rows, _row_of_totals(totals)])
+    context = tf.distribute.get_replica_context()
+    replica = context.replica_id_in_sync_group
     counts = tf.one_hot(replica, count, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * rows[0]
     if totals is not None:
-        total = rows[1] if is_first else tf.zeros_like(rows[0])
-        counts = tf.concat([counts, total[tf.newaxis]], 0)
+        # One replica counts in what all have.
+        is_first = tf.get_static_value(replica) == 0
+        row = _row_of_totals(totals) if is_first else tf.zeros_like(rows[0])
+        counts = tf.concat([counts, row[tf.newaxis]], 0)
     return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
 
 
 @host.shared_operation
-def _rows_of_replica(
+def _row_of_replica(
     losses: Sequence[tf.Tensor],
     unclipped: Sequence[gradients.Gradient],
     sent: Sequence[gradients.Gradient],
-    totals: Sequence[gradients.Gradient] | None,
-) -> list[tf.Tensor]:
-    """Counts what is not finite in what this replica has computed, and in what was tested."""
-    own = gradients.count_not_finite(sent)
-    if unclipped:
-        more = [None] * (len(sent) - len(unclipped))
-        before = gradients.count_not_finite([*unclipped, *more])
-        own = tf.where(tf.reduce_any(before > 0), before, own)
+) -> tf.Tensor:
+    """Counts what is not finite in what a replica has computed."""
+    before = [*unclipped, *[None] * (len(sent) - len(unclipped))] if unclipped else []
+    counts = gradients.count_not_finite([*losses, *before, *sent])
+    if not before and len(losses) == 1 and losses[0].shape.rank == 0:
+        return counts
+    lengths = [len(losses), len(before), len(sent)]
+    of_losses, of_before, own = tf.split(counts, lengths)
+    if before:
+        own = tf.where(tf.reduce_any(of_before > 0), of_before, own)
     loss = tf.constant([[_UNKNOWN, _UNKNOWN, 0]], COUNTS)
     if losses:
-        counts = gradients.count_not_finite(losses)
-        loss = tf.reduce_sum(counts, 0, keepdims=True) * [1, 1, 0]
-    own = tf.concat([loss, own], 0)
-    if totals is None:
-        return [own]
-    total = tf.concat([tf.zeros([1, 3], COUNTS), gradients.count_not_finite(totals)], 0)
-    return [own, total]
+        loss = tf.reduce_sum(of_losses, 0, keepdims=True) * [1, 1, 0]
+    return tf.concat([loss, own], 0)
+
+
+@host.shared_operation
+def _row_of_totals(totals: Sequence[gradients.Gradient]) -> tf.Tensor:
+    """Counts what is not finite in what was tested."""
+    return tf.concat([tf.zeros([1, 3], COUNTS), gradients.count_not_finite(totals)], 0)
 
 
 class _Record:

@@ -130,7 +130,7 @@ def decide_for_all_replicas(
     decide: Callable[..., Any],
     verdicts: Sequence[tf.Tensor | None],
     state: Any,
-    *on_each: Callable[[Any], Any],
+    on_each: Callable[[Any], Any],
 ) -> Any:
     """Calls `decide` in a context where a `tf.cond` may update variables that replicas share.
 
@@ -139,26 +139,27 @@ def decide_for_all_replicas(
 
     Args:
         decide: called once with the verdicts; with a list of the states of all replicas of this
-            process, or only that of this replica; and with a function without arguments for each
-            of `on_each`, which calls it on each replica.
+            process, or only that of this replica; and with a function without arguments that
+            calls `on_each` on each replica.
         verdicts: bool scalar tensors, the same on every replica, or None.
         state: object, the state of this replica.
-        *on_each: functions that take the state of the replica they run on.
+        on_each: takes the state of the replica that it runs on.
 
     Returns:
         What `decide` returns.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        calls = [functools.partial(function, state) for function in on_each]
-        return decide(*verdicts, [state], *calls)
+        return decide(*verdicts, [state], lambda: on_each(state))
 
     @do_not_convert
     def cross_replica(strategy: tf.distribute.Strategy, verdicts: Sequence[Any], all: Any) -> Any:
         local = strategy.experimental_local_results
-        call = strategy.extended.call_for_each_replica
-        functions = [do_not_convert(functools.partial(function)) for function in on_each]
-        calls = [functools.partial(call, function, args=(all,)) for function in functions]
-        return decide(*(local(verdict)[0] for verdict in verdicts), local(all), *calls)
+        call = functools.partial(
+            strategy.extended.call_for_each_replica,
+            do_not_convert(functools.partial(on_each)),
+            args=(all,),
+        )
+        return decide(*(local(verdict)[0] for verdict in verdicts), local(all), call)
 
     context = tf.distribute.get_replica_context()
     return context.merge_call(cross_replica, args=(list(verdicts), state))

@@ -20,7 +20,7 @@ from keras_mp.step import (
     unclipped,
     workers,
 )
-from keras_mp.step.decision import Decision, Given, ReplicaState, has_total
+from keras_mp.step.decision import Decision, Given, ReplicaState
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
 
@@ -162,7 +162,8 @@ class ScaledStep:
         # Unscaled gradients are finite where scaled ones are, and the other way round.
         totals = self.adapter.totals(mine.judged)
         mine.variables = [variable for _, variable in totals]
-        finite = gradients.all_finite([*(total for total, _ in totals), *marks])
+        mine.totals = [total for total, _ in totals]
+        finite = gradients.all_finite([*mine.totals, *marks])
         if not aggregate and tf.distribute.get_strategy().num_replicas_in_sync > 1:
             finite = replicas.agree(finite)
         self.handler.watch()
@@ -192,18 +193,7 @@ class ScaledStep:
         def decide(*what: Any) -> tf.Operation | None:
             return Decision(adapter, self.handler, guard, self.names, *what).carry_out()
 
-        return replicas.decide_for_all_replicas(
-            decide, (finite, is_allowed), mine, apply, self._look
-        )
-
-    def _look(self, mine: ReplicaState) -> tf.Tensor:
-        """Counts what was not finite. Called on each replica, which tells all others."""
-        judged = [gradient for gradient, _ in mine.judged]
-        totals = None
-        if has_total(self.adapter, mine):
-            totals = [total for total, _ in self.adapter.totals(mine.judged)]
-        sent = mine.sent() if mine.sent else judged
-        return overflows.look(mine.losses, mine.unclipped, sent, totals)
+        return replicas.decide_for_all_replicas(decide, (finite, is_allowed), mine, apply)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Progress:
 
     Args:
         tool: str. What the line begins with.
-        parts: int. How many parts the work has.
+        parts: int. How many parts the work has, or None if nothing is known of that.
 
     Example:
 
@@ -29,7 +29,7 @@ class Progress:
     'compare: in float32 (1 of 2), 0 s'
     """
 
-    def __init__(self, tool: str, parts: int) -> None:
+    def __init__(self, tool: str, parts: int | None) -> None:
         self._tool, self._parts = tool, parts
         self._part, self._number = "", 0
         self._started = time.monotonic()
@@ -47,7 +47,8 @@ class Progress:
     def text(self) -> str:
         """Returns the line, as it would be shown now."""
         seconds = time.monotonic() - self._started
-        return f"{self._tool}: {self._part} ({self._number} of {self._parts}), {seconds:.0f} s"
+        of = "" if self._parts is None else f" of {self._parts}"
+        return f"{self._tool}: {self._part} ({self._number}{of}), {seconds:.0f} s"
 
     def __enter__(self) -> "Progress":
         if sys.stderr is not None and sys.stderr.isatty():

@@ -19,11 +19,14 @@ class Region(NamedTuple):
         dtype: DType, bfloat16 or float16.
         allow: names of operations that run in it in any case.
         deny: names of operations that do not.
+        gradients_only: bool. Whether results are those of float32, and only the gradients of what
+            would run in 16 bits are computed there.
     """
 
     dtype: tf.DType
     allow: frozenset[str] = frozenset()
     deny: frozenset[str] = frozenset()
+    gradients_only: bool = False
 
 
 class _CurrentRegion(threading.local):

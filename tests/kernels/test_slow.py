@@ -157,6 +157,13 @@ def test_a_clock_runs_wherever_it_is_asked(op, monkeypatch):
     monkeypatch.setenv("KERAS_MP_MEASURE", "1")
     tf.function(lambda: slow.is_slow(op, "float16")).get_concrete_function()
     assert slow._known[op, "float16"] > 0
+    slow._known.clear()
+    tf.config.run_functions_eagerly(True)
+    try:
+        slow.is_slow(op, "float16")
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert slow._known[op, "float16"] > 0
 
 
 def test_all_kernels_are_timed_in_both_dtypes(clock):

@@ -102,9 +102,10 @@ def constant(value: float) -> Any:
 class Attention(L.Layer):
     """Attention of a sequence to itself, with a residual, as a transformer's block has it."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, normalizes: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         policy = kwargs.get("dtype")
+        self.normalizes = normalizes
         self.norm = L.LayerNormalization(name="norm", dtype=policy)
         self.attention = L.MultiHeadAttention(2, 4, name="attention", dtype=policy)
 
@@ -115,8 +116,26 @@ class Attention(L.Layer):
         super().build(shape)
 
     def call(self, x: Any) -> Any:
-        y = self.norm(x)
+        y = self.norm(x) if self.normalizes else x
         return x + self.attention(y, y)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "normalizes": self.normalizes}
+
+
+class Branch(L.Layer):
+    """A residual whose branch is scaled down so much that its gradients suit no common scale."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.small = L.Dense(FEATURES, name="small", dtype=kwargs.get("dtype"))
+
+    def build(self, shape: Any) -> None:
+        self.small.build(shape)
+        super().build(shape)
+
+    def call(self, x: Any) -> Any:
+        return x + self.small(x) * 2.0**-15 * 2.0**-15
 
 
 SUFFERING = {
@@ -225,6 +244,32 @@ SUFFERING = {
         lambda: [dense(), L.Rescaling(1e-3, name="small"), Computes("there and back", name="back")],
         dtype="bfloat16",
     ),
+    "an offset before batch normalization": Case(
+        lambda: [
+            L.Rescaling(1.0, offset=1000.0, name="far"),
+            L.BatchNormalization(name="norm"),
+            dense("last"),
+        ]
+    ),
+    "attention to large numbers": Case(
+        lambda: [L.Rescaling(1e3, name="large"), Attention(normalizes=False, name="block")],
+        shape=(4, 4),
+    ),
+    "a recurrent layer that grows": Case(
+        lambda: [
+            L.SimpleRNN(4, "relu", recurrent_initializer=K.initializers.Identity(4.0), name="rnn"),
+            L.Rescaling(1e-6, name="back"),
+        ],
+        shape=(10, 4),
+        inputs=(0.5, 1.0),
+    ),
+    "a branch that is scaled down": Case(
+        lambda: [dense(), Branch(name="branch"), dense("last")], factor=2.0**12
+    ),
+    "off by a little more than is tolerated": Case(
+        lambda: [Computes("there and back", name="back"), L.Rescaling(2.0**-6, name="small")],
+        inputs=(-28.0, 28.0),
+    ),
     "positions in bfloat16": Case(
         lambda: [Computes("positions", name="sine"), dense("last")],
         inputs=(0.0, 10.0),
@@ -283,6 +328,10 @@ HEALTHY = {
     "a GRU in bfloat16": Case(lambda: [L.GRU(8, name="gru")], shape=(6, 4), dtype="bfloat16"),
     "a bidirectional LSTM": Case(
         lambda: [L.Bidirectional(L.LSTM(4, name="lstm"), name="both")], shape=(6, 4)
+    ),
+    "off by a little less than is tolerated": Case(
+        lambda: [Computes("there and back", name="back"), L.Rescaling(2.0**-6, name="small")],
+        inputs=(-50.0, 50.0),
     ),
     "a mask that fits": Case(lambda: [dense(), Computes("mask", name="mask")]),
     "a distance": Case(lambda: [dense(), Computes("distance", name="distance")], inputs=(0.5, 1.0)),

@@ -33,12 +33,12 @@ def run(case, model, dtype, scales):
 
 
 def lost_outputs(result, dtype):
-    """The layers that lose what they return, by a wide margin."""
+    """The layers that lose what they return: no healthy layer here is off by a tenth of that."""
     of_run = result[dtype, result.scales[0]]
     return {
         path
         for (kind, path), lost in of_run.items()
-        if kind == OUTPUT and (lost.infinite or lost.error > 0.25)
+        if kind == OUTPUT and (lost.infinite or lost.error > 0.05)
     }
 
 
@@ -56,9 +56,11 @@ def do(case, model, advice, dtype):
         if layer:
             assert advice.policies[layer[1]] == "float32"
             is_of_gradient = re.search("the gradient of|% of `[^`]+` is ", sentence)
-            assert layer[1] in lost_before or is_of_gradient
+            other = re.search("the output of `(.+?)`", sentence)
+            loses = layer[1] if other is None else other[1]
+            assert loses in lost_before or is_of_gradient
             # Behind it others may lose what they could not lose before: the next advice.
-            assert layer[1] not in lost_after
+            assert loses not in lost_after
         if scale:
             best, low, high = (2.0 ** int(exponent) for exponent in scale.groups())
             assert advice.loss_scale == best
@@ -82,17 +84,20 @@ def do(case, model, advice, dtype):
 
 
 @pytest.mark.parametrize("name", SUFFERING)
-def test_who_does_what_it_says_loses_nothing(name):
+def test_a_model_that_follows_advice_to_its_end_loses_nothing(name):
     case = SUFFERING[name]
     model, dtype = case.model(), case.dtype
     assert lost_outputs(run(case, model, dtype, SCALES), dtype) or case.factor != 1
-    for _ in range(4):
+    scale = INITIAL_LOSS_SCALE
+    for _ in range(6):
         advice = advise(run(case, model, dtype, SCALES), dtype)
-        scale = advice.loss_scale or INITIAL_LOSS_SCALE
-        model = do(case, model, advice, dtype)
-        if not advice.policies:
+        if str(advice) == "Nothing is lost.":
             break
-    assert not advice.policies
+        model = do(case, model, advice, dtype)
+        if advice.loss_scale:
+            scale = advice.loss_scale
+            model.compile(keras_mp.LossScaleOptimizer("sgd", scale))
+    assert advice == ([], {}, None)
     result = run(case, model, dtype, [scale if dtype == "float16" else 1.0])
     assert not lost_outputs(result, dtype)
     lossy = result.losses(dtype, result.scales[0], TOLERANCE)

@@ -374,6 +374,39 @@ def test_the_loss_scale_falls_until_nothing_overflows():
     assert compare(model, x, y, policy="mixed_float16", loss_scale=4).loss_scale == 4
 
 
+def large_kernel(*layers, trainable):
+    """The gradients of what comes before its last layer overflow in float16 at any loss scale."""
+    kernel = tf.keras.initializers.Constant(6e4)
+    dense = L.Dense(1, kernel_initializer=kernel, name="large", trainable=trainable)
+    return tf.keras.Sequential([tf.keras.Input([8]), *layers, dense], name="model")
+
+
+def test_gradients_that_training_does_not_compute_do_not_count():
+    x, y = np.full([4, 8], 1e-4, np.float32), np.zeros([4, 1], np.float32)
+    how = {"policy": "mixed_float16", "loss": lambda y, prediction: tf.reduce_sum(4 * prediction)}
+    frozen = [L.Rescaling(1.0), L.Dense(8, "relu", trainable=False)]
+    # Those of the model's inputs, also behind layers without trained weights.
+    for layers in ([], frozen):
+        assert compare(large_kernel(*layers, trainable=True), x, y, **how).findings == []
+    trained = L.Dense(8, "relu", kernel_initializer="ones", name="trained")
+    first = compare(large_kernel(trained, trainable=False), x, y, **how).first
+    assert (first.path, first.direction) == ("large", "backward")
+
+
+@common.once
+def test_weights_in_float16_keep_what_the_loss_scale_has_kept():
+    layers = [tf.keras.Input([8]), L.Dense(1, name="dense", dtype="float16")]
+    model = tf.keras.Sequential(layers, name="model")
+    x, y = np.full([64, 8], 2.0**-6, np.float32), np.zeros([64, 1], np.float32)
+
+    def small(y, prediction):
+        return tf.reduce_mean(tf.cast(prediction, tf.float32)) * 2.0**-20
+
+    comparison = compare(model, x, y, loss=small, loss_scale=2.0**15)
+    assert comparison.findings == []
+    assert comparison.layers[0].gradient.relative < 1e-3
+
+
 def test_a_loop_of_ones_own():
     def step(model, x, y):
         error = tf.cast(model(x, training=True), tf.float32) - y

@@ -113,6 +113,34 @@ def test_tables_and_files(tmp_path):
 
 
 @once
+def test_layers_that_were_kept_in_float32_stay_there():
+    x, y = batch()
+    runs = {"loss": "mse", "dtypes": ["float16"], "scales": [1.0]}
+    in_float32 = keras_mp.convert(model_with_dropout(), "float32")
+    kept = dict.fromkeys(("dense", "dropout", "normalization"), "float32")
+    for model, dtypes in (
+        (in_float32, {"float16"}),
+        (keras_mp.convert(model_with_dropout(), {"dense": "float32"}), {"float16", "float32"}),
+        (keras_mp.convert(model_with_dropout(), kept), {"float32"}),
+    ):
+        result = what_if(model, x, y, **runs)
+        assert set(result.computed_in["float16"].values()) == dtypes
+        says_so = str(result).startswith("float16: nothing is computed in it, and no gradient")
+        assert says_so == ("float16" not in dtypes)
+    assert str(keras_mp.numerics.advise(result)) == "Nothing is lost."
+
+
+@once
+def test_the_loss_scale_is_that_of_training():
+    x, y = batch()
+    model = model_with_dropout()
+    runs = {"loss": "mse", "dtypes": []}
+    assert what_if(model, x, y, **runs).loss_scale == 2.0**15
+    model.compile(keras_mp.LossScaleOptimizer("sgd", 1024.0))
+    assert what_if(model, x, y, **runs).loss_scale == 1024.0
+
+
+@once
 def test_what_cannot_be_run_is_refused():
     model = model_with_dropout()
     with pytest.raises(ValueError, match="has no loss: pass `loss`, or compile it"):

@@ -124,6 +124,7 @@ def test_the_blocks_about_losses_print_what_they_are_about(tmp_path, capfd):
         "float32 [[ 1. -1.]]",
         f"<Huber(delta=1.0, reduction={reduction!r}, name='huber', dtype='float32')>",
         "0.0",
+        "float32",
     ]
 
 

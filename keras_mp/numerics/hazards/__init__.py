@@ -1,7 +1,7 @@
 """The hazards that `keras_mp.numerics.audit` looks for.
 
 Each is a function: it looks at a step that is being traced, a `Look`, and yields `Suspect`s, each
-with tensors to measure and a function that makes a `Finding` of their values, or nothing. To add a
+with tensors to measure and a function that makes a `Hazard` of their values, or nothing. To add a
 hazard, write such a function, put it into `HAZARDS`, causes before what comes of them, and plant
 the defect in a model in the tests.
 """

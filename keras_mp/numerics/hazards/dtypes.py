@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.numerics import origins, tensor_cores, work
-from keras_mp.numerics.hazards.look import Finding, Look, Suspect, widened
+from keras_mp.numerics.hazards.look import Hazard, Look, Suspect, widened
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
@@ -126,7 +126,7 @@ def casts_there_and_back(look: Look) -> Iterator[Suspect]:
 
         def say(
             error: Any, largest: Any, first: Any = first, second: Any = second, size: int = size
-        ) -> Finding:
+        ) -> Hazard:
             there, back = first.outputs[0].dtype, second.outputs[0].dtype
             moved = 2 * size * (there.size + back.size)
             loss = f", and rounds numbers up to {largest:.3g} by up to {error:.2g}" if error else ""
@@ -150,7 +150,7 @@ def float64(look: Look) -> Iterator[Suspect]:
         if wide:
             yield Suspect(
                 (),
-                lambda name=name, moved=moved: Finding(
+                lambda name=name, moved=moved: Hazard(
                     "data in float64",
                     f"the batch's {name}",
                     None,

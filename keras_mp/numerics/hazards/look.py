@@ -24,7 +24,7 @@ _APPLYING = (
 )
 
 
-class Finding(NamedTuple):
+class Hazard(NamedTuple):
     """A hazard that was found in a model.
 
     Attributes:
@@ -36,8 +36,8 @@ class Finding(NamedTuple):
 
     Example:
 
-    >>> from keras_mp.numerics.audit import Finding
-    >>> print(Finding("a loss in 16 bits", "loss", None, "It is 2 % off.", "Cast to float32."))
+    >>> from keras_mp.numerics import Hazard
+    >>> print(Hazard("a loss in 16 bits", "loss", None, "It is 2 % off.", "Cast to float32."))
     a loss in 16 bits, in loss
         It is 2 % off.
         Cure: Cast to float32.
@@ -59,11 +59,11 @@ class Suspect(NamedTuple):
 
     Attributes:
         measured: tensors of the graph. They are computed for one batch, together with the step.
-        say: called with their values, NumPy arrays; returns a `Finding`, or None.
+        say: called with their values, NumPy arrays; returns a `Hazard`, or None.
     """
 
     measured: Sequence[tf.Tensor]
-    say: Callable[..., Finding | None]
+    say: Callable[..., Hazard | None]
 
 
 class Look:
@@ -108,9 +108,9 @@ class Look:
         """Returns the path of an operation's layer, or what is outside of layers."""
         return self.layers.name(operation.name) or "the training step, outside of layers"
 
-    def finding(self, operation: tf.Operation, hazard: str, why: str, cure: str) -> Finding:
+    def finding(self, operation: tf.Operation, hazard: str, why: str, cure: str) -> Hazard:
         """Makes a finding about an operation."""
-        return Finding(hazard, self.where(operation), self.line(operation), why, cure)
+        return Hazard(hazard, self.where(operation), self.line(operation), why, cure)
 
     def line(self, operation: tf.Operation) -> Line | None:
         """Returns the line of a program that made an operation; of a gradient, of what it is of."""

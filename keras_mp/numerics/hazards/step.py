@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.numerics import origins, work
 from keras_mp.numerics.hazards.look import (
-    Finding,
+    Hazard,
     Look,
     Suspect,
     count,
@@ -52,10 +52,10 @@ def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
         tf.add_n([tf.math.count_nonzero(size) for size in sizes]),
     ]
 
-    def say(small: Any, others: Any) -> Finding | None:
+    def say(small: Any, others: Any) -> Hazard | None:
         if small < _MOST_SMALL * others:
             return None
-        return Finding(
+        return Hazard(
             "float16 without loss scaling",
             _STEP,
             None,
@@ -95,7 +95,7 @@ def loss_multiplied_by_a_number(look: Look) -> Iterator[Suspect]:
 
 def _about_factor(look: Look, operation: tf.Operation, loss: tf.Tensor, factor: float) -> Suspect:
 
-    def say(loss: Any, scale: Any) -> Finding:
+    def say(loss: Any, scale: Any) -> Hazard:
         return look.finding(
             operation,
             "a loss multiplied by a number",
@@ -119,7 +119,7 @@ def clipping_before_unscaling(look: Look) -> Iterator[Suspect]:
         gradient = next(tensor for tensor in operation.inputs if tensor.op in look.scaled)
         largest = tf.reduce_max(tf.abs(widened(gradient)))
 
-        def say(largest: Any, scale: Any, operation: Any = operation) -> Finding:
+        def say(largest: Any, scale: Any, operation: Any = operation) -> Hazard:
             return look.finding(
                 operation,
                 "clipping before unscaling",
@@ -143,7 +143,7 @@ def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
         if not value.shape.rank or origins.maker_of(operation) != "user":
             continue
 
-        def say(scale: Any, operation: Any = operation) -> Finding:
+        def say(scale: Any, operation: Any = operation) -> Hazard:
             return look.finding(
                 operation,
                 "gradient accumulation under a moving scale",
@@ -177,11 +177,11 @@ def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
     bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
     size = sum(int(np.prod(v.shape)) for v in variables)
 
-    def say(bad: Any) -> Finding | None:
+    def say(bad: Any) -> Hazard | None:
         if not (bad or in_16_bits):
             return None
         names = " and ".join(sorted(dtypes))
-        return Finding(
+        return Hazard(
             "an epsilon that is 0 in 16 bits" if in_16_bits else "an epsilon that is 0",
             f"the optimizer ({type(optimizer).__name__})",
             None,
@@ -213,11 +213,11 @@ def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
     ]
     of_gradients = tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64)
 
-    def say(bad: Any, scale: Any, loss: Any, of_gradients: Any) -> Finding | None:
+    def say(bad: Any, scale: Any, loss: Any, of_gradients: Any) -> Hazard | None:
         # Where all gradients are finite, it is the optimizer that makes the weights what they are.
         if not bad or not np.all(np.isfinite(loss)) or not of_gradients[2:].any():
             return None
-        return Finding(
+        return Hazard(
             "a step that cannot be skipped",
             f"the optimizer ({type(optimizer).__name__})",
             None,
@@ -241,7 +241,7 @@ def replicas_that_do_not_agree(look: Look) -> Iterator[Suspect]:
         return  # Keras 2 asks all replicas.
     yield Suspect(
         (),
-        lambda: Finding(
+        lambda: Hazard(
             "a step that cannot be skipped",
             "the optimizer (Keras's own LossScaleOptimizer)",
             None,

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_mp import low_precision_weights
 from keras_mp.numerics import origins, work
-from keras_mp.numerics.hazards.look import Finding, Look, Suspect, count
+from keras_mp.numerics.hazards.look import Hazard, Look, Suspect, count
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # Some updates are lost wherever anything is rounded.
@@ -36,14 +36,14 @@ def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
     if not measured:
         return
 
-    def say(counts: Any) -> Finding | None:
+    def say(counts: Any) -> Hazard | None:
         lost, all_of_them = counts
         if lost < _MOST_LOST * all_of_them or not all_of_them:
             return None
         dtype = low_precision_weights.dtype_of(look.model)
         constants = ", ".join(low_precision_weights.vanishing_constants(optimizer, dtype))
         why = f" In {dtype}, {constants}." if constants else ""
-        return Finding(
+        return Hazard(
             "updates that are lost",
             f"the optimizer ({type(optimizer).__name__})",
             None,

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_mp.numerics import origins, work
 from keras_mp.numerics.hazards.look import (
     UNIT_ROUNDOFF,
-    Finding,
+    Hazard,
     Look,
     Suspect,
     count,
@@ -54,7 +54,7 @@ def not_finite(look: Look) -> Iterator[Suspect]:
     before = set(look.operations[: None if backward is None else names.index(backward)])
     is_before = np.array([operation in before for operation in operations])
 
-    def say(bad: Any, counts: Any, of_gradients: Any) -> Finding | None:
+    def say(bad: Any, counts: Any, of_gradients: Any) -> Hazard | None:
         is_lost = bad[:, 2:].any()
         if not is_lost and not (counts[is_before, 4].any() and of_gradients[2:].any()):
             return None
@@ -108,7 +108,7 @@ def _say_not_finite(
     number: int,
     in_words: str,
     so: str,
-) -> Finding | None:
+) -> Hazard | None:
     dtype = origin.outputs[0].dtype
     if dtype not in LOW_PRECISION and not any(
         tensor.dtype in LOW_PRECISION for tensor in origin.inputs
@@ -150,7 +150,7 @@ def vanished_epsilon(look: Look) -> Iterator[Suspect]:
 
             def say(
                 zeros: Any, least: Any, operation: Any = operation, divides: Any = divides
-            ) -> Finding:
+            ) -> Hazard:
                 look.explained.add(divides)
                 dtype, n = operation.outputs[0].dtype, operation.outputs[0].shape.num_elements()
                 smallest = "6e-8" if dtype == tf.float16 else "9e-41"
@@ -202,7 +202,7 @@ def long_sums(look: Look) -> Iterator[Suspect]:
         errors = tf.math.divide_no_nan(beyond, magnitude)
         worst = tf.reduce_max(tf.where(tf.math.is_finite(errors), errors, 0.0))
 
-        def say(worst: Any, operation: Any = operation, length: int = length) -> Finding | None:
+        def say(worst: Any, operation: Any = operation, length: int = length) -> Hazard | None:
             output = operation.outputs[0]
             roundoff = UNIT_ROUNDOFF[output.dtype]
             if worst <= 4 * roundoff:
@@ -250,7 +250,7 @@ def labels_beyond_the_outputs(look: Look) -> Iterator[Suspect]:
                 return None
             is_lost = f"{lost:.1%} of the variance is lost"
             share = f"{infinite:,} are infinite" if infinite else is_lost
-            return Finding(
+            return Hazard(
                 "outputs in 16 bits",
                 "the model's outputs",
                 None,

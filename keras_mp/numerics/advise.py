@@ -1,0 +1,228 @@
+"""What to do about what was measured: sentences with their numbers, and policies for `convert`."""
+
+from collections.abc import Iterator
+
+from keras_mp.numerics.advice import Advice, Facts, share_of
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.gradient_advice import about_gradients, do_overflow
+from keras_mp.numerics.lost import WhatIf
+from keras_mp.numerics.reports import GRADIENT, OUTPUT, UPDATE, UPDATE_TOLERANCE, Report
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+# A layer loses what it returns if that is off by more than `tune` tolerates by default, and by so
+# many times what the layer takes is off by, which is one rounding at least. Over many layers
+# rounding may add up to as much, and no layer is to blame.
+_OFF, _RISES = 0.05, 16.0
+
+
+def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float = 0.001) -> Advice:
+    """Says what would keep a model from losing what it loses in 16 bits.
+
+    Each sentence has the numbers that it is based on. Of a model that loses nothing at the loss
+    scale that it is trained with, there is nothing to say. For a batch, that is the one of the
+    model's optimizer or policy, else 2^15: `WhatIf.loss_scale`. Gradients that are rounding noise
+    do not count: `WhatIf.noise`. First come the layers that lose what they return, to infinity or
+    to zero: as long as there are any, gradients are no guide. What a run has lost outranks what
+    histograms predict.
+    Act on it with `keras_mp.convert(model, advice.policies)`, compile the model with the loss scale
+    if there is one, and measure again, until nothing is lost.
+
+    Args:
+        measured: a `Report` of the steps of a training run, or what `what_if` returned. (What
+            `audit` and `compare` find has a cure or a reason already.) The latter knows what each
+            value would have been in float32; in a report of a model in 16 bits, values that were
+            too small are zeros, of which nothing is known. There is a sentence that says so where
+            that may matter.
+        dtype: "float16" (the default) or "bfloat16".
+        tolerance: float, from 0 to 1. Which share of a gradient may become zero. Defaults to 0.001:
+            a few values of a large gradient are always next to zero.
+
+    Returns:
+        An `Advice`.
+
+    Raises:
+        TypeError: `measured` is neither.
+        ValueError: `dtype` is another one, or `what_if` has not run it, or the tolerance is none.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics import Histogram, Report, Row, advise
+    >>> small, large = (Histogram.of(np.float32([size] * 8)) for size in (1e-11, 1.0))
+    >>> report = Report(
+    ...     [Row("gradient", "a/kernel", "float16", small),
+    ...      Row("gradient", "b/kernel", "float16", large)],
+    ...     step=3000, counted=30, loss_scale=1.0,
+    ... )
+    >>> advice = advise(report)
+    >>> advice.loss_scale
+    8192.0
+    >>> print(advice.sentences[0])
+    Fix the loss scale at 2^13: between 2^12 and 2^15 no gradient loses more than 0.1 %, in 30 of \
+3,000 steps. At 2^0, 100.0 % of `a/kernel` is below float16.
+    """
+    if dtype not in LOW_PRECISION_NAMES:
+        raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
+    if not 0 <= tolerance <= 1:
+        raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
+    facts = Facts.of(measured, dtype, tolerance)
+    outputs = _about_outputs(facts)
+    inside = None if outputs else _about_runs(facts)
+    found = outputs or inside
+    if found is None:
+        zeros, found = _about_zeros(facts), about_gradients(facts)
+        if zeros is not None and not do_overflow(facts):
+            found = Advice([zeros], {}, None)
+        elif zeros is not None and found is not None:
+            found.sentences.append(zeros)
+    found = found or Advice([], {}, None)
+    found.sentences.extend(_about_updates(facts))
+    if dtype == "float16" and (found.policies or found.loss_scale):
+        found.sentences.extend(_about_bfloat16(facts, inside is not None))
+    return found
+
+
+def _about_outputs(facts: Facts) -> Advice | None:
+    """Layers whose own results are beyond a dtype, whatever the loss scale."""
+    advice, dtype = Advice([], {}, None), facts.dtype
+    for row in facts.rows:
+        layer, histogram = facts.unit(row.path), row.histogram
+        if row.kind != OUTPUT or layer in advice.policies:
+            continue
+        fate = histogram.fate(dtype)
+        bad, of = fate.infinite, fate.values
+        if not bad and row.dtype == dtype and not advice.policies:
+            # What came out infinite may have been of any size. What follows it suffers from it.
+            bad = histogram.infinities + histogram.nans
+            of = histogram.total
+        if bad:
+            advice.policies[layer] = "float32"
+            advice.sentences.append(
+                f"Run `{layer}` in float32: {share_of(bad, of)} of {_output(row.path, layer)} is "
+                f"beyond {dtype}, {facts.where}."
+            )
+    return advice if advice.sentences else None
+
+
+def _output(path: str, layer: str) -> str:
+    """What to call the output of a layer where another one is advised about, or the same."""
+    if path == layer:
+        return "its output"
+    is_inside = path.startswith(f"{layer}/")
+    return f"the output of `{path}`, which {'is inside' if is_inside else 'takes its'},"
+
+
+def _about_runs(facts: Facts) -> Advice | None:
+    """The first layer that loses what it returns to something inside, though it would fit."""
+    if not isinstance(facts.measured, WhatIf):
+        return None
+    dtype, computed_in = facts.dtype, facts.measured.computed_in[facts.dtype]
+    for (kind, path), lost in facts.measured[dtype, facts.measured.scales[0]].items():
+        if kind != OUTPUT or not (lost.infinite or _is_off(facts, path)):
+            continue
+        layers = [path]
+        if computed_in[kind, path] not in LOW_PRECISION_NAMES or _is_amplified(facts, path):
+            layers += facts.makers(path)
+        layers = [each for each in layers if computed_in.get((OUTPUT, each)) in LOW_PRECISION_NAMES]
+        if lost.infinite:
+            what = f"{lost.infinite:,} values of {{}} are infinite or NaN"
+        elif lost.share >= lost.error:
+            what = f"{share_of(lost.zero, lost.values)} of {{}} is zero"
+        else:
+            what = f"{{}} is off by {100 * lost.error:.0f} % of its norm"
+        sentences = {
+            layer: f"Run `{layer}` in float32: {what.format(_output(path, layer))} in {dtype}, and "
+            "not in float32, in the batch."
+            for layer in map(facts.unit, layers)
+        }
+        if sentences:
+            return Advice([*sentences.values()], dict.fromkeys(sentences, "float32"), None)
+    return None
+
+
+def _is_off(facts: Facts, path: str) -> bool:
+    """Whether what a layer returns is further off than what it takes."""
+    error = facts.measured[facts.dtype, facts.measured.scales[0]][OUTPUT, path].error
+    return error > max(_OFF, _RISES * _off_before(facts, path))
+
+
+def _is_amplified(facts: Facts, path: str) -> bool:
+    """Whether a layer is as far off in float32 too, given what it takes in 16 bits."""
+    error = facts.measured[facts.dtype, facts.measured.scales[0]][OUTPUT, path].error
+    amplification = facts.measured.amplification.get(path, 0.0)
+    return error <= _RISES * amplification * _off_before(facts, path)
+
+
+def _off_before(facts: Facts, path: str) -> float:
+    """How far what a layer takes is off, which is one rounding at least."""
+    lost = facts.measured[facts.dtype, facts.measured.scales[0]]
+    rows = [(OUTPUT, maker) for maker in facts.makers(path)]
+    return max([UNIT_ROUNDOFF[facts.dtype], *(lost[row].error for row in rows if row in lost)])
+
+
+def _about_zeros(facts: Facts) -> str | None:
+    """Gradients in which zeros may be what was too small for the dtype, for all that is known."""
+    if not isinstance(facts.measured, Report):
+        return None
+    rows = facts.measured.rows_with_unknown_zeros(facts.tolerance)
+    rows = [row for row in rows if row.dtype == facts.dtype]
+    if not rows:
+        return None
+    worst = max(rows, key=lambda row: row.histogram.zeros / row.histogram.total)
+    zeros, total = worst.histogram.zeros, worst.histogram.total
+    others = f" (and of {len(rows) - 1} more)" if len(rows) > 1 else ""
+    return (
+        f"{share_of(zeros, total)} of `{worst.path}`{others} is zero in {facts.dtype} at a loss "
+        f"scale of {facts.measured.loss_scale:g}. Whether it is in float32 too is unknown: ask "
+        "`what_if`."
+    )
+
+
+def _about_updates(facts: Facts) -> Iterator[str]:
+    """Weights in 16 bits that stay where they are, though they have gradients."""
+    measured = facts.measured
+    if not isinstance(measured, Report):
+        return
+    gradients = {row.path: row.histogram for row in measured.rows if row.kind == GRADIENT}
+    for dtype in LOW_PRECISION_NAMES:
+        lost = of = 0
+        for row in measured.rows:
+            gradient = gradients.get(row.path)
+            if row.kind != UPDATE or row.dtype != dtype or gradient is None:
+                continue
+            # A sparse gradient does not tell which weights are to move.
+            if gradient.total == row.histogram.total:
+                lost += max(0, row.histogram.zeros - gradient.zeros)
+                of += gradient.total - gradient.zeros
+        if lost > UPDATE_TOLERANCE * of:
+            yield (
+                "Compile the model with keras_mp.MasterWeightOptimizer(optimizer): "
+                f"{share_of(lost, of)} of the weights in {dtype} with a gradient did not move, "
+                f"{facts.where}."
+            )
+
+
+def _about_bfloat16(facts: Facts, is_inside: bool) -> list[str]:
+    """Whether bfloat16 keeps what float16 loses; histograms do not tell what is lost in a layer."""
+    rows = facts.rows
+    if isinstance(facts.measured, WhatIf) and "bfloat16" in facts.measured.dtypes:
+        in_bfloat16 = Facts.of(facts.measured, "bfloat16", facts.tolerance)
+        has_lost = in_bfloat16.losses[facts.measured.scales[0]]
+        if has_lost or _about_runs(in_bfloat16) is not None:
+            return []
+    elif is_inside:
+        return []
+    if any(row.dtype == "float16" for row in rows):
+        # Of what was not finite, nothing is known.
+        bad = sum(row.histogram.infinities + row.histogram.nans for row in rows)
+        if bad:
+            return []
+    fates = [row.histogram.fate("bfloat16") for row in rows]
+    if any(fate.zero or fate.infinite for fate in fates):
+        return []
+    values = sum(fate.values for fate in fates)
+    return [
+        "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
+        f"{values:,} values none becomes zero or infinite, {facts.where}. (It keeps 8 bits of each "
+        "value, float16 11.)"
+    ]

@@ -1,0 +1,161 @@
+"""Advice about gradients: the loss scale that suits them, and the layers that none suits."""
+
+from collections.abc import Sequence
+
+from keras_mp.numerics.advice import Advice, Facts, named, power, share_of
+from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window
+from keras_mp.numerics.lost import Lost
+from keras_mp.numerics.reports import OUTPUT_GRADIENT, Row
+
+
+def do_overflow(facts: Facts) -> bool:
+    """Whether a gradient was, or would be, too large at the loss scale in force."""
+    return any(
+        row.overflowed_at <= facts.now or row.histogram.fate(facts.dtype, facts.now).infinite
+        for row in facts.gradients
+    )
+
+
+def about_gradients(facts: Facts) -> Advice | None:
+    """The loss scale to take, if the one in force is not good, and layers for float32.
+
+    Args:
+        facts: of a model whose layers lose nothing of what they return.
+
+    Returns:
+        An `Advice`, or None if the loss scale in force is good.
+    """
+    dtype, now, rows = facts.dtype, facts.now, facts.gradients
+    # A loss scale is at least 1.
+    common = allowed = Window(0, EVERYWHERE.high)
+    windows = {}
+    for row in rows:
+        window = row.window(dtype, facts.tolerance) & allowed
+        windows[row.kind, row.path] = window
+        common &= window
+    if not common.is_empty and (common & facts.seen()).is_empty:
+        return _about_losses(facts)
+    common &= facts.seen()
+    is_fine = min(common.margins(now)) >= 0
+    needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
+    if is_fine or needs_none or not rows:
+        return None
+    if common.is_empty:
+        return _about_conflict(facts, rows, windows)
+    # As far from overflowing as from losing, and rather lower, for gradients grow at times.
+    exponent = (common.low + common.high) // 2
+    sentence = (
+        f"{facts.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
+        f"2^{common.high} no gradient loses more than {facts.tolerated}, {facts.where}."
+    )
+    worst = max(rows, key=lambda row: _lost(row.histogram.fate(dtype, now)))
+    fate = worst.histogram.fate(dtype, now)
+    if fate.infinite or fate.zero:
+        beyond = "beyond" if fate.infinite else "below"
+        sentence += (
+            f" At {power(now)}, {share_of(fate.infinite or fate.zero, fate.values)} of "
+            f"{named(worst.kind, worst.path)} is {beyond} {dtype}."
+        )
+    return Advice([sentence], {}, 2.0**exponent)
+
+
+def _about_losses(facts: Facts) -> Advice:
+    """Every run has lost something, though histograms leave room for a scale: something inside."""
+    dtype = facts.dtype
+
+    def lost(each: Lost) -> float:
+        return 1.0 if each.infinite else each.share
+
+    best = min(
+        facts.losses, key=lambda scale: max(map(lost, facts.losses[scale].values()), default=0.0)
+    )
+    advice = Advice([], {}, best)
+    for (kind, path), each in facts.losses[best].items():
+        is_of_output = kind == OUTPUT_GRADIENT
+        for layer in facts.takers(path) if is_of_output else [facts.owner(kind, path)]:
+            if layer and layer not in advice.policies:
+                what = "infinite" if each.infinite else "zero"
+                share = share_of(each.infinite or each.zero, each.values)
+                of = named(kind, path)
+                advice.policies[layer] = "float32"
+                advice.sentences.append(
+                    f"Run `{layer}` in float32: {share} of {of} is {what} in {dtype} at "
+                    f"{power(best)}, the best of the loss scales that were run, {facts.where}."
+                )
+    return advice
+
+
+def _about_conflict(
+    facts: Facts, rows: Sequence[Row], windows: dict[tuple[str, str], Window]
+) -> Advice:
+    """No scale suits all gradients: the one that suits most, and float32 for the rest."""
+    dtype = facts.dtype
+    ends = {end for window in windows.values() for end in window}
+
+    def suited(exponent: int) -> int:
+        return sum(window.low <= exponent <= window.high for window in windows.values())
+
+    best = max(sorted(ends), key=suited)
+    kept = {row: each for row, each in windows.items() if each.low <= best <= each.high}
+    common = EVERYWHERE
+    for window in kept.values():
+        common &= window
+    low, high = common
+
+    def lost(row: Row) -> tuple[Fate, bool, int]:
+        """What a row loses at the nearest scale that suits the others; whether it is too small."""
+        window = windows[row.kind, row.path]
+        if window.is_empty:
+            end = max(window.high, 0)
+            return row.histogram.fate(dtype, 2.0**end), window.high >= 0, end
+        is_small = window.low > best
+        end = high if is_small else low
+        return row.histogram.fate(dtype, 2.0**end), is_small, end
+
+    advice = Advice([], {}, 2.0 ** ((low + high) // 2) if kept else None)
+    worst: dict[str, Row] = {}
+    for row in rows:
+        if (row.kind, row.path) not in kept:
+            layer = facts.owner(row.kind, row.path)
+            worst[layer] = max(worst.get(layer, row), row, key=lambda each: _lost(lost(each)[0]))
+    for layer, row in worst.items():
+        fate, is_small, end = lost(row)
+        what = named(row.kind, row.path)
+        if windows[row.kind, row.path].is_empty:
+            others = "it"
+        else:
+            others = next(
+                f"`{path}`" for (_, path), each in kept.items() if end == each[1 if is_small else 0]
+            )
+        if is_small:
+            reason = (
+                f"{share_of(fate.zero, fate.values)} of {what} is below {dtype} at any scale that "
+                f"does not overflow {others}"
+            )
+        else:
+            reason = (
+                f"{share_of(fate.infinite, fate.values)} of {what} is beyond {dtype} at any scale "
+                f"at which nothing of {others} is lost"
+            )
+        if layer:
+            advice.policies[layer] = "float32"
+            advice.sentences.append(f"Run `{layer}` in float32: {reason}, {facts.where}.")
+    for kind, path in windows:
+        if kind == OUTPUT_GRADIENT and (kind, path) not in kept:
+            for layer in facts.takers(path):
+                if layer in advice.policies:
+                    continue
+                advice.policies[layer] = "float32"
+                advice.sentences.append(
+                    f"Run `{layer}` in float32: it computes the gradient of `{path}`'s output."
+                )
+    if kept:
+        advice.sentences.append(
+            f"Then {facts.set_scale} {power(advice.loss_scale)}: between 2^{low} and 2^{high} "
+            f"the other gradients lose no more than {facts.tolerated}, {facts.where}."
+        )
+    return advice
+
+
+def _lost(fate: Fate) -> float:
+    return fate.share("zero") + fate.share("infinite")

@@ -1,0 +1,364 @@
+"""What runs in 16 bits have lost of what a run in float32 has: as a table, as CSV and JSON."""
+
+import csv
+import functools
+import json
+import operator
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_mp.numerics.exponents import exponent_of
+from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, TOLERANCE, Report, percent
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.support import text_tables
+
+_SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
+
+# So many scales fit beside names that can be read.
+_MOST_SCALES = 9
+
+
+class Lost(NamedTuple):
+    """What a run in 16 bits has lost of a tensor that a run in float32 has.
+
+    Attributes:
+        values: int. How many values are finite and not zero in float32.
+        zero: int. How many of these are zero in this run.
+        subnormal: int. How many of these have fewer digits than the dtype has, since they are
+            below its smallest normal number; 0 where the run computes the tensor in float32.
+        infinite: int. How many of those that are finite in float32 are infinite or NaN.
+        error: float. How far the tensor, unscaled, is from that in float32, as a share of the
+            latter's norm; infinity where it is not finite.
+
+    Example:
+
+    >>> keras_mp.numerics.Lost(values=8, zero=2, subnormal=1, infinite=0, error=0.1).share
+    0.25
+    """
+
+    values: int
+    zero: int
+    subnormal: int
+    infinite: int
+    error: float
+
+    @classmethod
+    def of(cls, values: np.ndarray, dtype: str, expected: np.ndarray, scale: float) -> "Lost":
+        """Measures it.
+
+        Args:
+            values: array of float64, of a run in 16 bits.
+            dtype: str. What they were computed in.
+            expected: array of float64, of the run in float32.
+            scale: float. What the former are multiplied by.
+        """
+        is_finite, counts = np.isfinite(values), np.isfinite(expected) & (expected != 0)
+        subnormal = counts & (values != 0) & (np.abs(values) < _SMALLEST_NORMAL.get(dtype, 0.0))
+        error = float("inf")
+        if is_finite.all():
+            with np.errstate(over="ignore", invalid="ignore"):
+                difference = np.linalg.norm(values / scale - expected)
+                norm = np.linalg.norm(expected)
+            error = float(difference / norm) if norm else 0.0
+        return cls(
+            int(counts.sum()),
+            int((counts & (values == 0)).sum()),
+            int(subnormal.sum()),
+            int((~is_finite & np.isfinite(expected)).sum()),
+            error,
+        )
+
+    @property
+    def share(self) -> float:
+        """Which share of the values is zero, from 0 to 1."""
+        return self.zero / self.values if self.values else 0.0
+
+
+class WhatIf:
+    """What was found: `what_if` returns it.
+
+    `result[dtype, scale]` is a dict of (kind, path) and `Lost`; `str(result)` is a table.
+
+    Attributes:
+        dtypes: list of str.
+        scales: list of float.
+        reference: `Report` of the run in float32. As nothing is lost in it, its windows are those
+            of what the model would have computed.
+        computed_in: dict of dtypes, and of these dicts of (kind, path) and the dtype that the
+            tensor had in such a run.
+        consumers: dict of paths of layers, and of these sets of paths of the layers that take what
+            they return.
+        units: dict of the paths of layers without a policy of their own, and of the layers around
+            them, whose policy they have.
+        noise: set of (kind, path) of those gradients that are nothing but rounding noise in
+            float32, since what they are of makes no difference to the loss: such as the bias of a
+            layer before a batch normalization, or that of the keys of an attention. `advise` leaves
+            them out. They are found by a second run in float32, in which inputs, weights and what
+            layers return differ by up to 2^-20 of each: noise is another one then, by half of its
+            size at least.
+        amplification: dict of paths of layers, and how many times as far, relative to its size,
+            what each returns moves in that run as what it takes.
+        loss_scale: float. That which the model is trained with: the current one of its optimizer,
+            else the first of its policy, else 2^15.
+        batches: tuple of `WhatIf`s, one for each of several batches; else empty. Each `Lost` is the
+            worst of theirs then, histograms of `reference` are sums, and noise is what is noise on
+            all of them.
+
+    Example:
+
+    >>> model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    >>> loss = lambda y, predictions: tf.reduce_mean(predictions)
+    >>> result = keras_mp.numerics.what_if(
+    ...     model, tf.ones([4, 2]), loss=loss, dtypes=["bfloat16"], scales=[1.0]
+    ... )
+    >>> result.dtypes, result.scales
+    (['bfloat16'], [1.0])
+    """
+
+    def __init__(
+        self,
+        reference: Report,
+        lost: dict[tuple[str, float], dict[tuple[str, str], Lost]],
+        computed_in: dict[str, dict[tuple[str, str], str]],
+        consumers: dict[str, set[str]],
+        noise: Iterable[tuple[str, str]] = (),
+        batches: Sequence["WhatIf"] = (),
+        loss_scale: float = INITIAL_LOSS_SCALE,
+        units: Mapping[str, str] | None = None,
+        amplification: Mapping[str, float] | None = None,
+    ) -> None:
+        self.reference, self.computed_in = reference, computed_in
+        self.consumers, self.noise = consumers, set(noise)
+        self.loss_scale, self.units = loss_scale, dict(units or {})
+        self.amplification = dict(amplification or {})
+        self._lost, self.batches = lost, tuple(batches)
+        self.dtypes = list(dict.fromkeys(dtype for dtype, _ in lost))
+        self.scales = sorted({scale for _, scale in lost})
+
+    @classmethod
+    def of_batches(cls, found: "Sequence[WhatIf]") -> "WhatIf":
+        """Puts those of several batches together: the worst of each.
+
+        Args:
+            found: one for each batch. A single one is returned as it is.
+        """
+        if len(found) == 1:
+            return found[0]
+        return cls._joined(found, lambda lost: max(lost, key=_harm))
+
+    @property
+    def mean(self) -> "WhatIf":
+        """The same with the means of all batches: counts are sums, errors are means."""
+        return self._joined(self.batches, _mean) if self.batches else self
+
+    @classmethod
+    def _joined(cls, found: "Sequence[WhatIf]", join: Callable[[Sequence[Lost]], Lost]) -> "WhatIf":
+        lost = {
+            run: {
+                row: join([each[run][row] for each in found if row in each[run]])
+                for row in dict.fromkeys(row for each in found for row in each[run])
+            }
+            for run in found[0]._lost
+        }
+        consumers: dict[str, set[str]] = {}
+        for path, takers in (pair for each in found for pair in each.consumers.items()):
+            consumers.setdefault(path, set()).update(takers)
+        return cls(
+            functools.reduce(operator.add, (each.reference for each in found)),
+            lost,
+            found[0].computed_in,
+            consumers,
+            set.intersection(*(each.noise for each in found)),
+            found,
+            found[0].loss_scale,
+            found[0].units,
+            {
+                path: max(each.amplification.get(path, 0.0) for each in found)
+                for path in found[0].amplification
+            },
+        )
+
+    def __getitem__(self, run: tuple[str, float]) -> dict[tuple[str, str], Lost]:
+        dtype, scale = run
+        if (dtype, float(scale)) not in self._lost:
+            raise KeyError(
+                f"Expected one of the dtypes {self.dtypes} and one of the scales {self.scales}. "
+                f"Received: {run!r}"
+            )
+        return self._lost[dtype, float(scale)]
+
+    def good_scales(self, dtype: str, tolerance: float = 0.0) -> list[float]:
+        """Tells at which scales no gradient has lost anything.
+
+        Args:
+            dtype: one of `dtypes`.
+            tolerance: float, from 0 to 1. Which share of a gradient may be zero. Defaults to 0.
+
+        Returns:
+            list of float.
+        """
+        return [scale for scale in self.scales if not self.losses(dtype, scale, tolerance)]
+
+    def losses(self, dtype: str, scale: float, tolerance: float = 0.0) -> dict[Any, Lost]:
+        """Returns those of the gradients that have lost something in a run.
+
+        Args:
+            dtype: one of `dtypes`.
+            scale: one of `scales`.
+            tolerance: float, from 0 to 1. Which share of a gradient may be zero. Defaults to 0.
+
+        Returns:
+            dict of (kind, path) and `Lost`.
+        """
+        return {
+            row: lost
+            for row, lost in self[dtype, scale].items()
+            if row[0] != OUTPUT and (lost.infinite or lost.share > tolerance)
+        }
+
+    def table(self, dtype: str, kind: str = GRADIENT, rows: int | None = None) -> str:
+        """Returns a table of rows by scales: which share has become zero, or infinite.
+
+        Args:
+            dtype: one of `dtypes`.
+            kind: "gradient" (the default), "output" or "output gradient". Outputs do not depend on
+                the scale.
+            rows: int. How many rows are shown at most, those that lose most first, at as many
+                scales as fit. Rows of equal layers in repeated blocks are one then, which has the
+                numbers of the worst. Defaults to None: all rows and scales.
+
+        Returns:
+            str of several lines.
+        """
+        scales = self.scales[:1] if kind == OUTPUT else self.scales
+        if rows is not None:
+            scales = _spread(scales, _MOST_SCALES)
+        ranked = []
+        for row in self[dtype, scales[0]]:
+            if row[0] == kind:
+                is_noise = row in self.noise
+                name = f"{row[1]} (noise)" if is_noise else row[1]
+                lost = [self[dtype, scale][row] for scale in scales]
+                alike = is_noise, *(bool(each.infinite) or each.share > TOLERANCE for each in lost)
+                cells = (name, *map(_cell, lost))
+                if rows is not None:
+                    cells = tuple(cell.removesuffix(" %") for cell in cells)
+                ranked.append(
+                    text_tables.RankedRow(
+                        cells,
+                        rank(lost, is_noise),
+                        alike,
+                    )
+                )
+        header = (f"{kind}, {dtype}", *(f"2^{exponent_of(scale)}" for scale in scales))
+        return "\n".join(text_tables.shortened(header, ranked, rows))
+
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: for each dtype a headline, and the worst rows.
+
+        Args:
+            rows: int. How many rows each table has at most; None for all rows and scales. Defaults
+                to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
+        found = []
+        for dtype in self.dtypes:
+            losses = {
+                scale: self.losses(dtype, scale, TOLERANCE).keys() - self.noise
+                for scale in self.scales
+            }
+            good = ", ".join(
+                f"2^{exponent_of(scale)}" for scale in self.scales if not losses[scale]
+            )
+            tolerated = f"more than {100 * TOLERANCE:g} %"
+            head = f"{dtype}: no gradient loses {tolerated} at {good}"
+            if not good:
+                head = f"{dtype}: at each of the scales a gradient loses {tolerated}"
+            if dtype not in self.computed_in[dtype].values():
+                head = f"{dtype}: nothing is computed in it, and {head.partition(': ')[2]}"
+            if rows is not None:
+                head += ". Shares that become zero, in %:"
+            found += text_tables.wrapped(head)
+            found += [self.table(dtype, rows=rows), ""]
+            if any(kind == OUTPUT_GRADIENT for of in losses.values() for kind, _ in of):
+                found += [self.table(dtype, OUTPUT_GRADIENT, rows), ""]
+            lossy = [lost for row, lost in self[dtype, self.scales[0]].items() if row[0] == OUTPUT]
+            if any(lost.infinite or lost.share > TOLERANCE for lost in lossy):
+                found += [self.table(dtype, OUTPUT, rows), ""]
+        return "\n".join(found).rstrip()
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<WhatIf of {self.dtypes} at {len(self.scales)} scales>"
+
+    def to_csv(self, path: Any) -> None:
+        """Writes a line for each run and row.
+
+        Args:
+            path: str or path of the file.
+        """
+        with pathlib.Path(path).open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("dtype", "scale", "kind", "path", *Lost._fields))
+            for (dtype, scale), rows in self._lost.items():
+                for row, lost in rows.items():
+                    writer.writerow((dtype, scale, *row, *lost))
+
+    def to_json(self, path: Any) -> None:
+        """Writes a list of runs, each with a list of rows.
+
+        Args:
+            path: str or path of the file.
+        """
+        runs = []
+        for (dtype, scale), rows in self._lost.items():
+            found = []
+            for (kind, name), lost in rows.items():
+                error = lost.error if np.isfinite(lost.error) else None
+                found.append(
+                    {"kind": kind, "path": name, **dict(zip(Lost._fields, lost)), "error": error}
+                )
+            runs.append({"dtype": dtype, "scale": scale, "rows": found})
+        pathlib.Path(path).write_text(json.dumps(runs))
+
+
+def rank(lost: Sequence[Lost], is_noise: bool) -> tuple[float, float, float]:
+    """Returns how bad a row is, larger if it is worse.
+
+    Args:
+        lost: sequence of `Lost`, at each scale.
+        is_noise: bool. Whether it is in `WhatIf.noise`.
+    """
+    # That whose smallest loss is the largest cannot be helped by a scale.
+    shares = [1.0 if each.infinite else each.share for each in lost]
+    return float(not is_noise), min(shares), sum(shares)
+
+
+def _spread(scales: Sequence[float], most: int) -> Sequence[float]:
+    """So many of the scales at most, the first and the last among them."""
+    if len(scales) <= most:
+        return scales
+    return [scales[round(i)] for i in np.linspace(0, len(scales) - 1, most)]
+
+
+def _harm(lost: Lost) -> tuple[bool, float, float]:
+    """How bad it is, larger if it is worse."""
+    return bool(lost.infinite), lost.share, lost.error
+
+
+def _mean(found: Sequence[Lost]) -> Lost:
+    counts = (sum(each) for each in zip(*(lost[:4] for lost in found)))
+    return Lost(*counts, sum(lost.error for lost in found) / len(found))
+
+
+def _cell(lost: Lost) -> str:
+    if lost.infinite:
+        return "inf/nan"
+    return percent(lost.zero, lost.values) or "."

@@ -1,0 +1,240 @@
+"""Where the time of a training step goes, and which changes make it shorter: each is tried."""
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_mp import hardware, keras_api, layer_paths
+from keras_mp.conversion import convert
+from keras_mp.numerics import batches, op_times
+from keras_mp.numerics.estimates import Change
+from keras_mp.optimizer_wrapper import OptimizerWrapper
+from keras_mp.policy import Policy
+from keras_mp.support import messages, text_tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support.progress import Progress
+
+_WARM_UP, _PROFILED = 2, 3
+# What saves less is not told from noise.
+_LEAST = 0.03
+
+
+class StepTimes(NamedTuple):
+    """How long a step takes, and what saves time. `str` of it, and `print`, give a table.
+
+    Attributes:
+        of: str. The name of the model.
+        seconds: float. Median time of a step.
+        classes: dict of classes of operations, and the seconds that all threads together spend on
+            each in a step. "update" is that of the weights; "compiled" is what XLA has compiled,
+            whatever it is.
+        tried: dict of the changes that were tried, each a line of code, and the median time of a
+            step with it; or, where a change cannot be made, the error as a str.
+        changes: tuple of at most three `Change`s, that which saves most first. Each was tried
+            alone.
+
+    Example:
+
+    >>> from keras_mp.numerics import StepTimes
+    >>> print(StepTimes("model", 0.002, {"products": 0.003, "casts": 0.001}, {}, ()))
+    A step of 'model' takes 2 ms. Its operations take, by class, in all threads together:
+    products  3 ms  75%
+    casts     1 ms  25%
+    Nothing that was tried saves 3 % or more.
+    """
+
+    of: str
+    seconds: float
+    classes: Mapping[str, float]
+    tried: Mapping[str, float | str]
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        total = sum(self.classes.values()) or 1.0
+        rows = [
+            (name, _milliseconds(seconds), f"{seconds / total:.0%}")
+            for name, seconds in sorted(self.classes.items(), key=lambda item: -item[1])
+            if seconds
+        ]
+        lines = [
+            f"A step of {self.of!r} takes {_milliseconds(self.seconds)}. Its operations take, by "
+            "class, in all threads together:",
+            *text_tables.aligned(rows),
+        ]
+        if self.changes:
+            lines.append("What saves most, each tried alone on a copy of the model:")
+            lines += [f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes]
+        else:
+            lines.append(f"Nothing that was tried saves {100 * _LEAST:.0f} % or more.")
+        failed = {what: error for what, error in self.tried.items() if isinstance(error, str)}
+        lines += [f"Could not be tried: {what} ({error})" for what, error in failed.items()]
+        return "\n".join(lines)
+
+
+class _Candidate(NamedTuple):
+    """A change to try.
+
+    Attributes:
+        what: str. The line of code, and what it is about.
+        policies: what `convert` takes; None (the default) for those that the layers have.
+        compiles_update: bool. Whether XLA compiles the update.
+        compiles: bool. Whether XLA compiles the whole step.
+    """
+
+    what: str
+    policies: Any = None
+    compiles_update: bool = False
+    compiles: bool = False
+
+
+def step_times(model: Any, batch: Any, steps: int = 9) -> StepTimes:
+    """Measures a training step of a compiled model, and what would make it shorter.
+
+    The model itself is left as it is: copies of it make the steps, in turns. What is tried: the
+    policy that `keras_mp.hardware.best_policy` names, or float32 in place of a slow one; float32
+    outputs with gradients in 16 bits; an update of the weights that XLA compiles; a whole step
+    that XLA compiles. Under a strategy of several replicas, it is a step of one.
+
+    Args:
+        model: a compiled model of `tf.keras` that `convert` takes.
+        batch: what `fit` takes for a step: a tuple `(x, y)` or `(x, y, sample_weight)`.
+        steps: int. How many steps of each copy are timed. Defaults to 9.
+
+    Returns:
+        `StepTimes`.
+
+    Raises:
+        TypeError: the batch is None or a dataset.
+        ValueError: the model is not compiled or cannot be copied, the batch does not suit it, or
+            `steps` is below 1.
+
+    Example:
+
+    >>> model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(4)])
+    >>> model.compile("sgd", "mse")
+    >>> times = keras_mp.numerics.step_times(model, (tf.ones([2, 8]), tf.ones([2, 4])), steps=1)
+    >>> times.seconds > 0, sorted(times.tried)[0]
+    (True, 'keras_mp.OptimizerWrapper(optimizer, jit_compile=True)')
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"Expected at least one step. Received: steps={steps!r}")
+    if getattr(model, "optimizer", None) is None:
+        raise ValueError(
+            f"The model {model.name!r} is not compiled, so that it has no training step. Call "
+            "compile with an optimizer and a loss first."
+        )
+    data = batches.as_fit_takes_it(model, batch)
+    candidates = list(_candidates(model))
+    with Progress("step_times", parts=len(candidates) + 2) as progress, warnings.catch_warnings():
+        # They would be about copies.
+        warnings.simplefilter("ignore", messages.MixedPrecisionWarning)
+        progress.begin("the model as it is")
+        made: dict[str, Callable[[], Any]] = {"": _step_of(model, _Candidate(""), data)}
+        tried: dict[str, float | str] = {}
+        for candidate in candidates:
+            progress.begin(candidate.what)
+            try:
+                made[candidate.what] = _step_of(model, candidate, data)
+            except Exception as error:  # whatever a model of a user's does under another policy
+                tried[candidate.what] = batches.reason(error)
+        progress.begin("taking turns")
+        seconds = _medians(made, steps)
+        with op_times.profiled() as classes:
+            for _ in range(_PROFILED):
+                made[""]()
+    now = seconds.pop("")
+    tried.update(seconds)
+    gains = sorted((Change(what, now - each) for what, each in seconds.items()), key=_gain)
+    changes = tuple(each for each in gains if each.seconds >= _LEAST * now)
+    per_step = {name: total / _PROFILED for name, total in classes.items()}
+    return StepTimes(model.name, now, per_step, tried, changes[:3])
+
+
+def _gain(change: Change) -> float:
+    return -change.seconds
+
+
+def _candidates(model: Any) -> Iterator[_Candidate]:
+    layers = [layer for layer in keras_api.flatten_layers(model) if layer.weights]
+    dtypes = {layer.compute_dtype for layer in layers} | {model.compute_dtype}
+    low = next((name for name in LOW_PRECISION_NAMES if name in dtypes), None)
+    best = hardware.best_policy()
+    now = "float32" if low is None else f"mixed_{low}"
+    for policy in dict.fromkeys((best, "float32")):
+        if policy != now:
+            what = f'keras_mp.set_global_policy("{policy}"), before the model is made'
+            yield _Candidate(what, policy)
+    heads = keras_api.output_layers(model) or []
+    paths = {path: layer for path, layer in layer_paths.layers_by_path(model).items() if path}
+    for path, layer in paths.items():
+        is_head = any(layer is each for each in heads) and layer.weights
+        if low is not None and is_head and layer.dtype_policy.name == "float32":
+            policy = Policy(f"mixed_{low}", output_dtype="float32")
+            code = f'dtype=keras_mp.Policy("mixed_{low}", output_dtype="float32")'
+            yield _Candidate(f"{code}, of layer {path!r}", {path: policy})
+    if getattr(model.optimizer, "jit_compile", False) is not True:
+        is_ours = isinstance(model.optimizer, OptimizerWrapper)
+        wrapper = type(model.optimizer) if is_ours else OptimizerWrapper
+        what = f"keras_mp.{wrapper.__name__}(optimizer, jit_compile=True)"
+        yield _Candidate(what, compiles_update=True)
+    if model.jit_compile is not True:
+        yield _Candidate("model.compile(..., jit_compile=True)", compiles=True)
+
+
+def _step_of(model: Any, candidate: _Candidate, data: batches.Batch) -> Callable[[], Any]:
+    """Makes a copy of the model with the change, and what makes a step of it."""
+    copy = convert(model, candidate.policies or {})
+    optimizer = keras_api.deserialize_optimizer(keras_api.serialize_optimizer(model.optimizer))
+    if candidate.compiles_update:
+        if isinstance(optimizer, OptimizerWrapper):
+            optimizer.jit_compile = True
+        else:
+            optimizer = OptimizerWrapper(optimizer, jit_compile=True)
+    config = model.get_compile_config() or {}
+    copy.compile(
+        optimizer,
+        loss=model.loss,
+        loss_weights=config.get("loss_weights"),
+        jit_compile=candidate.compiles or model.jit_compile is True,
+    )
+    _name_update(copy.optimizer)
+
+    def step() -> Any:
+        return copy.train_on_batch(data.x, data.y, sample_weight=data.sample_weight)
+
+    for _ in range(_WARM_UP):
+        step()
+    return step
+
+
+def _name_update(optimizer: Any) -> None:
+    """Lets the profiler tell the update of the weights from the rest."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    name = "apply" if hasattr(optimizer, "apply") else "apply_gradients"
+    update = getattr(optimizer, name)
+
+    def in_scope(*args: Any, **kwargs: Any) -> Any:
+        with tf.name_scope(op_times.UPDATE):
+            return update(*args, **kwargs)
+
+    vars(optimizer).update({name: in_scope})
+
+
+def _medians(made: Mapping[str, Callable[[], Any]], steps: int) -> dict[str, float]:
+    """Times steps in turns, so that what else the machine does falls on all of them."""
+    seconds: dict[str, list[float]] = {what: [] for what in made}
+    for _ in range(steps):
+        for what, step in made.items():
+            start = time.perf_counter()
+            step()
+            seconds[what].append(time.perf_counter() - start)
+    return {what: statistics.median(each) for what, each in seconds.items()}
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms"

@@ -1,0 +1,107 @@
+"""Products whose result is float32's, and whose gradients are computed in 16 bits.
+
+TensorFlow has no product that takes 16 bits and returns float32 on a CPU, and one that returns 16
+bits has rounded each number. So the forward product is one in float32, and the two products of the
+backward pass are those of the same operation in 16 bits. This module needs TensorFlow only.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record as _record
+from tensorflow.python.framework import ops as _ops
+
+from keras_mp.op_autocast import lower_precision
+
+
+def run_in_eager(
+    run: Callable[..., Any], op: str, args: Sequence[Any], inputs: int, dtype: tf.DType
+) -> Any:
+    """Runs an operation in eager, and tells tapes of its gradient in 16 bits.
+
+    Args:
+        run: takes `args` and returns the result, or a list of them.
+        op: str. The operation.
+        args: its inputs, in float32, then names and values of attributes in turn.
+        inputs: int. How many of `args` are inputs.
+        dtype: DType of 16 bits.
+    """
+    with _record.stop_recording():
+        results = run(*args)
+    given = tf.nest.flatten(list(args[:inputs]))
+    computed = results if isinstance(results, list | tuple) else [results]
+    name = _gradient_of(op, dtype).name
+    tf.__internal__.record_gradient(name, given, tuple(args[inputs:]), list(computed))
+    return results
+
+
+def set_in_graph(op: tf.Operation, dtype: tf.DType) -> None:
+    """Gives an operation in a graph, whose inputs are float32, its gradient in 16 bits.
+
+    Not by an attribute: in a file, TensorFlow takes that for a function like an identity's.
+    """
+    gradient = _gradient_of(op.type, dtype)
+    op._gradient_function = gradient  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def of(op: str, results: Sequence[Any]) -> str:
+    """Returns the name of the gradient of an operation: its type, or that of `set_in_graph`.
+
+    Args:
+        op: str. Its type.
+        results: its results.
+    """
+    is_in_graph = results and not tf.executing_eagerly()
+    gradient = results[0].op._gradient_function if is_in_graph else None
+    return gradient.name if isinstance(gradient, _Gradient) else op
+
+
+class _InLowPrecision:
+    """An operation as its gradient function sees it, with 16-bit inputs.
+
+    Args:
+        op: operation, or what a tape has kept of it.
+        dtype: DType.
+    """
+
+    def __init__(self, op: Any, dtype: tf.DType) -> None:
+        self._op, self._dtype = op, dtype
+        self.inputs = [lower_precision.cast(each, dtype) for each in op.inputs]
+
+    def get_attr(self, name: str) -> Any:
+        value = self._op.get_attr(name)
+        # A DType equals its number too, and 1 is that of float32.
+        return self._dtype if isinstance(value, tf.DType) and value == tf.float32 else value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._op, name)
+
+
+class _Gradient:
+    """The gradient function of an operation with float32 inputs, which computes in 16 bits.
+
+    Attributes:
+        name: str, under which TensorFlow knows it.
+
+    Args:
+        op: str. The type of the operation.
+        dtype: DType.
+    """
+
+    def __init__(self, op: str, dtype: tf.DType) -> None:
+        self._op, self._dtype = op, dtype
+        self.name = f"KerasMpGradientIn_{dtype.name}_{op}"
+        tf.RegisterGradient(self.name)(self)
+
+    def __call__(self, op: Any, *upstream: Any) -> Any:
+        if not isinstance(op, tf.Operation):
+            op.type = self._op  # What a tape keeps has the name of the gradient there.
+        differentiate = _ops.gradient_registry.lookup(self._op)
+        low = [lower_precision.cast(each, self._dtype) for each in upstream]
+        gradients = differentiate(_InLowPrecision(op, self._dtype), *low)
+        return tf.nest.map_structure(lambda each: lower_precision.cast(each, tf.float32), gradients)
+
+
+_gradient_of = functools.cache(_Gradient)

@@ -1,0 +1,136 @@
+"""Where the time of a step goes, and what is proposed of what was tried."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import hardware
+from keras_mp.numerics import StepTimes, op_times, step_times
+from tests.common import value
+
+L = tf.keras.layers
+X, Y = np.ones([4, 8], "float32"), np.ones([4, 3], "float32")
+
+POLICY = 'keras_mp.set_global_policy("{}"), before the model is made'
+UPDATE = "keras_mp.{}(optimizer, jit_compile=True)"
+XLA = "model.compile(..., jit_compile=True)"
+HEAD = 'dtype=keras_mp.Policy("mixed_bfloat16", output_dtype="float32"), of layer \'head\''
+
+
+@pytest.fixture(autouse=True)
+def _best_policy(monkeypatch):
+    monkeypatch.setattr(hardware, "best_policy", lambda: "mixed_bfloat16")
+
+
+def model_of(policy, optimizer="sgd", **kwargs):
+    with keras_mp.policy_scope(policy):
+        layers = [tf.keras.Input([8]), L.Dense(16), L.Dense(3, name="head", dtype="float32")]
+        model = tf.keras.Sequential(layers)
+        model.compile(optimizer, "mse", **kwargs)
+    return model
+
+
+def test_events_of_the_profiler_have_classes():
+    expected = {
+        "model/dense/MatMul:_MklNativeFusedMatMul": "products",
+        "model/conv2d/Conv2D:_FusedConv2D": "products",
+        "gradient_tape/conv2d/Conv2D/Conv2DBackpropFilter:Conv2DBackpropFilter": "products",
+        "model/dense/Cast:Cast": "casts",
+        "model/gelu/Erf:Erf": "elementwise",
+        "gradient_tape/TanhGrad:TanhGrad": "elementwise",
+        "gradient_tape/AddN_3:AddN": "reductions",
+        "model/bn/FusedBatchNormV3:_MklNativeFusedBatchNormV3": "reductions",
+        "gradient_tape/FusedBatchNormGradV3:FusedBatchNormGradV3": "reductions",
+        "while/TensorListPushBack:TensorListPushBack": "loops",
+        "model/reshape:Reshape": "rest",
+        "model/pool:MaxPool": "rest",
+        f"{op_times.UPDATE}/adam/Mul_3:Mul": "update",
+        f"CpuExecutable::{op_times.XLA}": "compiled",
+        "ExecutorState::Process": None,
+        "ThunkExecutor": None,
+    }
+    assert {event: op_times.class_of(event) for event in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "expected"),
+    [
+        (
+            "float32",
+            "sgd",
+            [POLICY.format("mixed_bfloat16"), UPDATE.format("OptimizerWrapper"), XLA],
+        ),
+        (
+            "mixed_bfloat16",
+            lambda: keras_mp.OptimizerWrapper(tf.keras.optimizers.SGD(), jit_compile=True),
+            [POLICY.format("float32"), HEAD, XLA],
+        ),
+        (
+            "mixed_float16",
+            "sgd",
+            [
+                *(POLICY.format("mixed_bfloat16"), POLICY.format("float32")),
+                HEAD.replace("bfloat16", "float16"),
+                *(UPDATE.format("LossScaleOptimizer"), XLA),
+            ],
+        ),
+    ],
+)
+def test_what_is_tried(policy, optimizer, expected):
+    model = model_of(policy, optimizer if isinstance(optimizer, str) else optimizer())
+    before = [value(each) for each in model.weights]
+    found = step_times(model, (X, Y), steps=1)
+    assert list(found.tried) == expected
+    assert all(isinstance(seconds, float) for seconds in found.tried.values())
+    for old, weight in zip(before, model.weights, strict=True):
+        np.testing.assert_array_equal(value(weight), old)
+    assert int(value(model.optimizer.iterations)) == 0
+    assert found.seconds > 0
+    assert found.classes["products"] > 0
+    assert (found.classes["casts"] > 0) >= (policy != "float32")
+    assert max(found.classes["update"], found.classes["compiled"]) > 0
+
+
+def test_what_saves_most_is_proposed(monkeypatch):
+    def medians(made, steps):
+        assert steps == 5
+        return {"": 1.0, POLICY.format("float32"): 2.0, HEAD: 0.98, UPDATE: 1.0, XLA: 0.7}
+
+    module = __import__("keras_mp.numerics.step_times", fromlist=["_medians"])
+    monkeypatch.setattr(module, "_medians", medians)
+    found = step_times(model_of("mixed_bfloat16"), (X, Y), steps=5)
+    assert [change.what for change in found.changes] == [XLA]
+    assert found.changes[0].seconds == pytest.approx(0.3)
+    assert "300 ms: model.compile(..., jit_compile=True)" in str(found)
+    assert "float32" not in str(found).partition("What saves most")[2]
+
+
+class NotInFloat32(L.Layer):
+    def call(self, x):
+        if self.compute_dtype == "bfloat16":
+            raise RuntimeError("no such kernel here")
+        return x
+
+
+def test_what_cannot_be_tried_is_said_and_the_rest_is_tried():
+    model = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(3), NotInFloat32()])
+    model.compile("sgd", "mse")
+    found = step_times(model, (X, Y), steps=1)
+    failed = found.tried[POLICY.format("mixed_bfloat16")]
+    assert "no such kernel here" in failed
+    assert "Could not be tried: keras_mp.set_global_policy" in str(found)
+    assert isinstance(found.tried[XLA], float)
+
+
+def test_bad_arguments():
+    model = model_of("float32")
+    with pytest.raises(ValueError, match="at least one step"):
+        step_times(model, (X, Y), steps=0)
+    with pytest.raises(ValueError, match="tuple of 4"):
+        step_times(model, (X, Y, None, None))
+    with pytest.raises(TypeError, match="as `fit` takes it"):
+        step_times(model, tf.data.Dataset.from_tensors((X, Y)))
+    with pytest.raises(ValueError, match="is not compiled"):
+        step_times(tf.keras.Sequential([tf.keras.Input([8]), L.Dense(3)]), (X, Y))
+    assert isinstance(str(StepTimes("m", 1.0, {}, {}, ())), str)

@@ -1,0 +1,209 @@
+"""`Policy(..., output_dtype="float32")`: what float32 computes, with gradients in 16 bits."""
+
+import copy
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import IS_KERAS_3, mirrored
+
+L = tf.keras.layers
+DTYPES = ["bfloat16", "float16"]
+# How far a product is off whose operands and result are rounded: three times half a digit, and
+# what the sums of some 50 products add.
+ROUNDED = {"bfloat16": 4 * 2**-9, "float16": 4 * 2**-12}
+MODES = {
+    "eager": lambda function: function,
+    "function": tf.function,
+    "jit": lambda function: tf.function(function, jit_compile=True),
+}
+IMAGE = (2, 8, 8, 3)
+LAYERS = {
+    "Dense": (lambda **kw: L.Dense(5, activation="softmax", **kw), (4, 8)),
+    "Dense of sequences": (lambda **kw: L.Dense(5, **kw), (2, 3, 8)),
+    "EinsumDense": (lambda **kw: L.EinsumDense("abc,cd->abd", [6, 5], **kw), (4, 6, 8)),
+    "Conv1D": (lambda **kw: L.Conv1D(4, 3, **kw), (2, 12, 3)),
+    "Conv2D": (lambda **kw: L.Conv2D(4, 3, **kw), IMAGE),
+    "Conv2DTranspose": (lambda **kw: L.Conv2DTranspose(4, 3, **kw), IMAGE),
+    "DepthwiseConv2D": (lambda **kw: L.DepthwiseConv2D(3, **kw), IMAGE),
+    "LSTM": (lambda **kw: L.LSTM(4, **kw), (2, 6, 3)),
+}
+
+
+def policy_of(dtype):
+    return keras_mp.Policy(f"mixed_{dtype}", output_dtype="float32")
+
+
+def outputs_and_gradients(make, shape, mode, dtype):
+    x = tf.constant(np.random.RandomState(0).normal(size=shape), tf.float32)
+    tf.keras.utils.set_random_seed(1)
+    layer = make(dtype=dtype)
+    layer(x)
+
+    @MODES[mode]
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x)
+            loss = tf.reduce_sum(y * tf.sin(y))
+        return y, tape.gradient(loss, [x, *layer.trainable_variables])
+
+    return run(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_are_those_of_float32_and_gradients_those_of_16_bits(name, mode, dtype):
+    make, shape = LAYERS[name]
+    expected, exact = outputs_and_gradients(make, shape, mode, "float32")
+    found, gradients = outputs_and_gradients(make, shape, mode, policy_of(dtype))
+    assert found.dtype == tf.float32
+    # XLA may add up in another order where the backward pass is another one.
+    np.testing.assert_allclose(
+        found, expected, rtol=1e-5 * (mode == "jit"), atol=1e-6 * (mode == "jit")
+    )
+    errors = [float(tf.norm(a - b) / tf.norm(b)) for a, b in zip(gradients, exact)]
+    assert all(gradient.dtype == tf.float32 for gradient in gradients)
+    assert 0 < max(errors) < ROUNDED[dtype]
+
+
+def test_the_gradient_is_that_of_a_product_in_16_bits():
+    x = tf.constant(np.random.RandomState(0).normal(size=(4, 8)), tf.float32)
+    layer = L.Dense(3, use_bias=False, dtype=policy_of("bfloat16"))
+    with tf.GradientTape() as tape:
+        y = layer(x)
+        loss = tf.reduce_sum(y**2)
+    found = tape.gradient(loss, layer.trainable_variables[0])
+    low = [tf.cast(each, tf.bfloat16) for each in (x, 2 * y)]
+    expected = tf.cast(tf.matmul(*low, transpose_a=True), tf.float32)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_second_derivatives():
+    layer = L.Dense(1, use_bias=False, kernel_initializer="ones", dtype=policy_of("bfloat16"))
+    x = tf.Variable([[2.0, 3.0]])
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            y = layer(x) ** 3
+        first = inner.gradient(y, x)
+    np.testing.assert_array_equal(first, [[75.0, 75.0]])
+    np.testing.assert_array_equal(outer.gradient(first, x), [[60.0, 60.0]])
+
+
+def test_it_is_a_policy_of_its_own():
+    policy = policy_of("bfloat16")
+    plain = keras_mp.Policy("mixed_bfloat16")
+    assert repr(policy) == '<Policy "mixed_bfloat16", output_dtype="float32">'
+    assert (policy.name, policy.compute_dtype) == ("mixed_bfloat16", "float32")
+    assert (policy.variable_dtype, policy.output_dtype) == ("float32", "float32")
+    assert policy.low_precision_dtype == tf.bfloat16
+    assert policy != plain
+    assert plain.output_dtype is None
+    assert keras_mp.Policy("mixed_bfloat16", output_dtype="bfloat16") == plain
+    assert keras_mp.Policy("float32", output_dtype=tf.float32) == keras_mp.Policy("float32")
+    for same in (keras_mp.Policy.from_config(policy.get_config()), copy.deepcopy(policy)):
+        assert same == policy
+        assert hash(same) == hash(policy)
+    scaled = keras_mp.Policy("mixed_float16", 8, output_dtype="float32")
+    assert "FixedLossScale" in repr(scaled)
+    assert repr(scaled).endswith(', output_dtype="float32">')
+    with keras_mp.policy_scope(policy):
+        assert keras_mp.global_policy() == policy
+        assert L.Dense(1).dtype_policy == policy
+
+
+@pytest.mark.parametrize(
+    ("name", "output_dtype", "error"),
+    [
+        ("mixed_bfloat16", "float16", ValueError),
+        ("mixed_bfloat16", "float64", ValueError),
+        ("mixed_float16", tf.int32, ValueError),
+        ("float32", "bfloat16", ValueError),
+        ("bfloat16", "float32", ValueError),
+        ("mixed_bfloat16", "half a byte", TypeError),
+        ("mixed_bfloat16", {}, TypeError),
+    ],
+)
+def test_bad_output_dtypes(name, output_dtype, error):
+    with pytest.raises(error, match=r"output.dtype.*Received: output_dtype="):
+        keras_mp.Policy(name, output_dtype=output_dtype)
+
+
+def model_of(dtype, head):
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        layers = [tf.keras.Input([6]), L.Dense(8, activation="relu"), L.Dense(3, dtype=head)]
+        model = tf.keras.Sequential(layers)
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(tf.keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+X = np.random.RandomState(0).normal(size=[64, 6]).astype("float32")
+Y = (X.sum(1) > 0).astype("int32") + (X[:, 0] > 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_learns_as_a_float32_head_does(dtype):
+    histories = {}
+    for head in ("float32", policy_of(dtype)):
+        tf.keras.utils.set_random_seed(0)
+        model = model_of(dtype, head)
+        history = model.fit(X, Y, batch_size=16, epochs=4, verbose=0, shuffle=False)
+        histories[str(head)] = history.history["loss"]
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer) == (dtype == "float16")
+    exact, found = histories.values()
+    assert exact[0] - exact[-1] > 0.1
+    assert exact != found
+    np.testing.assert_allclose(found, exact, atol=0.01 * (exact[0] - exact[-1]))
+
+
+def test_files_and_conversion_keep_it(tmp_path):
+    policy = policy_of("bfloat16")
+    model = model_of("bfloat16", policy)
+    model.fit(X, Y, epochs=1, verbose=0)
+    model.save(str(tmp_path / "model.keras"))
+    loaded = tf.keras.models.load_model(str(tmp_path / "model.keras"))
+    clone = tf.keras.models.clone_model(model)
+    for each in (loaded, clone):
+        assert each.layers[-1].dtype_policy == policy
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+    model.export(str(tmp_path / "exported"))
+    exported = tf.saved_model.load(str(tmp_path / "exported"))
+    served = exported.serve(X)
+    np.testing.assert_allclose(served, model.predict(X, verbose=0), rtol=2**-6, atol=1e-3)
+    assert keras_mp.convert(model, "float32").layers[-1].dtype_policy.name == "float32"
+    assert keras_mp.convert(loaded, policy).layers[-1].dtype_policy == policy
+
+
+def test_on_replicas_and_inside_of_regions():
+    policy = policy_of("bfloat16")
+
+    def gradient_of(layer):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.sin(layer(X)))
+        return tape.gradient(loss, layer.trainable_variables[0])
+
+    strategy = mirrored(2)
+    with strategy.scope():
+        layer = L.Dense(3, kernel_initializer="ones", dtype=policy)
+        layer.build([None, 6])
+    on_replicas = strategy.run(tf.function(lambda: gradient_of(layer)))
+    alone = gradient_of(layer)
+    with keras_mp.autocast("float16"):
+        in_region = layer(X)
+        other = gradient_of(layer)
+    for found in (*strategy.experimental_local_results(on_replicas), other):
+        np.testing.assert_array_equal(found, alone)
+    np.testing.assert_array_equal(in_region, layer(X))
+    exact = L.Dense(3, kernel_initializer="ones")
+    exact.build([None, 6])
+    assert not np.array_equal(alone, gradient_of(exact))
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 reads the config of any policy.")
+def test_layers_made_of_a_name_are_as_before():
+    policy_of("bfloat16")
+    assert type(L.Dense(1, dtype="mixed_bfloat16").dtype_policy) is tf.keras.DTypePolicy
