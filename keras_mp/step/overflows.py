@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step import gradients
+from keras_mp.step import gradients, replicas
 from keras_mp.step.gradients import COUNTS
 from keras_mp.step.loss_scales import state_variable
 from keras_mp.step.overflow_report import (
@@ -25,6 +25,7 @@ from keras_mp.step.overflow_report import (
 )
 from keras_mp.step.state_rollback import name_of
 from keras_mp.support import host
+from keras_mp.support.autograph import do_not_convert
 
 # The header of a record describes its last step: its number among those skipped in this program;
 # the number of skipped steps so far, those before a restored checkpoint included; the number of
@@ -88,7 +89,8 @@ def look(of_replicas: Sequence[LookedAt], totals: Sequence[gradients.Gradient] |
     """Looks for what is not finite. Called in the branch that skips.
 
     Args:
-        of_replicas: of all replicas, or of the one that calls this, which then tells the others.
+        of_replicas: of all replicas of this process, or of the one that calls this. The others are
+            told.
         totals: the gradients that were tested, of which the first were made of `sent`; None if
             `sent` itself was tested. All replicas have the same.
 
@@ -106,15 +108,23 @@ def look(of_replicas: Sequence[LookedAt], totals: Sequence[gradients.Gradient] |
             rows.append(_row_of_replica(list(each.losses), list(each.unclipped), sent))
     if len(rows) == count:
         return tf.stack(rows if totals is None else [*rows, _row_of_totals(totals)])
-    context = tf.distribute.get_replica_context()
-    replica = context.replica_id_in_sync_group
-    counts = tf.one_hot(replica, count, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * rows[0]
-    if totals is not None:
-        # One replica counts in what all have.
-        is_first = tf.get_static_value(replica) == 0
-        row = _row_of_totals(totals) if is_first else tf.zeros_like(rows[0])
-        counts = tf.concat([counts, row[tf.newaxis]], 0)
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+
+    @do_not_convert
+    def tell() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        replica = context.replica_id_in_sync_group
+        row = rows[replicas.local_id()] if len(rows) > 1 else rows[0]
+        counts = tf.one_hot(replica, count, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * row
+        if totals is not None:
+            # One replica counts in what all have.
+            is_first = tf.get_static_value(replica) == 0
+            total = _row_of_totals(totals) if is_first else tf.zeros_like(row)
+            counts = tf.concat([counts, total[tf.newaxis]], 0)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+
+    if not tf.distribute.in_cross_replica_context():
+        return tell()
+    return strategy.experimental_local_results(strategy.extended.call_for_each_replica(tell))[0]
 
 
 @host.shared_operation
