@@ -1,5 +1,6 @@
 """Advice about gradients: the loss scale that suits them, and the layers that none suits."""
 
+import math
 from collections.abc import Sequence
 
 from keras_mp.numerics.advice import Advice, Facts, named, power, share_of
@@ -26,6 +27,10 @@ def about_gradients(facts: Facts) -> Advice | None:
         An `Advice`, or None if the loss scale in force is good.
     """
     dtype, now, rows = facts.dtype, facts.now, facts.gradients
+    overflowed = [row for row in rows if row.dtype == dtype and math.isfinite(row.overflowed_at)]
+    infinite = [row for row in overflowed if not row.histogram.exponents]
+    if infinite:
+        return _about_unknown_size(facts, infinite)
     # A loss scale is at least 1.
     common = allowed = Window(0, EVERYWHERE.high)
     windows = {}
@@ -50,13 +55,29 @@ def about_gradients(facts: Facts) -> Advice | None:
     )
     worst = max(rows, key=lambda row: _lost(row.histogram.fate(dtype, now)))
     fate = worst.histogram.fate(dtype, now)
-    if fate.infinite or fate.zero:
+    if overflowed:
+        sentence += (
+            " That is of what was finite: how much smaller the scale has to be for the steps that "
+            "overflowed is unknown, and a dynamic one finds it."
+        )
+    elif fate.infinite or fate.zero:
         beyond = "beyond" if fate.infinite else "below"
         sentence += (
             f" At {power(now)}, {share_of(fate.infinite or fate.zero, fate.values)} of "
             f"{named(worst.kind, worst.path)} is {beyond} {dtype}."
         )
     return Advice([sentence], {}, 2.0**exponent)
+
+
+def _about_unknown_size(facts: Facts, infinite: Sequence[Row]) -> Advice:
+    """Gradients of which no finite value was seen."""
+    others = f" (and of {len(infinite) - 1} more)" if len(infinite) > 1 else ""
+    scale = power(min(row.overflowed_at for row in infinite))
+    sentence = (
+        f"Let the loss scale be dynamic, which finds one: at {scale} all of `{infinite[0].path}`"
+        f"{others} is infinite or NaN, {facts.where}, and nothing tells how large it is."
+    )
+    return Advice([sentence], {}, None)
 
 
 def _about_losses(facts: Facts) -> Advice:
@@ -149,7 +170,7 @@ def _about_conflict(
                 advice.sentences.append(
                     f"Run `{layer}` in float32: it computes the gradient of `{path}`'s output."
                 )
-    if kept:
+    if advice.loss_scale is not None:
         advice.sentences.append(
             f"Then {facts.set_scale} {power(advice.loss_scale)}: between 2^{low} and 2^{high} "
             f"the other gradients lose no more than {facts.tolerated}, {facts.where}."

@@ -96,7 +96,7 @@ def test_outputs_come_first():
 
 @once
 def test_what_it_does_not_take():
-    with pytest.raises(TypeError, match="what_if returned; .* `Finding.cure`. Received: 3"):
+    with pytest.raises(TypeError, match="what_if returned; .* `Hazard.cure`. Received: 3"):
         advise(3)
     with pytest.raises(ValueError, match="Received: dtype='float32'"):
         advise(report(row()), "float32")
@@ -264,6 +264,7 @@ def test_zeros_of_a_run_in_16_bits_are_unknown():
     large = row(path="b/kernel", values=[4.0], overflowed_at=2.0**15)
     both = advise(report(lossy, large, loss_scale=2.0**15))
     assert both.loss_scale < 2.0**15
+    assert "for the steps that overflowed is unknown" in str(both)
     in_float32 = row(dtype="float32", values=[0.0, 2.0**-24])
     assert advise(report(in_float32, loss_scale=1.0)).sentences == []
 

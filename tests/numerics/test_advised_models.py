@@ -137,3 +137,83 @@ def test_a_healthy_model_is_told_nothing_and_trains(name):
     assert skipped == 0
     assert expected[-1] < expected[0]
     np.testing.assert_allclose(losses, expected, rtol=0.02)
+
+
+FIX = re.compile(
+    r"^Fix the loss scale at 2\^(\d+): between 2\^(-?\d+) and 2\^(\d+) no gradient loses more than "
+    r"0\.1 %, in 1 of 1 steps\. That is of what was finite: .* a dynamic one finds it\.$"
+)
+
+
+def report_of(case, model, optimizer, steps=2, **kinds):
+    """Some steps of one batch, counted."""
+    histograms = keras_mp.numerics.ExponentHistograms(model, every=1, optimizer=optimizer, **kinds)
+    x, y = case.batch()
+    for _ in range(steps):
+        with histograms.step():
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(case.loss(y, model(x, training=True)))
+            gradients = tape.gradient(scaled, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    return histograms.read()
+
+
+def sgd(rate, *scale):
+    return keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(rate), *scale)
+
+
+def test_a_report_of_infinite_gradients_has_the_loss_scale_move_which_finds_one():
+    case = SUFFERING["gradients that are too large for the loss scale"]
+    unknown = advise(report_of(case, case.model(), sgd(1e-9, INITIAL_LOSS_SCALE), steps=1))
+    assert unknown.loss_scale is None
+    assert re.match(
+        r"Let the loss scale be dynamic, which finds one: at 2\^15 all of `first/kernel` \(and of 3 "
+        r"more\) is infinite or NaN, in 1 of 1 steps, and nothing tells how large it is\.",
+        str(unknown),
+    )
+    model, moving = case.model(), sgd(1e-9)
+    advice = advise(report_of(case, model, moving, steps=12))
+    assert 0 < int(moving.steps_skipped) < 12
+    assert str(advice) == "Nothing is lost."
+    found = float(moving.loss_scale)
+    result = run(case, model, "float16", [found])
+    assert not set(result.losses("float16", found, TOLERANCE)) - result.noise
+
+
+def test_a_report_of_gradients_of_which_some_are_infinite_names_a_scale_that_is_good():
+    case = SUFFERING["gradients that are too large for the loss scale"]
+    # A fixed scale skips no step: what is infinite goes into this model's weights.
+    advice = advise(report_of(case, case.model(), sgd(1e-9, 2.0**10), steps=1))
+    model = case.model()
+    best, low, high = (2.0 ** int(exponent) for exponent in FIX.match(str(advice)).groups())
+    assert advice.loss_scale == best
+    result = run(case, model, "float16", [low, best, high])
+    for each in (low, best, high):
+        assert not set(result.losses("float16", each, TOLERANCE)) - result.noise
+    assert str(advise(report_of(case, model, sgd(1e-9, best)))) == "Nothing is lost."
+
+
+def test_a_report_that_does_not_know_has_what_if_asked_which_does():
+    case = SUFFERING["gradients that are too small for the loss scale"]
+    model = case.model()
+    advice = advise(report_of(case, model, sgd(1.0, 1.0)))
+    assert str(advice).endswith("Whether it is in float32 too is unknown: ask `what_if`.")
+    path = re.search("of `(.+?)`", str(advice))[1]
+    assert run(case, model, "float16", [1.0])["float16", 1.0]["gradient", path].zero > 0
+
+
+def test_a_report_of_weights_that_stay_names_the_optimizer_that_moves_them():
+    case = HEALTHY["dense in bfloat16"]
+    model = case.model()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="keeps variables in bfloat16"):
+        model = keras_mp.convert(model, "bfloat16")
+    inner = tf.keras.optimizers.SGD(1e-4)
+    advice = advise(
+        report_of(case, model, keras_mp.LossScaleOptimizer(inner, 1), updates=True), "bfloat16"
+    )
+    assert advice.sentences[-1].startswith("Compile the model with keras_mp.MasterWeightOptimizer")
+    cured = keras_mp.LossScaleOptimizer(
+        keras_mp.MasterWeightOptimizer(tf.keras.optimizers.SGD(1e-4)), 1
+    )
+    after = advise(report_of(case, model, cured, updates=True), "bfloat16")
+    assert str(after) == "Nothing is lost."
