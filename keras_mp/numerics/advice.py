@@ -104,7 +104,7 @@ class Facts(NamedTuple):
         else:
             raise TypeError(
                 "Expected a keras_mp.numerics.Report or what what_if returned; findings of audit "
-                f"have cures of their own, `Finding.cure`. Received: {measured!r} (of type "
+                f"have cures of their own, `Hazard.cure`. Received: {measured!r} (of type "
                 f"{type(measured)})"
             )
         now = 2.0 ** math.floor(math.log2(measured.loss_scale))
@@ -112,8 +112,20 @@ class Facts(NamedTuple):
 
     @property
     def computed_in(self) -> Mapping[tuple[str, str], str]:
-        """What each tensor was computed in, of a run in the dtype."""
-        return self.measured.computed_in[self.dtype]
+        """What each tensor was computed in, of a run in the dtype; empty if there was none."""
+        return self.measured.computed_in[self.dtype] if isinstance(self.measured, WhatIf) else {}
+
+    @property
+    def lost_in_run(self) -> Mapping[tuple[str, str], Lost]:
+        """What a run in the dtype at the smallest scale has lost; empty if there was none."""
+        if not isinstance(self.measured, WhatIf):
+            return {}
+        return self.measured[self.dtype, self.measured.scales[0]]
+
+    @property
+    def amplification(self) -> Mapping[str, float]:
+        """By how much layers amplify an error of what they take, where that was measured."""
+        return self.measured.amplification if isinstance(self.measured, WhatIf) else {}
 
     @property
     def gradients(self) -> list[Row]:

@@ -114,10 +114,8 @@ def _output(path: str, layer: str) -> str:
 
 def _about_runs(facts: Facts) -> Advice | None:
     """The first layer that loses what it returns to something inside, though it would fit."""
-    if not isinstance(facts.measured, WhatIf):
-        return None
-    dtype, computed_in = facts.dtype, facts.measured.computed_in[facts.dtype]
-    for (kind, path), lost in facts.measured[dtype, facts.measured.scales[0]].items():
+    dtype, computed_in = facts.dtype, facts.computed_in
+    for (kind, path), lost in facts.lost_in_run.items():
         if kind != OUTPUT or not (lost.infinite or _is_off(facts, path)):
             continue
         layers = [path]
@@ -142,20 +140,18 @@ def _about_runs(facts: Facts) -> Advice | None:
 
 def _is_off(facts: Facts, path: str) -> bool:
     """Whether what a layer returns is further off than what it takes."""
-    error = facts.measured[facts.dtype, facts.measured.scales[0]][OUTPUT, path].error
-    return error > max(_OFF, _RISES * _off_before(facts, path))
+    return facts.lost_in_run[OUTPUT, path].error > max(_OFF, _RISES * _off_before(facts, path))
 
 
 def _is_amplified(facts: Facts, path: str) -> bool:
     """Whether a layer is as far off in float32 too, given what it takes in 16 bits."""
-    error = facts.measured[facts.dtype, facts.measured.scales[0]][OUTPUT, path].error
-    amplification = facts.measured.amplification.get(path, 0.0)
-    return error <= _RISES * amplification * _off_before(facts, path)
+    limit = _RISES * facts.amplification.get(path, 0.0) * _off_before(facts, path)
+    return facts.lost_in_run[OUTPUT, path].error <= limit
 
 
 def _off_before(facts: Facts, path: str) -> float:
     """How far what a layer takes is off, which is one rounding at least."""
-    lost = facts.measured[facts.dtype, facts.measured.scales[0]]
+    lost = facts.lost_in_run
     rows = [(OUTPUT, maker) for maker in facts.makers(path)]
     return max([UNIT_ROUNDOFF[facts.dtype], *(lost[row].error for row in rows if row in lost)])
 

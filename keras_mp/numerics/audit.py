@@ -257,7 +257,7 @@ def _finding_of_error(model: Any, batch: Batch, error: Exception) -> Hazard | No
     if _is_made_here(error) or not of_dtypes:
         return None
     why = f"The step cannot be traced: {of_dtypes[-1].strip()}"
-    lines = [Line(f.filename, f.lineno) for f in frames if not origins.is_library(f.filename)]
+    lines = [Line(f.filename, f.lineno or 0) for f in frames if not origins.is_library(f.filename)]
     custom = _custom_gradients(model, batch)
     if custom:
         return Hazard(

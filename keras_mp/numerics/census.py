@@ -50,7 +50,7 @@ class Operation(NamedTuple):
         is_least: bool. Whether it is in a loop of which nothing tells how often it runs. Its turns
             and work are those of one round then.
         sizes: tuple of int. Of a plain matrix product, rows, columns and what is summed over; of a
-            convolution, channels in and out; None of all others.
+            convolution, channels in and out; empty for all others.
 
     Example:
 
@@ -69,7 +69,7 @@ class Operation(NamedTuple):
     kind: str
     work: int
     is_least: bool
-    sizes: tuple[int, ...] | None = None
+    sizes: works.Dimensions = ()
 
 
 class Cast(NamedTuple):

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -90,7 +90,7 @@ def load_batch(path: str) -> dict[str, Any]:
     return batch
 
 
-def fail(message: str) -> Any:
+def fail(message: str) -> NoReturn:
     """Ends the program with a message and the exit status of what could not be looked at."""
     print(message, file=sys.stderr)
     sys.exit(FAILED)

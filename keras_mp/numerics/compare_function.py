@@ -11,7 +11,7 @@ import copy
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -393,8 +393,8 @@ def _finding(
     row: _TracedRow, side: str, run: _FunctionRun, exact: _FunctionRun, dtype: str
 ) -> Finding:
     layer = row.layer
-    distance = layer.output if side == "forward" else layer.gradient
-    both = [copy.copy(each.kept) for each in (run, exact)]
+    distance = cast(Distance, layer.output if side == "forward" else layer.gradient)
+    both = copy.copy(run.kept), copy.copy(exact.kept)
     line = None
     if row.index is not None:
         line = run.forward[row.index[0]].line

@@ -1,7 +1,7 @@
 """How fast a function could be, by what it computes and how fast the device is."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: f
     now = sum(seconds(each, each.dtype) for each in products)
     fastest = sum(min(seconds(each, dtype) for dtype in ("float32", half)) for each in products)
     casting = sum(each.bytes for each in graph.casts) / bandwidth
-    gains: Counter[tuple[str, str]] = Counter()
+    gains: dict[tuple[str, str], float] = defaultdict(float)
     for each in products:
         other = half if each.dtype not in LOW_PRECISION_NAMES else "float32"
         where, what = f"the {each.kind}s of {each.layer or NO_LAYER}", f"compute {{}} in {other}"

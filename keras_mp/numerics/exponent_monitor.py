@@ -3,13 +3,27 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from keras_mp import keras_api
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.reports import Report
 from keras_mp.numerics.watching import wrapped_method
 from keras_mp.support import validation
+
+
+class _Attached(NamedTuple):
+    """What is there while a `fit` runs.
+
+    Attributes:
+        histograms: what counts.
+        plain: runs one execution of `fit`, of one or more steps, as Keras made it.
+        counting: runs one in which the histograms count.
+    """
+
+    histograms: ExponentHistograms
+    plain: Callable[[Any], Any]
+    counting: Callable[[Any], Any]
 
 
 class ExponentMonitor(keras_api.BaseCallback):
@@ -98,10 +112,7 @@ class ExponentMonitor(keras_api.BaseCallback):
             "first_step": first_step,
             "last_step": last_step,
         }
-        self._histograms: ExponentHistograms | None = None
-        # What runs one execution of `fit`, of one or more steps: Keras's own, and one that counts.
-        self._plain: Callable[[Any], Any] | None = None
-        self._counting: Callable[[Any], Any] | None = None
+        self._attached: _Attached | None = None
         # How many steps were made, in this `fit` and in it before this epoch; before this `fit`.
         self._made = self._before_epoch = self._before_fit = 0
         self._is_called = False
@@ -151,10 +162,10 @@ class ExponentMonitor(keras_api.BaseCallback):
             batch: int. Which batch of the epoch it was, from 0.
             logs: not used.
         """
-        if self._histograms is None:
+        if self._attached is None:
             # Keras 2 builds a model with its first batch, which then goes uncounted.
             self._attach()
-        elif self.read_freq != "epoch" and (batch + 1) % self.read_freq == 0:
+        elif isinstance(self.read_freq, int) and (batch + 1) % self.read_freq == 0:
             self._read()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -189,24 +200,26 @@ class ExponentMonitor(keras_api.BaseCallback):
                     f"Received: {other!r} and {self!r}"
                 )
             other._detach()
-        self._histograms = ExponentHistograms(model, **self._arguments)
+        histograms = ExponentHistograms(model, **self._arguments)
         self._made = self._before_epoch = 0
         self._before_fit = self.history[-1].step if self.history else 0
-        self._plain = model.train_function
-        with self._counting_steps():
+        plain = model.train_function
+        with self._counting_steps(histograms):
             model.make_train_function(force=True)
-        self._counting, model.train_function = model.train_function, self._execute
+        self._attached = _Attached(histograms, plain, model.train_function)
+        model.train_function = self._execute
 
     def _detach(self) -> None:
-        if self._histograms is not None:
-            model = self._histograms.model
+        if self._attached is not None:
+            model = self._attached.histograms.model
             if model.train_function == self._execute:  # unless it was compiled meanwhile
-                model.train_function = self._plain
-            self._histograms = self._plain = self._counting = None
+                model.train_function = self._attached.plain
+            self._attached = None
 
-    def _counting_steps(self) -> contextlib.AbstractContextManager[None]:
+    def _counting_steps(
+        self, histograms: ExponentHistograms
+    ) -> contextlib.AbstractContextManager[None]:
         """Where Keras finds the step of which it makes a function, when it makes or traces it."""
-        histograms = self._histograms
 
         def counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
             def counted_step(*args: Any, **kwargs: Any) -> Any:
@@ -219,24 +232,24 @@ class ExponentMonitor(keras_api.BaseCallback):
 
     def _execute(self, iterator: Any) -> Any:
         """Runs what `fit` runs at once: the function that counts, if one of its steps is due."""
+        histograms, plain, counting = cast(_Attached, self._attached)
         if not self._is_called:  # An error has ended the `fit` that had this callback.
-            plain = self._plain
             self._detach()
             return plain(iterator)
         self._is_called = False
         steps = keras_api.steps_per_execution(self.model)
-        if not self._histograms.is_due(self._made, steps):
-            logs = self._plain(iterator)
+        if not histograms.is_due(self._made, steps):
+            logs = plain(iterator)
         else:
-            self._histograms.go_on_from(self._made)
-            with self._counting_steps():
-                logs = self._counting(iterator)
+            histograms.go_on_from(self._made)
+            with self._counting_steps(histograms):
+                logs = counting(iterator)
         self._made += steps
         return logs
 
     def _read(self) -> None:
-        if self._histograms is not None:
-            report = self._histograms.read(self.all_workers)
+        if self._attached is not None:
+            report = self._attached.histograms.read(self.all_workers)
             report.step = self._before_fit + self._made
             if report.counted:
                 self.history.append(report)

@@ -85,7 +85,7 @@ def histograms(
         labels, title = [f"{each.step:,}" for each in reports], f"Exponents of the {kind} {path}"
     columns = [row.histogram.exponents for row in rows]
     found = [exponent for column in columns for exponent in column]
-    if not found:
+    if last is None or not found:
         raise ValueError(f"There are no values of the kind {kind!r}. Received: {measured!r}")
     shift = exponent_of(_scale_of(last, kind, loss_scale))
     borders = [where.zero - shift, where.normal[0] + 1 - shift, where.infinite[0] + 1 - shift]
@@ -171,7 +171,7 @@ def heat_map(
         return rank(lost, row in result.noise)
 
     paths = text_tables.worst(of_kind, badness, _MOST_ROWS)
-    runs = [[result[dtype, scale].get((kind, path)) for scale in result.scales] for path in paths]
+    runs = [[result[dtype, scale][kind, path] for scale in result.scales] for path in paths]
     picture = np.array([[np.nan if lost.infinite else lost.share for lost in row] for row in runs])
     pyplot, colors = _matplotlib()
     if ax is None:

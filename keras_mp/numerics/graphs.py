@@ -159,7 +159,9 @@ class _Body:
     def __init__(self, walk: _Walk, protos: Sequence[Any], outside: _Outside) -> None:
         self._walk, self._protos, self._outside = walk, protos, outside
         self._by_name = {proto.name: proto for proto in protos}
-        self._shapes = {name: (shape,) for name, shape in outside.shapes.items()}
+        self._shapes: dict[str, tuple[Shape, ...]] = {
+            name: (shape,) for name, shape in outside.shapes.items()
+        }
         self._values: dict[str, Any] = {}
         self._frames = loops.frames(protos, self._node_of)
 

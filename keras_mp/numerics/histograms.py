@@ -224,7 +224,7 @@ class ExponentHistograms:
             of_replicas = self._strategy.run(tf.function(self._of_all_replicas, autograph=False))
             bins, overflowed_at = (local(each)[0].numpy() for each in of_replicas)
         else:
-            bins = sum(each.numpy() for each in local(self._bins))
+            bins = np.sum([each.numpy() for each in local(self._bins)], axis=0)
             overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
         steps, counted, loss_scale = (
             local(variable)[0].numpy().item()
@@ -336,7 +336,7 @@ class _Step:
             return tensor
 
         @tf.custom_gradient
-        def tapped(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def tapped(x: tf.Tensor) -> Any:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 self._saw_output_gradient(path, upstream)
                 return upstream

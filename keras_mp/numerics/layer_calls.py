@@ -118,7 +118,7 @@ class Watch:
             self._around, self._next = outside, position[-1] + 1
             self._counts.pop()
         if self._change is not None:
-            outputs = tf.nest.map_structure(self._changed, outputs)
+            outputs = _map_floating(self._change, outputs)
         made.outputs = outputs
         self.calls.append(made)
         return outputs
@@ -160,9 +160,13 @@ class Watch:
 
         return draw
 
-    def _changed(self, value: Any) -> Any:
+
+def _map_floating(change: Change, structure: Any) -> Any:
+    def changed(value: Any) -> Any:
         is_number = isinstance(value, tf.Tensor) and value.dtype.is_floating
-        return self._change(value) if is_number else value
+        return change(value) if is_number else value
+
+    return tf.nest.map_structure(changed, structure)
 
 
 def _draws(name: str, function: Any) -> bool:

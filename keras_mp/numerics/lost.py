@@ -354,8 +354,9 @@ def _harm(lost: Lost) -> tuple[bool, float, float]:
 
 
 def _mean(found: Sequence[Lost]) -> Lost:
-    counts = (sum(each) for each in zip(*(lost[:4] for lost in found)))
-    return Lost(*counts, sum(lost.error for lost in found) / len(found))
+    values, zero, subnormal, infinite = (sum(each) for each in zip(*(lost[:4] for lost in found)))
+    error = sum(lost.error for lost in found) / len(found)
+    return Lost(values, zero, subnormal, infinite, error)
 
 
 def _cell(lost: Lost) -> str:

@@ -67,16 +67,16 @@ def class_of(event: str) -> str | None:
 @contextlib.contextmanager
 def profiled() -> Iterator[dict[str, float]]:
     """Context manager that gives the seconds by class of operation, when it is left."""
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+    from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace  # pyright: ignore
 
-    seconds = dict.fromkeys(CLASSES, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     with tempfile.TemporaryDirectory() as folder:
         tf.profiler.experimental.start(folder)
         try:
             yield seconds
         finally:
             tf.profiler.experimental.stop()
-        space = xplane_pb2.XSpace()
+        space = XSpace()
         [file] = pathlib.Path(folder).rglob("*.xplane.pb")
         space.ParseFromString(file.read_bytes())
     for plane in space.planes:

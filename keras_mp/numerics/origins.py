@@ -155,7 +155,8 @@ def is_library(filename: str) -> bool:
 def _package(filename: str) -> str | None:
     for name, title in _PACKAGES.items():
         module = sys.modules.get(name)
-        folder = module and os.path.dirname(module.__file__) + os.sep
-        if folder and filename.startswith(folder) and not filename.endswith("__main__.py"):
+        if module is None or module.__file__ is None or filename.endswith("__main__.py"):
+            continue
+        if filename.startswith(os.path.dirname(module.__file__) + os.sep):
             return title
     return "TensorFlow" if is_library(filename) else None

@@ -80,7 +80,7 @@ def judge(
             continue
         if not any(call.contains(each) for each in run.calls):
             text = _amplification(call, wide, row, own.amplification)
-            if text is not None:
+            if row.output is not None and text is not None:
                 forward.append(_Culprit(call, wide, row.output, text))
         is_inside = any(call.contains(culprit.call) for culprit in backward)
         if own.backward is not None and own.backward.units > LIMIT and not is_inside:

@@ -111,7 +111,9 @@ class Record:
                 for layer in self.layers
             ],
         }
-        np.savez_compressed(path, description=json.dumps(described), **arrays)
+        arrays["description"] = np.array(json.dumps(described))
+        # NumPy declares no arrays by names of one's own.
+        np.savez_compressed(path, **arrays)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Record":

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -310,7 +311,7 @@ class Report:
             str of several lines.
         """
         if loss_scale is None:
-            loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
+            loss_scale = 2.0 ** math.floor(math.log2(self.loss_scale))
         head = self._head(dtype, loss_scale)
         header = (
             *("", "", "in", "values", "zero", "inf/nan", "exponents"),

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -73,9 +73,11 @@ class HasLoss(Protocol):
     @property
     def loss(self) -> float:
         """The loss, not multiplied by the loss scale."""
+        ...
 
     def is_finite(self) -> bool:
         """Whether all gradients are."""
+        ...
 
 
 ScaledRun = TypeVar("ScaledRun", bound=HasLoss)
@@ -131,14 +133,13 @@ def run(
         weights = named_weights(model)
         outputs = [floating(call.outputs) for call in watch.calls]
         inputs = [floating((call.args, call.kwargs)) for call in watch.calls]
-        of_outputs, of_inputs, of_weights = tape.gradient(
-            scaled, [outputs, inputs, list(weights.values())]
-        )
+        found: Any = tape.gradient(scaled, [outputs, inputs, list(weights.values())])
+        of_outputs, of_inputs, of_weights = found
     for call, values, gradients in zip(watch.calls, inputs, of_inputs):
         call.trained_through = {id(v) for v, g in zip(values, gradients) if g is not None}
     return Run(
         watch.calls,
-        {call.position: found for call, found in zip(watch.calls, of_outputs)},
+        {call.position: each for call, each in zip(watch.calls, of_outputs)},
         {n: tf.convert_to_tensor(g) for n, g in zip(weights, of_weights) if g is not None},
         float(value),
         loss_scale,
@@ -239,8 +240,7 @@ def replay(
         if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
             return value
         # Not the same object, whose gradient would be that of the run that it comes from.
-        is_narrow = dtype is not None and value.dtype.size < 4
-        cast = tf.cast(value, dtype) if is_narrow else tf.identity(value)
+        cast = tf.cast(value, dtype) if dtype and value.dtype.size < 4 else tf.identity(value)
         return marks.copy(value, move(cast))
 
     before = call.args, call.kwargs
@@ -339,7 +339,7 @@ class Noise:
         if tf.reduce_all((value == 0) | (value == 1)):
             return value
         dtype = value.dtype if value.dtype.size >= 4 else tf.float32
-        factors = 1 + self._step * self._random.uniform(-1, 1, tuple(value.shape))
+        factors = 1 + self._step * self._random.uniform(-1, 1, _shape(value))
         return tf.cast(tf.cast(value, dtype) * tf.cast(factors, dtype), value.dtype)
 
     def on_inputs(self, structure: Any) -> Any:
@@ -402,6 +402,10 @@ def check_finite(reference: Run, batch: Batch) -> None:
     )
 
 
+def _shape(tensor: tf.Tensor) -> tuple[int, ...]:
+    return cast(tuple[int, ...], tuple(tensor.shape))
+
+
 def floating(structure: Any) -> list[tf.Tensor]:
     """The floating-point tensors in a structure, each once."""
     flat = tf.nest.flatten(structure)
@@ -413,7 +417,7 @@ def signed_mean(structure: Any) -> tf.Tensor:
     """A loss to which every output matters as much, and in which they do not cancel."""
     random = np.random.default_rng(0)
     parts = [
-        tf.reduce_mean(tf.cast(output, tf.float32) * random.choice([-1.0, 1.0], output.shape))
+        tf.reduce_mean(tf.cast(output, tf.float32) * random.choice([-1.0, 1.0], _shape(output)))
         for output in floating(structure)
     ]
     return tf.add_n(parts)

@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp.grappler import optimize
 from keras_mp.hardware import tables
+from keras_mp.numerics.work import Dimensions
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # What is no multiple of it is filled up. (Nvidia, "Matrix Multiplication Background", "Requirements
@@ -37,13 +38,13 @@ def _is_at_least(device: str, capability: tuple[int, int]) -> bool:
     return (int(major), int(minor)) >= capability
 
 
-def are_odd(sizes: tuple[int, ...] | None) -> bool:
+def are_odd(sizes: Dimensions) -> bool:
     """Whether one of the sizes of a product is no multiple of 8.
 
     Args:
-        sizes: rows, columns and what is summed over; None if they are not known.
+        sizes: rows, columns and what is summed over; None for what is not known.
     """
-    return any(size % _MULTIPLE for size in sizes or ())
+    return any(size is not None and size % _MULTIPLE for size in sizes)
 
 
 def sentences(graph: Any, device: str) -> Iterator[str]:

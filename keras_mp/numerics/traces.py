@@ -66,9 +66,10 @@ def step_of(
     strategy = model.distribute_strategy
     is_distributed = strategy.num_replicas_in_sync > 1
     optimizer = getattr(model, "optimizer", None)
-    if model.built and hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
+    build = getattr(optimizer, "build", None)
+    if model.built and build and not getattr(optimizer, "built", False):
         with strategy.scope():
-            optimizer.build(model.trainable_variables)
+            build(model.trainable_variables)
 
     @tf.function
     def step(data: Any) -> Any:

@@ -174,8 +174,9 @@ class Tuned:
             f"layers in mixed_{self.dtype}, {self.share:.1%} of the multiplications"
         )
         yield ""
-        header = ("Off by, relative to float32", "Outputs", "Loss", "Gradients")
-        distances = [header]
+        distances: list[tuple[str, ...]] = [
+            ("Off by, relative to float32", "Outputs", "Loss", "Gradients")
+        ]
         for name, found in (("tuned on", self.errors), ("kept aside", self.held_out)):
             columns = list(zip(*(each[:3] for each in found)))
             of = f"{len(found)} batch{'es' * (len(found) != 1)} {name}"

@@ -158,11 +158,13 @@ def _run_all(
         for scale in scales:
             values = found.pop((dtype, scale), None) or run_in(dtype, scale)
             lost[dtype, scale] = {
-                row: Lost.of(*values[row], expected[row][0], 1.0 if row[0] == OUTPUT else scale)
-                for row in expected
+                row: Lost.of(
+                    values[row][0], values[row][1], of_float32, 1.0 if row[0] == OUTPUT else scale
+                )
+                for row, (of_float32, _) in expected.items()
                 if row in values
             }
-        computed_in[dtype] = {row: in_dtype for row, (_, in_dtype) in values.items()}
+            computed_in[dtype] = {row: in_dtype for row, (_, in_dtype) in values.items()}
     rows = [Row(*row, dtype, Histogram.of(values)) for row, (values, dtype) in expected.items()]
     report = Report(rows, step=1, counted=1, loss_scale=1.0)
     loss_scale = scale_in_training(model) or INITIAL_LOSS_SCALE

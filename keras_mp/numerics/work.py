@@ -7,13 +7,16 @@ the bytes that it moves, not by what it computes. This module needs TensorFlow o
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from keras_mp.hardware.stopwatch import CONVOLUTION, MATRIX_PRODUCT
 from keras_mp.support import op_table
 
 # Dimensions, or None for those of a tensor whose shape is not known.
 Shape = tuple[int, ...] | None
+# Dimensions, each None where it is not known.
+Dimensions = tuple[int | None, ...]
+_Known = Sequence[tuple[int, ...]]
 
 
 class Work(NamedTuple):
@@ -43,7 +46,7 @@ def of(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work | N
         return None
     kind, count = COUNTED[_plain(node.op)]
     try:
-        return Work(kind, 2 * count(node, inputs, outputs))
+        return Work(kind, 2 * count(node, cast(_Known, inputs), cast(_Known, outputs)))
     except (TypeError, IndexError):  # a shape is not known
         return None
 
@@ -59,8 +62,8 @@ def _plain(op: str) -> str:
 
 
 def multiplied_dimensions(
-    node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]
-) -> tuple[int, ...] | None:
+    node: Any, inputs: Sequence[Dimensions | None], outputs: Sequence[Dimensions | None]
+) -> Dimensions:
     """The sizes that a tensor core divides into tiles: rows, columns and what is summed over.
 
     Args:
@@ -69,31 +72,31 @@ def multiplied_dimensions(
         outputs: the shapes of its outputs.
 
     Returns:
-        tuple of int; None for what is no plain product or convolution.
+        tuple of int or None; empty for what is no plain product or convolution.
     """
     try:
         if _plain(node.op) == "MatMul":
-            return (*outputs[0], _summed_over(node, inputs))
+            return (*cast(_Known, outputs)[0], _summed_over(node, cast(_Known, inputs)))
         if _plain(node.op) == "Conv2D":
-            return tuple(inputs[1][-2:])
+            return cast(_Known, inputs)[1][-2:]
     except (TypeError, IndexError):
-        return None
-    return None
+        return ()
+    return ()
 
 
-def _summed_over(node: Any, inputs: Sequence[Shape]) -> int:
+def _summed_over(node: Any, inputs: _Known) -> int:
     return inputs[0][-2 if node.attr["transpose_a"].b else -1]
 
 
-def _matrix_product(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+def _matrix_product(node: Any, inputs: _Known, outputs: _Known) -> int:
     return math.prod(outputs[0]) * _summed_over(node, inputs)
 
 
-def _batch_of_products(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+def _batch_of_products(node: Any, inputs: _Known, outputs: _Known) -> int:
     return math.prod(outputs[0]) * inputs[0][-2 if node.attr["adj_x"].b else -1]
 
 
-def _einsum(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+def _einsum(node: Any, inputs: _Known, outputs: _Known) -> int:
     terms = node.attr["equation"].s.decode().partition("->")[0].split(",")
     if len(terms) < 2:
         return 0
@@ -118,7 +121,7 @@ def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[.
         depthwise: bool. Whether there is one kernel for each channel.
     """
 
-    def count(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+    def count(node: Any, inputs: _Known, outputs: _Known) -> int:
         made = outputs[0] if image == -1 else inputs[image]
         window = outputs[0] if kernel == -1 else inputs[kernel]
         return math.prod(made) * math.prod(window[:-2] if depthwise else window[:-1])

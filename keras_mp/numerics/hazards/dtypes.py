@@ -207,16 +207,16 @@ def dtypes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
 def shapes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
     """Products in 16 bits have sizes that are no multiple of 8, on a GPU with tensor cores."""
     total = sum(count for _, count in look.products)
-    by_layer: dict[str, tuple[int, tf.Operation, tuple[int, ...]]] = {}
+    by_layer: dict[str, tuple[int, tf.Operation, work.Dimensions]] = {}
     for operation, count in look.products:
         dtype = operation.outputs[0].dtype
         if not tensor_cores.take(dtype.name, look.device):
             continue
-        shapes = [
-            [tuple(t.shape.as_list()) for t in tensors]
+        inputs, outputs = (
+            [tuple(t.shape) if t.shape.rank is not None else None for t in tensors]
             for tensors in (operation.inputs, operation.outputs)
-        ]
-        sizes = work.multiplied_dimensions(operation.node_def, *shapes)
+        )
+        sizes = work.multiplied_dimensions(operation.node_def, inputs, outputs)
         if not tensor_cores.are_odd(sizes):
             continue
         path = look.layers.name(operation.name)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -147,7 +147,10 @@ class Look:
     def work_of(self, operation: tf.Operation) -> work.Work | None:
         """Counts what an operation of the graph computes, as `census` does."""
         inputs, outputs = (
-            [tuple(t.shape.as_list()) if t.shape.is_fully_defined() else None for t in tensors]
+            [
+                cast(tuple[int, ...], tuple(t.shape)) if t.shape.is_fully_defined() else None
+                for t in tensors
+            ]
             for tensors in (operation.inputs, operation.outputs)
         )
         if operation.type not in work.COUNTED:
@@ -188,7 +191,7 @@ class Look:
     @property
     def scale(self) -> tf.Tensor:
         """The loss scale, where there is one, as float32."""
-        return widened(self.scaling.inputs[1])
+        return widened(cast(tf.Operation, self.scaling).inputs[1])
 
     @functools.cached_property
     def scaled(self) -> list[tf.Operation]:

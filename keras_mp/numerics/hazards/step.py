@@ -168,7 +168,8 @@ def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
     variables = [
         v
         for v in look.model.trainable_variables
-        if (dtype := tf.as_dtype(v.dtype)).is_floating and dtype.as_numpy_dtype(epsilon) == 0
+        if (dtype := tf.as_dtype(v.dtype)).is_floating
+        and np.array(epsilon, dtype.as_numpy_dtype) == 0
     ]
     if not variables:
         return

@@ -69,7 +69,9 @@ def not_finite(look: Look) -> Iterator[Suspect]:
     yield Suspect(measured, say)
 
 
-def _first(operations: list[tf.Operation], counts: dict[Any, Any]) -> Any:
+def _first(
+    operations: list[tf.Operation], counts: dict[Any, Any]
+) -> tuple[tf.Operation, tf.Operation, tf.Operation, int, str] | None:
     """The first operation of which NaN comes, and what it comes from.
 
     Returns:
