@@ -44,6 +44,8 @@ class ExponentMonitor(keras_api.BaseCallback):
         all_workers: bool. Whether to read what the replicas of all workers have counted. All of
             them then need this callback, as they wait for each other. Defaults to False: each
             worker reads what its own replicas have counted.
+        inputs: bool or iterable of str. The same as `gradients` for what layers are called with.
+            Defaults to False.
         weights: bool or iterable of str. The same as `gradients` for trainable variables, as they
             are when it is read, with all digits that a `MasterWeightOptimizer` keeps. Defaults to
             False.
@@ -86,6 +88,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         read_freq: str | int = "epoch",
         all_workers: bool = False,
         *,
+        inputs: bool | Iterable[str] = False,
         weights: bool | Iterable[str] = False,
         updates: bool | Iterable[str] = False,
         first_step: int = 0,
@@ -107,6 +110,7 @@ class ExponentMonitor(keras_api.BaseCallback):
             "gradients": gradients,
             "outputs": outputs,
             "output_gradients": output_gradients,
+            "inputs": inputs,
             "weights": weights,
             "updates": updates,
             "first_step": first_step,

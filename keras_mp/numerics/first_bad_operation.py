@@ -5,6 +5,7 @@ part of a graph, and `operation_rows` and `graph_recorder` note what each return
 returns to eager, the notes are read, and it is decided whether they are worth stopping for.
 """
 
+import fnmatch
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.numerics import graph_recorder, operations, watching
 from keras_mp.numerics.not_finite import NotFiniteError, Range
 from keras_mp.numerics.operation_rows import PASSED_IN, EagerRecorder, OperationRow, first_bad
-from keras_mp.support import messages
+from keras_mp.support import messages, validation
 
 # Of the layers before the first bad operation, how many a message shows.
 _HISTORY = 12
@@ -50,14 +51,21 @@ class FirstBadOperation:
 
     Args:
         *scaled: models, optimizers or `GradScaler`s whose loss scale may have to fall.
+        include: iterable of str. Which operations may be the one: patterns of their types, such as
+            `"Log"`, and of paths of layers, such as `"decoder/*"`. Defaults to None: all.
+        exclude: iterable of str. Those that may not, by the same patterns. What comes of one may
+            be. Defaults to none.
+        raises: bool. Whether to stop. Defaults to True. If False, the program goes on: a warning
+            says what was found, once for each operation, and `found` keeps it.
 
     Attributes:
         planned: int. How many steps had gradients that overflowed as the loss scale expects; of
             several steps per execution, how many executions.
+        found: list of NotFiniteError, the first of each step, each operation once.
 
     Raises:
         NotFiniteError: see above.
-        TypeError: something else was passed.
+        TypeError: something else was passed, or patterns that are no str.
         RuntimeError: the block is inside of another one.
 
     Example:
@@ -76,7 +84,13 @@ class FirstBadOperation:
     Exp Mul True
     """
 
-    def __init__(self, *scaled: Any) -> None:
+    def __init__(
+        self,
+        *scaled: Any,
+        include: Iterable[str] | None = None,
+        exclude: Iterable[str] = (),
+        raises: bool = True,
+    ) -> None:
         for each in scaled:
             optimizer = getattr(each, "optimizer", each)
             is_one = hasattr(optimizer, "apply_gradients") or hasattr(each, "loss_scale")
@@ -86,10 +100,15 @@ class FirstBadOperation:
                     f"Received: {each!r} (of type {type(each)})"
                 )
         self.planned = 0
+        self.found: list[NotFiniteError] = []
+        self._include = None if include is None else _patterns("include", include)
+        self._exclude = _patterns("exclude", exclude)
+        self._raises = validation.boolean("raises", raises)
         self._has_seen_any = False
         self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]
         self._naming: Any = None
         self._scaled = scaled
+        self._said: set[tuple[str, str, str | None]] = set()
         self._scales: list[tuple[Any, float]] = []
         self._graphs = graph_recorder.GraphRecorder()
         self._eager = EagerRecorder()
@@ -150,7 +169,7 @@ class FirstBadOperation:
         found = [
             (first, (device, rows, values))
             for device, rows, values in self._take()
-            if (first := first_bad(rows, values)) is not None
+            if (first := first_bad(rows, values, self._is_checked)) is not None
         ]
         if not found:
             return
@@ -159,7 +178,20 @@ class FirstBadOperation:
         if rows[first].is_gradient and may_fall:
             self.planned += 1
             return
-        raise self._error(device, rows, values, first)
+        error = self._error(device, rows, values, first)
+        where = (error.operation.operation, error.operation.layer, error.operation.line)
+        if where not in self._said:
+            self._said.add(where)
+            self.found.append(error)
+            if not self._raises:
+                messages.warn(str(error))
+        if self._raises:
+            raise error
+
+    def _is_checked(self, row: OperationRow) -> bool:
+        names = row.operation, row.layer
+        is_included = self._include is None or _match(names, self._include)
+        return is_included and not _match(names, self._exclude)
 
     def _take(self) -> Iterable[tuple[str, list[OperationRow], np.ndarray]]:
         with self._lock:
@@ -234,6 +266,20 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
+
+
+def _patterns(name: str, patterns: Iterable[str]) -> list[str]:
+    found = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not all(isinstance(each, str) for each in found):
+        raise TypeError(
+            f"Expected types of operations and paths of layers, or patterns of them, for `{name}`. "
+            f"Received: {patterns!r}"
+        )
+    return found
+
+
+def _match(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _dynamic_scales(scaled: Iterable[Any]) -> Iterable[DynamicLossScale]:

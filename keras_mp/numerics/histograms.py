@@ -1,9 +1,9 @@
 """Histograms of exponents, gathered where the model trains.
 
 Each has a row in a variable on the device: that of a variable's gradient or update, a layer's
-output, or the gradient of that output. Every N steps the values of all of them are counted, in one
-branch at the end of the step; in the steps between, a comparison is all that is done. Nothing waits
-for the device until it is read.
+inputs or output, or the gradient of that output. Every N steps the values of all of them are
+counted, in one branch at the end of the step; in the steps between, a comparison is all that is
+done. Nothing waits for the device until it is read.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.numerics.exponents import COLUMNS, EDGES, ROWS, Histogram
 from keras_mp.numerics.reports import (
     GRADIENT,
+    INPUT,
     KINDS,
     OUTPUT,
     OUTPUT_GRADIENT,
@@ -60,6 +61,8 @@ class ExponentHistograms:
         outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
             to False.
+        inputs: bool or iterable of str. The same for what layers are called with. Defaults to
+            False.
         weights: bool or iterable of str. The same for trainable variables, as they are when `read`
             is called, with all digits that a `MasterWeightOptimizer` keeps. Defaults to False.
         updates: bool or iterable of str. The same for what a step changes them by, in terms of each
@@ -96,6 +99,7 @@ class ExponentHistograms:
         gradients: bool | Iterable[str] = True,
         outputs: bool | Iterable[str] = True,
         output_gradients: bool | Iterable[str] = False,
+        inputs: bool | Iterable[str] = False,
         weights: bool | Iterable[str] = False,
         updates: bool | Iterable[str] = False,
         first_step: int = 0,
@@ -126,7 +130,8 @@ class ExponentHistograms:
         counted = [path for path, layer in layers.items() if not _is_left_out(layer)]
         self._outputs = _chosen("outputs", outputs, layers, counted)
         self._output_gradients = _chosen("output_gradients", output_gradients, layers, counted)
-        watched = {*self._outputs, *self._output_gradients}
+        self._inputs = _chosen("inputs", inputs, layers, counted)
+        watched = {*self._inputs, *self._outputs, *self._output_gradients}
         self._layers = {path: layer for path, layer in layers.items() if path in watched}
         self._dtypes: dict[tuple[str, str], str] = {}
         variables = variables_by_path(model)
@@ -144,6 +149,7 @@ class ExponentHistograms:
         self._weights = {path: trainable[path] for path in _chosen("weights", weights, trainable)}
         self._updated = {path: trainable[path] for path in _chosen("updates", updates, trainable)}
         rows += [(UPDATE, path) for path in self._updated]
+        rows += [(INPUT, path) for path in self._inputs]
         rows += [(OUTPUT, path) for path in self._outputs]
         rows += [(OUTPUT_GRADIENT, path) for path in self._output_gradients]
         self._rows = {row: place for place, row in enumerate(rows)}
@@ -300,6 +306,7 @@ class _Step:
         self.owner, self.due = owner, due
         self._graph = host.current_graph()
         self._seen: list[_Seen] = []
+        self._inputs: dict[tuple[str, int], tf.Tensor] = {}
         # Gradients of outputs come before one learns what the loss was multiplied by.
         self._still_scaled: list[tuple[tuple[str, str], tf.Tensor]] = []
         self._scale: tf.Tensor | None = None
@@ -326,8 +333,13 @@ class _Step:
 
         return copied() if tf.executing_eagerly() else tf.cond(self.due, copied, nothing)
 
-    def saw_output(self, path: str, tensor: tf.Tensor, _: list[Any]) -> tf.Tensor:
-        """Takes note of an output, and sees to it that its gradient comes by."""
+    def saw_output(self, path: str, tensor: tf.Tensor, arguments: list[Any]) -> tf.Tensor:
+        """Takes note of a call, and sees to it that the gradient of an output comes by."""
+        for value in arguments if path in self.owner._inputs else ():
+            # A layer may return several outputs for one input.
+            if tf.is_tensor(value) and (path, id(value)) not in self._inputs:
+                self._inputs[path, id(value)] = value
+                self._note(_Seen((INPUT, path), value))
         if path in self.owner._outputs:
             self._note(_Seen((OUTPUT, path), tensor))
         # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,9 +165,21 @@ def checked_outputs(kind: str, outputs: Sequence[Any]) -> list[Any]:
     return floating[:1] if kind.startswith(_FIRST_OUTPUT_ONLY) else floating
 
 
-def first_bad(rows: list[OperationRow], values: np.ndarray) -> int | None:
-    """The first row where something begins to be bad that goes on to somewhere that matters."""
+def first_bad(
+    rows: list[OperationRow], values: np.ndarray, is_checked: Callable[[OperationRow], bool]
+) -> int | None:
+    """The first row where something begins to be bad that goes on to somewhere that matters.
+
+    Args:
+        rows: list of OperationRow.
+        values: array, what `OperationRow.seen` takes of each.
+        is_checked: whether a row may be the first. What comes of one that may not can be.
+    """
     bad, begins_here = values[:, 0] > 0, values[:, 3] > 0
+    for i in map(int, np.flatnonzero(bad)):
+        sources = [j for j in rows[i].inputs if bad[j]]
+        came_unchecked = bool(sources) and not any(is_checked(rows[j]) for j in sources)
+        begins_here[i] = is_checked(rows[i]) and (begins_here[i] or came_unchecked)
     reaches = np.zeros(len(rows), bool)
     for i in reversed(range(len(rows))):
         if bad[i]:

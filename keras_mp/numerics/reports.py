@@ -24,7 +24,8 @@ from keras_mp.numerics.exponents import (
 from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-GRADIENT, OUTPUT, OUTPUT_GRADIENT = _COMPUTED = ("gradient", "output", "output gradient")
+_COMPUTED = ("gradient", "input", "output", "output gradient")
+GRADIENT, INPUT, OUTPUT, OUTPUT_GRADIENT = _COMPUTED
 WEIGHT, UPDATE = _KEPT = ("weight", "update")
 KINDS = (*_COMPUTED, *_KEPT)
 _SCALED = (GRADIENT, OUTPUT_GRADIENT)

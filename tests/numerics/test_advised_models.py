@@ -167,8 +167,8 @@ def test_a_report_of_infinite_gradients_has_the_loss_scale_move_which_finds_one(
     unknown = advise(report_of(case, case.model(), sgd(1e-9, INITIAL_LOSS_SCALE), steps=1))
     assert unknown.loss_scale is None
     assert re.match(
-        r"Let the loss scale be dynamic, which finds one: at 2\^15 all of `first/kernel` \(and of 3 "
-        r"more\) is infinite or NaN, in 1 of 1 steps, and nothing tells how large it is\.",
+        r"Let the loss scale be dynamic, which finds one: at 2\^15 all of `first/kernel` \(and of "
+        r"3 more\) is infinite or NaN, in 1 of 1 steps, and nothing tells how large it is\.",
         str(unknown),
     )
     model, moving = case.model(), sgd(1e-9)

@@ -122,6 +122,49 @@ def test_what_it_can_watch_the_scale_of():
     FirstBadOperation(optimizer, tf.keras.optimizers.SGD(), keras_mp.GradScaler(), model)
 
 
+def infinite(x):
+    with tf.name_scope("near"):
+        y = tf.math.log(x)
+    with tf.name_scope("far"):
+        return tf.reduce_sum(y * 0.0)
+
+
+@common.once
+@pytest.mark.parametrize("how", ["eager", "function", "xla"])
+def test_operations_to_look_at_and_to_leave_out(how):
+    def first(**kwargs):
+        step = infinite if how == "eager" else tf.function(infinite, jit_compile=how == "xla")
+        with pytest.raises(NotFiniteError) as raised, FirstBadOperation(**kwargs):
+            step(tf.constant([0.0, 1.0]))
+        return raised.value.operation.operation
+
+    assert first() == "Log"
+    # What comes of an operation that is left out is not.
+    assert first(exclude="Log") == "Mul"
+    assert first(exclude=["near*"]) == "Mul"
+    assert first(exclude=["Log", "Mul"]) == "Sum"
+    assert first(include="far*") == "Mul"
+    assert first(include=["far*"], exclude=["Mul"]) == "Sum"
+    with FirstBadOperation(include=["near*"], exclude=["Log"]) as watch:
+        infinite(tf.constant([0.0, 1.0]))
+    assert watch.found == []
+    with pytest.raises(TypeError, match="for `exclude`. Received: \\[3\\]"):
+        FirstBadOperation(exclude=[3])
+
+
+@common.once
+def test_what_is_found_is_told_once_and_the_program_goes_on():
+    step = tf.function(infinite)
+    told = pytest.warns(keras_mp.MixedPrecisionWarning, match="  Log in near .* 1 not finite")
+    with told as warnings, FirstBadOperation(raises=False) as watch:
+        for _ in range(3):
+            assert np.isnan(step(tf.constant([0.0, 1.0])))
+        assert step(tf.constant([1.0, 1.0])) == 0
+        infinite(tf.constant([-1.0, 1.0]))
+    assert len(warnings) == 1
+    assert [each.operation.operation for each in watch.found] == ["Log"]
+
+
 @common.once
 def test_eager_code_stops_where_it_is_checked():
     with FirstBadOperation() as watch:

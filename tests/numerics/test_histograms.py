@@ -94,6 +94,30 @@ def test_a_loop_of_ones_own(how):
     assert (empty.step, empty.counted, empty.rows) == (3, 0, [])
 
 
+@pytest.mark.parametrize("how", ["eager", "function", pytest.param("xla", marks=once)])
+def test_inputs_are_what_layers_are_called_with(how):
+    inputs = K.Input([3]), K.Input([3])
+    both = K.layers.Add(name="sum")(inputs)
+    outputs = K.layers.Dense(2, "relu", dtype="mixed_float16", name="dense")(both)
+    model, optimizer = K.Model(inputs, outputs), scaling()
+    optimizer.build(model.trainable_variables)
+    histograms = ExponentHistograms(
+        model, every=1, optimizer=optimizer, gradients=False, outputs=False, inputs=True
+    )
+
+    def step(x):
+        with histograms.step():
+            model(x)
+
+    step = step if how == "eager" else tf.function(step, jit_compile=how == "xla")
+    step([tf.fill([4, 3], 0.25), tf.fill([4, 3], 3.0)])
+    report = histograms.read()
+    assert report["input", "sum"].histogram.exponents == {-2: 12, 1: 12}
+    assert report["input", "dense"].histogram.exponents == {1: 12}
+    assert (report["input", "sum"].dtype, report["input", "dense"].dtype) == ("float32", "float16")
+    assert "input  dense" in str(report)
+
+
 @pytest.mark.parametrize("how", ["get_unscaled_gradients", "minimize", "not ours"])
 def test_gradients_are_seen_unscaled_however_they_come(how):
     model, (x, y) = small_model("mixed_bfloat16" if how == "not ours" else "mixed_float16"), data()
@@ -240,7 +264,7 @@ def test_a_fit_after_one_that_failed_does_not_count():
     model.compile(K.optimizers.SGD(0.01), "mse")
     with pytest.raises(RuntimeError, match="as a user's"):
         model.fit(x, y, 2, callbacks=[monitor, Fails()], verbose=0)
-    counted = monitor._histograms
+    counted = monitor._attached.histograms
     model.fit(x, y, 2, verbose=0)
     assert counted.read().counted == 1
     assert getattr(model.train_function, "__self__", None) is not monitor
