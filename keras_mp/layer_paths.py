@@ -103,7 +103,7 @@ def _weights_by_path(model: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _name_in(layer: Any, weight: Any) -> str:
-    """The name of a weight, or, if nobody gave it one, the attribute that it is."""
+    """The name of a weight, or, if it was given none, the attribute that it is."""
     # On Keras 2 a variable's name is a path of scopes.
     name = weight.name.partition(":")[0].rpartition("/")[2]
     if not re.fullmatch(r"[Vv]ariable(_\d+)?", name):

@@ -86,7 +86,7 @@ class Layer(keras_api.BaseLayer):
         _adopt_call(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Somebody may have put another `call` into the class meanwhile.
+        # The class may have got another `call` meanwhile.
         _adopt_call(type(self))
         super().__init__(*args, **kwargs)
 

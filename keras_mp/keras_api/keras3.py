@@ -359,7 +359,7 @@ def keras_layout(optimizer: Any) -> Any:
     return layout
 
 
-# Who scales the loss of an optimizer already, by optimizer: ours, and Keras's own wrappers.
+# The wrapper that scales the loss of an optimizer already: ours, or Keras's own.
 _Wrappers = weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"]
 _ours, _keras_own = _Wrappers(), _Wrappers()
 
@@ -384,7 +384,7 @@ def note_wrapper(optimizer: Any, wrapper: Any) -> None:
 
 
 def _watch_keras_wrapper() -> None:
-    """Lets Keras's own wrapper look at what it wraps: in Keras 3 it tells nobody that it does."""
+    """Lets it be known what Keras's own wrapper wraps, which Keras 3 does not record."""
     stock_init = KerasLossScaleOptimizer.__init__
 
     @functools.wraps(stock_init)

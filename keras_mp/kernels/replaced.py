@@ -204,7 +204,7 @@ def _ask(op: str, example: Callable[..., Any], dtype: tf.DType, case: Any, devic
     with tf.init_scope(), regions.none():
         is_graph = not tf.executing_eagerly()
         if is_graph and device != "CPU":
-            # A session would take memory in its own way, and a right result harms no one.
+            # A session would take memory in its own way, and a right result does no harm.
             return True
         try:
             with tf.Graph().as_default() if is_graph else contextlib.nullcontext() as graph:

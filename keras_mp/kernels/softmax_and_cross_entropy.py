@@ -297,7 +297,7 @@ def _logits_in_eager(predictions: tf.Tensor, activation: str, axis: int) -> tf.T
 def _logits_in_graph(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | None, int | None]:
     """Returns the logits of a tensor in its shape, and along which axis the softmax went.
 
-    The axis is None where a reshape has broken it up. A sigmoid has none, so nobody asks.
+    The axis is None where a reshape has broken it up. A sigmoid has none, and needs none.
     """
     op, rank = tensor.op, tensor.shape.rank
     if rank is None:

@@ -19,7 +19,8 @@ from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.not_finite import NotFiniteError
 from keras_mp.numerics.records import Record
-from keras_mp.numerics.reports import Report, Row, Statistics
+from keras_mp.numerics.report_rows import Row, Statistics
+from keras_mp.numerics.reports import Report
 from keras_mp.numerics.step_times import StepTimes, step_times
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.tuned import Tuned

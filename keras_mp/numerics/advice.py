@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from keras_mp.numerics.exponents import EVERYWHERE, Window, exponent_of
 from keras_mp.numerics.lost import Lost, WhatIf
-from keras_mp.numerics.reports import GRADIENT, Report, Row
+from keras_mp.numerics.report_rows import GRADIENT, Row
+from keras_mp.numerics.reports import Report
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # What runs have lost of gradients, by loss scale and row.

@@ -6,7 +6,8 @@ from keras_mp.numerics.advice import Advice, Facts, share_of
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.gradient_advice import about_gradients, do_overflow
 from keras_mp.numerics.lost import WhatIf
-from keras_mp.numerics.reports import GRADIENT, OUTPUT, UPDATE, UPDATE_TOLERANCE, Report
+from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, UPDATE, UPDATE_TOLERANCE
+from keras_mp.numerics.reports import Report
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # A layer loses what it returns if that is off by more than `tune` tolerates by default, and by so

@@ -82,7 +82,7 @@ class Cast(NamedTuple):
         after: str. The path of the layer that makes what is cast; empty outside of layers.
         before: str. That of the layer that takes it.
         line: the line of a program that made it, or None if libraries alone did.
-        why: str. Who casts, and why.
+        why: str. What makes the cast, and why.
         bytes: int. How many bytes a call reads and writes for it.
 
     Example:

@@ -21,6 +21,7 @@ from keras_mp.numerics.comparison import ComparedLayer, Comparison, Finding
 from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF, Distance, apart, rms
 from keras_mp.numerics.explanations import explain, matches
 from keras_mp.numerics.layer_calls import RandomNumbers, Watch
+from keras_mp.numerics.noise import NOISY_RUNS, Noise
 from keras_mp.numerics.operations import Kept, KeptOperation
 from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
@@ -110,7 +111,7 @@ def compare_function(
     exact = _run(wide, args, held, numbers, contextlib.nullcontext, 1.0)
     explained = [
         _noisy_run(wide, args, held, numbers, UNIT_ROUNDOFF[dtype], seed)
-        for seed in range(runs.NOISY_RUNS)
+        for seed in range(NOISY_RUNS)
     ]
     rows = list(_rows(run, exact, explained, UNIT_ROUNDOFF[dtype]))
     first = _first(rows)
@@ -311,7 +312,7 @@ def _noisy_run(
     unit: float,
     seed: int,
 ) -> _FunctionRun:
-    noise = runs.Noise(unit, seed)
+    noise = Noise(unit, seed)
     with noise.on_weights(held):
         return _run(
             function, noise.on_inputs(args), held, numbers, contextlib.nullcontext, loss_scale=1.0

@@ -112,7 +112,7 @@ class Distance:
 
 
 def is_of_weight(name: str) -> bool:
-    """Is it the gradient of a weight, and not of "input 0" or "output 0"?"""
+    """Whether it is the gradient of a weight, and not of "input 0" or "output 0"."""
     return not name.startswith(("input ", "output "))
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from keras_mp.numerics.exponents import EVERYWHERE, UPDATES, exponent_of, format_of
 from keras_mp.numerics.lost import WhatIf, rank
-from keras_mp.numerics.reports import GRADIENT, OUTPUT_GRADIENT, UPDATE, Report, ranked
+from keras_mp.numerics.report_rows import GRADIENT, OUTPUT_GRADIENT, UPDATE, ranked
+from keras_mp.numerics.reports import Report
 from keras_mp.support import text_tables
 
 _SMALLEST, _LARGEST = 1e-6, 1.0

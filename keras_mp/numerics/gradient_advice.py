@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from keras_mp.numerics.advice import Advice, Facts, named, power, share_of
 from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window
 from keras_mp.numerics.lost import Lost
-from keras_mp.numerics.reports import OUTPUT_GRADIENT, Row
+from keras_mp.numerics.report_rows import OUTPUT_GRADIENT, Row
 
 
 def do_overflow(facts: Facts) -> bool:

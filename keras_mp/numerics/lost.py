@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_mp.numerics.exponents import exponent_of
-from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, TOLERANCE, Report, percent
+from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, OUTPUT_GRADIENT, TOLERANCE, percent
+from keras_mp.numerics.reports import Report
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import text_tables
 

@@ -45,7 +45,7 @@ class KeptOperation(NamedTuple):
         type: its type, "MatMul" say.
         inputs: the tensors that went in.
         outputs: those that came out.
-        is_gradient: did it run for a gradient?
+        is_gradient: whether it ran for a gradient.
         line: the line of the program that it came from, "model.py:12"; None where only libraries
             had to do with it.
         scope: the name scope that it ran in.
@@ -176,7 +176,7 @@ def place_in(frames: Iterable[tuple[str, int]]) -> CallSite:
         frames: names of files and numbers of lines, the innermost first.
     """
     is_gradient, is_data, line = False, False, None
-    # Whose is it? Of whoever called TensorFlow; in eager the one that asks here is inside of it.
+    # It belongs to the caller of TensorFlow. In eager, this function is called from inside of it.
     was_below, is_of_a_tool = False, None
     for file, number in frames:
         kind = _kind_of_file(file)
@@ -184,7 +184,7 @@ def place_in(frames: Iterable[tuple[str, int]]) -> CallSite:
             was_below = True
         elif was_below and is_of_a_tool is None:
             is_of_a_tool = kind == "end"
-        # A gradient has no line but that of a custom one, and not that of whoever asks for it here.
+        # A gradient has no line but that of a custom one, and not that of the tool that asks here.
         if kind == "end" and (line is not None or is_gradient):
             break
         if kind == "shown" and line is None:

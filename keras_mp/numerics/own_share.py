@@ -12,7 +12,8 @@ from keras_mp.numerics.comparison import ComparedLayer, Finding
 from keras_mp.numerics.distances import LIMIT, Distance, apart, is_of_weight, relative, rms
 from keras_mp.numerics.explanations import Explanation, explain
 from keras_mp.numerics.layer_calls import Call, RandomNumbers
-from keras_mp.numerics.runs import NOISE, NOISY_RUNS, Noise, Run
+from keras_mp.numerics.noise import NOISE, NOISY_RUNS, Noise
+from keras_mp.numerics.runs import Run
 
 # A layer amplifies rounding if what it returns moves by that many times what its inputs do, and if
 # in this batch the two runs are so many times further apart behind it than before.

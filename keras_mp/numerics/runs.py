@@ -12,24 +12,9 @@ from keras_mp import keras_api
 from keras_mp.layer_paths import native_variable
 from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import Call, RandomNumbers, Watch
 from keras_mp.support import attributes, marks
-
-# How far a run with noise moves each number: twice as far as rounding does at most. Rounding that
-# flips a ReLU is then found out by a few such runs. (Rounding one number of a tensor is on average
-# a third of the unit roundoff, and this noise is one unit.)
-NOISE = 2.0
-
-# The largest effect of so many runs with noise is what rounding explains.
-NOISY_RUNS = 4
-
-# By what share of each numbers are moved at most, to tell which gradients are rounding noise of
-# float32, whose unit roundoff is 2**-24; and from which change on, relative to its size, one is.
-_JITTER, _NOISE = 2.0**-20, 0.5
-
-# The root mean square of that share.
-RMS_OF_JITTER = _JITTER / math.sqrt(3)
 
 LOSS = "loss"
 
@@ -144,23 +129,6 @@ def run(
         float(value),
         loss_scale,
     )
-
-
-def run_with_noise(
-    noise: "Noise", model: Any, batch: Batch, loss: Callable[..., tf.Tensor], **how: Any
-) -> Run:
-    """Runs a model with noise on inputs and weights, and on what each layer returns.
-
-    Args:
-        noise: Noise.
-        model: as for `run`.
-        batch: as for `run`.
-        loss: as for `run`.
-        **how: what else `run` takes.
-    """
-    moved = batch._replace(x=noise.on_inputs(batch.x))
-    with noise.on_weights(model):
-        return run(model, moved, loss, change=noise.both_ways, **how)
 
 
 def run_at_a_good_scale(make: Callable[[float], ScaledRun], scale: float) -> ScaledRun:
@@ -311,81 +279,6 @@ def without_metrics(model: Any) -> Iterator[None]:
 
 def _ignore(*_: Any, **__: Any) -> None:
     pass
-
-
-class Noise:
-    """What rounding may do, done to a run in float32: numbers are moved at random.
-
-    Where the backward error of an algorithm is small, what it returns is what the exact one would
-    return for inputs that differ by a few roundings (N. Higham, "Accuracy and Stability of
-    Numerical Algorithms", 1.5); to move the numbers at random and look is Monte Carlo arithmetic
-    (D. Stott Parker, 1997).
-
-    Args:
-        unit: float. The unit roundoff whose effects are to be seen.
-        seed: int.
-    """
-
-    def __init__(self, unit: float, seed: int) -> None:
-        self._step = NOISE * unit
-        self._random = np.random.default_rng(seed)
-
-    def __call__(self, value: tf.Tensor) -> tf.Tensor:
-        """Moves each number, by up to twice the unit roundoff of its size.
-
-        A mask of zeros and ones is left alone: every dtype holds it, and what is masked would not
-        be any more, where a layer multiplies 1 - mask by a large number.
-        """
-        if tf.reduce_all((value == 0) | (value == 1)):
-            return value
-        dtype = value.dtype if value.dtype.size >= 4 else tf.float32
-        factors = 1 + self._step * self._random.uniform(-1, 1, _shape(value))
-        return tf.cast(tf.cast(value, dtype) * tf.cast(factors, dtype), value.dtype)
-
-    def on_inputs(self, structure: Any) -> Any:
-        """Moves the floating-point tensors in a structure."""
-        return tf.nest.map_structure(
-            lambda value: self(value) if floating(value) else value, structure
-        )
-
-    def both_ways(self, value: tf.Tensor) -> tf.Tensor:
-        """The same, and the gradient on its way back is moved too."""
-
-        @tf.custom_gradient
-        def moved(value: tf.Tensor) -> Any:
-            return self(value), self
-
-        return moved(value)
-
-    @contextlib.contextmanager
-    def on_weights(self, layer: Any) -> Iterator[None]:
-        """Moves the weights of a layer or model for the block."""
-        weights = [w for w in getattr(layer, "weights", ()) if tf.as_dtype(w.dtype).is_floating]
-        before = [weight.numpy() for weight in weights]
-        for weight, value in zip(weights, before):
-            noise = self._step * self._random.uniform(-1, 1, value.shape)
-            weight.assign((value * (1 + noise)).astype(value.dtype))
-        try:
-            yield
-        finally:
-            for weight, value in zip(weights, before):
-                weight.assign(value)
-
-
-def jitter(seed: int = 0) -> Noise:
-    """Noise that moves numbers by so little that only gradients that are noise change with it."""
-    return Noise(_JITTER / NOISE, seed)
-
-
-def is_noise(values: np.ndarray, moved: np.ndarray) -> bool:
-    """Whether a gradient is nothing but rounding noise of float32.
-
-    Args:
-        values: array of float64, the gradient.
-        moved: the same, where `jitter` has moved the numbers.
-    """
-    are_finite = np.isfinite(values).all() and np.isfinite(moved).all()
-    return bool(are_finite) and relative(moved, values) > _NOISE
 
 
 def check_finite(reference: Run, batch: Batch) -> None:

@@ -44,7 +44,7 @@ def step_of(
             of the layer, which is "" for the model.
         look: called in the graph, with what the step returns, when the step is complete. What it
             returns is what the function returns.
-        forward_only: bool. The forward pass in any case?
+        forward_only: bool. Whether it is the forward pass in any case.
 
     Returns:
         `tf.types.experimental.ConcreteFunction` of `batch.data`.

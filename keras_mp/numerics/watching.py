@@ -25,7 +25,7 @@ Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
 
 
 class _ThreadState(threading.local):
-    """Who is shown what layers return, with the paths by the layers' ids; and what is running.
+    """The watchers of a thread, and the layers that it is calling.
 
     Attributes:
         watchers: tuple of pairs of paths by the ids of layers, and watchers.

@@ -15,7 +15,9 @@ from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
 from keras_mp.numerics.exponents import Histogram, exponent_of
 from keras_mp.numerics.layer_calls import Call, RandomNumbers
 from keras_mp.numerics.lost import Lost, WhatIf
-from keras_mp.numerics.reports import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Report, Row
+from keras_mp.numerics.noise import RMS_OF_JITTER, is_noise, jitter, run_with_noise
+from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Row
+from keras_mp.numerics.reports import Report
 from keras_mp.numerics.runs import Run
 from keras_mp.numerics.training_loss import Loss, compiled_loss, given_loss, scale_in_training
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
@@ -143,14 +145,12 @@ def _run_all(
     expected = _values(in_float32, reference)
     consumers = _consumers(reference.calls)
     progress.begin("in float32, with noise")
-    noisy = runs.run_with_noise(
-        runs.jitter(), in_float32, batch, losses[id(in_float32)], numbers=numbers
-    )
+    noisy = run_with_noise(jitter(), in_float32, batch, losses[id(in_float32)], numbers=numbers)
     moved = _values(in_float32, noisy)
     noise = {
         row
         for row, (values, _) in expected.items()
-        if row[0] != OUTPUT and row in moved and runs.is_noise(values, moved[row][0])
+        if row[0] != OUTPUT and row in moved and is_noise(values, moved[row][0])
     }
     lost: dict[tuple[str, float], dict[tuple[str, str], Lost]] = {}
     computed_in = {}
@@ -248,7 +248,7 @@ def _amplification(
         for taker in takers & taken.keys():
             taken[taker] = max(taken[taker], distances.get(path, 0.0))
     # What moves by less is not known to move at all.
-    return {path: far / max(taken[path], runs.RMS_OF_JITTER) for path, far in distances.items()}
+    return {path: far / max(taken[path], RMS_OF_JITTER) for path, far in distances.items()}
 
 
 def _is_of_layer(call: Call) -> bool:

@@ -19,8 +19,9 @@ from keras_mp.numerics.distances import (
     underflow,
 )
 from keras_mp.numerics.layer_calls import RandomNumbers
+from keras_mp.numerics.noise import NOISY_RUNS, Noise, run_with_noise
 from keras_mp.numerics.records import Layer, Quantity, Record
-from keras_mp.numerics.runs import NOISY_RUNS, Noise, Run, dtype_of, unit_of
+from keras_mp.numerics.runs import Run, dtype_of, unit_of
 
 # A gradient of which so many numbers are zero only in 16 bits has underflowed.
 _MANY_ZEROS = 0.05
@@ -88,7 +89,7 @@ def explain_by_noise(
     known = list(_sides(model, exact))
     largest: dict[tuple[int, str, str], float] = {}
     for seed in range(NOISY_RUNS):
-        noisy = runs.run_with_noise(
+        noisy = run_with_noise(
             Noise(unit, seed),
             model,
             batch,

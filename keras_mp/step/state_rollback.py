@@ -4,7 +4,7 @@ Batch normalization moves its statistics while the loss is computed, before it i
 the step will be skipped. What was read before an assignment is the old buffer, which the assignment
 replaces, so that keeping it costs no copy. In a graph each weight is read where the step begins;
 when gradients are applied, the graph tells which weights were written since, and reads that are
-not needed are pruned. In eager no one can tell what is written, so all is kept until the verdict.
+not needed are pruned. In eager it is not known what is written, so all is kept until the verdict.
 
 This module needs TensorFlow only; it asks a model for its `weights`.
 """

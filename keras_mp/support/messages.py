@@ -24,7 +24,7 @@ class MixedPrecisionWarning(UserWarning):
 
 
 class Line(NamedTuple):
-    """A line of somebody's program.
+    """A line of a user's program.
 
     Attributes:
         file: name of the file.

@@ -58,7 +58,7 @@ def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
 
     In a graph the second read of a variable reuses the cast of the first one anyway. That stops at
     the body of a loop, which runs many times and might write to the variable, and in eager, where
-    nobody sees who writes. Here you promise that nothing does, and so a recurrent cell in
+    writes cannot be seen. Here you promise that there are none, and so a recurrent cell in
     `tf.while_loop` casts its kernel once instead of once a time step. Gradients still are summed in
     the true dtype. A `tf.function` that is traced inside casts for itself, since it may be called
     again outside.

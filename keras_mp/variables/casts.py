@@ -1,9 +1,9 @@
 """Casting what was read from a variable: once where that is sound, else each time.
 
 This module needs TensorFlow only. In a graph, a second read of a variable gets the cast of the
-first one, if nothing can have written to the variable in between. That can be seen there: who
-writes needs the variable's handle, so it is a consumer of it. In eager nobody can tell, since an
-operation may write to a handle without asking the variable; there, and from one graph to the next
+first one, if nothing can have written to the variable in between. That can be seen there: an
+operation that writes takes the variable's handle. In eager it cannot be seen, since an operation
+may write to a handle without asking the variable; there, and from one graph to the next
 (the body of a loop runs many times), only `hold` saves casts: the user says that nothing is
 written.
 """
@@ -225,7 +225,7 @@ def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
 
 
 def _writers(handle: tf.Tensor) -> frozenset[str] | None:
-    """Who may have written to the variable, or None if that may be done through another tensor."""
+    """The operations that may have written to the variable; None if others may be unseen."""
     writers = [op for op in handle.consumers() if not only_reads(op, handle)]
     if any(output.dtype == tf.resource for op in writers for output in op.outputs):
         return None

@@ -47,7 +47,7 @@ def share_scope(
     dtype: Callable[[], tf.DType | None],
     enter: Callable[[tf.DType | None], AbstractContextManager[None]],
 ) -> None:
-    """Keeps the dtype in force where somebody else keeps it, so that each casts the other's.
+    """Shares the dtype in force with another library, so that each casts the other's variables.
 
     Args:
         dtype: returns the DType in force in this thread, or None.

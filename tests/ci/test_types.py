@@ -28,7 +28,6 @@ def test_a_program_that_uses_the_public_names():
 
 @once
 def test_the_package():
-    # All of it but the tools that measure, as pyrightconfig.json says.
     is_right, said = check()
     assert is_right, said
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import advise, what_if
-from keras_mp.numerics.reports import OUTPUT, TOLERANCE
+from keras_mp.numerics.report_rows import OUTPUT, TOLERANCE
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from tests.numerics.advised_models import HEALTHY, SUFFERING
 

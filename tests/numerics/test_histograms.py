@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import ExponentHistograms, ExponentMonitor, Histogram
-from keras_mp.numerics.histograms import count_exponents
+from keras_mp.numerics.exponent_counts import count_exponents
 from tests.common import IS_KERAS_3, mirrored, once
 from tests.numerics.test_exponents import distributions
 

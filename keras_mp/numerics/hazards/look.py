@@ -137,7 +137,7 @@ class Look:
 
         Args:
             types: names of operations.
-            forward: bool. Those of the forward pass only? Defaults to True.
+            forward: bool. Whether only those of the forward pass are wanted. Defaults to True.
         """
         types = frozenset(types)
         for operation in self.forward if forward else self.operations:

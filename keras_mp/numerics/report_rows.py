@@ -1,0 +1,238 @@
+"""The rows of a report: what was counted of a gradient, an output, a weight, and what it loses."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_mp.numerics.exponents import (
+    EVERYWHERE,
+    UPDATES,
+    Fate,
+    Format,
+    Histogram,
+    Window,
+    format_of,
+)
+from keras_mp.support import text_tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+COMPUTED = ("gradient", "input", "output", "output gradient")
+
+GRADIENT, INPUT, OUTPUT, OUTPUT_GRADIENT = COMPUTED
+
+WEIGHT, UPDATE = _KEPT = ("weight", "update")
+
+KINDS = (*COMPUTED, *_KEPT)
+
+_SCALED = (GRADIENT, OUTPUT_GRADIENT)
+
+# Which share of a gradient may become zero: a few values of a large one are always next to zero.
+TOLERANCE = 0.001
+
+# Which share of updates may be lost. Some are far below others of their weight wherever one looks.
+UPDATE_TOLERANCE = 0.1
+
+
+class Statistics(NamedTuple):
+    """What is known of a weight beside its histogram.
+
+    Attributes:
+        amax: float. The largest magnitude.
+        mean: float.
+        std: float. The standard deviation.
+        l1_norm: float. The sum of magnitudes.
+        l2_norm: float. The root of the sum of squares.
+
+    Example:
+
+    >>> import numpy as np
+    >>> keras_mp.numerics.Statistics.of(np.float32([3.0, -4.0])).l2_norm
+    5.0
+    """
+
+    amax: float
+    mean: float
+    std: float
+    l1_norm: float
+    l2_norm: float
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> "Statistics":
+        """Returns those of an array.
+
+        Args:
+            values: array of floats, not empty.
+        """
+        values = np.asarray(values, np.float64).reshape(-1)
+        sizes = np.abs(values)
+        norms = sizes.sum(), np.sqrt(np.square(values).sum())
+        return cls(*map(float, (sizes.max(), values.mean(), values.std(), *norms)))
+
+
+class Row(NamedTuple):
+    """What was counted of one tensor of a model.
+
+    Attributes:
+        kind: "gradient" of a variable, "output" of a layer, "output gradient", "weight", or
+            "update" of a variable: what a step adds to each weight, divided by the power of two at
+            or below the weight.
+        path: the variable's or the layer's path, such as "encoder/dense/kernel".
+        dtype: str. What it was computed in: the tensor's own dtype; of a variable's gradient, what
+            its layer computes in; of weights and updates, what the optimizer sees. Values that were
+            too small for it are among the zeros.
+        histogram: a `Histogram`; of gradients as if the loss had not been scaled.
+        overflowed_at: float. The smallest loss scale at which values were infinite or NaN, or
+            infinity.
+        statistics: `Statistics` of a weight when it was read last; None of what is no weight.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics import Histogram, Row
+    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
+    >>> str(row.window("float16"))
+    '2^-4..2^35'
+    """
+
+    kind: str
+    path: str
+    dtype: str
+    histogram: Histogram
+    overflowed_at: float = float("inf")
+    statistics: Statistics | None = None
+
+    def fate(self, dtype: str, loss_scale: float = 1.0) -> Fate:
+        """Tells what becomes of the values in a dtype; of updates, in variables of it.
+
+        Args:
+            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            loss_scale: float, a power of two. By what gradients are multiplied. Defaults to 1.
+
+        Returns:
+            A `Fate`. An update that does not change its weight counts as `zero`.
+        """
+        return self.histogram.fate(self._format(dtype), loss_scale if self.is_scaled else 1.0)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss scale multiplies it."""
+        return self.kind in _SCALED
+
+    @property
+    def hides_updates(self) -> bool:
+        """Whether it has updates of which none is known, since the weights did not take them."""
+        is_rounded = self.kind == UPDATE and self.dtype in LOW_PRECISION_NAMES
+        return is_rounded and self.histogram.zeros > 0
+
+    def _format(self, dtype: str) -> Format:
+        borders = format_of(dtype)
+        return UPDATES[dtype] if self.kind == UPDATE else borders
+
+    def window(self, dtype: str, tolerance: float | None = None) -> Window:
+        """Tells at which loss scales nothing is lost; for others, by what they may be multiplied.
+
+        For updates, that is by what the learning rate may be multiplied so that they arrive in
+        variables of the dtype.
+
+        What has overflowed in the dtype that it was computed in may have been of any size. So of
+        that dtype, the window ends below the loss scale at which it did.
+
+        Args:
+            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0,
+                for updates to 0.1: wherever one looks, some are far below others.
+
+        Returns:
+            A `Window`.
+        """
+        if tolerance is None:
+            tolerance = UPDATE_TOLERANCE if self.kind == UPDATE else 0.0
+        window = self.histogram.window(self._format(dtype), tolerance)
+        if self.dtype == dtype and np.isfinite(self.overflowed_at):
+            window &= Window(EVERYWHERE.low, int(np.ceil(np.log2(self.overflowed_at))) - 1)
+        return window
+
+    def has_unknown_zeros(self, loss_scale: float, tolerance: float = TOLERANCE) -> bool:
+        """Whether zeros of a gradient may be values that were too small for its dtype.
+
+        They may if no other value is left, or if what is left reaches down to subnormal numbers.
+
+        Args:
+            loss_scale: float. That at which it was computed.
+            tolerance: float, from 0 to 1. Which share of zeros does not matter.
+
+        Returns:
+            bool.
+        """
+        histogram = self.histogram
+        if self.dtype not in LOW_PRECISION_NAMES or not self.is_scaled:
+            return False
+        if histogram.zeros <= tolerance * histogram.total:
+            return False
+        smallest = min(histogram.exponents, default=None)
+        normal, _ = format_of(self.dtype).normal
+        return smallest is None or smallest + np.log2(loss_scale) <= normal
+
+    def __add__(self, other: "Row") -> "Row":
+        overflowed_at = min(self.overflowed_at, other.overflowed_at)
+        return self._replace(
+            dtype=other.dtype,
+            histogram=self.histogram + other.histogram,
+            overflowed_at=overflowed_at,
+            statistics=other.statistics,
+        )
+
+
+def ranked(
+    row: Row, dtype: str, loss_scale: float, noise: set[tuple[str, str]]
+) -> text_tables.RankedRow:
+    """Makes a row of a table, the worse the more it loses and the nearer it is to losing something.
+
+    Args:
+        row: `Row`.
+        dtype: str. As for `Report.table`.
+        loss_scale: float, a power of two.
+        noise: set of (kind, path). See `Report.noise`.
+    """
+    # With the tolerance of the headline, which would contradict the table otherwise.
+    tolerance = UPDATE_TOLERANCE if row.kind == UPDATE else TOLERANCE
+    histogram, window = row.histogram, row.window(dtype, tolerance)
+    fate, exponents = row.fate(dtype, loss_scale), histogram.exponents
+    bad = histogram.infinities + histogram.nans
+    is_noise = (row.kind, row.path) in noise
+    cells = (
+        *(row.kind, f"{row.path} (noise)" if is_noise else row.path, row.dtype),
+        f"{histogram.total:,}",
+        percent(histogram.zeros, histogram.total),
+        percent(bad, histogram.total),
+        f"2^{min(exponents)}..2^{max(exponents)}" if exponents else "",
+        *(percent(count, fate.values) for count in fate[1:]),
+        "unknown" if row.hides_updates else str(window),
+    )
+    lost = (
+        bad / max(histogram.total, 1),
+        fate.share("infinite"),
+        fate.share("zero") * (fate.share("zero") > tolerance),
+        float(row.hides_updates or row.has_unknown_zeros(loss_scale)) * histogram.zeros,
+    )
+    # Of what is kept in float32 nothing is lost.
+    matters = not is_noise and (row.kind in COMPUTED or row.dtype in LOW_PRECISION_NAMES)
+    margin = min(window.margins(loss_scale if row.is_scaled else 1.0))
+    alike = row.kind, row.dtype, histogram.total, is_noise, *(share > 0 for share in lost)
+    return text_tables.RankedRow(cells, (float(matters), *lost, -margin), alike)
+
+
+def percent(count: int, of: int) -> str:
+    """Writes a share so that only what is nothing reads as nothing.
+
+    Args:
+        count: int.
+        of: int, how many there are in all.
+
+    Returns:
+        str: "" for none, else such as "12.5 %" or "<0.1 %".
+    """
+    if not count:
+        return ""
+    share = 100 * count / of
+    return "<0.1 %" if share < 0.1 else f"{share:.1f} %"

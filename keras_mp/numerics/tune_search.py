@@ -1,0 +1,263 @@
+"""The search of `tune`: what layers may compute in 16 bits, by measured errors."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.conversion import convert
+from keras_mp.layer_paths import variables_by_path
+from keras_mp.numerics import batches as batches_of
+from keras_mp.numerics import noise, runs
+from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.distances import relative
+from keras_mp.numerics.layer_calls import RandomNumbers
+from keras_mp.numerics.runs import Replay, Run
+from keras_mp.numerics.training_loss import loss_of, run_as_trained, signed_mean
+from keras_mp.numerics.tuned import Errors
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.support.progress import Progress
+
+# Once so many models have been made and run, groups of layers are not divided any more.
+_MOST_MODELS = 100
+
+
+class Reference:
+    """What the model in float32 made of a batch; of `outputs` and so on, once it has run.
+
+    Attributes:
+        batch: Batch.
+        numbers: RandomNumbers that were drawn, in the dtypes of a model in 16 bits.
+        outputs: list of arrays.
+        loss: float.
+        gradients: of each layer with trained weights, by its path, one array.
+        noise: set of the layers whose gradients are rounding noise.
+        loss_scale: float. The largest at which no gradient of float32 overflows in float16, or that
+            with which training begins if that is smaller; None until it is known.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.numbers = batch, RandomNumbers()
+        self.outputs: list[np.ndarray] = []
+        self.loss = math.nan
+        self.gradients: dict[str, np.ndarray] = {}
+        self.noise: set[str] = set()
+        self.loss_scale: float | None = None
+
+
+class Search:
+    """Models with some layers in 16 bits, and how far they are from float32.
+
+    Args:
+        model: of the user.
+        reference: the same in float32.
+        units: layers of that by their paths.
+        policy: str, of layers in 16 bits.
+        loss: of the user, or None.
+        tolerance: float.
+        made: list of Batch.
+        progress: Progress, which is told what is run.
+
+    Attributes:
+        policy: as above.
+        refused: dict of paths of layers that were tried and were too far off, and how far.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reference: Any,
+        units: dict[str, Any],
+        policy: str,
+        loss: Any,
+        tolerance: float,
+        made: Sequence[Batch],
+        progress: Progress,
+    ) -> None:
+        self.policy, self.refused = policy, dict[str, str]()
+        self._original, self._reference, self._units = model, reference, units
+        self._user_loss, self._tolerance = loss, tolerance
+        self._references = [Reference(batch) for batch in made]
+        owners = {id(v): path for path, (v, _) in variables_by_path(reference).items()}
+        self._owners = {
+            name: owners[id(weight)].rpartition("/")[0]
+            for name, weight in runs.named_weights(reference).items()
+        }
+        self._errors: dict[tuple[frozenset[str], int], Errors] = {}
+        self._made: tuple[frozenset[str], Any, Any] | None = None
+        self._progress, self._models = progress, 0
+
+    def prepare(self, candidates: Sequence[str]) -> dict[str, float]:
+        """Runs each batch in float32, and returns the errors of the candidates by themselves."""
+        own = dict.fromkeys(candidates, 0.0)
+        loss = self._loss(self._reference)
+        for i, reference in enumerate(self._references):
+            self._progress.begin(f"batch {i + 1} of {len(self._references)} in both dtypes")
+            # It draws the random numbers: those of the narrowest dtype suit all.
+            narrow = self._run(candidates, i)
+            wide = runs.run(self._reference, reference.batch, loss, numbers=reference.numbers)
+            reference.loss_scale = max(1.0, _scale_for(wide.all_gradients()))
+            runs.check_finite(wide, reference.batch)
+            self._check_calls(narrow, wide)
+            reference.outputs, reference.loss = _outputs(wide), wide.loss
+            reference.gradients = self._gradients(wide)
+            with noise.jitter(seed=i).on_weights(self._reference):
+                moved = runs.run(self._reference, reference.batch, loss, numbers=reference.numbers)
+            reference.noise = {
+                path
+                for path, value in self._gradients(moved).items()
+                if noise.is_noise(reference.gradients[path], value)
+                or not reference.gradients[path].any()
+            }
+            self._errors[frozenset(candidates), i] = self._apart(narrow, reference)
+            for path, error in self._own_errors(candidates, narrow, wide, reference).items():
+                own[path] = max(own[path], error)
+        return own
+
+    def add(self, group: list[str], chosen: list[str], where: Sequence[int]) -> list[str]:
+        """Adds layers to those that compute in 16 bits, as many as the tolerance allows.
+
+        Args:
+            group: the layers, the best first.
+            chosen: those that already do.
+            where: numbers of the batches to look at.
+
+        Returns:
+            `chosen` and those of `group` that went in.
+        """
+        if not group:
+            return chosen
+        failure = self._failure([*chosen, *group], where)
+        if failure is None:
+            return [*chosen, *group]
+        if len(group) == 1 or self._models >= _MOST_MODELS:
+            others = f", with {len(group) - 1} others" if len(group) > 1 else ""
+            self.refused |= dict.fromkeys(group, failure + others)
+            return chosen
+        middle = len(group) // 2
+        first, second = group[:middle], group[middle:]
+        return self.add(second, self.add(first, chosen, where), where)
+
+    def errors(self, chosen: Sequence[str], i: int) -> Errors:
+        """How far a model is from float32 on a batch."""
+        key = frozenset(chosen), i
+        if key not in self._errors:
+            self._progress.begin(f"{len(chosen)} layers in {self.policy}")
+            self._errors[key] = self._apart(self._run(chosen, i), self._references[i])
+        return self._errors[key]
+
+    def model(self, chosen: Sequence[str]) -> Any:
+        """Makes a model with these layers in 16 bits, which is not compiled."""
+        policies = dict.fromkeys(self._units, "float32") | dict.fromkeys(chosen, self.policy)
+        return convert(self._original, {"": self.policy if chosen else "float32"} | policies)
+
+    def _failure(self, chosen: Sequence[str], where: Sequence[int]) -> str | None:
+        for i in where:
+            errors = self.errors(chosen, i)
+            if not errors.largest <= self._tolerance:
+                return str(errors)
+        return None
+
+    def _run(self, chosen: Sequence[str], i: int) -> Run:
+        key, reference = frozenset(chosen), self._references[i]
+        try:
+            if self._made is None or self._made[0] != key:
+                model = self.model(chosen)
+                self._models += 1
+                self._made = key, model, self._loss(model)
+            _, model, loss = self._made
+            return run_as_trained(
+                model, reference.batch, loss, None, reference.numbers, True, reference.loss_scale
+            )
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+            raise ValueError(
+                f"The model {self._original.name!r} does not run in {self.policy}. Name the layers "
+                "that do not in `leave_out`, or give batches that suit it. The error is: "
+                f"{batches_of.reason(error)}"
+            ) from error
+
+    def _loss(self, model: Any) -> Any:
+        batch = self._references[0].batch
+        loss = loss_of(model, self._original, batch, self._user_loss, is_a_copy=True)
+        if loss is signed_mean:
+            raise ValueError(
+                "Expected batches (x, y) with labels, and a loss: pass `loss`, or compile the "
+                f"model {self._original.name!r}. Received: loss={self._user_loss!r}"
+            )
+        return loss
+
+    def _check_calls(self, narrow: Run, wide: Run) -> None:
+        if len(narrow.calls) != len(wide.calls):
+            raise ValueError(
+                f"The model {self._original.name!r} calls other layers in {self.policy} than in "
+                f"float32. Expected {[c.path for c in wide.calls]}. "
+                f"Received: {[c.path for c in narrow.calls]}"
+            )
+
+    def _gradients(self, run: Run) -> dict[str, np.ndarray]:
+        found: dict[str, list[np.ndarray]] = {}
+        for name, gradient in run.weight_gradients().items():
+            found.setdefault(self._owners[name], []).append(gradient.ravel())
+        return {path: np.concatenate(values) for path, values in found.items()}
+
+    def _apart(self, run: Run, reference: Reference) -> Errors:
+        outputs = map(relative, _outputs(run), reference.outputs)
+        gradients = []
+        for path, value in self._gradients(run).items():
+            if path in reference.noise:
+                gradients.append((0.0 if np.isfinite(value).all() else math.inf, path))
+            else:
+                gradients.append((relative(value, reference.gradients[path]), path))
+        error, path = max(gradients, default=(0.0, ""))
+        loss = abs(run.loss - reference.loss)
+        loss = loss / abs(reference.loss) if loss else 0.0
+        return Errors(
+            max(outputs, default=0.0), loss if math.isfinite(loss) else math.inf, error, path
+        )
+
+    def _own_errors(
+        self, candidates: Sequence[str], narrow: Run, wide: Run, reference: Reference
+    ) -> dict[str, float]:
+        """Runs each layer in both dtypes, on what it got in float32."""
+        paths = {id(self._units[path]): path for path in candidates}
+        errors: dict[str, float] = {}
+        for call, exact_call in zip(narrow.calls, wide.calls, strict=True):
+            path = paths.get(id(exact_call.layer))
+            if path is None:
+                continue
+            upstream = wide.gradients[exact_call.position]
+            exact = runs.replay(exact_call, exact_call.layer, upstream, numbers=reference.numbers)
+            # Whatever suits other layers: of this one by itself.
+            scale = _scale_for([*upstream, *exact.gradients.values()])
+            scaled = [None if each is None else each * scale for each in upstream]
+            one = runs.replay(exact_call, call.layer, scaled, numbers=reference.numbers)
+            errors[path] = max(errors.get(path, 0.0), _error(one, exact, scale))
+        return errors
+
+
+def _scale_for(gradients: Iterable[tf.Tensor | None]) -> float:
+    """The largest loss scale up to the usual one at which gradients do not overflow in float16."""
+    sizes = (float(tf.reduce_max(tf.abs(g))) for g in gradients if g is not None)
+    largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
+    if not largest:
+        return INITIAL_LOSS_SCALE
+    return min(INITIAL_LOSS_SCALE, 2.0 ** math.floor(math.log2(float(tf.float16.max) / largest)))
+
+
+def _outputs(run: Run) -> list[np.ndarray]:
+    """What the model returned, of floating-point numbers: the loss was called with it."""
+    return [runs.array(output) for output in runs.floating(run.calls[-1].args)]
+
+
+def _error(one: Replay, exact: Replay, scale: float) -> float:
+    """How far a layer is off: of its outputs, or of its gradients, taken together."""
+    backward = {name: value / scale for name, value in one.backward().items()}
+    sides = (one.forward(), exact.forward()), (backward, exact.backward())
+    return max(relative(_joined(a, b), _joined(b, b)) for a, b in sides)
+
+
+def _joined(values: dict[str, np.ndarray], names: Iterable[str]) -> np.ndarray:
+    flat = [values[name].ravel() for name in names if name in values]
+    return np.concatenate(flat) if flat else np.empty(0)
