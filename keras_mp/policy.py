@@ -4,6 +4,7 @@ RFC 293, "Dtype policies overview", "The global policy" and "A policy's loss sca
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from keras_mp import loss_scale as loss_scale_lib
 from keras_mp import output_dtype as output_dtype_lib
 from keras_mp._version import __version__
 from keras_mp.grappler import passes
+from keras_mp.kernels import recurrent
 from keras_mp.step import workers
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -83,7 +85,7 @@ class Policy(keras_api.BasePolicy):
         if self.name in _MIXED:
             hardware.warn_if_slow(_MIXED[self.name], measure=False)
         if self.low_precision_dtype is not None:
-            kernels.install()
+            _install_kernels()
         if self.output_dtype is not None:
             output_dtype_lib.install()
 
@@ -343,3 +345,9 @@ def _to_policy(policy: Any) -> Any:
         return Policy(policy.name) if type(policy) is keras_api.BasePolicy else policy
     quantized = keras_api.quantized_policy(policy) if isinstance(policy, str) else None
     return Policy(policy) if quantized is None else quantized
+
+
+@functools.cache
+def _install_kernels() -> None:
+    kernels.install()
+    keras_api.replace_lstm(recurrent.lstm)

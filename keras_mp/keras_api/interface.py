@@ -153,6 +153,12 @@ class KerasApi(Protocol):
         """Registers a class that Keras saves."""
         ...
 
+    def replace_lstm(self, run: Callable[..., Any]) -> None:
+        """Lets a function run the loop of an LSTM where Keras would run that of cuDNN on a GPU.
+
+        `run` takes what `kernels.recurrent.lstm` takes, and may return None.
+        """
+
     def serialize_optimizer(self, optimizer: Any) -> dict[str, Any]:
         """Returns the config of an optimizer, with its class."""
         ...

@@ -18,7 +18,7 @@ from tf_keras.src.mixed_precision import policy as _policies
 from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
 from keras_mp import variables
-from keras_mp.keras_api import keras2_adapters
+from keras_mp.keras_api import keras2_adapters, keras2_recurrent
 from keras_mp.kernels import softmax_and_cross_entropy
 from keras_mp.step import replicas
 from keras_mp.support import messages, replica_threads
@@ -28,6 +28,7 @@ keras = tf.keras
 
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 optimizer_adapter = keras2_adapters.optimizer_adapter
+replace_lstm = keras2_recurrent.replace_lstm
 # A wrapper is an instance of both bases, whichever family it wraps: Keras saves in `.keras` files
 # what the new ones have, and nothing of legacy ones.
 OPTIMIZER_BASES: tuple[Any, ...] = (

@@ -11,13 +11,13 @@ This module needs TensorFlow only.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.kernels.replaced import Kernel
-from keras_mp.support import regions
+from keras_mp.support import own_gradient, regions
 
 # What a chain returns: its values, and what computes their derivatives.
 _Chain = tuple[tf.Tensor, Callable[[], tf.Tensor]]
@@ -57,20 +57,23 @@ def _may_gain(features: Any) -> bool:
 
 def _cluster(chain: Callable[[tf.Tensor], _Chain]) -> Callable[..., tf.Tensor]:
     """Returns what takes the place of an activation, whose first argument is `features`."""
+    name = chain.__name__.strip("_")
 
-    @tf.custom_gradient
-    def compute(x: tf.Tensor) -> Any:
-        def gradient(dy: tf.Tensor) -> tf.Tensor:
-            with regions.none(), tf.xla.experimental.jit_scope():
-                _, derivatives = chain(tf.cast(x, tf.float32))
-                return tf.cast(derivatives() * tf.cast(dy, tf.float32), x.dtype)
-
+    def forward(x: tf.Tensor) -> own_gradient.Computed:
         with tf.xla.experimental.jit_scope():
-            return tf.cast(chain(tf.cast(x, tf.float32))[0], x.dtype), gradient
+            return [tf.cast(chain(tf.cast(x, tf.float32))[0], x.dtype)], []
+
+    def backward(
+        upstream: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], *_: Any
+    ) -> list[tf.Tensor | None]:
+        with regions.none(), tf.xla.experimental.jit_scope():
+            _, derivatives = chain(tf.cast(inputs[0], tf.float32))
+            slope = derivatives() * tf.cast(upstream[0], tf.float32)
+            return [tf.cast(slope, inputs[0].dtype)]
 
     def activation(own: Any, features: tf.Tensor, *_: Any, **options: Any) -> tf.Tensor:
-        with regions.none(), tf.name_scope(options.get("name") or chain.__name__.strip("_")):
-            return compute(features)
+        with regions.none(), tf.name_scope(options.get("name") or name):
+            return own_gradient.compute(name, forward, backward, [features])[0]
 
     return activation
 

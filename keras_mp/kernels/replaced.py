@@ -133,7 +133,7 @@ class Table:
             if dtype is None or not self.enabled:
                 return own(*args, **kwargs)
             case = kernel.case(*args, **kwargs)
-            if not self.is_wrong(op, dtype, case, _device()):
+            if not self.is_wrong(op, dtype, case, device_type()):
                 return own(*args, **kwargs)
             return correct(own, *args, **kwargs)
 
@@ -176,7 +176,7 @@ def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return tf.cast(result, dtype)
 
 
-def _device() -> str:
+def device_type() -> str:
     """The type of the device that will run an operation that is made now.
 
     Where its inputs are does not count: TensorFlow copies them. Of a function that is traced, its

@@ -303,3 +303,8 @@ def enable_float32_where_faster(enabled: bool = True) -> None:
         enabled: bool. False runs TensorFlow's own kernels, however slow they are.
     """
     _TABLE.enabled = enabled
+
+
+def is_enabled() -> bool:
+    """Whether what takes the place of slow kernels is switched on."""
+    return _TABLE.enabled

@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.support import messages
+from keras_mp.support.autograph import do_not_convert
 
 _GRADIENT = "gradient_tape"
 _PACKAGES = {
@@ -49,6 +50,7 @@ class Layers:
             self._paths[scopes] = self._find(scopes)
         return self._paths[scopes]
 
+    @do_not_convert
     def _find(self, scopes: str) -> tuple[tuple[str, Any], ...]:
         parts = [part for part in scopes.split("/") if part != _GRADIENT]
         # Grappler puts names of its own before that which an operation had.

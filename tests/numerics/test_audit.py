@@ -397,6 +397,13 @@ def test_float16_without_loss_scaling():
     model.set_weights([np.eye(16), np.zeros(16), np.full([16, 1], 1e-3), np.zeros(1)])
     finding = found(model, (1e-2 * X, X[:, :1] / 100))["float16 without loss scaling"]
     assert "of the numbers in gradients" in finding.why
+    # Its gradients may be computed in float32 and rounded.
+    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
+        head = L.Dense(1, kernel_initializer=K.initializers.Constant(1e-6), dtype="float32")
+        layers = [L.Conv2D(4, 3), L.Conv2D(4, 3), L.Flatten()]
+        model = K.Sequential([K.Input([8, 8, 3]), *layers, head])
+        model.compile("sgd", "mse")
+    assert "float16 without loss scaling" in found(model, (np.ones([4, 8, 8, 3]), X[:4, :1]))
     assert not found(classifier(dense()), (1e-2 * X, CLASSES))
 
 

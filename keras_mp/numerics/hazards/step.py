@@ -37,13 +37,16 @@ def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
     """Gradients in float16 are too small for it, and nothing scales the loss."""
     if look.scaling is not None or getattr(look.model, "optimizer", None) is None:
         return
-    gradients = [
+    products = [
         operation.outputs[0]
         for operation in look.operations
-        if origins.is_of_backward_pass(operation.name)
-        and operation.type in work.COUNTED
-        and operation.outputs[0].dtype == tf.float16
+        if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
     ]
+    # Where a kernel of float16 is slow, keras_mp computes in float32 and rounds.
+    rounded = [
+        user.outputs[0] for each in products for user in each.consumers() if user.type == "Cast"
+    ]
+    gradients = [each for each in (*products, *rounded) if each.dtype == tf.float16]
     if not gradients:
         return
     sizes = [tf.abs(widened(gradient)) for gradient in gradients]

@@ -1,0 +1,51 @@
+"""The loop of Keras 3's LSTM."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
+
+from keras_mp.support.autograph import do_not_convert
+
+keras = tf.keras
+
+
+def replace_lstm(run: Callable[..., Any]) -> None:
+    owner = keras.layers.LSTM
+    inner_loop = owner.inner_loop
+
+    @functools.wraps(inner_loop)
+    @do_not_convert
+    def replaced(
+        self: Any, sequences: Any, initial_state: Any, mask: Any, training: Any = False
+    ) -> Any:
+        found = None
+        if mask is None and _is_plain(self) and not _in_symbolic_scope():
+            given, cell = sequences, self.cell
+            if training and self.dropout:
+                given = given * cell.get_dropout_mask(given[:, 0, :])[:, tf.newaxis]
+            weights = cell.kernel, cell.recurrent_kernel, cell.bias
+            tensors = map(tf.convert_to_tensor, (given, *initial_state, *weights))
+            found = run(*tensors, self.go_backwards)
+        if found is None:
+            return inner_loop(self, sequences, initial_state, mask=mask, training=training)
+        outputs, last, cell_state = found
+        return last, outputs if self.return_sequences else last[:, tf.newaxis], [last, cell_state]
+
+    owner.inner_loop = replaced
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether Keras would run it as cuDNN does, on a GPU."""
+    cell = layer.cell
+    activations = cell.activation, cell.recurrent_activation
+    return (
+        type(cell) is keras.layers.LSTMCell
+        and activations == (keras.activations.tanh, keras.activations.sigmoid)
+        and cell.use_bias
+        and not layer.recurrent_dropout
+        and not layer.unroll
+        and layer.use_cudnn == "auto"
+    )

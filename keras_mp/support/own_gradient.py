@@ -1,0 +1,86 @@
+"""Computations with a gradient of their own that keep no graph alive.
+
+`tf.custom_gradient` registers a function for each call in a graph, and with it the graph, until the
+process ends. What is registered here knows the graph as long as it lives, and tensors by name. This
+module needs TensorFlow only.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.support.autograph import do_not_convert
+
+# What is computed: the outputs, and what the gradient needs beside them and the inputs.
+Computed = tuple[list[tf.Tensor], list[tf.Tensor]]
+# Takes the gradients of the outputs, the inputs, the outputs, and what was kept.
+Gradient = Callable[..., list[tf.Tensor | None]]
+
+
+def compute(
+    name: str,
+    function: Callable[..., Computed],
+    gradient: Gradient,
+    inputs: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Computes something with a gradient of its own.
+
+    Args:
+        name: str. Of the gradient.
+        function: takes the inputs; returns a list of outputs, and one of what the gradient needs.
+        gradient: takes a list of the gradients of the outputs, and the lists of the inputs, the
+            outputs and what is kept; returns the gradients of the inputs. A function of a module,
+            which uses no other tensors.
+        inputs: sequence of tensors.
+
+    Returns:
+        list of tensors, the outputs.
+    """
+    if tf.executing_eagerly():
+
+        @tf.custom_gradient
+        def in_eager(*inputs: tf.Tensor) -> Any:
+            outputs, kept = function(*inputs)
+            return outputs, lambda *upstream: gradient(upstream, inputs, outputs, kept)
+
+        return in_eager(*inputs)
+    outputs, kept = function(*inputs)
+    tensors = [*inputs, *outputs, *kept]
+    start, end = len(inputs), len(inputs) + len(outputs)
+    graph = tf.compat.v1.get_default_graph()
+    types = [tensor.dtype.as_datatype_enum for tensor in tensors]
+    attrs = {"T": tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))}
+    registered = f"KerasMp{name}_{next(_numbers)}"
+    _register(registered, gradient, weakref.ref(graph), [each.name for each in tensors], start, end)
+    with graph.gradient_override_map({"IdentityN": registered}):
+        op = graph.create_op("IdentityN", tensors, [t.dtype for t in tensors], attrs=attrs)
+    tf.__internal__.record_gradient(registered, list(op.inputs), (), op.outputs)
+    return list(op.outputs[start:end])
+
+
+_numbers = itertools.count()
+
+
+def _register(
+    registered: str,
+    gradient: Gradient,
+    graph: "weakref.ref[tf.Graph]",
+    names: Sequence[str],
+    start: int,
+    end: int,
+) -> None:
+    @tf.RegisterGradient(registered)
+    @do_not_convert
+    def of_operation(op: Any, *upstream: Any) -> list[Any]:
+        # A SavedModel asks for the function without an operation.
+        own = graph() if op is None else None
+        tensors = list(op.inputs) if own is None else [own.get_tensor_by_name(n) for n in names]
+        inputs, outputs, kept = tensors[:start], tensors[start:end], tensors[end:]
+        given = [
+            tf.zeros_like(output) if each is None else each
+            for each, output in zip(upstream[start:end], outputs, strict=True)
+        ]
+        return [*gradient(given, inputs, outputs, kept), *[None] * (len(tensors) - start)]

@@ -1,0 +1,247 @@
+"""LSTMs in 16 bits: what Keras computes, nearer to float64, in one loop of small products."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.kernels import recurrent, slow
+from tests.common import once
+
+K = tf.keras
+BATCH, TIME, FEATURES, UNITS = 6, 9, 5, 8
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    K.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many times the loop was run in the place of Keras's."""
+    made = []
+    forward = recurrent._forward
+    monkeypatch.setattr(recurrent, "_forward", lambda *args: made.append(1) or forward(*args))
+    return made
+
+
+def data(features=FEATURES):
+    random = np.random.default_rng(0)
+    x = random.normal(size=[BATCH, TIME, features])
+    return x.astype(np.float32)
+
+
+def layers(policy, **kwargs):
+    layer = K.layers.LSTM(UNITS, dtype=policy, **kwargs)
+    layer.build((None, TIME, FEATURES))
+    return layer
+
+
+def of_run(layer, x, state=None, jit_compile=None, **kwargs):
+    """What a layer returns, and the gradients of its inputs and weights."""
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            results = tf.nest.flatten(layer(x, initial_state=state, **kwargs))
+            # Every result matters, and each number in its own way.
+            sums = [
+                tf.reduce_sum(
+                    tf.cast(each, tf.float64)
+                    * tf.reshape(tf.cos(tf.range(tf.size(each), dtype=tf.float64)), tf.shape(each))
+                )
+                for each in results
+            ]
+            loss = tf.add_n(sums)
+        weights = [getattr(w, "_value", w) for w in layer.trainable_weights]
+        return results, tape.gradient(loss, [x, *weights])
+
+    if jit_compile is not None:
+        step = tf.function(step, jit_compile=jit_compile, reduce_retracing=True)
+    results, gradients = step(tf.constant(x))
+    return [np.array(tf.cast(each, tf.float64)) for each in (*results, *gradients)]
+
+
+def distances(found, exact):
+    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("jit_compile", [None, False])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"return_sequences": True, "return_state": True},
+        {"go_backwards": True, "return_sequences": True},
+        {},
+    ],
+    ids=["all", "backwards", "last"],
+)
+def test_as_keras_and_at_least_as_exact(dtype, jit_compile, kwargs, calls):
+    policy = keras_mp.Policy(f"mixed_{dtype}", loss_scale=None)
+    exact, ours = layers("float64", **kwargs), layers(policy, **kwargs)
+    ours.set_weights(exact.get_weights())
+    found = of_run(ours, data(), jit_compile=jit_compile)
+    assert len(calls) == 1
+    slow.enable_float32_where_faster(False)
+    try:
+        keras_own = of_run(ours, data(), jit_compile=jit_compile)
+    finally:
+        slow.enable_float32_where_faster()
+    assert len(calls) == 1
+    expected = of_run(exact, data().astype(np.float64))
+    assert [each.shape for each in found] == [each.shape for each in keras_own]
+    # The sum over all of them: of one, the rounding of the last digit may decide.
+    of_ours, of_keras = sum(distances(found, expected)), sum(distances(keras_own, expected))
+    assert of_ours < of_keras * 1.05
+    assert max(distances(found, expected)) < {"bfloat16": 0.02, "float16": 0.0025}[dtype]
+
+
+def test_states_that_are_given_have_gradients(calls):
+    layer = layers(keras_mp.Policy("mixed_bfloat16"), return_state=True)
+    exact = layers("float32", return_state=True)
+    exact.set_weights(layer.get_weights())
+    random = np.random.default_rng(1)
+    states = [tf.constant(random.normal(size=[BATCH, UNITS]), tf.float32) for _ in range(2)]
+
+    def gradients(layer, dtype):
+        given = [tf.cast(each, dtype) for each in states]
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            total = tf.add_n(
+                [tf.reduce_sum(tf.cast(y, tf.float32)) for y in layer(data(), initial_state=given)]
+            )
+        return [np.array(tf.cast(each, tf.float32)) for each in tape.gradient(total, given)]
+
+    found, expected = gradients(layer, tf.bfloat16), gradients(exact, tf.float32)
+    assert len(calls) == 1
+    assert max(distances(found, expected)) < 0.02
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"unroll": True},
+        {"activation": "relu"},
+        {"recurrent_activation": "tanh"},
+        {"use_bias": False},
+        {"recurrent_dropout": 0.5},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_other_lstms_are_left_to_keras(kwargs, calls):
+    layers(keras_mp.Policy("mixed_bfloat16"), **kwargs)(data())
+    layers(keras_mp.Policy("mixed_bfloat16"))(data(), mask=np.ones([BATCH, TIME], bool))
+    layers("float32")(data())
+    assert not calls
+
+
+def test_functions_that_xla_compiles_are_left_to_keras(calls):
+    layer = layers(keras_mp.Policy("mixed_bfloat16"), return_sequences=True)
+    results = tf.function(layer, jit_compile=True)(tf.constant(data()))
+    assert results.shape == [BATCH, TIME, UNITS]
+    assert not calls
+
+
+def test_dropout_of_inputs(calls):
+    layer = layers(keras_mp.Policy("mixed_bfloat16"), dropout=0.5, return_sequences=True)
+    first, second = (
+        np.array(tf.cast(layer(data(), training=t), tf.float32)) for t in (True, False)
+    )
+    assert len(calls) == 2
+    assert np.abs(first - second).max() > 0.01
+
+
+def test_sizes_that_are_not_known(calls):
+    layer = layers(keras_mp.Policy("mixed_bfloat16"), return_sequences=True)
+    function = tf.function(layer, input_signature=[tf.TensorSpec([None, None, FEATURES])])
+    for x in (data(), data()[:2, :3]):
+        np.testing.assert_array_equal(
+            tf.cast(function(x), tf.float32), tf.cast(layer(x), tf.float32)
+        )
+    assert len(calls) == 3
+
+
+def test_a_model_of_them_learns(calls):
+    def losses(policy):
+        K.utils.set_random_seed(1)
+        model = K.Sequential(
+            [
+                K.Input([TIME, FEATURES]),
+                K.layers.Bidirectional(
+                    K.layers.LSTM(UNITS, return_sequences=True, dtype=policy), dtype=policy
+                ),
+                K.layers.LSTM(UNITS, dropout=0.0, dtype=policy),
+                K.layers.Dense(1, dtype=policy),
+            ]
+        )
+        model.compile(K.optimizers.Adam(0.01), "mse", jit_compile=False)
+        x = data()
+        return model.fit(x, x.sum((1, 2)), BATCH, 30, verbose=0).history["loss"]
+
+    expected = losses("float32")
+    found = losses(keras_mp.Policy("mixed_bfloat16"))
+    assert calls
+    assert found[-1] < 0.7 * found[0]
+    np.testing.assert_allclose(found, expected, rtol=0.1)
+
+
+@once
+def test_second_derivatives():
+    layer = layers(keras_mp.Policy("mixed_bfloat16"))
+    exact = layers("float32")
+    exact.set_weights(layer.get_weights())
+
+    def second(layer):
+        x = tf.constant(data())
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(tf.cast(layer(x), tf.float32))
+            squares = tf.reduce_sum(tf.square(inner.gradient(y, x)))
+        return outer.gradient(squares, x)
+
+    for each in (second, tf.function(second)):
+        assert distances([each(layer).numpy()], [second(exact).numpy()])[0] < 0.05
+
+
+@once
+def test_no_graph_is_left():
+    layer = layers(keras_mp.Policy("mixed_bfloat16"))
+    x = tf.constant(data())
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(tf.cast(layer(x), tf.float32))
+        return tape.gradient(y, layer.trainable_weights[0]._value)
+
+    graph = weakref.ref(step.get_concrete_function().graph)
+    del step
+    gc.collect()
+    assert graph() is None
+
+
+def test_a_saved_step_goes_on(tmp_path, calls):
+    layer = layers(keras_mp.Policy("mixed_bfloat16"), return_sequences=True)
+    module = tf.Module()
+    module.layer = layer
+    module.run = tf.function(layer, input_signature=[tf.TensorSpec([None, TIME, FEATURES])])
+    x = tf.constant(data())
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = module.run(x)
+    before = tape.gradient(y, x)
+    tf.saved_model.save(module, str(tmp_path / "model"))
+    loaded = tf.saved_model.load(str(tmp_path / "model"))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        z = loaded.run(x)
+    np.testing.assert_array_equal(tf.cast(y, tf.float32), tf.cast(z, tf.float32))
+    np.testing.assert_array_equal(before, tape.gradient(z, x))
+    assert calls
