@@ -407,7 +407,7 @@ def run() -> dict:
     rows = []
     for name, found in results[first]["defects"].items():
         said = [tool["named"][1] for tool in found["tools"].values() if tool["named"]]
-        by = [_found_by(results[keras]["defects"][name]) or "nobody" for keras in results]
+        by = [_found_by(results[keras]["defects"][name]) or "none" for keras in results]
         rows.append([name, found["model"], *by, found["where"], "; ".join(said)])
     common.print_table(
         "Defects that were planted: by whom each is found, and what it is called",

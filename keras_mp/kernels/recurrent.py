@@ -7,6 +7,7 @@ float32 and rounded once. This module needs TensorFlow only.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -70,7 +71,8 @@ def _forward(
     given = _array(steps, of_inputs).unstack(of_inputs)
     offset = tf.cast(bias, tf.float32)
 
-    def step(time, hidden, cell, outputs, gates, cells):  # noqa: ANN001, ANN202
+    def step(time: tf.Tensor, *state: Any) -> tuple[Any, ...]:
+        hidden, cell, outputs, gates, cells = state
         linear = tf.cast(tf.matmul(hidden, recurrent_kernel), tf.float32) + offset
         linear += tf.cast(given.read(time), tf.float32)
         i, f, g, o = tf.split(linear, 4, axis=1)
@@ -122,7 +124,8 @@ def _backward(
             tf.float32, steps + 1, element_shape=[None, units], clear_after_read=False
         ).unstack(before)
 
-        def step(time, of_hidden, of_cell, of_linear):  # noqa: ANN001, ANN202
+        def step(time: tf.Tensor, *state: Any) -> tuple[Any, ...]:
+            of_hidden, of_cell, of_linear = state
             i, f, g, o = tf.split(tf.cast(arrays[1].read(time), tf.float32), 4, axis=1)
             dh = tf.cast(of_hidden, tf.float32) + tf.cast(arrays[0].read(time), tf.float32)
             tanh = tf.tanh(cells.read(time + 1))

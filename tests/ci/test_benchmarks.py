@@ -20,6 +20,7 @@ from benchmarks import (
     guards,
     heads,
     losses,
+    lstm,
     master_weights,
     memory,
     models,
@@ -346,10 +347,23 @@ def test_a_head_has_a_policy_of_its_own(monkeypatch):
 
     monkeypatch.setattr(losses, "SEEDS", 2)
     monkeypatch.setitem(losses.TASKS, "digits", task)
-    found = {head: heads.measure("digits", head) for head in heads.HEADS}
-    assert made[1::2] == [("mixed_bfloat16", "float32")] * 2 + [("mixed_bfloat16",) * 2] * 2
-    mean, _ = losses.difference(found["bfloat16"], found["float32"])
+    found = {head: heads.measure("digits", head, "bfloat16") for head in heads.HEADS}
+    assert {policy for policy, _ in made[1::2]} == {"mixed_bfloat16"}
+    policies = [tf.keras.mixed_precision.Policy(h) if h == "float32" else h for _, h in made[1::2]]
+    assert [policy.compute_dtype for policy in policies] == ["float32"] * 2 + ["bfloat16"] * 2 + [
+        "float32"
+    ] * 2
+    mean, _ = losses.difference(found["16 bits"], found["float32"])
     assert 0 < abs(mean) < 0.01
+
+
+def test_lstms_take_turns(monkeypatch):
+    monkeypatch.setattr(lstm, "SHAPES", [(2, 3, 4)])
+    monkeypatch.setattr(lstm, "_REPEATS", 2)
+    [seconds] = lstm.measure("bfloat16").values()
+    assert {name: len(each) for name, each in seconds.items()} == dict.fromkeys(
+        ("float32", "Keras's own", "ours"), 2
+    )
 
 
 def test_operations_of_branches_and_functions_are_counted():
