@@ -148,17 +148,18 @@ def test_the_steps_that_are_compared_do_the_same(replicas, minimize):
     strategy = mirrored(replicas) if replicas > 1 else None
     cell = Cell("graph", "SGD", 1, 4, minimize=minimize)
     moved = []
-    for wrapper in common.WRAPPERS:
+    for wrapper in (*common.WRAPPERS, overhead.COMPILED):
         tf.random.set_seed(1)
         variables = overhead.make_variables(cell, strategy)
         step = overhead.make_step(cell, wrapper, variables, strategy)
         before = tf.convert_to_tensor(variables[0])
         step()
         moved.append(tf.convert_to_tensor(variables[0]) - before)
-    bare, of_keras, ours = moved
+    bare, of_keras, ours, compiled = moved
     assert tf.reduce_max(tf.abs(bare)) > 1e-6
     tf.debugging.assert_near(of_keras, bare, atol=1e-7)
     tf.debugging.assert_near(ours, bare, atol=1e-7)
+    tf.debugging.assert_near(compiled, bare, atol=1e-7)
 
 
 def test_overhead_is_what_is_added_to_the_bare_step():
