@@ -38,11 +38,12 @@ def replace_lstm(run: Callable[..., Any]) -> None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether Keras would run it as cuDNN does, on a GPU."""
+    """Whether Keras would run it as cuDNN does, on a GPU, and nothing watches its cell."""
     cell = layer.cell
     activations = cell.activation, cell.recurrent_activation
     return (
         type(cell) is keras.layers.LSTMCell
+        and "call" not in vars(cell)
         and activations == (keras.activations.tanh, keras.activations.sigmoid)
         and cell.use_bias
         and not layer.recurrent_dropout

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.kernels import recurrent, slow
-from tests.common import once
+from tests.common import IS_KERAS_3, once
 
 K = tf.keras
 BATCH, TIME, FEATURES, UNITS = 6, 9, 5, 8
@@ -137,6 +137,17 @@ def test_other_lstms_are_left_to_keras(kwargs, calls):
     layers(keras_mp.Policy("mixed_bfloat16"), **kwargs)(data())
     layers(keras_mp.Policy("mixed_bfloat16"))(data(), mask=np.ones([BATCH, TIME], bool))
     layers("float32")(data())
+    assert not calls
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="The loops of Keras 2 call no cell.")
+def test_a_cell_whose_call_was_replaced_is_called(calls):
+    layer = layers(keras_mp.Policy("mixed_bfloat16"))
+    cell, times = layer.cell, []
+    call = cell.call
+    cell.call = lambda *args, **kwargs: times.append(1) or call(*args, **kwargs)
+    layer(data())
+    assert times
     assert not calls
 
 
