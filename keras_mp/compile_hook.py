@@ -93,7 +93,7 @@ def _compile(policy_class: type, keras_compile: Any, *args: Any, **kwargs: Any) 
     return result
 
 
-def _is_mixed(layer: Any) -> bool:
+def _is_mixed(layer: tf.keras.layers.Layer) -> bool:
     return layer.compute_dtype in LOW_PRECISION_NAMES and layer.variable_dtype == "float32"
 
 
@@ -150,7 +150,7 @@ def _wrap_optimizers(call: inspect.BoundArguments, wrap: Callable[[Any], Any]) -
     call.arguments["optimizer"] = optimizer
 
 
-def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
+def _tell_optimizers(model: tf.keras.Model, is_scaled: bool = False) -> None:
     """Tells the optimizers of a model that Keras has compiled it.
 
     Args:
@@ -166,28 +166,28 @@ def _tell_optimizers(model: Any, is_scaled: bool = False) -> None:
         _open_training_step(model)
 
 
-def _open_training_step(model: Any) -> None:
+def _open_training_step(model: tf.keras.Model) -> None:
     """Lets skipped steps of `fit` restore the state that the forward pass has changed."""
     of_instance = vars(model).get("train_step")
     if getattr(of_instance, "func", None) is not _train_step:
         vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
 
 
-def _train_step(model: Any, of_instance: Any, *args: Any, **kwargs: Any) -> Any:
+def _train_step(model: tf.keras.Model, of_instance: Any, *args: Any, **kwargs: Any) -> Any:
     cls = type(model)
     train_step = of_instance or cls.train_step.__get__(model, cls)
     with training_step(model, keras_api.states(model)):
         return train_step(*args, **kwargs)
 
 
-def _has_lost_its_policy(model: Any, call: inspect.BoundArguments) -> bool:
+def _has_lost_its_policy(model: tf.keras.Model, call: inspect.BoundArguments) -> bool:
     """Whether Keras has saved a mixed model without the policy of the model itself."""
     return _is_compiled_with_ours(model, call) and any(
         layer.compute_dtype in LOW_PRECISION_NAMES for layer in keras_api.flatten_layers(model)
     )
 
 
-def _is_compiled_with_ours(model: Any, call: inspect.BoundArguments) -> bool:
+def _is_compiled_with_ours(model: tf.keras.Model, call: inspect.BoundArguments) -> bool:
     """Whether the model was or is to be compiled with an optimizer or a loss of keras_mp."""
     optimizers = [call.arguments.get("optimizer"), getattr(model, "optimizer", None)]
     of_call, of_model = call.arguments.get("loss"), getattr(model, "loss", None)
@@ -196,7 +196,7 @@ def _is_compiled_with_ours(model: Any, call: inspect.BoundArguments) -> bool:
 
 
 def _how_to_scale(
-    model: Any, policy: Any, before: LossScaleOptimizer | None
+    model: tf.keras.Model, policy: Any, before: LossScaleOptimizer | None
 ) -> dict[str, Any] | None:
     """Returns how to scale a model's loss: as its policy says, else as before.
 
@@ -247,7 +247,7 @@ def _wrap(scaling: dict[str, Any], optimizer: Any) -> Any:
     return wrapper
 
 
-def _float16_layers(model: Any) -> list[str]:
+def _float16_layers(model: tf.keras.Model) -> list[str]:
     """Returns the names of layers that compute in float16 with float32 variables."""
     return [
         layer.name
@@ -256,7 +256,7 @@ def _float16_layers(model: Any) -> list[str]:
     ]
 
 
-def _warn_if_unscaled(model: Any) -> None:
+def _warn_if_unscaled(model: tf.keras.Model) -> None:
     optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
     if all(find_loss_scale_optimizer(optimizer) is not None for optimizer in optimizers):
         return
@@ -277,7 +277,7 @@ def _warn_if_unscaled(model: Any) -> None:
         )
 
 
-def _warn_if_made_in_another_thread(model: Any) -> bool:
+def _warn_if_made_in_another_thread(model: tf.keras.Model) -> bool:
     if not keras_api.thread_missed_global_policy():
         return False
     made_with, policy = model.dtype_policy.name, keras_api.get_global_policy().name
@@ -290,7 +290,7 @@ def _warn_if_made_in_another_thread(model: Any) -> bool:
     return made_with != policy
 
 
-def _warn_if_policy_is_not_followed(model: Any, call: inspect.BoundArguments) -> None:
+def _warn_if_policy_is_not_followed(model: tf.keras.Model, call: inspect.BoundArguments) -> None:
     problem = model_summary.policy_not_followed(model, call.arguments.get("optimizer"))
     if problem is None:
         return
@@ -300,7 +300,7 @@ def _warn_if_policy_is_not_followed(model: Any, call: inspect.BoundArguments) ->
         messages.warn(f"The model {model.name!r}: {problem}")
 
 
-def _warn_if_set_too_late(model: Any) -> None:
+def _warn_if_set_too_late(model: tf.keras.Model) -> None:
     """Warns if the global policy was set after the model was made."""
     policy = keras_api.get_global_policy()
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
@@ -314,7 +314,9 @@ def _warn_if_set_too_late(model: Any) -> None:
         )
 
 
-def _warn_if_set_with_keras(policy_class: type, model: Any, call: inspect.BoundArguments) -> None:
+def _warn_if_set_with_keras(
+    policy_class: type, model: tf.keras.Model, call: inspect.BoundArguments
+) -> None:
     """Warns of a mixed global policy that is not ours, unless Keras's wrapper was asked for."""
     policy, own = keras_api.get_global_policy(), model.dtype_policy
     optimizers = tf.nest.flatten(call.arguments.get("optimizer"))
@@ -333,7 +335,7 @@ def _warn_if_set_with_keras(policy_class: type, model: Any, call: inspect.BoundA
 
 
 def _refuse_other_keras(
-    policy_class: type, keras_compile: Any, model: Any, *args: Any, **kwargs: Any
+    policy_class: type, keras_compile: Any, model: tf.keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
     optimizer = kwargs.get("optimizer", args[0] if args else None)
     policy = keras_api.get_global_policy()

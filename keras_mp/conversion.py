@@ -17,7 +17,7 @@ _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 _NOT_COMPUTING = (tf.keras.Model, tf.keras.layers.InputLayer)
 
 
-def convert(model: Any, policy: Any) -> Any:
+def convert(model: tf.keras.Model, policy: Any) -> Any:
     """Makes a model that is the same but for its policy: train mixed, export float32.
 
     The new model is made from the config of the old one, with other policies in it, and gets its
@@ -141,7 +141,7 @@ def _read(policy: Any) -> Any:
     return policies
 
 
-def compute_dtypes(model: Any) -> set[str]:
+def compute_dtypes(model: tf.keras.Model) -> set[str]:
     """Returns the dtypes that the layers of a model compute in, those of models inside left out.
 
     Args:
@@ -151,7 +151,7 @@ def compute_dtypes(model: Any) -> set[str]:
     return {layer.compute_dtype for layer in layers if not isinstance(layer, _NOT_COMPUTING)}
 
 
-def paths_in_config(model: Any) -> set[str]:
+def paths_in_config(model: tf.keras.Model) -> set[str]:
     """Returns the paths of the layers whose policies are in the config of a model.
 
     Args:
@@ -160,7 +160,7 @@ def paths_in_config(model: Any) -> set[str]:
     return {path for path, _ in _layer_configs(model.get_config())}
 
 
-def units_by_path(model: Any) -> dict[str, Any]:
+def units_by_path(model: tf.keras.Model) -> dict[str, Any]:
     """Returns the layers of a model that get a policy each, by their paths.
 
     A layer inside of one that is not a model goes with it, and so does one in a model whose config
@@ -179,7 +179,7 @@ def units_by_path(model: Any) -> dict[str, Any]:
     return units
 
 
-def _is_known(layer: Any) -> bool:
+def _is_known(layer: tf.keras.layers.Layer) -> bool:
     """Whether Keras finds the class by its name, as it does not in some of its applications."""
     # Keras may use a name twice: `Add` is a layer and an operation.
     name, module = type(layer).__name__, type(layer).__module__
@@ -187,7 +187,7 @@ def _is_known(layer: Any) -> bool:
     return module.partition(".")[0] == keras_api.ROOT_PACKAGE and is_public
 
 
-def _culprit(layer: Any) -> tuple[Any, Exception] | None:
+def _culprit(layer: tf.keras.layers.Layer) -> tuple[Any, Exception] | None:
     """Returns the innermost layer that cannot be made from its config, and the error; or None."""
     try:
         type(layer).from_config(layer.get_config())
@@ -202,7 +202,7 @@ def _culprit(layer: Any) -> tuple[Any, Exception] | None:
     return found
 
 
-def _check_paths(model: Any, paths: Iterable[str]) -> None:
+def _check_paths(model: tf.keras.Model, paths: Iterable[str]) -> None:
     layers = {"": model, **layers_by_path(model)}
     unknown = sorted(set(paths) - set(layers))
     if unknown:
@@ -223,7 +223,7 @@ def _check_paths(model: Any, paths: Iterable[str]) -> None:
         )
 
 
-def _check_dtypes(model: Any, converted: Any, wanted: Mapping[str, Any]) -> None:
+def _check_dtypes(model: tf.keras.Model, converted: Any, wanted: Mapping[str, Any]) -> None:
     """Refuses a model in which a layer in 16 bits is not in the dtype that was asked for."""
     paths = {id(layer): path for path, layer in layers_by_path(model).items()}
     pairs = zip(keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True)

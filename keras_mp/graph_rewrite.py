@@ -420,7 +420,7 @@ def _is_in_graph(fetch: Any) -> bool:
     return tf.is_tensor(fetch) and hasattr(fetch, "graph")
 
 
-def _check_training(model: Any, batch: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _check_training(model: tf.keras.Model, batch: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if getattr(model, "optimizer", None) is None:
         raise ValueError(f"Expected a model that is compiled. Received: function={model!r}")
     is_dataset = any(isinstance(each, tf.data.Dataset) for each in batch)
@@ -431,7 +431,7 @@ def _check_training(model: Any, batch: Sequence[Any], kwargs: dict[str, Any]) ->
         )
 
 
-def _step_of_training(model: Any, batch: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+def _step_of_training(model: tf.keras.Model, batch: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """The step of `fit`, without the iterator that Keras puts around it."""
 
     def train_step(data: Any) -> Any:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 
 
-def layers_by_path(model: Any) -> dict[str, Any]:
+def layers_by_path(model: tf.keras.layers.Layer) -> dict[str, Any]:
     """Returns the layers below a model, each once, by their paths.
 
     A path is the names from below the model down to the layer, with slashes between them, such as
@@ -31,7 +31,7 @@ def layers_by_path(model: Any) -> dict[str, Any]:
     """
     seen = {id(model)}
 
-    def below(layer: Any, path: str) -> Iterator[tuple[str, Any]]:
+    def below(layer: tf.keras.layers.Layer, path: str) -> Iterator[tuple[str, Any]]:
         names: dict[str, int] = {}
         for child in _children(layer):
             if id(child) in seen:
@@ -46,7 +46,7 @@ def layers_by_path(model: Any) -> dict[str, Any]:
     return dict(below(model, ""))
 
 
-def variables_by_path(model: Any) -> dict[str, tuple[Any, Any]]:
+def variables_by_path(model: tf.keras.layers.Layer) -> dict[str, tuple[Any, Any]]:
     """Returns the trainable variables of a model, each once, by their paths.
 
     Args:
@@ -61,7 +61,7 @@ def variables_by_path(model: Any) -> dict[str, tuple[Any, Any]]:
     return {path: (weight, layer) for path, (weight, layer) in found if id(weight) in trained}
 
 
-def paths_of_weights(model: Any) -> dict[int, str]:
+def paths_of_weights(model: tf.keras.Model) -> dict[int, str]:
     """Returns the paths of all weights of a model, as `variables_by_path` has them.
 
     Args:
@@ -84,7 +84,7 @@ def native_variable(weight: Any) -> tf.Variable:
     return inside if isinstance(inside, tf.Variable) else weight
 
 
-def _weights_by_path(model: Any) -> dict[str, tuple[Any, Any]]:
+def _weights_by_path(model: tf.keras.layers.Layer) -> dict[str, tuple[Any, Any]]:
     owners: dict[int, tuple[str, Any]] = {}
     for path, layer in {"": model, **layers_by_path(model)}.items():
         # A layer that is in several others has its path from one of them only.
@@ -102,7 +102,7 @@ def _weights_by_path(model: Any) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def _name_in(layer: Any, weight: Any) -> str:
+def _name_in(layer: tf.keras.layers.Layer, weight: Any) -> str:
     """The name of a weight, or, if it was given none, the attribute that it is."""
     # On Keras 2 a variable's name is a path of scopes.
     name = weight.name.partition(":")[0].rpartition("/")[2]
@@ -111,7 +111,7 @@ def _name_in(layer: Any, weight: Any) -> str:
     return next((each for each, value in vars(layer).items() if value is weight), name)
 
 
-def _children(layer: Any) -> list[Any]:
+def _children(layer: tf.keras.layers.Layer) -> list[Any]:
     # A Sequential of Keras 3 has a functional model inside, which is another view of it.
     inside = layer.layers if isinstance(layer, tf.keras.Sequential) else None
     children = keras_api.layers_inside(layer) if inside is None else inside

@@ -47,7 +47,7 @@ def as_seen(optimizers: Any, variable: Any) -> Any:
     return variable
 
 
-def keep_digits(model: Any, optimizer: Any) -> Any:
+def keep_digits(model: tf.keras.Model, optimizer: Any) -> Any:
     """Wraps the optimizer of a model whose policy keeps variables in 16 bits, and says so.
 
     Args:
@@ -71,7 +71,7 @@ def keep_digits(model: Any, optimizer: Any) -> Any:
     return MasterWeightOptimizer(optimizer)
 
 
-def warn_if_updates_are_lost(model: Any) -> None:
+def warn_if_updates_are_lost(model: tf.keras.Model) -> None:
     """Warns of a compiled model with variables in 16 bits and an optimizer that rounds them.
 
     Args:
@@ -100,14 +100,14 @@ def warn_if_updates_are_lost(model: Any) -> None:
     )
 
 
-def _may_have_weights(layer: Any) -> bool:
+def _may_have_weights(layer: tf.keras.layers.Layer) -> bool:
     no_weights = (tf.keras.Model, tf.keras.layers.InputLayer, tf.keras.metrics.Metric)
     if isinstance(layer, no_weights) or not layer.trainable:
         return False
     return not layer.built or bool(layer.trainable_weights)
 
 
-def float32_values(model: Any) -> list[np.ndarray]:
+def float32_values(model: tf.keras.Model) -> list[np.ndarray]:
     """Returns the values of a model's weights, those in 16 bits with the digits that were kept.
 
     Args:
@@ -121,7 +121,7 @@ def float32_values(model: Any) -> list[np.ndarray]:
     return [tf.convert_to_tensor(weight).numpy() for weight in weights]
 
 
-def bytes_of_weights(model: Any) -> Iterator[str]:
+def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
     """Yields a line on each optimizer of a model that keeps digits of its weights.
 
     Args:
@@ -140,7 +140,7 @@ def bytes_of_weights(model: Any) -> Iterator[str]:
                 yield text + ("." if kept is None else f", {kept:.2f} bytes a weight.")
 
 
-def dtype_of(model: Any) -> str:
+def dtype_of(model: tf.keras.Model) -> str:
     """Returns the dtype in 16 bits that the first such variable of a model has.
 
     Args:

@@ -19,7 +19,7 @@ _WIDTH = 100
 _LARGE_SHARE = 0.1
 
 
-def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
+def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None) -> None:
     """Prints in which dtype each layer of a model computes, keeps its variables and returns.
 
     Layers inside of others are indented. Numbers in the last column refer to the notes below the
@@ -67,7 +67,7 @@ def summary(model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
         (print_fn or print)(line)
 
 
-def policy_not_followed(model: Any, optimizers: Any) -> str | None:
+def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
     """Says so if none of the layers of a 16-bit model computes in 16 bits.
 
     What makes it one is its own policy, or the one that it was saved under: a class may save none,
@@ -119,7 +119,7 @@ class _Place(NamedTuple):
     is_output: bool
 
 
-def _lines(model: Any) -> Iterator[str]:
+def _lines(model: tf.keras.Model) -> Iterator[str]:
     yield f"Model {model.name!r} ({type(model).__name__}), policy {model.dtype_policy.name}"
     yield ""
     places = list(_places(model))
@@ -150,11 +150,11 @@ def _lines(model: Any) -> Iterator[str]:
             yield from _wrapped("", f"This machine is not fast in {dtype}: {reason}")
 
 
-def _places(model: Any) -> Iterator[_Place]:
+def _places(model: tf.keras.Model) -> Iterator[_Place]:
     """Yields the layers below a model, each before those inside of it, each once."""
     seen = {id(model)}
 
-    def inside(layer: Any, depth: int, is_output: bool) -> Iterator[_Place]:
+    def inside(layer: tf.keras.layers.Layer, depth: int, is_output: bool) -> Iterator[_Place]:
         outputs = _output_layers(layer) if is_output else []
         children = layer.layers if isinstance(layer, tf.keras.Model) else None
         for child in keras_api.layers_inside(layer) if children is None else children:
@@ -167,7 +167,7 @@ def _places(model: Any) -> Iterator[_Place]:
     return inside(model, 0, True)
 
 
-def _output_layers(layer: Any) -> list[Any]:
+def _output_layers(layer: tf.keras.layers.Layer) -> list[Any]:
     """Those of the layers inside of a layer whose outputs are its own."""
     if isinstance(layer, tf.keras.Sequential):
         return layer.layers[-1:]
@@ -191,7 +191,7 @@ def _cells(place: _Place) -> Iterable[str]:
     yield _number(_parameters(layer))
 
 
-def _output_dtypes(layer: Any) -> str:
+def _output_dtypes(layer: tf.keras.layers.Layer) -> str:
     try:
         outputs = tf.nest.flatten(layer.output)
     except (AttributeError, ValueError, RuntimeError):
@@ -199,7 +199,7 @@ def _output_dtypes(layer: Any) -> str:
     return ", ".join(dict.fromkeys(tf.as_dtype(output.dtype).name for output in outputs))
 
 
-def _parameters(layer: Any, which: str = "weights") -> int | None:
+def _parameters(layer: tf.keras.layers.Layer, which: str = "weights") -> int | None:
     if not layer.built:
         return None
     weights = getattr(layer, which)
@@ -211,7 +211,7 @@ def _number(count: int | None) -> str:
     return _UNKNOWN if count is None else f"{count:,}"
 
 
-def _notes(place: _Place, model: Any) -> Iterator[str]:
+def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
     layer = place.layer
     if isinstance(layer, tf.keras.layers.InputLayer) or not _is_floating(layer.compute_dtype):
         return
@@ -241,11 +241,11 @@ def _notes(place: _Place, model: Any) -> Iterator[str]:
         yield "It takes its inputs as they come: it was made with autocast=False."
 
 
-def _size(layer: Any) -> Any:
+def _size(layer: tf.keras.layers.Layer) -> Any:
     return getattr(layer, "units", None) or getattr(layer, "filters", None)
 
 
-def _size_costs_time(place: _Place, model: Any) -> bool:
+def _size_costs_time(place: _Place, model: tf.keras.Model) -> bool:
     """Whether another number of units or filters would make this machine faster."""
     layer, size = place.layer, _size(place.layer)
     is_odd = isinstance(size, int) and size % 8 and not keras_api.layers_inside(layer)
@@ -255,7 +255,7 @@ def _size_costs_time(place: _Place, model: Any) -> bool:
     return not place.is_output or bool(own and own >= _LARGE_SHARE * (all_of_them or own))
 
 
-def _about_other_policy(place: _Place, model: Any) -> str:
+def _about_other_policy(place: _Place, model: tf.keras.Model) -> str:
     is_narrow = place.layer.compute_dtype in _DIGITS
     if is_narrow and model.compute_dtype not in _DIGITS:
         return " Or the model was loaded from a file, in which Keras does not keep its own policy."

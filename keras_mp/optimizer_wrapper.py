@@ -226,7 +226,7 @@ class OptimizerWrapper(
         self._adapter.build(variables)
         self._set_weights_to_come()
 
-    def compiled_for(self, model: Any) -> None:
+    def compiled_for(self, model: tf.keras.Model) -> None:
         """Remembers the model that is trained.
 
         Args:

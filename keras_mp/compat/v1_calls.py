@@ -34,11 +34,11 @@ class V1Calls(OptimizerCalls):
             self._graphs.add(graph)
         self._note(call_states.COMPUTED)
 
-    def _is_mine(self, graph: Any) -> bool:
+    def _is_mine(self, graph: tf.Graph) -> bool:
         # A graph of TensorFlow 1 may apply what it has computed once as often as it likes.
         return graph is None and super()._is_mine(graph)
 
-    def _presumed(self, graph: Any) -> int:
+    def _presumed(self, graph: tf.Graph | None) -> int:
         if graph is None:
             is_of_another = bool(self._open_graphs) or threading.get_ident() not in self._threads
         else:

@@ -59,7 +59,7 @@ class KerasApi(Protocol):
         """Returns the `AutoCastVariable`s among the weights of a layer, or in them."""
         ...
 
-    def build_loss(self, model: Any, predictions: Any) -> None:
+    def build_loss(self, model: tf.keras.Model, predictions: Any) -> None:
         """Makes the metrics that the loss of a compiled model updates."""
 
     def compile_without_wrapping(
@@ -80,7 +80,7 @@ class KerasApi(Protocol):
     ) -> Any:
         """Makes an optimizer of what `serialize_optimizer` returned."""
 
-    def flatten_layers(self, model: Any) -> list[Any]:
+    def flatten_layers(self, model: tf.keras.layers.Layer) -> list[Any]:
         """Returns the model and all layers below it."""
         ...
 
@@ -111,17 +111,17 @@ class KerasApi(Protocol):
         It has the names by which checkpoints of the latter know it.
         """
 
-    def layers_inside(self, layer: Any) -> list[Any]:
+    def layers_inside(self, layer: tf.keras.layers.Layer) -> list[Any]:
         """Returns the layers right below a layer."""
         ...
 
     def optimizer_adapter(self, optimizer: Any) -> OptimizerAdapter | None:
         """Returns the adapter of an optimizer of `tf.keras`, or None."""
 
-    def output_layers(self, model: Any) -> list[Any] | None:
+    def output_layers(self, model: tf.keras.Model) -> list[Any] | None:
         """Returns the layers that make a model's outputs, or None where nothing tells."""
 
-    def patch_fit(self, model: Any) -> None:
+    def patch_fit(self, model: tf.keras.Model) -> None:
         """Lets several workers train a compiled model with `fit`."""
 
     def policy_name(self, policy: Any, name: str) -> str:
@@ -166,11 +166,11 @@ class KerasApi(Protocol):
     def set_global_policy(self, policy: Any) -> None:
         """Sets `tf.keras`'s global policy; None follows floatx."""
 
-    def states(self, model: Any) -> list[Any]:
+    def states(self, model: tf.keras.Model) -> list[Any]:
         """Returns the variables of stateful layers, which are not among the model's weights."""
         ...
 
-    def steps_per_execution(self, model: Any) -> int:
+    def steps_per_execution(self, model: tf.keras.Model) -> int:
         """Returns how many steps a call of `train_function` makes, in `fit`."""
         ...
 
@@ -185,7 +185,7 @@ class KerasApi(Protocol):
         """Returns a context manager in which layers are made of configs that hold code, too."""
         ...
 
-    def widen_predictions(self, model: Any) -> None:
+    def widen_predictions(self, model: tf.keras.Model) -> None:
         """Lets the metrics of a compiled model see predictions in float32.
 
         It also keeps labels from being cast to the predictions' dtype before our losses see them.

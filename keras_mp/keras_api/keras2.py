@@ -79,26 +79,26 @@ def trusted_scope() -> Any:
     return _SafeModeScope(False)
 
 
-def flatten_layers(model: Any) -> list[Any]:
+def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
     return list(model._flatten_layers())
 
 
-def layers_inside(layer: Any) -> list[Any]:
+def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
-def states(model: Any) -> list[Any]:
+def states(model: tf.keras.Model) -> list[Any]:
     layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
     values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
     return [value for value in values if hasattr(value, "assign")]
 
 
-def steps_per_execution(model: Any) -> int:
+def steps_per_execution(model: tf.keras.Model) -> int:
     variable = model._steps_per_execution
     return 1 if variable is None else variable.numpy().item()
 
 
-def output_layers(model: Any) -> list[Any] | None:
+def output_layers(model: tf.keras.Model) -> list[Any] | None:
     outputs = model.outputs
     if outputs is None:
         return None
@@ -113,7 +113,7 @@ class BaseCallback(keras.callbacks.Callback):
         self._supports_tf_logs = True
 
 
-def patch_fit(model: Any) -> None:
+def patch_fit(model: tf.keras.Model) -> None:
     replicas.let_gather_bfloat16(model.distribute_strategy)  # All else works.
 
 
@@ -220,14 +220,14 @@ class _WideMetrics(_compile_utils.MetricsContainer):
         super().update_state(y_true, y_pred, sample_weight)
 
 
-def widen_predictions(model: Any) -> None:
+def widen_predictions(model: tf.keras.Model) -> None:
     if type(model.compiled_loss) is _compile_utils.LossesContainer:
         model.compiled_loss.__class__ = _WideLosses
     if type(model.compiled_metrics) is _compile_utils.MetricsContainer:
         model.compiled_metrics.__class__ = _WideMetrics
 
 
-def build_loss(model: Any, predictions: Any) -> None:
+def build_loss(model: tf.keras.Model, predictions: Any) -> None:
     if not model.compiled_loss.built:
         with model.distribute_strategy.scope():
             model.compiled_loss.build(predictions)

@@ -87,25 +87,25 @@ def trusted_scope() -> Any:
     return _SafeModeScope(False)
 
 
-def flatten_layers(model: Any) -> list[Any]:
+def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
     return list(model._flatten_layers())
 
 
-def layers_inside(layer: Any) -> list[Any]:
+def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
-def states(model: Any) -> list[Any]:
+def states(model: tf.keras.Model) -> list[Any]:
     layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
     values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
     return [value for value in values if hasattr(value, "assign")]
 
 
-def steps_per_execution(model: Any) -> int:
+def steps_per_execution(model: tf.keras.Model) -> int:
     return model.steps_per_execution
 
 
-def output_layers(model: Any) -> list[Any] | None:
+def output_layers(model: tf.keras.Model) -> list[Any] | None:
     outputs = getattr(model, "outputs", None)
     if outputs is None:
         return None
@@ -247,7 +247,7 @@ class _WideMetrics(_CompileMetrics):
         super().update_state(y_true, y_pred, sample_weight)
 
 
-def widen_predictions(model: Any) -> None:
+def widen_predictions(model: tf.keras.Model) -> None:
     if type(model._compile_metrics) is _CompileMetrics:
         model._compile_metrics.__class__ = _WideMetrics
 
@@ -272,7 +272,7 @@ class _ThreadPolicy(threading.local):
 _thread = _ThreadPolicy()
 
 
-def build_loss(model: Any, predictions: Any) -> None:
+def build_loss(model: tf.keras.Model, predictions: Any) -> None:
     del model, predictions
 
 

@@ -37,7 +37,7 @@ def replace_lstm(run: Callable[..., Any]) -> None:
     owner.inner_loop = replaced
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_plain(layer: tf.keras.layers.Layer) -> bool:
     """Whether Keras would run it as cuDNN does, on a GPU, and nothing watches its cell."""
     cell = layer.cell
     activations = cell.activation, cell.recurrent_activation

@@ -67,7 +67,7 @@ def _cluster(chain: Callable[[tf.Tensor], _Chain]) -> Callable[..., tf.Tensor]:
         upstream: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], *_: Any
     ) -> list[tf.Tensor | None]:
         with regions.none(), tf.xla.experimental.jit_scope():
-            _, derivatives = chain(tf.cast(inputs[0], tf.float32))
+            derivatives = chain(tf.cast(inputs[0], tf.float32))[1]
             slope = derivatives() * tf.cast(upstream[0], tf.float32)
             return [tf.cast(slope, inputs[0].dtype)]
 

@@ -64,7 +64,8 @@ def _forward(
     recurrent_kernel: tf.Tensor,
     bias: tf.Tensor,
 ) -> own_gradient.Computed:
-    dtype, units = inputs.dtype, recurrent_kernel.shape[0]
+    dtype = inputs.dtype
+    units: Any = recurrent_kernel.shape[0]
     by_time = tf.transpose(inputs, [1, 0, 2])
     of_inputs = _multiply_each(by_time, kernel)
     steps = tf.shape(by_time)[0]
@@ -113,7 +114,8 @@ def _backward(
     kept: Sequence[tf.Tensor],
 ) -> list[tf.Tensor | None]:
     given, hidden, cell, kernel, recurrent_kernel, bias = inputs
-    dtype, units = given.dtype, recurrent_kernel.shape[0]
+    dtype = given.dtype
+    units: Any = recurrent_kernel.shape[0]
     with regions.none():
         steps = tf.shape(given)[1]
         of_outputs = tf.transpose(upstream[0], [1, 0, 2])

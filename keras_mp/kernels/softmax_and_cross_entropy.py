@@ -274,7 +274,7 @@ def categorical_focal_crossentropy(
     return -tf.reduce_sum(factor * log_probabilities * y_true, axis)
 
 
-def _is_eager(tensor: Any) -> bool:
+def _is_eager(tensor: tf.Tensor) -> bool:
     return isinstance(tensor, tf.__internal__.EagerTensor)
 
 

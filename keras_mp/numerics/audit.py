@@ -128,7 +128,7 @@ def _first_of(group: Sequence[Hazard], where: str) -> Hazard:
     return first._replace(where=where, why=times + first.why)
 
 
-def audit(model: Any, batch: Any, device: str | None = None) -> Audit:
+def audit(model: tf.keras.Model, batch: Any, device: str | None = None) -> Audit:
     """Looks for known hazards of training in 16 bits, in a model and on one batch.
 
     The training step of a compiled model is traced and run once with the batch, under the model's
@@ -203,14 +203,16 @@ def _not_finite(batch: Batch) -> Iterator[Hazard]:
         )
 
 
-def _policy_of(model: Any) -> str:
+def _policy_of(model: tf.keras.Model) -> str:
     """What most of its layers have: Keras loads a model under the global policy."""
     layers = (each for each in keras_api.flatten_layers(model) if not keras_api.layers_inside(each))
     names = Counter(layer.dtype_policy.name for layer in layers if layer.weights)
     return names.most_common(1)[0][0] if names else model.dtype_policy.name
 
 
-def _findings(model: Any, batch: Batch, device: str | None, progress: Progress) -> Iterator[Hazard]:
+def _findings(
+    model: tf.keras.Model, batch: Batch, device: str | None, progress: Progress
+) -> Iterator[Hazard]:
     traced: list[list[Suspect]] = []
     scopes: dict[str, str] = {}
 
@@ -249,7 +251,7 @@ def _is_made_here(error: Exception) -> bool:
     return any(frame.filename.startswith(_OURS) for frame in frames)
 
 
-def _finding_of_error(model: Any, batch: Batch, error: Exception) -> Hazard | None:
+def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> Hazard | None:
     """What an error is about that comes of dtypes that do not fit; None of any other."""
     frames = traceback.extract_tb(error.__traceback__)
     # AutoGraph puts the user's lines before the message.
@@ -277,7 +279,7 @@ def _finding_of_error(model: Any, batch: Batch, error: Exception) -> Hazard | No
     )
 
 
-def _custom_gradients(model: Any, batch: Batch) -> dict[str, Line]:
+def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:
     """Where programs use `tf.custom_gradient`, with the lines; nothing if the forward pass fails.
 
     Gradients of TensorFlow have the dtype of what they are of. So where only the backward pass

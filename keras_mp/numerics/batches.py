@@ -97,7 +97,7 @@ def _is_list_of_tuples(x: Any) -> bool:
     return isinstance(x, list) and bool(x) and all(isinstance(each, tuple) for each in x)
 
 
-def as_fit_takes_it(model: Any, batch: Any) -> Batch:
+def as_fit_takes_it(model: tf.keras.Model, batch: Any) -> Batch:
     """Makes tensors of a batch, in the dtypes that `fit` gives them.
 
     Args:

@@ -261,7 +261,7 @@ def census(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
         return _census(concrete, name, model, scopes, device)
 
 
-def _step_of(model: Any, batch: Any, scopes: dict[str, str]) -> Any:
+def _step_of(model: tf.keras.Model, batch: Any, scopes: dict[str, str]) -> Any:
     batch = batches.as_fit_takes_it(model, batch)
     try:
         return traces.step_of(model, batch, scopes)
@@ -272,7 +272,11 @@ def _step_of(model: Any, batch: Any, scopes: dict[str, str]) -> Any:
 
 
 def _census(
-    concrete: Any, name: str, model: Any, scopes: dict[str, str], device: str | None
+    concrete: tf.types.experimental.ConcreteFunction,
+    name: str,
+    model: tf.keras.Model | None,
+    scopes: dict[str, str],
+    device: str | None,
 ) -> Census:
     meta = rewrites.of_function(concrete, shapes=True)
     reader = _Reader(concrete, model, scopes)
@@ -295,7 +299,7 @@ class _Reader:
         scopes: in which scopes its layers were called.
     """
 
-    def __init__(self, concrete: Any, model: Any, scopes: dict[str, str]) -> None:
+    def __init__(self, concrete: Any, model: tf.keras.Model | None, scopes: dict[str, str]) -> None:
         self._made = {op.name: op for op in concrete.graph.get_operations()}
         self._layers, self._is_model = origins.Layers(model, scopes), model is not None
         self._is_autocast = any(_is_autocast(name) for name in self._made)

@@ -32,7 +32,7 @@ from keras_mp.support.progress import Progress
 
 
 def compare(
-    model: Any,
+    model: tf.keras.Model,
     x: Any,
     y: Any = None,
     sample_weight: Any = None,
@@ -150,7 +150,7 @@ def compare(
 
 
 def record(
-    model: Any,
+    model: tf.keras.Model,
     x: Any,
     y: Any = None,
     sample_weight: Any = None,
@@ -243,7 +243,7 @@ def compare_records(run: Record, reference: Record) -> Comparison:
     )
 
 
-def _both(model: Any, policy: Any, reference: Any) -> tuple[Any, Any]:
+def _both(model: tf.keras.Model, policy: Any, reference: Any) -> tuple[Any, Any]:
     keras_api.check_model(model)
     computing = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
     is_narrow = not computing.isdisjoint(LOW_PRECISION_NAMES)
@@ -270,7 +270,7 @@ def _check_finite(batch: Batch, run: Run) -> None:
         )
 
 
-def _describe(model: Any) -> str:
+def _describe(model: tf.keras.Model) -> str:
     # A model that was loaded may have another policy than its layers.
     # What a Sequential of Keras 3 makes when it is first called has the global policy.
     dtypes = compute_dtypes(model) & {*LOW_PRECISION_NAMES}

@@ -235,7 +235,7 @@ class FirstBadOperation:
         attrs: Any,
         outputs: Sequence[Any],
         op_name: str | None = None,
-        graph: Any = None,
+        graph: tf.Graph | None = None,
     ) -> None:
         """What TensorFlow calls back."""
         del attrs

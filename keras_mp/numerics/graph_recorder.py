@@ -140,7 +140,7 @@ class GraphRecorder:
 
     def _add(
         self,
-        graph: Any,
+        graph: tf.Graph,
         kind: str,
         layer: str,
         place: operations.CallSite,
@@ -209,7 +209,7 @@ def _note(
     return bad[0]
 
 
-def _is_inside(graph: Any, kind: str) -> bool:
+def _is_inside(graph: tf.Graph, kind: str) -> bool:
     """Whether it is a graph of that class, or inside of one."""
     while isinstance(graph, tf.__internal__.FuncGraph):
         if any(cls.__name__ == kind for cls in type(graph).__mro__):

@@ -91,7 +91,7 @@ class ExponentHistograms:
 
     def __init__(
         self,
-        model: Any,
+        model: tf.keras.Model,
         *,
         every: int = 100,
         gradients: bool | Iterable[str] = True,
@@ -475,7 +475,7 @@ def _chosen(
     return [path for path in paths if path in chosen]
 
 
-def _is_left_out(layer: Any) -> bool:
+def _is_left_out(layer: tf.keras.layers.Layer) -> bool:
     """Whether it is a model, which returns what its layers do, or a cell, which runs in a loop."""
     return isinstance(layer, tf.keras.Model) or hasattr(layer, "state_size")
 

@@ -76,7 +76,7 @@ class Noise:
         return moved(value)
 
     @contextlib.contextmanager
-    def on_weights(self, layer: Any) -> Iterator[None]:
+    def on_weights(self, layer: tf.keras.layers.Layer) -> Iterator[None]:
         """Moves the weights of a layer or model for the block."""
         weights = [w for w in getattr(layer, "weights", ()) if tf.as_dtype(w.dtype).is_floating]
         before = [weight.numpy() for weight in weights]
@@ -107,7 +107,7 @@ def is_noise(values: np.ndarray, moved: np.ndarray) -> bool:
 
 
 def run_with_noise(
-    noise: Noise, model: Any, batch: Batch, loss: Callable[..., tf.Tensor], **how: Any
+    noise: Noise, model: tf.keras.Model, batch: Batch, loss: Callable[..., tf.Tensor], **how: Any
 ) -> Run:
     """Runs a model with noise on inputs and weights, and on what each layer returns.
 

@@ -197,7 +197,7 @@ def _finding(culprit: _Culprit, side: str, run: Run, numbers: RandomNumbers) -> 
     return Finding(call.path, kind, side, reason.what, reason.line, distance)
 
 
-def _of_other_weights(layer: Any, wide: Any) -> str | None:
+def _of_other_weights(layer: tf.keras.layers.Layer, wide: Any) -> str | None:
     pairs = zip(getattr(layer, "weights", ()), getattr(wide, "weights", ()))
     distances = [relative(runs.array(narrow), runs.array(other)) for narrow, other in pairs]
     if not any(distances):

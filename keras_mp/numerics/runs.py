@@ -69,7 +69,7 @@ ScaledRun = TypeVar("ScaledRun", bound=HasLoss)
 
 
 def run(
-    model: Any,
+    model: tf.keras.Model,
     batch: Batch,
     loss: Callable[..., tf.Tensor],
     *,
@@ -184,7 +184,7 @@ class Replay(NamedTuple):
 
 def replay(
     call: Call,
-    layer: Any,
+    layer: tf.keras.layers.Layer,
     upstream: Sequence[tf.Tensor | None],
     *,
     numbers: RandomNumbers,
@@ -321,7 +321,7 @@ def array(value: Any) -> np.ndarray:
     return tf.cast(tf.convert_to_tensor(value), tf.float64).numpy()
 
 
-def kind_of(layer: Any) -> str:
+def kind_of(layer: tf.keras.layers.Layer) -> str:
     """What to call the class of what was called."""
     return type(layer).__name__ if hasattr(layer, "call") else getattr(layer, "kind", LOSS)
 
@@ -346,7 +346,7 @@ def unit_of(call: Call) -> float:
     return UNIT_ROUNDOFF[dtype_of(call)]
 
 
-def named_weights(layer: Any) -> dict[str, Any]:
+def named_weights(layer: tf.keras.layers.Layer) -> dict[str, Any]:
     """The trainable weights of a layer or model, by names that a copy of it has as well.
 
     Keras 3 may give a copy other paths, so it is their order that tells them apart.

@@ -91,7 +91,7 @@ class _Candidate(NamedTuple):
     compiles: bool = False
 
 
-def step_times(model: Any, batch: Any, steps: int = 9) -> StepTimes:
+def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     """Measures a training step of a compiled model, and what would make it shorter.
 
     The model itself is left as it is: copies of it make the steps, in turns. What is tried: the
@@ -158,7 +158,7 @@ def _gain(change: Change) -> float:
     return -change.seconds
 
 
-def _candidates(model: Any) -> Iterator[_Candidate]:
+def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
     layers = [layer for layer in keras_api.flatten_layers(model) if layer.weights]
     dtypes = {layer.compute_dtype for layer in layers} | {model.compute_dtype}
     low = next((name for name in LOW_PRECISION_NAMES if name in dtypes), None)
@@ -185,7 +185,9 @@ def _candidates(model: Any) -> Iterator[_Candidate]:
         yield _Candidate("model.compile(..., jit_compile=True)", compiles=True)
 
 
-def _step_of(model: Any, candidate: _Candidate, data: batches.Batch) -> Callable[[], Any]:
+def _step_of(
+    model: tf.keras.Model, candidate: _Candidate, data: batches.Batch
+) -> Callable[[], Any]:
     """Makes a copy of the model with the change, and what makes a step of it."""
     copy = convert(model, candidate.policies or {})
     optimizer = keras_api.deserialize_optimizer(keras_api.serialize_optimizer(model.optimizer))

@@ -1,7 +1,6 @@
 """Which products the tensor cores of a GPU take, and which sizes they divide without a rest."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -47,7 +46,7 @@ def are_odd(sizes: Dimensions) -> bool:
     return any(size is not None and size % _MULTIPLE for size in sizes)
 
 
-def sentences(graph: Any, device: str) -> Iterator[str]:
+def sentences(graph: tf.Graph, device: str) -> Iterator[str]:
     """Says how much of a graph's products tensor cores take.
 
     Args:

@@ -14,19 +14,19 @@ from keras_mp.numerics.batches import Batch
 _OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
 
 
-def trains(model: Any) -> bool:
+def trains(model: tf.keras.Model) -> bool:
     """Whether a model was compiled with an optimizer, so that there is a step to look at."""
     return getattr(model, "optimizer", None) is not None
 
 
-def name_of_step(model: Any) -> str:
+def name_of_step(model: tf.keras.Model) -> str:
     """Returns what `step_of` traces, in words."""
     step = "the training step" if trains(model) else "the forward pass"
     return f"{step} of {model.name!r}"
 
 
 def step_of(
-    model: Any,
+    model: tf.keras.Model,
     batch: Batch,
     scopes: dict[str, str],
     look: Callable[[Any], Any] | None = None,

@@ -16,7 +16,9 @@ from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 Loss = Callable[[Any, Batch, Any], tf.Tensor]
 
 
-def loss_of(model: Any, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool = False) -> Loss:
+def loss_of(
+    model: tf.keras.Model, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool = False
+) -> Loss:
     """Returns the loss of a model, for `runs.run`.
 
     Args:
@@ -40,7 +42,7 @@ def given_loss(function: Callable[..., Any]) -> Loss:
         function: called with labels, predictions, and weights if the batch has any.
     """
 
-    def value(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
+    def value(model: tf.keras.Model, batch: Batch, prediction: Any) -> tf.Tensor:
         weight = () if batch.sample_weight is None else (batch.sample_weight,)
         loss = tf.cast(tf.reduce_mean(function(batch.y, prediction, *weight)), tf.float32)
         return tf.add_n([loss, *(tf.cast(each, loss.dtype) for each in model.losses)])
@@ -48,7 +50,7 @@ def given_loss(function: Callable[..., Any]) -> Loss:
     return value
 
 
-def compiled_loss(model: Any, compiled: Any, is_a_copy: bool) -> Loss:
+def compiled_loss(model: tf.keras.Model, compiled: Any, is_a_copy: bool) -> Loss:
     """Returns the loss that a model is compiled with, for `runs.run`.
 
     Args:
@@ -61,7 +63,7 @@ def compiled_loss(model: Any, compiled: Any, is_a_copy: bool) -> Loss:
         model.compile("sgd", loss=compiled.loss, loss_weights=weights)
     with_loss = model if getattr(model, "loss", None) else compiled
 
-    def value(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
+    def value(model: tf.keras.Model, batch: Batch, prediction: Any) -> Any:
         del model
         keras_api.build_loss(with_loss, prediction)
         with runs.without_metrics(with_loss):
@@ -70,7 +72,7 @@ def compiled_loss(model: Any, compiled: Any, is_a_copy: bool) -> Loss:
     return value
 
 
-def signed_mean(model: Any, batch: Batch, prediction: Any) -> tf.Tensor:
+def signed_mean(model: tf.keras.Model, batch: Batch, prediction: Any) -> tf.Tensor:
     """A loss of outputs without labels, for `runs.run`."""
     del model, batch
     return runs.signed_mean(prediction)
@@ -81,7 +83,7 @@ signed_mean.kind = "sum of the outputs"
 
 
 def run_as_trained(
-    model: Any,
+    model: tf.keras.Model,
     batch: Batch,
     loss: Loss,
     step: Any,
@@ -117,7 +119,7 @@ def run_as_trained(
     return runs.run_at_a_good_scale(make, first)
 
 
-def scale_in_training(model: Any) -> float | None:
+def scale_in_training(model: tf.keras.Model) -> float | None:
     """Returns the loss scale that a model is trained with, or begins with; None if none is known.
 
     It is the current one of its optimizer, else the first of its policy.
@@ -128,7 +130,7 @@ def scale_in_training(model: Any) -> float | None:
     return float(policy.loss_scale()) if getattr(policy, "scales_loss", False) else None
 
 
-def _first_scale(model: Any) -> float:
+def _first_scale(model: tf.keras.Model) -> float:
     known = scale_in_training(model)
     if known is not None:
         return known

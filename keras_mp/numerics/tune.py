@@ -30,7 +30,7 @@ _KEPT_ASIDE = 4
 
 
 def tune(
-    model: Any,
+    model: tf.keras.Model,
     batches: Any,
     *,
     dtype: str = "float16",
@@ -146,7 +146,7 @@ def tune(
         reasons |= {path: f"kept aside: {why}" for path, why in search.refused.items()}
         errors = [search.errors(kept, i) for i in range(len(made))]
 
-    def row(path: str, layer: Any) -> TunedLayer:
+    def row(path: str, layer: tf.keras.layers.Layer) -> TunedLayer:
         is_in_16_bits = path in kept
         if is_in_16_bits:
             reason = "within the tolerance"
@@ -192,7 +192,7 @@ def _divided(batches: Any, held_out: Any) -> tuple[list[Any], list[Any]]:
     return given[:-count], given[-count:]
 
 
-def _units(model: Any) -> dict[str, Any]:
+def _units(model: tf.keras.Model) -> dict[str, Any]:
     """The layers that `convert` can give policies of their own, by their paths."""
     in_config = paths_in_config(model)
     units = units_by_path(model)
@@ -227,7 +227,7 @@ def _matches(path: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(each, pattern) for each in (*ways, *names))
 
 
-def _multiplications(model: Any, units: Iterable[str], batch: Batch) -> dict[str, int]:
+def _multiplications(model: tf.keras.Model, units: Iterable[str], batch: Batch) -> dict[str, int]:
     """How many each layer makes in the forward pass of a batch."""
     found = dict.fromkeys(units, 0)
     for operation in census(model, (batch.x,)).traced.operations:

@@ -67,7 +67,7 @@ class Search:
 
     def __init__(
         self,
-        model: Any,
+        model: tf.keras.Model,
         reference: Any,
         units: dict[str, Any],
         policy: str,
@@ -178,7 +178,7 @@ class Search:
                 f"{batches_of.reason(error)}"
             ) from error
 
-    def _loss(self, model: Any) -> Any:
+    def _loss(self, model: tf.keras.Model) -> Any:
         batch = self._references[0].batch
         loss = loss_of(model, self._original, batch, self._user_loss, is_a_copy=True)
         if loss is signed_mean:

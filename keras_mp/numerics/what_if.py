@@ -31,7 +31,7 @@ _Values = dict[tuple[str, str], tuple[np.ndarray, str]]
 
 
 def what_if(
-    model: Any,
+    model: tf.keras.Model,
     x: Any,
     y: Any = None,
     sample_weight: Any = None,
@@ -116,7 +116,7 @@ def what_if(
 
 
 def _run_all(
-    model: Any,
+    model: tf.keras.Model,
     batch: Batch,
     loss: Any,
     dtypes: Sequence[str],
@@ -127,7 +127,7 @@ def _run_all(
     losses = {id(each): _loss(each, model, loss) for each in (in_float32, *in_16_bits)}
     numbers = RandomNumbers()
 
-    def run(model: Any, what: str, scale: float = 1.0) -> Run:
+    def run(model: tf.keras.Model, what: str, scale: float = 1.0) -> Run:
         progress.begin(what)
         return runs.run(model, batch, losses[id(model)], numbers=numbers, loss_scale=scale)
 
@@ -180,7 +180,7 @@ def _run_all(
     )
 
 
-def _converted(model: Any, dtype: str) -> Any:
+def _converted(model: tf.keras.Model, dtype: str) -> Any:
     if dtype == "float32":
         return convert(model, dtype)
     # Where the model is to compute in 16 bits, and no layer does, each has been kept in float32.
@@ -189,14 +189,14 @@ def _converted(model: Any, dtype: str) -> Any:
     return convert(model, {} if is_kept else f"mixed_{dtype}")
 
 
-def _units(model: Any) -> dict[str, str]:
+def _units(model: tf.keras.Model) -> dict[str, str]:
     """The layers that have the policy of the layer around them, with that one."""
     units = units_by_path(model)
     paths = layers_by_path(model)
     return {path: unit for unit in units for path in paths if path.startswith(f"{unit}/")}
 
 
-def _loss(converted: Any, model: Any, loss: Any) -> Loss:
+def _loss(converted: Any, model: tf.keras.Model, loss: Any) -> Loss:
     if callable(loss):
         return given_loss(loss)
     if loss is not None:
@@ -210,7 +210,7 @@ def _loss(converted: Any, model: Any, loss: Any) -> Loss:
     return compiled_loss(converted, model, is_a_copy=True)
 
 
-def _values(model: Any, run: Run) -> _Values:
+def _values(model: tf.keras.Model, run: Run) -> _Values:
     """What a run has computed, gradients multiplied by its loss scale."""
     tensors: dict[tuple[str, str], list[Any]] = {}
     dtypes: dict[tuple[str, str], str] = {}

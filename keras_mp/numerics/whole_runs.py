@@ -41,7 +41,7 @@ class _Sides(NamedTuple):
     backward: Arrays
 
 
-def _sides(model: Any, run: Run) -> Iterator[_Sides]:
+def _sides(model: tf.keras.Model, run: Run) -> Iterator[_Sides]:
     """Yields what each call of a run left."""
     owners = {id(weight): name for name, weight in runs.named_weights(model).items()}
     of_weights = run.weight_gradients()
@@ -62,7 +62,7 @@ def _sides(model: Any, run: Run) -> Iterator[_Sides]:
 
 
 def explain_by_noise(
-    model: Any,
+    model: tf.keras.Model,
     batch: Batch,
     loss: Callable[..., tf.Tensor],
     step: Any,
@@ -111,7 +111,7 @@ def explain_by_noise(
 
 
 def make_record(
-    name: str, model: Any, run: Run, explained: Mapping[tuple[int, str, str], float]
+    name: str, model: tf.keras.Model, run: Run, explained: Mapping[tuple[int, str, str], float]
 ) -> Record:
     """Makes a record of a run of a model."""
     layers = []

@@ -7,7 +7,6 @@ them in. This module needs TensorFlow only.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -16,7 +15,7 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 
 @contextlib.contextmanager
-def left_out(graph: Any) -> Iterator[None]:
+def left_out(graph: tf.Graph) -> Iterator[None]:
     """Leaves out such pairs for as long as a function is being made of the graph.
 
     After that they are back. The graph is what gradients are built from, and with the pairs each

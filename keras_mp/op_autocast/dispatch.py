@@ -121,7 +121,7 @@ def on_tape(record: Callable[..., Any]) -> Callable[..., Any]:
         record: takes the operation, its inputs, attributes and results; TensorFlow's own.
     """
 
-    def call(op: Any, inputs: Any, attributes: Any, results: Any) -> None:
+    def call(op: str, inputs: Any, attributes: Any, results: Any) -> None:
         computed = [lower_precision.origin(each).low_precision for each in results]
         pairs = list(zip(computed, results))
         gradient = low_precision_gradients.of(op, results)

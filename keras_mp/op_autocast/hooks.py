@@ -115,7 +115,7 @@ def _without_pairs(own: Callable[..., Any]) -> Callable[..., Any]:
     """A function is made of a graph without the casts that cancel."""
 
     @functools.wraps(own)
-    def from_func_graph(name: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_func_graph(name: Any, graph: tf.Graph, *args: Any, **kwargs: Any) -> Any:
         with cast_pairs.left_out(graph):
             return own(name, graph, *args, **kwargs)
 

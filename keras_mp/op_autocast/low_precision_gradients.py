@@ -66,7 +66,7 @@ class _InLowPrecision:
         dtype: DType.
     """
 
-    def __init__(self, op: Any, dtype: tf.DType) -> None:
+    def __init__(self, op: tf.Operation, dtype: tf.DType) -> None:
         self._op, self._dtype = op, dtype
         self.inputs = [lower_precision.cast(each, dtype) for each in op.inputs]
 
@@ -95,7 +95,7 @@ class _Gradient:
         self.name = f"KerasMpGradientIn_{dtype.name}_{op}"
         tf.RegisterGradient(self.name)(self)
 
-    def __call__(self, op: Any, *upstream: Any) -> Any:
+    def __call__(self, op: tf.Operation, *upstream: Any) -> Any:
         if not isinstance(op, tf.Operation):
             op.type = self._op  # What a tape keeps has the name of the gradient there.
         differentiate = _ops.gradient_registry.lookup(self._op)

@@ -41,7 +41,7 @@ class Origin(NamedTuple):
 _UNKNOWN = Origin()
 
 
-def origin(tensor: Any) -> Origin:
+def origin(tensor: tf.Tensor) -> Origin:
     """Returns what is known of a tensor."""
     return getattr(tensor, "_keras_mp_origin", _UNKNOWN)
 
@@ -51,7 +51,7 @@ def mark(tensor: tf.Tensor, known: Origin) -> None:
     tensor._keras_mp_origin = known  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def low_precision_of(tensor: Any, dtype: tf.DType) -> tf.Tensor | None:
+def low_precision_of(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor | None:
     """Returns the 16-bit tensor that a float32 one was cast from, where it is of that dtype.
 
     Args:
@@ -68,7 +68,7 @@ def low_precision_of(tensor: Any, dtype: tf.DType) -> tf.Tensor | None:
     return found if graph is None or getattr(found, "graph", None) is graph else None
 
 
-def to_low_precision(tensor: Any, dtype: tf.DType) -> tf.Tensor:
+def to_low_precision(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Casts a float32 tensor for an operation of a region.
 
     Args:

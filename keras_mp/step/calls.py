@@ -132,11 +132,11 @@ class Calls:
     def _are_variables_in_use(self) -> bool:
         return self._has_variables and not host.in_v1_graph()
 
-    def _presumed(self, graph: Any) -> int:
+    def _presumed(self, graph: tf.Graph) -> int:
         """What is known where there is no variable, and the last call was not made here."""
         return 0
 
-    def _is_mine(self, graph: Any) -> bool:
+    def _is_mine(self, graph: tf.Graph) -> bool:
         """Whether this thread made the last call here, and no function may have made one since."""
         mine = self._mine
         # A dead reference to a graph does not mean eager code.
@@ -151,7 +151,7 @@ class Calls:
         has_begun = isinstance(mine.facts, int) and states.has_begun(mine.facts)
         return has_begun and not self._are_looked_up and not self._open_graphs
 
-    def _uses(self, graph: Any) -> int:
+    def _uses(self, graph: tf.Graph) -> int:
         """How many operations of a graph take the variable of the facts: calls are among them."""
         if tf.distribute.in_cross_replica_context() or not self._are_variables_in_use():
             return -1

@@ -219,7 +219,7 @@ def alone() -> Iterator[None]:
         mine = of_replicas[number] if len(of_replicas) > 1 else of_replicas[0]
         return fn(mine, *args, **(kwargs or {}))
 
-    def broadcast_to(tensor: Any, destinations: Any) -> Any:
+    def broadcast_to(tensor: tf.Tensor, destinations: Any) -> Any:
         del destinations
         return tensor
 

@@ -261,7 +261,7 @@ class _History:
         start: int, which operation is the first to look at.
     """
 
-    def __init__(self, graph: Any, start: int) -> None:
+    def __init__(self, graph: tf.Graph, start: int) -> None:
         self._handles = {id(outside): inside for outside, inside in graph.captures}
         self._places = {op.name: i for i, op in enumerate(graph.get_operations())}
         self._start = start

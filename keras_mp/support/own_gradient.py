@@ -74,7 +74,7 @@ def _register(
 ) -> None:
     @tf.RegisterGradient(registered)
     @do_not_convert
-    def of_operation(op: Any, *upstream: Any) -> list[Any]:
+    def of_operation(op: tf.Operation, *upstream: Any) -> list[Any]:
         # A SavedModel asks for the function without an operation.
         own = graph() if op is None else None
         tensors = list(op.inputs) if own is None else [own.get_tensor_by_name(n) for n in names]

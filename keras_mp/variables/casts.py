@@ -131,7 +131,7 @@ def _register_gradient(dtype: tf.DType, shape: str) -> str:
     name = f"KerasMpReadAs_{dtype.name}_{shape}"
 
     @tf.RegisterGradient(name)
-    def gradient(op: Any, of_value: Any, of_cast: tf.Tensor) -> list[Any]:
+    def gradient(op: tf.Operation, of_value: Any, of_cast: tf.Tensor) -> list[Any]:
         del op, of_value  # They are None in a SavedModel and zeros elsewhere.
         return [tf.cast(of_cast, dtype), None]
 
@@ -198,7 +198,7 @@ def _is_within(outer: Any) -> bool:
     return True
 
 
-def is_in_a_loop_of(graph: Any) -> bool:
+def is_in_a_loop_of(graph: tf.Graph) -> bool:
     """Whether the body or the condition of a loop of that graph is being built.
 
     Args:

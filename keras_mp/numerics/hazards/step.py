@@ -122,7 +122,7 @@ def clipping_before_unscaling(look: Look) -> Iterator[Suspect]:
         gradient = next(tensor for tensor in operation.inputs if tensor.op in look.scaled)
         largest = tf.reduce_max(tf.abs(widened(gradient)))
 
-        def say(largest: Any, scale: Any, operation: Any = operation) -> Hazard:
+        def say(largest: Any, scale: Any, operation: tf.Operation = operation) -> Hazard:
             return look.finding(
                 operation,
                 "clipping before unscaling",
@@ -146,7 +146,7 @@ def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
         if not value.shape.rank or origins.maker_of(operation) != "user":
             continue
 
-        def say(scale: Any, operation: Any = operation) -> Hazard:
+        def say(scale: Any, operation: tf.Operation = operation) -> Hazard:
             return look.finding(
                 operation,
                 "gradient accumulation under a moving scale",

@@ -151,7 +151,7 @@ def vanished_epsilon(look: Look) -> Iterator[Suspect]:
             measured = [count(tf.equal(operation.outputs[0], 0)), tf.reduce_min(widened(other))]
 
             def say(
-                zeros: Any, least: Any, operation: Any = operation, divides: Any = divides
+                zeros: Any, least: Any, operation: tf.Operation = operation, divides: Any = divides
             ) -> Hazard:
                 look.explained.add(divides)
                 dtype, n = operation.outputs[0].dtype, operation.outputs[0].shape.num_elements()
@@ -204,7 +204,9 @@ def long_sums(look: Look) -> Iterator[Suspect]:
         errors = tf.math.divide_no_nan(beyond, magnitude)
         worst = tf.reduce_max(tf.where(tf.math.is_finite(errors), errors, 0.0))
 
-        def say(worst: Any, operation: Any = operation, length: int = length) -> Hazard | None:
+        def say(
+            worst: Any, operation: tf.Operation = operation, length: int = length
+        ) -> Hazard | None:
             output = operation.outputs[0]
             roundoff = UNIT_ROUNDOFF[output.dtype]
             if worst <= 4 * roundoff:
