@@ -53,10 +53,12 @@ def compute(
     graph = tf.compat.v1.get_default_graph()
     types = [tensor.dtype.as_datatype_enum for tensor in tensors]
     attrs = {"T": tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))}
-    registered = f"KerasMp{name}_{next(_numbers)}"
-    _register(registered, gradient, weakref.ref(graph), [each.name for each in tensors], start, end)
+    registered, names = f"KerasMp{name}_{next(_numbers)}", []
+    _register(registered, gradient, weakref.ref(graph), names, start, end)
     with graph.gradient_override_map({"IdentityN": registered}):
         op = graph.create_op("IdentityN", tensors, [t.dtype for t in tensors], attrs=attrs)
+    # Eager tensors have become tensors of the graph.
+    names += [each.name for each in op.inputs]
     tf.__internal__.record_gradient(registered, list(op.inputs), (), op.outputs)
     return list(op.outputs[start:end])
 
