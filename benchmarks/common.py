@@ -77,7 +77,13 @@ def machine() -> str:
     return f"{', '.join(parts)}; {versions}"
 
 
-def in_own_process(module: str, *arguments: str, keras: str = "Keras 3", prefix: tuple = ()) -> Any:
+def in_own_process(
+    module: str,
+    *arguments: str,
+    keras: str = "Keras 3",
+    prefix: tuple = (),
+    measures_kernels: bool = False,
+) -> Any:
     """Runs `python -m module arguments` and returns what its last line says, as JSON.
 
     A process holds one `tf.keras`, and on CPUs one MirroredStrategy.
@@ -87,11 +93,14 @@ def in_own_process(module: str, *arguments: str, keras: str = "Keras 3", prefix:
         *arguments: of the command line.
         keras: str. "Keras 3" or "tf_keras".
         prefix: strings before `python`, such as another command that runs it.
+        measures_kernels: bool. Whether keras_mp times kernels, as it does in programs, and puts
+            others in the place of slow ones. Defaults to False, which saves time and memory where
+            nothing but wrappers are compared.
     """
     done = subprocess.run(
         [*prefix, sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=environment(keras),
+        env=environment(keras) | {"KERAS_MP_MEASURE": str(int(measures_kernels))},
         stdout=subprocess.PIPE,
         check=True,
         text=True,
@@ -106,7 +115,6 @@ def environment(keras: str) -> dict[str, str]:
         "TF_USE_LEGACY_KERAS": KERASES[keras],
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
-        # It would take time and memory where only the variants of keras_mp are made.
         "KERAS_MP_MEASURE": "0",
     }
 

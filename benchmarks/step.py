@@ -107,7 +107,9 @@ def run(small: bool = False) -> dict:
     results: dict[str, dict] = {}
     for keras in common.KERASES:
         results[keras] = {
-            name: common.in_own_process("benchmarks.step", name, size, keras=keras)
+            name: common.in_own_process(
+                "benchmarks.step", name, size, keras=keras, measures_kernels=True
+            )
             for name in step_models.SIZES[size]
         }
     rows, parts, order = [], [], []

@@ -2,23 +2,29 @@
 
 import json
 import statistics
+import sys
 import time
 
 from benchmarks import common, overhead
 
 # Of variables; how often each is traced.
 COUNTS = {10: 5, 100: 3, 300: 3, 1000: 1}
+COUNTS_ON_REPLICAS = {10: 5, 100: 3, 300: 1}
 
 
-def measure() -> dict[str, dict[str, dict]]:
+def measure(replicas: int = 1) -> dict[str, dict[str, dict]]:
     """Operations and seconds of each tracing, for each number of variables and wrapper."""
     import tensorflow as tf
 
+    strategy = common.replicas(replicas) if replicas > 1 else None
+    counts = COUNTS_ON_REPLICAS if strategy else COUNTS
     results: dict[str, dict[str, dict]] = {}
-    for count, repeats in COUNTS.items():
+    for count, repeats in counts.items():
         cell = overhead.Cell("graph", "SGD", count, 1)
         steps = {
-            wrapper: overhead.make_step(cell, wrapper, overhead.make_variables(cell))
+            wrapper: overhead.make_step(
+                cell, wrapper, overhead.make_variables(cell, strategy), strategy
+            )
             for wrapper in common.WRAPPERS
         }
         if not results:  # What is only done once, in the first tracing of a process.
@@ -44,20 +50,16 @@ def run() -> dict:
     """Measures both Kerases, and prints a table."""
     results, rows = {}, []
     for keras in common.KERASES:
-        results[keras] = common.in_own_process("benchmarks.tracing", keras=keras)
-        for count, of_count in results[keras].items():
-            n = [of_count[name]["operations"] for name in common.WRAPPERS]
-            s = [statistics.median(of_count[name]["seconds"]) for name in common.WRAPPERS]
-            rows.append(
-                [
-                    keras,
-                    count,
-                    *map(str, n),
-                    f"{n[2] / n[1]:.2f}",
-                    *(f"{seconds:.2f} s" for seconds in s),
-                    f"{s[2] / s[1]:.2f}",
-                ]
+        for replicas, name in ((1, keras), (2, f"{keras}, 2 replicas")):
+            results[name] = found = common.in_own_process(
+                "benchmarks.tracing", str(replicas), keras=keras
             )
+            for count, of_count in found.items():
+                n = [of_count[wrapper]["operations"] for wrapper in common.WRAPPERS]
+                s = [statistics.median(of_count[w]["seconds"]) for w in common.WRAPPERS]
+                ratios = f"{n[2] / n[1]:.2f}", f"{s[2] / s[1]:.2f}"
+                seconds = [f"{each:.2f} s" for each in s]
+                rows.append([name, count, *map(str, n), ratios[0], *seconds, ratios[1]])
     wrappers = [*common.WRAPPERS, "keras_mp / Keras"]
     common.print_table(
         "The graph of a step of SGD: operations, and how long it takes to trace (medians)",
@@ -68,4 +70,4 @@ def run() -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure()))
+    print(json.dumps(measure(int(sys.argv[1]))))

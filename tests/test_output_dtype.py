@@ -67,7 +67,9 @@ def test_outputs_are_those_of_float32_and_gradients_those_of_16_bits(name, mode,
     )
     errors = [float(tf.norm(a - b) / tf.norm(b)) for a, b in zip(gradients, exact)]
     assert all(gradient.dtype == tf.float32 for gradient in gradients)
-    assert 0 < max(errors) < ROUNDED[dtype]
+    # Older XLAs do without casts to 16 bits and back.
+    assert max(errors) > 0 or mode == "jit"
+    assert max(errors) < ROUNDED[dtype]
 
 
 def test_the_gradient_is_that_of_a_product_in_16_bits():

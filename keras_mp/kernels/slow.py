@@ -26,10 +26,10 @@ from keras_mp.kernels.replaced import Kernel, Table, in_float32, last_value
 from keras_mp.support import regions, turns
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# How many times as long as float32's with casts a kernel takes that counts as slow. Ratios of less
-# are decided by noise on a busy machine, and last digits with them: measured twice, some fell on
-# either side of 1.25.
-_SLOW = 2.0
+# How many times as long as float32's with casts a kernel takes that counts as slow. With a limit of
+# 1.25 many kernels of a busy machine are slow in one measurement and not in the next, and last
+# digits change with them; with 2 some layers take twice as long in 16 bits as in float32.
+_SLOW = 1.5
 # Chains of operations, which take a tenth of a second or two to compile; they gain 1.5 to 4 times.
 _SLOW_CHAIN = 1.25
 _TURNS = 5

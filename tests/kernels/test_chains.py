@@ -33,7 +33,7 @@ def output_and_gradient(function, x):
     with tf.GradientTape() as tape:
         tape.watch(x)
         y = function(x)
-    return y, tape.gradient(y, x, output_gradients=y)
+    return y, tape.gradient(y, x)
 
 
 def marks(graph):
@@ -65,20 +65,19 @@ def test_chains_are_nearer_to_the_truth(name, dtype, are_slow):
     def errors(**options):
         y, gradient = tf.function(lambda x: output_and_gradient(function, x), **options)(x)
         assert y.dtype == gradient.dtype == dtype
-        right = slopes * tf.cast(y, "float64")
         return [
             np.abs(np.subtract(tf.cast(found, "float64"), truth))
-            for found, truth in ((y, exact), (gradient, right))
+            for found, truth in ((y, exact), (gradient, slopes))
         ]
 
     ours, compiled = errors(), errors(jit_compile=True)
     are_slow.clear()
     own = errors()
     rounding = np.finfo("float16").eps / 2 if dtype == "float16" else 2**-8
-    for found, theirs, truth in zip(ours, own, (exact, exact * slopes)):
+    for found, theirs, truth in zip(ours, own, (exact, slopes)):
         assert found.mean() <= theirs.mean()
-        # Once rounded; and what float32's 1 + erf(x) loses far below zero.
-        assert np.all(found <= rounding * 1.01 * np.abs(truth) + 2e-6)
+        # Once rounded; and what 1 + erf(x) and 1 - tanh(x)^2 lose in float32 far below zero.
+        assert np.all(found <= rounding * 1.01 * np.abs(truth) + 1e-5)
     for found, same in zip(compiled, ours):
         assert found.mean() <= same.mean() * 1.01
 
