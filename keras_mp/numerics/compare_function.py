@@ -25,6 +25,7 @@ from keras_mp.numerics.noise import NOISY_RUNS, Noise
 from keras_mp.numerics.operations import Kept, KeptOperation
 from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.support import op_callbacks
 from keras_mp.support.dtypes import LOW_PRECISION
 
 _LOSS_SCALES = {"float16": INITIAL_LOSS_SCALE, "bfloat16": 1.0}
@@ -234,7 +235,7 @@ def _as_first_read(tape: tf.GradientTape) -> Iterator[None]:
                     read.append((variable, variable.numpy()))
 
     try:
-        with operations.observed(keep):
+        with op_callbacks.observed(keep):
             yield
     finally:
         for variable, value in read:

@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import graph_recorder, operations, watching
+from keras_mp.numerics import graph_recorder, watching
 from keras_mp.numerics.not_finite import NotFiniteError, Range
 from keras_mp.numerics.operation_rows import PASSED_IN, EagerRecorder, OperationRow, first_bad
-from keras_mp.support import messages, validation
+from keras_mp.support import messages, op_callbacks, validation
 
 # Of the layers before the first bad operation, how many a message shows.
 _HISTORY = 12
@@ -125,7 +125,7 @@ class FirstBadOperation:
         self._forget_traces()
         self._naming = watching.naming(self._models)
         self._naming.__enter__()
-        self._observing = operations.observed(self._see)
+        self._observing = op_callbacks.observed(self._see)
         self._observing.__enter__()
         _thread.is_in_block = True
         return self

@@ -5,13 +5,12 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import op_callbacks as _op_callbacks
 
-from keras_mp.support import messages, op_table
+from keras_mp.support import messages, op_callbacks, op_table
 
 # Functions of these files call what makes gradients.
 _GRADIENT_FILES = tuple(
@@ -59,21 +58,6 @@ class KeptOperation(NamedTuple):
     scope: str
 
 
-@contextlib.contextmanager
-def observed(callback: Callable[..., Any]) -> Iterator[None]:
-    """Calls back after each operation of this thread, and of replicas that it starts.
-
-    Args:
-        callback: as `tf.debugging`'s own tools have it: it gets the operation's type, inputs,
-            attributes and outputs, in a graph also `op_name=` and `graph=`.
-    """
-    _op_callbacks.add_op_callback(callback)
-    try:
-        yield
-    finally:
-        _op_callbacks.remove_op_callback(callback)
-
-
 class Kept:
     """Operations that ran, in their order.
 
@@ -102,7 +86,7 @@ class Kept:
         *_: Any,
         **__: Any,
     ) -> None:
-        """Keeps an operation; `observed` calls it."""
+        """Keeps an operation; `op_callbacks.observed` calls it."""
         del attrs
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if not any(value.dtype.is_floating for value in outputs):
@@ -136,7 +120,7 @@ class Kept:
 def kept() -> Iterator[Kept]:
     """Keeps the operations of the block."""
     seen = Kept()
-    with observed(seen.keep):
+    with op_callbacks.observed(seen.keep):
         yield seen
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import messages
+from keras_mp.support import messages, op_callbacks
 
 # The collection of a graph that XLA compiles of the callbacks that the graph around looks into, and
 # of the replicas that do.
@@ -183,7 +183,9 @@ def shared_operation(
     def call(*args: Any) -> Any:
         if tf.executing_eagerly():
             return function(*args)
-        return operations[is_compiled_by_xla()](*args)
+        # What observes the first caller would stay in what all others run.
+        with op_callbacks.unobserved():
+            return operations[is_compiled_by_xla()](*args)
 
     return call
 

@@ -6,6 +6,8 @@ import weakref
 import pytest
 import tensorflow as tf
 
+import keras_mp
+from keras_mp.numerics import FirstBadOperation
 from keras_mp.support import host
 
 
@@ -177,3 +179,25 @@ def test_a_shared_operation_keeps_nobody_alive():
     references = run()
     gc.collect()
     assert [reference() for reference in references] == [None, None]
+
+
+@pytest.mark.parametrize("observer", ["ours", "TensorFlow's"])
+def test_what_is_shared_is_not_traced_with_an_observer_of_the_first_caller(observer):
+    shared = host.shared_operation(lambda x: tf.math.log(x) + 1)
+
+    def count():
+        function = tf.function(lambda x: shared(x))
+        graph = function.get_concrete_function(tf.constant([0.0])).graph.as_graph_def()
+        return [len(function.node_def) for function in graph.library.function]
+
+    if observer == "ours":
+        with pytest.raises(keras_mp.numerics.NotFiniteError), FirstBadOperation():
+            tf.function(lambda x: tf.sqrt(shared(x)))(tf.constant([0.0]))
+    else:
+        tf.debugging.enable_check_numerics()
+        count()
+        tf.debugging.disable_check_numerics()
+    fresh = host.shared_operation(lambda x: tf.math.log(x) + 1)
+    found, shared = count(), fresh
+    assert found == count()
+    assert len(found) == 1
