@@ -30,7 +30,7 @@ def observed(callback: Callable[..., Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Calls nothing back: neither what `observed` has added nor `tf.debugging`'s tools."""
-    context = _context.context()
+    context: Any = _context.context()
     before = context.invoking_op_callbacks
     context.invoking_op_callbacks = True
     try:
