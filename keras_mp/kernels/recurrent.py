@@ -1,4 +1,4 @@
-"""LSTMs in 16 bits on CPUs: one loop of small products, and large products around it.
+"""LSTMs in bfloat16 on CPUs: one loop of small products, and large products around it.
 
 Keras multiplies inputs by weights in each time step, and sums the gradients of both kernels in each
 step of the backward pass. Here the inputs of all steps are multiplied at once, and so are the
@@ -14,7 +14,6 @@ import tensorflow as tf
 from keras_mp.kernels import replaced
 from keras_mp.kernels.slow import is_enabled
 from keras_mp.support import host, own_gradient, regions
-from keras_mp.support.dtypes import LOW_PRECISION
 
 
 def lstm(
@@ -40,11 +39,11 @@ def lstm(
     Returns:
         The outputs of all steps, of shape [batch, time, units], in the order in which they were
         computed; the last output; the last cell state. None where it is not known to be faster:
-        outside of 16 bits, where XLA compiles, and on other devices than CPUs.
+        in other dtypes than bfloat16, where XLA compiles, and on other devices than CPUs.
     """
     tensors = inputs, hidden, cell, kernel, recurrent_kernel, bias
     is_one_dtype = {each.dtype for each in tensors} == {inputs.dtype}
-    if not (is_enabled() and is_one_dtype and inputs.dtype in LOW_PRECISION):
+    if not (is_enabled() and is_one_dtype and inputs.dtype == tf.bfloat16):
         return None
     if host.is_compiled_by_xla() or host.in_v1_graph() or replaced.device_type() != "CPU":
         return None

@@ -361,7 +361,7 @@ def test_a_head_has_a_policy_of_its_own(monkeypatch):
 def test_lstms_take_turns(monkeypatch):
     monkeypatch.setattr(lstm, "SHAPES", [(2, 3, 4)])
     monkeypatch.setattr(lstm, "_REPEATS", 2)
-    [seconds] = lstm.measure("bfloat16").values()
+    [seconds] = lstm.measure().values()
     assert {name: len(each) for name, each in seconds.items()} == dict.fromkeys(
         ("float32", "Keras's own", "ours"), 2
     )
