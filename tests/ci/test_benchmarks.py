@@ -523,7 +523,7 @@ def test_steps_are_measured_and_taken_apart(name, monkeypatch):
     found = step.measure(name, "small")
     assert set(step.VARIANTS) <= set(found["seconds"])
     for variant, classes in found["classes"].items():
-        assert set(classes) == set(op_times.CLASSES) - {"compiled"}
+        assert set(classes) == set(op_times.CLASSES)
         assert classes["products"] > 0
-        assert classes["update"] > 0
+        assert classes["update"] + classes["compiled"] > 0
         assert (classes["casts"] > 0) >= (variant != "float32")
