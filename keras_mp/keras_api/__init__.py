@@ -7,7 +7,7 @@ like are those of the module that fits. Nothing outside this folder asks which K
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -81,7 +81,7 @@ else:
     globals().update({name: getattr(_module, name) for name in interface.NAMES})
 
 
-def check_model(model: tf.keras.Model) -> None:
+def check_model(model: Any) -> None:
     """Raises a TypeError unless an argument is a model of `tf.keras`: not one of the other Keras.
 
     Args:

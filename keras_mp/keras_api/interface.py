@@ -1,5 +1,8 @@
 """What both Kerases offer to the rest of keras_mp: the one list of these names."""
 
+# Without Keras `tf.keras.Model` is an error, and the message has not been improved on yet.
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
