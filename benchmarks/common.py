@@ -100,7 +100,7 @@ def in_own_process(
     done = subprocess.run(
         [*prefix, sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=environment(keras) | {"KERAS_MP_MEASURE": str(int(measures_kernels))},
+        env=environment(keras, measures_kernels),
         stdout=subprocess.PIPE,
         check=True,
         text=True,
@@ -108,14 +108,14 @@ def in_own_process(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def environment(keras: str) -> dict[str, str]:
+def environment(keras: str, measures_kernels: bool = False) -> dict[str, str]:
     """The environment of a benchmark's process: one of the Kerases, on CPUs, quiet."""
     return {
         **os.environ,
         "TF_USE_LEGACY_KERAS": KERASES[keras],
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
-        "KERAS_MP_MEASURE": "0",
+        "KERAS_MP_MEASURE": str(int(measures_kernels)),
     }
 
 

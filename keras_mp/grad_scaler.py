@@ -208,11 +208,7 @@ class GradScaler(tf.Module):
 
     @do_not_convert
     def step(
-        self,
-        optimizer: Any,
-        grads_and_vars: Iterable[tuple[Any, Any]],
-        *,
-        aggregate: bool = True,
+        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, aggregate: bool = True
     ) -> tf.Tensor:
         """Applies gradients, or skips the step if they are not finite.
 

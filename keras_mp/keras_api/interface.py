@@ -1,6 +1,6 @@
 """What both Kerases offer to the rest of keras_mp: the one list of these names."""
 
-# Without Keras `tf.keras.Model` is an error, and the message has not been improved on yet.
+# Where Keras is missing, `tf.keras.Model` raises an error that does not say what to install.
 from __future__ import annotations
 
 import inspect
