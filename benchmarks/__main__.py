@@ -12,6 +12,7 @@ from benchmarks import (
     autocast,
     casts,
     common,
+    curves,
     defects,
     faults,
     figure,
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "casts": casts.run,
     "rounding": rounding.run,
     "step": step.run,
+    "curves": curves.run,
     "reductions": reductions.run,
     "sums": sums.run,
     "kernels": kernels.run,
@@ -75,14 +77,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(BENCHMARKS), help=" ".join(BENCHMARKS))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("benchmarks.json"))
     parser.add_argument("--turns", type=int, default=soak.TURNS, help="of `soak`")
-    parser.add_argument("--small", action="store_true", help="smaller models in `step`")
+    parser.add_argument("--small", action="store_true", help="smaller models in `step`, `curves`")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"unknown benchmarks {sorted(unknown)}; there are {sorted(BENCHMARKS)}")
     machine = common.machine()
     print(f"On {machine}.")
-    options = {"soak": {"turns": arguments.turns}, "step": {"small": arguments.small}}
+    small = {"small": arguments.small}
+    options = {"soak": {"turns": arguments.turns}, "step": small, "curves": small}
     results = {name: BENCHMARKS[name](**options.get(name, {})) for name in arguments.names}
     arguments.output.write_text(json.dumps({"machine": machine, **results}, indent=1))
     print(f"\nAll figures are in {arguments.output}.")

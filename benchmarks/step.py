@@ -72,7 +72,7 @@ def make_step(
     if keras != "float32":
         # What keras_mp puts in the place of slow kernels is not Keras's own.
         slow.enable_float32_where_faster(False)
-        step(x, y)
+        step.get_concrete_function(x, y)
         slow.enable_float32_where_faster()
     return lambda: step(x, y).numpy()
 
