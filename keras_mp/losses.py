@@ -5,19 +5,15 @@ Beside the base class and `Crossentropy` there is one class for every built-in l
 """
 
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.as_float32 import as_float32 as as_float32
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
-from keras_mp.support import messages
+from keras_mp.support import messages, structures
 from keras_mp.support.dtypes import FLOATING
-
-_SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 
 
 @keras_api.register_serializable
@@ -69,8 +65,8 @@ class Loss(keras_api.BaseLoss):
         Returns:
             The reduced loss, of the loss's dtype.
         """
-        y_pred = _map(self._cast_prediction, y_pred)
-        y_true = _map(self._cast_label, y_true)
+        y_pred = structures.map_tensors(self._cast_prediction, y_pred)
+        y_true = structures.map_tensors(self._cast_label, y_true)
         return self.reduce(y_true, y_pred, sample_weight)
 
     def get_config(self) -> dict[str, Any]:
@@ -421,24 +417,6 @@ def _standardize_dtype(dtype: Any) -> str:
             f"'bfloat16' or 'float16'. Received: dtype={dtype!r}"
         )
     return standard.name
-
-
-def _map(function: Callable[[tf.Tensor], Any], structure: Any) -> Any:
-    """Applies a function to the tensors, or what becomes one, of a structure."""
-    leaves = tf.nest.flatten(structure)
-    if tf.nest.is_nested(structure) and all(_is_scalar(leaf) for leaf in leaves):
-        structure = tf.convert_to_tensor(structure)  # a tensor written as nested lists
-
-    def apply(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        return function(leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf))
-
-    return tf.nest.map_structure(apply, structure)
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, _SCALARS) or (tf.is_tensor(value) and value.shape.rank == 0)
 
 
 def _float(value: tf.Tensor, dtype: str) -> tf.Tensor:

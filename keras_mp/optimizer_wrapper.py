@@ -1,6 +1,6 @@
 """The base of optimizers that wrap another one.
 
-RFC 293, "OptimizerWrapper" and "LossScaleOptimizer __getattribute__ and __setattr__ delegation".
+RFC 293, "OptimizerWrapper". What it looks like from outside is in `wrapper_delegation`.
 """
 
 import functools
@@ -19,16 +19,18 @@ from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.wrapper_adapter import WrapperAdapter
+from keras_mp.wrapper_delegation import WrapperDelegation, delegate_rest, names_of_wrappers
 from keras_mp.wrapper_saving import WrapperSaving
-
-_ALIASES = {"lr": "learning_rate"}
 
 _models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 
 
 @keras_api.register_serializable
 class OptimizerWrapper(
-    WrapperSaving, tf.__internal__.tracking.DelegatingTrackableMixin, *keras_api.OPTIMIZER_BASES
+    WrapperDelegation,
+    WrapperSaving,
+    tf.__internal__.tracking.DelegatingTrackableMixin,
+    *keras_api.OPTIMIZER_BASES,
 ):
     """An optimizer that wraps another one and looks like it.
 
@@ -90,7 +92,7 @@ class OptimizerWrapper(
         vars(self).update(  # pyright: ignore[reportAttributeAccessIssue]
             _adapter=adapter,
             _trackable=inner_optimizer,
-            _hyperparameters=adapter.hyperparameters() - _names_of_wrappers(type(self)),
+            _hyperparameters=adapter.hyperparameters() - names_of_wrappers(type(self)),
         )
         self.jit_compile = jit_compile
 
@@ -114,52 +116,8 @@ class OptimizerWrapper(
 
         cls.apply_gradients = do_not_convert(apply_gradients)
 
-    def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        name = _ALIASES.get(name, name)
-        if name in own.get("_hyperparameters", ()):
-            return getattr(own["_trackable"], name)
-        try:
-            return object.__getattribute__(self, name)
-        except AttributeError as error:
-            inner = own.get("_trackable")
-            if name.startswith("_") or inner is None or not hasattr(inner, name):
-                raise
-            raise AttributeError(_only_inner(self, name)) from error
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        name = _ALIASES.get(name, name)
-        inner = vars(self).get("_trackable")
-        if inner is not None and name in self._hyperparameters:
-            setattr(inner, name, value)
-        elif (
-            inner is None
-            or name in vars(self)
-            or hasattr(type(self), name)
-            or not hasattr(inner, name)
-        ):
-            object.__setattr__(self, name, value)
-        else:
-            raise AttributeError(_only_inner(self, name))
-
-    def __dir__(self) -> list[str]:
-        # Keras saves what it finds here, under its name: the inner optimizer is `inner_optimizer`.
-        names = set(object.__dir__(self)) | self._hyperparameters | {"lr"}
-        return sorted(names - {"_trackable"})
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.inner_optimizer!r}>"
-
-    @property
-    def inner_optimizer(self) -> Any:
-        """The optimizer that is wrapped. Read-only."""
-        return self._trackable
-
-    @property
-    def name(self) -> str:
-        """The inner optimizer's name."""
-        inner = self.inner_optimizer
-        return getattr(inner, "name", None) or inner._name
 
     @property
     def jit_compile(self) -> bool:
@@ -174,43 +132,6 @@ class OptimizerWrapper(
     @jit_compile.setter
     def jit_compile(self, value: bool) -> None:
         self._adapter.jit_compile = validation.boolean("jit_compile", value)
-
-    @property
-    def iterations(self) -> Any:
-        """The inner optimizer's count of steps."""
-        return self.inner_optimizer.iterations
-
-    @iterations.setter
-    def iterations(self, value: Any) -> None:
-        self.inner_optimizer.iterations = value
-
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.inner_optimizer.learning_rate = value
-
-    @property
-    def built(self) -> bool:
-        """Whether the inner optimizer has made its variables."""
-        return self.inner_optimizer.built
-
-    @property
-    def variables(self) -> Any:
-        """The inner optimizer's variables, as a list that may also be called."""
-        return _CallableList(self._inner_variables())
-
-    def _inner_variables(self) -> Any:
-        variables = self.inner_optimizer.variables
-        return variables() if callable(variables) else variables
-
-    @property
-    def weights(self) -> Any:
-        """The inner optimizer's variables, under the older name."""
-        return self.variables
 
     def build(self, var_list: Iterable[Any]) -> None:
         """Makes the inner optimizer's variables.
@@ -423,55 +344,8 @@ def _is_of_keras_mp(method: Callable[..., Any]) -> bool:
     return method.__module__.startswith("keras_mp.")
 
 
-def _names_of_wrappers(cls: type) -> set[str]:
-    """The names that wrapper classes define, which no hyperparameter can hide."""
-    classes = cls.__mro__[: cls.__mro__.index(WrapperSaving) + 1]
-    return {name for wrapper in classes for name in vars(wrapper)}
-
-
-class _CallableList(list):
-    """`optimizer.variables` and `optimizer.variables()`: the families spell it differently."""
-
-    def __call__(self) -> "_CallableList":
-        return self
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner_optimizer, name)(*args, **kwargs)
-
-    method.__name__ = name
-    method.__qualname__ = f"OptimizerWrapper.{name}"
-    method.__doc__ = f"Calls `{name}` of the inner optimizer."
-    return method
-
-
-def _delegate_rest() -> None:
-    """Delegates every public method that Keras's base classes have and the wrapper does not.
-
-    What a newer Keras adds there is so delegated as well.
-    """
-    for base in keras_api.OPTIMIZER_BASES:
-        for name in dir(base):
-            is_method = callable(getattr(base, name))
-            is_ours = name in vars(OptimizerWrapper) or name in vars(WrapperSaving)
-            if is_method and not is_ours and (not name.startswith("_") or name in _CHECKPOINTS):
-                setattr(OptimizerWrapper, name, _delegate(name))
-
-
-# What tf.train.Checkpoint calls on an optimizer that has slots.
-_CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
-
-_delegate_rest()
+delegate_rest(OptimizerWrapper)
 keras_api.convert_wrappers_to_legacy(OptimizerWrapper, OptimizerWrapper._with_inner)
-
-
-def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
-    return (
-        f"{type(wrapper).__name__} has no attribute {name!r}, only its inner optimizer has: use "
-        f"`optimizer.inner_optimizer.{name}`. What the wrapper passes on are hyperparameters, here "
-        f"{sorted(wrapper._hyperparameters | {'learning_rate'})}."
-    )
 
 
 def hint(optimizer: Any) -> str:

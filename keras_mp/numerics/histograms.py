@@ -9,7 +9,7 @@ done. Nothing waits for the device until it is read.
 import contextlib
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,8 +17,8 @@ import tensorflow as tf
 from keras_mp import keras_api, low_precision_weights
 from keras_mp.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
-from keras_mp.numerics.exponent_counts import count_exponents
-from keras_mp.numerics.exponents import COLUMNS, ROWS, Histogram
+from keras_mp.numerics.exponents import Histogram
+from keras_mp.numerics.histogram_counts import HistogramCounts, Seen
 from keras_mp.numerics.report_rows import (
     GRADIENT,
     INPUT,
@@ -150,16 +150,10 @@ class ExponentHistograms:
         rows += [(INPUT, path) for path in self._inputs]
         rows += [(OUTPUT, path) for path in self._outputs]
         rows += [(OUTPUT_GRADIENT, path) for path in self._output_gradients]
-        self._rows = {row: place for place, row in enumerate(rows)}
         self._strategy = model.distribute_strategy
         with self._strategy.scope():
             self._steps = host.local_variable("steps", 0)
-            self._counted = host.local_variable("counted", 0)
-            self._bins = host.local_variable("bins", np.zeros([len(rows), ROWS * COLUMNS], int))
-            self._overflowed_at = host.local_variable(
-                "overflowed_at", np.full(len(rows), np.inf), tf.float32
-            )
-            self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
+            self._counts = HistogramCounts(rows, self._strategy)
 
     @do_not_convert
     @contextlib.contextmanager
@@ -223,30 +217,17 @@ class ExponentHistograms:
         Returns:
             A `Report`. A row is there for each gradient and output of which a value was counted.
         """
-        local = self._strategy.experimental_local_results
-        if validation.boolean("all_workers", all_workers):
-            of_replicas = self._strategy.run(tf.function(self._of_all_replicas, autograph=False))
-            bins, overflowed_at = (local(each)[0].numpy() for each in of_replicas)
-        else:
-            bins = np.sum([each.numpy() for each in local(self._bins)], axis=0)
-            overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
-        steps, counted, loss_scale = (
-            local(variable)[0].numpy().item()
-            for variable in (self._steps, self._counted, self._loss_scale)
-        )
-        rows = []
-        for (kind, path), place in self._rows.items():
-            if bins[place].any():
-                histogram = Histogram(bins[place].reshape(ROWS, COLUMNS))
-                dtype = self._dtypes.get((kind, path), "")
-                rows.append(Row(kind, path, dtype, histogram, float(overflowed_at[place])))
-        if counted:
+        counts = self._counts.read(validation.boolean("all_workers", all_workers))
+        step = self._strategy.experimental_local_results(self._steps)[0].numpy().item()
+        rows = [
+            Row(kind, path, self._dtypes.get((kind, path), ""), histogram, overflowed_at)
+            for (kind, path), (histogram, overflowed_at) in counts.rows.items()
+        ]
+        if counts.steps:
             rows += self._rows_of_weights()
         rows.sort(key=lambda row: KINDS.index(row.kind))
-        for variable, value in ((self._bins, 0), (self._counted, 0), (self._overflowed_at, np.inf)):
-            for each in local(variable):
-                each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
-        return Report(rows, step=steps, counted=counted, loss_scale=loss_scale)
+        self._counts.clear()
+        return Report(rows, step=step, counted=counts.steps, loss_scale=counts.loss_scale)
 
     def _rows_of_weights(self) -> Iterator[Row]:
         for path, variable in self._weights.items():
@@ -265,32 +246,6 @@ class ExponentHistograms:
         """
         return tf.convert_to_tensor(low_precision_weights.as_seen(self.optimizer, variable))
 
-    def _of_all_replicas(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The sum of all bins, and the smallest scales of overflows. Called on each replica."""
-        context = tf.distribute.get_replica_context()
-        is_mine = tf.range(context.num_replicas_in_sync) == context.replica_id_in_sync_group
-        mine = tf.where(is_mine[:, tf.newaxis], tf.convert_to_tensor(self._overflowed_at), 0.0)
-        # A read of a variable has no device in a graph, and TensorFlow asks for one.
-        sums = tf.identity(self._bins), mine
-        bins, overflowed_at = (context.all_reduce(tf.distribute.ReduceOp.SUM, x) for x in sums)
-        return bins, tf.reduce_min(overflowed_at, 0)
-
-
-class _Seen(NamedTuple):
-    """A tensor that a step has shown.
-
-    Attributes:
-        row: tuple of str, the kind and the path.
-        tensor: tensor.
-        divisor: float32 scalar tensor by which the values are still to be divided, or None.
-        scale: float32 scalar tensor, what the loss was multiplied by, or None.
-    """
-
-    row: tuple[str, str]
-    tensor: tf.Tensor
-    divisor: tf.Tensor | None = None
-    scale: tf.Tensor | None = None
-
 
 class _Step:
     """What one step, or its trace, on one replica has shown so far.
@@ -303,7 +258,7 @@ class _Step:
     def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
         self.owner, self.due = owner, due
         self._graph = host.current_graph()
-        self._seen: list[_Seen] = []
+        self._seen: list[Seen] = []
         self._inputs: dict[tuple[str, int], tf.Tensor] = {}
         # Gradients of outputs come before one learns what the loss was multiplied by.
         self._still_scaled: list[tuple[tuple[str, str], tf.Tensor]] = []
@@ -337,9 +292,9 @@ class _Step:
             # A layer may return several outputs for one input.
             if tf.is_tensor(value) and (path, id(value)) not in self._inputs:
                 self._inputs[path, id(value)] = value
-                self._note(_Seen((INPUT, path), value))
+                self._note(Seen((INPUT, path), value))
         if path in self.owner._outputs:
-            self._note(_Seen((OUTPUT, path), tensor))
+            self._note(Seen((OUTPUT, path), tensor))
         # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
         is_outside = host.current_graph() is self._graph
         if path not in self.owner._output_gradients or not is_outside:
@@ -385,17 +340,17 @@ class _Step:
                 continue
             values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
             tensor = tf.convert_to_tensor(values)
-            self._note(_Seen((GRADIENT, path), tensor, divisor, scaled_by))
+            self._note(Seen((GRADIENT, path), tensor, divisor, scaled_by))
 
-    def _note(self, seen: _Seen) -> None:
-        if seen.row not in self.owner._rows or not seen.tensor.dtype.is_floating:
+    def _note(self, seen: Seen) -> None:
+        if seen.row not in self.owner._counts.places or not seen.tensor.dtype.is_floating:
             return
         if seen.row[0] != GRADIENT:
             self.owner._dtypes[seen.row] = seen.tensor.dtype.name
         if host.current_graph() is self._graph:
             self._seen.append(seen)
         else:
-            self._if_due(lambda: self._add([seen]))
+            self._if_due(lambda: self.owner._counts.add([seen]))
 
     def count(self) -> None:
         """Counts what was seen, if that is due: the end of the step."""
@@ -407,17 +362,15 @@ class _Step:
                 f"or `gradients=False`. Received: optimizer={self.owner.optimizer!r}"
             )
         scale = self._scale
-        seen = [*self._seen, *(_Seen(*each, scale, scale) for each in self._still_scaled)]
+        seen = [*self._seen, *(Seen(*each, scale, scale) for each in self._still_scaled)]
 
         def count() -> None:
-            self._add([*seen, *self._updates()])
-            self.owner._counted.assign_add(1)
-            if self._scale is not None:
-                self.owner._loss_scale.assign(self._scale)
+            self.owner._counts.add([*seen, *self._updates()])
+            self.owner._counts.end_step(self._scale)
 
         self._if_due(count)
 
-    def _updates(self) -> Iterator[_Seen]:
+    def _updates(self) -> Iterator[Seen]:
         """What the step has changed weights by, in terms of the power of two at or below each."""
         owner = self.owner
         for (path, variable), value in zip(owner._updated.items(), self._before):
@@ -429,29 +382,13 @@ class _Step:
             power = tf.bitcast(bits, tf.float32)
             # A weight of zero takes whatever comes.
             relative = tf.where(power > 0, update / power, tf.sign(update))
-            yield _Seen((UPDATE, path), relative)
+            yield Seen((UPDATE, path), relative)
 
     def _if_due(self, count: Callable[[], None]) -> None:
         if tf.executing_eagerly():
             count()  # A step that is not due is not looked at.
         else:
             tf.cond(self.due, host.as_one_operation(count), lambda: None)
-
-    def _add(self, seen: Sequence[_Seen]) -> None:
-        rows = self.owner._rows
-        bins = [tf.zeros([ROWS * COLUMNS], tf.int64)] * len(rows)
-        overflowed_at: list[Any] = [np.float32(np.inf)] * len(rows)
-        for row, tensor, divisor, scale in seen:
-            place = rows[row]
-            of_tensor = count_exponents(tensor, divisor)
-            bins[place] = bins[place] + of_tensor
-            if scale is not None:
-                is_bad = tf.reduce_any(of_tensor[-COLUMNS:] > 0)
-                at = tf.where(is_bad, tf.cast(scale, tf.float32), np.inf)
-                overflowed_at[place] = tf.minimum(overflowed_at[place], at)
-        self.owner._bins.assign_add(tf.stack(bins))
-        lowest = tf.minimum(self.owner._overflowed_at, tf.stack(overflowed_at))
-        self.owner._overflowed_at.assign(lowest)
 
 
 def _chosen(

@@ -6,12 +6,12 @@ arithmetic, and `scaled_step` looks at the gradients.
 
 import abc
 import functools
-import operator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.step import scale_operators
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, next_state
 from keras_mp.support import validation
 
@@ -139,36 +139,7 @@ def _current_value(loss_scale: LossScale) -> float | None:
         return None
 
 
-_REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-
-
-def _delegate_operator(name: str) -> None:
-    fn = getattr(operator, name)
-
-    def operate(self: LossScale, *others: Any) -> Any:
-        # As when the tensor comes first: the scale takes its dtype.
-        dtype = others[0].dtype if others and tf.is_tensor(others[0]) else None
-        return fn(tf.convert_to_tensor(self, dtype), *others)  # pyright: ignore[reportArgumentType]
-
-    def operate_reflected(self: LossScale, other: Any) -> Any:
-        return fn(tf.convert_to_tensor(other, tf.float32), self())
-
-    setattr(LossScale, f"__{name}__", operate)
-    if name in _REFLECTED:
-        setattr(LossScale, f"__r{name}__", operate_reflected)
-
-
-for _name in (*_REFLECTED, "neg", "abs", "lt", "le", "gt", "ge"):
-    _delegate_operator(_name)
-
-
-def _to_tensor(value: LossScale, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
-    del name, as_ref
-    scale = value()
-    return scale if dtype is None else tf.cast(scale, dtype)
-
-
-tf.register_tensor_conversion_function(LossScale, _to_tensor)
+scale_operators.give(LossScale)
 
 
 class FixedLossScale(LossScale):

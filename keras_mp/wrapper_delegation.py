@@ -1,0 +1,154 @@
+"""A wrapper looks like the optimizer in it.
+
+RFC 293, "LossScaleOptimizer __getattribute__ and __setattr__ delegation".
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_mp import keras_api
+from keras_mp.wrapper_saving import WrapperSaving
+
+_ALIASES = {"lr": "learning_rate"}
+# What tf.train.Checkpoint calls on an optimizer that has slots.
+_CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
+
+
+class WrapperDelegation:
+    """The part of an `OptimizerWrapper` that shows what the inner optimizer has."""
+
+    # The name that TensorFlow's DelegatingTrackableMixin has for the inner optimizer.
+    _trackable: Any
+    _hyperparameters: set[str]
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        name = _ALIASES.get(name, name)
+        if name in own.get("_hyperparameters", ()):
+            return getattr(own["_trackable"], name)
+        try:
+            return object.__getattribute__(self, name)
+        except AttributeError as error:
+            inner = own.get("_trackable")
+            if name.startswith("_") or inner is None or not hasattr(inner, name):
+                raise
+            raise AttributeError(_only_inner(self, name)) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        name = _ALIASES.get(name, name)
+        inner = vars(self).get("_trackable")
+        if inner is not None and name in self._hyperparameters:
+            setattr(inner, name, value)
+        elif (
+            inner is None
+            or name in vars(self)
+            or hasattr(type(self), name)
+            or not hasattr(inner, name)
+        ):
+            object.__setattr__(self, name, value)
+        else:
+            raise AttributeError(_only_inner(self, name))
+
+    def __dir__(self) -> list[str]:
+        # Keras saves what it finds here, under its name: the inner optimizer is `inner_optimizer`.
+        names = set(object.__dir__(self)) | self._hyperparameters | {"lr"}
+        return sorted(names - {"_trackable"})
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that is wrapped. Read-only."""
+        return self._trackable
+
+    @property
+    def name(self) -> str:
+        """The inner optimizer's name."""
+        inner = self.inner_optimizer
+        return getattr(inner, "name", None) or inner._name
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's count of steps."""
+        return self.inner_optimizer.iterations
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        self.inner_optimizer.iterations = value
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def built(self) -> bool:
+        """Whether the inner optimizer has made its variables."""
+        return self.inner_optimizer.built
+
+    @property
+    def variables(self) -> Any:
+        """The inner optimizer's variables, as a list that may also be called."""
+        return _CallableList(self._inner_variables())
+
+    def _inner_variables(self) -> Any:
+        variables = self.inner_optimizer.variables
+        return variables() if callable(variables) else variables
+
+    @property
+    def weights(self) -> Any:
+        """The inner optimizer's variables, under the older name."""
+        return self.variables
+
+
+def names_of_wrappers(cls: type) -> set[str]:
+    """The names that wrapper classes define, which no hyperparameter can hide.
+
+    Args:
+        cls: type. A subclass of `OptimizerWrapper`, or itself.
+    """
+    classes = cls.__mro__[: cls.__mro__.index(WrapperSaving) + 1]
+    return {name for wrapper in classes for name in vars(wrapper)}
+
+
+class _CallableList(list):
+    """`optimizer.variables` and `optimizer.variables()`: the families spell it differently."""
+
+    def __call__(self) -> "_CallableList":
+        return self
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner_optimizer, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__qualname__ = f"OptimizerWrapper.{name}"
+    method.__doc__ = f"Calls `{name}` of the inner optimizer."
+    return method
+
+
+def delegate_rest(cls: type) -> None:
+    """Delegates every public method that Keras's base classes have and the wrapper does not.
+
+    What a newer Keras adds there is so delegated as well.
+
+    Args:
+        cls: `OptimizerWrapper`.
+    """
+    for base in keras_api.OPTIMIZER_BASES:
+        for name in dir(base):
+            is_method = callable(getattr(base, name))
+            is_ours = any(name in vars(each) for each in (cls, WrapperDelegation, WrapperSaving))
+            if is_method and not is_ours and (not name.startswith("_") or name in _CHECKPOINTS):
+                setattr(cls, name, _delegate(name))
+
+
+def _only_inner(wrapper: WrapperDelegation, name: str) -> str:
+    return (
+        f"{type(wrapper).__name__} has no attribute {name!r}, only its inner optimizer has: use "
+        f"`optimizer.inner_optimizer.{name}`. What the wrapper passes on are hyperparameters, here "
+        f"{sorted(wrapper._hyperparameters | {'learning_rate'})}."
+    )
