@@ -1,8 +1,9 @@
 """Runs the tests on both Kerases, one after the other: a process can hold only one `tf.keras`.
 
-python -m tests [--quick] [files, folders or tests] [options of pytest]
+python -m tests [--quick] [--all-cases] [files, folders or tests] [options of pytest]
 
-Without a selection all tests run, except `tests/ci`. pytest-xdist distributes the test files over
+Without a selection all tests run, except `tests/ci`; on Keras 2 a parametrized test has its first
+and its last case then, unless `--all-cases` is given. pytest-xdist distributes the test files over
 one process more than there are cores, since some tests wait for processes of their own.
 """
 
@@ -28,7 +29,8 @@ _QUICK = [
 def main(arguments: list[str]) -> int:
     """Runs the tests; returns the exit status, which is 0 if they pass on both Kerases."""
     default = _QUICK if "--quick" in arguments else _ALL
-    arguments = [each for each in arguments if each != "--quick"]
+    has_all_cases = "--all-cases" in arguments
+    arguments = [each for each in arguments if each not in ("--quick", "--all-cases")]
     selected = [each for each in arguments if (_ROOT / each.split("::")[0]).exists()]
     is_one_file = len(selected) == 1 and (_ROOT / selected[0].split("::")[0]).is_file()
     processes = 0 if is_one_file else min(os.cpu_count() + 1, 8)
@@ -37,8 +39,11 @@ def main(arguments: list[str]) -> int:
     for keras, is_legacy in _KERASES.items():
         print(f"Tests with {keras} (TF_USE_LEGACY_KERAS={is_legacy})", flush=True)
         environment = {"TF_USE_LEGACY_KERAS": is_legacy, "TF_CPP_MIN_LOG_LEVEL": "2"}
+        given = arguments if selected else [*default, *arguments]
+        # Of the code that both share, one of them sees every case.
+        takes_fewer = not selected and keras == "Keras 2" and not has_all_cases
         outcomes[keras] = subprocess.run(
-            [*command, *(arguments if selected else [*default, *arguments])],
+            [*command, *given, *(["--fewer-cases"] if takes_fewer else [])],
             cwd=_ROOT,
             env=os.environ | environment,
         ).returncode

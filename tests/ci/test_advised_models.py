@@ -11,7 +11,7 @@ import keras_mp
 from keras_mp.numerics import advise, what_if
 from keras_mp.numerics.report_rows import OUTPUT, TOLERANCE
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
-from tests.numerics.advised_models import HEALTHY, SUFFERING
+from tests.ci.advised_models import HEALTHY, SUFFERING
 
 SCALES = [1.0, 2.0**8, INITIAL_LOSS_SCALE]
 IN_FLOAT32 = re.compile(r"^Run `(.+?)` in float32: ")

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, NAMESPACES, make_optimizer, mirrored, value
+from tests.common import IS_KERAS_3, NAMESPACES, make_optimizer, mirrored, pairs, value
 
 # What Keras says of the variable without a gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
@@ -73,10 +73,9 @@ def assert_near(these, those):
         np.testing.assert_allclose(this, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize(("wrap", "inner", "in_function"), pairs(WRAPPERS, INNER, [False, True]))
 def test_it_is_the_same_update(wrap, inner, in_function):
+    wrap, inner = WRAPPERS[wrap], INNER[inner]
     seed = {"seed": 1} if wrap is keras_mp.MasterWeightOptimizer else {}
     expected = trained(wrap, inner, in_function, **seed)
     with warnings.catch_warnings():

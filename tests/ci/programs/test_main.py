@@ -16,10 +16,11 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import __main__ as program
-from keras_mp.__main__ import ProgressBar, StepRecorder, main
+from keras_mp.__main__ import main
+from keras_mp.main_callbacks import ProgressBar, StepRecorder
 from tests.common import once
 
-_ROOT = pathlib.Path(__file__).parent.parent.parent
+_ROOT = pathlib.Path(__file__).parents[3]
 _STEPS_PER_EPOCH = 44
 _EPOCHS = 5  # the default
 _ROW = re.compile(

@@ -16,7 +16,7 @@ from tests.replicas import workers
 
 matplotlib.use("agg")
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT = pathlib.Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PROGRAM = BLOCKS.pop(1)

@@ -16,7 +16,7 @@ import pytest
 from tests.common import once
 from tutorials.__main__ import differences
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT = pathlib.Path(__file__).parents[3]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 
 
