@@ -1,4 +1,4 @@
-"""Two LSTMs, forward and backward: float32, bfloat16 with Keras's own loop, and with ours."""
+"""Two LSTMs, forward and backward: float32, and 16 bits with Keras's own loop and with ours."""
 
 import json
 import statistics
@@ -8,6 +8,9 @@ from benchmarks import common
 
 # Batch, time steps, units.
 SHAPES = [(64, 64, 512), (8, 100, 128), (32, 32, 64)]
+DTYPES = ("bfloat16", "float16")
+# Whose loop, and whether it is ours.
+LOOPS = {"Keras's own": False, "ours": True}
 _REPEATS = 9
 
 
@@ -23,7 +26,6 @@ def _seconds(batch: int, time: int, units: int) -> dict[str, list[float]]:
     from keras_mp.kernels import slow
 
     x = tf.random.normal([batch, time, units])
-    policy = keras_mp.Policy("mixed_bfloat16")
 
     def step_of(policy: Any, ours: bool) -> Any:
         layer = tf.keras.layers.LSTM
@@ -42,26 +44,33 @@ def _seconds(batch: int, time: int, units: int) -> dict[str, list[float]]:
         slow.enable_float32_where_faster()
         return lambda: step()[0].numpy()
 
-    steps = {
-        "float32": step_of("float32", ours=False),
-        "Keras's own": step_of(policy, ours=False),
-        "ours": step_of(policy, ours=True),
-    }
+    steps = {"float32": step_of("float32", ours=False)}
+    for dtype in DTYPES:
+        policy = keras_mp.Policy(f"mixed_{dtype}")
+        for name, ours in LOOPS.items():
+            steps[f"{dtype}, {name}"] = step_of(policy, ours)
     return common.interleaved(steps, _REPEATS)
 
 
 def run() -> dict:
     """Measures both Kerases, and prints a table."""
     results: dict[str, dict] = {}
-    rows = []
+    rows, variants = [], []
     for keras in common.KERASES:
-        results[keras] = common.in_own_process("benchmarks.lstm", keras=keras)
+        results[keras] = common.in_own_process(
+            "benchmarks.lstm", keras=keras, measures_kernels=True
+        )
         for shape, seconds in results[keras].items():
-            milliseconds = [f"{1e3 * statistics.median(s):,.0f}" for s in seconds.values()]
-            rows.append([keras, shape, *milliseconds, common.ratio(seconds, "ours", "Keras's own")])
+            variants = list(seconds)
+            milliseconds = [f"{1e3 * statistics.median(seconds[v]):,.0f}" for v in variants]
+            own, ours = LOOPS
+            ratios = [
+                common.ratio(seconds, f"{dtype}, {ours}", f"{dtype}, {own}") for dtype in DTYPES
+            ]
+            rows.append([keras, shape, *milliseconds, *ratios])
     common.print_table(
         "Two LSTMs, batch x time x units, forward and backward: ms, and ratios (quartiles)",
-        ["", "", "float32", "Keras's own", "ours", "ours / Keras's own"],
+        ["", "", *variants, *(f"{dtype}, ours / Keras's own" for dtype in DTYPES)],
         rows,
     )
     return results

@@ -350,4 +350,4 @@ def _to_policy(policy: Any) -> Any:
 @functools.cache
 def _install_kernels() -> None:
     kernels.install()
-    keras_api.replace_lstm(recurrent.lstm)
+    keras_api.replace_slow_layers(recurrent.lstm)

@@ -11,6 +11,7 @@ import pytest
 import sklearn.datasets
 import tensorflow as tf
 
+import keras_mp
 from keras_mp import keras_api
 
 IS_KERAS_3 = keras_api.ROOT_PACKAGE == "keras"
@@ -43,6 +44,11 @@ def pairs(*parameters: Iterable[Any]) -> list[tuple]:
         missing -= candidates[best]
         cases.append(tuple(values[i] for values, i in zip(lists, best)))
     return cases
+
+
+def unscaled(dtype: str) -> keras_mp.Policy:
+    """The mixed policy of a dtype, which scales no loss."""
+    return keras_mp.Policy(f"mixed_{dtype}", loss_scale=None)
 
 
 def make_optimizer(name: str, learning_rate: float = 0.01, **kwargs: Any) -> Any:

@@ -156,10 +156,11 @@ class KerasApi(Protocol):
         """Registers a class that Keras saves."""
         ...
 
-    def replace_lstm(self, run: Callable[..., Any]) -> None:
-        """Lets a function run the loop of an LSTM where Keras would run that of cuDNN on a GPU.
+    def replace_slow_layers(self, lstm: Callable[..., Any]) -> None:
+        """Replaces what is slow in layers of 16 bits, as far as no kernel of TensorFlow is.
 
-        `run` takes what `kernels.recurrent.lstm` takes, and may return None.
+        `lstm` runs the loop of an LSTM where Keras would run that of cuDNN on a GPU. It takes what
+        `kernels.recurrent.lstm` takes, and may return None.
         """
 
     def serialize_optimizer(self, optimizer: Any) -> dict[str, Any]:

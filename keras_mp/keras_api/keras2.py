@@ -28,7 +28,7 @@ keras = tf.keras
 
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 optimizer_adapter = keras2_adapters.optimizer_adapter
-replace_lstm = keras2_recurrent.replace_lstm
+replace_slow_layers = keras2_recurrent.replace_lstm
 # A wrapper is an instance of both bases, whichever family it wraps: Keras saves in `.keras` files
 # what the new ones have, and nothing of legacy ones.
 OPTIMIZER_BASES: tuple[Any, ...] = (

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.kernels import replaced
-from keras_mp.kernels.slow import is_enabled
+from keras_mp.kernels.slow import is_enabled, is_slow
 from keras_mp.support import host, own_gradient, regions
 
 
@@ -43,15 +43,19 @@ def lstm(
     """
     tensors = inputs, hidden, cell, kernel, recurrent_kernel, bias
     is_one_dtype = {each.dtype for each in tensors} == {inputs.dtype}
-    if not (is_enabled() and is_one_dtype and inputs.dtype == tf.bfloat16):
+    if not (is_enabled() and is_one_dtype):
         return None
     if host.is_compiled_by_xla() or host.in_v1_graph() or replaced.device_type() != "CPU":
         return None
+    dtype = inputs.dtype
+    if dtype != tf.bfloat16 and not (dtype == tf.float16 and is_slow("BatchMatMulV2", dtype)):
+        return None
     with regions.none(), tf.name_scope("lstm"):
         given = tf.reverse(inputs, [1]) if go_backwards else inputs
-        outputs, last, last_cell = own_gradient.compute(
-            "Lstm", _forward, _backward, [given, *tensors[1:]]
-        )
+        inside = tf.float32 if dtype == tf.float16 else dtype
+        casted = [tf.cast(each, inside) for each in (given, *tensors[1:])]
+        results = own_gradient.compute("Lstm", _forward, _backward, casted)
+        outputs, last, last_cell = (tf.cast(each, dtype) for each in results)
     return outputs, last, last_cell
 
 

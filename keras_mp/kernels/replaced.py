@@ -164,7 +164,10 @@ def _first_in_low_precision(args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes with float32 in the place of what is 16-bit, and rounds the result."""
+    """Computes with float32 in the place of what is 16-bit, and rounds the result.
+
+    Of several results it is the first: batch normalization has statistics, in float32 anyway.
+    """
     dtype = tf.as_dtype(_first_in_low_precision(args, kwargs).dtype)
 
     def as_float32(value: Any) -> Any:
@@ -173,7 +176,9 @@ def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return tf.cast(value, tf.float32) if _is_low_precision(value) else value
 
     result = own(*map(as_float32, args), **{name: as_float32(x) for name, x in kwargs.items()})
-    return tf.cast(result, dtype)
+    if not isinstance(result, tuple):
+        return tf.cast(result, dtype)
+    return type(result)(tf.cast(result[0], dtype), *result[1:])
 
 
 def device_type() -> str:
@@ -225,6 +230,7 @@ def is_right(found: float, expected: float) -> bool:
     return abs(found / expected - 1) < 0.05
 
 
-def last_value(result: tf.Tensor) -> tf.Tensor:
-    """The last value of a tensor, which is what `Kernel.example` tells."""
-    return tf.reshape(result, [-1])[-1]
+def last_value(result: Any) -> tf.Tensor:
+    """The last value of a tensor, or of the first of several: what `Kernel.example` tells."""
+    first, *_ = tf.nest.flatten(result)
+    return tf.reshape(first, [-1])[-1]

@@ -36,8 +36,8 @@ _TURNS = 5
 # By operation and dtype: how many times as long as float32's with casts; 0 if it cannot be run.
 Ratios = dict[str, dict[str, float]]
 
-# oneDNN's gradient of the largest needs what its forward pass notes, so both are in one dtype.
-_TIMED_WITH_GRADIENTS = {"MaxPool", *chains.KERNELS}
+# Gradients of these take what the forward pass notes, so both are in one dtype.
+_TIMED_WITH_GRADIENTS = {"MaxPool", "FusedBatchNormV3", *chains.KERNELS}
 
 _lock = threading.RLock()
 _known: dict[tuple[str, str], float] = {}
@@ -99,8 +99,22 @@ def _attention(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
     return {"inputs": [weights, values], "equation": "acbe,aecd->abcd"}, 128.0
 
 
+def _products(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+    """As in the gradient of a Dense layer of Keras 3 whose input is a sequence."""
+    x, kernel = tf.ones([16, 64, 256], dtype), tf.ones([256, 256], dtype)
+    return {"x": x, "y": kernel, "adj_y": True}, 256.0
+
+
+def _normalization(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+    """As in LayerNormalization of Keras 2, where each row is a channel."""
+    rows, empty = 2048, tf.zeros([0])
+    of_rows = {"scale": tf.ones([rows]), "offset": tf.fill([rows], 2.0)}
+    options = {"mean": empty, "variance": empty, "epsilon": 1e-3, "data_format": "NCHW"}
+    return {"x": tf.ones([1, rows, 512, 1], dtype), **of_rows, **options}, 2.0
+
+
 _WINDOWS = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
-_IMAGES, _POOLED = [4, 32, 32, 64], [4, 16, 16, 64]
+_IMAGES, _POOLED = [16, 32, 32, 64], [16, 16, 16, 64]
 
 
 def _largest_of_windows(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
@@ -117,7 +131,7 @@ def _gradient_of_means(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]
 
 
 _2D, _3D = (4, 16, 16, 64), (2, 8, 8, 8, 32)
-_DEPTHWISE = (4, 32, 32, 64)
+_DEPTHWISE = (16, 32, 32, 64)
 
 KERNELS = {
     "Conv2DBackpropFilter": Kernel(
@@ -181,6 +195,8 @@ KERNELS = {
         )
     },
     "Einsum": Kernel("gen_linalg_ops", ("einsum",), _attention),
+    "BatchMatMulV2": Kernel("gen_math_ops", ("batch_mat_mul_v2",), _products),
+    "FusedBatchNormV3": Kernel("gen_nn_ops", ("fused_batch_norm_v3",), _normalization),
     **chains.KERNELS,
 }
 
@@ -270,7 +286,7 @@ def _measure(op: str, dtype: tf.DType) -> float:
         # In a function, as a training step is: there, oneDNN has more float32 kernels.
         @tf.function(autograph=False)
         def run(tensors: dict[str, Any]) -> tf.Tensor:
-            y = compute(**tensors, **others)
+            y, *_ = tf.nest.flatten(compute(**tensors, **others))
             if op not in _TIMED_WITH_GRADIENTS:
                 return y
             # `tf.init_scope` stops tapes. A gradient that needs the output leaves nothing out.

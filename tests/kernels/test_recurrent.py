@@ -1,4 +1,4 @@
-"""LSTMs in bfloat16: what Keras computes, nearer to float64, in one loop of small products."""
+"""LSTMs in 16 bits: what Keras computes, nearer to float64, in one loop of small products."""
 
 import gc
 import weakref
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.kernels import recurrent, slow
-from tests.common import IS_KERAS_3, once
+from tests.common import IS_KERAS_3, once, unscaled
 
 K = tf.keras
 BATCH, TIME, FEATURES, UNITS = 6, 9, 5, 8
@@ -27,6 +27,12 @@ def calls(monkeypatch):
     forward = recurrent._forward
     monkeypatch.setattr(recurrent, "_forward", lambda *args: made.append(1) or forward(*args))
     return made
+
+
+@pytest.fixture
+def slow_products(monkeypatch):
+    """Products in float16 are slow, as on a CPU without units for them."""
+    monkeypatch.setattr(slow._TABLE, "_asks", lambda op, *_: op == "BatchMatMulV2")
 
 
 def data(features=FEATURES):
@@ -80,8 +86,9 @@ def distances(found, exact):
     ],
     ids=["all", "backwards", "last"],
 )
-def test_as_keras_and_at_least_as_exact(jit_compile, kwargs, calls):
-    policy = keras_mp.Policy("mixed_bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_as_keras_and_at_least_as_exact(dtype, jit_compile, kwargs, calls, slow_products):
+    policy = unscaled(dtype)
     exact, ours = layers("float64", **kwargs), layers(policy, **kwargs)
     ours.set_weights(exact.get_weights())
     found = of_run(ours, data(), jit_compile=jit_compile)
@@ -97,7 +104,15 @@ def test_as_keras_and_at_least_as_exact(jit_compile, kwargs, calls):
     # The sum over all of them: of one, the rounding of the last digit may decide.
     of_ours, of_keras = sum(distances(found, expected)), sum(distances(keras_own, expected))
     assert of_ours < of_keras * 1.05
-    assert max(distances(found, expected)) < 0.02
+    assert max(distances(found, expected)) < {"bfloat16": 0.02, "float16": 0.003}[dtype]
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_float16_takes_the_loop_where_its_products_are_slow(is_slow, calls, monkeypatch):
+    monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: is_slow)
+    layer = layers(unscaled("float16"))
+    assert layer(data()).dtype == tf.float16
+    assert bool(calls) == is_slow
 
 
 def test_states_that_are_given_have_gradients(calls):
@@ -136,7 +151,7 @@ def test_other_lstms_are_left_to_keras(kwargs, calls):
     layers(keras_mp.Policy("mixed_bfloat16"), **kwargs)(data())
     layers(keras_mp.Policy("mixed_bfloat16"))(data(), mask=np.ones([BATCH, TIME], bool))
     layers("float32")(data())
-    layers(keras_mp.Policy("mixed_float16", loss_scale=None))(data())
+    layers(unscaled("float16"))(data())
     assert not calls
 
 

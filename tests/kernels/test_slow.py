@@ -1,4 +1,4 @@
-"""Convolutions are computed in float32 inside where float16 is many times slower."""
+"""Operations are computed in float32 inside where float16 is many times slower."""
 
 import numpy as np
 import pytest
@@ -16,6 +16,8 @@ LAYERS = {
     "Conv2DTranspose": (lambda **kw: K.layers.Conv2DTranspose(4, 3, **kw), [2, 8, 8, 3]),
     "Conv3D": (lambda **kw: K.layers.Conv3D(4, 2, **kw), [2, 4, 4, 4, 3]),
     "DepthwiseConv2D": (lambda **kw: K.layers.DepthwiseConv2D(3, **kw), [2, 8, 8, 3]),
+    "Dense of a sequence": (lambda **kw: K.layers.Dense(4, **kw), [2, 5, 3]),
+    "LayerNormalization": (K.layers.LayerNormalization, [2, 5, 16]),
 }
 
 
@@ -35,7 +37,7 @@ def values_and_gradients(layer, x):
     with tf.GradientTape() as tape:
         tape.watch(x)
         y = layer(x)
-        loss = tf.reduce_sum(tf.cast(y, "float32") ** 2)
+        loss = tf.reduce_sum(tf.cast(y, "float32") ** 3)
     return [y, *tape.gradient(loss, [x, *layer.trainable_variables])]
 
 
@@ -52,8 +54,10 @@ def test_layers_are_as_in_float32(name, mode, answer):
     step = values_and_gradients
     if mode != "eager":
         step = tf.function(step, jit_compile=mode == "compiled")
-    for found, right in zip(step(layer, x), expected):
-        assert found.dtype == ("float16" if found.shape == layer(x).shape else "float32")
+    output, *gradients = step(layer, x)
+    assert output.dtype == "float16"
+    assert {each.dtype for each in gradients} == {tf.float32}
+    for found, right in zip([output, *gradients], expected):
         scale = float(tf.reduce_max(tf.abs(right)))
         np.testing.assert_allclose(tf.cast(found, "float32"), right, atol=0.005 * scale)
 
