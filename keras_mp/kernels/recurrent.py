@@ -1,9 +1,10 @@
-"""LSTMs in bfloat16 on CPUs: one loop of small products, and large products around it.
+"""LSTMs in 16 bits on CPUs: one loop of small products, and large products around it.
 
 Keras multiplies inputs by weights in each time step, and sums the gradients of both kernels in each
 step of the backward pass. Here the inputs of all steps are multiplied at once, and so are the
 gradients, after a loop that keeps what they are made of. Gates and the cell state are computed in
-float32 and rounded once. This module needs TensorFlow only.
+float32 and rounded once. Where products in float16 are slow, float16 is all in float32 inside. This
+module needs TensorFlow only.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ def lstm(
     Returns:
         The outputs of all steps, of shape [batch, time, units], in the order in which they were
         computed; the last output; the last cell state. None where it is not known to be faster:
-        in other dtypes than bfloat16, where XLA compiles, and on other devices than CPUs.
+        in float16 where its products are not slow, in other dtypes than 16 bits, where XLA
+        compiles, and on other devices than CPUs.
     """
     tensors = inputs, hidden, cell, kernel, recurrent_kernel, bias
     is_one_dtype = {each.dtype for each in tensors} == {inputs.dtype}

@@ -2,8 +2,8 @@
 
 TensorFlow has no fast float16 kernels for most convolutions on CPUs. On one with AVX512-FP16 the
 gradient of a filter takes hundreds of times as long as in float32, on one without it twelve times.
-Activations, pooling and `tf.einsum` are slower by less: up to 8 times. Computed in
-float32 inside, and rounded once, they are faster and no less exact.
+Activations, pooling, normalizations and products of several matrices are slower by less: up to 8
+times. Computed in float32 inside, and rounded once, they are faster and no less exact.
 
 A kernel is timed once in a process, when it is needed first, unless `learn` was told how it does.
 With `KERAS_MP_MEASURE=0` in the environment nothing is timed, and the kernels count as slow in
