@@ -15,7 +15,7 @@ from keras_mp import loss_scale as loss_scale_lib
 from keras_mp import output_dtype as output_dtype_lib
 from keras_mp._version import __version__
 from keras_mp.grappler import passes
-from keras_mp.kernels import recurrent
+from keras_mp.kernels import normalization, recurrent
 from keras_mp.step import workers
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -350,4 +350,4 @@ def _to_policy(policy: Any) -> Any:
 @functools.cache
 def _install_kernels() -> None:
     kernels.install()
-    keras_api.replace_slow_layers(recurrent.lstm)
+    keras_api.replace_slow_layers(recurrent.lstm, normalization.batch_normalization)

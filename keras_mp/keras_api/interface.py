@@ -156,11 +156,16 @@ class KerasApi(Protocol):
         """Registers a class that Keras saves."""
         ...
 
-    def replace_slow_layers(self, lstm: Callable[..., Any]) -> None:
+    def replace_slow_layers(
+        self, lstm: Callable[..., Any], batch_normalization: Callable[..., Any]
+    ) -> None:
         """Replaces what is slow in layers of 16 bits, as far as no kernel of TensorFlow is.
 
-        `lstm` runs the loop of an LSTM where Keras would run that of cuDNN on a GPU. It takes what
-        `kernels.recurrent.lstm` takes, and may return None.
+        Args:
+            lstm: takes what `kernels.recurrent.lstm` takes, and runs the loop of an LSTM where
+                Keras would run that of cuDNN on a GPU. It may return None.
+            batch_normalization: takes what `kernels.normalization.batch_normalization` takes. It
+                may return None.
         """
 
     def serialize_optimizer(self, optimizer: Any) -> dict[str, Any]:

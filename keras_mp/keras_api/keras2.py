@@ -28,7 +28,6 @@ keras = tf.keras
 
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 optimizer_adapter = keras2_adapters.optimizer_adapter
-replace_slow_layers = keras2_recurrent.replace_lstm
 # A wrapper is an instance of both bases, whichever family it wraps: Keras saves in `.keras` files
 # what the new ones have, and nothing of legacy ones.
 OPTIMIZER_BASES: tuple[Any, ...] = (
@@ -42,6 +41,11 @@ register_serializable = keras.utils.register_keras_serializable(package="keras_m
 register_policy = register_serializable
 
 BasePolicy = keras.mixed_precision.Policy
+
+
+def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
+    del batch_normalization  # which Keras 2 has as one kernel
+    keras2_recurrent.replace_lstm(lstm)
 
 
 def init_base_policy(policy: Any, name: Any) -> None:

@@ -18,7 +18,13 @@ from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 
 from keras_mp import variables
-from keras_mp.keras_api import keras3_adapter, keras3_images, keras3_recurrent, keras3_workers
+from keras_mp.keras_api import (
+    keras3_adapter,
+    keras3_images,
+    keras3_normalization,
+    keras3_recurrent,
+    keras3_workers,
+)
 from keras_mp.kernels import softmax_and_cross_entropy
 from keras_mp.support import replica_threads
 from keras_mp.variables import casts
@@ -38,8 +44,9 @@ optimizer_adapter = keras3_adapter.optimizer_adapter
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
 
 
-def replace_slow_layers(lstm: Callable[..., Any]) -> None:
+def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
     keras3_recurrent.replace_lstm(lstm)
+    keras3_normalization.replace_batch_normalization(batch_normalization)
     keras3_images.replace_resize()
 
 

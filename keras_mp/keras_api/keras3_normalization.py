@@ -1,0 +1,54 @@
+"""Batch normalization of Keras 3."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
+
+from keras_mp.support.autograph import do_not_convert
+
+keras = tf.keras
+
+
+def replace_batch_normalization(run: Callable[..., Any]) -> None:
+    owner = keras.layers.BatchNormalization
+    own = owner.call
+
+    @functools.wraps(own)
+    @do_not_convert
+    def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        found = None
+        if training is True and mask is None and _is_plain(self, inputs):
+            scale, offset = _affine(self, inputs.shape[-1])
+            found = run(inputs, scale, offset, self.epsilon)
+        if found is None:
+            return own(self, inputs, training=training, mask=mask)
+        outputs, *moments = found
+        statistics = self.moving_mean, self.moving_variance
+        for moving, value in zip(statistics, moments, strict=True):
+            before = keras.ops.cast(moving, value.dtype)
+            moving.assign(before * self.momentum + value * (1.0 - self.momentum))
+        return outputs
+
+    owner.call = call
+
+
+def _is_plain(layer: Any, inputs: Any) -> bool:
+    """Whether the batch's own moments over all but the last axis are what it normalizes by."""
+    return (
+        isinstance(inputs, tf.Tensor)
+        and inputs.dtype == layer.compute_dtype
+        and layer.trainable
+        and layer.axis in (-1, len(inputs.shape) - 1)
+        and not layer.synchronized
+        and not getattr(layer, "renorm", False)
+        and not _in_symbolic_scope()
+    )
+
+
+def _affine(layer: Any, channels: int) -> tuple[tf.Tensor, tf.Tensor]:
+    scale = keras.ops.cast(layer.gamma, "float32") if layer.scale else tf.ones([channels])
+    offset = keras.ops.cast(layer.beta, "float32") if layer.center else tf.zeros([channels])
+    return tf.convert_to_tensor(scale), tf.convert_to_tensor(offset)

@@ -1,0 +1,164 @@
+"""Batch normalization of Keras 3 in 16 bits: one kernel, as exact as Keras's operations."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_mp.kernels import normalization, slow
+from tests.common import IS_KERAS_3, pairs, unscaled
+
+pytestmark = pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has one kernel itself.")
+K = tf.keras
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the kernel was asked for, and whether it was taken."""
+    made = []
+    compute = slow.compute
+
+    def counted(op, **arguments):
+        made.append(op)
+        return compute(op, **arguments)
+
+    monkeypatch.setattr(normalization.slow, "compute", counted)
+    yield made
+    slow.enable_float32_where_faster()
+
+
+def data(shape):
+    return tf.random.stateless_normal(shape, [1, 2]) * 3 + 1
+
+
+def layer_of(dtype, shape, **kwargs):
+    policy = unscaled(dtype) if dtype in ("bfloat16", "float16") else dtype
+    layer = K.layers.BatchNormalization(dtype=policy, **kwargs)
+    layer.build(shape)
+    random = np.random.default_rng(0)
+    layer.set_weights([random.uniform(0.5, 1.5, w.shape) for w in layer.weights])
+    return layer
+
+
+def of_step(layer, x, mode, **kwargs):
+    """The output, gradients of input and weights, and the statistics after a step."""
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x, training=True, **kwargs)
+            # Each number matters in its own way.
+            weights = tf.cos(tf.cast(tf.reshape(tf.range(tf.size(y)), tf.shape(y)), tf.float64))
+            loss = tf.reduce_sum(tf.cast(y, tf.float64) * weights)
+        return [y, *tape.gradient(loss, [x, *(w._value for w in layer.trainable_variables)])]
+
+    if mode != "eager":
+        signature = [tf.TensorSpec([None, *x.shape[1:]], x.dtype)]
+        step = tf.function(step, input_signature=signature, jit_compile=mode == "compiled")
+    found = step(x)
+    values = [*found, *(w._value for w in layer.non_trainable_variables)]
+    return [np.array(tf.cast(each, tf.float64)) for each in values]
+
+
+def distances(found, exact):
+    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
+
+
+CASES = pairs(
+    ["eager", "graph"],
+    ["bfloat16", "float16"],
+    [(8, 6, 6, 4), (8, 4), (4, 6, 4), (2, 3, 3, 3, 4)],
+    [{}, {"scale": False}, {"center": False}, {"epsilon": 1e-6, "momentum": 0.5}],
+)
+
+
+@pytest.mark.parametrize(("mode", "dtype", "shape", "kwargs"), CASES, ids=str)
+def test_as_exact_as_keras(mode, dtype, shape, kwargs, calls):
+    # In 16 bits already, so that nothing is lost on the way in.
+    x = tf.cast(data(shape), tf.bfloat16)
+    exact = of_step(layer_of("float64", shape, **kwargs), tf.cast(x, tf.float64), "eager")
+    ours = layer_of(dtype, shape, **kwargs)
+    found = of_step(ours, tf.cast(x, dtype), mode)
+    assert calls == ["FusedBatchNormV3"]
+    slow.enable_float32_where_faster(False)
+    of_keras = of_step(layer_of(dtype, shape, **kwargs), tf.cast(x, dtype), mode)
+    assert len(calls) == 1
+    assert [each.shape for each in found] == [each.shape for each in of_keras]
+    for ours, keras_own in zip(distances(found, exact), distances(of_keras, exact), strict=True):
+        # The last digit of a float32 sum, or of a rounding, may fall elsewhere.
+        assert ours < 1.1 * keras_own + 3e-6
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"axis": 1}, {"synchronized": True}, {"trainable": False}, {"mask": True}],
+    ids=str,
+)
+def test_what_is_not_plain_is_left_to_keras(kwargs, calls):
+    shape = (4, 3, 3, 3)
+    mask = {"mask": tf.ones(shape[:-1], tf.bool)} if "mask" in kwargs else {}
+    layer = layer_of("bfloat16", shape, **({} if mask else kwargs))
+    layer(tf.cast(data(shape), tf.bfloat16), training=True, **mask)
+    assert not calls
+
+
+def test_inference_and_float32_are_left_to_keras(calls):
+    shape = (4, 3, 3, 3)
+    layer_of("bfloat16", shape)(data(shape), training=False)
+    layer_of("bfloat16", shape)(data(shape))
+    layer_of("float32", shape)(data(shape), training=True)
+    of_step(layer_of("bfloat16", shape), tf.cast(data(shape), tf.bfloat16), "compiled")
+    assert not calls
+
+
+def test_a_batch_of_one_number_for_each_channel(calls):
+    layer = layer_of("bfloat16", (1, 3))
+    before = layer.moving_variance.numpy()
+    y = layer(tf.constant([[1.0, 2, 3]], tf.bfloat16), training=True)
+    np.testing.assert_array_equal(tf.cast(y, tf.float32)[0], tf.cast(layer.beta, tf.bfloat16))
+    np.testing.assert_allclose(layer.moving_variance, 0.99 * before, rtol=1e-6)
+    assert calls
+
+
+def test_second_derivatives(calls):
+    shape = (6, 4)
+    x = tf.cast(data(shape), tf.bfloat16)
+
+    def second(layer, x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = tf.reduce_sum(tf.cast(layer(x, training=True), tf.float32) ** 3)
+            penalty = tf.reduce_sum(tf.cast(inner.gradient(loss, x), tf.float32) ** 2)
+        return outer.gradient(penalty, x)
+
+    expected = second(layer_of("float32", shape), tf.cast(x, tf.float32)).numpy()
+    found = tf.cast(second(layer_of("bfloat16", shape), x), tf.float32).numpy()
+    assert calls
+    assert distances([found], [expected])[0] < 0.05
+
+
+def test_a_model_of_them_learns(calls):
+    def losses(policy):
+        K.utils.set_random_seed(1)
+        layers = K.layers
+        model = K.Sequential(
+            [
+                K.Input([6, 6, 3]),
+                layers.Conv2D(8, 3, dtype=policy),
+                layers.BatchNormalization(dtype=policy),
+                layers.ReLU(dtype=policy),
+                layers.Flatten(dtype=policy),
+                layers.Dense(1, dtype=policy),
+            ]
+        )
+        model.compile(K.optimizers.Adam(0.01), "mse", jit_compile=False)
+        x = data((32, 6, 6, 3)).numpy()
+        history = model.fit(x, x.sum((1, 2, 3)), 8, 10, verbose=0).history["loss"]
+        return history, model.predict(x, verbose=0)
+
+    expected, exact = losses("float32")
+    found, predicted = losses(unscaled("bfloat16"))
+    assert calls
+    np.testing.assert_allclose(found, expected, rtol=0.05)
+    assert distances([predicted], [exact])[0] < 0.05
