@@ -38,7 +38,8 @@ def replace_batch_normalization(run: Callable[..., Any]) -> None:
 def _is_plain(layer: Any, inputs: Any) -> bool:
     """Whether the batch's own moments over all but the last axis are what it normalizes by."""
     return (
-        isinstance(inputs, tf.Tensor)
+        type(layer) is keras.layers.BatchNormalization  # whose moments are not another class's
+        and isinstance(inputs, tf.Tensor)
         and inputs.dtype == layer.compute_dtype
         and layer.trainable
         and layer.axis in (-1, len(inputs.shape) - 1)

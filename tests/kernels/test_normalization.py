@@ -101,8 +101,16 @@ def test_what_is_not_plain_is_left_to_keras(kwargs, calls):
     assert not calls
 
 
-def test_inference_and_float32_are_left_to_keras(calls):
+class Shifted(K.layers.BatchNormalization):
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        return mean - 1, variance
+
+
+def test_inference_float32_and_classes_of_users_are_left_to_keras(calls):
     shape = (4, 3, 3, 3)
+    layer = Shifted(dtype=unscaled("bfloat16"))
+    assert float(tf.reduce_mean(layer(data(shape), training=True))) > 0.2
     layer_of("bfloat16", shape)(data(shape), training=False)
     layer_of("bfloat16", shape)(data(shape))
     layer_of("float32", shape)(data(shape), training=True)
