@@ -70,7 +70,7 @@ CELLS = {
         Cell("eager", "SGD", 160, 256),
     ],
     2: [
-        Cell("graph", "SGD", 160, 32),
+        *(Cell("graph", "SGD", count, 32) for count in (160, 300)),
         Cell("graph", "Adam", 10, 32, scaler=True),
         Cell("graph", "Adam", 60, 32),
         Cell("graph", "AdamW", 10, 32),
