@@ -14,7 +14,7 @@ keras = tf.keras
 
 def replace_batch_normalization(run: Callable[..., Any]) -> None:
     owner = keras.layers.BatchNormalization
-    own = owner.call
+    own: Callable[..., Any] = owner.call
 
     @functools.wraps(own)
     @do_not_convert
