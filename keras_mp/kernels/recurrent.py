@@ -3,7 +3,7 @@
 Keras multiplies inputs by weights in each time step, and sums the gradients of both kernels in each
 step of the backward pass. Here the inputs of all steps are multiplied at once, and so are the
 gradients, after a loop that keeps what they are made of. Gates and the cell state are computed in
-float32 and rounded once. Where products in float16 are slow, float16 is all in float32 inside. This
+float32 and rounded once. Where products in 16 bits are slow, all of it is in float32 inside. This
 module needs TensorFlow only.
 """
 
@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_mp.kernels import replaced
 from keras_mp.kernels.slow import is_enabled, is_slow
 from keras_mp.support import host, own_gradient, regions
+from keras_mp.support.dtypes import LOW_PRECISION
 
 
 def lstm(
@@ -44,19 +45,21 @@ def lstm(
         compiles, and on other devices than CPUs.
     """
     tensors = inputs, hidden, cell, kernel, recurrent_kernel, bias
-    is_one_dtype = {each.dtype for each in tensors} == {inputs.dtype}
-    if not (is_enabled() and is_one_dtype):
+    dtype = inputs.dtype
+    is_one_dtype = {each.dtype for each in tensors} == {dtype}
+    if not (is_enabled() and is_one_dtype and dtype in LOW_PRECISION):
         return None
     if host.is_compiled_by_xla() or host.in_v1_graph() or replaced.device_type() != "CPU":
         return None
-    dtype = inputs.dtype
-    if dtype != tf.bfloat16 and not (dtype == tf.float16 and is_slow("BatchMatMulV2", dtype)):
+    products_are_slow = is_slow("BatchMatMulV2", dtype)
+    if dtype == tf.float16 and not products_are_slow:
         return None
+    inside = tf.float32 if products_are_slow else dtype
     with regions.none(), tf.name_scope("lstm"):
         given = tf.reverse(inputs, [1]) if go_backwards else inputs
-        inside = tf.float32 if dtype == tf.float16 else dtype
-        casted = [tf.cast(each, inside) for each in (given, *tensors[1:])]
-        results = own_gradient.compute("Lstm", _forward, _backward, casted)
+        results = own_gradient.compute(
+            "Lstm", _forward, _backward, [tf.cast(each, inside) for each in (given, *tensors[1:])]
+        )
         outputs, last, last_cell = (tf.cast(each, dtype) for each in results)
     return outputs, last, last_cell
 
