@@ -21,8 +21,7 @@ def replace_batch_normalization(run: Callable[..., Any]) -> None:
     def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         found = None
         if training is True and mask is None and _is_plain(self, inputs):
-            scale, offset = _affine(self, inputs.shape[-1])
-            found = run(inputs, scale, offset, self.epsilon)
+            found = run(inputs, *_affine(self), self.epsilon)
         if found is None:
             return own(self, inputs, training=training, mask=mask)
         outputs, *moments = found
@@ -49,7 +48,9 @@ def _is_plain(layer: Any, inputs: Any) -> bool:
     )
 
 
-def _affine(layer: Any, channels: int) -> tuple[tf.Tensor, tf.Tensor]:
-    scale = keras.ops.cast(layer.gamma, "float32") if layer.scale else tf.ones([channels])
-    offset = keras.ops.cast(layer.beta, "float32") if layer.center else tf.zeros([channels])
+def _affine(layer: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    # The layer knows how many channels there are, also where its input does not.
+    channels = layer.moving_mean.shape
+    scale = keras.ops.cast(layer.gamma, "float32") if layer.scale else tf.ones(channels)
+    offset = keras.ops.cast(layer.beta, "float32") if layer.center else tf.zeros(channels)
     return tf.convert_to_tensor(scale), tf.convert_to_tensor(offset)

@@ -118,6 +118,15 @@ def test_inference_float32_and_classes_of_users_are_left_to_keras(calls):
     assert not calls
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"scale": False}, {"center": False}], ids=str)
+def test_an_unknown_number_of_channels_is_left_to_keras(kwargs, calls):
+    layer = layer_of("bfloat16", (4, 3), **kwargs)
+    any_shape = [tf.TensorSpec([None, None], tf.bfloat16)]
+    step = tf.function(lambda x: layer(x, training=True), input_signature=any_shape)
+    assert step(tf.cast(data((4, 3)), tf.bfloat16)).shape == (4, 3)
+    assert not calls
+
+
 def test_a_batch_of_one_number_for_each_channel(calls):
     layer = layer_of("bfloat16", (1, 3))
     before = layer.moving_variance.numpy()
