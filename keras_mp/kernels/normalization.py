@@ -6,9 +6,8 @@ and writes 16 bits, and computes in float32 inside. This module needs TensorFlow
 
 import tensorflow as tf
 
-from keras_mp.kernels import replaced, slow
-from keras_mp.support import host, regions
-from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.kernels import slow
+from keras_mp.support import regions
 
 
 def batch_normalization(
@@ -27,11 +26,9 @@ def batch_normalization(
         is not known to be faster: in other dtypes than 16 bits, where XLA compiles, on other
         devices than CPUs, and where the number of channels is not known.
     """
-    if not (slow.is_enabled() and x.dtype in LOW_PRECISION and scale.dtype == tf.float32):
-        return None
     if x.shape.rank is None or x.shape.rank < 2 or x.shape[-1] is None:
         return None
-    if host.is_compiled_by_xla() or host.in_v1_graph() or replaced.device_type() != "CPU":
+    if scale.dtype != tf.float32 or not slow.may_replace_layer(x.dtype):
         return None
     channels = x.shape[-1]
     # The kernel takes images.

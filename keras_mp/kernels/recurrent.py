@@ -12,10 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels import replaced
-from keras_mp.kernels.slow import is_enabled, is_slow
-from keras_mp.support import host, own_gradient, regions
-from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.kernels.slow import is_slow, may_replace_layer
+from keras_mp.support import own_gradient, regions
 
 
 def lstm(
@@ -47,9 +45,7 @@ def lstm(
     tensors = inputs, hidden, cell, kernel, recurrent_kernel, bias
     dtype = inputs.dtype
     is_one_dtype = {each.dtype for each in tensors} == {dtype}
-    if not (is_enabled() and is_one_dtype and dtype in LOW_PRECISION):
-        return None
-    if host.is_compiled_by_xla() or host.in_v1_graph() or replaced.device_type() != "CPU":
+    if not (is_one_dtype and may_replace_layer(dtype)):
         return None
     products_are_slow = is_slow("BatchMatMulV2", dtype)
     if dtype == tf.float16 and not products_are_slow:

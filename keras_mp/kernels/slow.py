@@ -22,8 +22,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.kernels import chains
-from keras_mp.kernels.replaced import Kernel, Table, in_float32, last_value
-from keras_mp.support import regions, turns
+from keras_mp.kernels.replaced import Kernel, Table, device_type, in_float32, last_value
+from keras_mp.support import host, regions, turns
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # How many times as long as float32's with casts a kernel takes that counts as slow. With a limit of
@@ -324,3 +324,18 @@ def enable_float32_where_faster(enabled: bool = True) -> None:
 def is_enabled() -> bool:
     """Whether what takes the place of slow kernels is switched on."""
     return _TABLE.enabled
+
+
+def may_replace_layer(dtype: tf.DType) -> bool:
+    """Whether code that is made now may run instead of that of a layer of Keras.
+
+    Args:
+        dtype: DType in which the layer computes.
+
+    Returns:
+        bool. It may in 16 bits on CPUs, where neither XLA compiles nor a session runs it, and only
+        if that is switched on.
+    """
+    if not (is_enabled() and dtype in LOW_PRECISION):
+        return False
+    return not host.is_compiled_by_xla() and not host.in_v1_graph() and device_type() == "CPU"
