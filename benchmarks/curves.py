@@ -36,25 +36,21 @@ def deviation(curve: list[float], exact: list[float]) -> tuple[float, float]:
 
 
 def run(small: bool = False) -> dict:
-    """Measures each model in a process of its own, on both Kerases, and prints a table."""
+    """Measures each model on both Kerases, and prints a table."""
     size = "small" if small else "full"
-    results: dict[str, dict] = {}
+    results = step.of_models("benchmarks.curves", size)
+    others = [variant for variant in VARIANTS if variant != "float32"]
     rows = []
-    for keras in common.KERASES:
-        results[keras] = {}
-        for name in step_models.SIZES[size]:
-            curves = common.in_own_process(
-                "benchmarks.curves", name, size, keras=keras, measures_kernels=True
-            )
+    for keras, models in results.items():
+        for name, curves in models.items():
             exact = curves["float32"]
-            far = [deviation(curve, exact) for v, curve in curves.items() if v != "float32"]
+            far = [deviation(curves[variant], exact) for variant in others]
             columns = [f"{1e4 * mean:.2g} ({1e4 * most:.2g})" for mean, most in far]
             rows.append([keras, name, f"{exact[0]:.3f} to {exact[-1]:.3f}", *columns])
-            results[keras][name] = curves
     common.print_table(
         f"Losses over {STEPS} steps ({size} sizes): how far from float32's in the mean"
         " (at most), in 1e-4 of the first loss",
-        ["", "", "float32", *(variant for variant in VARIANTS if variant != "float32")],
+        ["", "", "float32", *others],
         rows,
     )
     return results

@@ -100,20 +100,24 @@ def measure(name: str, size: str) -> dict[str, Any]:
     return {"seconds": seconds, "classes": classes}
 
 
-def run(small: bool = False) -> dict:
-    """Measures each model in a process of its own, on both Kerases, and prints two tables."""
-    size = "small" if small else "full"
-    results: dict[str, dict] = {}
-    for keras in common.KERASES:
-        results[keras] = {
-            name: common.in_own_process(
-                "benchmarks.step", name, size, keras=keras, measures_kernels=True
-            )
+def of_models(module: str, size: str) -> dict[str, dict[str, Any]]:
+    """What a module measures of each model, in a process of its own, by Keras and model."""
+    return {
+        keras: {
+            name: common.in_own_process(module, name, size, keras=keras, measures_kernels=True)
             for name in step_models.SIZES[size]
         }
+        for keras in common.KERASES
+    }
+
+
+def run(small: bool = False) -> dict:
+    """Measures each model on both Kerases, and prints two tables."""
+    size = "small" if small else "full"
+    results = of_models("benchmarks.step", size)
     rows, parts, order = [], [], []
-    for keras, of_models in results.items():
-        for name, found in of_models.items():
+    for keras, models in results.items():
+        for name, found in models.items():
             seconds = {v: statistics.median(each) * 1e3 for v, each in found["seconds"].items()}
             columns = [f"{seconds[v]:,.0f}" if v in seconds else "" for v in (*VARIANTS, *TORCH)]
             best = min(seconds["ours"], seconds["ours, jit_compile"])

@@ -1,12 +1,13 @@
 """Runs the tests on both Kerases, one after the other: a process can hold only one `tf.keras`.
 
-python -m tests [--quick] [--all-cases] [files, folders or tests] [options of pytest]
+python -m tests [--quick] [--all-cases] [--keras {2,3}] [files, folders, tests] [pytest's options]
 
 Without a selection all tests run, except `tests/ci`; on Keras 2 a parametrized test has its first
 and its last case then, unless `--all-cases` is given. pytest-xdist distributes the test files over
 one process more than there are cores, since some tests wait for processes of their own.
 """
 
+import argparse
 import os
 import pathlib
 import subprocess
@@ -28,20 +29,25 @@ _QUICK = [
 
 def main(arguments: list[str]) -> int:
     """Runs the tests; returns the exit status, which is 0 if they pass on both Kerases."""
-    default = _QUICK if "--quick" in arguments else _ALL
-    has_all_cases = "--all-cases" in arguments
-    arguments = [each for each in arguments if each not in ("--quick", "--all-cases")]
+    parser = argparse.ArgumentParser(prog="python -m tests", allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="unit tests of the core only")
+    parser.add_argument("--all-cases", action="store_true", help="on Keras 2 as well")
+    parser.add_argument("--keras", choices=["2", "3"], help="one of the Kerases only")
+    options, arguments = parser.parse_known_args(arguments)
+    default = _QUICK if options.quick else _ALL
     selected = [each for each in arguments if (_ROOT / each.split("::")[0]).exists()]
     is_one_file = len(selected) == 1 and (_ROOT / selected[0].split("::")[0]).is_file()
     processes = 0 if is_one_file else min(os.cpu_count() + 1, 8)
     command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "loadfile"]
     outcomes = {}
     for keras, is_legacy in _KERASES.items():
+        if options.keras not in (None, keras[-1]):
+            continue
         print(f"Tests with {keras} (TF_USE_LEGACY_KERAS={is_legacy})", flush=True)
         environment = {"TF_USE_LEGACY_KERAS": is_legacy, "TF_CPP_MIN_LOG_LEVEL": "2"}
         given = arguments if selected else [*default, *arguments]
         # Of the code that both share, one of them sees every case.
-        takes_fewer = not selected and keras == "Keras 2" and not has_all_cases
+        takes_fewer = not (selected or options.all_cases) and keras == "Keras 2"
         outcomes[keras] = subprocess.run(
             [*command, *given, *(["--fewer-cases"] if takes_fewer else [])],
             cwd=_ROOT,
@@ -51,7 +57,7 @@ def main(arguments: list[str]) -> int:
     failed = [keras for keras, status in outcomes.items() if status not in (0, 5)]
     if 0 not in outcomes.values():
         failed = failed or ["no tests at all"]
-    print(f"Failed with: {', '.join(failed)}" if failed else "Both Kerases passed.")
+    print(f"Failed with: {', '.join(failed)}" if failed else f"{' and '.join(outcomes)} passed.")
     return bool(failed)
 
 

@@ -51,6 +51,11 @@ def unscaled(dtype: str) -> keras_mp.Policy:
     return keras_mp.Policy(f"mixed_{dtype}", loss_scale=None)
 
 
+def distances(found: Iterable[Any], exact: Iterable[Any]) -> list[float]:
+    """How far arrays are from others, relative to these, each by its norm."""
+    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
+
+
 def make_optimizer(name: str, learning_rate: float = 0.01, **kwargs: Any) -> Any:
     """Makes an optimizer from a name of OPTIMIZERS."""
     family, name = name.split(".")

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import compile_hook, keras_api
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, unscaled, value
 
 Stock = tf.keras.mixed_precision.LossScaleOptimizer
 
@@ -85,7 +85,7 @@ def test_a_fixed_loss_scale(make_model):
 
 
 def test_no_loss_scale(make_model):
-    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale=None))
+    keras_mp.set_global_policy(unscaled("float16"))
     model = make_model()
     optimizer = make_optimizer("new.SGD")
     model.compile(optimizer, loss="mse", run_eagerly=True)
@@ -315,7 +315,7 @@ def test_a_model_that_was_compiled_with_ours_stays_so_unless_its_policy_says_oth
     model.compile("adam", "mse")
     assert model.optimizer.initial_scale == 8
 
-    for policy in (keras_mp.Policy("mixed_float16", loss_scale=None), "mixed_bfloat16"):
+    for policy in (unscaled("float16"), "mixed_bfloat16"):
         keras_mp.set_global_policy(policy)
         model = sequential()
         model.compile(keras_mp.LossScaleOptimizer("sgd", 8), "mse")

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.kernels import normalization, slow
-from tests.common import IS_KERAS_3, pairs, unscaled
+from tests.common import IS_KERAS_3, distances, pairs, unscaled
 
 pytestmark = pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has one kernel itself.")
 K = tf.keras
@@ -57,10 +57,6 @@ def of_step(layer, x, mode, **kwargs):
     found = step(x)
     values = [*found, *(w._value for w in layer.non_trainable_variables)]
     return [np.array(tf.cast(each, tf.float64)) for each in values]
-
-
-def distances(found, exact):
-    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
 
 
 CASES = pairs(

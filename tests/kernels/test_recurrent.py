@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.kernels import recurrent, slow
-from tests.common import IS_KERAS_3, once, unscaled
+from tests.common import IS_KERAS_3, distances, once, unscaled
 
 K = tf.keras
 BATCH, TIME, FEATURES, UNITS = 6, 9, 5, 8
@@ -69,10 +69,6 @@ def of_run(layer, x, state=None, jit_compile=None, **kwargs):
         step = tf.function(step, jit_compile=jit_compile, reduce_retracing=True)
     results, gradients = step(tf.constant(x))
     return [np.array(tf.cast(each, tf.float64)) for each in (*results, *gradients)]
-
-
-def distances(found, exact):
-    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
 
 
 @pytest.mark.parametrize("jit_compile", [None, False])

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import audit
-from tests.common import IS_KERAS_3, mirrored, needs_cuda
+from tests.common import IS_KERAS_3, mirrored, needs_cuda, unscaled
 
 K = tf.keras
 L = K.layers
@@ -391,14 +391,14 @@ def test_accumulation_under_a_moving_scale():
 
 
 def test_float16_without_loss_scaling():
-    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
+    with keras_mp.policy_scope(unscaled("float16")):
         model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(1)])
         model.compile("sgd", "mse")
     model.set_weights([np.eye(16), np.zeros(16), np.full([16, 1], 1e-3), np.zeros(1)])
     finding = found(model, (1e-2 * X, X[:, :1] / 100))["float16 without loss scaling"]
     assert "of the numbers in gradients" in finding.why
     # Its gradients may be computed in float32 and rounded.
-    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
+    with keras_mp.policy_scope(unscaled("float16")):
         head = L.Dense(1, kernel_initializer=K.initializers.Constant(1e-6), dtype="float32")
         layers = [L.Conv2D(4, 3), L.Conv2D(4, 3), L.Flatten()]
         model = K.Sequential([K.Input([8, 8, 3]), *layers, head])
