@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step import gradients, overflows, state_rollback
+from keras_mp.step import gradients, overflows, state_rollback, workers
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
 from keras_mp.step.overflows import NonFiniteCounts
@@ -69,9 +69,9 @@ class ReplicaState:
         losses: its losses, as far as they are known.
         unclipped: its gradients as they were when they were unscaled, if they were changed since.
         sent: returns what it gave to be summed; None where nothing was.
-        judged: (gradient, variable) pairs, unscaled, of which the verdict is.
-        totals: the gradients that a step would be made of.
-        to_apply: the gradients that are applied.
+        judged: returns the gradients, unscaled, that came of this call.
+        totals: returns the gradients that a step would be made of, of which the verdict is.
+        to_apply: returns the gradients that are applied.
         variables: those that a step would be made of.
     """
 
@@ -83,9 +83,9 @@ class ReplicaState:
     ) -> None:
         self.kept, self.losses, self.unclipped = kept, list(losses), unclipped
         self.sent: Callable[[], list[gradients.Gradient]] | None = None
-        self.judged: list[tuple[Any, Any]] = []
-        self.totals: list[gradients.Gradient] = []
-        self.to_apply: list[gradients.Gradient] = []
+        self.judged: Callable[[], list[gradients.Gradient]] = list
+        self.totals: Callable[[], list[gradients.Gradient]] = list
+        self.to_apply: Callable[[], list[gradients.Gradient]] = list
         self.variables: list[Any] = []
 
     def let_go(self) -> None:
@@ -93,12 +93,12 @@ class ReplicaState:
         self.kept.let_go()
         if tf.executing_eagerly():
             self.unclipped.clear()
-            self.totals.clear()
+            self.totals = list
             self.sent = None
 
     def looked_at(self) -> overflows.LookedAt:
         """What is looked at if the step is skipped."""
-        sent = self.sent() if self.sent else [gradient for gradient, _ in self.judged]
+        sent = (self.sent or self.judged)()
         return overflows.LookedAt(self.losses, self.unclipped, sent)
 
 
@@ -159,8 +159,7 @@ class Decision:
                 noted = handler.bad(seen, weights)
             return _operation([*put_back, *noted])
 
-        if not host.in_v1_graph() and not tf.distribute.has_strategy():
-            # Under a strategy replicas may meet in it, or its variables be on several machines.
+        if not host.in_v1_graph() and not _replicas_may_meet():
             skip = host.as_one_operation(skip)
         if self.is_allowed is None:
             return tf.cond(self.finite, good, skip)
@@ -206,9 +205,16 @@ class Decision:
         mine, steps = self.states[0], self.adapter.steps_made()
         has_total = mine.sent is not None or self.adapter.accumulates()
         counts = overflows.look(
-            [each.looked_at() for each in self.states], mine.totals if has_total else None
+            [each.looked_at() for each in self.states], mine.totals() if has_total else None
         )
         return NonFiniteCounts(mine.variables, counts, has_total, steps, self.names)
+
+
+def _replicas_may_meet() -> bool:
+    """Whether what comes next is done by several replicas or workers, each for itself."""
+    if not tf.distribute.has_strategy():
+        return False
+    return not tf.distribute.in_cross_replica_context() or workers.are_several()
 
 
 def _operation(result: Any) -> tf.Operation | None:

@@ -79,16 +79,19 @@ class ScaledStep:
         by_update = adapter.jit_compile and not (
             sums.are_packed or new_values or adapter.accumulates()
         )
-        unscaled = sums.as_they_are() if by_update else sums.unscaled()
-        to_apply = sums.as_they_are() if adapter.unscales_and_skips else unscaled
-        divisor = sums.divisor if by_update or adapter.unscales_and_skips else None
         count = len(variables)
-        judged, mine.to_apply = (
-            [new_values.get(i, gradient) for i, gradient in enumerate(each[:count])]
-            for each in (unscaled, to_apply)
-        )
-        mine.judged = list(zip(judged, variables, strict=True))
-        finite = self._judge(mine, unscaled[count:], aggregate)
+
+        def one_by_one(sums: _Sums) -> list[Any]:
+            return [new_values.get(i, g) for i, g in enumerate(sums.one_by_one())]
+
+        unscaled = sums if by_update else sums.unscaled()
+        if new_values or adapter.accumulates():
+            unscaled = _Sums(one_by_one(unscaled))
+        to_apply = sums if adapter.unscales_and_skips else unscaled
+        divisor = sums.divisor if by_update or adapter.unscales_and_skips else None
+        # What is packed is unpacked in the branch that needs it: it has fewer inputs then.
+        mine.to_apply = lambda: one_by_one(to_apply)[:count]
+        finite = self._judge(mine, variables, unscaled, aggregate)
         return self._decide(mine, variables, divisor, finite, name), finite
 
     def _state_before(self, grads: list[Any], variables: list[Any]) -> ReplicaState:
@@ -125,7 +128,7 @@ class ScaledStep:
         has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
         custom = self.adapter.custom_aggregation()
         if aggregate and custom:
-            grads = as_given.unscaled()
+            grads = as_given.unscaled().values
             marks = grads[count:]
             if has_replicas:
                 marks = replicas.all_reduce(marks, tf.float32)
@@ -155,15 +158,22 @@ class ScaledStep:
         dtypes_of = summed if self.adapter.unscales_and_skips else packed
         return _Sums(summed, divisor, lambda sums: unpack(gradients.cast_as(sums, dtypes_of)))
 
-    def _judge(self, mine: ReplicaState, marks: list[Any], aggregate: bool) -> tf.Tensor | None:
+    def _judge(
+        self, mine: ReplicaState, variables: list[Any], sums: "_Sums", aggregate: bool
+    ) -> tf.Tensor | None:
         """Whether all gradients and marks are finite, on all replicas; None if it is not asked."""
         if self.handler is None:
             return None
         # Unscaled gradients are finite where scaled ones are, and the other way round.
-        totals = self.adapter.totals(mine.judged)
-        mine.variables = [variable for _, variable in totals]
-        mine.totals = [total for total, _ in totals]
-        finite = gradients.all_finite([*mine.totals, *marks])
+        count, tested = len(variables), sums.values
+        mine.variables, mine.judged = variables, lambda: sums.one_by_one()[:count]
+        mine.totals = mine.judged
+        if self.adapter.accumulates():
+            pairs = self.adapter.totals(list(zip(tested[:count], variables, strict=True)))
+            totals = [total for total, _ in pairs]
+            mine.variables, mine.totals = [variable for _, variable in pairs], lambda: totals
+            tested = [*totals, *tested[count:]]
+        finite = gradients.all_finite(tested)
         if not aggregate and tf.distribute.get_strategy().num_replicas_in_sync > 1:
             finite = replicas.agree(finite)
         self.handler.watch()
@@ -182,7 +192,7 @@ class ScaledStep:
         is_allowed = guard and guard.is_allowed
 
         def apply(mine: ReplicaState) -> Any:
-            pairs = list(zip(mine.to_apply, variables, strict=True))
+            pairs = list(zip(mine.to_apply(), variables, strict=True))
             if not adapter.unscales_and_skips:
                 return adapter.update(pairs, name, scaled_by=divisor)
             verdicts = [each for each in (finite, is_allowed) if each is not None]
@@ -214,11 +224,11 @@ class _Sums:
     def are_packed(self) -> bool:
         return self.unpack is not None
 
-    def as_they_are(self) -> list[Any]:
+    def one_by_one(self) -> list[Any]:
         return self.unpack(self.values) if self.unpack else self.values
 
-    def unscaled(self) -> list[Any]:
+    def unscaled(self) -> "_Sums":
         if self.divisor is None:
-            return self.as_they_are()
-        # Before they are unpacked: one operation for many small gradients.
-        return _Sums(gradients.unscale(self.values, self.divisor), None, self.unpack).as_they_are()
+            return self
+        # As they are packed: one operation for many small gradients.
+        return _Sums(gradients.unscale(self.values, self.divisor), None, self.unpack)
