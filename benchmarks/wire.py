@@ -36,7 +36,7 @@ def worker(index: int, repeats: int, computes: bool) -> dict:
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     import keras_mp
-    from keras_mp.step import gradients
+    from keras_mp.step import replicas
 
     def sgd():
         return tf.keras.optimizers.SGD(0.0)
@@ -65,10 +65,10 @@ def worker(index: int, repeats: int, computes: bool) -> dict:
 
     def in_packs_of(size, name):
         # Read where the step is traced.
-        kept, gradients._BYTES_PER_PACK = gradients._BYTES_PER_PACK, size
+        kept, replicas._BYTES_PER_PACK = replicas._BYTES_PER_PACK, size
         step = make_step(name)
         step()
-        gradients._BYTES_PER_PACK = kept
+        replicas._BYTES_PER_PACK = kept
         return step
 
     def compute():
