@@ -257,6 +257,33 @@ def test_large_gradients_are_sent_in_packs():
         assert set(value(v)) == {-0.5}
 
 
+def test_what_a_decision_costs_does_not_grow_with_gradients(name):
+    # A branch is given each of its inputs, and each operation of the one that is not taken is
+    # still passed over.
+    def inputs_and_operations_of_skip(count):
+        with mirrored(2).scope():
+            variables = [tf.Variable(tf.ones([3])) for _ in range(count)]
+            optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
+
+        @tf.function
+        def step():
+            def loss():
+                return tf.add_n([tf.reduce_sum(v) for v in variables])
+
+            mirrored(2).run(lambda: optimizer.minimize(loss, variables))
+
+        graph = step.get_concrete_function().graph
+        [decision] = [op for op in graph.get_operations() if op.type in ("If", "StatelessIf")]
+        skip = decision.get_attr("else_branch").name
+        [branch] = [f for f in graph.as_graph_def().library.function if f.signature.name == skip]
+        return len(decision.inputs), len(branch.node_def)
+
+    (few_inputs, few_operations), (inputs, operations) = map(inputs_and_operations_of_skip, (2, 12))
+    # Of each replica the variable and, where the optimizer has one, its slot.
+    assert inputs - few_inputs <= 10 * 2 * 2
+    assert operations == few_operations
+
+
 def test_small_gradients_survive_the_float16_reduction(name):
     # 1e-9 is zero in float16; scaled by 2**15 it is not.
     strategy = mirrored(2)
