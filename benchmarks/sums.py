@@ -290,7 +290,7 @@ def run() -> dict:
         for dtype, by_variant in by_dtype.items():
             *theirs, saturates = percent(by_variant["TensorFlow"])
             *ours, still = percent(by_variant["keras_mp"])
-            verdict = "no" if not saturates else "**yes**" if still else "mended"
+            verdict = "no" if not saturates else "**yes**" if still else "fixed"
             rows.append([name, dtype, *theirs, " / ".join(ours), verdict])
     common.print_table(
         f"Relative error of sums of {TERMS:,} numbers, against float64",
