@@ -21,14 +21,14 @@ BATCH, BLOCKS, WORDS, LENGTH, CLASSES = 8, 4, 500, 32, 10
 # Of the lines of docs/*.md.
 _WIDTH = 120
 
-_HEAD = """# What the tools print
+_HEAD = """# Output of the tools
 
-Two models under `mixed_float16`, with random weights, and one batch of {batch} random samples:
-MobileNetV2 on images of 64 x 64, and a transformer of {blocks} blocks. Equal layers of repeated
-blocks are one row, which has the numbers of the worst of them; `to_text(rows=None)` of each result
-has every row.
+The models are MobileNetV2 on images of 64 x 64, and a transformer of {blocks} blocks, both under
+`mixed_float16`, with random weights and one batch of {batch} random samples. Equal layers of
+repeated blocks share one row, with the numbers of the worst; `to_text(rows=None)` of each result
+prints every row.
 
-This page is written by `python -m benchmarks.screens`. Here: {machine}.
+`python -m benchmarks.screens` writes this page. Here: {machine}.
 """
 
 
