@@ -1,4 +1,4 @@
-"""Peak resident memory of `fit`, and bytes a weight in 16 bits. On Keras 3.
+"""Peak resident memory of `fit`, also where a skipped step restores statistics; bytes a weight.
 
 Each variant is measured in a process of its own.
 """
@@ -10,6 +10,8 @@ import sys
 from benchmarks import common, fit, master_weights, models
 
 STEPS = 5
+# float32 statistics of 16 MiB each, of which batch normalization has two.
+CHANNELS, BATCH = 2**22, 16
 
 
 def peak() -> int:
@@ -25,6 +27,64 @@ def measure(name: str, variant: str) -> dict[str, int]:
     before = peak()
     fit.make_fit(name, **fit.VARIANTS[variant])(STEPS)
     return {"before": before, "peak": peak()}
+
+
+def measure_statistics(package: str, is_skipped: bool) -> dict[str, int]:
+    """The same for a model that is little more than batch normalization of many channels.
+
+    Args:
+        package: "Keras" or "keras_mp", whose `mixed_float16` and loss scaling are used.
+        is_skipped: Whether the gradients overflow, so that every step is skipped.
+    """
+    import numpy as np
+    import tensorflow as tf
+
+    if package == "keras_mp":
+        import keras_mp
+
+        keras_mp.set_global_policy("mixed_float16")
+    else:
+        tf.keras.mixed_precision.set_global_policy("mixed_float16")
+    width = 8
+    layers = [
+        tf.keras.layers.Dense(width),
+        tf.keras.layers.Lambda(
+            lambda x: tf.tile(x, [1, CHANNELS // width]), output_shape=(CHANNELS,)
+        ),
+        tf.keras.layers.BatchNormalization(center=False, scale=False),
+        tf.keras.layers.Lambda(lambda x: x[:, :width], output_shape=(width,)),
+    ]
+    model = tf.keras.Sequential([tf.keras.Input([width]), *layers])
+    model.compile("sgd", "mse")
+    inputs = np.random.default_rng(0).normal(size=[STEPS * BATCH, width]).astype("float32")
+    labels = np.full_like(inputs, np.inf if is_skipped else 1.0)
+    before = peak()
+    model.fit(inputs, labels, batch_size=BATCH, verbose=0)
+    return {"before": before, "peak": peak()}
+
+
+def run_statistics() -> dict:
+    """Measures a good and a skipped step on both Kerases, and prints a table."""
+    results: dict[str, dict] = {}
+    rows = []
+    for keras in common.KERASES:
+        for outcome in ("made", "skipped"):
+            added = {}
+            for package in ("Keras", "keras_mp"):
+                result = common.in_own_process(
+                    "benchmarks.memory", package, outcome, keras=keras, measures_kernels=True
+                )
+                added[package] = result["peak"] - result["before"]
+                results.setdefault(keras, {}).setdefault(outcome, {})[package] = result
+            megabytes = [f"{each / 1e6:.0f} MB" for each in added.values()]
+            rows.append([keras, outcome, *megabytes, f"{added['keras_mp'] / added['Keras']:.2f}"])
+    common.print_table(
+        f"What fit adds at its peak: batch normalization of {CHANNELS} channels, batches of "
+        f"{BATCH}, mixed_float16 (one run each)",
+        ["", "steps are", "Keras's own", "keras_mp", "ratio"],
+        rows,
+    )
+    return results
 
 
 def run() -> dict:
@@ -46,8 +106,12 @@ def run() -> dict:
         ["", "", "peak", "of it since TensorFlow was loaded", "in terms of float32"],
         rows,
     )
-    return {"fit": results, "weights": master_weights.run()}
+    return {"fit": results, "statistics": run_statistics(), "weights": master_weights.run()}
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(*sys.argv[1:])))
+    name, variant = sys.argv[1:]
+    if name in models.MODELS:
+        print(json.dumps(measure(name, variant)))
+    else:
+        print(json.dumps(measure_statistics(name, is_skipped=variant == "skipped")))

@@ -314,6 +314,13 @@ def test_memory_peaks_while_a_model_is_trained(tiny):
     assert peaks["peak"] >= peaks["before"] > 1e7
 
 
+@pytest.mark.parametrize("outcome", ["made", "skipped"])
+def test_memory_peaks_where_statistics_are_restored(outcome, monkeypatch):
+    monkeypatch.setattr(memory, "CHANNELS", 64)
+    peaks = memory.measure_statistics("keras_mp", is_skipped=outcome == "skipped")
+    assert peaks["peak"] >= peaks["before"] > 1e7
+
+
 def test_weights_in_16_bits_are_held_against_mixed_bfloat16(monkeypatch):
     monkeypatch.setattr(master_weights, "SHAPE", (8, 1000))
     expected = {"mixed_bfloat16": 12, "copy": 14, "split": 12.125, "split, bfloat16 slots": 8.125}
