@@ -20,13 +20,14 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.conversion import compute_dtypes, convert
-from keras_mp.numerics import batches, own_share, runs, whole_runs
+from keras_mp.numerics import batches, own_share, records
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.layer_calls import RandomNumbers
-from keras_mp.numerics.records import Record
-from keras_mp.numerics.runs import Run, unit_of
-from keras_mp.numerics.training_loss import loss_of, run_as_trained
+from keras_mp.numerics.layer_distances import compare_layers
+from keras_mp.numerics.records import Layer, Record
+from keras_mp.numerics.runs import Run, Runner
+from keras_mp.numerics.training_loss import loss_of
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
@@ -109,39 +110,33 @@ def compare(
         how = {"policy": policy, "reference": reference, "loss": loss, "step": step}
         how |= {"loss_scale": loss_scale, "training": training}
         return Comparison.of_batches([compare(model, *batch, **how) for batch in several])
-    narrow, wide = _both(model, policy, reference)
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     numbers = RandomNumbers()
-    losses = [
-        loss_of(each, model, batch, loss, is_a_copy=each is not model and each is not reference)
-        for each in (narrow, wide)
-    ]
+    made = []
+    for each in _both(model, policy, reference):
+        is_a_copy = each is not model and each is not reference
+        value = loss_of(each, model, batch, loss, is_a_copy)
+        made.append(Runner(each, batch, value, numbers=numbers, step=step, training=training))
+    narrow, wide = made
     with Progress("compare", parts=4) as progress:
         progress.begin("in 16 bits")
-        run = run_as_trained(narrow, batch, losses[0], step, numbers, training, loss_scale)
+        run = narrow.run_as_trained(loss_scale)
         progress.begin("the reference")
-        other = runs.run(wide, batch, losses[1], step=step, numbers=numbers, training=training)
+        other = wide.run()
         _check_finite(batch, other)
         if len(run.calls) != len(other.calls):
             raise ValueError(
                 "The two models do not call the same layers. Expected "
                 f"{[c.path for c in run.calls]}. Received: {[c.path for c in other.calls]}"
             )
-        unit = max(unit_of(call) for call in run.calls)
         progress.begin("the reference, with noise")
-        explained = whole_runs.explain_by_noise(
-            wide, batch, losses[1], step, numbers, training, unit, other
-        )
-        layers, findings = whole_runs.compare_layers(
-            whole_runs.make_record(_describe(narrow), narrow, run, {}),
-            whole_runs.make_record(_describe(wide), wide, other, explained),
-            by_position=True,
-        )
+        references = records.explained_layers(wide, other, _unit(run))
+        layers, findings = compare_layers(list(zip(records.layers_of(run), references)))
         progress.begin("each layer by itself")
         layers, own = own_share.judge(layers, run, other, numbers)
     return Comparison(
-        name=_describe(narrow),
-        reference=_describe(wide),
+        name=_describe(narrow.model),
+        reference=_describe(wide.model),
         layers=layers,
         findings=own or findings,
         losses=(run.loss, other.loss),
@@ -196,13 +191,12 @@ def record(
     """
     tf.keras.utils.set_random_seed(seed)
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
-    numbers = RandomNumbers()
-    value = loss_of(model, model, batch, loss)
-    run = run_as_trained(model, batch, value, step, numbers, training, loss_scale)
+    value, numbers = loss_of(model, model, batch, loss, is_a_copy=False), RandomNumbers()
+    runner = Runner(model, batch, value, numbers=numbers, step=step, training=training)
+    run = runner.run_as_trained(loss_scale)
     _check_finite(batch, run)
-    unit = max(unit_of(call) for call in run.calls)
-    explained = whole_runs.explain_by_noise(model, batch, value, step, numbers, training, unit, run)
-    return whole_runs.make_record(_describe(model), model, run, explained)
+    layers = records.explained_layers(runner, run, _unit(run))
+    return Record(_describe(model), layers, run.loss, run.loss_scale)
 
 
 def compare_records(run: Record, reference: Record) -> Comparison:
@@ -231,7 +225,7 @@ def compare_records(run: Record, reference: Record) -> Comparison:
     >>> keras_mp.numerics.compare_records(after, before).first.path
     'dense'
     """
-    layers, findings = whole_runs.compare_layers(run, reference)
+    layers, findings = compare_layers(_pairs(run, reference))
     if not layers:
         raise ValueError(
             "The two records have no layer in common. Expected layers such as "
@@ -243,20 +237,29 @@ def compare_records(run: Record, reference: Record) -> Comparison:
     )
 
 
-def _both(model: tf.keras.Model, policy: Any, reference: Any) -> tuple[Any, Any]:
-    keras_api.check_model(model)
-    computing = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
-    is_narrow = not computing.isdisjoint(LOW_PRECISION_NAMES)
-    if policy is None and not is_narrow and not isinstance(reference, tf.keras.Model):
+def _pairs(run: Record, reference: Record) -> list[tuple[Layer, Layer]]:
+    if [each.path for each in run.layers] == [each.path for each in reference.layers]:
+        return list(zip(run.layers, reference.layers))
+    others = {layer.path: layer for layer in reference.layers}
+    return [(each, others[each.path]) for each in run.layers if each.path in others]
+
+
+def _both(
+    model: tf.keras.Model, policy: Any, reference: Any
+) -> tuple[tf.keras.Model, tf.keras.Model]:
+    """The model in 16 bits, and what it is compared with."""
+    dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
+    is_narrow = not dtypes.isdisjoint(LOW_PRECISION_NAMES)
+    has_reference = isinstance(reference, tf.keras.Model)
+    if policy is None and not is_narrow and not has_reference:
         raise ValueError(
             f"The model {model.name!r} does not compute in 16 bits. Say which policy to try: pass "
             'policy="mixed_float16", or "mixed_bfloat16". Received: policy=None'
         )
-    if isinstance(reference, tf.keras.Model):
-        return (model if policy is None else convert(model, policy)), reference
     narrow = model if policy is None else convert(model, policy)
-    wide = model if not is_narrow and reference == "float32" else convert(model, reference)
-    return narrow, wide
+    if has_reference:
+        return narrow, reference
+    return narrow, model if not is_narrow and reference == "float32" else convert(model, reference)
 
 
 def _check_finite(batch: Batch, run: Run) -> None:
@@ -268,6 +271,11 @@ def _check_finite(batch: Batch, run: Run) -> None:
             "Nothing can be said about rounding where the loss is not finite since the batch is "
             f"not. Expected finite numbers. Received: {part} with {bad:,} of {size:,} not finite"
         )
+
+
+def _unit(run: Run) -> float:
+    """The unit roundoff of the coarsest dtype in a run."""
+    return max(call.unit for call in run.calls)
 
 
 def _describe(model: tf.keras.Model) -> str:

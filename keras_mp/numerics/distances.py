@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,15 +52,26 @@ class Distance:
 
     @classmethod
     def of(
-        cls, value: np.ndarray, reference: np.ndarray, explained: float, unit: float
+        cls,
+        value: np.ndarray,
+        reference: np.ndarray,
+        explained: float,
+        unit: float,
+        largest: float = 0.0,
     ) -> "Distance":
         """Measures one.
+
+        A gradient may be zero but for rounding, such as that of the bias of an attention's keys, or
+        of queries while the keys are alike: it is what is left of larger numbers that cancel, and
+        those are nowhere to be seen. So where a gradient is further off than its own size, what
+        rounding does to the largest explains it.
 
         Args:
             value: array of float64.
             reference: array of the same shape; of another shape nothing is explained.
             explained: float. The root mean square of what rounding may change.
             unit: float. The unit roundoff, which rounding explains at least.
+            largest: float. The root mean square of the largest gradient beside it, if it is one.
         """
         if value.shape != reference.shape:
             return cls(math.inf, math.inf)
@@ -69,38 +81,13 @@ class Distance:
             return cls(distance, distance, angle)
         size = rms(reference[np.isfinite(reference)])
         explained = max(explained, unit * size)
+        if explained and distance > size:
+            explained = max(explained, unit * largest)
         return cls(
             distance / size if size else math.inf,
             distance / explained if explained else math.inf,
             angle,
         )
-
-    @classmethod
-    def of_gradient(
-        cls,
-        value: np.ndarray,
-        reference: np.ndarray,
-        explained: float,
-        unit: float,
-        largest: float,
-    ) -> "Distance":
-        """Measures that of a gradient, which may be zero but for rounding.
-
-        Such as that of the bias of an attention's keys, or of queries while the keys are alike: it
-        is what is left of larger numbers that cancel, and those are nowhere to be seen. So where a
-        gradient is further off than its own size, what rounding does to the largest explains it.
-
-        Args:
-            value: as for `of`.
-            reference: as for `of`.
-            explained: as for `of`.
-            unit: as for `of`.
-            largest: float. The root mean square of the largest gradient beside it.
-        """
-        distance = cls.of(value, reference, explained, unit)
-        if distance.relative > 1 and math.isfinite(distance.units):
-            return cls.of(value, reference, max(explained, unit * largest), unit)
-        return distance
 
     @staticmethod
     def worst(distances: "Sequence[Distance]") -> "Distance | None":
@@ -111,9 +98,10 @@ class Distance:
         return max(told or distances, key=lambda distance: distance.units, default=None)
 
 
-def is_of_weight(name: str) -> bool:
-    """Whether it is the gradient of a weight, and not of "input 0" or "output 0"."""
-    return not name.startswith(("input ", "output "))
+def kind_of_gradient(name: str) -> str:
+    """What it is the gradient of: an "input", an "output", an "argument" or a "variable"."""
+    numbered = re.fullmatch(r"(input|output|argument) \d+", name)
+    return numbered[1] if numbered else "variable"
 
 
 def rms(values: np.ndarray) -> float:

@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import tensorflow as tf
 
+from keras_mp import keras_api
 from keras_mp.layer_paths import layers_by_path
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.support import attributes
 
 # Random operations are called through these modules. Of the functions in them, those that draw.
@@ -27,42 +29,61 @@ _DISTRIBUTIONS = ("uniform", "normal")
 
 Position = tuple[int, ...]
 
+Change = Callable[[tf.Tensor], tf.Tensor]
+
 
 @dataclasses.dataclass
 class Call:
-    """One call of a layer.
+    """One call of a layer, or of a loss or an operation.
 
     Attributes:
         position: which call it is within the call around it, from the outermost to this one. Two
             runs of the same model have the same positions, whatever their layers are called.
         path: str. The names of the layers from below the model to this one; of the model its name.
+        kind: str. The class of the layer, or what else it is.
         layer: the layer, or what else was called.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        outputs: what it returned.
+        outputs: list of the floating-point tensors that it returned.
         trained_through: set of the ids of those arguments whose gradients training computes, since
             trainable weights lie before them. Empty until a backward pass has told.
     """
 
     position: Position
     path: str
+    kind: str
     layer: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: Any = None
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outputs: list[tf.Tensor] = dataclasses.field(default_factory=list)
     trained_through: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        """The floating-point tensors among its arguments."""
+        return floating((self.args, self.kwargs))
+
+    @property
+    def dtype(self) -> str:
+        """The coarsest dtype of what goes in, of what comes out, and that it computes in.
+
+        A model that was loaded may have another policy than the layers inside of it.
+        """
+        dtypes = [value.dtype.name for value in (*self.inputs, *self.outputs)]
+        if isinstance(self.layer, tf.keras.layers.Layer):
+            dtypes += [layer.compute_dtype for layer in keras_api.flatten_layers(self.layer)]
+        known = [dtype for dtype in dtypes if dtype in UNIT_ROUNDOFF]
+        return max(known, key=UNIT_ROUNDOFF.__getitem__, default="float32")
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of that dtype."""
+        return UNIT_ROUNDOFF[self.dtype]
 
     def contains(self, other: "Call") -> bool:
         """Whether the other was made inside of this one."""
-        return other.position != self.position and self.position == other.position[: self.depth]
-
-    @property
-    def depth(self) -> int:
-        """In how many calls it is, itself counted."""
-        return len(self.position)
-
-
-Change = Callable[[tf.Tensor], tf.Tensor]
+        around = other.position[: len(self.position)]
+        return other.position != self.position and self.position == around
 
 
 class RandomNumbers:
@@ -105,11 +126,16 @@ class Watch:
         self._next, self._around, self._counts = start[-1], start[:-1], [0]
 
     def run(
-        self, path: str, layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        path: str,
+        kind: str,
+        layer: Any,
+        call: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Calls something, as a layer of that name."""
+        """Calls something, as a layer of that name and kind."""
         position, outside = (*self._around, self._next), self._around
-        made = Call(position, path, layer, args, kwargs)
         self._around, self._next = position, 0
         self._counts.append(0)
         try:
@@ -118,25 +144,30 @@ class Watch:
             self._around, self._next = outside, position[-1] + 1
             self._counts.pop()
         if self._change is not None:
-            outputs = _map_floating(self._change, outputs)
-        made.outputs = outputs
-        self.calls.append(made)
+            outputs = map_floating(self._change, outputs)
+        self.calls.append(Call(position, path, kind, layer, args, kwargs, floating(outputs)))
         return outputs
 
     @contextlib.contextmanager
-    def over(self, root: Any) -> Iterator["Watch"]:
-        """Watches a model, or a layer, with the layers inside of it; of None what `run` calls."""
+    def over(self, root: Any) -> Iterator[None]:
+        """Watches a model or layer, with the layers inside of it, and the numbers that are drawn.
+
+        Args:
+            root: the model or layer. Of what has no `call`, only the numbers are watched.
+        """
         with contextlib.ExitStack() as stack:
             seen: set[int] = set()
             for path, layer in _named(root):
                 if id(layer) not in seen:
                     seen.add(id(layer))
-                    own = layer.call
-                    call = functools.wraps(own)(functools.partial(self.run, path, layer, own))
-                    stack.enter_context(attributes.replaced(layer, "call", call))
+                    own, kind = layer.call, type(layer).__name__
+                    call = functools.partial(self.run, path, kind, layer, own)
+                    stack.enter_context(
+                        attributes.replaced(layer, "call", functools.wraps(own)(call))
+                    )
             stack.enter_context(self._drawing())
             stack.enter_context(_eager_functions())
-            yield self
+            yield
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -145,8 +176,8 @@ class Watch:
                 module = importlib.import_module(f"tensorflow.python.ops.{name}")
                 for key, function in list(vars(module).items()):
                     if _draws(key, function):
-                        setattr(module, key, self._drawing_with(function))
-                        stack.callback(setattr, module, key, function)
+                        replacement = self._drawing_with(function)
+                        stack.enter_context(attributes.replaced(module, key, replacement))
             yield
 
     def _drawing_with(self, function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
@@ -161,12 +192,27 @@ class Watch:
         return draw
 
 
-def _map_floating(change: Change, structure: Any) -> Any:
-    def changed(value: Any) -> Any:
-        is_number = isinstance(value, tf.Tensor) and value.dtype.is_floating
-        return change(value) if is_number else value
+def floating(structure: Any) -> list[tf.Tensor]:
+    """The floating-point tensors in a structure, each once."""
+    found = {id(value): value for value in tf.nest.flatten(structure) if is_floating(value)}
+    return list(found.values())
 
-    return tf.nest.map_structure(changed, structure)
+
+def map_floating(change: Change, structure: Any) -> Any:
+    """The structure with other tensors in the place of those of floating point."""
+    return tf.nest.map_structure(
+        lambda value: change(value) if is_floating(value) else value, structure
+    )
+
+
+def is_floating(value: object) -> TypeGuard[tf.Tensor]:
+    """Whether it is a tensor of floating-point numbers."""
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+
+
+def shape_of(tensor: tf.Tensor) -> tuple[int, ...]:
+    """The shape of an eager tensor."""
+    return cast(tuple[int, ...], tuple(tensor.shape))
 
 
 def _draws(name: str, function: Any) -> bool:
@@ -187,8 +233,8 @@ def _eager_functions() -> Iterator[None]:
 
 
 def _named(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yields a model or layer, if any, and what is inside that can be called, with their paths."""
-    if root is None:
+    """Yields a model or layer and what is inside that can be called, with their paths."""
+    if not hasattr(root, "call"):
         return
     yield root.name, root
     if not isinstance(root, tf.keras.layers.Layer):

@@ -5,14 +5,23 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+import tensorflow as tf
+
+from keras_mp.numerics.distances import UNIT_ROUNDOFF, apart, kind_of_gradient
+from keras_mp.numerics.layer_calls import Call
+from keras_mp.numerics.noise import NOISY_RUNS, Noise
+from keras_mp.numerics.runs import Run, Runner, array, named_weights
 
 # Of a larger tensor, so many numbers at equal distances stand for all of them.
 _MOST_VALUES = 2**16
 
 _FORMAT = 1
+
+
+SIDES = ("forward", "backward")
 
 
 @dataclasses.dataclass
@@ -30,11 +39,11 @@ class Quantity:
     explained: float = 0.0
 
     @classmethod
-    def of(cls, values: np.ndarray, explained: float) -> "Quantity":
+    def of(cls, values: np.ndarray) -> "Quantity":
         """Makes one of all numbers of a tensor."""
         flat = values.ravel()
         stride = math.ceil(flat.size / _MOST_VALUES) or 1
-        return cls(flat[::stride], int(np.count_nonzero(~np.isfinite(flat))), explained)
+        return cls(flat[::stride], int(np.count_nonzero(~np.isfinite(flat))))
 
 
 @dataclasses.dataclass
@@ -56,6 +65,21 @@ class Layer:
     unit: float
     forward: dict[str, Quantity] = dataclasses.field(default_factory=dict)
     backward: dict[str, Quantity] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, call: Call, outputs: Iterable[tf.Tensor], gradients: Mapping[str, np.ndarray]
+    ) -> "Layer":
+        """Makes one of a call, of what it returned, and of the gradients of that and of weights."""
+        forward = {f"output {i}": Quantity.of(array(each)) for i, each in enumerate(outputs)}
+        backward = {name: Quantity.of(each) for name, each in gradients.items()}
+        return cls(call.path, call.kind, call.dtype, call.unit, forward, backward)
+
+    def quantities(self) -> Iterator[tuple[str, str, Quantity]]:
+        """Yields the quantities, each with its side and its name."""
+        for side in SIDES:
+            for name, quantity in getattr(self, side).items():
+                yield side, name, quantity
 
 
 @dataclasses.dataclass
@@ -93,24 +117,12 @@ class Record:
         """
         if not os.fspath(path).endswith(".npz"):
             raise ValueError(f"Expected a path that ends with '.npz'. Received: path={path!r}")
-        arrays = {key: quantity.values for key, _, quantity in self._quantities()}
-        described = {
-            **dataclasses.asdict(self),
-            "format": _FORMAT,
-            "layers": [
-                {
-                    **{f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)[:4]},
-                    **{
-                        side: {
-                            name: [quantity.not_finite, quantity.explained]
-                            for name, quantity in getattr(layer, side).items()
-                        }
-                        for side in ("forward", "backward")
-                    },
-                }
-                for layer in self.layers
-            ],
-        }
+        arrays: dict[str, np.ndarray] = {}
+        described = {**dataclasses.asdict(self), "format": _FORMAT}
+        for i, (layer, description) in enumerate(zip(self.layers, described["layers"])):
+            for side, name, quantity in layer.quantities():
+                arrays[f"{i}/{side}/{name}"] = quantity.values
+                description[side][name] = [quantity.not_finite, quantity.explained]
         arrays["description"] = np.array(json.dumps(described))
         # NumPy declares no arrays by names of one's own.
         np.savez_compressed(path, **arrays)  # pyright: ignore[reportArgumentType]
@@ -140,7 +152,7 @@ class Record:
             if described.pop("format", None) != _FORMAT:
                 raise other
             for i, layer in enumerate(described["layers"]):
-                for side in ("forward", "backward"):
+                for side in SIDES:
                     layer[side] = {
                         name: Quantity(file[f"{i}/{side}/{name}"], *numbers)
                         for name, numbers in layer[side].items()
@@ -148,8 +160,59 @@ class Record:
         layers = [Layer(**layer) for layer in described.pop("layers")]
         return cls(**described, layers=layers)
 
-    def _quantities(self) -> Iterator[tuple[str, Layer, Quantity]]:
-        for i, layer in enumerate(self.layers):
-            for side in ("forward", "backward"):
-                for name, quantity in getattr(layer, side).items():
-                    yield f"{i}/{side}/{name}", layer, quantity
+
+def layers_of(run: Run) -> list[Layer]:
+    """Returns what each call of a run left, and weights without a call: those of a function."""
+    left = run.weight_gradients()
+    names = {id(weight): name for name, weight in named_weights(run.model).items()}
+    layers = []
+    for call in run.calls:
+        gradients = {
+            f"output {i}": array(gradient) / run.loss_scale
+            for i, gradient in enumerate(run.gradients[call.position])
+            if gradient is not None
+        }
+        for weight in getattr(call.layer, "trainable_weights", ()):
+            # What is inside comes first, and takes its weights away from what is around it.
+            name = names.pop(id(weight), None)
+            if name in left:
+                gradients[name] = left.pop(name)
+        layers.append(Layer.of(call, call.outputs, gradients))
+    for name, gradient in left.items():
+        dtype, kind = run.weights[name].dtype.name, kind_of_gradient(name)
+        quantities = {name: Quantity.of(gradient)}
+        layers.append(Layer(name, kind, dtype, UNIT_ROUNDOFF[dtype], backward=quantities))
+    return layers
+
+
+def explain(layers: Sequence[Layer], moved: Sequence[Layer]) -> None:
+    """Notes in layers that rounding explains what noise has moved.
+
+    Args:
+        layers: of a run.
+        moved: of the same run with noise.
+    """
+    if [layer.path for layer in layers] != [layer.path for layer in moved]:
+        return  # Numbers decide what is called.
+    for layer, other in zip(layers, moved):
+        for side, name, quantity in layer.quantities():
+            found = getattr(other, side).get(name)
+            distance = math.inf
+            # What a layer both returns and uses has no gradient as the moved output.
+            if found is not None and found.values.shape == quantity.values.shape:
+                distance = apart(found.values, quantity.values)
+            quantity.explained = max(quantity.explained, distance)
+
+
+def explained_layers(runner: Runner, run: Run, unit: float) -> list[Layer]:
+    """Returns what each call left, with what rounding explains: runs with noise tell.
+
+    Args:
+        runner: Runner that made the run.
+        run: Run.
+        unit: float. The unit roundoff of what is to be explained.
+    """
+    layers = layers_of(run)
+    for seed in range(NOISY_RUNS):
+        explain(layers, layers_of(runner.run(run.loss_scale, Noise(unit, seed))))
+    return layers

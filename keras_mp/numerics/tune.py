@@ -50,8 +50,8 @@ def tune(
     - of each output of the model, the root mean square of the differences over that of the numbers;
     - of the loss, the difference over the loss;
     - of the gradients of each layer's weights, taken together, the same as of an output. Gradients
-      that are nothing but rounding noise in float32 only have to be finite: a second run tells,
-      whose weights differ by up to 2^-20 of each.
+      that are nothing but rounding noise in float32 only have to be finite: a second run tells, in
+      which inputs, weights and what layers return differ by up to 2^-20 of each.
 
     No distance exceeds the tolerance on any batch, neither on those that the policies are looked
     for with nor on those that are kept aside. Layers whose policies hold on the former and not on
@@ -147,14 +147,10 @@ def tune(
         errors = [search.errors(kept, i) for i in range(len(made))]
 
     def row(path: str, layer: tf.keras.layers.Layer) -> TunedLayer:
-        is_in_16_bits = path in kept
-        if is_in_16_bits:
-            reason = "within the tolerance"
-        else:
-            reason = reasons.get(path, "left out, or not included")
-        policy = search.policy if is_in_16_bits else "float32"
-        kind = type(layer).__name__
-        return TunedLayer(path, kind, policy, work[path], own.get(path), reason)
+        name, reason = "float32", reasons.get(path, "left out, or not included")
+        if path in kept:
+            name, reason = policy, "within the tolerance"
+        return TunedLayer(path, type(layer).__name__, name, work[path], own.get(path), reason)
 
     return Tuned(
         model.name,

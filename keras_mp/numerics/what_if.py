@@ -6,19 +6,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, losses
 from keras_mp.conversion import compute_dtypes, convert, units_by_path
 from keras_mp.layer_paths import layers_by_path, variables_by_path
-from keras_mp.numerics import batches, runs
+from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
 from keras_mp.numerics.exponents import Histogram, exponent_of
 from keras_mp.numerics.layer_calls import Call, RandomNumbers
 from keras_mp.numerics.lost import Lost, WhatIf
-from keras_mp.numerics.noise import RMS_OF_JITTER, is_noise, jitter, run_with_noise
+from keras_mp.numerics.noise import RMS_OF_JITTER, is_noise, jitter
 from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Row
 from keras_mp.numerics.reports import Report
-from keras_mp.numerics.runs import Run
+from keras_mp.numerics.runs import Run, Runner, array, check_finite, named_weights
 from keras_mp.numerics.training_loss import Loss, compiled_loss, given_loss, scale_in_training
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -123,30 +123,29 @@ def _run_all(
     scales: Sequence[float],
     progress: Progress,
 ) -> WhatIf:
-    in_float32, *in_16_bits = (_converted(model, dtype) for dtype in ("float32", *dtypes))
-    losses = {id(each): _loss(each, model, loss) for each in (in_float32, *in_16_bits)}
     numbers = RandomNumbers()
-
-    def run(model: tf.keras.Model, what: str, scale: float = 1.0) -> Run:
-        progress.begin(what)
-        return runs.run(model, batch, losses[id(model)], numbers=numbers, loss_scale=scale)
+    runners = {}
+    for dtype in ("float32", *dtypes):
+        converted = _converted(model, dtype)
+        loss_of_it = _loss(converted, model, loss)
+        runners[dtype] = Runner(converted, batch, loss_of_it, numbers=numbers)
 
     def run_in(dtype: str, scale: float) -> _Values:
-        narrow = in_16_bits[dtypes.index(dtype)]
-        return _values(narrow, run(narrow, f"in {dtype} at 2^{exponent_of(scale)}", scale))
+        progress.begin(f"in {dtype} at 2^{exponent_of(scale)}")
+        return _values(runners[dtype].run(scale))
 
-    found = {}
+    made: dict[tuple[str, float], _Values] = {}
     if dtypes:
         # The first run draws the random numbers: those of the narrowest dtype suit all.
         first = max(dtypes, key=UNIT_ROUNDOFF.__getitem__), scales[0]
-        found[first] = run_in(*first)
-    reference = run(in_float32, "in float32")
-    runs.check_finite(reference, batch)
-    expected = _values(in_float32, reference)
+        made[first] = run_in(*first)
+    progress.begin("in float32")
+    reference = runners["float32"].run()
+    check_finite(reference, batch)
+    expected = _values(reference)
     consumers = _consumers(reference.calls)
     progress.begin("in float32, with noise")
-    noisy = run_with_noise(jitter(), in_float32, batch, losses[id(in_float32)], numbers=numbers)
-    moved = _values(in_float32, noisy)
+    moved = _values(runners["float32"].run(noise=jitter()))
     noise = {
         row
         for row, (values, _) in expected.items()
@@ -156,26 +155,22 @@ def _run_all(
     computed_in = {}
     for dtype in dtypes:
         for scale in scales:
-            values = found.pop((dtype, scale), None) or run_in(dtype, scale)
+            values = made.pop((dtype, scale), None) or run_in(dtype, scale)
             lost[dtype, scale] = {
-                row: Lost.of(
-                    values[row][0], values[row][1], of_float32, 1.0 if row[0] == OUTPUT else scale
-                )
+                row: Lost.of(*found, of_float32, 1.0 if row[0] == OUTPUT else scale)
                 for row, (of_float32, _) in expected.items()
-                if row in values
+                if (found := values.get(row)) is not None
             }
             computed_in[dtype] = {row: in_dtype for row, (_, in_dtype) in values.items()}
     rows = [Row(*row, dtype, Histogram.of(values)) for row, (values, dtype) in expected.items()]
-    report = Report(rows, step=1, counted=1, loss_scale=1.0)
-    loss_scale = scale_in_training(model) or INITIAL_LOSS_SCALE
     return WhatIf(
-        report,
+        Report(rows, step=1, counted=1, loss_scale=1.0),
         lost,
         computed_in,
         consumers,
         noise,
-        loss_scale=loss_scale,
-        units=_units(in_float32),
+        loss_scale=scale_in_training(model) or INITIAL_LOSS_SCALE,
+        units=_units(reference.model),
         amplification=_amplification(expected, moved, consumers),
     )
 
@@ -196,12 +191,12 @@ def _units(model: tf.keras.Model) -> dict[str, str]:
     return {path: unit for unit in units for path in paths if path.startswith(f"{unit}/")}
 
 
-def _loss(converted: Any, model: tf.keras.Model, loss: Any) -> Loss:
-    if callable(loss):
-        return given_loss(loss)
-    if loss is not None:
+def _loss(converted: tf.keras.Model, model: tf.keras.Model, loss: Any) -> Loss:
+    if isinstance(loss, list | tuple | dict):
         converted.compile("sgd", loss=loss)
         return compiled_loss(converted, converted, is_a_copy=False)
+    if loss is not None:
+        return given_loss(converted, losses.get(loss))
     if not getattr(model, "loss", None) and not getattr(model, "compiled", False):
         raise ValueError(
             f"The model {model.name!r} has no loss: pass `loss`, or compile it. "
@@ -210,28 +205,27 @@ def _loss(converted: Any, model: tf.keras.Model, loss: Any) -> Loss:
     return compiled_loss(converted, model, is_a_copy=True)
 
 
-def _values(model: tf.keras.Model, run: Run) -> _Values:
+def _values(run: Run) -> _Values:
     """What a run has computed, gradients multiplied by its loss scale."""
-    tensors: dict[tuple[str, str], list[Any]] = {}
+    tensors: dict[tuple[str, str], list[tf.Tensor | None]] = {}
     dtypes: dict[tuple[str, str], str] = {}
-    names = {id(weight): name for name, weight in runs.named_weights(model).items()}
-    for path, (variable, layer) in variables_by_path(model).items():
-        gradient = run.weights.get(names[id(variable)])
-        tensors[GRADIENT, path] = [] if gradient is None else [gradient]
+    names = {id(weight): name for name, weight in named_weights(run.model).items()}
+    for path, (variable, layer) in variables_by_path(run.model).items():
+        tensors[GRADIENT, path] = [run.weights.get(names[id(variable)])]
         dtypes[GRADIENT, path] = layer.compute_dtype
-    calls = [call for call in run.calls if _is_of_layer(call)]
+    calls = [call for call in run.calls if _is_of_layer(call) and call.outputs]
     for kind in (OUTPUT, OUTPUT_GRADIENT):
         for call in calls:
-            outputs, row = runs.floating(call.outputs), (kind, call.path)
-            found = outputs if kind == OUTPUT else run.gradients[call.position]
-            if outputs:
-                dtypes.setdefault(row, outputs[0].dtype.name)
-                tensors.setdefault(row, []).extend(each for each in found if each is not None)
-    return {
-        row: (np.concatenate([runs.array(each).ravel() for each in found]), dtypes[row])
-        for row, found in tensors.items()
-        if sum(int(tf.size(each)) for each in found)
-    }
+            row = kind, call.path
+            dtypes.setdefault(row, call.outputs[0].dtype.name)
+            found = call.outputs if kind == OUTPUT else run.gradients[call.position]
+            tensors.setdefault(row, []).extend(found)
+    values = {}
+    for row, found in tensors.items():
+        arrays = [array(each).ravel() for each in found if each is not None]
+        if sum(each.size for each in arrays):
+            values[row] = np.concatenate(arrays), dtypes[row]
+    return values
 
 
 def _amplification(
@@ -265,11 +259,10 @@ def _consumers(calls: Iterable[Call]) -> dict[str, set[str]]:
     for call in calls:
         if isinstance(call.layer, tf.keras.Model):
             continue
-        arguments = runs.floating((call.args, call.kwargs))
-        makers = set().union(*(made_by.get(id(each), ()) for each in arguments))
+        makers = set().union(*(made_by.get(id(each), ()) for each in call.inputs))
         if _is_of_layer(call):
             for maker in makers:
                 consumers.setdefault(maker, set()).add(call.path)
             makers = {call.path}
-        made_by |= {id(output): makers for output in runs.floating(call.outputs)}
+        made_by |= {id(output): makers for output in call.outputs}
     return consumers

@@ -13,6 +13,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.numerics import compare, compare_records, layer_calls, operations, record, runs
+from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import Distance, apart, relative, underflow
 from tests import common
 
@@ -271,10 +272,10 @@ def test_both_draw_the_same_numbers():
     numbers = layer_calls.RandomNumbers()
     narrow = keras_mp.convert(model, "mixed_float16")
     calls = [
-        runs.run(each, runs.Batch(*batch()), lambda m, b, p: tf.reduce_sum(p), numbers=numbers)
+        runs.Runner(each, Batch(*batch()), lambda b, p: tf.reduce_sum(p), numbers=numbers).run()
         for each in (narrow, model)
     ]
-    dropped = [runs.array(run.calls[1].outputs) == 0 for run in calls]
+    dropped = [runs.array(run.calls[1].outputs[0]) == 0 for run in calls]
     np.testing.assert_array_equal(*dropped)
     assert 0.6 < dropped[0].mean() < 0.9
 
@@ -349,13 +350,13 @@ def test_distances():
 def test_a_gradient_that_is_zero_but_for_rounding():
     zero, rounded = np.array([1e-9, -1e-9]), np.array([2e-6, 1e-6])
     assert Distance.of(rounded, zero, 1e-9, 2**-8).units > 1000
-    found = Distance.of_gradient(rounded, zero, 1e-9, 2**-8, largest=1e-3)
+    found = Distance.of(rounded, zero, 1e-9, 2**-8, largest=1e-3)
     assert found.units < 1
     assert found.relative > 1000
     # What is not larger than the gradient itself has to be explained by noise.
     value, wrong = np.array([1e-9, 1e-9]), np.array([1e-9, 1.5e-9])
-    assert Distance.of_gradient(wrong, value, 1e-12, 2**-8, largest=1.0).units > 80
-    assert Distance.of_gradient(zero * np.inf, zero, 0.0, 2**-8, largest=1.0).units == math.inf
+    assert Distance.of(wrong, value, 1e-12, 2**-8, largest=1.0).units > 80
+    assert Distance.of(zero * np.inf, zero, 0.0, 2**-8, largest=1.0).units == math.inf
 
 
 @common.once
