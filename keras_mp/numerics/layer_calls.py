@@ -176,8 +176,8 @@ class Watch:
                 module = importlib.import_module(f"tensorflow.python.ops.{name}")
                 for key, function in list(vars(module).items()):
                     if _draws(key, function):
-                        replacement = self._drawing_with(function)
-                        stack.enter_context(attributes.replaced(module, key, replacement))
+                        setattr(module, key, self._drawing_with(function))
+                        stack.callback(setattr, module, key, function)
             yield
 
     def _drawing_with(self, function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:

@@ -77,7 +77,7 @@ class Search:
     ) -> None:
         self.refused: dict[str, str] = {}
         self._original, self._reference, self._units = model, reference, units
-        self._policy, self._user_loss, self._tolerance = policy, loss, tolerance
+        self._mixed, self._user_loss, self._tolerance = policy, loss, tolerance
         self._batches, self._references = made, list[Reference]()
         owners = {id(v): path for path, (v, _) in variables_by_path(reference).items()}
         self._owners = {
@@ -102,7 +102,7 @@ class Search:
             check_finite(wide, batch)
             if len(narrow.calls) != len(wide.calls):
                 raise ValueError(
-                    f"The model {self._original.name!r} calls other layers in {self._policy} than "
+                    f"The model {self._original.name!r} calls other layers in {self._mixed} than "
                     f"in float32. Expected {[c.path for c in wide.calls]}. "
                     f"Received: {[c.path for c in narrow.calls]}"
                 )
@@ -151,15 +151,15 @@ class Search:
         """How far a model is from float32 on a batch."""
         key, reference = (frozenset(chosen), i), self._references[i]
         if key not in self._errors:
-            self._progress.begin(f"{len(chosen)} layers in {self._policy}")
+            self._progress.begin(f"{len(chosen)} layers in {self._mixed}")
             run = self._run(chosen, reference.batch, reference.numbers, reference.loss_scale)
             self._errors[key] = self._apart(run, reference)
         return self._errors[key]
 
     def model(self, chosen: Sequence[str]) -> tf.keras.Model:
         """Makes a model with these layers in 16 bits, which is not compiled."""
-        policies = dict.fromkeys(self._units, "float32") | dict.fromkeys(chosen, self._policy)
-        return convert(self._original, {"": self._policy if chosen else "float32"} | policies)
+        policies = dict.fromkeys(self._units, "float32") | dict.fromkeys(chosen, self._mixed)
+        return convert(self._original, {"": self._mixed if chosen else "float32"} | policies)
 
     def _failure(self, chosen: Sequence[str], where: Sequence[int]) -> str | None:
         for i in where:
@@ -185,7 +185,7 @@ class Search:
             return Runner(model, batch, loss, numbers=numbers).run_as_trained(loss_scale)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
-                f"The model {self._original.name!r} does not run in {self._policy}. Name the "
+                f"The model {self._original.name!r} does not run in {self._mixed}. Name the "
                 "layers that do not in `leave_out`, or give batches that suit it. The error is: "
                 f"{batches_of.reason(error)}"
             ) from error
