@@ -645,7 +645,7 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
         assert raised.value.code == 2
         assert "model.keras cannot be compared: " in capsys.readouterr().err
     np.savez(tmp_path / "batch.npz", **{"x.a": [1.0], "x.b": [2.0], "y": [0.0]})
-    batch = keras_mp.numerics.command_line.load_batch(data)
+    batch = keras_mp.numerics.commands.load_batch(data)
     assert (sorted(batch["x"]), batch["y"].tolist()) == (["a", "b"], [0.0])
 
 
