@@ -12,7 +12,6 @@ ReLU at zero that goes the other way, do so here as well. A distance is given in
 largest effect that a few such runs have.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +20,12 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.conversion import compute_dtypes, convert
 from keras_mp.numerics import batches, own_share, records
-from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison import Comparison
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.layer_distances import compare_layers
 from keras_mp.numerics.records import Layer, Record
-from keras_mp.numerics.runs import Run, Runner
+from keras_mp.numerics.runs import Runner, check_finite
 from keras_mp.numerics.training_loss import loss_of
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
@@ -123,14 +122,14 @@ def compare(
         run = narrow.run_as_trained(loss_scale)
         progress.begin("the reference")
         other = wide.run()
-        _check_finite(batch, other)
+        check_finite(other, batch, needs_loss=False)
         if len(run.calls) != len(other.calls):
             raise ValueError(
                 "The two models do not call the same layers. Expected "
                 f"{[c.path for c in run.calls]}. Received: {[c.path for c in other.calls]}"
             )
         progress.begin("the reference, with noise")
-        references = records.explained_layers(wide, other, _unit(run))
+        references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
         layers, findings = compare_layers(list(zip(records.layers_of(run), references)))
         progress.begin("each layer by itself")
         layers, own = own_share.judge(layers, run, other, numbers)
@@ -194,8 +193,8 @@ def record(
     value, numbers = loss_of(model, model, batch, loss, is_a_copy=False), RandomNumbers()
     runner = Runner(model, batch, value, numbers=numbers, step=step, training=training)
     run = runner.run_as_trained(loss_scale)
-    _check_finite(batch, run)
-    layers = records.explained_layers(runner, run, _unit(run))
+    check_finite(run, batch, needs_loss=False)
+    layers = records.explained_layers(runner, run, UNIT_ROUNDOFF[run.dtype])
     return Record(_describe(model), layers, run.loss, run.loss_scale)
 
 
@@ -260,22 +259,6 @@ def _both(
     if has_reference:
         return narrow, reference
     return narrow, model if not is_narrow and reference == "float32" else convert(model, reference)
-
-
-def _check_finite(batch: Batch, run: Run) -> None:
-    """A model may handle NaN in its inputs, so it is the loss that tells."""
-    if math.isfinite(run.loss):
-        return
-    for part, bad, size in batches.not_finite(batch):
-        raise ValueError(
-            "Nothing can be said about rounding where the loss is not finite since the batch is "
-            f"not. Expected finite numbers. Received: {part} with {bad:,} of {size:,} not finite"
-        )
-
-
-def _unit(run: Run) -> float:
-    """The unit roundoff of the coarsest dtype in a run."""
-    return max(call.unit for call in run.calls)
 
 
 def _describe(model: tf.keras.Model) -> str:

@@ -10,9 +10,8 @@ import contextlib
 import copy
 import dataclasses
 import types
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +33,8 @@ from keras_mp.support import op_callbacks
 from keras_mp.support.dtypes import LOW_PRECISION
 
 _LOSS_SCALES = {"float16": INITIAL_LOSS_SCALE, "bfloat16": 1.0}
+
+_Value = TypeVar("_Value")
 
 _Context = Callable[[], contextlib.AbstractContextManager]
 
@@ -260,17 +261,10 @@ def _as_first_read(tape: tf.GradientTape) -> Iterator[None]:
             variable.assign(value)
 
 
-def _numbered(names: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
-    """A dict in which the second of one name gets "_1" at its end, and so on."""
-    found: dict[str, Any] = {}
-    counts: Counter[str] = Counter()
-    for name, value in zip(names, values):
-        unique = name
-        while unique in found:
-            counts[name] += 1
-            unique = f"{name}_{counts[name]}"
-        found[unique] = value
-    return found
+def _numbered(names: Iterable[str], values: Iterable[_Value]) -> dict[str, _Value]:
+    """A dict in which the second of one name gets "_1" at its end, and so on, as in a graph."""
+    unique_name = tf.Graph().unique_name
+    return {unique_name(name): value for name, value in zip(names, values)}
 
 
 def _pairs(

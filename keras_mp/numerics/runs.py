@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_mp.layer_paths import native_variable
 from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import (
     Call,
     Position,
@@ -50,6 +51,11 @@ class Run(NamedTuple):
     loss: float
     loss_scale: float
     kept: Kept | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The coarsest dtype of all calls."""
+        return max((call.dtype for call in self.calls), key=UNIT_ROUNDOFF.__getitem__)
 
     def is_finite(self) -> bool:
         """Whether all gradients are."""
@@ -264,18 +270,24 @@ def as_it_was(layer: Any) -> Iterator[None]:
                 variable.assign(value)
 
 
-def check_finite(reference: Run, batch: Batch) -> None:
-    """Raises a ValueError if a run in float32 has a loss that is not finite."""
-    if math.isfinite(reference.loss):
-        return
-    bad = [each.part for each in batches.not_finite(batch)]
+def check_finite(run: Run, batch: Batch, needs_loss: bool = True) -> None:
+    """Raises a ValueError if the loss of a run is not finite.
+
+    Args:
+        run: Run.
+        batch: what it was run with.
+        needs_loss: bool. Whether to raise also where all numbers of the batch are finite.
+    """
+    bad = [] if math.isfinite(run.loss) else batches.not_finite(batch)
     why = "pass a batch with another loss, or see keras_mp.numerics.FirstBadOperation."
     if bad:
-        why = f"there are infinite values or NaN in {' and '.join(bad)}."
-    raise ValueError(
-        f"The loss of a batch is {reference.loss} in float32, so that there is nothing to compare "
-        f"with: {why}"
-    )
+        parts = ", ".join(f"{name} with {count:,} of {size:,}" for name, count, size in bad)
+        why = f"there are infinite values or NaN. Received: {parts} not finite"
+    if bad or (needs_loss and not math.isfinite(run.loss)):
+        raise ValueError(
+            f"The loss of a batch is {run.loss} in {run.dtype}, so that there is nothing to "
+            f"compare with: {why}"
+        )
 
 
 def array(value: Any) -> np.ndarray:
