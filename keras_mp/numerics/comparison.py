@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import json
 import math
 import os
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from keras_mp.numerics.distances import LIMIT, Distance
-from keras_mp.support import text_tables
+from keras_mp.support import json_text, text_tables
 
 _EXPLAINED = "Rounding explains all differences."
 
@@ -209,18 +208,14 @@ class Comparison:
 
         What is infinite is the string "inf", since JSON has no such number.
         """
-        described = _plain(dataclasses.asdict(self))
+        described = json_text.plain(dataclasses.asdict(self))
         if not self.batches:
             del described["batches"]
         return described
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
         """Returns it as JSON, and writes that to a file if there is a path."""
-        text = json.dumps(self.to_dict(), indent=1)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        return text
+        return json_text.to_json(self.to_dict(), path)
 
     def plot(self, axes: Any = None) -> Any:
         """Draws how far the runs are apart, from the first layer to the last.
@@ -370,13 +365,3 @@ def _cell(distance: Distance | None) -> str:
         return "0"
     units = f"{distance.units:.1f}" if distance.units < 100 else f"{distance.units:.0f}"
     return f"{distance.relative:.1e} ({units})"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

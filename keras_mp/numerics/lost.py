@@ -1,11 +1,12 @@
 """What runs in 16 bits have lost of what a run in float32 has: as a table, as CSV and JSON."""
 
 import csv
+import dataclasses
 import functools
 import json
 import operator
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,16 +79,16 @@ class Lost(NamedTuple):
         return self.zero / self.values if self.values else 0.0
 
 
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class WhatIf:
     """What was found: `what_if` returns it.
 
     `result[dtype, scale]` is a dict of (kind, path) and `Lost`; `str(result)` is a table.
 
     Attributes:
-        dtypes: list of str.
-        scales: list of float.
         reference: `Report` of the run in float32. As nothing is lost in it, its windows are those
             of what the model would have computed.
+        lost: dict of (dtype, scale), and of these dicts of (kind, path) and `Lost`.
         computed_in: dict of dtypes, and of these dicts of (kind, path) and the dtype that the
             tensor had in such a run.
         consumers: dict of paths of layers, and of these sets of paths of the layers that take what
@@ -119,25 +120,25 @@ class WhatIf:
     (['bfloat16'], [1.0])
     """
 
-    def __init__(
-        self,
-        reference: Report,
-        lost: dict[tuple[str, float], dict[tuple[str, str], Lost]],
-        computed_in: dict[str, dict[tuple[str, str], str]],
-        consumers: dict[str, set[str]],
-        noise: Iterable[tuple[str, str]] = (),
-        batches: Sequence["WhatIf"] = (),
-        loss_scale: float = INITIAL_LOSS_SCALE,
-        units: Mapping[str, str] | None = None,
-        amplification: Mapping[str, float] | None = None,
-    ) -> None:
-        self.reference, self.computed_in = reference, computed_in
-        self.consumers, self.noise = consumers, set(noise)
-        self.loss_scale, self.units = loss_scale, dict(units or {})
-        self.amplification = dict(amplification or {})
-        self._lost, self.batches = lost, tuple(batches)
-        self.dtypes = list(dict.fromkeys(dtype for dtype, _ in lost))
-        self.scales = sorted({scale for _, scale in lost})
+    reference: Report
+    lost: dict[tuple[str, float], dict[tuple[str, str], Lost]]
+    computed_in: dict[str, dict[tuple[str, str], str]]
+    consumers: dict[str, set[str]]
+    noise: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    batches: tuple["WhatIf", ...] = ()
+    loss_scale: float = INITIAL_LOSS_SCALE
+    units: dict[str, str] = dataclasses.field(default_factory=dict)
+    amplification: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of the runs in 16 bits."""
+        return list(dict.fromkeys(dtype for dtype, _ in self.lost))
+
+    @property
+    def scales(self) -> list[float]:
+        """The loss scales, the smallest first."""
+        return sorted({scale for _, scale in self.lost})
 
     @classmethod
     def of_batches(cls, found: "Sequence[WhatIf]") -> "WhatIf":
@@ -155,41 +156,40 @@ class WhatIf:
         """The same with the means of all batches: counts are sums, errors are means."""
         return self._joined(self.batches, _mean) if self.batches else self
 
-    @classmethod
-    def _joined(cls, found: "Sequence[WhatIf]", join: Callable[[Sequence[Lost]], Lost]) -> "WhatIf":
+    @staticmethod
+    def _joined(found: "Sequence[WhatIf]", join: Callable[[Sequence[Lost]], Lost]) -> "WhatIf":
         lost = {
             run: {
                 row: join([each[run][row] for each in found if row in each[run]])
                 for row in dict.fromkeys(row for each in found for row in each[run])
             }
-            for run in found[0]._lost
+            for run in found[0].lost
         }
         consumers: dict[str, set[str]] = {}
         for path, takers in (pair for each in found for pair in each.consumers.items()):
             consumers.setdefault(path, set()).update(takers)
-        return cls(
-            functools.reduce(operator.add, (each.reference for each in found)),
-            lost,
-            found[0].computed_in,
-            consumers,
-            set.intersection(*(each.noise for each in found)),
-            found,
-            found[0].loss_scale,
-            found[0].units,
-            {
-                path: max(each.amplification.get(path, 0.0) for each in found)
-                for path in found[0].amplification
-            },
+        amplification = {
+            path: max(each.amplification.get(path, 0.0) for each in found)
+            for path in found[0].amplification
+        }
+        return dataclasses.replace(
+            found[0],
+            reference=functools.reduce(operator.add, (each.reference for each in found)),
+            lost=lost,
+            consumers=consumers,
+            noise=set.intersection(*(each.noise for each in found)),
+            batches=tuple(found),
+            amplification=amplification,
         )
 
     def __getitem__(self, run: tuple[str, float]) -> dict[tuple[str, str], Lost]:
         dtype, scale = run
-        if (dtype, float(scale)) not in self._lost:
+        if (dtype, float(scale)) not in self.lost:
             raise KeyError(
                 f"Expected one of the dtypes {self.dtypes} and one of the scales {self.scales}. "
                 f"Received: {run!r}"
             )
-        return self._lost[dtype, float(scale)]
+        return self.lost[dtype, float(scale)]
 
     def good_scales(self, dtype: str, tolerance: float = 0.0) -> list[float]:
         """Tells at which scales no gradient has lost anything.
@@ -308,7 +308,7 @@ class WhatIf:
         with pathlib.Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("dtype", "scale", "kind", "path", *Lost._fields))
-            for (dtype, scale), rows in self._lost.items():
+            for (dtype, scale), rows in self.lost.items():
                 for row, lost in rows.items():
                     writer.writerow((dtype, scale, *row, *lost))
 
@@ -319,7 +319,7 @@ class WhatIf:
             path: str or path of the file.
         """
         runs = []
-        for (dtype, scale), rows in self._lost.items():
+        for (dtype, scale), rows in self.lost.items():
             found = []
             for (kind, name), lost in rows.items():
                 error = lost.error if np.isfinite(lost.error) else None
