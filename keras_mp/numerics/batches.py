@@ -2,9 +2,10 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
 import tensorflow as tf
 
 # What errors have around the line that says what is wrong.
@@ -14,6 +15,15 @@ _AROUND = re.compile(
 )
 _COLORS = re.compile(r"\x1b\[\d*m")
 _KIND = re.compile(r"^\w+(Error|Exception): ")
+
+
+# A tensor or array, or a list, tuple or dict of such.
+Structure: TypeAlias = (
+    tf.Tensor | np.ndarray | Sequence["Structure"] | Mapping[str, "Structure"] | None
+)
+
+# Several batches, as `several` knows them.
+Batches: TypeAlias = tf.data.Dataset | Iterator[Any] | Sequence[tuple[Structure, ...]]
 
 
 class Batch(NamedTuple):
@@ -30,7 +40,7 @@ class Batch(NamedTuple):
     sample_weight: Any = None
 
     @property
-    def data(self) -> Any:
+    def data(self) -> tuple[Structure, ...]:
         """What `train_step` takes."""
         if self.sample_weight is not None:
             return tuple(self)
@@ -51,7 +61,9 @@ class NotFinite(NamedTuple):
     size: int
 
 
-def several(x: Any, y: Any = None, sample_weight: Any = None) -> Iterator[tuple[Any, ...]] | None:
+def several(
+    x: Structure | Batches, y: Structure = None, sample_weight: Structure = None
+) -> Iterator[tuple[Any, ...]] | None:
     """Returns the batches that a tool is given in place of one, or None if it is given one.
 
     Several batches are a `tf.data.Dataset`, a `Sequence` of Keras (`PyDataset`), a generator or
@@ -68,11 +80,12 @@ def several(x: Any, y: Any = None, sample_weight: Any = None) -> Iterator[tuple[
         ValueError: there are labels or weights beside the batches; or there is no batch, or no end
             of them.
     """
+    given: Any = x
     found: Iterable[Any]
-    if isinstance(x, tf.keras.utils.Sequence):
-        found = (x[i] for i in range(len(x)))
-    elif isinstance(x, tf.data.Dataset | Iterator) or _is_list_of_tuples(x):
-        found = x
+    if isinstance(given, tf.keras.utils.Sequence):
+        found = (given[i] for i in range(len(given)))
+    elif isinstance(given, tf.data.Dataset | Iterator) or _is_list_of_tuples(given):
+        found = given
     else:
         return None
     if y is not None or sample_weight is not None:
@@ -93,11 +106,13 @@ def several(x: Any, y: Any = None, sample_weight: Any = None) -> Iterator[tuple[
     return itertools.chain([first], made)
 
 
-def _is_list_of_tuples(x: Any) -> bool:
+def _is_list_of_tuples(x: Structure | Batches) -> bool:
     return isinstance(x, list) and bool(x) and all(isinstance(each, tuple) for each in x)
 
 
-def as_fit_takes_it(model: tf.keras.Model, batch: Any) -> Batch:
+def as_fit_takes_it(
+    model: tf.keras.Model, batch: Structure | Batches | tuple[Structure | Batches, ...]
+) -> Batch:
     """Makes tensors of a batch, in the dtypes that `fit` gives them.
 
     Args:
@@ -128,12 +143,12 @@ def as_fit_takes_it(model: tf.keras.Model, batch: Any) -> Batch:
             f"A list is x, with one array for each input, of which {model.name!r} has "
             f"{len(inputs)}. Received a list of {len(x)}. For x and y, pass a tuple (x, y)."
         )
-    made = Batch(*map(_as_tensors, parts))
+    made = Batch(*(tf.nest.map_structure(_as_tensor, part) for part in parts))
     check_values(made.x)
     return made
 
 
-def check_values(x: Any) -> None:
+def check_values(x: Structure) -> None:
     """Raises a ValueError if an input has no values in it.
 
     Args:
@@ -146,7 +161,7 @@ def check_values(x: Any) -> None:
             )
 
 
-def not_finite(batch: Any) -> list[NotFinite]:
+def not_finite(batch: Batch) -> list[NotFinite]:
     """Counts what is NaN or infinite, in the parts of a batch where something is.
 
     Args:
@@ -200,19 +215,15 @@ def reason(error: Exception) -> str:
     return _KIND.sub("", kept[-1]) if kept else str(error)
 
 
-def _as_tensors(part: Any) -> Any:
-    return None if part is None else tf.nest.map_structure(_as_tensor, part)
-
-
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: tf.Tensor | np.ndarray | None) -> tf.Tensor | None:
     if tf.is_tensor(value) or value is None:
-        return value
+        return cast(tf.Tensor | None, value)
     value = tf.convert_to_tensor(value)
     # As `fit` does with arrays; it takes tensors as they are.
     floatx = tf.as_dtype(tf.keras.backend.floatx())
     return tf.cast(value, floatx) if value.dtype.is_floating else value
 
 
-def _shapes(part: Any) -> str:
+def _shapes(part: Structure) -> str:
     shapes = [str(each.shape) for each in tf.nest.flatten(part) if each is not None]
     return f"the shape {shapes[0]}" if len(shapes) == 1 else f"the shapes {', '.join(shapes)}"

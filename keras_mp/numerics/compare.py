@@ -20,26 +20,27 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.conversion import compute_dtypes, convert
 from keras_mp.numerics import batches, own_share, records
+from keras_mp.numerics.batches import Batches, Structure
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.layer_distances import compare_layers
 from keras_mp.numerics.records import Layer, Record
 from keras_mp.numerics.runs import Runner, check_finite
-from keras_mp.numerics.training_loss import loss_of
+from keras_mp.numerics.training_loss import GivenLoss, loss_of
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
 
 def compare(
     model: tf.keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Structure | Batches,
+    y: Structure = None,
+    sample_weight: Structure = None,
     *,
     policy: Any = None,
     reference: Any = "float32",
-    loss: Any = None,
+    loss: GivenLoss | None = None,
     step: Callable[..., tf.Tensor] | None = None,
     loss_scale: float | None = None,
     training: bool = True,
@@ -145,11 +146,11 @@ def compare(
 
 def record(
     model: tf.keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Structure,
+    y: Structure = None,
+    sample_weight: Structure = None,
     *,
-    loss: Any = None,
+    loss: GivenLoss | None = None,
     step: Callable[..., tf.Tensor] | None = None,
     loss_scale: float | None = None,
     training: bool = True,

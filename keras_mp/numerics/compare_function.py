@@ -9,7 +9,6 @@ them. What an algorithm that is backward stable returns is not further off than 
 import contextlib
 import copy
 import dataclasses
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -21,7 +20,7 @@ from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison import Comparison, Finding
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.explanations import explain, matches
-from keras_mp.numerics.layer_calls import Call, RandomNumbers, Watch, floating
+from keras_mp.numerics.layer_calls import Call, RandomNumbers, Variables, Watch, floating
 from keras_mp.numerics.layer_distances import compare_layers
 from keras_mp.numerics.operations import Kept, KeptOperation
 from keras_mp.numerics.records import Layer
@@ -153,7 +152,7 @@ class _FunctionRunner(Runner):
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        held: types.SimpleNamespace,
+        held: Variables,
         numbers: RandomNumbers,
         under: _Context = contextlib.nullcontext,
     ) -> None:
@@ -218,13 +217,13 @@ def _held(
     args: tuple[Any, ...],
     variables: tf.Module | Iterable[tf.Variable] | None,
     under: _Context,
-) -> types.SimpleNamespace:
+) -> Variables:
     """What stands for a model: has the variables.
 
     The function is run once to see them; and so that those of its kernels that may be wrong have
     been tried out before the run that is looked at.
     """
-    held = types.SimpleNamespace(variables=_listed(variables))
+    held = Variables(_listed(variables))
     with (
         runs.as_it_was(held),
         Watch(RandomNumbers()).over(None),
@@ -233,10 +232,7 @@ def _held(
         under(),
     ):
         function(*args)
-    if variables is None:
-        held.variables = list(tape.watched_variables())
-    held.weights = held.variables
-    return held
+    return held if variables is not None else Variables(list(tape.watched_variables()))
 
 
 @contextlib.contextmanager

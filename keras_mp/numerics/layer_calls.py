@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import tensorflow as tf
 
@@ -27,7 +27,28 @@ _RANDOM_MODULES = (
 )
 _DISTRIBUTIONS = ("uniform", "normal")
 
+_Structure = TypeVar("_Structure")
+
 Position = tuple[int, ...]
+
+
+class Variables(NamedTuple):
+    """What stands for a model where a function is run.
+
+    Attributes:
+        weights: list of the variables that the function uses.
+    """
+
+    weights: list[Any]
+
+    @property
+    def variables(self) -> list[Any]:
+        """The same, by the other name that a layer has for them."""
+        return self.weights
+
+
+# A layer, an operation of Keras, a loss.
+Called = tf.keras.layers.Layer | Callable[..., Any]
 
 Change = Callable[[tf.Tensor], tf.Tensor]
 
@@ -129,7 +150,7 @@ class Watch:
         self,
         path: str,
         kind: str,
-        layer: Any,
+        layer: Called,
         call: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
@@ -149,7 +170,7 @@ class Watch:
         return outputs
 
     @contextlib.contextmanager
-    def over(self, root: Any) -> Iterator[None]:
+    def over(self, root: Called | None) -> Iterator[None]:
         """Watches a model or layer, with the layers inside of it, and the numbers that are drawn.
 
         Args:
@@ -198,7 +219,7 @@ def floating(structure: Any) -> list[tf.Tensor]:
     return list(found.values())
 
 
-def map_floating(change: Change, structure: Any) -> Any:
+def map_floating(change: Change, structure: _Structure) -> _Structure:
     """The structure with other tensors in the place of those of floating point."""
     return tf.nest.map_structure(
         lambda value: change(value) if is_floating(value) else value, structure
@@ -232,9 +253,9 @@ def _eager_functions() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
-def _named(root: Any) -> Iterator[tuple[str, Any]]:
+def _named(root: Called | None) -> Iterator[tuple[str, Any]]:
     """Yields a model or layer and what is inside that can be called, with their paths."""
-    if not hasattr(root, "call"):
+    if root is None or not hasattr(root, "call"):
         return
     yield root.name, root
     if not isinstance(root, tf.keras.layers.Layer):

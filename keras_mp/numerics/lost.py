@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import operator
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -299,7 +300,7 @@ class WhatIf:
     def __repr__(self) -> str:
         return f"<WhatIf of {self.dtypes} at {len(self.scales)} scales>"
 
-    def to_csv(self, path: Any) -> None:
+    def to_csv(self, path: str | os.PathLike) -> None:
         """Writes a line for each run and row.
 
         Args:
@@ -312,7 +313,7 @@ class WhatIf:
                 for row, lost in rows.items():
                     writer.writerow((dtype, scale, *row, *lost))
 
-    def to_json(self, path: Any) -> None:
+    def to_json(self, path: str | os.PathLike) -> None:
         """Writes a list of runs, each with a list of rows.
 
         Args:

@@ -3,13 +3,13 @@
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics.distances import relative
-from keras_mp.numerics.layer_calls import map_floating, shape_of
+from keras_mp.numerics.layer_calls import Called, Variables, map_floating, shape_of
 
 # How far a run with noise moves each number: twice as far as rounding does at most. Rounding that
 # flips a ReLU is then found out by a few such runs. (Rounding one number of a tensor is on average
@@ -72,7 +72,7 @@ class Noise:
         return cast(tf.Tensor, moved(value))
 
     @contextlib.contextmanager
-    def on_weights(self, layer: Any) -> Iterator[None]:
+    def on_weights(self, layer: Called | Variables) -> Iterator[None]:
         """Moves the weights of a layer or model for the block."""
         weights = [w for w in getattr(layer, "weights", ()) if tf.as_dtype(w.dtype).is_floating]
         before = [weight.numpy() for weight in weights]

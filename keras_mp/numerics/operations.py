@@ -73,16 +73,16 @@ class Kept:
         self._makers: dict[int, int] = {}
         self._held: list[Any] = []
 
-    def is_computed(self, value: Any) -> bool:
+    def is_computed(self, value: tf.Tensor) -> bool:
         """Whether an operation has computed it; if not, it was there before."""
         return id(value) in self._makers
 
     def keep(
         self,
-        kind: Any,
-        inputs: Sequence[Any],
-        attrs: Any,
-        outputs: Sequence[Any],
+        kind: str | bytes,
+        inputs: Sequence[tf.Tensor],
+        attrs: object,
+        outputs: Sequence[tf.Tensor],
         *_: Any,
         **__: Any,
     ) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from keras_mp.numerics import operations, runs
 from keras_mp.numerics.comparison import ComparedLayer, Finding
 from keras_mp.numerics.distances import LIMIT, Distance, relative, rms
 from keras_mp.numerics.explanations import Explanation, explain
-from keras_mp.numerics.layer_calls import Call, RandomNumbers
+from keras_mp.numerics.layer_calls import Call, Called, RandomNumbers
 from keras_mp.numerics.layer_distances import distances, largest_gradients
 from keras_mp.numerics.noise import NOISE, NOISY_RUNS, Noise
 from keras_mp.numerics.records import SIDES, Layer
@@ -166,7 +166,7 @@ def _finding(culprit: _Culprit, run: Run, numbers: RandomNumbers) -> Finding:
     return Finding(call.path, call.kind, side, reason.what, reason.line, distance)
 
 
-def _of_other_weights(layer: Any, wide: Any) -> str | None:
+def _of_other_weights(layer: Called, wide: Called) -> str | None:
     pairs = zip(getattr(layer, "weights", ()), getattr(wide, "weights", ()))
     found = [relative(runs.array(narrow), runs.array(other)) for narrow, other in pairs]
     if not any(found):

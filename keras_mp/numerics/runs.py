@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,10 @@ from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import (
     Call,
+    Called,
     Position,
     RandomNumbers,
+    Variables,
     Watch,
     floating,
     map_floating,
@@ -85,15 +87,16 @@ class Runner:
 
     def __init__(
         self,
-        model: Any,
+        model: tf.keras.Model | Variables,
         batch: Batch,
         loss: Loss = signed_mean,
         *,
         numbers: RandomNumbers,
-        step: Any = None,
+        step: Callable[..., tf.Tensor] | None = None,
         training: bool = True,
     ) -> None:
-        self.model, self.batch, self.numbers = model, batch, numbers
+        self.model: Any = model
+        self.batch, self.numbers = batch, numbers
         self._loss, self._step, self._training = loss, step, training
 
     def run(self, loss_scale: float = 1.0, noise: Noise | None = None) -> Run:
@@ -196,7 +199,7 @@ class Replay(NamedTuple):
 
 def replay(
     call: Call,
-    layer: Any,
+    layer: Called,
     upstream: Sequence[tf.Tensor | None],
     *,
     numbers: RandomNumbers,
@@ -257,7 +260,7 @@ def replay(
 
 
 @contextlib.contextmanager
-def as_it_was(layer: Any) -> Iterator[None]:
+def as_it_was(layer: Called | Variables) -> Iterator[None]:
     """Puts back what the block assigns to the variables of a layer or model."""
     variables = list(getattr(layer, "variables", ()))
     before = [(variable, variable.numpy()) for variable in variables if hasattr(variable, "assign")]
@@ -290,7 +293,7 @@ def check_finite(run: Run, batch: Batch, needs_loss: bool = True) -> None:
         )
 
 
-def array(value: Any) -> np.ndarray:
+def array(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
     """A tensor as an array in float64, which all that it may hold fits into."""
     return tf.cast(tf.convert_to_tensor(value), tf.float64).numpy()
 
@@ -300,7 +303,7 @@ def are_finite(tensors: Iterable[tf.Tensor | None]) -> bool:
     return all(np.isfinite(array(value)).all() for value in tensors if value is not None)
 
 
-def named_weights(layer: Any) -> dict[str, Any]:
+def named_weights(layer: Called | Variables) -> dict[str, Any]:
     """The trainable weights of a layer or model, by names that a copy of it has as well.
 
     Keras 3 may give a copy other paths, so it is their order that tells them apart.

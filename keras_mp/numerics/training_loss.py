@@ -2,24 +2,31 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, losses
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.layer_calls import floating, shape_of
+from keras_mp.numerics.batches import Batch, Structure
+from keras_mp.numerics.layer_calls import Called, Variables, floating, shape_of
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import attributes
 
 # Of a batch and of what the model made of it.
-Loss = Callable[[Batch, Any], tf.Tensor]
+Loss = Callable[[Batch, Structure], tf.Tensor]
+
+# What users give: a loss of `tf.keras`, by name or not, or a function of labels and predictions.
+GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
 
 
 def loss_of(
-    model: tf.keras.Model, compiled: tf.keras.Model, batch: Batch, loss: Any, is_a_copy: bool
+    model: tf.keras.Model,
+    compiled: tf.keras.Model,
+    batch: Batch,
+    loss: GivenLoss | None,
+    is_a_copy: bool,
 ) -> Loss:
     """Returns the loss of a model.
 
@@ -45,7 +52,7 @@ def given_loss(model: tf.keras.Model, function: Callable[..., tf.Tensor]) -> Los
         function: called with labels, predictions, and weights if the batch has any.
     """
 
-    def value(batch: Batch, prediction: Any) -> tf.Tensor:
+    def value(batch: Batch, prediction: Structure) -> tf.Tensor:
         weight = () if batch.sample_weight is None else (batch.sample_weight,)
         loss = tf.cast(tf.reduce_mean(function(batch.y, prediction, *weight)), tf.float32)
         return tf.add_n([loss, *(tf.cast(each, loss.dtype) for each in model.losses)])
@@ -64,18 +71,17 @@ def compiled_loss(model: tf.keras.Model, compiled: tf.keras.Model, is_a_copy: bo
     if is_a_copy:
         weights = (compiled.get_compile_config() or {}).get("loss_weights")
         model.compile("sgd", loss=getattr(compiled, "loss", None), loss_weights=weights)
-    with_loss = model if getattr(model, "loss", None) else compiled
+    with_loss: Any = model if getattr(model, "loss", None) else compiled
 
-    def value(batch: Batch, prediction: Any) -> tf.Tensor:
+    def value(batch: Batch, prediction: Structure) -> tf.Tensor:
         keras_api.build_loss(with_loss, prediction)
         with without_metrics(with_loss):
-            loss = with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
-        return cast(tf.Tensor, loss)
+            return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
 
     return value
 
 
-def signed_mean(batch: Batch | None, prediction: Any) -> tf.Tensor:
+def signed_mean(batch: Batch | None, prediction: Structure) -> tf.Tensor:
     """A loss without labels, to which every output matters as much, and none cancels another."""
     del batch
     random = np.random.default_rng(0)
@@ -87,7 +93,7 @@ def signed_mean(batch: Batch | None, prediction: Any) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def without_metrics(model: Any) -> Iterator[None]:
+def without_metrics(model: Called | Variables) -> Iterator[None]:
     """Leaves the metrics of a model or layer as they are, whatever the block shows them.
 
     To compute the loss that a model is compiled with updates some of them, which fails outside of

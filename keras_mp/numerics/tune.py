@@ -16,8 +16,9 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.conversion import convert, paths_in_config, units_by_path
 from keras_mp.numerics import batches as batches_of
-from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.batches import Batch, Batches
 from keras_mp.numerics.census import census
+from keras_mp.numerics.training_loss import GivenLoss
 from keras_mp.numerics.tune_search import Search
 from keras_mp.numerics.tuned import Tuned, TunedLayer
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
@@ -31,14 +32,14 @@ _KEPT_ASIDE = 4
 
 def tune(
     model: tf.keras.Model,
-    batches: Any,
+    batches: Batches,
     *,
     dtype: str = "float16",
     tolerance: float = 0.05,
-    loss: Any = None,
+    loss: GivenLoss | None = None,
     include: str | Iterable[str] = ("*",),
     leave_out: str | Iterable[str] = (),
-    held_out: Any = None,
+    held_out: Batches | None = None,
     seed: int = 0,
 ) -> Tuned:
     """Finds the policy of each layer: as much in 16 bits as a tolerance allows.
@@ -163,7 +164,7 @@ def tune(
     )
 
 
-def _divided(batches: Any, held_out: Any) -> tuple[list[Any], list[Any]]:
+def _divided(batches: Batches, held_out: Batches | None) -> tuple[list[Any], list[Any]]:
     """The batches to look for policies with, and those to keep aside."""
     found = []
     for name, each in (("batches", batches), ("held_out", held_out)):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +15,7 @@ from keras_mp.numerics.distances import relative
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.noise import is_noise, jitter
 from keras_mp.numerics.runs import Run, Runner, array, check_finite, named_weights, replay
-from keras_mp.numerics.training_loss import Loss, loss_of, signed_mean
+from keras_mp.numerics.training_loss import GivenLoss, Loss, loss_of, signed_mean
 from keras_mp.numerics.tuned import Errors
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.progress import Progress
@@ -70,7 +70,7 @@ class Search:
         reference: tf.keras.Model,
         units: dict[str, tf.keras.layers.Layer],
         policy: str,
-        loss: Any,
+        loss: GivenLoss | None,
         tolerance: float,
         made: Sequence[Batch],
         progress: Progress,

@@ -1,7 +1,6 @@
 """One batch at several loss scales and in several dtypes, and what each of them loses."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -10,7 +9,7 @@ from keras_mp import keras_api, losses
 from keras_mp.conversion import compute_dtypes, convert, units_by_path
 from keras_mp.layer_paths import layers_by_path, variables_by_path
 from keras_mp.numerics import batches
-from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
 from keras_mp.numerics.exponents import Histogram, exponent_of
 from keras_mp.numerics.layer_calls import Call, RandomNumbers
@@ -19,7 +18,13 @@ from keras_mp.numerics.noise import RMS_OF_JITTER, is_noise, jitter
 from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Row
 from keras_mp.numerics.reports import Report
 from keras_mp.numerics.runs import Run, Runner, array, check_finite, named_weights
-from keras_mp.numerics.training_loss import Loss, compiled_loss, given_loss, scale_in_training
+from keras_mp.numerics.training_loss import (
+    GivenLoss,
+    Loss,
+    compiled_loss,
+    given_loss,
+    scale_in_training,
+)
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
@@ -32,11 +37,11 @@ _Values = dict[tuple[str, str], tuple[np.ndarray, str]]
 
 def what_if(
     model: tf.keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Structure | Batches,
+    y: Structure = None,
+    sample_weight: Structure = None,
     *,
-    loss: Any = None,
+    loss: GivenLoss | Sequence[GivenLoss] | Mapping[str, GivenLoss] | None = None,
     dtypes: str | Iterable[str] = LOW_PRECISION_NAMES,
     scales: Sequence[float] = _SCALES,
     seed: int = 0,
@@ -118,7 +123,7 @@ def what_if(
 def _run_all(
     model: tf.keras.Model,
     batch: Batch,
-    loss: Any,
+    loss: GivenLoss | Sequence[GivenLoss] | Mapping[str, GivenLoss] | None,
     dtypes: Sequence[str],
     scales: Sequence[float],
     progress: Progress,
@@ -175,7 +180,7 @@ def _run_all(
     )
 
 
-def _converted(model: tf.keras.Model, dtype: str) -> Any:
+def _converted(model: tf.keras.Model, dtype: str) -> tf.keras.Model:
     if dtype == "float32":
         return convert(model, dtype)
     # Where the model is to compute in 16 bits, and no layer does, each has been kept in float32.
@@ -191,7 +196,11 @@ def _units(model: tf.keras.Model) -> dict[str, str]:
     return {path: unit for unit in units for path in paths if path.startswith(f"{unit}/")}
 
 
-def _loss(converted: tf.keras.Model, model: tf.keras.Model, loss: Any) -> Loss:
+def _loss(
+    converted: tf.keras.Model,
+    model: tf.keras.Model,
+    loss: GivenLoss | Sequence[GivenLoss] | Mapping[str, GivenLoss] | None,
+) -> Loss:
     if isinstance(loss, list | tuple | dict):
         converted.compile("sgd", loss=loss)
         return compiled_loss(converted, converted, is_a_copy=False)
