@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     model, batch = _load_model(options.model), load_batch(options.batch)
     try:
         result, status = options.look(model, batch, options)
-    except (TypeError, ValueError, tf.errors.OpError) as error:
-        # Such as labels of another shape, which TensorFlow or the loss notices.
+    except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
+        # Such as labels of another shape, which TensorFlow or the loss notices; or no matplotlib.
         _fail(f"{options.model} cannot be {options.looked_at}: {error}")
     print(result.to_text(options.rows))
     if options.json:
@@ -118,21 +118,10 @@ def _compare(
     if options.csv:
         comparison.to_csv(options.csv)
     if options.picture:
-        _draw(comparison, options.picture)
+        comparison.plot()[0].figure.savefig(options.picture, dpi=120)
     if not comparison.is_judged:
         return comparison, FAILED
     return comparison, FOUND if comparison.findings else SOUND
-
-
-def _draw(comparison: Comparison, path: str) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        _fail('--picture needs matplotlib: pip install "keras-mp[tutorials]"')
-    # Figure without pyplot draws with Agg and leaves the process's own backend alone.
-    figure = Figure(figsize=comparison.figure_size, layout="constrained")
-    comparison.plot(figure.subplots(2, sharex=True))
-    figure.savefig(path, dpi=120)
 
 
 def _tune(

@@ -1,7 +1,7 @@
 """The loss that a model is trained with: how it is computed, and what it is multiplied by."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ Loss = Callable[[Batch, Structure], tf.Tensor]
 
 # What users give: a loss of `tf.keras`, by name or not, or a function of labels and predictions.
 GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
+
+# The same, or one for each output, as `compile` takes them.
+GivenLosses = GivenLoss | Sequence[GivenLoss] | Mapping[str, GivenLoss]
 
 
 def loss_of(

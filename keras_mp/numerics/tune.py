@@ -166,20 +166,9 @@ def tune(
 
 def _divided(batches: Batches, held_out: Batches | None) -> tuple[list[Any], list[Any]]:
     """The batches to look for policies with, and those to keep aside."""
-    found = []
-    for name, each in (("batches", batches), ("held_out", held_out)):
-        if each is None and name == "held_out":
-            break
-        several = batches_of.several(each)
-        if several is None:
-            raise TypeError(
-                "Expected several batches: a tf.data.Dataset, a generator, or a list of tuples "
-                f"(x, y). Received: {name} of {type(each)}"
-            )
-        found.append(list(several))
-    if len(found) == 2:
-        return found[0], found[1]
-    [given] = found
+    given = _listed(batches, "batches")
+    if held_out is not None:
+        return given, _listed(held_out, "held_out")
     if len(given) < 2:
         raise ValueError(
             "Expected two batches at least, of which one is kept aside; or pass `held_out`. "
@@ -187,6 +176,16 @@ def _divided(batches: Batches, held_out: Batches | None) -> tuple[list[Any], lis
         )
     count = math.ceil(len(given) / _KEPT_ASIDE)
     return given[:-count], given[-count:]
+
+
+def _listed(batches: Batches, argument: str) -> list[tuple[Any, ...]]:
+    several = batches_of.several(batches)
+    if several is None:
+        raise TypeError(
+            "Expected several batches: a tf.data.Dataset, a generator, or a list of tuples "
+            f"(x, y). Received: {argument} of {type(batches)}"
+        )
+    return list(several)
 
 
 def _units(model: tf.keras.Model) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def what_if(
         return WhatIf.of_batches([what_if(model, *batch, **how) for batch in several])
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     tf.keras.utils.set_random_seed(seed)
-    with Progress("what_if", parts=2 + len(dtypes) * len(scales)) as progress:
+    with Progress("what_if", parts=2 + bool(dtypes) + len(dtypes) * len(scales)) as progress:
         return _run_all(model, batch, loss, dtypes, scales, progress)
 
 
@@ -135,15 +135,10 @@ def _run_all(
         loss_of_it = _loss(converted, model, loss)
         runners[dtype] = Runner(converted, batch, loss_of_it, numbers=numbers)
 
-    def run_in(dtype: str, scale: float) -> _Values:
-        progress.begin(f"in {dtype} at 2^{exponent_of(scale)}")
-        return _values(runners[dtype].run(scale))
-
-    made: dict[tuple[str, float], _Values] = {}
     if dtypes:
-        # The first run draws the random numbers: those of the narrowest dtype suit all.
-        first = max(dtypes, key=UNIT_ROUNDOFF.__getitem__), scales[0]
-        made[first] = run_in(*first)
+        progress.begin("for random numbers")
+        # The first run draws them: those of the narrowest dtype suit all.
+        runners[max(dtypes, key=UNIT_ROUNDOFF.__getitem__)].run()
     progress.begin("in float32")
     reference = runners["float32"].run()
     check_finite(reference, batch)
@@ -160,7 +155,8 @@ def _run_all(
     computed_in = {}
     for dtype in dtypes:
         for scale in scales:
-            values = made.pop((dtype, scale), None) or run_in(dtype, scale)
+            progress.begin(f"in {dtype} at 2^{exponent_of(scale)}")
+            values = _values(runners[dtype].run(scale))
             lost[dtype, scale] = {
                 row: Lost.of(*found, of_float32, 1.0 if row[0] == OUTPUT else scale)
                 for row, (of_float32, _) in expected.items()
