@@ -19,7 +19,7 @@ from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Row
 from keras_mp.numerics.reports import Report
 from keras_mp.numerics.runs import Run, Runner, array, check_finite, named_weights
 from keras_mp.numerics.training_loss import (
-    GivenLoss,
+    GivenLosses,
     Loss,
     compiled_loss,
     given_loss,
@@ -41,7 +41,7 @@ def what_if(
     y: Structure = None,
     sample_weight: Structure = None,
     *,
-    loss: GivenLoss | Sequence[GivenLoss] | Mapping[str, GivenLoss] | None = None,
+    loss: GivenLosses | None = None,
     dtypes: str | Iterable[str] = LOW_PRECISION_NAMES,
     scales: Sequence[float] = _SCALES,
     seed: int = 0,
@@ -123,7 +123,7 @@ def what_if(
 def _run_all(
     model: tf.keras.Model,
     batch: Batch,
-    loss: GivenLoss | Sequence[GivenLoss] | Mapping[str, GivenLoss] | None,
+    loss: GivenLosses | None,
     dtypes: Sequence[str],
     scales: Sequence[float],
     progress: Progress,
@@ -132,9 +132,8 @@ def _run_all(
     runners = {}
     for dtype in ("float32", *dtypes):
         converted = _converted(model, dtype)
-        loss_of_it = _loss(converted, model, loss)
-        runners[dtype] = Runner(converted, batch, loss_of_it, numbers=numbers)
-
+        value = _loss(converted, model, loss)
+        runners[dtype] = Runner(converted, batch, value, numbers=numbers)
     if dtypes:
         progress.begin("for random numbers")
         # The first run draws them: those of the narrowest dtype suit all.
@@ -192,11 +191,7 @@ def _units(model: tf.keras.Model) -> dict[str, str]:
     return {path: unit for unit in units for path in paths if path.startswith(f"{unit}/")}
 
 
-def _loss(
-    converted: tf.keras.Model,
-    model: tf.keras.Model,
-    loss: GivenLoss | Sequence[GivenLoss] | Mapping[str, GivenLoss] | None,
-) -> Loss:
+def _loss(converted: tf.keras.Model, model: tf.keras.Model, loss: GivenLosses | None) -> Loss:
     if isinstance(loss, list | tuple | dict):
         converted.compile("sgd", loss=loss)
         return compiled_loss(converted, converted, is_a_copy=False)
