@@ -1,4 +1,4 @@
-"""The batches that a tool looks at: as tensors, and what is wrong with one, if something is."""
+"""The batches that tools run models on: as tensors, with errors for those that do not fit."""
 
 import itertools
 import re
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 import tensorflow as tf
 
-# What errors have around the line that says what is wrong.
+# Lines of an error message around the one that says what is wrong.
 _AROUND = re.compile(
     r"\s*(File \"|in user code:|Exception encountered|(Call a|A)rguments received|•|Graph execution"
     r"|Detected at|Stack trace|\[\[\{\{node|$)"
@@ -27,7 +27,7 @@ Batches: TypeAlias = tf.data.Dataset | Iterator[Any] | Sequence[tuple[Structure,
 
 
 class Batch(NamedTuple):
-    """What `fit` takes for a step.
+    """The data of one step of `fit`.
 
     Attributes:
         x: tensor, or a structure of tensors.
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
     @property
     def data(self) -> tuple[Structure, ...]:
-        """What `train_step` takes."""
+        """The tuple that `train_step` takes."""
         if self.sample_weight is not None:
             return tuple(self)
         return (self.x, self.y) if self.y is not None else (self.x,)
@@ -64,7 +64,7 @@ class NotFinite(NamedTuple):
 def several(
     x: Structure | Batches, y: Structure = None, sample_weight: Structure = None
 ) -> Iterator[tuple[Any, ...]] | None:
-    """Returns the batches that a tool is given in place of one, or None if it is given one.
+    """Returns the batches if a tool was given several, or None if it was given one.
 
     Several batches are a `tf.data.Dataset`, a `Sequence` of Keras (`PyDataset`), a generator or
     another iterator, or a list of tuples: a list of arrays is one batch, with an array for each
@@ -113,7 +113,7 @@ def _is_list_of_tuples(x: Structure | Batches) -> bool:
 def as_fit_takes_it(
     model: tf.keras.Model, batch: Structure | Batches | tuple[Structure | Batches, ...]
 ) -> Batch:
-    """Makes tensors of a batch, in the dtypes that `fit` gives them.
+    """Converts a batch to tensors, in the dtypes that `fit` gives them.
 
     Args:
         model: a model of `tf.keras`.
@@ -184,7 +184,7 @@ def is_misfit(batch: Batch, error: Exception) -> bool:
 
 
 def misfit(what: str, batch: Batch, error: Exception) -> ValueError:
-    """Makes an error that has the shapes of the batch, of one that TensorFlow or Keras raised.
+    """Returns an error with the shapes of the batch, for one that TensorFlow or Keras raised.
 
     Args:
         what: str. What was run or traced, such as "the training step of 'model'".
@@ -201,7 +201,7 @@ def misfit(what: str, batch: Batch, error: Exception) -> ValueError:
 
 
 def reason(error: Exception) -> str:
-    """Returns the line of an error's message that says what is wrong, without where it came from.
+    """Returns the line of an error message that says what is wrong.
 
     Args:
         error: of TensorFlow or Keras, as it leaves a `tf.function`, or its call.

@@ -24,7 +24,7 @@ from keras_mp.numerics.tuned import Tuned
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# The exit status, for CI: nothing found, something found, nothing could be looked at.
+# The exit status, for CI: nothing found, something found, or a file that cannot be used.
 SOUND, FOUND, FAILED = 0, 1, 2
 
 _SAMPLES = ("x", "y", "sample_weight")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         result, status = options.look(model, batch, options)
     except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
-        # Such as labels of another shape, which TensorFlow or the loss notices; or no matplotlib.
+        # For example, labels of another shape, or matplotlib is missing.
         _fail(f"{options.model} cannot be {options.looked_at}: {error}")
     print(result.to_text(options.rows))
     if options.json:
@@ -262,13 +262,13 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    """Ends the program with a message and the exit status of what could not be looked at."""
+    """Ends the program with a message and the exit status for files that cannot be used."""
     print(message, file=sys.stderr)
     sys.exit(FAILED)
 
 
 def _path(*endings: str) -> Callable[[str], str]:
-    """A type of argument: a file in an existing folder, with one of these endings."""
+    """Returns a type of argument: a file in an existing folder, with one of these endings."""
 
     def check(text: str) -> str:
         if not text.endswith(endings) or not os.path.isdir(os.path.dirname(text) or "."):

@@ -1,15 +1,15 @@
-"""The same batch in two dtypes, side by side: where they part, and whether it is rounding.
+"""Compares a model in two dtypes on the same batch, and tells defects from rounding.
 
-A model in 16 bits is not where the same model in float32 is, and the deeper it is the less so.
-Whether that is a defect is told by two measurements.
+A model in 16 bits drifts away from the same model in float32, and more so the deeper it is. Two
+measurements tell whether that is a defect.
 
-Its own share: each layer gets what it got in 16 bits, inputs and upstream gradients, once more in
-float32. What it returns differs by what this layer did, and by nothing that came before.
+The layer's own share: each layer runs again in float32, on the inputs and upstream gradients that
+it had in 16 bits. The results differ by the errors of this layer alone.
 
-What rounding explains: the float32 layer gets inputs and weights that are moved at random by as
-much as rounding moves them, and what it returns is moved too. Layers that amplify such errors, or a
-ReLU at zero that goes the other way, do so here as well. A distance is given in units of the
-largest effect that a few such runs have.
+What rounding explains: the float32 model runs with inputs, weights and outputs that are moved at
+random by as much as rounding moves them. Layers that amplify such errors, or a ReLU whose input
+changes its sign, do so in these runs as well. Distances are given in units of the largest effect
+in a few such runs.
 """
 
 from collections.abc import Callable
@@ -158,9 +158,9 @@ def record(
 ) -> Record:
     """Runs a model and keeps what each layer returned, and the gradients, to compare them later.
 
-    For what cannot be run side by side: two commits, two machines, two versions of TensorFlow, two
-    checkpoints. Save it, and pass it to `compare_records` with another one. Large tensors are kept
-    as a sample of 65,536 numbers.
+    Use it for runs that cannot be made side by side: of two commits, two machines, two versions of
+    TensorFlow, two checkpoints. Save the record, and pass it to `compare_records` with another one.
+    Of a large tensor, a sample of 65,536 numbers is kept.
 
     Args:
         model: as for `compare`. It is run as it is.
@@ -200,11 +200,11 @@ def record(
 
 
 def compare_records(run: Record, reference: Record) -> Comparison:
-    """Says where two runs part that were recorded.
+    """Compares two recorded runs, and says where they part.
 
-    What a layer did itself cannot be told from what it was given, so that the findings are the
-    first layer whose outputs are further apart than rounding explains, and if there is none the
-    first on the way back.
+    A layer's own errors cannot be told from those of its inputs. So the finding is the first layer
+    whose outputs are further apart than rounding explains; if there is none, it is the first layer
+    of the backward pass whose gradients are.
 
     Args:
         run: what `record` returned, or `Record.load`.
@@ -247,7 +247,7 @@ def _pairs(run: Record, reference: Record) -> list[tuple[Layer, Layer]]:
 def _both(
     model: tf.keras.Model, policy: Any, reference: Any
 ) -> tuple[tf.keras.Model, tf.keras.Model]:
-    """The model in 16 bits, and what it is compared with."""
+    """Returns the model in 16 bits, and the reference."""
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
     is_narrow = not dtypes.isdisjoint(LOW_PRECISION_NAMES)
     has_reference = isinstance(reference, tf.keras.Model)
@@ -264,7 +264,7 @@ def _both(
 
 def _describe(model: tf.keras.Model) -> str:
     # A model that was loaded may have another policy than its layers.
-    # What a Sequential of Keras 3 makes when it is first called has the global policy.
+    # The model that a Sequential of Keras 3 makes when it is first called has the global policy.
     dtypes = compute_dtypes(model) & {*LOW_PRECISION_NAMES}
     has_its_own = not dtypes or model.compute_dtype in dtypes
     name = model.dtype_policy.name if has_its_own else " and ".join(sorted(dtypes))

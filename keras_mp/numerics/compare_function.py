@@ -1,9 +1,9 @@
-"""A function of tensors and variables, in 16 bits and in float32: where they part.
+"""Compares a function of tensors and variables in 16 bits and in float32.
 
-There are no layers here to be run one by one, so it is the operations that are looked at, in eager,
-in the order in which they run. What rounding explains is measured as for models: the function is
-run in float32, on arguments and variables that are moved at random by as much as rounding moves
-them. What an algorithm that is backward stable returns is not further off than that.
+A function has no layers, so its operations are compared, in the order in which they run in eager.
+What rounding explains is measured as for models: the function runs in float32, on arguments and
+variables that are moved at random by as much as rounding moves them. The result of a backward
+stable algorithm is not further off than that.
 """
 
 import contextlib
@@ -143,7 +143,7 @@ class _FunctionRunner(Runner):
     Args:
         function: of the user.
         args: its arguments, as tensors.
-        held: what has the variables.
+        held: Variables that it uses.
         numbers: RandomNumbers.
         under: makes the context manager that the function runs in.
     """
@@ -218,10 +218,9 @@ def _held(
     variables: tf.Module | Iterable[tf.Variable] | None,
     under: _Context,
 ) -> Variables:
-    """What stands for a model: has the variables.
+    """Runs the function once, and returns the variables that it uses.
 
-    The function is run once to see them; and so that those of its kernels that may be wrong have
-    been tried out before the run that is looked at.
+    That also tries out its kernels, which may have to be replaced before the runs to compare.
     """
     held = Variables(_listed(variables))
     with (
@@ -237,7 +236,7 @@ def _held(
 
 @contextlib.contextmanager
 def _as_first_read(tape: tf.GradientTape) -> Iterator[None]:
-    """Puts back the variables that a tape sees, to the values that the block first read."""
+    """Restores the variables that a tape watches to the values that the block first read."""
     seen: set[int] = set()
     read: list[tuple[Any, np.ndarray]] = []
 
@@ -245,7 +244,7 @@ def _as_first_read(tape: tf.GradientTape) -> Iterator[None]:
         if tf.executing_eagerly() and any(value.dtype == tf.resource for value in inputs):
             for variable in tape.watched_variables():
                 if id(variable) not in seen:
-                    # First, since to read it here comes back here.
+                    # First, since reading the variable calls this function again.
                     seen.add(id(variable))
                     read.append((variable, variable.numpy()))
 
@@ -258,7 +257,7 @@ def _as_first_read(tape: tf.GradientTape) -> Iterator[None]:
 
 
 def _numbered(names: Iterable[str], values: Iterable[_Value]) -> dict[str, _Value]:
-    """A dict in which the second of one name gets "_1" at its end, and so on, as in a graph."""
+    """Returns a dict; of equal names, the second ends with "_1" and so on, as in a graph."""
     unique_name = tf.Graph().unique_name
     return {unique_name(name): value for name, value in zip(names, values)}
 
@@ -266,7 +265,7 @@ def _numbered(names: Iterable[str], values: Iterable[_Value]) -> dict[str, _Valu
 def _pairs(
     run: Run, exact: Run, layers: Sequence[Layer], references: Sequence[Layer]
 ) -> list[tuple[Layer, Layer]]:
-    """The same operations in two runs, and results, variables and arguments of the same names."""
+    """Pairs the operations of two runs, and results, variables and arguments by name."""
     narrow, wide = (_operations(each) for each in (run, exact))
     pairs = [(layers[i], references[j]) for i, j in matches(narrow, wide)]
     others = {layer.path: layer for layer in references[len(wide) :]}
@@ -281,7 +280,7 @@ def _operations(run: Run) -> list[KeptOperation]:
 def _explained(
     finding: Finding, pairs: Sequence[tuple[Layer, Layer]], run: Run, exact: Run, dtype: str
 ) -> Finding:
-    """The finding with what its operation does, and with its line."""
+    """Returns the finding with an explanation and the line of its operation."""
     is_forward = finding.direction == "forward"
     path, other = next((a.path, b.path) for a, b in pairs if a.path == finding.path)
     line = next((each.layer.line for each in run.calls if each.layer and each.path == path), None)
@@ -297,7 +296,7 @@ def _explained(
 
 
 def _until(run: Run, path: str | None) -> Kept:
-    """The operations of a run, up to the one of that name if there is one."""
+    """Returns the operations of a run, up to the one with that name if there is one."""
     kept = copy.copy(cast(Kept, run.kept))
     last = next((i for i, call in enumerate(run.calls, 1) if call.path == path), None)
     kept.operations = kept.operations[:last]

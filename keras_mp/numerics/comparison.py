@@ -1,4 +1,4 @@
-"""What two runs are apart, layer by layer: as a table, as a picture, as JSON."""
+"""The results of a comparison, layer by layer: as a table, as a picture, as JSON."""
 
 import csv
 import dataclasses
@@ -13,7 +13,7 @@ from keras_mp.support import json_text, text_tables
 
 _EXPLAINED = "Rounding explains all differences."
 
-# What is known of a layer, and what each of these says.
+# The distances of a layer, and the measures of each.
 _SIDES = ("output", "own_output", "gradient", "own_gradient")
 _MEASURES = ("relative", "units", "sqnr", "cosine")
 
@@ -113,7 +113,7 @@ class Comparison:
 
     @classmethod
     def of_batches(cls, found: "Sequence[Comparison]") -> "Comparison":
-        """Puts those of several batches together: the worst of each.
+        """Combines the comparisons of several batches: the worst distance of each layer.
 
         Args:
             found: one for each batch. A single one is returned as it is.
@@ -139,7 +139,7 @@ class Comparison:
 
     @property
     def mean(self) -> "Comparison":
-        """The same with the means of all batches as distances; of a single batch, itself."""
+        """The comparison with the mean distances of all batches."""
         if not self.batches:
             return self
         return dataclasses.replace(self, layers=_joined(self.batches, _mean_distance))
@@ -151,7 +151,7 @@ class Comparison:
 
     @property
     def is_judged(self) -> bool:
-        """Whether anything is known: if the reference has a finite loss, or there are findings.
+        """Whether the reference has a finite loss, or there are findings.
 
         Example:
 
@@ -177,7 +177,7 @@ class Comparison:
             return f"{_EXPLAINED} {' and '.join(names)}"
         lines = list(self._lines(rows))
         if rows is not None:
-            # Wrapped where it was written as sentences; a table has its width.
+            # Sentences are wrapped; lines of a table are short enough.
             lines = [part for line in lines for part in text_tables.wrapped(line, "   ")]
         return "\n".join(lines)
 
@@ -204,9 +204,9 @@ class Comparison:
                 writer.writerow((row.path, row.kind, row.dtype, *cells))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all of it as dicts, lists, strings and numbers.
+        """Returns the comparison as dicts, lists, strings and numbers.
 
-        What is infinite is the string "inf", since JSON has no such number.
+        Infinity is the string "inf", since JSON has no such number.
         """
         described = json_text.plain(dataclasses.asdict(self))
         if not self.batches:
@@ -214,7 +214,7 @@ class Comparison:
         return described
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """Returns it as JSON, and writes that to a file if there is a path."""
+        """Returns the comparison as JSON, and writes it to a file if there is a path."""
         return json_text.to_json(self.to_dict(), path)
 
     def plot(self, axes: Any = None) -> Any:
@@ -322,7 +322,7 @@ class Comparison:
 def _joined(
     found: Sequence[Comparison], join: Callable[[list[Distance]], Distance | None]
 ) -> list[ComparedLayer]:
-    """Makes one row of those that the same call of a layer has on several batches."""
+    """Combines the rows of each call of a layer, one for each batch."""
     calls: dict[tuple[str, int], list[ComparedLayer]] = {}
     for one in found:
         counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What went wrong inside of one call of a layer: the operation, and what it did to its numbers."""
+"""Finds the operation that went wrong inside of one call of a layer, and explains it."""
 
 import difflib
 import math
@@ -19,22 +19,22 @@ _PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype"
 _POLES = op_table.ops("divisions", "reciprocals", "powers") | {"Log"}
 _DIFFERENCES = op_table.ops("additions", "squared differences")
 
-# A result that is that much smaller than what it is computed from has lost that many units.
+# A difference that is so many times smaller than its inputs is called a cancellation.
 _CANCELS = 32
 
-# The smallest number above zero, a subnormal one.
+# The smallest subnormal number above zero.
 _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149}
 
-# A smaller share of zeros is not worth a word.
+# A smaller share of zeros is not mentioned.
 _FEW_ZEROS = 0.01
 
 
 class Explanation(NamedTuple):
-    """What was found in a call.
+    """The explanation of a finding.
 
     Attributes:
-        what: str. The operation, and what it did.
-        line: str or None. The line that it comes from.
+        what: str. The operation and its error.
+        line: str or None. The line of the program.
     """
 
     what: str
@@ -77,7 +77,7 @@ def explain(narrow: Kept, wide: Kept, side: str, dtype: str) -> Explanation | No
 def matches(
     narrow: Sequence[KeptOperation], wide: Sequence[KeptOperation]
 ) -> Iterator[tuple[int, int]]:
-    """Yields which operations of two runs are the same, by their places in both."""
+    """Yields the indices of the operations that two runs have in common."""
     kinds = [[(op.type, op.is_gradient) for op in ops] for ops in (narrow, wide)]
     matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
     for start, other, count in matcher.get_matching_blocks():
@@ -91,7 +91,7 @@ def _arrays(tensors: Iterable[tf.Tensor]) -> list[np.ndarray]:
 def _both(
     narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Those of floating point that have the same shape in both, as arrays."""
+    """Yields the floating-point tensors with the same shape in both, as arrays."""
     for n, w in zip(narrow, wide):
         if is_floating(n) and is_floating(w) and n.shape == w.shape:
             yield array(n), array(w)
@@ -102,7 +102,7 @@ def _apart(narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]) -> float:
 
 
 def _lost_inputs(op: KeptOperation, exact: KeptOperation, dtype: str, kept: Kept) -> str | None:
-    """Whether an input that no operation has computed is missing in 16 bits."""
+    """Describes an input that 16 bits do not hold, unless an operation has computed it."""
     given = [(n, w) for n, w in zip(op.inputs, exact.inputs) if not kept.is_computed(n)]
     for n, w in _both(*zip(*given)) if given else ():
         largest = np.abs(w).max(initial=0)
@@ -162,14 +162,14 @@ def _inexact(op: KeptOperation, exact: KeptOperation, dtype: str) -> str:
 
 
 def _spacing(size: float, dtype: str) -> float:
-    """How far the numbers of a dtype are apart that are about so large."""
+    """Returns the distance between neighbouring numbers of a dtype that are about so large."""
     if not 0 < size < math.inf:
         return 0.0
     return 2.0 ** math.floor(math.log2(size)) * 2 * UNIT_ROUNDOFF[dtype]
 
 
 def _terms(operation: KeptOperation) -> int:
-    """Of how many terms each result is the sum."""
+    """Returns how many terms are summed for each result."""
     sizes = [math.prod(shape_of(v)) for v in operation.inputs if is_floating(v)]
     result = max(math.prod(shape_of(v)) for v in operation.outputs)
     if not sizes or not result:

@@ -1,7 +1,7 @@
-"""The calls of layers, one by one: what goes in, what comes out, with which random numbers.
+"""Watches the calls of layers: their inputs, their outputs and the random numbers they draw.
 
-Everything runs in eager, so that a call of a layer is a call of a Python function. What is watched
-is `call` of each layer: its arguments have been cast by then, and what it returns goes on.
+Everything runs in eager, so that a call of a layer is a call of a Python function. The method
+`call` of each layer is watched: its arguments have been cast by then.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from keras_mp.layer_paths import layers_by_path
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.support import attributes
 
-# Random operations are called through these modules. Of the functions in them, those that draw.
+# The modules through which random operations are called, and the names of those that draw.
 _RANDOM_MODULES = (
     "gen_random_ops",
     "gen_stateful_random_ops",
@@ -33,7 +33,7 @@ Position = tuple[int, ...]
 
 
 class Variables(NamedTuple):
-    """What stands for a model where a function is run.
+    """Stands for a model where a function is run.
 
     Attributes:
         weights: list of the variables that the function uses.
@@ -43,7 +43,7 @@ class Variables(NamedTuple):
 
     @property
     def variables(self) -> list[Any]:
-        """The same, by the other name that a layer has for them."""
+        """The same list, by the other name that layers have for it."""
         return self.weights
 
 
@@ -58,10 +58,10 @@ class Call:
     """One call of a layer, or of a loss or an operation.
 
     Attributes:
-        position: which call it is within the call around it, from the outermost to this one. Two
-            runs of the same model have the same positions, whatever their layers are called.
+        position: the number of the call within the call around it, from the outermost to this one.
+            Calls of two runs of the same model have the same positions, whatever the layers' names.
         path: str. The names of the layers from below the model to this one; of the model its name.
-        kind: str. The class of the layer, or what else it is.
+        kind: str. The class of the layer, the type of an operation, or "loss".
         layer: the layer, or what else was called.
         args: its positional arguments.
         kwargs: its keyword arguments.
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def dtype(self) -> str:
-        """The coarsest dtype of what goes in, of what comes out, and that it computes in.
+        """The coarsest of the dtypes of inputs and outputs and of the compute dtypes.
 
         A model that was loaded may have another policy than the layers inside of it.
         """
@@ -102,24 +102,23 @@ class Call:
         return UNIT_ROUNDOFF[self.dtype]
 
     def contains(self, other: "Call") -> bool:
-        """Whether the other was made inside of this one."""
+        """Whether the other call was made inside of this one."""
         around = other.position[: len(self.position)]
         return other.position != self.position and self.position == around
 
 
 class RandomNumbers:
-    """Numbers that the first run drew, for the others to use.
+    """Keeps the random numbers that the first run draws, for the other runs.
 
-    TensorFlow draws other numbers in float16 than in float32, from the same seed. So it is not the
-    seeds that are kept, but what came of them. Let the narrowest dtype run first: to cast its
-    numbers changes none of them.
+    TensorFlow draws other numbers in float16 than in float32 from the same seed, so the numbers
+    are kept. Let the narrowest dtype run first: wider dtypes hold its numbers exactly.
     """
 
     def __init__(self) -> None:
         self._drawn: dict[tuple[Position, int], tf.Tensor] = {}
 
     def take(self, position: Position, count: int, own: tf.Tensor) -> tf.Tensor:
-        """Returns what was drawn at that place, or keeps and returns `own`."""
+        """Returns the numbers that were drawn at that place, or keeps and returns `own`."""
         drawn = self._drawn.setdefault((position, count), own)
         return tf.cast(drawn, own.dtype) if drawn.shape == own.shape else own
 
@@ -131,9 +130,9 @@ class Watch:
         calls: list of Call, each when it ends: those inside of a layer come before its own.
 
     Args:
-        numbers: RandomNumbers. Shared by runs that are to be compared.
-        change: called with each floating-point tensor that a layer returns; what it returns goes
-            on in its place. By default nothing is changed.
+        numbers: RandomNumbers. Runs that are to be compared share them.
+        change: called with each floating-point tensor that a layer returns; the result takes its
+            place. By default nothing is changed.
         start: the position of the first call.
     """
 
@@ -143,7 +142,7 @@ class Watch:
         self.calls: list[Call] = []
         self._numbers = numbers
         self._change = change
-        # The position of the next call, and of each call that is going on the numbers drawn.
+        # The position of the next call, and how many times each call around it has drawn numbers.
         self._next, self._around, self._counts = start[-1], start[:-1], [0]
 
     def run(
@@ -155,7 +154,7 @@ class Watch:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Calls something, as a layer of that name and kind."""
+        """Calls a function, and notes that as the call of a layer of that name and kind."""
         position, outside = (*self._around, self._next), self._around
         self._around, self._next = position, 0
         self._counts.append(0)
@@ -174,7 +173,7 @@ class Watch:
         """Watches a model or layer, with the layers inside of it, and the numbers that are drawn.
 
         Args:
-            root: the model or layer. Of what has no `call`, only the numbers are watched.
+            root: the model or layer. If it has no `call`, only the numbers are watched.
         """
         with contextlib.ExitStack() as stack:
             seen: set[int] = set()
@@ -214,25 +213,25 @@ class Watch:
 
 
 def floating(structure: Any) -> list[tf.Tensor]:
-    """The floating-point tensors in a structure, each once."""
+    """Returns the floating-point tensors in a structure, each once."""
     found = {id(value): value for value in tf.nest.flatten(structure) if is_floating(value)}
     return list(found.values())
 
 
 def map_floating(change: Change, structure: _Structure) -> _Structure:
-    """The structure with other tensors in the place of those of floating point."""
+    """Returns the structure, with its floating-point tensors changed."""
     return tf.nest.map_structure(
         lambda value: change(value) if is_floating(value) else value, structure
     )
 
 
 def is_floating(value: object) -> TypeGuard[tf.Tensor]:
-    """Whether it is a tensor of floating-point numbers."""
+    """Whether a value is a floating-point tensor."""
     return isinstance(value, tf.Tensor) and value.dtype.is_floating
 
 
 def shape_of(tensor: tf.Tensor) -> tuple[int, ...]:
-    """The shape of an eager tensor."""
+    """Returns the shape of an eager tensor."""
     return cast(tuple[int, ...], tuple(tensor.shape))
 
 
@@ -244,7 +243,7 @@ def _draws(name: str, function: Any) -> bool:
 
 @contextlib.contextmanager
 def _eager_functions() -> Iterator[None]:
-    """Inside, what `tf.function` has made runs in eager as well."""
+    """Runs functions that `tf.function` made in eager inside of the block."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:
@@ -254,7 +253,7 @@ def _eager_functions() -> Iterator[None]:
 
 
 def _named(root: Called | None) -> Iterator[tuple[str, Any]]:
-    """Yields a model or layer and what is inside that can be called, with their paths."""
+    """Yields a model or layer, and the layers inside of it, with their paths."""
     if root is None or not hasattr(root, "call"):
         return
     yield root.name, root

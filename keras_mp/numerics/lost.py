@@ -1,4 +1,4 @@
-"""What runs in 16 bits have lost of what a run in float32 has: as a table, as CSV and JSON."""
+"""The values that runs in 16 bits lose, compared with float32: as a table, as CSV and JSON."""
 
 import csv
 import dataclasses
@@ -20,12 +20,12 @@ from keras_mp.support import text_tables
 
 _SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 
-# So many scales fit beside names that can be read.
+# So many columns of scales fit beside readable names.
 _MOST_SCALES = 9
 
 
 class Lost(NamedTuple):
-    """What a run in 16 bits has lost of a tensor that a run in float32 has.
+    """The values of a tensor that a run in 16 bits has lost, compared with float32.
 
     Attributes:
         values: int. How many values are finite and not zero in float32.
@@ -50,13 +50,13 @@ class Lost(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray, dtype: str, expected: np.ndarray, scale: float) -> "Lost":
-        """Measures it.
+        """Counts what is lost.
 
         Args:
             values: array of float64, of a run in 16 bits.
-            dtype: str. What they were computed in.
+            dtype: str. The dtype that they were computed in.
             expected: array of float64, of the run in float32.
-            scale: float. What the former are multiplied by.
+            scale: float. The loss scale that `values` are multiplied by.
         """
         is_finite, counts = np.isfinite(values), np.isfinite(expected) & (expected != 0)
         subnormal = counts & (values != 0) & (np.abs(values) < _SMALLEST_NORMAL.get(dtype, 0.0))
@@ -76,13 +76,13 @@ class Lost(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Which share of the values is zero, from 0 to 1."""
+        """The share of the values that is zero, from 0 to 1."""
         return self.zero / self.values if self.values else 0.0
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class WhatIf:
-    """What was found: `what_if` returns it.
+    """The results of `what_if`.
 
     `result[dtype, scale]` is a dict of (kind, path) and `Lost`; `str(result)` is a table.
 
@@ -143,7 +143,7 @@ class WhatIf:
 
     @classmethod
     def of_batches(cls, found: "Sequence[WhatIf]") -> "WhatIf":
-        """Puts those of several batches together: the worst of each.
+        """Combines the results of several batches: the worst of each.
 
         Args:
             found: one for each batch. A single one is returned as it is.
@@ -154,7 +154,7 @@ class WhatIf:
 
     @property
     def mean(self) -> "WhatIf":
-        """The same with the means of all batches: counts are sums, errors are means."""
+        """The results over all batches: counts are sums, errors are means."""
         return self._joined(self.batches, _mean) if self.batches else self
 
     @staticmethod
@@ -193,7 +193,7 @@ class WhatIf:
         return self.lost[dtype, float(scale)]
 
     def good_scales(self, dtype: str, tolerance: float = 0.0) -> list[float]:
-        """Tells at which scales no gradient has lost anything.
+        """Returns the scales at which no gradient has lost anything.
 
         Args:
             dtype: one of `dtypes`.
@@ -222,7 +222,7 @@ class WhatIf:
         }
 
     def table(self, dtype: str, kind: str = GRADIENT, rows: int | None = None) -> str:
-        """Returns a table of rows by scales: which share has become zero, or infinite.
+        """Returns a table of rows by scales, of the shares that become zero or infinite.
 
         Args:
             dtype: one of `dtypes`.
@@ -338,20 +338,20 @@ def rank(lost: Sequence[Lost], is_noise: bool) -> tuple[float, float, float]:
         lost: sequence of `Lost`, at each scale.
         is_noise: bool. Whether it is in `WhatIf.noise`.
     """
-    # That whose smallest loss is the largest cannot be helped by a scale.
+    # No scale helps a row whose smallest loss is large.
     shares = [1.0 if each.infinite else each.share for each in lost]
     return float(not is_noise), min(shares), sum(shares)
 
 
 def _spread(scales: Sequence[float], most: int) -> Sequence[float]:
-    """So many of the scales at most, the first and the last among them."""
+    """Returns so many of the scales at most, the first and the last among them."""
     if len(scales) <= most:
         return scales
     return [scales[round(i)] for i in np.linspace(0, len(scales) - 1, most)]
 
 
 def _harm(lost: Lost) -> tuple[bool, float, float]:
-    """How bad it is, larger if it is worse."""
+    """Returns how bad a loss is, larger if it is worse."""
     return bool(lost.infinite), lost.share, lost.error
 
 

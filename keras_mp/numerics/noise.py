@@ -1,4 +1,4 @@
-"""Noise of the size of roundings, for runs that show what rounding explains."""
+"""Random noise of the size of rounding errors, to measure what rounding explains."""
 
 import contextlib
 import math
@@ -11,16 +11,17 @@ import tensorflow as tf
 from keras_mp.numerics.distances import relative
 from keras_mp.numerics.layer_calls import Called, Variables, map_floating, shape_of
 
-# How far a run with noise moves each number: twice as far as rounding does at most. Rounding that
-# flips a ReLU is then found out by a few such runs. (Rounding one number of a tensor is on average
-# a third of the unit roundoff, and this noise is one unit.)
+# How far a run with noise moves each number at most, in unit roundoffs: twice as far as rounding
+# does. A few such runs then also flip the ReLUs that rounding may flip. (The mean error of rounding
+# is a third of the unit roundoff, and the mean of this noise is one unit.)
 NOISE = 2.0
 
 # The largest effect of so many runs with noise is what rounding explains.
 NOISY_RUNS = 4
 
-# By what share of each numbers are moved at most, to tell which gradients are rounding noise of
-# float32, whose unit roundoff is 2**-24; and from which change on, relative to its size, one is.
+# To find the gradients that are rounding noise of float32, whose unit roundoff is 2**-24, numbers
+# are moved by up to this share of their size. A gradient is noise if it changes by more than this
+# share of its own size.
 _JITTER, _NOISE = 2.0**-20, 0.5
 
 # The root mean square of that share.
@@ -30,7 +31,7 @@ _Structure = TypeVar("_Structure")
 
 
 class Noise:
-    """What rounding may do, done to a run in float32: numbers are moved at random.
+    """Moves numbers of a run in float32 at random, as far as rounding may.
 
     Where the backward error of an algorithm is small, what it returns is what the exact one would
     return for inputs that differ by a few roundings (N. Higham, "Accuracy and Stability of
@@ -49,8 +50,8 @@ class Noise:
     def __call__(self, value: tf.Tensor) -> tf.Tensor:
         """Moves each number, by up to twice the unit roundoff of its size.
 
-        A mask of zeros and ones is left alone: every dtype holds it, and what is masked would not
-        be any more, where a layer multiplies 1 - mask by a large number.
+        A mask of zeros and ones is left alone. Every dtype holds it exactly, and with noise a layer
+        that multiplies 1 - mask by a large number would mask something else.
         """
         if tf.reduce_all((value == 0) | (value == 1)):
             return value
@@ -63,7 +64,7 @@ class Noise:
         return map_floating(self, structure)
 
     def both_ways(self, value: tf.Tensor) -> tf.Tensor:
-        """The same, and the gradient on its way back is moved too."""
+        """Moves each number, and the gradient in the backward pass too."""
 
         @tf.custom_gradient
         def moved(value: tf.Tensor) -> tuple[tf.Tensor, "Noise"]:
@@ -89,7 +90,7 @@ class Noise:
 
 
 def jitter(seed: int = 0) -> Noise:
-    """Noise that moves numbers by so little that only gradients that are noise change with it."""
+    """Returns noise that is so small that only gradients that are noise change with it."""
     return Noise(_JITTER / NOISE, seed)
 
 

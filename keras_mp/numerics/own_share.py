@@ -1,4 +1,4 @@
-"""What each layer itself loses: it is run again in both dtypes, on what it got in 16 bits."""
+"""The errors of each layer alone: it runs again in both dtypes, on its inputs in 16 bits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from keras_mp.numerics.records import SIDES, Layer
 from keras_mp.numerics.records import explain as explain_by_noise
 from keras_mp.numerics.runs import Replay, Run
 
-# A layer amplifies rounding if what it returns moves by that many times what its inputs do, and if
-# in this batch the two runs are so many times further apart behind it than before.
+# A layer amplifies rounding if its outputs move so many times as far as its inputs, and if on this
+# batch the outputs of the two runs are so many times further apart than the inputs.
 _AMPLIFIES, _RISES = 64.0, 16.0
 
 
 class _Own(NamedTuple):
-    """What a layer does to the same inputs.
+    """How far a layer is off, given the same inputs in both dtypes.
 
     Attributes:
         forward: Distance, or None.
         backward: Distance, or None.
-        amplification: float. How much further than its inputs noise moves its outputs.
+        amplification: float. How many times as far as its inputs noise moves its outputs.
     """
 
     forward: Distance | None = None
@@ -66,9 +66,8 @@ def judge(
         numbers: RandomNumbers that both drew.
 
     Returns:
-        The rows, with what is each layer's own; and the findings, in the order in which things
-        happened. Of layers inside of each other the innermost is named, and what gets numbers that
-        are not finite is not blamed for what it makes of them.
+        The rows, with each layer's own distances; and the findings, the forward pass first. Of
+        nested layers, the innermost is named. A layer whose inputs are not finite is not blamed.
     """
     judged: list[ComparedLayer] = []
     forward: list[_Culprit] = []
@@ -79,7 +78,7 @@ def judge(
         if any(call.contains(culprit.call) for culprit in forward):
             continue
         if own.forward is not None and own.forward.units > LIMIT:
-            # A pooling with the maximum makes finite numbers of NaN, which say nothing either.
+            # Max pooling turns NaN into finite numbers, which are no evidence either.
             if not forward or _off_before(call, wide) <= 1:
                 forward.append(_Culprit(call, wide, "forward", own.forward))
             continue
@@ -90,7 +89,7 @@ def judge(
         is_inside = any(call.contains(culprit.call) for culprit in backward)
         if own.backward is not None and own.backward.units > LIMIT and not is_inside:
             backward.append(_Culprit(call, wide, "backward", own.backward))
-    # The gradients came the other way. A cell that is called for each time step is named once.
+    # Gradients come in reverse order. A cell that is called for each time step is named once.
     first: dict[tuple[str, str], _Culprit] = {}
     for culprit in (*forward, *reversed(backward)):
         first.setdefault((culprit.call.path, culprit.side), culprit)
@@ -102,8 +101,8 @@ def _own(call: Call, wide: Call, run: Run, numbers: RandomNumbers) -> _Own:
     narrow = runs.replay(call, call.layer, upstream, numbers=numbers)
     before, again = map(runs.array, call.outputs), map(runs.array, narrow.outputs)
     if not runs.are_finite(call.inputs) or not all(map(_same, before, again)):
-        # It draws numbers in a way of its own, or remembers something, or only passes on what
-        # another one has done.
+        # The layer draws random numbers in a way of its own or has a state, or its inputs are
+        # spoilt already.
         return _Own()
 
     def in_float32(noise: Noise | None = None) -> Layer:
@@ -141,7 +140,7 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _amplification(call: Call, wide: Call, row: ComparedLayer, amplification: float) -> str | None:
-    """Says so if a layer blows up what the runs were apart before."""
+    """Describes how much a layer amplifies the distance of its inputs, if it does."""
     if amplification <= _AMPLIFIES or row.output is None:
         return None
     before = _off_before(call, wide)
@@ -154,7 +153,7 @@ def _amplification(call: Call, wide: Call, row: ComparedLayer, amplification: fl
 
 
 def _off_before(call: Call, wide: Call) -> float:
-    """How far what goes in is apart in the two runs."""
+    """Returns how far the inputs of a call are apart in the two runs."""
     pairs = zip(call.inputs, wide.inputs)
     return max((relative(runs.array(n), runs.array(w)) for n, w in pairs), default=0.0)
 

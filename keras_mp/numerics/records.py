@@ -1,4 +1,4 @@
-"""What a run of a model left, layer by layer, in a form that can be kept in a file."""
+"""The outputs and gradients of a run, layer by layer, in a form that can be saved."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from keras_mp.numerics.layer_calls import Call
 from keras_mp.numerics.noise import NOISY_RUNS, Noise
 from keras_mp.numerics.runs import Run, Runner, array, named_weights
 
-# Of a larger tensor, so many numbers at equal distances stand for all of them.
+# A larger tensor is represented by so many of its numbers, at equal distances.
 _MOST_VALUES = 2**16
 
 _FORMAT = 1
@@ -40,7 +40,7 @@ class Quantity:
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Quantity":
-        """Makes one of all numbers of a tensor."""
+        """Samples a tensor."""
         flat = values.ravel()
         stride = math.ceil(flat.size / _MOST_VALUES) or 1
         return cls(flat[::stride], int(np.count_nonzero(~np.isfinite(flat))))
@@ -70,13 +70,13 @@ class Layer:
     def of(
         cls, call: Call, outputs: Iterable[tf.Tensor], gradients: Mapping[str, np.ndarray]
     ) -> "Layer":
-        """Makes one of a call, of what it returned, and of the gradients of that and of weights."""
+        """Makes the layer of a call, of its outputs, and of gradients by name."""
         forward = {f"output {i}": Quantity.of(array(each)) for i, each in enumerate(outputs)}
         backward = {name: Quantity.of(each) for name, each in gradients.items()}
         return cls(call.path, call.kind, call.dtype, call.unit, forward, backward)
 
     def quantities(self) -> Iterator[tuple[str, str, Quantity]]:
-        """Yields the quantities, each with its side and its name."""
+        """Yields the side, the name and the quantity of each tensor."""
         for side in SIDES:
             for name, quantity in getattr(self, side).items():
                 yield side, name, quantity
@@ -84,7 +84,7 @@ class Layer:
 
 @dataclasses.dataclass
 class Record:
-    """What one run of a model left. `keras_mp.numerics.record` makes it.
+    """The outputs and gradients of one run of a model, as `keras_mp.numerics.record` returns them.
 
     Attributes:
         name: str. What was run, and in which dtype.
@@ -107,7 +107,7 @@ class Record:
     loss_scale: float
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes it to a file, which `load` reads: here, or in another version of the program.
+        """Writes the record to a file, which `load` reads: here, or in another program.
 
         Args:
             path: of the file, which ends with ".npz".
@@ -124,12 +124,12 @@ class Record:
                 arrays[f"{i}/{side}/{name}"] = quantity.values
                 description[side][name] = [quantity.not_finite, quantity.explained]
         arrays["description"] = np.array(json.dumps(described))
-        # NumPy declares no arrays by names of one's own.
+        # NumPy's stubs take keyword arguments for options.
         np.savez_compressed(path, **arrays)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Record":
-        """Reads what `save` wrote.
+        """Reads a record that `save` wrote.
 
         Args:
             path: of the file.
@@ -145,7 +145,7 @@ class Record:
             f"Received: path={os.fspath(path)!r}"
         )
         if not zipfile.is_zipfile(path):
-            os.stat(path)  # Is there any?
+            os.stat(path)  # An error says so if there is no file.
             raise other
         with np.load(path, allow_pickle=False) as file:
             described = json.loads(str(file["description"])) if "description" in file else {}
@@ -162,7 +162,7 @@ class Record:
 
 
 def layers_of(run: Run) -> list[Layer]:
-    """Returns what each call of a run left, and weights without a call: those of a function."""
+    """Returns a layer for each call of a run, and one for each weight that belongs to no call."""
     left = run.weight_gradients()
     names = {id(weight): name for name, weight in named_weights(run.model).items()}
     layers = []
@@ -173,7 +173,7 @@ def layers_of(run: Run) -> list[Layer]:
             if gradient is not None
         }
         for weight in getattr(call.layer, "trainable_weights", ()):
-            # What is inside comes first, and takes its weights away from what is around it.
+            # A layer inside of another one comes first, so its weights are counted there.
             name = names.pop(id(weight), None)
             if name in left:
                 gradients[name] = left.pop(name)
@@ -186,26 +186,26 @@ def layers_of(run: Run) -> list[Layer]:
 
 
 def explain(layers: Sequence[Layer], moved: Sequence[Layer]) -> None:
-    """Notes in layers that rounding explains what noise has moved.
+    """Raises what rounding explains to what noise has moved.
 
     Args:
         layers: of a run.
         moved: of the same run with noise.
     """
     if [layer.path for layer in layers] != [layer.path for layer in moved]:
-        return  # Numbers decide what is called.
+        return  # The calls depend on the numbers.
     for layer, other in zip(layers, moved):
         for side, name, quantity in layer.quantities():
             found = getattr(other, side).get(name)
             distance = math.inf
-            # What a layer both returns and uses has no gradient as the moved output.
+            # A tensor that its layer returns and also uses has no gradient once noise replaces it.
             if found is not None and found.values.shape == quantity.values.shape:
                 distance = apart(found.values, quantity.values)
             quantity.explained = max(quantity.explained, distance)
 
 
 def explained_layers(runner: Runner, run: Run, unit: float) -> list[Layer]:
-    """Returns what each call left, with what rounding explains: runs with noise tell.
+    """Returns the layers of a run, with what rounding explains, which runs with noise measure.
 
     Args:
         runner: Runner that made the run.

@@ -1,4 +1,4 @@
-"""Runs a model forwards and backwards, and again call by call, on inputs that are given."""
+"""Runs a model forwards and backwards, and single calls of its layers again."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ LOSS = "loss"
 
 
 class Run(NamedTuple):
-    """What one run left.
+    """The calls and gradients of one run.
 
     Attributes:
         model: what was run.
@@ -60,27 +60,27 @@ class Run(NamedTuple):
         return max((call.dtype for call in self.calls), key=UNIT_ROUNDOFF.__getitem__)
 
     def is_finite(self) -> bool:
-        """Whether all gradients are."""
+        """Whether all gradients are finite."""
         return are_finite(self.all_gradients())
 
     def all_gradients(self) -> list[tf.Tensor]:
-        """Those of outputs and of weights, multiplied by the loss scale."""
+        """The gradients of outputs and of weights, multiplied by the loss scale."""
         of_outputs = tf.nest.flatten(list(self.gradients.values()))
         return [each for each in (*of_outputs, *self.weights.values()) if each is not None]
 
     def weight_gradients(self) -> dict[str, np.ndarray]:
-        """The gradients of weights as arrays, not multiplied any more, by name."""
+        """The unscaled gradients of weights as arrays, by name."""
         return {name: array(each) / self.loss_scale for name, each in self.weights.items()}
 
 
 class Runner:
-    """Runs a model on a batch, as often as needed, and puts back what that has assigned.
+    """Runs a model on a batch, as often as needed, and restores the variables that this changes.
 
     Args:
         model: of `tf.keras`.
         batch: Batch.
         loss: Loss. Defaults to `signed_mean`.
-        numbers: RandomNumbers. Shared by all whose runs are to be compared.
+        numbers: RandomNumbers. Runners whose runs are to be compared share them.
         step: called with the model and the batch's `x` and `y`, in place of model and loss.
         training: bool. Whether layers are called with `training=True`.
     """
@@ -100,7 +100,7 @@ class Runner:
         self._loss, self._step, self._training = loss, step, training
 
     def run(self, loss_scale: float = 1.0, noise: Noise | None = None) -> Run:
-        """Runs it forwards and backwards, in eager.
+        """Runs the model forwards and backwards, in eager.
 
         Args:
             loss_scale: float. The loss is multiplied by it.
@@ -113,7 +113,7 @@ class Runner:
             return self._run(batch, loss_scale, Watch(self.numbers, noise.both_ways))
 
     def run_as_trained(self, loss_scale: float | None = None) -> Run:
-        """Runs it at a loss scale, or at half of it and so on, until gradients do not overflow.
+        """Runs the model at a loss scale, which is halved until gradients do not overflow.
 
         Args:
             loss_scale: the first one; None for that with which the model would begin to train.
@@ -157,7 +157,7 @@ class Runner:
         )
 
     def _forward(self, batch: Batch, watch: Watch, tape: tf.GradientTape) -> tf.Tensor:
-        """Returns the loss, and leaves in `watch.calls` what was called on the way to it."""
+        """Returns the loss, and leaves the calls that it took in `watch.calls`."""
         # Training computes no gradients before the first trained weight, so the weights alone are
         # watched. A model that is not built yet makes them now, and the tape sees that.
         weights = named_weights(self.model).values() if self.model.built else ()
@@ -180,17 +180,17 @@ class Runner:
         return value
 
     def _sources(self, batch: Batch) -> dict[str, Any]:
-        """What has gradients beside the outputs of calls, by name."""
+        """Returns the tensors beside the outputs of calls whose gradients are computed, by name."""
         del batch
         return named_weights(self.model)
 
 
 class Replay(NamedTuple):
-    """What a layer made of inputs and of upstream gradients that it was given.
+    """The outputs and gradients of a layer for given inputs and upstream gradients.
 
     Attributes:
-        outputs: list of tensors, those that are floating point numbers.
-        gradients: dict, by the name of an input or a weight: those that training computes.
+        outputs: list of the floating-point tensors that it returned.
+        gradients: dict of the gradients that training computes, by the name of an input or weight.
     """
 
     outputs: list[tf.Tensor]
@@ -212,8 +212,8 @@ def replay(
         call: what was called, with what.
         layer: what to call now.
         upstream: the gradients of its outputs.
-        numbers: those that the call drew are drawn again.
-        dtype: into which 16-bit numbers are cast first, and gradients last; None leaves them.
+        numbers: RandomNumbers of the run.
+        dtype: to which inputs in 16 bits are cast; None leaves them.
         noise: Noise on inputs, weights, outputs and upstream gradients.
     """
 
@@ -221,7 +221,7 @@ def replay(
         return value if noise is None else noise(value)
 
     def given(value: tf.Tensor) -> tf.Tensor:
-        # Not the same object, whose gradient would be that of the run that it comes from.
+        # A new tensor, since a gradient of the old one would be that of the whole run.
         cast = tf.cast(value, dtype) if dtype and value.dtype.size < 4 else tf.identity(value)
         return marks.copy(value, moved(cast))
 
@@ -261,7 +261,7 @@ def replay(
 
 @contextlib.contextmanager
 def as_it_was(layer: Called | Variables) -> Iterator[None]:
-    """Puts back what the block assigns to the variables of a layer or model."""
+    """Restores the variables of a layer or model to the values from before the block."""
     variables = list(getattr(layer, "variables", ()))
     before = [(variable, variable.numpy()) for variable in variables if hasattr(variable, "assign")]
     try:
@@ -294,19 +294,19 @@ def check_finite(run: Run, batch: Batch, needs_loss: bool = True) -> None:
 
 
 def array(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
-    """A tensor as an array in float64, which all that it may hold fits into."""
+    """Returns a tensor as an array of float64, which holds all numbers of the other dtypes."""
     return tf.cast(tf.convert_to_tensor(value), tf.float64).numpy()
 
 
 def are_finite(tensors: Iterable[tf.Tensor | None]) -> bool:
-    """Whether all numbers are, of those tensors that are there."""
+    """Whether all numbers of the tensors are finite."""
     return all(np.isfinite(array(value)).all() for value in tensors if value is not None)
 
 
 def named_weights(layer: Called | Variables) -> dict[str, Any]:
-    """The trainable weights of a layer or model, by names that a copy of it has as well.
+    """Returns the trainable weights of a layer or model, by names that a copy of it has as well.
 
-    Keras 3 may give a copy other paths, so it is their order that tells them apart.
+    Keras 3 may give a copy other paths, so equal names are told apart by their order.
     """
     weights = getattr(layer, "trainable_weights", ())
     names = [weight.name.partition(":")[0].rpartition("/")[2] for weight in weights]
@@ -319,6 +319,6 @@ def named_weights(layer: Called | Variables) -> dict[str, Any]:
 def _known(
     sources: Iterable[str], gradients: Iterable[tf.Tensor | tf.IndexedSlices | None]
 ) -> dict[str, tf.Tensor]:
-    """The gradients that there are, as dense tensors, by the names of what they are of."""
+    """Returns the gradients that are not None, as dense tensors, by name."""
     pairs = zip(sources, gradients, strict=True)
     return {name: tf.convert_to_tensor(each) for name, each in pairs if each is not None}

@@ -1,4 +1,4 @@
-"""The loss that a model is trained with: how it is computed, and what it is multiplied by."""
+"""The loss that a model is trained with, and its loss scale."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from keras_mp.numerics.layer_calls import Called, Variables, floating, shape_of
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import attributes
 
-# Of a batch and of what the model made of it.
+# Called with a batch and the predictions of the model.
 Loss = Callable[[Batch, Structure], tf.Tensor]
 
-# What users give: a loss of `tf.keras`, by name or not, or a function of labels and predictions.
+# A loss of `tf.keras`, by name or not, or a function of labels and predictions.
 GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
 
 # The same, or one for each output, as `compile` takes them.
@@ -38,7 +38,7 @@ def loss_of(
         compiled: the model of the user, which may be compiled.
         batch: Batch. Without labels, or without a loss, it is `signed_mean` of the outputs.
         loss: a loss of `tf.keras`, by name or not, or a function; None for that of `compiled`.
-        is_a_copy: bool. Whether `model` has to be compiled as `compiled` is.
+        is_a_copy: bool. Whether `model` has to be compiled in the same way as `compiled`.
     """
     if loss is not None and batch.y is not None:
         return given_loss(model, losses.get(loss))
@@ -48,7 +48,7 @@ def loss_of(
 
 
 def given_loss(model: tf.keras.Model, function: Callable[..., tf.Tensor]) -> Loss:
-    """Returns the loss that a function computes, with those of layers.
+    """Returns a loss that a function computes, plus the losses of layers.
 
     Args:
         model: what will be run.
@@ -85,7 +85,7 @@ def compiled_loss(model: tf.keras.Model, compiled: tf.keras.Model, is_a_copy: bo
 
 
 def signed_mean(batch: Batch | None, prediction: Structure) -> tf.Tensor:
-    """A loss without labels, to which every output matters as much, and none cancels another."""
+    """Returns the mean of the outputs with random signs, so that they do not cancel."""
     del batch
     random = np.random.default_rng(0)
     parts = [
@@ -97,10 +97,10 @@ def signed_mean(batch: Batch | None, prediction: Structure) -> tf.Tensor:
 
 @contextlib.contextmanager
 def without_metrics(model: Called | Variables) -> Iterator[None]:
-    """Leaves the metrics of a model or layer as they are, whatever the block shows them.
+    """Keeps the block from updating the metrics of a model or layer.
 
-    To compute the loss that a model is compiled with updates some of them, which fails outside of
-    replicas if they belong to a strategy with several.
+    Computing the loss that a model is compiled with updates some metrics. If they belong to a
+    strategy with several replicas, that fails outside of a replica.
     """
     metrics = list(getattr(model, "metrics", ()))
     try:
@@ -109,7 +109,7 @@ def without_metrics(model: Called | Variables) -> Iterator[None]:
                 stack.enter_context(attributes.replaced(metric, "update_state", _ignore))
             yield
     finally:
-        # The first time that a loss is computed, its metrics are made.
+        # Metrics of a loss are made when it is first computed.
         known = {id(metric) for metric in metrics}
         for metric in getattr(model, "metrics", ()):
             if id(metric) not in known:
@@ -121,10 +121,7 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 def scale_in_training(model: tf.keras.Model) -> float | None:
-    """Returns the loss scale that a model is trained with, or begins with; None if none is known.
-
-    It is the current one of its optimizer, else the first of its policy.
-    """
+    """Returns the current loss scale of the model's optimizer, else the first one of its policy."""
     for optimizer in wrappers_among(getattr(model, "optimizer", None)):
         return float(optimizer.loss_scale())
     policy = model.dtype_policy

@@ -1,4 +1,4 @@
-"""The policy of each layer: as much in 16 bits as a tolerance allows, measured.
+"""Finds a policy for each layer: as much in 16 bits as a tolerance allows, measured.
 
 A model in which some layers compute in 16 bits is run beside the same model in float32, on the same
 batches, with the same random numbers. Layers are tried together, those first that bring many
@@ -26,7 +26,7 @@ from keras_mp.support.progress import Progress
 
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 
-# One batch of so many is kept aside.
+# One of so many batches is kept aside.
 _KEPT_ASIDE = 4
 
 
@@ -128,11 +128,11 @@ def tune(
             f"include={include!r}, leave_out={leave_out!r}, of the layers {list(units)}"
         )
     made = [batches_of.as_fit_takes_it(model, batch) for batch in (*given, *aside)]
-    # Before the search compiles it: of the forward pass.
+    # Before the search compiles the model, so that only the forward pass is counted.
     work = _multiplications(reference, units, made[0])
 
     def cost(path: str) -> tuple[bool, bool, float]:
-        """Of an infinite error last; else error by multiplication, then error."""
+        """The key to sort by: infinite errors last, then error per multiplication, then error."""
         error, products = own[path], work[path]
         return math.isinf(error), not products, error / max(products, 1)
 
@@ -165,7 +165,7 @@ def tune(
 
 
 def _divided(batches: Batches, held_out: Batches | None) -> tuple[list[Any], list[Any]]:
-    """The batches to look for policies with, and those to keep aside."""
+    """Returns the batches to search with, and those to keep aside."""
     given = _listed(batches, "batches")
     if held_out is not None:
         return given, _listed(held_out, "held_out")
@@ -189,7 +189,7 @@ def _listed(batches: Batches, argument: str) -> list[tuple[Any, ...]]:
 
 
 def _units(model: tf.keras.Model) -> dict[str, Any]:
-    """The layers that `convert` can give policies of their own, by their paths."""
+    """Returns the layers that `convert` can give policies of their own, by their paths."""
     in_config = paths_in_config(model)
     units = units_by_path(model)
     for path, layer in units.items():
@@ -224,7 +224,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _multiplications(model: tf.keras.Model, units: Iterable[str], batch: Batch) -> dict[str, int]:
-    """How many each layer makes in the forward pass of a batch."""
+    """Returns how many multiplications each layer makes in the forward pass of a batch."""
     found = dict.fromkeys(units, 0)
     for operation in census(model, (batch.x,)).traced.operations:
         for path in found:

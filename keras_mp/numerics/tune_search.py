@@ -1,4 +1,4 @@
-"""The search of `tune`: what layers may compute in 16 bits, by measured errors."""
+"""The search of `tune` for the layers that may compute in 16 bits."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,12 +20,12 @@ from keras_mp.numerics.tuned import Errors
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.progress import Progress
 
-# Once so many models have been made and run, groups of layers are not divided any more.
+# After so many models have been made and run, groups of layers are not divided any more.
 _MOST_MODELS = 100
 
 
 class Reference(NamedTuple):
-    """What the model in float32 made of a batch.
+    """The results of the model in float32 on a batch.
 
     Attributes:
         batch: Batch.
@@ -61,7 +61,7 @@ class Search:
         progress: Progress, which is told what is run.
 
     Attributes:
-        refused: dict of paths of layers that were tried and were too far off, and how far.
+        refused: dict of the paths of layers that were too far off, with how far they were.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Search:
         for i, batch in enumerate(self._batches):
             self._progress.begin(f"batch {i + 1} of {len(self._batches)} in both dtypes")
             numbers = RandomNumbers()
-            # It draws the random numbers: those of the narrowest dtype suit all.
+            # This run draws the random numbers, and all dtypes hold those of the narrowest one.
             narrow = self._run(candidates, batch, numbers)
             runner = Runner(self._reference, batch, loss, numbers=numbers)
             wide = runner.run()
@@ -148,7 +148,7 @@ class Search:
         return self.add(second, self.add(first, chosen, where), where)
 
     def errors(self, chosen: Sequence[str], i: int) -> Errors:
-        """How far a model is from float32 on a batch."""
+        """Returns how far a model is from float32 on a batch."""
         key, reference = (frozenset(chosen), i), self._references[i]
         if key not in self._errors:
             self._progress.begin(f"{len(chosen)} layers in {self._mixed}")
@@ -221,7 +221,7 @@ class Search:
     def _own_errors(
         self, candidates: Sequence[str], narrow: Run, wide: Run, numbers: RandomNumbers
     ) -> dict[str, float]:
-        """Runs each layer in both dtypes, on what it got in float32."""
+        """Runs each layer in both dtypes, on the inputs that it had in float32."""
         paths = {id(self._units[path]): path for path in candidates}
         errors: dict[str, float] = {}
         for call, exact_call in zip(narrow.calls, wide.calls, strict=True):
@@ -230,7 +230,7 @@ class Search:
                 continue
             upstream = wide.gradients[exact_call.position]
             exact = replay(exact_call, exact_call.layer, upstream, numbers=numbers)
-            # Whatever suits other layers: of this one by itself.
+            # The scale that suits this layer alone.
             scale = _scale_for([*upstream, *exact.gradients.values()])
             scaled = [None if each is None else each * scale for each in upstream]
             one = replay(exact_call, call.layer, scaled, numbers=numbers)
@@ -242,7 +242,7 @@ class Search:
 
 
 def _scale_for(gradients: Iterable[tf.Tensor | None]) -> float:
-    """The largest loss scale up to the usual one at which gradients do not overflow in float16."""
+    """Returns the largest usual loss scale at which gradients do not overflow in float16."""
     sizes = (float(tf.reduce_max(tf.abs(g))) for g in gradients if g is not None)
     largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
     if not largest:
@@ -251,7 +251,7 @@ def _scale_for(gradients: Iterable[tf.Tensor | None]) -> float:
 
 
 def _outputs(run: Run) -> list[np.ndarray]:
-    """What the model returned, of floating-point numbers: the loss was called with it."""
+    """Returns the floating-point outputs of the model, which are the inputs of the loss."""
     return [array(output) for output in run.calls[-1].inputs]
 
 

@@ -1,4 +1,4 @@
-"""What `tune` found: a policy for each layer, with the reason, as a table and as JSON."""
+"""The results of `tune`: a policy for each layer, with the reason, as a table and as JSON."""
 
 import dataclasses
 import math
@@ -46,7 +46,7 @@ class Errors(NamedTuple):
 
 
 class TunedLayer(NamedTuple):
-    """What became of a layer.
+    """The policy of a layer.
 
     Attributes:
         path: str.
@@ -80,7 +80,7 @@ class TunedLayer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuned:
-    """What `tune` found. Its `str` is a table; `keras_mp.convert` takes it, or its JSON.
+    """The results of `tune`. `str` is a table; `keras_mp.convert` takes it, or its JSON.
 
     Attributes:
         name: str. The model's.
@@ -117,7 +117,7 @@ class Tuned:
 
     @property
     def share(self) -> float:
-        """Which share of the multiplications is in 16 bits, from 0 to 1; 0 if there are none."""
+        """The share of the multiplications that is in 16 bits, from 0 to 1; 0 if there are none."""
         total = sum(layer.multiplications for layer in self.layers)
         return sum(layer.multiplications for layer in self._in_16_bits) / total if total else 0.0
 
@@ -126,7 +126,7 @@ class Tuned:
         return [layer for layer in self.layers if layer.is_in_16_bits]
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """Returns all of it as JSON but for the model, and writes that to a file.
+        """Returns the results without the model as JSON, and writes them to a file.
 
         Args:
             path: of the file. Defaults to none.

@@ -1,4 +1,4 @@
-"""One batch at several loss scales and in several dtypes, and what each of them loses."""
+"""Runs one batch at several loss scales and in several dtypes, and measures what is lost."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -31,7 +31,7 @@ from keras_mp.support.progress import Progress
 
 _SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
 
-# The values of each row of a run, and what they were computed in.
+# The values of each row of a run, and the dtype that they were computed in.
 _Values = dict[tuple[str, str], tuple[np.ndarray, str]]
 
 
@@ -136,7 +136,7 @@ def _run_all(
         runners[dtype] = Runner(converted, batch, value, numbers=numbers)
     if dtypes:
         progress.begin("for random numbers")
-        # The first run draws them: those of the narrowest dtype suit all.
+        # The first run draws them, and all dtypes hold those of the narrowest one.
         runners[max(dtypes, key=UNIT_ROUNDOFF.__getitem__)].run()
     progress.begin("in float32")
     reference = runners["float32"].run()
@@ -178,14 +178,14 @@ def _run_all(
 def _converted(model: tf.keras.Model, dtype: str) -> tf.keras.Model:
     if dtype == "float32":
         return convert(model, dtype)
-    # Where the model is to compute in 16 bits, and no layer does, each has been kept in float32.
+    # If the policy of the model is in 16 bits and no layer is, each was kept in float32 on purpose.
     is_kept = compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
     is_kept = is_kept and model.compute_dtype in LOW_PRECISION_NAMES
     return convert(model, {} if is_kept else f"mixed_{dtype}")
 
 
 def _units(model: tf.keras.Model) -> dict[str, str]:
-    """The layers that have the policy of the layer around them, with that one."""
+    """Returns the layers without a policy of their own, each with the layer that has it."""
     units = units_by_path(model)
     paths = layers_by_path(model)
     return {path: unit for unit in units for path in paths if path.startswith(f"{unit}/")}
@@ -206,7 +206,7 @@ def _loss(converted: tf.keras.Model, model: tf.keras.Model, loss: GivenLosses | 
 
 
 def _values(run: Run) -> _Values:
-    """What a run has computed, gradients multiplied by its loss scale."""
+    """Returns the values of a run; gradients are multiplied by its loss scale."""
     tensors: dict[tuple[str, str], list[tf.Tensor | None]] = {}
     dtypes: dict[tuple[str, str], str] = {}
     names = {id(weight): name for name, weight in named_weights(run.model).items()}
@@ -231,7 +231,7 @@ def _values(run: Run) -> _Values:
 def _amplification(
     expected: _Values, moved: _Values, consumers: Mapping[str, set[str]]
 ) -> dict[str, float]:
-    """How many times as far as what it takes each layer moves what it returns."""
+    """Returns how many times as far as its inputs the outputs of each layer are moved by noise."""
     distances = {
         path: relative(moved[kind, path][0], values)
         for (kind, path), (values, _) in expected.items()
@@ -241,7 +241,7 @@ def _amplification(
     for path, takers in consumers.items():
         for taker in takers & taken.keys():
             taken[taker] = max(taken[taker], distances.get(path, 0.0))
-    # What moves by less is not known to move at all.
+    # Inputs that move by less may be exact.
     return {path: far / max(taken[path], RMS_OF_JITTER) for path, far in distances.items()}
 
 
@@ -251,9 +251,9 @@ def _is_of_layer(call: Call) -> bool:
 
 
 def _consumers(calls: Iterable[Call]) -> dict[str, set[str]]:
-    """The paths of layers, each with those of the layers that take what it returns."""
-    # Where nothing is cast, a layer gets the very tensor that another one has returned, or that an
-    # operation of a functional model of Keras 3 has made of it.
+    """Returns the paths of the layers that take the outputs of each layer."""
+    # Where nothing is cast, a layer gets the very tensor that another layer returned, or that an
+    # operation of a functional model of Keras 3 has computed from it.
     made_by: dict[int, set[str]] = {}
     consumers: dict[str, set[str]] = {}
     for call in calls:

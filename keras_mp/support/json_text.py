@@ -21,9 +21,9 @@ def to_json(described: dict[str, Any], path: str | os.PathLike | None = None) ->
 
 
 def plain(value: Any) -> Any:
-    """Returns dicts, lists, strings and numbers for what may have tuples in it.
+    """Returns a result as dicts, lists, strings and numbers.
 
-    What is infinite is the string "inf", since JSON has no such number.
+    Infinity is the string "inf", since JSON has no such number.
 
     Example:
 
