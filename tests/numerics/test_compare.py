@@ -524,6 +524,25 @@ def test_weights_of_samples():
     assert of_half.loss == pytest.approx(record(model, x, y).loss / 2)
 
 
+def test_a_loss_by_name_takes_weights_and_computes_in_float32():
+    model, (x, y) = small_model(), batch()
+    weight = np.full(16, 0.5, "float32")
+    of_half = record(model, x, y, weight, loss="mse")
+    assert of_half.loss == pytest.approx(record(model, x, y, loss="mse").loss / 2)
+    # The squares of these errors overflow in float16.
+    assert not compare(model, x, y + 300, loss="mse", policy="mixed_float16").findings
+
+
+@common.once
+def test_shapes_that_depend_on_numbers():
+    pick = Planted(lambda x: tf.boolean_mask(x, x[:, 0] > 1), name="planted")
+    model = tf.keras.Sequential([tf.keras.Input([8]), pick, L.Dense(3)])
+    x, _ = batch(rows=64)
+    # Noise moves some of them to the other side.
+    x[:, 0] = 1 + np.linspace(-0.002, 0.002, 64)
+    assert {each.path for each in compare(model, x, policy="mixed_float16").findings} <= {"planted"}
+
+
 def test_a_batch_is_as_fit_takes_it():
     x, y = batch()
     with keras_mp.policy_scope("mixed_float16"):
