@@ -12,7 +12,6 @@ python -m keras_mp tune MODEL.keras BATCHES.npz --output MIXED.keras
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import pathlib
 import statistics
 import sys
@@ -25,16 +24,13 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.callbacks import LossScaleMonitor
 from keras_mp.main_callbacks import ProgressBar, StepRecorder
+from keras_mp.numerics import commands
 from keras_mp.support import text_tables
 
 _POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 _BEST = "best"
-# Commands for saved models. Each module has a `main`.
-_COMMANDS = {
-    "audit": "keras_mp.numerics.audit_command",
-    "compare": "keras_mp.numerics.compare_command",
-    "tune": "keras_mp.numerics.tune_command",
-}
+# Commands for saved models.
+_COMMANDS = ("audit", "compare", "tune")
 
 _SEED = 0
 _BATCH_SIZE = 32
@@ -107,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] in _COMMANDS:
-        return importlib.import_module(_COMMANDS[argv[0]]).main(argv[1:])
+        return commands.main(argv)
     options = _parse(argv)
     _require_extras()
     strategy = _make_strategy(options.strategy)

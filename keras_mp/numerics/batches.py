@@ -1,13 +1,14 @@
-"""The batches that a tool looks at: as tensors, and what is wrong with one, if something is."""
+"""The batches that tools run models on: as tensors, with errors for those that do not fit."""
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
 import tensorflow as tf
 
-# What errors have around the line that says what is wrong.
+# Lines of an error message around the one that says what is wrong.
 _AROUND = re.compile(
     r"\s*(File \"|in user code:|Exception encountered|(Call a|A)rguments received|•|Graph execution"
     r"|Detected at|Stack trace|\[\[\{\{node|$)"
@@ -16,8 +17,17 @@ _COLORS = re.compile(r"\x1b\[\d*m")
 _KIND = re.compile(r"^\w+(Error|Exception): ")
 
 
+# A tensor or array, or a list, tuple or dict of such.
+Structure: TypeAlias = (
+    tf.Tensor | np.ndarray | Sequence["Structure"] | Mapping[str, "Structure"] | None
+)
+
+# Several batches, as `several` knows them.
+Batches: TypeAlias = tf.data.Dataset | Iterator[Any] | Sequence[tuple[Structure, ...]]
+
+
 class Batch(NamedTuple):
-    """What `fit` takes for a step.
+    """The data of one step of `fit`.
 
     Attributes:
         x: tensor, or a structure of tensors.
@@ -30,8 +40,8 @@ class Batch(NamedTuple):
     sample_weight: Any = None
 
     @property
-    def data(self) -> Any:
-        """What `train_step` takes."""
+    def data(self) -> tuple[Structure, ...]:
+        """The tuple that `train_step` takes."""
         if self.sample_weight is not None:
             return tuple(self)
         return (self.x, self.y) if self.y is not None else (self.x,)
@@ -51,8 +61,10 @@ class NotFinite(NamedTuple):
     size: int
 
 
-def several(x: Any, y: Any = None, sample_weight: Any = None) -> Iterator[tuple[Any, ...]] | None:
-    """Returns the batches that a tool is given in place of one, or None if it is given one.
+def several(
+    x: Structure | Batches, y: Structure = None, sample_weight: Structure = None
+) -> Iterator[tuple[Any, ...]] | None:
+    """Returns the batches if a tool was given several, or None if it was given one.
 
     Several batches are a `tf.data.Dataset`, a `Sequence` of Keras (`PyDataset`), a generator or
     another iterator, or a list of tuples: a list of arrays is one batch, with an array for each
@@ -68,11 +80,12 @@ def several(x: Any, y: Any = None, sample_weight: Any = None) -> Iterator[tuple[
         ValueError: there are labels or weights beside the batches; or there is no batch, or no end
             of them.
     """
+    given: Any = x
     found: Iterable[Any]
-    if isinstance(x, tf.keras.utils.Sequence):
-        found = (x[i] for i in range(len(x)))
-    elif isinstance(x, tf.data.Dataset | Iterator) or _is_list_of_tuples(x):
-        found = x
+    if isinstance(given, tf.keras.utils.Sequence):
+        found = (given[i] for i in range(len(given)))
+    elif isinstance(given, tf.data.Dataset | Iterator) or _is_list_of_tuples(given):
+        found = given
     else:
         return None
     if y is not None or sample_weight is not None:
@@ -93,12 +106,14 @@ def several(x: Any, y: Any = None, sample_weight: Any = None) -> Iterator[tuple[
     return itertools.chain([first], made)
 
 
-def _is_list_of_tuples(x: Any) -> bool:
+def _is_list_of_tuples(x: Structure | Batches) -> bool:
     return isinstance(x, list) and bool(x) and all(isinstance(each, tuple) for each in x)
 
 
-def as_fit_takes_it(model: tf.keras.Model, batch: Any) -> Batch:
-    """Makes tensors of a batch, in the dtypes that `fit` gives them.
+def as_fit_takes_it(
+    model: tf.keras.Model, batch: Structure | Batches | tuple[Structure | Batches, ...]
+) -> Batch:
+    """Converts a batch to tensors, in the dtypes that `fit` gives them.
 
     Args:
         model: a model of `tf.keras`.
@@ -128,12 +143,12 @@ def as_fit_takes_it(model: tf.keras.Model, batch: Any) -> Batch:
             f"A list is x, with one array for each input, of which {model.name!r} has "
             f"{len(inputs)}. Received a list of {len(x)}. For x and y, pass a tuple (x, y)."
         )
-    made = Batch(*map(_as_tensors, parts))
+    made = Batch(*(tf.nest.map_structure(_as_tensor, part) for part in parts))
     check_values(made.x)
     return made
 
 
-def check_values(x: Any) -> None:
+def check_values(x: Structure) -> None:
     """Raises a ValueError if an input has no values in it.
 
     Args:
@@ -146,7 +161,7 @@ def check_values(x: Any) -> None:
             )
 
 
-def not_finite(batch: Any) -> list[NotFinite]:
+def not_finite(batch: Batch) -> list[NotFinite]:
     """Counts what is NaN or infinite, in the parts of a batch where something is.
 
     Args:
@@ -169,7 +184,7 @@ def is_misfit(batch: Batch, error: Exception) -> bool:
 
 
 def misfit(what: str, batch: Batch, error: Exception) -> ValueError:
-    """Makes an error that has the shapes of the batch, of one that TensorFlow or Keras raised.
+    """Returns an error with the shapes of the batch, for one that TensorFlow or Keras raised.
 
     Args:
         what: str. What was run or traced, such as "the training step of 'model'".
@@ -186,7 +201,7 @@ def misfit(what: str, batch: Batch, error: Exception) -> ValueError:
 
 
 def reason(error: Exception) -> str:
-    """Returns the line of an error's message that says what is wrong, without where it came from.
+    """Returns the line of an error message that says what is wrong.
 
     Args:
         error: of TensorFlow or Keras, as it leaves a `tf.function`, or its call.
@@ -200,19 +215,15 @@ def reason(error: Exception) -> str:
     return _KIND.sub("", kept[-1]) if kept else str(error)
 
 
-def _as_tensors(part: Any) -> Any:
-    return None if part is None else tf.nest.map_structure(_as_tensor, part)
-
-
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: tf.Tensor | np.ndarray | None) -> tf.Tensor | None:
     if tf.is_tensor(value) or value is None:
-        return value
+        return cast(tf.Tensor | None, value)
     value = tf.convert_to_tensor(value)
     # As `fit` does with arrays; it takes tensors as they are.
     floatx = tf.as_dtype(tf.keras.backend.floatx())
     return tf.cast(value, floatx) if value.dtype.is_floating else value
 
 
-def _shapes(part: Any) -> str:
+def _shapes(part: Structure) -> str:
     shapes = [str(each.shape) for each in tf.nest.flatten(part) if each is not None]
     return f"the shape {shapes[0]}" if len(shapes) == 1 else f"the shapes {', '.join(shapes)}"

@@ -1,18 +1,17 @@
-"""The same batch in two dtypes, side by side: where they part, and whether it is rounding.
+"""Compares a model in two dtypes on the same batch, and tells defects from rounding.
 
-A model in 16 bits is not where the same model in float32 is, and the deeper it is the less so.
-Whether that is a defect is told by two measurements.
+A model in 16 bits drifts away from the same model in float32, and more so the deeper it is. Two
+measurements tell whether that is a defect.
 
-Its own share: each layer gets what it got in 16 bits, inputs and upstream gradients, once more in
-float32. What it returns differs by what this layer did, and by nothing that came before.
+The layer's own share: each layer runs again in float32, on the inputs and upstream gradients that
+it had in 16 bits. The results differ by the errors of this layer alone.
 
-What rounding explains: the float32 layer gets inputs and weights that are moved at random by as
-much as rounding moves them, and what it returns is moved too. Layers that amplify such errors, or a
-ReLU at zero that goes the other way, do so here as well. A distance is given in units of the
-largest effect that a few such runs have.
+What rounding explains: the float32 model runs with inputs, weights and outputs that are moved at
+random by as much as rounding moves them. Layers that amplify such errors, or a ReLU whose input
+changes its sign, do so in these runs as well. Distances are given in units of the largest effect
+in a few such runs.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,26 +19,28 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.conversion import compute_dtypes, convert
-from keras_mp.numerics import batches, own_share, runs, whole_runs
-from keras_mp.numerics.batches import Batch
+from keras_mp.numerics import batches, own_share, records
+from keras_mp.numerics.batches import Batches, Structure
 from keras_mp.numerics.comparison import Comparison
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import RandomNumbers
-from keras_mp.numerics.records import Record
-from keras_mp.numerics.runs import Run, unit_of
-from keras_mp.numerics.training_loss import loss_of, run_as_trained
+from keras_mp.numerics.layer_distances import compare_layers
+from keras_mp.numerics.records import Layer, Record
+from keras_mp.numerics.runs import Runner, check_finite
+from keras_mp.numerics.training_loss import GivenLoss, loss_of
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
 
 def compare(
     model: tf.keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Structure | Batches,
+    y: Structure = None,
+    sample_weight: Structure = None,
     *,
     policy: Any = None,
     reference: Any = "float32",
-    loss: Any = None,
+    loss: GivenLoss | None = None,
     step: Callable[..., tf.Tensor] | None = None,
     loss_scale: float | None = None,
     training: bool = True,
@@ -109,39 +110,33 @@ def compare(
         how = {"policy": policy, "reference": reference, "loss": loss, "step": step}
         how |= {"loss_scale": loss_scale, "training": training}
         return Comparison.of_batches([compare(model, *batch, **how) for batch in several])
-    narrow, wide = _both(model, policy, reference)
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     numbers = RandomNumbers()
-    losses = [
-        loss_of(each, model, batch, loss, is_a_copy=each is not model and each is not reference)
-        for each in (narrow, wide)
-    ]
+    made = []
+    for each in _both(model, policy, reference):
+        is_a_copy = each is not model and each is not reference
+        value = loss_of(each, model, batch, loss, is_a_copy)
+        made.append(Runner(each, batch, value, numbers=numbers, step=step, training=training))
+    narrow, wide = made
     with Progress("compare", parts=4) as progress:
         progress.begin("in 16 bits")
-        run = run_as_trained(narrow, batch, losses[0], step, numbers, training, loss_scale)
+        run = narrow.run_as_trained(loss_scale)
         progress.begin("the reference")
-        other = runs.run(wide, batch, losses[1], step=step, numbers=numbers, training=training)
-        _check_finite(batch, other)
+        other = wide.run()
+        check_finite(other, batch, needs_loss=False)
         if len(run.calls) != len(other.calls):
             raise ValueError(
                 "The two models do not call the same layers. Expected "
                 f"{[c.path for c in run.calls]}. Received: {[c.path for c in other.calls]}"
             )
-        unit = max(unit_of(call) for call in run.calls)
         progress.begin("the reference, with noise")
-        explained = whole_runs.explain_by_noise(
-            wide, batch, losses[1], step, numbers, training, unit, other
-        )
-        layers, findings = whole_runs.compare_layers(
-            whole_runs.make_record(_describe(narrow), narrow, run, {}),
-            whole_runs.make_record(_describe(wide), wide, other, explained),
-            by_position=True,
-        )
+        references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
+        layers, findings = compare_layers(list(zip(records.layers_of(run), references)))
         progress.begin("each layer by itself")
         layers, own = own_share.judge(layers, run, other, numbers)
     return Comparison(
-        name=_describe(narrow),
-        reference=_describe(wide),
+        name=_describe(narrow.model),
+        reference=_describe(wide.model),
         layers=layers,
         findings=own or findings,
         losses=(run.loss, other.loss),
@@ -151,11 +146,11 @@ def compare(
 
 def record(
     model: tf.keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Structure,
+    y: Structure = None,
+    sample_weight: Structure = None,
     *,
-    loss: Any = None,
+    loss: GivenLoss | None = None,
     step: Callable[..., tf.Tensor] | None = None,
     loss_scale: float | None = None,
     training: bool = True,
@@ -163,9 +158,9 @@ def record(
 ) -> Record:
     """Runs a model and keeps what each layer returned, and the gradients, to compare them later.
 
-    For what cannot be run side by side: two commits, two machines, two versions of TensorFlow, two
-    checkpoints. Save it, and pass it to `compare_records` with another one. Large tensors are kept
-    as a sample of 65,536 numbers.
+    Use it for runs that cannot be made side by side: of two commits, two machines, two versions of
+    TensorFlow, two checkpoints. Save the record, and pass it to `compare_records` with another one.
+    Of a large tensor, a sample of 65,536 numbers is kept.
 
     Args:
         model: as for `compare`. It is run as it is.
@@ -196,21 +191,20 @@ def record(
     """
     tf.keras.utils.set_random_seed(seed)
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
-    numbers = RandomNumbers()
-    value = loss_of(model, model, batch, loss)
-    run = run_as_trained(model, batch, value, step, numbers, training, loss_scale)
-    _check_finite(batch, run)
-    unit = max(unit_of(call) for call in run.calls)
-    explained = whole_runs.explain_by_noise(model, batch, value, step, numbers, training, unit, run)
-    return whole_runs.make_record(_describe(model), model, run, explained)
+    value, numbers = loss_of(model, model, batch, loss, is_a_copy=False), RandomNumbers()
+    runner = Runner(model, batch, value, numbers=numbers, step=step, training=training)
+    run = runner.run_as_trained(loss_scale)
+    check_finite(run, batch, needs_loss=False)
+    layers = records.explained_layers(runner, run, UNIT_ROUNDOFF[run.dtype])
+    return Record(_describe(model), layers, run.loss, run.loss_scale)
 
 
 def compare_records(run: Record, reference: Record) -> Comparison:
-    """Says where two runs part that were recorded.
+    """Compares two recorded runs, and says where they part.
 
-    What a layer did itself cannot be told from what it was given, so that the findings are the
-    first layer whose outputs are further apart than rounding explains, and if there is none the
-    first on the way back.
+    A layer's own errors cannot be told from those of its inputs. So the finding is the first layer
+    whose outputs are further apart than rounding explains; if there is none, it is the first layer
+    of the backward pass whose gradients are.
 
     Args:
         run: what `record` returned, or `Record.load`.
@@ -231,7 +225,7 @@ def compare_records(run: Record, reference: Record) -> Comparison:
     >>> keras_mp.numerics.compare_records(after, before).first.path
     'dense'
     """
-    layers, findings = whole_runs.compare_layers(run, reference)
+    layers, findings = compare_layers(_pairs(run, reference))
     if not layers:
         raise ValueError(
             "The two records have no layer in common. Expected layers such as "
@@ -243,36 +237,34 @@ def compare_records(run: Record, reference: Record) -> Comparison:
     )
 
 
-def _both(model: tf.keras.Model, policy: Any, reference: Any) -> tuple[Any, Any]:
-    keras_api.check_model(model)
-    computing = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
-    is_narrow = not computing.isdisjoint(LOW_PRECISION_NAMES)
-    if policy is None and not is_narrow and not isinstance(reference, tf.keras.Model):
+def _pairs(run: Record, reference: Record) -> list[tuple[Layer, Layer]]:
+    if [each.path for each in run.layers] == [each.path for each in reference.layers]:
+        return list(zip(run.layers, reference.layers))
+    others = {layer.path: layer for layer in reference.layers}
+    return [(each, others[each.path]) for each in run.layers if each.path in others]
+
+
+def _both(
+    model: tf.keras.Model, policy: Any, reference: Any
+) -> tuple[tf.keras.Model, tf.keras.Model]:
+    """Returns the model in 16 bits, and the reference."""
+    dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
+    is_narrow = not dtypes.isdisjoint(LOW_PRECISION_NAMES)
+    has_reference = isinstance(reference, tf.keras.Model)
+    if policy is None and not is_narrow and not has_reference:
         raise ValueError(
             f"The model {model.name!r} does not compute in 16 bits. Say which policy to try: pass "
             'policy="mixed_float16", or "mixed_bfloat16". Received: policy=None'
         )
-    if isinstance(reference, tf.keras.Model):
-        return (model if policy is None else convert(model, policy)), reference
     narrow = model if policy is None else convert(model, policy)
-    wide = model if not is_narrow and reference == "float32" else convert(model, reference)
-    return narrow, wide
-
-
-def _check_finite(batch: Batch, run: Run) -> None:
-    """A model may handle NaN in its inputs, so it is the loss that tells."""
-    if math.isfinite(run.loss):
-        return
-    for part, bad, size in batches.not_finite(batch):
-        raise ValueError(
-            "Nothing can be said about rounding where the loss is not finite since the batch is "
-            f"not. Expected finite numbers. Received: {part} with {bad:,} of {size:,} not finite"
-        )
+    if has_reference:
+        return narrow, reference
+    return narrow, model if not is_narrow and reference == "float32" else convert(model, reference)
 
 
 def _describe(model: tf.keras.Model) -> str:
     # A model that was loaded may have another policy than its layers.
-    # What a Sequential of Keras 3 makes when it is first called has the global policy.
+    # The model that a Sequential of Keras 3 makes when it is first called has the global policy.
     dtypes = compute_dtypes(model) & {*LOW_PRECISION_NAMES}
     has_its_own = not dtypes or model.compute_dtype in dtypes
     name = model.dtype_policy.name if has_its_own else " and ".join(sorted(dtypes))

@@ -1,8 +1,7 @@
-"""What two runs are apart, layer by layer: as a table, as a picture, as JSON."""
+"""The results of a comparison, layer by layer: as a table, as a picture, as JSON."""
 
 import csv
 import dataclasses
-import json
 import math
 import os
 from collections import Counter
@@ -10,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from keras_mp.numerics.distances import LIMIT, Distance
-from keras_mp.support import text_tables
+from keras_mp.support import json_text, text_tables
 
 _EXPLAINED = "Rounding explains all differences."
 
-# What is known of a layer, and what each of these says.
+# The distances of a layer, and the measures of each.
 _SIDES = ("output", "own_output", "gradient", "own_gradient")
 _MEASURES = ("relative", "units", "sqnr", "cosine")
 
@@ -114,7 +113,7 @@ class Comparison:
 
     @classmethod
     def of_batches(cls, found: "Sequence[Comparison]") -> "Comparison":
-        """Puts those of several batches together: the worst of each.
+        """Combines the comparisons of several batches: the worst distance of each layer.
 
         Args:
             found: one for each batch. A single one is returned as it is.
@@ -140,7 +139,7 @@ class Comparison:
 
     @property
     def mean(self) -> "Comparison":
-        """The same with the means of all batches as distances; of a single batch, itself."""
+        """The comparison with the mean distances of all batches."""
         if not self.batches:
             return self
         return dataclasses.replace(self, layers=_joined(self.batches, _mean_distance))
@@ -152,7 +151,7 @@ class Comparison:
 
     @property
     def is_judged(self) -> bool:
-        """Whether anything is known: if the reference has a finite loss, or there are findings.
+        """Whether the reference has a finite loss, or there are findings.
 
         Example:
 
@@ -178,7 +177,7 @@ class Comparison:
             return f"{_EXPLAINED} {' and '.join(names)}"
         lines = list(self._lines(rows))
         if rows is not None:
-            # Wrapped where it was written as sentences; a table has its width.
+            # Sentences are wrapped; lines of a table are short enough.
             lines = [part for line in lines for part in text_tables.wrapped(line, "   ")]
         return "\n".join(lines)
 
@@ -205,22 +204,18 @@ class Comparison:
                 writer.writerow((row.path, row.kind, row.dtype, *cells))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all of it as dicts, lists, strings and numbers.
+        """Returns the comparison as dicts, lists, strings and numbers.
 
-        What is infinite is the string "inf", since JSON has no such number.
+        Infinity is the string "inf", since JSON has no such number.
         """
-        described = _plain(dataclasses.asdict(self))
+        described = json_text.plain(dataclasses.asdict(self))
         if not self.batches:
             del described["batches"]
         return described
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """Returns it as JSON, and writes that to a file if there is a path."""
-        text = json.dumps(self.to_dict(), indent=1)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        return text
+        """Returns the comparison as JSON, and writes it to a file if there is a path."""
+        return json_text.to_json(self.to_dict(), path)
 
     def plot(self, axes: Any = None) -> Any:
         """Draws how far the runs are apart, from the first layer to the last.
@@ -327,7 +322,7 @@ class Comparison:
 def _joined(
     found: Sequence[Comparison], join: Callable[[list[Distance]], Distance | None]
 ) -> list[ComparedLayer]:
-    """Makes one row of those that the same call of a layer has on several batches."""
+    """Combines the rows of each call of a layer, one for each batch."""
     calls: dict[tuple[str, int], list[ComparedLayer]] = {}
     for one in found:
         counts: Counter[str] = Counter()
@@ -370,13 +365,3 @@ def _cell(distance: Distance | None) -> str:
         return "0"
     units = f"{distance.units:.1f}" if distance.units < 100 else f"{distance.units:.0f}"
     return f"{distance.relative:.1e} ({units})"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
-# Of each dtype, the largest relative error of rounding to the nearest number.
+# The largest relative error of rounding to the nearest number of a dtype.
 UNIT_ROUNDOFF = {
     "float16": 2.0**-11,
     "bfloat16": 2.0**-8,
@@ -14,9 +15,9 @@ UNIT_ROUNDOFF = {
     "float64": 2.0**-53,
 }
 
-# More units of what rounding explains than these are not explained by it: about 1 % in float16, 8 %
-# in bfloat16. Sound layers have 0.2 to 1, and gradients of convolutions in float16 up to 15, since
-# kernels for CPUs add up some thousand products in it. Planted defects begin at 100.
+# A distance of more units is a finding: about 1 % in float16, 8 % in bfloat16. Sound layers have
+# 0.2 to 1, and gradients of convolutions in float16 up to 15, since kernels for CPUs add up some
+# thousand products in it. Planted defects begin at 100.
 LIMIT = 16.0
 
 
@@ -51,15 +52,26 @@ class Distance:
 
     @classmethod
     def of(
-        cls, value: np.ndarray, reference: np.ndarray, explained: float, unit: float
+        cls,
+        value: np.ndarray,
+        reference: np.ndarray,
+        explained: float,
+        unit: float,
+        largest: float = 0.0,
     ) -> "Distance":
-        """Measures one.
+        """Measures a distance.
+
+        A gradient may be zero but for rounding, such as that of the bias of an attention's keys, or
+        of queries while the keys are alike: larger numbers cancel, and no tensor shows how large.
+        So where a gradient is further off than its own size, the rounding error of the largest
+        gradient explains it.
 
         Args:
             value: array of float64.
             reference: array of the same shape; of another shape nothing is explained.
             explained: float. The root mean square of what rounding may change.
             unit: float. The unit roundoff, which rounding explains at least.
+            largest: float. The root mean square of the largest gradient beside it, if it is one.
         """
         if value.shape != reference.shape:
             return cls(math.inf, math.inf)
@@ -69,64 +81,40 @@ class Distance:
             return cls(distance, distance, angle)
         size = rms(reference[np.isfinite(reference)])
         explained = max(explained, unit * size)
+        if explained and distance > size:
+            explained = max(explained, unit * largest)
         return cls(
             distance / size if size else math.inf,
             distance / explained if explained else math.inf,
             angle,
         )
 
-    @classmethod
-    def of_gradient(
-        cls,
-        value: np.ndarray,
-        reference: np.ndarray,
-        explained: float,
-        unit: float,
-        largest: float,
-    ) -> "Distance":
-        """Measures that of a gradient, which may be zero but for rounding.
-
-        Such as that of the bias of an attention's keys, or of queries while the keys are alike: it
-        is what is left of larger numbers that cancel, and those are nowhere to be seen. So where a
-        gradient is further off than its own size, what rounding does to the largest explains it.
-
-        Args:
-            value: as for `of`.
-            reference: as for `of`.
-            explained: as for `of`.
-            unit: as for `of`.
-            largest: float. The root mean square of the largest gradient beside it.
-        """
-        distance = cls.of(value, reference, explained, unit)
-        if distance.relative > 1 and math.isfinite(distance.units):
-            return cls.of(value, reference, max(explained, unit * largest), unit)
-        return distance
-
     @staticmethod
     def worst(distances: "Sequence[Distance]") -> "Distance | None":
-        """The one of most units; of what is nothing but rounding, only if there is nothing else."""
-        # The gradient of a bias before a normalization is zero, and what is there instead of it is
-        # further apart than its own size.
+        """Returns the distance of most units; one of pure rounding only if there is no other."""
+        # The gradient of a bias before a normalization is zero but for rounding, so it is further
+        # off than its own size.
         told = [each for each in distances if each.relative <= 1 or each.units > LIMIT]
         return max(told or distances, key=lambda distance: distance.units, default=None)
 
 
-def is_of_weight(name: str) -> bool:
-    """Whether it is the gradient of a weight, and not of "input 0" or "output 0"."""
-    return not name.startswith(("input ", "output "))
+def kind_of_gradient(name: str) -> str:
+    """Returns "input", "output", "argument" or "variable", by the name of a gradient."""
+    numbered = re.fullmatch(r"(input|output|argument) \d+", name)
+    return numbered[1] if numbered else "variable"
 
 
 def rms(values: np.ndarray) -> float:
-    """The root mean square; 0 of no numbers."""
+    """Returns the root mean square; 0 for no numbers."""
     largest = float(np.max(np.abs(values), initial=0))
-    # Squares of small numbers may be zero.
+    # The squares of small numbers may be zero.
     return largest * math.sqrt(float(np.mean((values / largest) ** 2))) if largest else 0.0
 
 
 def apart(value: np.ndarray, reference: np.ndarray) -> float:
-    """The root mean square of the differences; infinite where only the reference is finite.
+    """Returns the root mean square of the differences; infinite if only the reference is finite.
 
-    Where the reference is not finite, the dtype is not to blame.
+    Numbers that are not finite in the reference do not count: the dtype is not to blame.
     """
     is_finite = np.isfinite(value)
     if np.any(np.isfinite(reference) & ~is_finite):
@@ -136,7 +124,7 @@ def apart(value: np.ndarray, reference: np.ndarray) -> float:
 
 
 def cosine(value: np.ndarray, reference: np.ndarray) -> float:
-    """The cosine of the angle between two arrays, of what is finite in both; NaN of zeros."""
+    """Returns the cosine of the angle between two arrays, where both are finite; NaN for zeros."""
     both = np.isfinite(value) & np.isfinite(reference)
     first, second = (each[both] / (rms(each[both]) or math.inf) for each in (value, reference))
     size = math.sqrt(float(np.sum(first**2)) * float(np.sum(second**2)))
@@ -144,11 +132,11 @@ def cosine(value: np.ndarray, reference: np.ndarray) -> float:
 
 
 def relative(value: np.ndarray, reference: np.ndarray) -> float:
-    """The same, as a share of the reference."""
+    """Returns the root mean square of the differences, as a share of that of the reference."""
     return Distance.of(value, reference, 0.0, 0.0).relative
 
 
 def underflow(value: np.ndarray, reference: np.ndarray) -> float:
-    """Of the numbers that are not zero in the reference, the share that is zero."""
+    """Returns which share of the reference's non-zero numbers is zero in `value`."""
     there = reference != 0
     return float(np.mean(value[there] == 0)) if there.any() else 0.0

@@ -1,16 +1,17 @@
-"""What went wrong inside of one call of a layer: the operation, and what it did to its numbers."""
+"""Finds the operation that went wrong inside of one call of a layer, and explains it."""
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import runs
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative, rms, underflow
+from keras_mp.numerics.layer_calls import is_floating, shape_of
 from keras_mp.numerics.operations import Kept, KeptOperation
+from keras_mp.numerics.runs import array
 from keras_mp.support import op_table
 
 _REDUCTIONS = op_table.ops("sums over axes", "sums of tensors", "gradients of biases")
@@ -18,33 +19,26 @@ _PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype"
 _POLES = op_table.ops("divisions", "reciprocals", "powers") | {"Log"}
 _DIFFERENCES = op_table.ops("additions", "squared differences")
 
-# A result that is that much smaller than what it is computed from has lost that many units.
+# A difference that is so many times smaller than its inputs is called a cancellation.
 _CANCELS = 32
 
-# The smallest number above zero, a subnormal one.
+# The smallest subnormal number above zero.
 _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149}
 
-# A smaller share of zeros is not worth a word.
+# A smaller share of zeros is not mentioned.
 _FEW_ZEROS = 0.01
 
 
 class Explanation(NamedTuple):
-    """What was found in a call.
+    """The explanation of a finding.
 
     Attributes:
-        what: str. The operation, and what it did.
-        line: str or None. The line that it comes from.
+        what: str. The operation and its error.
+        line: str or None. The line of the program.
     """
 
     what: str
     line: str | None
-
-
-class _Pair(NamedTuple):
-    """The same operation in 16 bits and in float32."""
-
-    narrow: KeptOperation
-    wide: KeptOperation
 
 
 def explain(narrow: Kept, wide: Kept, side: str, dtype: str) -> Explanation | None:
@@ -60,59 +54,59 @@ def explain(narrow: Kept, wide: Kept, side: str, dtype: str) -> Explanation | No
         Explanation, or None where all operations agree.
     """
     worst, most = None, 0.0
-    of_side = [
+    ops, wide_ops = (
         [op for op in each.operations if op.is_gradient == (side == "backward")]
         for each in (narrow, wide)
-    ]
-    for pair in _pairs(*of_side):
-        before = max([_apart(n, w) for n, w in zip(pair.narrow.inputs, pair.wide.inputs)] or [0.0])
-        after = max([_apart(n, w) for n, w in zip(pair.narrow.outputs, pair.wide.outputs)] or [0.0])
-        lost = _lost_inputs(pair, dtype, narrow)
+    )
+    for i, j in matches(ops, wide_ops):
+        op, exact = ops[i], wide_ops[j]
+        before, after = _apart(op.inputs, exact.inputs), _apart(op.outputs, exact.outputs)
+        lost = _lost_inputs(op, exact, dtype, narrow)
         if lost is not None:
-            return Explanation(lost, pair.narrow.line)
+            return Explanation(lost, op.line)
         if math.isinf(after) and not math.isinf(before):
-            return Explanation(_not_finite(pair, dtype), pair.narrow.line)
+            return Explanation(_not_finite(op, exact, dtype), op.line)
         rise = after / max(before, UNIT_ROUNDOFF[dtype])
         if rise > most:
-            worst, most = pair, rise
+            worst, most = (op, exact), rise
     if worst is None or most <= 2:
         return None
-    return Explanation(_inexact(worst, dtype), worst.narrow.line)
+    return Explanation(_inexact(*worst, dtype), worst[0].line)
 
 
 def matches(
     narrow: Sequence[KeptOperation], wide: Sequence[KeptOperation]
 ) -> Iterator[tuple[int, int]]:
-    """Yields which operations of two runs are the same, by their places in both."""
+    """Yields the indices of the operations that two runs have in common."""
     kinds = [[(op.type, op.is_gradient) for op in ops] for ops in (narrow, wide)]
     matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
     for start, other, count in matcher.get_matching_blocks():
         yield from zip(range(start, start + count), range(other, other + count))
 
 
-def _pairs(narrow: list[KeptOperation], wide: list[KeptOperation]) -> Iterator[_Pair]:
-    return (_Pair(narrow[i], wide[j]) for i, j in matches(narrow, wide))
+def _arrays(tensors: Iterable[tf.Tensor]) -> list[np.ndarray]:
+    return [array(value) for value in tensors if is_floating(value)]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+def _both(
+    narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the floating-point tensors with the same shape in both, as arrays."""
+    for n, w in zip(narrow, wide):
+        if is_floating(n) and is_floating(w) and n.shape == w.shape:
+            yield array(n), array(w)
 
 
-def _apart(narrow: Any, wide: Any) -> float:
-    if not (_is_number(narrow) and _is_number(wide) and narrow.shape == wide.shape):
-        return 0.0
-    return relative(runs.array(narrow), runs.array(wide))
+def _apart(narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]) -> float:
+    return max((relative(n, w) for n, w in _both(narrow, wide)), default=0.0)
 
 
-def _lost_inputs(pair: _Pair, dtype: str, kept: Kept) -> str | None:
-    """Whether an input that no operation has computed is missing in 16 bits."""
-    for narrow, wide in zip(pair.narrow.inputs, pair.wide.inputs):
-        is_known = kept.is_computed(narrow) or not (_is_number(narrow) and _is_number(wide))
-        if is_known or narrow.shape != wide.shape:
-            continue
-        n, w = runs.array(narrow), runs.array(wide)
+def _lost_inputs(op: KeptOperation, exact: KeptOperation, dtype: str, kept: Kept) -> str | None:
+    """Describes an input that 16 bits do not hold, unless an operation has computed it."""
+    given = [(n, w) for n, w in zip(op.inputs, exact.inputs) if not kept.is_computed(n)]
+    for n, w in _both(*zip(*given)) if given else ():
         largest = np.abs(w).max(initial=0)
-        what = f"{pair.narrow.type}: {'a constant' if w.size == 1 else 'numbers'} of {largest:.1g}"
+        what = f"{op.type}: {'a constant' if w.size == 1 else 'numbers'} of {largest:.1g}"
         if 0 < largest < _SMALLEST[dtype] and not n.any():
             return f"{what} that goes in is 0 in {dtype}, which ends at {_SMALLEST[dtype]:.1g}"
         if np.isfinite(largest) and not np.isfinite(n).all():
@@ -124,73 +118,60 @@ def _largest(dtype: str) -> str:
     return f"{float(tf.as_dtype(dtype).max):,.0f}" if dtype == "float16" else "3.4e38"
 
 
-def _not_finite(pair: _Pair, dtype: str) -> str:
-    kind = pair.narrow.type
-    wide = np.concatenate([runs.array(v).ravel() for v in pair.wide.outputs if _is_number(v)])
-    narrow = np.concatenate([runs.array(v).ravel() for v in pair.narrow.outputs if _is_number(v)])
+def _not_finite(op: KeptOperation, exact: KeptOperation, dtype: str) -> str:
+    kind, terms = op.type, _terms(op)
+    wide = np.concatenate([values.ravel() for values in _arrays(exact.outputs)])
+    narrow = np.concatenate([values.ravel() for values in _arrays(op.outputs)])
     reached = np.abs(wide[np.isfinite(wide)]).max(initial=0)
-    bad = np.count_nonzero(~np.isfinite(narrow))
-    terms = _terms(pair.narrow)
+    bad = f"{np.count_nonzero(~np.isfinite(narrow)):,} of {narrow.size:,} results are not finite"
     of_terms = f", a sum over {terms:,} values," if terms > 1 else ""
     if reached > float(tf.as_dtype(dtype).max):
         return (
             f"overflow: {kind}{of_terms} reaches {reached:.3g}; {dtype} ends at {_largest(dtype)}"
         )
-    inputs = [runs.array(v) for v in pair.narrow.inputs if _is_number(v)]
-    if kind in _POLES and any((values == 0).any() for values in inputs):
-        return f"{kind} of zero: {bad:,} of {narrow.size:,} results are not finite in {dtype}"
+    if kind in _POLES and any((values == 0).any() for values in _arrays(op.inputs)):
+        return f"{kind} of zero: {bad} in {dtype}"
     if terms > 1:
-        return (
-            f"overflow inside of {kind}, a sum over {terms:,} values, though the result is only "
-            f"{reached:.3g}: {bad:,} of {narrow.size:,} results are not finite in {dtype}"
-        )
-    return (
-        f"{kind}: {bad:,} of {narrow.size:,} results are not finite in {dtype}; in float32 they "
-        f"reach {reached:.3g}"
-    )
+        only = f"though the result is only {reached:.3g}"
+        return f"overflow inside of {kind}{of_terms} {only}: {bad} in {dtype}"
+    return f"{kind}: {bad} in {dtype}; in float32 they reach {reached:.3g}"
 
 
-def _inexact(pair: _Pair, dtype: str) -> str:
-    kind, terms = pair.narrow.type, _terms(pair.narrow)
-    outputs = [
-        (runs.array(n), runs.array(w))
-        for n, w in zip(pair.narrow.outputs, pair.wide.outputs)
-        if _is_number(n) and _is_number(w) and n.shape == w.shape
-    ]
+def _inexact(op: KeptOperation, exact: KeptOperation, dtype: str) -> str:
+    kind, terms = op.type, _terms(op)
+    outputs = list(_both(op.outputs, exact.outputs))
     narrow, wide = max(outputs, key=lambda values: relative(*values))
-    off = relative(narrow, wide)
-    inputs = [runs.array(v) for v in pair.wide.inputs if _is_number(v)]
-    largest = max([rms(values[np.isfinite(values)]) for values in inputs] or [0.0])
-    if kind in _DIFFERENCES and len(inputs) == 2 and largest > _CANCELS * rms(wide):
-        return (
-            f"cancellation: {kind} of numbers of about {largest:.3g}, which are multiples of "
-            f"{_spacing(largest, dtype):.1g} in {dtype}, leaves {rms(wide):.1g}, off by {off:.1%}"
-        )
+    off, size = relative(narrow, wide), rms(wide)
+    inputs = _arrays(exact.inputs)
+    largest = max((rms(values[np.isfinite(values)]) for values in inputs), default=0.0)
+    of_numbers = (
+        f"{kind} of numbers of about {largest:.3g}, which are multiples of "
+        f"{_spacing(largest, dtype):.1g} in {dtype}"
+    )
+    if kind in _DIFFERENCES and len(inputs) == 2 and largest > _CANCELS * size:
+        return f"cancellation: {of_numbers}, leaves {size:.1g}, off by {off:.1%}"
     zeros = underflow(narrow, wide)
     if zeros > _FEW_ZEROS:
         return (
             f"underflow: {zeros:.0%} of what {kind} returns is 0 in {dtype} and not in float32, "
-            f"where it is about {rms(wide):.1g}"
+            f"where it is about {size:.1g}"
         )
     if terms > 1:
         return f"{kind}, a sum over {terms:,} values in {dtype}, is off by {off:.2%}"
-    return (
-        f"{kind} of numbers of about {largest:.3g}, which are multiples of "
-        f"{_spacing(largest, dtype):.1g} in {dtype}, is off by {off:.2%}"
-    )
+    return f"{of_numbers}, is off by {off:.2%}"
 
 
 def _spacing(size: float, dtype: str) -> float:
-    """How far the numbers of a dtype are apart that are about so large."""
+    """Returns the distance between neighbouring numbers of a dtype that are about so large."""
     if not 0 < size < math.inf:
         return 0.0
     return 2.0 ** math.floor(math.log2(size)) * 2 * UNIT_ROUNDOFF[dtype]
 
 
 def _terms(operation: KeptOperation) -> int:
-    """Of how many terms each result is the sum."""
-    sizes = [int(np.prod(v.shape)) for v in operation.inputs if _is_number(v)]
-    result = max(int(np.prod(v.shape)) for v in operation.outputs)
+    """Returns how many terms are summed for each result."""
+    sizes = [math.prod(shape_of(v)) for v in operation.inputs if is_floating(v)]
+    result = max(math.prod(shape_of(v)) for v in operation.outputs)
     if not sizes or not result:
         return 1
     if operation.type == "Cumsum":

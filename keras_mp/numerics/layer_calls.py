@@ -1,7 +1,7 @@
-"""The calls of layers, one by one: what goes in, what comes out, with which random numbers.
+"""Watches the calls of layers: their inputs, their outputs and the random numbers they draw.
 
-Everything runs in eager, so that a call of a layer is a call of a Python function. What is watched
-is `call` of each layer: its arguments have been cast by then, and what it returns goes on.
+Everything runs in eager, so that a call of a layer is a call of a Python function. The method
+`call` of each layer is watched: its arguments have been cast by then.
 """
 
 import contextlib
@@ -9,14 +9,16 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import tensorflow as tf
 
+from keras_mp import keras_api
 from keras_mp.layer_paths import layers_by_path
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.support import attributes
 
-# Random operations are called through these modules. Of the functions in them, those that draw.
+# The modules through which random operations are called, and the names of those that draw.
 _RANDOM_MODULES = (
     "gen_random_ops",
     "gen_stateful_random_ops",
@@ -25,59 +27,98 @@ _RANDOM_MODULES = (
 )
 _DISTRIBUTIONS = ("uniform", "normal")
 
+_Structure = TypeVar("_Structure")
+
 Position = tuple[int, ...]
+
+
+class Variables(NamedTuple):
+    """Stands for a model where a function is run.
+
+    Attributes:
+        weights: list of the variables that the function uses.
+    """
+
+    weights: list[Any]
+
+    @property
+    def variables(self) -> list[Any]:
+        """The same list, by the other name that layers have for it."""
+        return self.weights
+
+
+# A layer, an operation of Keras, a loss.
+Called = tf.keras.layers.Layer | Callable[..., Any]
+
+Change = Callable[[tf.Tensor], tf.Tensor]
 
 
 @dataclasses.dataclass
 class Call:
-    """One call of a layer.
+    """One call of a layer, or of a loss or an operation.
 
     Attributes:
-        position: which call it is within the call around it, from the outermost to this one. Two
-            runs of the same model have the same positions, whatever their layers are called.
+        position: the number of the call within the call around it, from the outermost to this one.
+            Calls of two runs of the same model have the same positions, whatever the layers' names.
         path: str. The names of the layers from below the model to this one; of the model its name.
+        kind: str. The class of the layer, the type of an operation, or "loss".
         layer: the layer, or what else was called.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        outputs: what it returned.
+        outputs: list of the floating-point tensors that it returned.
         trained_through: set of the ids of those arguments whose gradients training computes, since
             trainable weights lie before them. Empty until a backward pass has told.
     """
 
     position: Position
     path: str
+    kind: str
     layer: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: Any = None
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outputs: list[tf.Tensor] = dataclasses.field(default_factory=list)
     trained_through: set[int] = dataclasses.field(default_factory=set)
 
-    def contains(self, other: "Call") -> bool:
-        """Whether the other was made inside of this one."""
-        return other.position != self.position and self.position == other.position[: self.depth]
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        """The floating-point tensors among its arguments."""
+        return floating((self.args, self.kwargs))
 
     @property
-    def depth(self) -> int:
-        """In how many calls it is, itself counted."""
-        return len(self.position)
+    def dtype(self) -> str:
+        """The coarsest of the dtypes of inputs and outputs and of the compute dtypes.
 
+        A model that was loaded may have another policy than the layers inside of it.
+        """
+        dtypes = [value.dtype.name for value in (*self.inputs, *self.outputs)]
+        if isinstance(self.layer, tf.keras.layers.Layer):
+            dtypes += [layer.compute_dtype for layer in keras_api.flatten_layers(self.layer)]
+        known = [dtype for dtype in dtypes if dtype in UNIT_ROUNDOFF]
+        return max(known, key=UNIT_ROUNDOFF.__getitem__, default="float32")
 
-Change = Callable[[tf.Tensor], tf.Tensor]
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of that dtype."""
+        return UNIT_ROUNDOFF[self.dtype]
+
+    def contains(self, other: "Call") -> bool:
+        """Whether the other call was made inside of this one."""
+        around = other.position[: len(self.position)]
+        return other.position != self.position and self.position == around
 
 
 class RandomNumbers:
-    """Numbers that the first run drew, for the others to use.
+    """Keeps the random numbers that the first run draws, for the other runs.
 
-    TensorFlow draws other numbers in float16 than in float32, from the same seed. So it is not the
-    seeds that are kept, but what came of them. Let the narrowest dtype run first: to cast its
-    numbers changes none of them.
+    TensorFlow draws other numbers in float16 than in float32 from the same seed, so the numbers
+    are kept. Let the narrowest dtype run first: wider dtypes hold its numbers exactly.
     """
 
     def __init__(self) -> None:
         self._drawn: dict[tuple[Position, int], tf.Tensor] = {}
 
     def take(self, position: Position, count: int, own: tf.Tensor) -> tf.Tensor:
-        """Returns what was drawn at that place, or keeps and returns `own`."""
+        """Returns the numbers that were drawn at that place, or keeps and returns `own`."""
         drawn = self._drawn.setdefault((position, count), own)
         return tf.cast(drawn, own.dtype) if drawn.shape == own.shape else own
 
@@ -89,9 +130,9 @@ class Watch:
         calls: list of Call, each when it ends: those inside of a layer come before its own.
 
     Args:
-        numbers: RandomNumbers. Shared by runs that are to be compared.
-        change: called with each floating-point tensor that a layer returns; what it returns goes
-            on in its place. By default nothing is changed.
+        numbers: RandomNumbers. Runs that are to be compared share them.
+        change: called with each floating-point tensor that a layer returns; the result takes its
+            place. By default nothing is changed.
         start: the position of the first call.
     """
 
@@ -101,15 +142,20 @@ class Watch:
         self.calls: list[Call] = []
         self._numbers = numbers
         self._change = change
-        # The position of the next call, and of each call that is going on the numbers drawn.
+        # The position of the next call, and how many times each call around it has drawn numbers.
         self._next, self._around, self._counts = start[-1], start[:-1], [0]
 
     def run(
-        self, path: str, layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        path: str,
+        kind: str,
+        layer: Called,
+        call: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Calls something, as a layer of that name."""
+        """Calls a function, and notes that as the call of a layer of that name and kind."""
         position, outside = (*self._around, self._next), self._around
-        made = Call(position, path, layer, args, kwargs)
         self._around, self._next = position, 0
         self._counts.append(0)
         try:
@@ -118,25 +164,30 @@ class Watch:
             self._around, self._next = outside, position[-1] + 1
             self._counts.pop()
         if self._change is not None:
-            outputs = _map_floating(self._change, outputs)
-        made.outputs = outputs
-        self.calls.append(made)
+            outputs = map_floating(self._change, outputs)
+        self.calls.append(Call(position, path, kind, layer, args, kwargs, floating(outputs)))
         return outputs
 
     @contextlib.contextmanager
-    def over(self, root: Any) -> Iterator["Watch"]:
-        """Watches a model, or a layer, with the layers inside of it; of None what `run` calls."""
+    def over(self, root: Called | None) -> Iterator[None]:
+        """Watches a model or layer, with the layers inside of it, and the numbers that are drawn.
+
+        Args:
+            root: the model or layer. If it has no `call`, only the numbers are watched.
+        """
         with contextlib.ExitStack() as stack:
             seen: set[int] = set()
             for path, layer in _named(root):
                 if id(layer) not in seen:
                     seen.add(id(layer))
-                    own = layer.call
-                    call = functools.wraps(own)(functools.partial(self.run, path, layer, own))
-                    stack.enter_context(attributes.replaced(layer, "call", call))
+                    own, kind = layer.call, type(layer).__name__
+                    call = functools.partial(self.run, path, kind, layer, own)
+                    stack.enter_context(
+                        attributes.replaced(layer, "call", functools.wraps(own)(call))
+                    )
             stack.enter_context(self._drawing())
             stack.enter_context(_eager_functions())
-            yield self
+            yield
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -161,12 +212,27 @@ class Watch:
         return draw
 
 
-def _map_floating(change: Change, structure: Any) -> Any:
-    def changed(value: Any) -> Any:
-        is_number = isinstance(value, tf.Tensor) and value.dtype.is_floating
-        return change(value) if is_number else value
+def floating(structure: Any) -> list[tf.Tensor]:
+    """Returns the floating-point tensors in a structure, each once."""
+    found = {id(value): value for value in tf.nest.flatten(structure) if is_floating(value)}
+    return list(found.values())
 
-    return tf.nest.map_structure(changed, structure)
+
+def map_floating(change: Change, structure: _Structure) -> _Structure:
+    """Returns the structure, with its floating-point tensors changed."""
+    return tf.nest.map_structure(
+        lambda value: change(value) if is_floating(value) else value, structure
+    )
+
+
+def is_floating(value: object) -> TypeGuard[tf.Tensor]:
+    """Whether a value is a floating-point tensor."""
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+
+
+def shape_of(tensor: tf.Tensor) -> tuple[int, ...]:
+    """Returns the shape of an eager tensor."""
+    return cast(tuple[int, ...], tuple(tensor.shape))
 
 
 def _draws(name: str, function: Any) -> bool:
@@ -177,7 +243,7 @@ def _draws(name: str, function: Any) -> bool:
 
 @contextlib.contextmanager
 def _eager_functions() -> Iterator[None]:
-    """Inside, what `tf.function` has made runs in eager as well."""
+    """Runs functions that `tf.function` made in eager inside of the block."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:
@@ -186,9 +252,9 @@ def _eager_functions() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
-def _named(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yields a model or layer, if any, and what is inside that can be called, with their paths."""
-    if root is None:
+def _named(root: Called | None) -> Iterator[tuple[str, Any]]:
+    """Yields a model or layer, and the layers inside of it, with their paths."""
+    if root is None or not hasattr(root, "call"):
         return
     yield root.name, root
     if not isinstance(root, tf.keras.layers.Layer):

@@ -1,11 +1,13 @@
-"""What runs in 16 bits have lost of what a run in float32 has: as a table, as CSV and JSON."""
+"""The values that runs in 16 bits lose, compared with float32: as a table, as CSV and JSON."""
 
 import csv
+import dataclasses
 import functools
 import json
 import operator
+import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +20,12 @@ from keras_mp.support import text_tables
 
 _SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 
-# So many scales fit beside names that can be read.
+# So many columns of scales fit beside readable names.
 _MOST_SCALES = 9
 
 
 class Lost(NamedTuple):
-    """What a run in 16 bits has lost of a tensor that a run in float32 has.
+    """The values of a tensor that a run in 16 bits has lost, compared with float32.
 
     Attributes:
         values: int. How many values are finite and not zero in float32.
@@ -48,13 +50,13 @@ class Lost(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray, dtype: str, expected: np.ndarray, scale: float) -> "Lost":
-        """Measures it.
+        """Counts what is lost.
 
         Args:
             values: array of float64, of a run in 16 bits.
-            dtype: str. What they were computed in.
+            dtype: str. The dtype that they were computed in.
             expected: array of float64, of the run in float32.
-            scale: float. What the former are multiplied by.
+            scale: float. The loss scale that `values` are multiplied by.
         """
         is_finite, counts = np.isfinite(values), np.isfinite(expected) & (expected != 0)
         subnormal = counts & (values != 0) & (np.abs(values) < _SMALLEST_NORMAL.get(dtype, 0.0))
@@ -74,20 +76,20 @@ class Lost(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Which share of the values is zero, from 0 to 1."""
+        """The share of the values that is zero, from 0 to 1."""
         return self.zero / self.values if self.values else 0.0
 
 
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class WhatIf:
-    """What was found: `what_if` returns it.
+    """The results of `what_if`.
 
     `result[dtype, scale]` is a dict of (kind, path) and `Lost`; `str(result)` is a table.
 
     Attributes:
-        dtypes: list of str.
-        scales: list of float.
         reference: `Report` of the run in float32. As nothing is lost in it, its windows are those
             of what the model would have computed.
+        lost: dict of (dtype, scale), and of these dicts of (kind, path) and `Lost`.
         computed_in: dict of dtypes, and of these dicts of (kind, path) and the dtype that the
             tensor had in such a run.
         consumers: dict of paths of layers, and of these sets of paths of the layers that take what
@@ -119,29 +121,29 @@ class WhatIf:
     (['bfloat16'], [1.0])
     """
 
-    def __init__(
-        self,
-        reference: Report,
-        lost: dict[tuple[str, float], dict[tuple[str, str], Lost]],
-        computed_in: dict[str, dict[tuple[str, str], str]],
-        consumers: dict[str, set[str]],
-        noise: Iterable[tuple[str, str]] = (),
-        batches: Sequence["WhatIf"] = (),
-        loss_scale: float = INITIAL_LOSS_SCALE,
-        units: Mapping[str, str] | None = None,
-        amplification: Mapping[str, float] | None = None,
-    ) -> None:
-        self.reference, self.computed_in = reference, computed_in
-        self.consumers, self.noise = consumers, set(noise)
-        self.loss_scale, self.units = loss_scale, dict(units or {})
-        self.amplification = dict(amplification or {})
-        self._lost, self.batches = lost, tuple(batches)
-        self.dtypes = list(dict.fromkeys(dtype for dtype, _ in lost))
-        self.scales = sorted({scale for _, scale in lost})
+    reference: Report
+    lost: dict[tuple[str, float], dict[tuple[str, str], Lost]]
+    computed_in: dict[str, dict[tuple[str, str], str]]
+    consumers: dict[str, set[str]]
+    noise: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    batches: tuple["WhatIf", ...] = ()
+    loss_scale: float = INITIAL_LOSS_SCALE
+    units: dict[str, str] = dataclasses.field(default_factory=dict)
+    amplification: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of the runs in 16 bits."""
+        return list(dict.fromkeys(dtype for dtype, _ in self.lost))
+
+    @property
+    def scales(self) -> list[float]:
+        """The loss scales, the smallest first."""
+        return sorted({scale for _, scale in self.lost})
 
     @classmethod
     def of_batches(cls, found: "Sequence[WhatIf]") -> "WhatIf":
-        """Puts those of several batches together: the worst of each.
+        """Combines the results of several batches: the worst of each.
 
         Args:
             found: one for each batch. A single one is returned as it is.
@@ -152,47 +154,46 @@ class WhatIf:
 
     @property
     def mean(self) -> "WhatIf":
-        """The same with the means of all batches: counts are sums, errors are means."""
+        """The results over all batches: counts are sums, errors are means."""
         return self._joined(self.batches, _mean) if self.batches else self
 
-    @classmethod
-    def _joined(cls, found: "Sequence[WhatIf]", join: Callable[[Sequence[Lost]], Lost]) -> "WhatIf":
+    @staticmethod
+    def _joined(found: "Sequence[WhatIf]", join: Callable[[Sequence[Lost]], Lost]) -> "WhatIf":
         lost = {
             run: {
                 row: join([each[run][row] for each in found if row in each[run]])
                 for row in dict.fromkeys(row for each in found for row in each[run])
             }
-            for run in found[0]._lost
+            for run in found[0].lost
         }
         consumers: dict[str, set[str]] = {}
         for path, takers in (pair for each in found for pair in each.consumers.items()):
             consumers.setdefault(path, set()).update(takers)
-        return cls(
-            functools.reduce(operator.add, (each.reference for each in found)),
-            lost,
-            found[0].computed_in,
-            consumers,
-            set.intersection(*(each.noise for each in found)),
-            found,
-            found[0].loss_scale,
-            found[0].units,
-            {
-                path: max(each.amplification.get(path, 0.0) for each in found)
-                for path in found[0].amplification
-            },
+        amplification = {
+            path: max(each.amplification.get(path, 0.0) for each in found)
+            for path in found[0].amplification
+        }
+        return dataclasses.replace(
+            found[0],
+            reference=functools.reduce(operator.add, (each.reference for each in found)),
+            lost=lost,
+            consumers=consumers,
+            noise=set.intersection(*(each.noise for each in found)),
+            batches=tuple(found),
+            amplification=amplification,
         )
 
     def __getitem__(self, run: tuple[str, float]) -> dict[tuple[str, str], Lost]:
         dtype, scale = run
-        if (dtype, float(scale)) not in self._lost:
+        if (dtype, float(scale)) not in self.lost:
             raise KeyError(
                 f"Expected one of the dtypes {self.dtypes} and one of the scales {self.scales}. "
                 f"Received: {run!r}"
             )
-        return self._lost[dtype, float(scale)]
+        return self.lost[dtype, float(scale)]
 
     def good_scales(self, dtype: str, tolerance: float = 0.0) -> list[float]:
-        """Tells at which scales no gradient has lost anything.
+        """Returns the scales at which no gradient has lost anything.
 
         Args:
             dtype: one of `dtypes`.
@@ -221,7 +222,7 @@ class WhatIf:
         }
 
     def table(self, dtype: str, kind: str = GRADIENT, rows: int | None = None) -> str:
-        """Returns a table of rows by scales: which share has become zero, or infinite.
+        """Returns a table of rows by scales, of the shares that become zero or infinite.
 
         Args:
             dtype: one of `dtypes`.
@@ -299,7 +300,7 @@ class WhatIf:
     def __repr__(self) -> str:
         return f"<WhatIf of {self.dtypes} at {len(self.scales)} scales>"
 
-    def to_csv(self, path: Any) -> None:
+    def to_csv(self, path: str | os.PathLike) -> None:
         """Writes a line for each run and row.
 
         Args:
@@ -308,18 +309,18 @@ class WhatIf:
         with pathlib.Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("dtype", "scale", "kind", "path", *Lost._fields))
-            for (dtype, scale), rows in self._lost.items():
+            for (dtype, scale), rows in self.lost.items():
                 for row, lost in rows.items():
                     writer.writerow((dtype, scale, *row, *lost))
 
-    def to_json(self, path: Any) -> None:
+    def to_json(self, path: str | os.PathLike) -> None:
         """Writes a list of runs, each with a list of rows.
 
         Args:
             path: str or path of the file.
         """
         runs = []
-        for (dtype, scale), rows in self._lost.items():
+        for (dtype, scale), rows in self.lost.items():
             found = []
             for (kind, name), lost in rows.items():
                 error = lost.error if np.isfinite(lost.error) else None
@@ -337,20 +338,20 @@ def rank(lost: Sequence[Lost], is_noise: bool) -> tuple[float, float, float]:
         lost: sequence of `Lost`, at each scale.
         is_noise: bool. Whether it is in `WhatIf.noise`.
     """
-    # That whose smallest loss is the largest cannot be helped by a scale.
+    # No scale helps a row whose smallest loss is large.
     shares = [1.0 if each.infinite else each.share for each in lost]
     return float(not is_noise), min(shares), sum(shares)
 
 
 def _spread(scales: Sequence[float], most: int) -> Sequence[float]:
-    """So many of the scales at most, the first and the last among them."""
+    """Returns so many of the scales at most, the first and the last among them."""
     if len(scales) <= most:
         return scales
     return [scales[round(i)] for i in np.linspace(0, len(scales) - 1, most)]
 
 
 def _harm(lost: Lost) -> tuple[bool, float, float]:
-    """How bad it is, larger if it is worse."""
+    """Returns how bad a loss is, larger if it is worse."""
     return bool(lost.infinite), lost.share, lost.error
 
 

@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from keras_mp.support import messages, op_callbacks, op_table
 
-# Functions of these files call what makes gradients.
+# Functions of these files call gradient functions.
 _GRADIENT_FILES = tuple(
     os.path.join("tensorflow", "python", *path)
     for path in (("eager", "backprop.py"), ("ops", "gradients_util.py"))
 )
 
-# What keras_mp's tools make their own operations with.
+# Tools of keras_mp make their own operations through these files.
 _BELOW_TOOLS = (
     os.path.join("tensorflow", "python", ""),
     os.path.join("keras_mp", "support", ""),
@@ -30,7 +30,7 @@ _DATA_FOLDER = os.path.join("tensorflow", "python", "data", "")
 # They call every layer.
 _BASE_LAYERS = ("layer.py", "base_layer.py")
 
-# What moves or renames numbers, and computes none.
+# Operations that move or rename numbers, and compute none.
 SAFE = op_table.ops(
     *("arguments", "constants", "reads of variables", "fills", "no numbers"),
     *op_table.SAME_NUMBERS,
@@ -73,16 +73,16 @@ class Kept:
         self._makers: dict[int, int] = {}
         self._held: list[Any] = []
 
-    def is_computed(self, value: Any) -> bool:
-        """Whether an operation has computed it; if not, it was there before."""
+    def is_computed(self, value: tf.Tensor) -> bool:
+        """Whether one of the operations has computed a tensor."""
         return id(value) in self._makers
 
     def keep(
         self,
-        kind: Any,
-        inputs: Sequence[Any],
-        attrs: Any,
-        outputs: Sequence[Any],
+        kind: str | bytes,
+        inputs: Sequence[tf.Tensor],
+        attrs: object,
+        outputs: Sequence[tf.Tensor],
         *_: Any,
         **__: Any,
     ) -> None:
@@ -142,7 +142,7 @@ class CallSite(NamedTuple):
 
 
 def place() -> CallSite:
-    """Where the operation that runs now comes from."""
+    """Returns the origin of the operation that is running."""
     return place_in(_frames())
 
 
@@ -154,13 +154,13 @@ def _frames() -> Iterator[tuple[str, int]]:
 
 
 def place_in(frames: Iterable[tuple[str, int]]) -> CallSite:
-    """Finds it in a stack.
+    """Finds the origin of an operation in a stack.
 
     Args:
         frames: names of files and numbers of lines, the innermost first.
     """
     is_gradient, is_data, line = False, False, None
-    # It belongs to the caller of TensorFlow. In eager, this function is called from inside of it.
+    # The operation belongs to the caller of TensorFlow. In eager, this runs inside of TensorFlow.
     was_below, is_of_a_tool = False, None
     for file, number in frames:
         kind = _kind_of_file(file)
@@ -168,7 +168,7 @@ def place_in(frames: Iterable[tuple[str, int]]) -> CallSite:
             was_below = True
         elif was_below and is_of_a_tool is None:
             is_of_a_tool = kind == "end"
-        # A gradient has no line but that of a custom one, and not that of the tool that asks here.
+        # A gradient has a line only if it is a custom one; the line below is that of the tool.
         if kind == "end" and (line is not None or is_gradient):
             break
         if kind == "shown" and line is None:
@@ -183,7 +183,7 @@ def _kind_of_file(file: str) -> str:
     if file == __file__:
         return "library"
     if os.path.dirname(file) == os.path.dirname(__file__):
-        # Below is the code that called a tool of this subpackage.
+        # The frames below are those of code that called a tool of this subpackage.
         return "end"
     if file.endswith(_GRADIENT_FILES):
         return "gradient"

@@ -1,48 +1,61 @@
-"""The loss that a model is trained with: how it is computed, and what it is multiplied by."""
+"""The loss that a model is trained with, and its loss scale."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, losses
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import runs
-from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.layer_calls import RandomNumbers
-from keras_mp.numerics.runs import Run
+from keras_mp.numerics.batches import Batch, Structure
+from keras_mp.numerics.layer_calls import Called, Variables, floating, shape_of
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.support import attributes
 
-Loss = Callable[[Any, Batch, Any], tf.Tensor]
+# Called with a batch and the predictions of the model.
+Loss = Callable[[Batch, Structure], tf.Tensor]
+
+# A loss of `tf.keras`, by name or not, or a function of labels and predictions.
+GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
+
+# The same, or one for each output, as `compile` takes them.
+GivenLosses = GivenLoss | Sequence[GivenLoss] | Mapping[str, GivenLoss]
 
 
 def loss_of(
-    model: tf.keras.Model, compiled: Any, batch: Batch, loss: Any, is_a_copy: bool = False
+    model: tf.keras.Model,
+    compiled: tf.keras.Model,
+    batch: Batch,
+    loss: GivenLoss | None,
+    is_a_copy: bool,
 ) -> Loss:
-    """Returns the loss of a model, for `runs.run`.
+    """Returns the loss of a model.
 
     Args:
         model: what will be run.
         compiled: the model of the user, which may be compiled.
         batch: Batch. Without labels, or without a loss, it is `signed_mean` of the outputs.
         loss: a loss of `tf.keras`, by name or not, or a function; None for that of `compiled`.
-        is_a_copy: bool. Whether `model` has to be compiled as `compiled` is.
+        is_a_copy: bool. Whether `model` has to be compiled in the same way as `compiled`.
     """
     if loss is not None and batch.y is not None:
-        return given_loss(tf.keras.losses.get(loss))
+        return given_loss(model, losses.get(loss))
     if getattr(compiled, "loss", None) and batch.y is not None:
         return compiled_loss(model, compiled, is_a_copy)
     return signed_mean
 
 
-def given_loss(function: Callable[..., Any]) -> Loss:
-    """Returns the loss that a function computes, with those of layers, for `runs.run`.
+def given_loss(model: tf.keras.Model, function: Callable[..., tf.Tensor]) -> Loss:
+    """Returns a loss that a function computes, plus the losses of layers.
 
     Args:
+        model: what will be run.
         function: called with labels, predictions, and weights if the batch has any.
     """
 
-    def value(model: tf.keras.Model, batch: Batch, prediction: Any) -> tf.Tensor:
+    def value(batch: Batch, prediction: Structure) -> tf.Tensor:
         weight = () if batch.sample_weight is None else (batch.sample_weight,)
         loss = tf.cast(tf.reduce_mean(function(batch.y, prediction, *weight)), tf.float32)
         return tf.add_n([loss, *(tf.cast(each, loss.dtype) for each in model.losses)])
@@ -50,8 +63,8 @@ def given_loss(function: Callable[..., Any]) -> Loss:
     return value
 
 
-def compiled_loss(model: tf.keras.Model, compiled: Any, is_a_copy: bool) -> Loss:
-    """Returns the loss that a model is compiled with, for `runs.run`.
+def compiled_loss(model: tf.keras.Model, compiled: tf.keras.Model, is_a_copy: bool) -> Loss:
+    """Returns the loss that a model is compiled with.
 
     Args:
         model: as for `loss_of`.
@@ -60,77 +73,63 @@ def compiled_loss(model: tf.keras.Model, compiled: Any, is_a_copy: bool) -> Loss
     """
     if is_a_copy:
         weights = (compiled.get_compile_config() or {}).get("loss_weights")
-        model.compile("sgd", loss=compiled.loss, loss_weights=weights)
-    with_loss = model if getattr(model, "loss", None) else compiled
+        model.compile("sgd", loss=getattr(compiled, "loss", None), loss_weights=weights)
+    with_loss: Any = model if getattr(model, "loss", None) else compiled
 
-    def value(model: tf.keras.Model, batch: Batch, prediction: Any) -> Any:
-        del model
+    def value(batch: Batch, prediction: Structure) -> tf.Tensor:
         keras_api.build_loss(with_loss, prediction)
-        with runs.without_metrics(with_loss):
+        with without_metrics(with_loss):
             return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
 
     return value
 
 
-def signed_mean(model: tf.keras.Model, batch: Batch, prediction: Any) -> tf.Tensor:
-    """A loss of outputs without labels, for `runs.run`."""
-    del model, batch
-    return runs.signed_mean(prediction)
+def signed_mean(batch: Batch | None, prediction: Structure) -> tf.Tensor:
+    """Returns the mean of the outputs with random signs, so that they do not cancel."""
+    del batch
+    random = np.random.default_rng(0)
+    parts = [
+        tf.reduce_mean(tf.cast(output, tf.float32) * random.choice([-1.0, 1.0], shape_of(output)))
+        for output in floating(prediction)
+    ]
+    return tf.add_n(parts)
 
 
-# Records of it and of a real loss are told apart.
-signed_mean.kind = "sum of the outputs"
+@contextlib.contextmanager
+def without_metrics(model: Called | Variables) -> Iterator[None]:
+    """Keeps the block from updating the metrics of a model or layer.
 
-
-def run_as_trained(
-    model: tf.keras.Model,
-    batch: Batch,
-    loss: Loss,
-    step: Any,
-    numbers: RandomNumbers,
-    training: bool,
-    loss_scale: float | None,
-) -> Run:
-    """Runs a model at a loss scale, or at half of it and so on, until gradients do not overflow.
-
-    Args:
-        model: of `tf.keras`.
-        batch: Batch.
-        loss: as for `runs.run`.
-        step: as for `runs.run`.
-        numbers: as for `runs.run`.
-        training: as for `runs.run`.
-        loss_scale: the first one; None for that with which the model would begin to train.
+    Computing the loss that a model is compiled with updates some metrics. If they belong to a
+    strategy with several replicas, that fails outside of a replica.
     """
+    metrics = list(getattr(model, "metrics", ()))
+    try:
+        with contextlib.ExitStack() as stack:
+            for metric in metrics:
+                stack.enter_context(attributes.replaced(metric, "update_state", _ignore))
+            yield
+    finally:
+        # Metrics of a loss are made when it is first computed.
+        known = {id(metric) for metric in metrics}
+        for metric in getattr(model, "metrics", ()):
+            if id(metric) not in known:
+                metric.reset_state()
 
-    def make(scale: float) -> Run:
-        return runs.run(
-            model,
-            batch,
-            loss,
-            step=step,
-            numbers=numbers,
-            training=training,
-            loss_scale=scale,
-        )
 
-    runs.check_loss_scale(loss_scale)
-    first = _first_scale(model) if loss_scale is None else float(loss_scale)
-    return runs.run_at_a_good_scale(make, first)
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
 
 
 def scale_in_training(model: tf.keras.Model) -> float | None:
-    """Returns the loss scale that a model is trained with, or begins with; None if none is known.
-
-    It is the current one of its optimizer, else the first of its policy.
-    """
+    """Returns the current loss scale of the model's optimizer, else the first one of its policy."""
     for optimizer in wrappers_among(getattr(model, "optimizer", None)):
         return float(optimizer.loss_scale())
     policy = model.dtype_policy
     return float(policy.loss_scale()) if getattr(policy, "scales_loss", False) else None
 
 
-def _first_scale(model: tf.keras.Model) -> float:
+def first_scale(model: tf.keras.Model) -> float:
+    """Returns the loss scale with which a model would begin to train."""
     known = scale_in_training(model)
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""The policy of each layer: as much in 16 bits as a tolerance allows, measured.
+"""Finds a policy for each layer: as much in 16 bits as a tolerance allows, measured.
 
 A model in which some layers compute in 16 bits is run beside the same model in float32, on the same
 batches, with the same random numbers. Layers are tried together, those first that bring many
@@ -16,8 +16,9 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.conversion import convert, paths_in_config, units_by_path
 from keras_mp.numerics import batches as batches_of
-from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.batches import Batch, Batches
 from keras_mp.numerics.census import census
+from keras_mp.numerics.training_loss import GivenLoss
 from keras_mp.numerics.tune_search import Search
 from keras_mp.numerics.tuned import Tuned, TunedLayer
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
@@ -25,20 +26,20 @@ from keras_mp.support.progress import Progress
 
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 
-# One batch of so many is kept aside.
+# One of so many batches is kept aside.
 _KEPT_ASIDE = 4
 
 
 def tune(
     model: tf.keras.Model,
-    batches: Any,
+    batches: Batches,
     *,
     dtype: str = "float16",
     tolerance: float = 0.05,
-    loss: Any = None,
+    loss: GivenLoss | None = None,
     include: str | Iterable[str] = ("*",),
     leave_out: str | Iterable[str] = (),
-    held_out: Any = None,
+    held_out: Batches | None = None,
     seed: int = 0,
 ) -> Tuned:
     """Finds the policy of each layer: as much in 16 bits as a tolerance allows.
@@ -50,8 +51,8 @@ def tune(
     - of each output of the model, the root mean square of the differences over that of the numbers;
     - of the loss, the difference over the loss;
     - of the gradients of each layer's weights, taken together, the same as of an output. Gradients
-      that are nothing but rounding noise in float32 only have to be finite: a second run tells,
-      whose weights differ by up to 2^-20 of each.
+      that are nothing but rounding noise in float32 only have to be finite: a second run tells, in
+      which inputs, weights and what layers return differ by up to 2^-20 of each.
 
     No distance exceeds the tolerance on any batch, neither on those that the policies are looked
     for with nor on those that are kept aside. Layers whose policies hold on the former and not on
@@ -127,11 +128,11 @@ def tune(
             f"include={include!r}, leave_out={leave_out!r}, of the layers {list(units)}"
         )
     made = [batches_of.as_fit_takes_it(model, batch) for batch in (*given, *aside)]
-    # Before the search compiles it: of the forward pass.
+    # Before the search compiles the model, so that only the forward pass is counted.
     work = _multiplications(reference, units, made[0])
 
     def cost(path: str) -> tuple[bool, bool, float]:
-        """Of an infinite error last; else error by multiplication, then error."""
+        """The key to sort by: infinite errors last, then error per multiplication, then error."""
         error, products = own[path], work[path]
         return math.isinf(error), not products, error / max(products, 1)
 
@@ -147,14 +148,10 @@ def tune(
         errors = [search.errors(kept, i) for i in range(len(made))]
 
     def row(path: str, layer: tf.keras.layers.Layer) -> TunedLayer:
-        is_in_16_bits = path in kept
-        if is_in_16_bits:
-            reason = "within the tolerance"
-        else:
-            reason = reasons.get(path, "left out, or not included")
-        policy = search.policy if is_in_16_bits else "float32"
-        kind = type(layer).__name__
-        return TunedLayer(path, kind, policy, work[path], own.get(path), reason)
+        name, reason = "float32", reasons.get(path, "left out, or not included")
+        if path in kept:
+            name, reason = policy, "within the tolerance"
+        return TunedLayer(path, type(layer).__name__, name, work[path], own.get(path), reason)
 
     return Tuned(
         model.name,
@@ -167,22 +164,11 @@ def tune(
     )
 
 
-def _divided(batches: Any, held_out: Any) -> tuple[list[Any], list[Any]]:
-    """The batches to look for policies with, and those to keep aside."""
-    found = []
-    for name, each in (("batches", batches), ("held_out", held_out)):
-        if each is None and name == "held_out":
-            break
-        several = batches_of.several(each)
-        if several is None:
-            raise TypeError(
-                "Expected several batches: a tf.data.Dataset, a generator, or a list of tuples "
-                f"(x, y). Received: {name} of {type(each)}"
-            )
-        found.append(list(several))
-    if len(found) == 2:
-        return found[0], found[1]
-    [given] = found
+def _divided(batches: Batches, held_out: Batches | None) -> tuple[list[Any], list[Any]]:
+    """Returns the batches to search with, and those to keep aside."""
+    given = _listed(batches, "batches")
+    if held_out is not None:
+        return given, _listed(held_out, "held_out")
     if len(given) < 2:
         raise ValueError(
             "Expected two batches at least, of which one is kept aside; or pass `held_out`. "
@@ -192,8 +178,18 @@ def _divided(batches: Any, held_out: Any) -> tuple[list[Any], list[Any]]:
     return given[:-count], given[-count:]
 
 
+def _listed(batches: Batches, argument: str) -> list[tuple[Any, ...]]:
+    several = batches_of.several(batches)
+    if several is None:
+        raise TypeError(
+            "Expected several batches: a tf.data.Dataset, a generator, or a list of tuples "
+            f"(x, y). Received: {argument} of {type(batches)}"
+        )
+    return list(several)
+
+
 def _units(model: tf.keras.Model) -> dict[str, Any]:
-    """The layers that `convert` can give policies of their own, by their paths."""
+    """Returns the layers that `convert` can give policies of their own, by their paths."""
     in_config = paths_in_config(model)
     units = units_by_path(model)
     for path, layer in units.items():
@@ -228,7 +224,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _multiplications(model: tf.keras.Model, units: Iterable[str], batch: Batch) -> dict[str, int]:
-    """How many each layer makes in the forward pass of a batch."""
+    """Returns how many multiplications each layer makes in the forward pass of a batch."""
     found = dict.fromkeys(units, 0)
     for operation in census(model, (batch.x,)).traced.operations:
         for path in found:

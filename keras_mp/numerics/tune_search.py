@@ -1,8 +1,8 @@
-"""The search of `tune`: what layers may compute in 16 bits, by measured errors."""
+"""The search of `tune` for the layers that may compute in 16 bits."""
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -10,22 +10,22 @@ import tensorflow as tf
 from keras_mp.conversion import convert
 from keras_mp.layer_paths import variables_by_path
 from keras_mp.numerics import batches as batches_of
-from keras_mp.numerics import noise, runs
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import relative
 from keras_mp.numerics.layer_calls import RandomNumbers
-from keras_mp.numerics.runs import Replay, Run
-from keras_mp.numerics.training_loss import loss_of, run_as_trained, signed_mean
+from keras_mp.numerics.noise import is_noise, jitter
+from keras_mp.numerics.runs import Run, Runner, array, check_finite, named_weights, replay
+from keras_mp.numerics.training_loss import GivenLoss, Loss, loss_of, signed_mean
 from keras_mp.numerics.tuned import Errors
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.progress import Progress
 
-# Once so many models have been made and run, groups of layers are not divided any more.
+# After so many models have been made and run, groups of layers are not divided any more.
 _MOST_MODELS = 100
 
 
-class Reference:
-    """What the model in float32 made of a batch; of `outputs` and so on, once it has run.
+class Reference(NamedTuple):
+    """The results of the model in float32 on a batch.
 
     Attributes:
         batch: Batch.
@@ -35,16 +35,16 @@ class Reference:
         gradients: of each layer with trained weights, by its path, one array.
         noise: set of the layers whose gradients are rounding noise.
         loss_scale: float. The largest at which no gradient of float32 overflows in float16, or that
-            with which training begins if that is smaller; None until it is known.
+            with which training begins if that is smaller.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch, self.numbers = batch, RandomNumbers()
-        self.outputs: list[np.ndarray] = []
-        self.loss = math.nan
-        self.gradients: dict[str, np.ndarray] = {}
-        self.noise: set[str] = set()
-        self.loss_scale: float | None = None
+    batch: Batch
+    numbers: RandomNumbers
+    outputs: list[np.ndarray]
+    loss: float
+    gradients: dict[str, np.ndarray]
+    noise: set[str]
+    loss_scale: float
 
 
 class Search:
@@ -61,58 +61,65 @@ class Search:
         progress: Progress, which is told what is run.
 
     Attributes:
-        policy: as above.
-        refused: dict of paths of layers that were tried and were too far off, and how far.
+        refused: dict of the paths of layers that were too far off, with how far they were.
     """
 
     def __init__(
         self,
         model: tf.keras.Model,
-        reference: Any,
-        units: dict[str, Any],
+        reference: tf.keras.Model,
+        units: dict[str, tf.keras.layers.Layer],
         policy: str,
-        loss: Any,
+        loss: GivenLoss | None,
         tolerance: float,
         made: Sequence[Batch],
         progress: Progress,
     ) -> None:
-        self.policy, self.refused = policy, dict[str, str]()
+        self.refused: dict[str, str] = {}
         self._original, self._reference, self._units = model, reference, units
-        self._user_loss, self._tolerance = loss, tolerance
-        self._references = [Reference(batch) for batch in made]
+        self._mixed, self._user_loss, self._tolerance = policy, loss, tolerance
+        self._batches, self._references = made, list[Reference]()
         owners = {id(v): path for path, (v, _) in variables_by_path(reference).items()}
         self._owners = {
             name: owners[id(weight)].rpartition("/")[0]
-            for name, weight in runs.named_weights(reference).items()
+            for name, weight in named_weights(reference).items()
         }
         self._errors: dict[tuple[frozenset[str], int], Errors] = {}
-        self._made: tuple[frozenset[str], Any, Any] | None = None
+        self._made: tuple[frozenset[str], tf.keras.Model, Loss] | None = None
         self._progress, self._models = progress, 0
 
     def prepare(self, candidates: Sequence[str]) -> dict[str, float]:
         """Runs each batch in float32, and returns the errors of the candidates by themselves."""
         own = dict.fromkeys(candidates, 0.0)
         loss = self._loss(self._reference)
-        for i, reference in enumerate(self._references):
-            self._progress.begin(f"batch {i + 1} of {len(self._references)} in both dtypes")
-            # It draws the random numbers: those of the narrowest dtype suit all.
-            narrow = self._run(candidates, i)
-            wide = runs.run(self._reference, reference.batch, loss, numbers=reference.numbers)
-            reference.loss_scale = max(1.0, _scale_for(wide.all_gradients()))
-            runs.check_finite(wide, reference.batch)
-            self._check_calls(narrow, wide)
-            reference.outputs, reference.loss = _outputs(wide), wide.loss
-            reference.gradients = self._gradients(wide)
-            with noise.jitter(seed=i).on_weights(self._reference):
-                moved = runs.run(self._reference, reference.batch, loss, numbers=reference.numbers)
-            reference.noise = {
+        for i, batch in enumerate(self._batches):
+            self._progress.begin(f"batch {i + 1} of {len(self._batches)} in both dtypes")
+            numbers = RandomNumbers()
+            # This run draws the random numbers, and all dtypes hold those of the narrowest one.
+            narrow = self._run(candidates, batch, numbers)
+            runner = Runner(self._reference, batch, loss, numbers=numbers)
+            wide = runner.run()
+            check_finite(wide, batch)
+            if len(narrow.calls) != len(wide.calls):
+                raise ValueError(
+                    f"The model {self._original.name!r} calls other layers in {self._mixed} than "
+                    f"in float32. Expected {[c.path for c in wide.calls]}. "
+                    f"Received: {[c.path for c in narrow.calls]}"
+                )
+            gradients = self._gradients(wide)
+            moved = self._gradients(runner.run(noise=jitter(i)))
+            noise = {
                 path
-                for path, value in self._gradients(moved).items()
-                if noise.is_noise(reference.gradients[path], value)
-                or not reference.gradients[path].any()
+                for path, value in gradients.items()
+                if is_noise(value, moved[path]) or not value.any()
             }
+            scale = max(1.0, _scale_for(wide.all_gradients()))
+            reference = Reference(
+                batch, numbers, _outputs(wide), wide.loss, gradients, noise, scale
+            )
+            self._references.append(reference)
             self._errors[frozenset(candidates), i] = self._apart(narrow, reference)
-            for path, error in self._own_errors(candidates, narrow, wide, reference).items():
+            for path, error in self._own_errors(candidates, narrow, wide, numbers).items():
                 own[path] = max(own[path], error)
         return own
 
@@ -141,17 +148,18 @@ class Search:
         return self.add(second, self.add(first, chosen, where), where)
 
     def errors(self, chosen: Sequence[str], i: int) -> Errors:
-        """How far a model is from float32 on a batch."""
-        key = frozenset(chosen), i
+        """Returns how far a model is from float32 on a batch."""
+        key, reference = (frozenset(chosen), i), self._references[i]
         if key not in self._errors:
-            self._progress.begin(f"{len(chosen)} layers in {self.policy}")
-            self._errors[key] = self._apart(self._run(chosen, i), self._references[i])
+            self._progress.begin(f"{len(chosen)} layers in {self._mixed}")
+            run = self._run(chosen, reference.batch, reference.numbers, reference.loss_scale)
+            self._errors[key] = self._apart(run, reference)
         return self._errors[key]
 
-    def model(self, chosen: Sequence[str]) -> Any:
+    def model(self, chosen: Sequence[str]) -> tf.keras.Model:
         """Makes a model with these layers in 16 bits, which is not compiled."""
-        policies = dict.fromkeys(self._units, "float32") | dict.fromkeys(chosen, self.policy)
-        return convert(self._original, {"": self.policy if chosen else "float32"} | policies)
+        policies = dict.fromkeys(self._units, "float32") | dict.fromkeys(chosen, self._mixed)
+        return convert(self._original, {"": self._mixed if chosen else "float32"} | policies)
 
     def _failure(self, chosen: Sequence[str], where: Sequence[int]) -> str | None:
         for i in where:
@@ -160,26 +168,30 @@ class Search:
                 return str(errors)
         return None
 
-    def _run(self, chosen: Sequence[str], i: int) -> Run:
-        key, reference = frozenset(chosen), self._references[i]
+    def _run(
+        self,
+        chosen: Sequence[str],
+        batch: Batch,
+        numbers: RandomNumbers,
+        loss_scale: float | None = None,
+    ) -> Run:
+        key = frozenset(chosen)
         try:
             if self._made is None or self._made[0] != key:
                 model = self.model(chosen)
                 self._models += 1
                 self._made = key, model, self._loss(model)
             _, model, loss = self._made
-            return run_as_trained(
-                model, reference.batch, loss, None, reference.numbers, True, reference.loss_scale
-            )
+            return Runner(model, batch, loss, numbers=numbers).run_as_trained(loss_scale)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
-                f"The model {self._original.name!r} does not run in {self.policy}. Name the layers "
-                "that do not in `leave_out`, or give batches that suit it. The error is: "
+                f"The model {self._original.name!r} does not run in {self._mixed}. Name the "
+                "layers that do not in `leave_out`, or give batches that suit it. The error is: "
                 f"{batches_of.reason(error)}"
             ) from error
 
-    def _loss(self, model: tf.keras.Model) -> Any:
-        batch = self._references[0].batch
+    def _loss(self, model: tf.keras.Model) -> Loss:
+        batch = self._batches[0]
         loss = loss_of(model, self._original, batch, self._user_loss, is_a_copy=True)
         if loss is signed_mean:
             raise ValueError(
@@ -187,14 +199,6 @@ class Search:
                 f"model {self._original.name!r}. Received: loss={self._user_loss!r}"
             )
         return loss
-
-    def _check_calls(self, narrow: Run, wide: Run) -> None:
-        if len(narrow.calls) != len(wide.calls):
-            raise ValueError(
-                f"The model {self._original.name!r} calls other layers in {self.policy} than in "
-                f"float32. Expected {[c.path for c in wide.calls]}. "
-                f"Received: {[c.path for c in narrow.calls]}"
-            )
 
     def _gradients(self, run: Run) -> dict[str, np.ndarray]:
         found: dict[str, list[np.ndarray]] = {}
@@ -211,16 +215,13 @@ class Search:
             else:
                 gradients.append((relative(value, reference.gradients[path]), path))
         error, path = max(gradients, default=(0.0, ""))
-        loss = abs(run.loss - reference.loss)
-        loss = loss / abs(reference.loss) if loss else 0.0
-        return Errors(
-            max(outputs, default=0.0), loss if math.isfinite(loss) else math.inf, error, path
-        )
+        loss = relative(np.array([run.loss]), np.array([reference.loss]))
+        return Errors(max(outputs, default=0.0), loss, error, path)
 
     def _own_errors(
-        self, candidates: Sequence[str], narrow: Run, wide: Run, reference: Reference
+        self, candidates: Sequence[str], narrow: Run, wide: Run, numbers: RandomNumbers
     ) -> dict[str, float]:
-        """Runs each layer in both dtypes, on what it got in float32."""
+        """Runs each layer in both dtypes, on the inputs that it had in float32."""
         paths = {id(self._units[path]): path for path in candidates}
         errors: dict[str, float] = {}
         for call, exact_call in zip(narrow.calls, wide.calls, strict=True):
@@ -228,17 +229,20 @@ class Search:
             if path is None:
                 continue
             upstream = wide.gradients[exact_call.position]
-            exact = runs.replay(exact_call, exact_call.layer, upstream, numbers=reference.numbers)
-            # Whatever suits other layers: of this one by itself.
+            exact = replay(exact_call, exact_call.layer, upstream, numbers=numbers)
+            # The scale that suits this layer alone.
             scale = _scale_for([*upstream, *exact.gradients.values()])
             scaled = [None if each is None else each * scale for each in upstream]
-            one = runs.replay(exact_call, call.layer, scaled, numbers=reference.numbers)
-            errors[path] = max(errors.get(path, 0.0), _error(one, exact, scale))
+            one = replay(exact_call, call.layer, scaled, numbers=numbers)
+            gradients = [one.gradients[each] for each in exact.gradients if each in one.gradients]
+            forward = relative(_joined(one.outputs), _joined(exact.outputs))
+            backward = relative(_joined(gradients) / scale, _joined(exact.gradients.values()))
+            errors[path] = max(errors.get(path, 0.0), forward, backward)
         return errors
 
 
 def _scale_for(gradients: Iterable[tf.Tensor | None]) -> float:
-    """The largest loss scale up to the usual one at which gradients do not overflow in float16."""
+    """Returns the largest usual loss scale at which gradients do not overflow in float16."""
     sizes = (float(tf.reduce_max(tf.abs(g))) for g in gradients if g is not None)
     largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
     if not largest:
@@ -247,17 +251,9 @@ def _scale_for(gradients: Iterable[tf.Tensor | None]) -> float:
 
 
 def _outputs(run: Run) -> list[np.ndarray]:
-    """What the model returned, of floating-point numbers: the loss was called with it."""
-    return [runs.array(output) for output in runs.floating(run.calls[-1].args)]
+    """Returns the floating-point outputs of the model, which are the inputs of the loss."""
+    return [array(output) for output in run.calls[-1].inputs]
 
 
-def _error(one: Replay, exact: Replay, scale: float) -> float:
-    """How far a layer is off: of its outputs, or of its gradients, taken together."""
-    backward = {name: value / scale for name, value in one.backward().items()}
-    sides = (one.forward(), exact.forward()), (backward, exact.backward())
-    return max(relative(_joined(a, b), _joined(b, b)) for a, b in sides)
-
-
-def _joined(values: dict[str, np.ndarray], names: Iterable[str]) -> np.ndarray:
-    flat = [values[name].ravel() for name in names if name in values]
-    return np.concatenate(flat) if flat else np.empty(0)
+def _joined(tensors: Iterable[tf.Tensor]) -> np.ndarray:
+    return np.concatenate([np.empty(0), *(array(each).ravel() for each in tensors)])

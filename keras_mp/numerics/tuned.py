@@ -1,13 +1,12 @@
-"""What `tune` found: a policy for each layer, with the reason, as a table and as JSON."""
+"""The results of `tune`: a policy for each layer, with the reason, as a table and as JSON."""
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from keras_mp.support import text_tables
+from keras_mp.support import json_text, text_tables
 
 
 class Errors(NamedTuple):
@@ -47,7 +46,7 @@ class Errors(NamedTuple):
 
 
 class TunedLayer(NamedTuple):
-    """What became of a layer.
+    """The policy of a layer.
 
     Attributes:
         path: str.
@@ -81,7 +80,7 @@ class TunedLayer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuned:
-    """What `tune` found. Its `str` is a table; `keras_mp.convert` takes it, or its JSON.
+    """The results of `tune`. `str` is a table; `keras_mp.convert` takes it, or its JSON.
 
     Attributes:
         name: str. The model's.
@@ -118,7 +117,7 @@ class Tuned:
 
     @property
     def share(self) -> float:
-        """Which share of the multiplications is in 16 bits, from 0 to 1; 0 if there are none."""
+        """The share of the multiplications that is in 16 bits, from 0 to 1; 0 if there are none."""
         total = sum(layer.multiplications for layer in self.layers)
         return sum(layer.multiplications for layer in self._in_16_bits) / total if total else 0.0
 
@@ -127,25 +126,14 @@ class Tuned:
         return [layer for layer in self.layers if layer.is_in_16_bits]
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """Returns all of it as JSON but for the model, and writes that to a file.
+        """Returns the results without the model as JSON, and writes them to a file.
 
         Args:
             path: of the file. Defaults to none.
         """
-        described = {
-            "name": self.name,
-            "dtype": self.dtype,
-            "tolerance": self.tolerance,
-            "policies": self.policies,
-            "layers": [_plain(layer) for layer in self.layers],
-            "errors": [_plain(each) for each in self.errors],
-            "held_out": [_plain(each) for each in self.held_out],
-        }
-        text = json.dumps(described, indent=1)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        return text
+        described = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del described["model"]
+        return json_text.to_json(json_text.plain({**described, "policies": self.policies}), path)
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: how far the model is off, where layers went, and why.
@@ -205,11 +193,3 @@ def _number(value: float) -> str:
     if not math.isfinite(value):
         return "not finite"
     return f"{value:.1e}" if value else "0"
-
-
-def _plain(row: Any) -> dict[str, Any]:
-    """A named tuple as a dict; what is infinite is the string "inf", as JSON has no such number."""
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row._asdict().items()
-    }

@@ -1,42 +1,47 @@
-"""One batch at several loss scales and in several dtypes, and what each of them loses."""
+"""Runs one batch at several loss scales and in several dtypes, and measures what is lost."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, losses
 from keras_mp.conversion import compute_dtypes, convert, units_by_path
 from keras_mp.layer_paths import layers_by_path, variables_by_path
-from keras_mp.numerics import batches, runs
-from keras_mp.numerics.batches import Batch
+from keras_mp.numerics import batches
+from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
 from keras_mp.numerics.exponents import Histogram, exponent_of
 from keras_mp.numerics.layer_calls import Call, RandomNumbers
 from keras_mp.numerics.lost import Lost, WhatIf
-from keras_mp.numerics.noise import RMS_OF_JITTER, is_noise, jitter, run_with_noise
+from keras_mp.numerics.noise import RMS_OF_JITTER, is_noise, jitter
 from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Row
 from keras_mp.numerics.reports import Report
-from keras_mp.numerics.runs import Run
-from keras_mp.numerics.training_loss import Loss, compiled_loss, given_loss, scale_in_training
+from keras_mp.numerics.runs import Run, Runner, array, check_finite, named_weights
+from keras_mp.numerics.training_loss import (
+    GivenLosses,
+    Loss,
+    compiled_loss,
+    given_loss,
+    scale_in_training,
+)
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
 _SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
 
-# The values of each row of a run, and what they were computed in.
+# The values of each row of a run, and the dtype that they were computed in.
 _Values = dict[tuple[str, str], tuple[np.ndarray, str]]
 
 
 def what_if(
     model: tf.keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Structure | Batches,
+    y: Structure = None,
+    sample_weight: Structure = None,
     *,
-    loss: Any = None,
+    loss: GivenLosses | None = None,
     dtypes: str | Iterable[str] = LOW_PRECISION_NAMES,
     scales: Sequence[float] = _SCALES,
     seed: int = 0,
@@ -111,42 +116,35 @@ def what_if(
         return WhatIf.of_batches([what_if(model, *batch, **how) for batch in several])
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     tf.keras.utils.set_random_seed(seed)
-    with Progress("what_if", parts=2 + len(dtypes) * len(scales)) as progress:
+    with Progress("what_if", parts=2 + bool(dtypes) + len(dtypes) * len(scales)) as progress:
         return _run_all(model, batch, loss, dtypes, scales, progress)
 
 
 def _run_all(
     model: tf.keras.Model,
     batch: Batch,
-    loss: Any,
+    loss: GivenLosses | None,
     dtypes: Sequence[str],
     scales: Sequence[float],
     progress: Progress,
 ) -> WhatIf:
-    in_float32, *in_16_bits = (_converted(model, dtype) for dtype in ("float32", *dtypes))
-    losses = {id(each): _loss(each, model, loss) for each in (in_float32, *in_16_bits)}
     numbers = RandomNumbers()
-
-    def run(model: tf.keras.Model, what: str, scale: float = 1.0) -> Run:
-        progress.begin(what)
-        return runs.run(model, batch, losses[id(model)], numbers=numbers, loss_scale=scale)
-
-    def run_in(dtype: str, scale: float) -> _Values:
-        narrow = in_16_bits[dtypes.index(dtype)]
-        return _values(narrow, run(narrow, f"in {dtype} at 2^{exponent_of(scale)}", scale))
-
-    found = {}
+    runners = {}
+    for dtype in ("float32", *dtypes):
+        converted = _converted(model, dtype)
+        value = _loss(converted, model, loss)
+        runners[dtype] = Runner(converted, batch, value, numbers=numbers)
     if dtypes:
-        # The first run draws the random numbers: those of the narrowest dtype suit all.
-        first = max(dtypes, key=UNIT_ROUNDOFF.__getitem__), scales[0]
-        found[first] = run_in(*first)
-    reference = run(in_float32, "in float32")
-    runs.check_finite(reference, batch)
-    expected = _values(in_float32, reference)
+        progress.begin("for random numbers")
+        # The first run draws them, and all dtypes hold those of the narrowest one.
+        runners[max(dtypes, key=UNIT_ROUNDOFF.__getitem__)].run()
+    progress.begin("in float32")
+    reference = runners["float32"].run()
+    check_finite(reference, batch)
+    expected = _values(reference)
     consumers = _consumers(reference.calls)
     progress.begin("in float32, with noise")
-    noisy = run_with_noise(jitter(), in_float32, batch, losses[id(in_float32)], numbers=numbers)
-    moved = _values(in_float32, noisy)
+    moved = _values(runners["float32"].run(noise=jitter()))
     noise = {
         row
         for row, (values, _) in expected.items()
@@ -156,52 +154,49 @@ def _run_all(
     computed_in = {}
     for dtype in dtypes:
         for scale in scales:
-            values = found.pop((dtype, scale), None) or run_in(dtype, scale)
+            progress.begin(f"in {dtype} at 2^{exponent_of(scale)}")
+            values = _values(runners[dtype].run(scale))
             lost[dtype, scale] = {
-                row: Lost.of(
-                    values[row][0], values[row][1], of_float32, 1.0 if row[0] == OUTPUT else scale
-                )
+                row: Lost.of(*found, of_float32, 1.0 if row[0] == OUTPUT else scale)
                 for row, (of_float32, _) in expected.items()
-                if row in values
+                if (found := values.get(row)) is not None
             }
             computed_in[dtype] = {row: in_dtype for row, (_, in_dtype) in values.items()}
     rows = [Row(*row, dtype, Histogram.of(values)) for row, (values, dtype) in expected.items()]
-    report = Report(rows, step=1, counted=1, loss_scale=1.0)
-    loss_scale = scale_in_training(model) or INITIAL_LOSS_SCALE
     return WhatIf(
-        report,
+        Report(rows, step=1, counted=1, loss_scale=1.0),
         lost,
         computed_in,
         consumers,
         noise,
-        loss_scale=loss_scale,
-        units=_units(in_float32),
+        loss_scale=scale_in_training(model) or INITIAL_LOSS_SCALE,
+        units=_units(reference.model),
         amplification=_amplification(expected, moved, consumers),
     )
 
 
-def _converted(model: tf.keras.Model, dtype: str) -> Any:
+def _converted(model: tf.keras.Model, dtype: str) -> tf.keras.Model:
     if dtype == "float32":
         return convert(model, dtype)
-    # Where the model is to compute in 16 bits, and no layer does, each has been kept in float32.
+    # If the policy of the model is in 16 bits and no layer is, each was kept in float32 on purpose.
     is_kept = compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
     is_kept = is_kept and model.compute_dtype in LOW_PRECISION_NAMES
     return convert(model, {} if is_kept else f"mixed_{dtype}")
 
 
 def _units(model: tf.keras.Model) -> dict[str, str]:
-    """The layers that have the policy of the layer around them, with that one."""
+    """Returns the layers without a policy of their own, each with the layer that has it."""
     units = units_by_path(model)
     paths = layers_by_path(model)
     return {path: unit for unit in units for path in paths if path.startswith(f"{unit}/")}
 
 
-def _loss(converted: Any, model: tf.keras.Model, loss: Any) -> Loss:
-    if callable(loss):
-        return given_loss(loss)
-    if loss is not None:
+def _loss(converted: tf.keras.Model, model: tf.keras.Model, loss: GivenLosses | None) -> Loss:
+    if isinstance(loss, list | tuple | dict):
         converted.compile("sgd", loss=loss)
         return compiled_loss(converted, converted, is_a_copy=False)
+    if loss is not None:
+        return given_loss(converted, losses.get(loss))
     if not getattr(model, "loss", None) and not getattr(model, "compiled", False):
         raise ValueError(
             f"The model {model.name!r} has no loss: pass `loss`, or compile it. "
@@ -210,34 +205,33 @@ def _loss(converted: Any, model: tf.keras.Model, loss: Any) -> Loss:
     return compiled_loss(converted, model, is_a_copy=True)
 
 
-def _values(model: tf.keras.Model, run: Run) -> _Values:
-    """What a run has computed, gradients multiplied by its loss scale."""
-    tensors: dict[tuple[str, str], list[Any]] = {}
+def _values(run: Run) -> _Values:
+    """Returns the values of a run; gradients are multiplied by its loss scale."""
+    tensors: dict[tuple[str, str], list[tf.Tensor | None]] = {}
     dtypes: dict[tuple[str, str], str] = {}
-    names = {id(weight): name for name, weight in runs.named_weights(model).items()}
-    for path, (variable, layer) in variables_by_path(model).items():
-        gradient = run.weights.get(names[id(variable)])
-        tensors[GRADIENT, path] = [] if gradient is None else [gradient]
+    names = {id(weight): name for name, weight in named_weights(run.model).items()}
+    for path, (variable, layer) in variables_by_path(run.model).items():
+        tensors[GRADIENT, path] = [run.weights.get(names[id(variable)])]
         dtypes[GRADIENT, path] = layer.compute_dtype
-    calls = [call for call in run.calls if _is_of_layer(call)]
+    calls = [call for call in run.calls if _is_of_layer(call) and call.outputs]
     for kind in (OUTPUT, OUTPUT_GRADIENT):
         for call in calls:
-            outputs, row = runs.floating(call.outputs), (kind, call.path)
-            found = outputs if kind == OUTPUT else run.gradients[call.position]
-            if outputs:
-                dtypes.setdefault(row, outputs[0].dtype.name)
-                tensors.setdefault(row, []).extend(each for each in found if each is not None)
-    return {
-        row: (np.concatenate([runs.array(each).ravel() for each in found]), dtypes[row])
-        for row, found in tensors.items()
-        if sum(int(tf.size(each)) for each in found)
-    }
+            row = kind, call.path
+            dtypes.setdefault(row, call.outputs[0].dtype.name)
+            found = call.outputs if kind == OUTPUT else run.gradients[call.position]
+            tensors.setdefault(row, []).extend(found)
+    values = {}
+    for row, found in tensors.items():
+        arrays = [array(each).ravel() for each in found if each is not None]
+        if sum(each.size for each in arrays):
+            values[row] = np.concatenate(arrays), dtypes[row]
+    return values
 
 
 def _amplification(
     expected: _Values, moved: _Values, consumers: Mapping[str, set[str]]
 ) -> dict[str, float]:
-    """How many times as far as what it takes each layer moves what it returns."""
+    """Returns how many times as far as its inputs the outputs of each layer are moved by noise."""
     distances = {
         path: relative(moved[kind, path][0], values)
         for (kind, path), (values, _) in expected.items()
@@ -247,7 +241,7 @@ def _amplification(
     for path, takers in consumers.items():
         for taker in takers & taken.keys():
             taken[taker] = max(taken[taker], distances.get(path, 0.0))
-    # What moves by less is not known to move at all.
+    # Inputs that move by less may be exact.
     return {path: far / max(taken[path], RMS_OF_JITTER) for path, far in distances.items()}
 
 
@@ -257,19 +251,18 @@ def _is_of_layer(call: Call) -> bool:
 
 
 def _consumers(calls: Iterable[Call]) -> dict[str, set[str]]:
-    """The paths of layers, each with those of the layers that take what it returns."""
-    # Where nothing is cast, a layer gets the very tensor that another one has returned, or that an
-    # operation of a functional model of Keras 3 has made of it.
+    """Returns the paths of the layers that take the outputs of each layer."""
+    # Where nothing is cast, a layer gets the very tensor that another layer returned, or that an
+    # operation of a functional model of Keras 3 has computed from it.
     made_by: dict[int, set[str]] = {}
     consumers: dict[str, set[str]] = {}
     for call in calls:
         if isinstance(call.layer, tf.keras.Model):
             continue
-        arguments = runs.floating((call.args, call.kwargs))
-        makers = set().union(*(made_by.get(id(each), ()) for each in arguments))
+        makers = set().union(*(made_by.get(id(each), ()) for each in call.inputs))
         if _is_of_layer(call):
             for maker in makers:
                 consumers.setdefault(maker, set()).add(call.path)
             makers = {call.path}
-        made_by |= {id(output): makers for output in runs.floating(call.outputs)}
+        made_by |= {id(output): makers for output in call.outputs}
     return consumers

@@ -1,4 +1,4 @@
-"""A line on the terminal that says how far something is that takes long."""
+"""A line on the terminal that shows the progress of a tool."""
 
 import sys
 import threading
@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from keras_mp.support import text_tables
 
-# Seconds until there is a line, and between two of them.
+# Seconds until the line is shown, and between updates.
 _PATIENCE, _PERIOD = 5.0, 1.0
 
 
@@ -37,7 +37,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def begin(self, part: str) -> None:
-        """Says which part begins.
+        """Begins the next part.
 
         Args:
             part: str. What it is.

@@ -1,8 +1,8 @@
-"""Tables as text: columns that are aligned, and of many rows the worst.
+"""Tables as text, with aligned columns, and the worst rows of large tables.
 
-A model has hundreds of layers, and what is said of all of them is not read. `shortened` is the one
-way in which the tools leave rows out: rows of equal layers in repeated blocks become one, the worst
-come first, and a last line says how many are missing.
+A model has hundreds of layers, too many for a table to read. All tools leave rows out with
+`shortened`: rows of equal layers in repeated blocks become one, the worst come first, and the last
+line says how many are missing.
 """
 
 import re
@@ -10,10 +10,10 @@ import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-# So many rows are printed by default, and so many columns of characters.
+# How many rows are printed by default, and how many characters a line has at most.
 MOST, WIDTH = 10, 100
 
-# A text is not cut to less than this.
+# Texts are not cut to fewer characters.
 _NARROWEST = 12
 
 _Item = TypeVar("_Item")
@@ -120,7 +120,7 @@ def shortened(
 def worst(
     items: Sequence[_Item], rank: Callable[[_Item], tuple[float, ...]], most: int
 ) -> list[_Item]:
-    """Returns the worst of what is to be shown, in the order in which it came.
+    """Returns the worst items, in their order.
 
     Args:
         items: sequence.
@@ -147,7 +147,7 @@ def merged(
     name: Callable[[_Item], str],
     alike: Callable[[_Item], Hashable] = lambda item: (),
 ) -> list[tuple[str, list[_Item]]]:
-    """Puts those together whose names differ in numbers only, as those of repeated blocks do.
+    """Groups items whose names differ in numbers only, as those of repeated blocks do.
 
     Args:
         items: what is to be put together, the first of each group first.
@@ -180,7 +180,7 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def fitted(text: str, width: int) -> str:
-    """Cuts a text in the middle so that it has so many characters at most."""
+    """Cuts a text in the middle, to so many characters at most."""
     if len(text) <= width:
         return text
     end = 2 * (width - 3) // 3
@@ -188,7 +188,7 @@ def fitted(text: str, width: int) -> str:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """One name for names that differ in numbers only."""
+    """Returns one name for names that differ in numbers only."""
     parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else f"[{_ranges(part)}]" for part in parts)
 

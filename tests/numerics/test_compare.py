@@ -13,6 +13,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.numerics import compare, compare_records, layer_calls, operations, record, runs
+from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import Distance, apart, relative, underflow
 from tests import common
 
@@ -271,10 +272,10 @@ def test_both_draw_the_same_numbers():
     numbers = layer_calls.RandomNumbers()
     narrow = keras_mp.convert(model, "mixed_float16")
     calls = [
-        runs.run(each, runs.Batch(*batch()), lambda m, b, p: tf.reduce_sum(p), numbers=numbers)
+        runs.Runner(each, Batch(*batch()), lambda b, p: tf.reduce_sum(p), numbers=numbers).run()
         for each in (narrow, model)
     ]
-    dropped = [runs.array(run.calls[1].outputs) == 0 for run in calls]
+    dropped = [runs.array(run.calls[1].outputs[0]) == 0 for run in calls]
     np.testing.assert_array_equal(*dropped)
     assert 0.6 < dropped[0].mean() < 0.9
 
@@ -349,13 +350,13 @@ def test_distances():
 def test_a_gradient_that_is_zero_but_for_rounding():
     zero, rounded = np.array([1e-9, -1e-9]), np.array([2e-6, 1e-6])
     assert Distance.of(rounded, zero, 1e-9, 2**-8).units > 1000
-    found = Distance.of_gradient(rounded, zero, 1e-9, 2**-8, largest=1e-3)
+    found = Distance.of(rounded, zero, 1e-9, 2**-8, largest=1e-3)
     assert found.units < 1
     assert found.relative > 1000
     # What is not larger than the gradient itself has to be explained by noise.
     value, wrong = np.array([1e-9, 1e-9]), np.array([1e-9, 1.5e-9])
-    assert Distance.of_gradient(wrong, value, 1e-12, 2**-8, largest=1.0).units > 80
-    assert Distance.of_gradient(zero * np.inf, zero, 0.0, 2**-8, largest=1.0).units == math.inf
+    assert Distance.of(wrong, value, 1e-12, 2**-8, largest=1.0).units > 80
+    assert Distance.of(zero * np.inf, zero, 0.0, 2**-8, largest=1.0).units == math.inf
 
 
 @common.once
@@ -523,6 +524,25 @@ def test_weights_of_samples():
     assert of_half.loss == pytest.approx(record(model, x, y).loss / 2)
 
 
+def test_a_loss_by_name_takes_weights_and_computes_in_float32():
+    model, (x, y) = small_model(), batch()
+    weight = np.full(16, 0.5, "float32")
+    of_half = record(model, x, y, weight, loss="mse")
+    assert of_half.loss == pytest.approx(record(model, x, y, loss="mse").loss / 2)
+    # The squares of these errors overflow in float16.
+    assert not compare(model, x, y + 300, loss="mse", policy="mixed_float16").findings
+
+
+@common.once
+def test_shapes_that_depend_on_numbers():
+    pick = Planted(lambda x: tf.boolean_mask(x, x[:, 0] > 1), name="planted")
+    model = tf.keras.Sequential([tf.keras.Input([8]), pick, L.Dense(3)])
+    x, _ = batch(rows=64)
+    # Noise moves some of them to the other side.
+    x[:, 0] = 1 + np.linspace(-0.002, 0.002, 64)
+    assert {each.path for each in compare(model, x, policy="mixed_float16").findings} <= {"planted"}
+
+
 def test_a_batch_is_as_fit_takes_it():
     x, y = batch()
     with keras_mp.policy_scope("mixed_float16"):
@@ -644,7 +664,7 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
         assert raised.value.code == 2
         assert "model.keras cannot be compared: " in capsys.readouterr().err
     np.savez(tmp_path / "batch.npz", **{"x.a": [1.0], "x.b": [2.0], "y": [0.0]})
-    batch = keras_mp.numerics.command_line.load_batch(data)
+    batch = keras_mp.numerics.commands.load_batch(data)
     assert (sorted(batch["x"]), batch["y"].tolist()) == (["a", "b"], [0.0])
 
 

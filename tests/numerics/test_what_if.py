@@ -159,9 +159,13 @@ def test_what_cannot_be_run_is_refused():
     mse = K.losses.MeanSquaredError()
     with pytest.raises(ValueError, match=r"values in it. Received: x of the shape \(0,"):
         what_if(model, x[:0], y[:0], loss=mse)
-    with pytest.raises(ValueError, match="nan in float32.* infinite values or NaN in x."):
+    with pytest.raises(
+        ValueError, match="nan in float32.* infinite values or NaN. Received: x with 128 of 128 not"
+    ):
         what_if(model, x * np.nan, y, loss=mse)
-    with pytest.raises(ValueError, match="inf in float32.* infinite values or NaN in y."):
+    with pytest.raises(
+        ValueError, match="inf in float32.* infinite values or NaN. Received: y with 16 of 16 not"
+    ):
         what_if(model, x, y + np.inf, loss=mse)
     with pytest.raises(ValueError, match="pass a batch with another loss"):
         what_if(model, x, y, loss=lambda y, p: tf.reduce_mean(p) * np.inf)

@@ -1,4 +1,4 @@
-"""`python -m keras_mp audit`, as CI starts it."""
+"""`python -m keras_mp audit`, as CI starts it; those of `compare` and `tune` are with these."""
 
 import json
 
