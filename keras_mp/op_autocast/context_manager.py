@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import hardware
+from keras_mp.kernels import replaced
 from keras_mp.op_autocast import cast_policy
 from keras_mp.support import messages, regions
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -291,7 +292,7 @@ def autocast_ops(dtype: Any = None, device: str | None = None) -> dict[str, cast
         raise ValueError(f"Expected 'CPU' or 'GPU'. Received: device={device!r}")
     plans = _machinery("plans")
     region = Region(tf.bfloat16 if dtype is None else _checked(dtype))
-    where = device or plans.usual_device()
+    where = device or replaced.usual_device()
     return {op: plans.policy_for(op, region, where) for op in sorted(cast_policy.ROWS)}
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry as _op_defs
 
-from keras_mp.kernels import sums
+from keras_mp.kernels import replaced, sums
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.op_autocast.cast_policy import OpPolicy
 from keras_mp.support import op_table, registered_kernels
@@ -47,12 +47,6 @@ class Plan(NamedTuple):
     others: tuple[tuple[int, tf.DType | None], ...]
     is_bounded: bool
     is_view: bool
-
-
-@functools.cache
-def usual_device() -> str:
-    """Returns the type of the device on which TensorFlow computes unless it is told otherwise."""
-    return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
 
 
 def dtype_for(plan: Plan, values: Sequence[Any], dtype: tf.DType) -> tf.DType | None:
@@ -149,7 +143,7 @@ def plan_of(op: str, region: Region) -> Plan | None:
         op: str.
         region: Region.
     """
-    row = policy_for(op, region, usual_device())
+    row = policy_for(op, region, replaced.usual_device())
     if row is None or row.policy in (cast_policy.DENY, cast_policy.NONE):
         return None
     op_def, attr = _op_defs.get(op), dtype_attr(op, region.dtype)
