@@ -161,15 +161,16 @@ def _low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
     return None
 
 
-def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Computes with float32 in the place of 16-bit values, and rounds the result.
 
     Only the first of several results is rounded: the others are the statistics of a batch
     normalization, which are float32 anyway.
     """
     dtype = _low_precision_dtype((*args, *kwargs.values()))
+    assert dtype is not None
 
-    def widen(value: object) -> object:
+    def widen(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [widen(each) for each in value]
         return value if _low_precision_dtype([value]) is None else tf.cast(value, tf.float32)

@@ -1,6 +1,7 @@
 """An optimizer that is driven with float32 views of the weights that are in 16 bits."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,12 +48,12 @@ class Float32Adapter(OptimizerAdapter):
         self._track = track
         self.beside: dict[str, tf.Variable] = {}
         self._inner, self._method, self._slot_dtype, self._seed = inner, method, slot_dtype, seed
-        self.updates = Updates(self._steps)
+        self.updates = Updates(inner.steps_made)
         # All weights that the optimizer was built with, and the views of those in 16 bits, by the
         # id of the `tf.Variable`.
         self._weights: dict[int, Any] = {}
         self._views: dict[int, Any] = {}
-        self._numbers = 0
+        self._numbers = itertools.count(1)
 
     @property
     def is_revived_without_state(self) -> bool:
@@ -71,9 +72,6 @@ class Float32Adapter(OptimizerAdapter):
         return bool(self._weights)
 
     def steps_made(self) -> tf.Tensor | None:
-        return self._inner.steps_made()
-
-    def _steps(self) -> Any:
         return self._inner.steps_made()
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -97,7 +95,9 @@ class Float32Adapter(OptimizerAdapter):
                 for variable in new:
                     self._add_view(variable)
                 if needs_seed:
-                    self.updates.seed = self._make("rounding_seed", self._seed, tf.int64)
+                    self.updates.seed = self._make(
+                        "rounding_seed", tf.constant(self._seed, tf.int64)
+                    )
             with self._slots_in_16_bits([native(variable).shape for variable in new]):
                 self._inner.build(self.views(by_id.values()))
 
@@ -113,10 +113,9 @@ class Float32Adapter(OptimizerAdapter):
     def _is_low_precision(self, variable: Any) -> bool:
         return tf.as_dtype(native(variable).dtype) in LOW_PRECISION
 
-    def _make(self, name: str, initial: Any, dtype: tf.DType) -> tf.Variable:
+    def _make(self, name: str, initial: tf.Tensor) -> tf.Variable:
         made: Any = tf.Variable(
             initial,
-            dtype=dtype,
             trainable=False,
             name=name,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -131,8 +130,8 @@ class Float32Adapter(OptimizerAdapter):
         method = methods.method(self._method, stored.dtype)
         with _made_like(stored):
             beside = [
-                self._make(f"{spec.name}_{len(self._views)}", spec.initial(), spec.dtype)
-                for spec in method.specs(stored)
+                self._make(f"{name}_{len(self._views)}", initial)
+                for name, initial in method.beside(stored).items()
             ]
         self._views[id(stored)] = self._view(stored, beside, method, described=variable)
 
@@ -140,12 +139,12 @@ class Float32Adapter(OptimizerAdapter):
         self, stored: Any, beside: Sequence[Any], method: methods.Method, **kwargs: Any
     ) -> Any:
         """A view of a variable; of a distributed one, one that is distributed likewise."""
-        self._numbers += 1
+        number = next(self._numbers)
         if not isinstance(stored, tf.distribute.DistributedValues):
-            return Float32View(stored, beside, method, self.updates, self._numbers, **kwargs)
+            return Float32View(stored, beside, method, self.updates, number, **kwargs)
         of_replicas = zip(*(_on_replicas(each) for each in (stored, *beside)), strict=True)
         views = [
-            Float32View(first, rest, method, self.updates, self._numbers, **kwargs)
+            Float32View(first, rest, method, self.updates, number, **kwargs)
             for first, *rest in of_replicas
         ]
         return type(stored)(
