@@ -3,34 +3,25 @@
 This module needs TensorFlow only.
 """
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp import kernels
+from keras_mp.support.attributes import replaced
 
 
-class _ThreadsDtype(threading.local):
-    """Which dtype variables are cast to in this thread; None if they are not cast."""
+class _CurrentDtype(threading.local):
+    """The dtype that variables are cast to in this thread; None if they are not cast."""
 
-    value: tf.DType | None = None
-
-    @contextlib.contextmanager
-    def set_to(self, dtype: tf.DType | None) -> Iterator[None]:
-        before = self.value
-        self.value = dtype
-        try:
-            yield
-        finally:
-            self.value = before
+    dtype: tf.DType | None = None
 
 
-_threads_dtype = _ThreadsDtype()
+_thread = _CurrentDtype()
 
 
 class _Scope(NamedTuple):
@@ -40,7 +31,7 @@ class _Scope(NamedTuple):
     enter: Callable[[tf.DType | None], AbstractContextManager[None]]
 
 
-_scope = _Scope(lambda: _threads_dtype.value, _threads_dtype.set_to)
+_scope = _Scope(lambda: _thread.dtype, lambda dtype: replaced(_thread, "dtype", dtype))
 
 
 def share_scope(
