@@ -292,9 +292,9 @@ def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
 def _cast(value: Any, dtype: tf.DType) -> Any:
     """Casts the tensors in an argument, whose containers it copies."""
     if isinstance(value, _TENSORS):
-        return _cast_tensor(value, dtype)
+        return marks.cast(value, dtype)
     if keras_api.is_weight(value):
-        return _cast_tensor(tf.convert_to_tensor(value), dtype)
+        return marks.cast(tf.convert_to_tensor(value), dtype)
     if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, "f4", "f8"):
         return tf.cast(tf.convert_to_tensor(np.asarray(value)), dtype)
     if isinstance(value, dict):
@@ -337,12 +337,6 @@ def _copy_with(container: Any, values: list[Any]) -> Any:
     ):
         result[key] = each
     return result
-
-
-def _cast_tensor(value: Any, dtype: tf.DType) -> Any:
-    if value.dtype == dtype or value.dtype not in FLOATING:
-        return value
-    return marks.copy(value, tf.cast(value, dtype))
 
 
 def _variables_in(value: Any) -> Iterator[tf.Variable]:

@@ -67,12 +67,10 @@ def cast(prediction: Any, dtype: str) -> Any:
         return None
     if not tf.is_tensor(prediction):
         prediction = tf.convert_to_tensor(prediction)
-    if not prediction.dtype.is_floating or prediction.dtype == dtype:
-        return prediction
-    result = tf.cast(prediction, dtype)
-    if _is_eager(result):
+    result = marks.cast(prediction, dtype)
+    if result is not prediction and _is_eager(result):
         result._keras_mp_cast_of = prediction
-    return marks.copy(prediction, result)
+    return result
 
 
 def widen(prediction: Any, dtype: str = "float32") -> Any:
