@@ -3,7 +3,7 @@
 RFC 293 keeps variables in float32. Where they are not, an optimizer needs to keep their digits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,30 +21,40 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 _LOST = {"float16": "1/2048", "bfloat16": "1/256"}
 
 
+def _keepers(optimizers: Any) -> Iterator[MasterWeightOptimizer]:
+    """Yields each `MasterWeightOptimizer` among optimizers and those that they wrap.
+
+    Args:
+        optimizers: An optimizer, None, or a structure of them: what a model was compiled with.
+    """
+    for optimizer in tf.nest.flatten(optimizers):
+        for each in chain(optimizer):
+            if isinstance(each, MasterWeightOptimizer):
+                yield each
+
+
 def keeps_digits(optimizer: Any) -> bool:
     """Whether an optimizer, or one that it wraps, is a `MasterWeightOptimizer`.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or None.
     """
-    return any(isinstance(each, MasterWeightOptimizer) for each in chain(optimizer))
+    return next(_keepers(optimizer), None) is not None
 
 
-def as_seen(optimizers: Any, variable: Any) -> Any:
-    """Returns a variable as the optimizer that trains it sees it.
+def as_seen(optimizers: Any, variables: Sequence[Any]) -> Sequence[Any]:
+    """Returns variables as the optimizers that train them see them.
 
     Args:
         optimizers: An optimizer, None, or a structure of them: what a model was compiled with.
-        variable: A variable.
+        variables: Variables.
 
     Returns:
-        A float32 view where a `MasterWeightOptimizer` keeps its digits, else the variable.
+        Float32 views where a `MasterWeightOptimizer` keeps the digits, else the variables.
     """
-    for optimizer in tf.nest.flatten(optimizers):
-        for each in chain(optimizer):
-            if isinstance(each, MasterWeightOptimizer):
-                [variable] = each.as_float32([variable])
-    return variable
+    for keeper in _keepers(optimizers):
+        variables = keeper.as_float32(variables)
+    return variables
 
 
 def keep_digits(model: tf.keras.Model, optimizer: Any) -> Any:
@@ -113,11 +123,7 @@ def float32_values(model: tf.keras.Model) -> list[np.ndarray]:
     Args:
         model: A model of `tf.keras`, built.
     """
-    weights = model.weights
-    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
-        for each in chain(optimizer):
-            if isinstance(each, MasterWeightOptimizer):
-                weights = each.as_float32(weights)
+    weights = as_seen(getattr(model, "optimizer", None), model.weights)
     return [tf.convert_to_tensor(weight).numpy() for weight in weights]
 
 
@@ -130,14 +136,13 @@ def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
     Yields:
         Which method keeps them, and how many bytes a trained weight takes, its slots included.
     """
-    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
-        for each in chain(optimizer):
-            if isinstance(each, MasterWeightOptimizer):
-                name = type(each.inner_optimizer).__name__
-                text = f"{name} sees float32 weights: method {each.method!r}, slots in "
-                text += each.slot_dtype
-                kept = each.bytes_a_weight()
-                yield text + ("." if kept is None else f", {kept:.2f} bytes a weight.")
+    for keeper in _keepers(getattr(model, "optimizer", None)):
+        kept = keeper.bytes_a_weight()
+        yield (
+            f"{type(keeper.inner_optimizer).__name__} sees float32 weights: method "
+            f"{keeper.method!r}, slots in {keeper.slot_dtype}"
+            + ("." if kept is None else f", {kept:.2f} bytes a weight.")
+        )
 
 
 def dtype_of(model: tf.keras.Model) -> str:

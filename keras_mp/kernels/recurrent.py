@@ -15,6 +15,9 @@ import tensorflow as tf
 from keras_mp.kernels.slow import is_slow, may_replace_layer
 from keras_mp.support import own_gradient, regions
 
+# The outputs of all steps, the last output, the last cell state.
+Lstm = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+
 
 def lstm(
     inputs: tf.Tensor,
@@ -24,7 +27,7 @@ def lstm(
     recurrent_kernel: tf.Tensor,
     bias: tf.Tensor,
     go_backwards: bool,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor] | None:
+) -> Lstm | None:
     """Runs an LSTM with tanh, sigmoid and without masks.
 
     Args:

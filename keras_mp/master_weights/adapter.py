@@ -45,6 +45,8 @@ class Float32Adapter(OptimizerAdapter):
         track: Callable[[str, tf.Variable], None],
     ) -> None:
         super().__init__(inner.optimizer)
+        self.is_revived_without_state = inner.is_revived_without_state
+        self.is_saved_by_keras = inner.is_saved_by_keras
         self._track = track
         self.beside: dict[str, tf.Variable] = {}
         self._inner, self._method, self._slot_dtype, self._seed = inner, method, slot_dtype, seed
@@ -56,23 +58,9 @@ class Float32Adapter(OptimizerAdapter):
         self._numbers = itertools.count(1)
 
     @property
-    def is_revived_without_state(self) -> bool:
-        return self._inner.is_revived_without_state
-
-    @property
-    def is_saved_by_keras(self) -> bool:
-        return self._inner.is_saved_by_keras
-
-    def hyperparameters(self) -> frozenset[str]:
-        return self._inner.hyperparameters()
-
-    @property
     def is_built(self) -> bool:
         """Whether it has been built with any variables."""
         return bool(self._weights)
-
-    def steps_made(self) -> tf.Tensor | None:
-        return self._inner.steps_made()
 
     def build(self, variables: Sequence[Any]) -> None:
         if host.in_v1_graph():
@@ -185,15 +173,6 @@ class Float32Adapter(OptimizerAdapter):
     def built_variables(self) -> Sequence[Any]:
         return list(self._weights.values()) or self._inner.built_variables()
 
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
-    ) -> list[tuple[Any, Any]]:
-        return self._inner.compute_gradients(loss, var_list, tape, grad_loss)
-
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
         aggregate = self._inner.custom_aggregation()
         if aggregate is None:
@@ -217,20 +196,22 @@ class Float32Adapter(OptimizerAdapter):
         weights = self._weights_of(view for _, view in pairs)
         return [(gradient, weight) for (gradient, _), weight in zip(pairs, weights, strict=True)]
 
-    def accumulates(self) -> bool:
-        return self._inner.accumulates()
-
-    def completes_step(self) -> tf.Tensor:
-        return self._inner.completes_step()
-
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         return self._with_weights(self._inner.totals(self._with_views(grads_and_vars)))
 
-    def drop_accumulated(self) -> None:
-        self._inner.drop_accumulated()
 
-    def is_overwritten(self, variable: Any) -> bool:
-        return self._inner.is_overwritten(variable)
+def _as_inner(name: str) -> Callable[..., Any]:
+    def method(self: Float32Adapter, *args: Any) -> Any:
+        return getattr(self._inner, name)(*args)
+
+    return method
+
+
+for _name in (
+    *("hyperparameters", "compute_gradients", "steps_made", "is_overwritten"),
+    *("accumulates", "completes_step", "drop_accumulated"),
+):
+    setattr(Float32Adapter, _name, _as_inner(_name))
 
 
 def native(variable: Any) -> Any:
