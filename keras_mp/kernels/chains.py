@@ -5,7 +5,7 @@ numbers, and rounds them to 16 bits. Here a chain computes in float32 inside, is
 is marked for XLA, which makes one pass of it. Only its input is kept for the gradient.
 
 The mark is a hint, and no function that XLA must compile: a program without XLA runs the operations
-one by one, a saved one too, and so does one whose shapes change again and again.
+one by one, a saved one too, and so does a program whose shapes change again and again.
 
 This module needs TensorFlow only.
 """
@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras_mp.kernels.replaced import Kernel, shape_of
 from keras_mp.support import own_gradient, regions
 
-# What a chain returns: its values, and a function that computes their derivatives.
+# The result of a chain: its values, and a function that computes their derivatives.
 _Chain = tuple[tf.Tensor, Callable[[], tf.Tensor]]
 # With fewer, a cluster gains nothing. In most functions the size of the batch is not known.
 _FEWEST_NUMBERS = 512

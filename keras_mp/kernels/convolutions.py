@@ -21,7 +21,7 @@ class _Axis(NamedTuple):
     """One axis of an image, as a convolution goes along it.
 
     Attributes:
-        size: int. Of the image.
+        size: int. The size of the image.
         window: int. How much of it the filter covers.
         stride: int.
         padding: tuple of two ints, before and behind.

@@ -2,9 +2,9 @@
 
 Keras multiplies inputs by weights in each time step, and sums the gradients of both kernels in each
 step of the backward pass. Here the inputs of all steps are multiplied at once, and so are the
-gradients, after a loop that keeps what they are made of. Gates and the cell state are computed in
-float32 and rounded once. Where products in 16 bits are slow, all of it is in float32 inside. This
-module needs TensorFlow only.
+gradients, after a loop that keeps the gradients of the gates. Gates and the cell state are computed
+in float32 and rounded once. Where products in 16 bits are slow, all of it is in float32 inside.
+This module needs TensorFlow only.
 """
 
 from collections.abc import Sequence

@@ -5,10 +5,9 @@ gradient of a filter takes hundreds of times as long as in float32, on one witho
 Activations, pooling, normalizations and products of several matrices are slower by less: up to 8
 times. Computed in float32 inside, and rounded once, they are faster and no less exact.
 
-A kernel is timed once in a process, when it is needed first, unless `learn` was told how it does.
-With `KERAS_MP_MEASURE=0` in the environment nothing is timed, and the kernels count as slow in
-float16 that were so many times slower on each CPU that was measured. This module needs TensorFlow
-only.
+A kernel is timed once in a process, when it is needed first, unless `learn` was told its time. With
+`KERAS_MP_MEASURE=0` in the environment nothing is timed, and those kernels count as slow in float16
+that were many times slower on each CPU that was measured. This module needs TensorFlow only.
 """
 
 import functools
@@ -25,9 +24,9 @@ from keras_mp.kernels.replaced import Kernel, Table, device_type, in_float32, la
 from keras_mp.support import host, regions, turns
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# How many times as long as float32's with casts a kernel takes that counts as slow. With a limit of
-# 1.25 many kernels of a busy machine are slow in one measurement and not in the next, and last
-# digits change with them; with 2 some layers take twice as long in 16 bits as in float32.
+# A kernel is slow that takes more times as long as float32's with casts. With a limit of 1.25 many
+# kernels of a busy machine are slow in one measurement and not in the next, and last digits change
+# with them; with 2 some layers take twice as long in 16 bits as in float32.
 _SLOW = 1.5
 # Chains of operations, which take a tenth of a second or two to compile; they gain 1.5 to 4 times.
 _SLOW_CHAIN = 1.25
@@ -35,7 +34,7 @@ _TURNS = 5
 # By operation and dtype: how many times as long as float32's with casts; 0 if it cannot be run.
 Ratios = dict[str, dict[str, float]]
 
-# Gradients of these take what the forward pass notes, so both are in one dtype.
+# Their gradients take results of the forward pass, so both are in one dtype.
 _TIMED_WITH_GRADIENTS = {"MaxPool", "FusedBatchNormV3", *chains.KERNELS}
 
 _lock = threading.RLock()
@@ -49,7 +48,7 @@ def _convolution(
 
     Args:
         *image: ints. Batch, sizes, channels.
-        wants: str. "output", or what the gradient is of: "input" or "filter".
+        wants: str. "output", or "input" or "filter" for the gradient of one.
         depthwise: bool. Whether each channel has a filter of its own. Defaults to False.
     """
 
@@ -157,10 +156,10 @@ def ratios() -> Ratios:
 
 
 def learn(known: Mapping[str, Mapping[str, float]]) -> None:
-    """Takes over what was measured before. What this process has measured itself stays.
+    """Takes over earlier measurements. Those of this process stay.
 
     Args:
-        known: what `ratios` returned.
+        known: the result of `ratios`.
     """
     with _lock:
         for op, by_dtype in known.items():
@@ -266,12 +265,12 @@ def enable_float32_where_faster(enabled: bool = True) -> None:
 
 
 def is_enabled() -> bool:
-    """Whether what takes the place of slow kernels is switched on."""
+    """Whether float32 inside operations with slow 16-bit kernels is switched on."""
     return _TABLE.enabled
 
 
 def may_replace_layer(dtype: tf.DType) -> bool:
-    """Whether code that is made now may run instead of that of a layer of Keras.
+    """Whether a layer of Keras may run code of keras_mp in place of its own.
 
     Args:
         dtype: DType in which the layer computes.

@@ -1,10 +1,10 @@
 """Sums of 16-bit numbers, added up in float32 where TensorFlow's kernel stops short of the sum.
 
 A kernel that keeps its running sum in bfloat16 stops at 256, since 256 + 1 rounds to 256; in
-float16 it stops at 2048. TensorFlow has several: the gradient of a bias, of an embedding, of
-whatever was broadcast, and some reductions themselves. `KERNELS` is the table of them.
+float16 it stops at 2048. TensorFlow has several: the gradients of biases, embeddings and broadcast
+tensors, and some reductions themselves. `KERNELS` is the table of them.
 
-XLA adds up in float32, but for what is scattered and for the exponentials of a softmax.
+XLA adds up in float32, except in scatters and in the exponentials of a softmax.
 
 This module needs TensorFlow only.
 """
@@ -21,14 +21,14 @@ import tensorflow as tf
 from keras_mp.kernels.replaced import Kernel, Table, in_float32, shape_of
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# So many that 16 bits stop short of their sum, even shared out among dozens of lanes and threads.
+# Enough that 16 bits stop short of their sum, even shared out among dozens of lanes and threads.
 _TERMS = 2**17
-# Enough for what adds one term after the other.
+# Enough for kernels that add one term after the other.
 _FEW_TERMS = 2**13
-# Of how many channels a GPU keeps float32 sums while it adds up gradients of biases: half of 48 KB.
-# It adds up those of more channels in 16 bits, one after the other. (`bias_op_gpu.cu.cc`)
+# The number of channels up to which a GPU keeps float32 sums of gradients of biases: half of 48 KB.
+# With more channels it adds up in 16 bits, one after the other. (`bias_op_gpu.cu.cc`)
 _FIT_INTO_GPU = 6144
-# What the sums of gradients of biases are.
+# The right sum in the example of a bias.
 _BIAS = _TERMS / 32
 
 

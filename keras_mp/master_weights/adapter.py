@@ -10,11 +10,9 @@ import tensorflow as tf
 from keras_mp.master_weights import methods
 from keras_mp.master_weights.float32_view import Float32View, Updates
 from keras_mp.step import gradients, replicas
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
-
-Pairs = Sequence[tuple[Any, Any]]
 
 
 class Float32Adapter(OptimizerAdapter):
@@ -23,14 +21,14 @@ class Float32Adapter(OptimizerAdapter):
     Weights in other dtypes it sees as they are.
 
     Attributes:
-        beside: what is kept beside weights, by name and in the order of the weights.
-        updates: what the views share.
+        beside: the variables that are kept beside weights, by name, in the order of the weights.
+        updates: the state that the views share.
 
     Args:
         inner: drives the optimizer.
         method: one of `methods.NAMES`.
         slot_dtype: DType of the slots of weights in 16 bits.
-        seed: int. Where stochastic rounding starts from.
+        seed: int. The seed of stochastic rounding.
         track: is called with the name of each variable that is made for `beside`, and with it.
     """
 
@@ -73,12 +71,12 @@ class Float32Adapter(OptimizerAdapter):
         new = [
             variable
             for key, variable in by_id.items()
-            if key not in self._views and self._is_low_precision(variable)
+            if key not in self._views and tf.as_dtype(native(variable).dtype) in LOW_PRECISION
         ]
+        rounds = self._method == "stochastic_rounding" or self._slot_dtype != tf.float32
+        needs_seed = rounds and self.updates.seed is None
 
-        needs_seed = self.updates.seed is None and self._is_stochastic()
-
-        def build(_: Any = None) -> None:
+        def build(_: object = None) -> None:
             with tf.init_scope():
                 for variable in new:
                     self._add_view(variable)
@@ -94,12 +92,6 @@ class Float32Adapter(OptimizerAdapter):
             replicas.once_for_all_replicas(build, [])
         else:
             build()
-
-    def _is_stochastic(self) -> bool:
-        return self._method == "stochastic_rounding" or self._slot_dtype != tf.float32
-
-    def _is_low_precision(self, variable: Any) -> bool:
-        return tf.as_dtype(native(variable).dtype) in LOW_PRECISION
 
     def _make(self, name: str, initial: tf.Tensor) -> tf.Variable:
         made: Any = tf.Variable(
@@ -126,7 +118,7 @@ class Float32Adapter(OptimizerAdapter):
     def _view(
         self, stored: Any, beside: Sequence[Any], method: methods.Method, **kwargs: Any
     ) -> Any:
-        """A view of a variable; of a distributed one, one that is distributed likewise."""
+        """Returns a view of a variable, which is distributed if the variable is."""
         number = next(self._numbers)
         if not isinstance(stored, tf.distribute.DistributedValues):
             return Float32View(stored, beside, method, self.updates, number, **kwargs)
@@ -148,15 +140,13 @@ class Float32Adapter(OptimizerAdapter):
 
         def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
             initial: Any = kwargs.get("initial_value")
-            dtype = kwargs.get("dtype")
             initial = initial() if callable(initial) else initial
-            initial = tf.convert_to_tensor(initial, dtype)
+            initial = tf.convert_to_tensor(initial, kwargs.get("dtype"))
             if initial.dtype != tf.float32 or initial.shape not in shapes:
                 return next_creator(**kwargs)
             low_precision = tf.cast(initial, self._slot_dtype)
-            slot = next_creator(
-                **{**kwargs, "initial_value": low_precision, "dtype": self._slot_dtype}
-            )
+            kwargs.update(initial_value=low_precision, dtype=self._slot_dtype)
+            slot = next_creator(**kwargs)
             return self._view(slot, [], methods.StochasticRounding(), is_weight=False)
 
         with tf.variable_creator_scope(create):
@@ -165,10 +155,6 @@ class Float32Adapter(OptimizerAdapter):
     def views(self, variables: Iterable[Any]) -> list[Any]:
         """Returns variables as the optimizer sees them."""
         return [self._views.get(id(native(variable)), variable) for variable in variables]
-
-    def _weights_of(self, views: Iterable[Any]) -> list[Any]:
-        by_view = {id(view): self._weights[key] for key, view in self._views.items()}
-        return [by_view.get(id(view), view) for view in views]
 
     def built_variables(self) -> Sequence[Any]:
         return list(self._weights.values()) or self._inner.built_variables()
@@ -193,8 +179,8 @@ class Float32Adapter(OptimizerAdapter):
         ]
 
     def _with_weights(self, pairs: Pairs) -> list[tuple[Any, Any]]:
-        weights = self._weights_of(view for _, view in pairs)
-        return [(gradient, weight) for (gradient, _), weight in zip(pairs, weights, strict=True)]
+        weights = {id(view): self._weights[key] for key, view in self._views.items()}
+        return [(gradient, weights.get(id(view), view)) for gradient, view in pairs]
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         return self._with_weights(self._inner.totals(self._with_views(grads_and_vars)))
@@ -220,7 +206,7 @@ def native(variable: Any) -> Any:
 
 
 def size_in_bytes(variable: Any) -> int:
-    """Returns how many bytes a variable takes; of a view, those of what it is kept in."""
+    """Returns how many bytes a variable takes, a view those of the variable in 16 bits."""
     variable = native(variable)
     return variable.shape.num_elements() * _dtype_in_memory(variable).size
 
@@ -237,7 +223,7 @@ def _on_replicas(variable: Any) -> Sequence[tf.Variable]:
 
 @contextlib.contextmanager
 def _made_like(variable: Any) -> Iterator[None]:
-    """Context manager in which variables are made on the devices and replicas of another."""
+    """Makes variables on the devices and replicas of another one, inside of the block."""
     if not tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy():
         # All replicas make it together.
         yield

@@ -1,8 +1,8 @@
 """A float32 variable that is kept in 16 bits.
 
 Optimizers of Keras 3 and the new ones of Keras 2 read a variable and assign to it, which a view
-does without ever having a variable in float32. What takes the handle of a variable gets that of a
-borrowed one.
+does without ever having a variable in float32. Legacy optimizers take the handle of a variable;
+they get that of a borrowed one.
 """
 
 import collections
@@ -21,27 +21,27 @@ from keras_mp.variables.wrapper import AsWrapped, VariableWrapper, WrapperType
 
 
 class Updates:
-    """What all views of an optimizer share: the order of updates, borrowed variables, noise.
+    """State that all views of an optimizer share: the order of updates, borrowed variables, noise.
 
     Attributes:
         seed: int64 variable, or None where nothing is rounded stochastically.
 
     Args:
-        steps: returns how many steps were made, an int64 scalar tensor.
+        steps: returns the number of steps that were made, an int64 scalar tensor.
     """
 
     def __init__(self, steps: Callable[[], tf.Tensor | None]) -> None:
         self.scratch = Scratch()
         self.seed: Any = None
         self._steps = steps
-        # By graph and device, which view was written last, and the operations that wrote it.
+        # The view that was written last, and the operations that wrote it, by graph and device.
         self._last: dict[tuple[tf.Graph, str], tuple[Float32View, list[tf.Operation]]] = {}
         # How often a view has drawn noise in this step, by its id.
         self._draws: collections.Counter[int] = collections.Counter()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Context manager in which views are written; in the end, what was borrowed is returned."""
+        """Gives borrowed variables back at the end of the block, in which views are written."""
         self._draws.clear()
         try:
             yield
@@ -51,10 +51,10 @@ class Updates:
             self._last.clear()
 
     def noise(self, view: "Float32View") -> tf.Tensor:
-        """Returns random bits for a value of a view: the same on all replicas, others in each step.
+        """Returns random bits for a view: the same on all replicas, others in each step.
 
         Args:
-            view: which view they are for.
+            view: the view.
 
         Returns:
             uint32 tensor.
@@ -67,9 +67,9 @@ class Updates:
         return rounding.noise(view.shape, seed)
 
     def after_others(self, view: "Float32View") -> contextlib.AbstractContextManager[object]:
-        """Context manager in which a view is read when other views have been written.
+        """Returns a context manager in which a view is read after other views were written.
 
-        So that a graph does not hold all weights in float32 at once.
+        It keeps a graph from holding all weights in float32 at once.
         """
         if tf.executing_eagerly():
             return tf.control_dependencies([])
@@ -217,7 +217,7 @@ class Float32View(VariableWrapper):
     def _updated(
         self, value: tf.Tensor, read_value: bool
     ) -> "Float32View | tf.Tensor | tf.Operation":
-        """Stores a value and returns what an assignment to a variable does."""
+        """Stores a value, and returns the result of an assignment to a variable."""
         operations = self._store(value)
         if tf.executing_eagerly():
             return self

@@ -1,4 +1,4 @@
-"""The ways to keep the digits of float32 weights that their variables in 16 bits leave out."""
+"""The methods by which digits are kept that weights in 16 bits leave out."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from keras_mp.master_weights import rounding
 
 
 class Method(abc.ABC):
-    """How float32 values are kept in a variable in 16 bits, and in others beside it."""
+    """A method of keeping float32 values in a variable in 16 bits, and in others beside it."""
 
     def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
         """Returns the initial values of the variables to keep beside a weight, by their names.
@@ -32,7 +32,7 @@ class Method(abc.ABC):
     def split(
         self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns what all of these variables have to hold, that in 16 bits first.
+        """Returns the values of all of these variables, that in 16 bits first.
 
         Args:
             value: float32 tensor.

@@ -226,17 +226,26 @@ def _expect(is_so: bool, what: str) -> None:
 
 def _expect_all() -> None:
     if tf.executing_eagerly():
+        x = tf.constant([[_X]])
+        differentiate = functools.partial(_gradients, where="in a function")
+        function = tf.function(differentiate, autograph=False)
+        results = [function(x)]
         with regions.entered(_TRIAL):
-            gradients = _gradients(tf.constant([[_X]]), "in eager")
-        values = [gradient.numpy().item() for gradient in gradients]
-        _expect(values == _GRADIENTS, "a wrong gradient, in eager")
-        _expect_in_functions()
+            results += [_gradients(x, "in eager"), function(x)]
+            nodes = function.get_concrete_function(x).function_def.node_def
+        values = [[gradient.numpy().item() for gradient in result] for result in results]
+        _expect(values == [_GRADIENTS] * 3, "a wrong gradient")
+        traces = function.experimental_get_tracing_count()
+        _expect(traces == 2, f"{traces} traces of a function that was called inside and outside")
+        casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
+        relus = [node for node in nodes if node.op == "Relu"]
+        _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")
     with tf.Graph().as_default(), regions.entered(_TRIAL):
         _gradients(tf.constant([[_X]]), "in a graph")
 
 
 def _gradients(x: tf.Tensor, where: str) -> Sequence[Any]:
-    """Differentiates a product; in a region, it has to be one in 16 bits."""
+    """Differentiates a product, which has to be one in 16 bits if this is a region."""
     with tf.GradientTape() as tape:
         tape.watch(x)
         product = tf.matmul(x, x)
@@ -250,22 +259,3 @@ def _gradients(x: tf.Tensor, where: str) -> Sequence[Any]:
             _expect(computed is not None, f"a float32 {op}, {where}")
         _expect(all(each is not None for each in gradients), f"no gradient, {where}")
     return gradients
-
-
-def _expect_in_functions() -> None:
-    @tf.function(autograph=False)
-    def function(x: tf.Tensor) -> Sequence[Any]:
-        return _gradients(x, "in a function")
-
-    x = tf.constant([[_X]])
-    results = [function(x)]
-    with regions.entered(_TRIAL):
-        results.append(function(x))
-        nodes = function.get_concrete_function(x).function_def.node_def
-    values = [[gradient.numpy().item() for gradient in result] for result in results]
-    _expect(values == [_GRADIENTS] * 2, "a wrong gradient, in a function")
-    traces = function.experimental_get_tracing_count()
-    _expect(traces == 2, f"{traces} traces of a function that was called inside and outside")
-    casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
-    relus = [node for node in nodes if node.op == "Relu"]
-    _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")

@@ -29,7 +29,7 @@ def compute(
     """Computes something with a gradient of its own.
 
     Args:
-        name: str. Of the gradient.
+        name: str. The name of the gradient.
         function: takes the inputs; returns a list of outputs, and one of other tensors that the
             gradient needs.
         gradient: takes a list of the gradients of the outputs, and the lists of the inputs, the
