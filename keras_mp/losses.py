@@ -1,7 +1,7 @@
 """Losses that compute in float32, whatever the model computes in (RFC 293, "Loss dtype").
 
-Beside the base class and `Crossentropy` there is one class for every built-in loss of the running
-`tf.keras`, under the same name and with the same arguments and `dtype`.
+Beside the base class and `Crossentropy` there is a class for each built-in loss of the running
+`tf.keras`, with the same name, the same arguments and `dtype`.
 """
 
 import inspect
@@ -23,13 +23,13 @@ from keras_mp.support.dtypes import FLOATING
 class Loss(keras_api.BaseLoss):
     """A base class of losses, whose `call` runs in float32 also where the model runs in float16.
 
-    It is a `tf.keras.losses.Loss` and is used like one: override `call`, which gets
+    It is a `tf.keras.losses.Loss` and is used like one: override `call`. Its arguments are
 
     - floating-point predictions cast to `dtype`;
     - floating-point labels cast to `dtype`;
     - integer, bool and string labels as they are, so that class ids are not rounded.
 
-    Reduction, masks, sample weights and what happens under a distribution strategy are Keras's.
+    Reduction, masks, sample weights and distribution are Keras's.
 
     Args:
         reduction: str. As for `tf.keras.losses.Loss`.
@@ -75,7 +75,7 @@ class Loss(keras_api.BaseLoss):
         return self.reduce(y_true, y_pred, sample_weight)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what `from_config` needs to make an equal loss."""
+        """Returns the arguments from which `from_config` makes an equal loss."""
         return {**super().get_config(), "dtype": self.dtype}
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ class _BuiltIn(Loss):
 
 class _OfClassIds(_BuiltIn):
     def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
-        # A class id stays what it is, also a float one, until Keras makes an integer of it.
+        # A class id is not cast, also a float one: Keras makes an integer of it.
         return label
 
 
@@ -156,7 +156,7 @@ class _CrossEntropy(_BuiltIn):
         result = super().call(y_true, own)  # pyright: ignore
         if not self._arguments["from_logits"] and (
             fusion.ran_in_float16(y_pred, self._activation)
-            # Only then is it worth a look at the values, and where these come from cannot be seen.
+            # Looking at values takes time, so it is done only where nothing else tells.
             or (not self._has_warned and fusion.lost_to_float16(y_true, y_pred, result))
         ):
             self._warn(
@@ -250,8 +250,7 @@ def _make(name: str) -> type[Loss]:
     return keras_api.register_serializable(made)
 
 
-# All built-in losses of both Kerases. They are made below, but for those that the running
-# `tf.keras` has not.
+# All built-in losses of both Kerases. Those that the running `tf.keras` has are made below.
 BinaryCrossentropy: type[Loss]
 BinaryFocalCrossentropy: type[Loss]
 CTC: type[Loss]
@@ -326,7 +325,7 @@ class Crossentropy(Loss):
 
 
 def get(identifier: Any, dtype: str | tf.DType = "float32") -> Any:
-    """Returns the loss of keras_mp for what `tf.keras.losses.get` takes.
+    """Returns the loss of keras_mp for a loss of `tf.keras`, its name, or its config.
 
     Args:
         identifier: Name, config, function, class or instance of a built-in loss; or anything else
@@ -336,7 +335,7 @@ def get(identifier: Any, dtype: str | tf.DType = "float32") -> Any:
 
     Returns:
         For built-in losses a `keras_mp.losses.Loss` with the same arguments. Your own functions and
-        losses, subclasses of built-in ones among them, come back as they are, and so does None.
+        losses, also subclasses of built-in ones, come back as they are, and so does None.
 
     Raises:
         ValueError: Keras knows no such loss, or `dtype` is not of floating point.
@@ -370,15 +369,15 @@ def get(identifier: Any, dtype: str | tf.DType = "float32") -> Any:
 
 
 def for_compile(losses: Any, dtype: str) -> Any:
-    """Turns the built-in losses among those given to `Model.compile` into ours.
+    """Replaces built-in losses among those given to `Model.compile` by ours.
 
     Args:
-        losses: What `compile(loss=)` takes: a loss, or any nest of losses.
+        losses: the argument `loss` of `compile`: a loss, or any nest of losses.
         dtype: The dtype that they should compute in.
 
     Returns:
-        The same nest with losses of keras_mp in the place of built-in ones. What Keras does not
-        know is left for it to complain about.
+        The same nest with losses of keras_mp in the place of built-in ones. A loss that Keras does
+        not know is left, so that `compile` raises its own error.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Models whose variables are in 16 bits: what `compile` does for them, and what it says.
+"""What `compile`, `convert` and `summary` do for models whose variables are in 16 bits.
 
 RFC 293 keeps variables in float32. Where they are not, an optimizer needs to keep their digits.
 """
@@ -17,11 +17,11 @@ from keras_mp.optimizer_wrapper import chain
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# Below which part of a weight updates are lost: half of its last digit.
+# Updates below this part of a weight are lost: half of its last digit.
 _LOST = {"float16": "1/2048", "bfloat16": "1/256"}
 
 
-def _keepers(optimizers: Any) -> Iterator[MasterWeightOptimizer]:
+def _keepers(optimizers: object) -> Iterator[MasterWeightOptimizer]:
     """Yields each `MasterWeightOptimizer` among optimizers and those that they wrap.
 
     Args:
@@ -33,7 +33,7 @@ def _keepers(optimizers: Any) -> Iterator[MasterWeightOptimizer]:
                 yield each
 
 
-def keeps_digits(optimizer: Any) -> bool:
+def keeps_digits(optimizer: object) -> bool:
     """Whether an optimizer, or one that it wraps, is a `MasterWeightOptimizer`.
 
     Args:
@@ -42,7 +42,7 @@ def keeps_digits(optimizer: Any) -> bool:
     return next(_keepers(optimizer), None) is not None
 
 
-def as_seen(optimizers: Any, variables: Sequence[Any]) -> Sequence[Any]:
+def as_seen(optimizers: object, variables: Sequence[Any]) -> Sequence[Any]:
     """Returns variables as the optimizers that train them see them.
 
     Args:
@@ -58,15 +58,15 @@ def as_seen(optimizers: Any, variables: Sequence[Any]) -> Sequence[Any]:
 
 
 def keep_digits(model: tf.keras.Model, optimizer: Any) -> Any:
-    """Wraps the optimizer of a model whose policy keeps variables in 16 bits, and says so.
+    """Wraps the optimizer of a model whose policy keeps variables in 16 bits, and logs that.
 
     Args:
         model: A model of `tf.keras`.
-        optimizer: What it is compiled with: an optimizer, a name, a config or None.
+        optimizer: the argument of `compile`: an optimizer, a name, a config or None.
 
     Returns:
-        The optimizer in a `MasterWeightOptimizer`. As it is where that has been done, and where it
-        is in a wrapper that goes around a `MasterWeightOptimizer`.
+        The optimizer in a `MasterWeightOptimizer`. It comes back as it is if it is wrapped already,
+        or is in a wrapper that goes around a `MasterWeightOptimizer`.
     """
     optimizer = keras_api.get_optimizer(optimizer)
     outside = (keras_api.KerasLossScaleOptimizer, AllReduceOptimizer)
@@ -134,7 +134,7 @@ def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
         model: A model of `tf.keras`.
 
     Yields:
-        Which method keeps them, and how many bytes a trained weight takes, its slots included.
+        The method, and how many bytes a trained weight takes, its slots included.
     """
     for keeper in _keepers(getattr(model, "optimizer", None)):
         kept = keeper.bytes_a_weight()
@@ -146,21 +146,21 @@ def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
 
 
 def dtype_of(model: tf.keras.Model) -> str:
-    """Returns the dtype in 16 bits that the first such variable of a model has.
+    """Returns the dtype of the first trainable variable of a model that is in 16 bits.
 
     Args:
-        model: A model of `tf.keras`, built, with such a variable among those that are trained.
+        model: A model of `tf.keras`, built, with such a variable.
     """
     dtypes = (tf.as_dtype(variable.dtype).name for variable in model.trainable_variables)
     return next(dtype for dtype in dtypes if dtype in LOW_PRECISION_NAMES)
 
 
 def vanishing_constants(optimizer: Any, dtype: str) -> Iterator[str]:
-    """Yields what becomes of an optimizer's constants that a dtype turns into 0 or 1.
+    """Yields a text for each constant of an optimizer that a dtype rounds to 0 or 1.
 
     Args:
         optimizer: An optimizer of `tf.keras`.
-        dtype: str. That of its slots.
+        dtype: str. The dtype of its slots.
 
     Yields:
         Texts such as `"beta_2=0.999 is 1"`.

@@ -59,7 +59,7 @@ def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
     In a graph the second read of a variable reuses the cast of the first one anyway. That stops at
     the body of a loop, which runs many times and might write to the variable, and in eager, where
     writes cannot be seen. Here you promise that there are none, and so a recurrent cell in
-    `tf.while_loop` casts its kernel once instead of once a time step. Gradients still are summed in
+    `tf.while_loop` casts its kernel once instead of once a time step. Gradients are still summed in
     the true dtype. A `tf.function` that is traced inside casts for itself, since it may be called
     again outside.
 
@@ -162,7 +162,7 @@ class AutoCastVariable(VariableWrapper):
                 f"Cannot convert a variable that appears as {self.dtype.name} to a tensor of "
                 f"{dtype.name}; `tf.cast` does. Received: {self!r}"
             )
-        # Of a variable that is summed over replicas when it is read, `value` is not always there.
+        # A variable that is summed over replicas when it is read does not always have `value`.
         return casts.read(self._variable, self.dtype, tf.convert_to_tensor)
 
     def _cast(self, value: tf.Tensor) -> tf.Tensor:
@@ -184,7 +184,7 @@ class AutoCastVariable(VariableWrapper):
         return _is_distributed(type(self._variable)) and is_tensorflow_2
 
     def _as_graph_element(self) -> tf.Tensor | tf.Operation:
-        """What `tf.control_dependencies` waits for, given the variable or what an update returns.
+        """Returns what `tf.control_dependencies` waits for, given the variable.
 
         An update of all replicas returns the variable. In a function, a read of it comes after.
         """
@@ -198,7 +198,7 @@ class AutoCastVariable(VariableWrapper):
             return tf.IndexedSlices(values, value.indices, value.dense_shape)
         if self.dtype == self.true_dtype or not tf.is_tensor(value) or value.dtype != self.dtype:
             return value
-        # Of another such variable nothing is rounded on the way.
+        # The value of another such variable is not rounded on the way.
         value = value._variable if isinstance(value, AutoCastVariable) else value
         return tf.cast(value, self.true_dtype)
 
@@ -223,7 +223,7 @@ class AutoCastVariable(VariableWrapper):
     def __reduce__(self) -> tuple[Callable[[tf.Variable], "AutoCastVariable"], tuple[tf.Variable]]:
         return autocast_variable, (self._variable,)
 
-    # Above those of `tf.distribute`, which would not cast.
+    # Here they come before those of `tf.distribute`, which would not cast.
     __eq__ = tf.Variable.__eq__
     __ne__ = tf.Variable.__ne__
     __hash__ = tf.Variable.__hash__
@@ -252,12 +252,12 @@ for _name in (
     setattr(AutoCastVariable, _name, _updates(_name))
 
 
-# What `tf.Variable` does through `value()`, and so casts: operators, slicing, iteration.
+# Methods of `tf.Variable` that call `value()`, and so cast: operators, slicing, iteration.
 _THROUGH_VALUE = frozenset(
     name for name in vars(tf.Variable) if name.startswith("__") and name not in vars(object)
 ) - {"__module__", "__dict__", "__weakref__", "__abstractmethods__"}
 
-# What stays with the object that the user holds, and what would make it a composite tensor.
+# Attributes that belong to the wrapper, and one that would make it a composite tensor.
 _OWN = frozenset(("ref", "experimental_ref", "_type_spec"))
 
 

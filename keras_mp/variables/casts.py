@@ -1,11 +1,10 @@
-"""Casting what was read from a variable: once where that is sound, else each time.
+"""Casts the values of variables: once where that is sound, else each time.
 
 This module needs TensorFlow only. In a graph, a second read of a variable gets the cast of the
-first one, if nothing can have written to the variable in between. That can be seen there: an
-operation that writes takes the variable's handle. In eager it cannot be seen, since an operation
-may write to a handle without asking the variable; there, and from one graph to the next
-(the body of a loop runs many times), only `hold` saves casts: the user says that nothing is
-written.
+first one, if nothing can have written to the variable in between. A graph shows that: an operation
+that writes takes the variable's handle. In eager nothing shows it: an operation may write to a
+handle without the variable. There, and from one graph to the next (the body of a loop runs many
+times), only `hold` saves casts: the user says that nothing is written.
 """
 
 import contextlib
@@ -35,13 +34,13 @@ _READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
 class _Cast(NamedTuple):
-    """A cast that was made: the name of its tensor, and who had written to the variable by then."""
+    """A cast that was made: the name of its tensor, and the operations that had written before."""
 
     name: str
     writers: frozenset[str]
 
 
-# By graph, then by handle, dtype and device. Their names, since a tensor would keep its graph.
+# By graph, then by handle, dtype and device. Names of tensors, as a tensor would keep its graph.
 _Key = tuple[str, str, str]
 _made: weakref.WeakKeyDictionary[tf.Graph, dict[_Key, _Cast]] = weakref.WeakKeyDictionary()
 
@@ -80,7 +79,7 @@ def read(
 
 
 def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Casts what was read from a variable.
+    """Casts the value of a variable.
 
     The gradient of each read comes back in the dtype of `value`, so that the gradients of many
     reads of one cast are summed as precisely as those of many casts.
@@ -203,9 +202,9 @@ def is_in_a_loop_of(graph: tf.Graph) -> bool:
 
 
 def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
-    """The handle whose plain value this is, or None: a slice, a sum over replicas, ...
+    """Returns the handle of which this is the value; None for a slice, a sum over replicas, ...
 
-    None also where the user says, by control dependencies, what a read is to come after.
+    It is None also where the user says, by control dependencies, what a read is to come after.
     """
     op = value.op
     while op.type == "Identity" and not op.control_inputs:
@@ -214,7 +213,7 @@ def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
 
 
 def _writers(handle: tf.Tensor) -> frozenset[str] | None:
-    """The operations that may have written to the variable; None if others may be unseen."""
+    """Returns the operations that may have written to the variable; None if some may be unseen."""
     writers = [op for op in handle.consumers() if not only_reads(op, handle)]
     if any(output.dtype == tf.resource for op in writers for output in op.outputs):
         return None

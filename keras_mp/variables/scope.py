@@ -1,4 +1,4 @@
-"""When a variable that casts itself appears in another dtype (RFC 293, "AutoCastVariable API").
+"""The scope in which variables appear in another dtype (RFC 293, "AutoCastVariable API").
 
 This module needs TensorFlow only.
 """
@@ -48,12 +48,12 @@ def share_scope(
     _scope = _Scope(dtype, enter)
 
 
-def autocast_scope(dtype: Any) -> Any:
+def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]:
     """Makes variables that cast themselves appear in a dtype.
 
-    It holds in the thread that enters it, until it exits, also by an exception. It is what a layer
-    enters before it runs `call`, and what code without Keras enters by hand. It reaches the weights
-    of Keras layers too.
+    It holds in the thread that enters it, until it exits, also by an exception. A layer enters it
+    before it runs `call`; code without Keras enters it by hand. It reaches the weights of Keras
+    layers too.
 
     `tf.function` does not know it: a function that was traced inside of the scope and reads a
     variable that it was not given as an argument goes on casting when it is called outside. Passed
@@ -127,7 +127,7 @@ def in_current_scope(function: Callable[..., Any]) -> Callable[..., Any]:
     dtype = autocast_dtype()
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         with autocast_scope(dtype):
             return function(*args, **kwargs)
 
@@ -157,7 +157,7 @@ def recompute_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         return tf.recompute_grad(in_current_scope(function))(*args, **kwargs)
 
     return call
