@@ -217,11 +217,6 @@ class Layer(keras_api.BaseLayer):
                 call.arguments[name] = _cast(value, dtype)
         return call.args[1:], call.kwargs
 
-    def _explain(self, error: Exception) -> Exception | None:
-        described = f"Layer {self.name!r} (of type {type(self).__name__})"
-        bare = vars(self).get("_bare", ())
-        return type_errors.explain(error, described, self.compute_dtype, bare)
-
 
 def _adopt_call(cls: type[Layer]) -> None:
     """Makes the `call` of a class run in the policy, and checks `keep_dtype`."""
@@ -273,7 +268,9 @@ def _run_in_the_policy(call: Callable[..., object]) -> Callable[..., object]:
             try:
                 return call(self, *args, **kwargs)
             except type_errors.ERRORS as error:
-                explained = self._explain(error)
+                described = f"Layer {self.name!r} (of type {type(self).__name__})"
+                bare = vars(self).get("_bare", ())
+                explained = type_errors.explain(error, described, self.compute_dtype, bare)
                 if explained is None:
                     raise
                 raise explained from error

@@ -15,8 +15,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.as_float32 import as_float32 as as_float32
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
-from keras_mp.support import messages
-from keras_mp.support.dtypes import FLOATING
+from keras_mp.support import dtypes, messages
 
 
 @keras_api.register_serializable
@@ -360,8 +359,8 @@ def get(identifier: Any, dtype: str | tf.DType = "float32") -> Any:
     loss = tf.keras.losses.get(identifier)
     if type(loss) in _of_keras:
         arguments = keras_api.arguments_of_loss(loss)
-        dtypes = (dtype, arguments.pop("dtype", dtype))
-        widest = max(dtypes, key=lambda each: tf.as_dtype(each).size)
+        of_both = (dtype, arguments.pop("dtype", dtype))
+        widest = max(of_both, key=lambda each: tf.as_dtype(each).size)
         return _of_keras[type(loss)](dtype=widest, **arguments)
     if inspect.isfunction(loss) and loss in _of_function:
         return _of_function[loss](dtype=dtype, **(name or {"name": loss.__name__}))
@@ -399,11 +398,8 @@ def for_compile(losses: Any, dtype: str) -> Any:
 def _standardize_dtype(dtype: str | tf.DType | None) -> str:
     if dtype is None:
         return "float32"
-    try:
-        standard = tf.as_dtype(getattr(dtype, "compute_dtype", dtype))
-    except TypeError:
-        standard = None
-    if standard not in FLOATING:
+    standard = dtypes.parse(getattr(dtype, "compute_dtype", dtype))
+    if standard not in dtypes.FLOATING:
         raise ValueError(
             "`dtype` of a loss must be one of floating point. Expected 'float32', 'float64', "
             f"'bfloat16' or 'float16'. Received: dtype={dtype!r}"

@@ -16,7 +16,7 @@ from keras_mp.all_reduce_optimizer import AllReduceOptimizer
 from keras_mp.master_weights import methods
 from keras_mp.master_weights.adapter import Float32Adapter, native, size_in_bytes
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.support import validation
+from keras_mp.support import dtypes, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrapper_saving import check_shapes
 
@@ -296,10 +296,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
 
 
 def _slot_dtype(value: str | tf.DType) -> tf.DType:
-    try:
-        dtype = tf.as_dtype(value)
-    except TypeError:
-        dtype = None
+    dtype = dtypes.parse(value)
     if dtype is None or dtype.name not in _SLOT_DTYPES:
         raise ValueError(
             f"`slot_dtype` must be one of {_SLOT_DTYPES}. Received: slot_dtype={value!r}"

@@ -17,7 +17,7 @@ from keras_mp._version import __version__
 from keras_mp.grappler import passes
 from keras_mp.kernels import normalization, recurrent
 from keras_mp.step import workers
-from keras_mp.support import messages
+from keras_mp.support import dtypes, messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _MIXED = {f"mixed_{name}": name for name in LOW_PRECISION_NAMES}
@@ -197,22 +197,21 @@ class Policy(keras_api.BasePolicy):
     def _standardize_output_dtype(self, output_dtype: str | tf.DType | None) -> str | None:
         if output_dtype is None:
             return None
-        try:
-            name = tf.as_dtype(output_dtype).name
-        except TypeError as error:
+        dtype = dtypes.parse(output_dtype)
+        if dtype is None:
             raise TypeError(
                 "`output_dtype` must be None or a dtype. "
                 f"Received: output_dtype={output_dtype!r} (of type {type(output_dtype)})"
-            ) from error
-        if name == self.compute_dtype:
+            )
+        if dtype.name == self.compute_dtype:
             return None
-        if name != "float32" or self.name not in _MIXED:
+        if dtype != tf.float32 or self.name not in _MIXED:
             raise ValueError(
                 "The output dtype is the compute dtype or, for 'mixed_float16' and "
                 f"'mixed_bfloat16', float32. Received: output_dtype={output_dtype!r} for the "
                 f"policy {self.name!r}, which computes in {self.compute_dtype!r}"
             )
-        return name
+        return dtype.name
 
     def __repr__(self) -> str:
         parts = [f'"{self.name}"']
@@ -330,16 +329,15 @@ def _checked(policy: Any) -> Any:
 def _standardize_name(name: str | tf.DType | None) -> str | None:
     if name is None or (isinstance(name, str) and (name in _MIXED or name == "_infer")):
         return name
-    try:
-        if isinstance(name, int):
-            raise TypeError("TensorFlow would take it for a number of its list of dtypes.")
-        return tf.as_dtype(name).name
-    except TypeError as error:
+    # TensorFlow would take an int for a number of its list of dtypes.
+    dtype = None if isinstance(name, int) else dtypes.parse(name)
+    if dtype is None:
         kind = ValueError if isinstance(name, str) else TypeError
         raise kind(
             "Cannot interpret the policy's name. Expected 'mixed_float16', 'mixed_bfloat16' or a "
             f"dtype such as 'float32'. Received: name={name!r} (of type {type(name)})"
-        ) from error
+        )
+    return dtype.name
 
 
 def _to_policy(policy: Any) -> Any:

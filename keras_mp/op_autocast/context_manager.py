@@ -18,8 +18,7 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp.kernels import replaced
 from keras_mp.op_autocast import cast_policy
-from keras_mp.support import messages, regions, validation
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support import dtypes, messages, regions, validation
 from keras_mp.support.regions import Region
 
 
@@ -320,13 +319,10 @@ def _machinery(module: str) -> types.ModuleType:
 
 
 def _checked(dtype: str | tf.DType) -> tf.DType:
-    try:
-        name = tf.as_dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name in LOW_PRECISION_NAMES:
-        return tf.as_dtype(name)
-    nearest = difflib.get_close_matches(name, LOW_PRECISION_NAMES, n=1)
+    parsed = dtypes.parse(dtype)
+    if parsed in dtypes.LOW_PRECISION:
+        return parsed
+    nearest = difflib.get_close_matches(str(dtype), dtypes.LOW_PRECISION_NAMES, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"Operations run in 'bfloat16' or 'float16'; None takes what is fast here.{hint} "

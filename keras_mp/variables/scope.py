@@ -4,7 +4,6 @@ This module needs TensorFlow only.
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -12,33 +11,25 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.support.attributes import replaced
-
-
-class _CurrentDtype(threading.local):
-    """The dtype that variables are cast to in this thread; None if they are not cast."""
-
-    dtype: tf.DType | None = None
-
-
-_thread = _CurrentDtype()
 
 
 class _Scope(NamedTuple):
-    """Where the dtype in force is kept: here, or in Keras, which `share_scope` arranges."""
+    """The functions of `share_scope`."""
 
     dtype: Callable[[], tf.DType | None]
     enter: Callable[[tf.DType | None], AbstractContextManager[None]]
 
 
-_scope = _Scope(lambda: _thread.dtype, lambda dtype: replaced(_thread, "dtype", dtype))
+_scope: _Scope
 
 
 def share_scope(
     dtype: Callable[[], tf.DType | None],
     enter: Callable[[tf.DType | None], AbstractContextManager[None]],
 ) -> None:
-    """Shares the dtype in force with another library, so that each casts the other's variables.
+    """Keeps the dtype in force where Keras keeps it, so that each casts the other's variables.
+
+    `keras_mp.layers` calls it.
 
     Args:
         dtype: returns the DType in force in this thread, or None.
