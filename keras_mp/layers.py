@@ -17,8 +17,9 @@ from keras_mp import keras_api, variables
 from keras_mp.support import marks, messages
 from keras_mp.support.dtypes import FLOATING
 from keras_mp.variables import type_errors
+from keras_mp.variables.scope import share_scope
 
-variables.share_scope(keras_api.autocast_dtype, keras_api.autocast_scope)
+share_scope(keras_api.autocast_dtype, keras_api.autocast_scope)
 
 _TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices, tf.Variable)
 # Containers that are copied in any case. Others are copied if something in them is cast.
@@ -322,8 +323,6 @@ def _copy_with(container: Any, values: list[Any]) -> Any:
     """Returns a container of the same type with other values."""
     if hasattr(container, "_fields"):
         return container._make(values)
-    if type(container) is tuple:
-        return tuple(values)
     if isinstance(container, tuple):
         return type(container)(values)
     if not isinstance(container, dict | list):
@@ -331,9 +330,8 @@ def _copy_with(container: Any, values: list[Any]) -> Any:
     result = copy.copy(container)
     if result is container:
         result = dict(container) if isinstance(container, dict) else list(container)
-    for key, each in zip(
-        list(container) if isinstance(container, dict) else range(len(values)), values
-    ):
+    keys = list(container) if isinstance(container, dict) else range(len(values))
+    for key, each in zip(keys, values):
         result[key] = each
     return result
 

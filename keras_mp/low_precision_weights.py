@@ -11,8 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from keras_mp import keras_api
-from keras_mp.all_reduce_optimizer import AllReduceOptimizer
-from keras_mp.master_weight_optimizer import MasterWeightOptimizer
+from keras_mp.master_weight_optimizer import OUTER_WRAPPERS, MasterWeightOptimizer
 from keras_mp.optimizer_wrapper import chain
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -69,8 +68,7 @@ def keep_digits(model: tf.keras.Model, optimizer: Any) -> Any:
         or is in a wrapper that goes around a `MasterWeightOptimizer`.
     """
     optimizer = keras_api.get_optimizer(optimizer)
-    outside = (keras_api.KerasLossScaleOptimizer, AllReduceOptimizer)
-    if optimizer is None or keeps_digits(optimizer) or isinstance(optimizer, outside):
+    if optimizer is None or keeps_digits(optimizer) or isinstance(optimizer, OUTER_WRAPPERS):
         return optimizer
     logging.info(
         "The model %r has variables in %s. Its optimizer is wrapped by a "

@@ -6,7 +6,7 @@ optimizers of `tf.keras` cannot train: in bfloat16, 0.999 is 1, and 1 + 2**-9 is
 
 import random
 import re
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,8 @@ from keras_mp.support import dtypes, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrapper_saving import check_shapes
 
+# Wrappers that go around a `MasterWeightOptimizer`.
+OUTER_WRAPPERS: tuple[type, ...] = (keras_api.KerasLossScaleOptimizer, AllReduceOptimizer)
 _SLOT_DTYPES = ("float32", "bfloat16")
 _KEPT = re.compile("(remainder|carry|copy)_[0-9]+")
 
@@ -305,12 +307,8 @@ def _slot_dtype(value: str | tf.DType) -> tf.DType:
 
 
 def _refuse_order(inner_optimizer: Any) -> None:
-    outside: Sequence[type] = (
-        keras_api.KerasLossScaleOptimizer,
-        AllReduceOptimizer,
-        MasterWeightOptimizer,
-    )
-    wrong = next((o for o in chain(inner_optimizer) if isinstance(o, tuple(outside))), None)
+    refused = (*OUTER_WRAPPERS, MasterWeightOptimizer)
+    wrong = next((each for each in chain(inner_optimizer) if isinstance(each, refused)), None)
     if wrong is not None:
         name = type(wrong).__name__
         raise TypeError(

@@ -19,7 +19,7 @@ from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.variables import casts
 
-_FLOATS = (tf.float32, *LOW_PRECISION)
+FLOATS = (tf.float32, *LOW_PRECISION)
 # The name of casts, in graphs and on tapes.
 NAME = "autocast"
 
@@ -106,7 +106,7 @@ def cast(value: Any, dtype: tf.DType) -> Any:
         value: anything.
         dtype: DType, float32 or of 16 bits.
     """
-    if not isinstance(value, tf.Tensor | tf.Variable) or value.dtype not in _FLOATS:
+    if not isinstance(value, tf.Tensor | tf.Variable) or value.dtype not in FLOATS:
         return value
     if value.dtype == tf.float32 != dtype:
         return to_low_precision(tf.convert_to_tensor(value), dtype)

@@ -16,10 +16,8 @@ from keras_mp.kernels import replaced, sums
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.op_autocast.cast_policy import OpPolicy
 from keras_mp.support import op_table, registered_kernels
-from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.regions import Region
 
-_FLOATS = (tf.float32, *LOW_PRECISION)
 # Beyond these float16 has fewer digits, or none.
 _SMALLEST, _LARGEST = 1e-4, 1e4
 # A factor can do no more harm than an addition.
@@ -61,7 +59,7 @@ def dtype_for(plan: Plan, values: Sequence[tf.Tensor | float], dtype: tf.DType) 
         operation is left alone.
     """
     found = {value.dtype for value in values if isinstance(value, tf.Tensor)}
-    if not found or not found.issubset(_FLOATS) or tf.float32 not in found:
+    if not found or not found.issubset(lower_precision.FLOATS) or tf.float32 not in found:
         return None
     if plan.policy == cast_policy.ALLOW:
         return dtype

@@ -88,18 +88,15 @@ class HostCallback:
         if self._is_watched and tf.executing_eagerly():
             _look_into([self])
 
-    def _tell(self, numbers: tf.Tensor, line: messages.Line | None) -> None:
-        def read(numbers: tf.Tensor) -> None:
-            self._read(numbers.numpy().tolist(), line)
-
-        _call_python(read, numbers)
+    def _tell(self, numbers: tf.Tensor, line: messages.Line) -> None:
+        _call_python(lambda received: self._read(received, line), numbers)
 
     def _deliver(self, left: tf.Tensor) -> None:
         # In the graph, so that it runs before anything else is left there.
         self.buffer.assign(tf.zeros_like(left), read_value=False)
 
-        def read(left: tf.Tensor) -> None:
-            is_left, *numbers = left.numpy().tolist()
+        def read(received: list[int]) -> None:
+            is_left, *numbers = received
             if is_left:
                 self._read(numbers, None)
 
@@ -123,11 +120,14 @@ def _replica_id() -> int | None:
     return context and tf.get_static_value(context.replica_id_in_sync_group)
 
 
-def _call_python(function: Callable[[tf.Tensor], None], numbers: tf.Tensor) -> None:
+def _call_python(function: Callable[[list[int]], None], numbers: tf.Tensor) -> None:
+    def call(numbers: tf.Tensor) -> None:
+        function(numbers.numpy().tolist())
+
     if tf.executing_eagerly():
-        function(numbers)
+        call(numbers)
     else:
-        tf.py_function(function, [numbers], [])
+        tf.py_function(call, [numbers], [])
 
 
 def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Variable:

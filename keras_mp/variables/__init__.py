@@ -9,7 +9,6 @@ from keras_mp.variables.scope import (
     autocast_scope,
     in_current_scope,
     recompute_grad,
-    share_scope,
 )
 
 __all__ = [
@@ -20,5 +19,4 @@ __all__ = [
     "cast_once",
     "in_current_scope",
     "recompute_grad",
-    "share_scope",
 ]

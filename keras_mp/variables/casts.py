@@ -33,7 +33,7 @@ _READS = op_table.ops("reads of variables", "looks at variables")
 _READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
-class _Cast(NamedTuple):
+class _SharedCast(NamedTuple):
     """A cast that was made: the name of its tensor, and the operations that had written before."""
 
     name: str
@@ -42,7 +42,7 @@ class _Cast(NamedTuple):
 
 # By graph, then by handle, dtype and device. Names of tensors, as a tensor would keep its graph.
 _Key = tuple[str, str, str]
-_made: weakref.WeakKeyDictionary[tf.Graph, dict[_Key, _Cast]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[tf.Graph, dict[_Key, _SharedCast]] = weakref.WeakKeyDictionary()
 
 
 class _Held(NamedTuple):
@@ -106,7 +106,7 @@ def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if key in made and made[key].writers == writers:
         return read_as(value, graph.get_tensor_by_name(made[key].name))
     result = tf.cast(value, dtype)
-    made[key] = _Cast(result.name, writers)
+    made[key] = _SharedCast(result.name, writers)
     return result
 
 
