@@ -15,8 +15,8 @@ def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a function float32 in place of any other floating-point dtype.
 
     It is a decorator for your own losses, metrics and regularizers, whose arguments keras_mp
-    leaves alone: under `"mixed_float16"` Keras 2 hands them float16. A decorated function keeps its
-    name and is saved like any other.
+    leaves alone: under `"mixed_float16"` Keras 2 passes float16 to them. A decorated function keeps
+    its name and is saved like any other.
 
     Args:
         function: A function of tensors, or a `tf.keras.regularizers.Regularizer`.
@@ -50,15 +50,15 @@ def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     @functools.wraps(function)
-    def in_float32(*args: Any, **kwargs: Any) -> Any:
+    def in_float32(*args: Any, **kwargs: Any) -> object:
         args, kwargs = tf.nest.map_structure(_cast_tensor, (args, kwargs))
         return function(*args, **kwargs)
 
-    # `compile` of Keras 2 has to know.
+    # `compile` of Keras 2 looks for it.
     in_float32._keras_mp_casts_to = "float32"  # pyright: ignore[reportAttributeAccessIssue]
     return in_float32
 
 
-def _cast_tensor(value: Any) -> Any:
+def _cast_tensor(value: object) -> object:
     is_one = tf.is_tensor(value) or isinstance(value, np.ndarray)
     return fusion.cast(value, "float32") if is_one else value

@@ -17,15 +17,16 @@ from keras_mp import keras_api, variables
 from keras_mp.support import marks, messages
 from keras_mp.support.dtypes import FLOATING
 from keras_mp.variables import type_errors
+from keras_mp.variables.scope import share_scope
 
-variables.share_scope(keras_api.autocast_dtype, keras_api.autocast_scope)
+share_scope(keras_api.autocast_dtype, keras_api.autocast_scope)
 
 _TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices, tf.Variable)
-# Containers that are copied in any case; of others only those in which something is cast.
+# Containers that are copied in any case. Others are copied if something in them is cast.
 _CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
 
-# In which order `add_weight` takes what it is given without a name: TensorFlow 2's
-# `add_weight("kernel", [3, 4])`, which is the RFC's, and Keras 3's `add_weight([3, 4], "zeros")`.
+# The positional arguments of `add_weight`: TensorFlow 2's `add_weight("kernel", [3, 4])`, which is
+# the RFC's, and Keras 3's `add_weight([3, 4], "zeros")`.
 _NAME_FIRST = ("name", "shape", "dtype", "initializer", "regularizer", "trainable", "constraint")
 _SHAPE_FIRST = ("shape", "initializer", "dtype")
 
@@ -39,7 +40,7 @@ class Layer(keras_api.BaseLayer):
     compute dtype: positional, keyword, nested in lists, tuples and dicts, ragged, sparse, and NumPy
     arrays. Integers, booleans and strings stay. While it runs, weights made by `add_weight` appear
     in the compute dtype. Lists and dicts are copied, so that those of the caller never change. All
-    this also holds if `call` is called directly, as recomputation does.
+    this also holds if `call` is called directly, as `recompute_grad` does.
 
     An `InputSpec` with a dtype is checked before the cast. Regularizers see weights in the variable
     dtype. Give a layer that you make inside another one its policy:
@@ -51,7 +52,7 @@ class Layer(keras_api.BaseLayer):
 
     Args:
         *args: for Keras 2, whose layers take `trainable`, `name` and `dtype` by position.
-        **kwargs: what `tf.keras.layers.Layer` takes: `name`, `dtype` (a policy or its name),
+        **kwargs: those of `tf.keras.layers.Layer`: `name`, `dtype` (a policy or its name),
             `trainable`, `autocast` (False casts no argument) and others.
 
     Attributes:
@@ -105,7 +106,7 @@ class Layer(keras_api.BaseLayer):
             autocast: bool. Whether the weight casts itself if the layer is mixed. Defaults to True;
                 False is for weights that the layer needs in float32, such as statistics.
             experimental_autocast: bool. TensorFlow 2's name of `autocast`.
-            **kwargs: what `tf.keras.layers.Layer.add_weight` takes. `dtype` defaults to
+            **kwargs: those of `tf.keras.layers.Layer.add_weight`. `dtype` defaults to
                 `variable_dtype`.
 
         Returns:
@@ -133,7 +134,7 @@ class Layer(keras_api.BaseLayer):
         return super().add_weight(autocast=casts.pop() if casts else True, **given, **kwargs)
 
     @property
-    def losses(self) -> Any:
+    def losses(self) -> list[tf.Tensor]:
         """Losses of `add_loss` and of regularizers, which see weights in the variable dtype."""
         with variables.autocast_scope(None):
             return super().losses
@@ -191,20 +192,22 @@ class Layer(keras_api.BaseLayer):
     def _is_mixed(self) -> bool:
         return self.compute_dtype != self.variable_dtype
 
-    def _scope(self) -> Any:
-        # In a layer that is not mixed, weights of another dtype were asked for, and are left alone.
+    def _scope(self) -> contextlib.AbstractContextManager[None]:
+        # In a layer that is not mixed, weights of another dtype are meant to have it.
         if self._is_mixed() or variables.autocast_dtype() is not None:
             return variables.autocast_scope(_float_dtype(self.compute_dtype))
         return contextlib.nullcontext()
 
-    def _cast_arguments(self, args: Any, kwargs: Any, signature: inspect.Signature) -> Any:
+    def _cast_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: inspect.Signature
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dtype = _float_dtype(self.compute_dtype)
         if dtype is None or not self.autocast:
             return args, kwargs
         if not self.keep_dtype:
             return _cast(args, dtype), _cast(kwargs, dtype)
         if _takes(signature, inspect.Parameter.VAR_POSITIONAL):
-            # It passes them on to a `call` that has names for them, and casts them.
+            # They are passed on to a `call` that has names for them, and casts them.
             return args, kwargs
         call = signature.bind(self, *args, **kwargs)
         for name, value in list(call.arguments.items())[1:]:
@@ -215,14 +218,9 @@ class Layer(keras_api.BaseLayer):
                 call.arguments[name] = _cast(value, dtype)
         return call.args[1:], call.kwargs
 
-    def _explain(self, error: Exception) -> Exception | None:
-        described = f"Layer {self.name!r} (of type {type(self).__name__})"
-        bare = vars(self).get("_bare", ())
-        return type_errors.explain(error, described, self.compute_dtype, bare)
-
 
 def _adopt_call(cls: type[Layer]) -> None:
-    """Makes the `call` of a class one that runs in the policy, and checks `keep_dtype`."""
+    """Makes the `call` of a class run in the policy, and checks `keep_dtype`."""
     if not hasattr(cls.call, "_runs_in_the_policy"):
         cls.call = _run_in_the_policy(cls.call)
     signature = inspect.signature(cls.call)
@@ -240,15 +238,15 @@ def _adopt_call(cls: type[Layer]) -> None:
         )
 
 
-def _takes(signature: inspect.Signature, kind: Any) -> bool:
+def _takes(signature: inspect.Signature, kind: object) -> bool:
     return any(parameter.kind is kind for parameter in signature.parameters.values())
 
 
-def _unbound(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function of `self` of one that needs none."""
+def _unbound(call: Callable[..., object]) -> Callable[..., object]:
+    """Gives a function a first parameter, `self`, which it does not need."""
 
     @functools.wraps(call)
-    def unbound(self: Layer, *args: Any, **kwargs: Any) -> Any:
+    def unbound(self: Layer, *args: Any, **kwargs: Any) -> object:
         return call(*args, **kwargs)
 
     signature = inspect.signature(call)
@@ -260,18 +258,20 @@ def _unbound(call: Callable[..., Any]) -> Callable[..., Any]:
     return unbound
 
 
-def _run_in_the_policy(call: Callable[..., Any]) -> Callable[..., Any]:
+def _run_in_the_policy(call: Callable[..., object]) -> Callable[..., object]:
     """Makes `call` get arguments of the compute dtype, and read weights in it."""
     signature = inspect.signature(call)
 
     @functools.wraps(call)
-    def run(self: Layer, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Layer, *args: Any, **kwargs: Any) -> object:
         with self._scope():
             args, kwargs = self._cast_arguments(args, kwargs, signature)
             try:
                 return call(self, *args, **kwargs)
             except type_errors.ERRORS as error:
-                explained = self._explain(error)
+                described = f"Layer {self.name!r} (of type {type(self).__name__})"
+                bare = vars(self).get("_bare", ())
+                explained = type_errors.explain(error, described, self.compute_dtype, bare)
                 if explained is None:
                     raise
                 raise explained from error
@@ -284,7 +284,7 @@ def _run_in_the_policy(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
-    """What arguments and weights are cast to; None if a layer does not compute in floats."""
+    """Returns the dtype to cast to; None if a layer does not compute in floating point."""
     dtype = None if compute_dtype is None else tf.as_dtype(compute_dtype)
     return dtype if dtype in FLOATING else None
 
@@ -292,9 +292,9 @@ def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
 def _cast(value: Any, dtype: tf.DType) -> Any:
     """Casts the tensors in an argument, whose containers it copies."""
     if isinstance(value, _TENSORS):
-        return _cast_tensor(value, dtype)
+        return marks.cast(value, dtype)
     if keras_api.is_weight(value):
-        return _cast_tensor(tf.convert_to_tensor(value), dtype)
+        return marks.cast(tf.convert_to_tensor(value), dtype)
     if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, "f4", "f8"):
         return tf.cast(tf.convert_to_tensor(np.asarray(value)), dtype)
     if isinstance(value, dict):
@@ -323,8 +323,6 @@ def _copy_with(container: Any, values: list[Any]) -> Any:
     """Returns a container of the same type with other values."""
     if hasattr(container, "_fields"):
         return container._make(values)
-    if type(container) is tuple:
-        return tuple(values)
     if isinstance(container, tuple):
         return type(container)(values)
     if not isinstance(container, dict | list):
@@ -332,21 +330,14 @@ def _copy_with(container: Any, values: list[Any]) -> Any:
     result = copy.copy(container)
     if result is container:
         result = dict(container) if isinstance(container, dict) else list(container)
-    for key, each in zip(
-        list(container) if isinstance(container, dict) else range(len(values)), values
-    ):
+    keys = list(container) if isinstance(container, dict) else range(len(values))
+    for key, each in zip(keys, values):
         result[key] = each
     return result
 
 
-def _cast_tensor(value: Any, dtype: tf.DType) -> Any:
-    if value.dtype == dtype or value.dtype not in FLOATING:
-        return value
-    return marks.copy(value, tf.cast(value, dtype))
-
-
-def _variables_in(value: Any) -> Iterator[tf.Variable]:
-    """The variables that an attribute consists of: itself, or the elements of its containers."""
+def _variables_in(value: object) -> Iterator[tf.Variable]:
+    """Yields an attribute's variables: itself, or the elements of its containers."""
     if isinstance(value, tf.Variable):
         yield value
     elif isinstance(value, list | tuple | dict):

@@ -1,32 +1,34 @@
 """Losses that compute in float32, whatever the model computes in (RFC 293, "Loss dtype").
 
-Beside the base class and `Crossentropy` there is one class for every built-in loss of the running
-`tf.keras`, under the same name and with the same arguments and `dtype`.
+Beside the base class and `Crossentropy` there is a class for each built-in loss of the running
+`tf.keras`, with the same name, the same arguments and `dtype`.
 """
 
 import inspect
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.as_float32 import as_float32 as as_float32
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
-from keras_mp.support import messages, structures
-from keras_mp.support.dtypes import FLOATING
+from keras_mp.support import dtypes, messages
 
 
 @keras_api.register_serializable
 class Loss(keras_api.BaseLoss):
     """A base class of losses, whose `call` runs in float32 also where the model runs in float16.
 
-    It is a `tf.keras.losses.Loss` and is used like one: override `call`, which gets
+    It is a `tf.keras.losses.Loss` and is used like one: override `call`. Its arguments are
 
     - floating-point predictions cast to `dtype`;
     - floating-point labels cast to `dtype`;
     - integer, bool and string labels as they are, so that class ids are not rounded.
 
-    Reduction, masks, sample weights and what happens under a distribution strategy are Keras's.
+    Reduction, masks, sample weights and distribution are Keras's.
 
     Args:
         reduction: str. As for `tf.keras.losses.Loss`.
@@ -51,10 +53,12 @@ class Loss(keras_api.BaseLoss):
 
     dtype: str
 
-    def __init__(self, *args: Any, dtype: Any = "float32", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, dtype: str | tf.DType = "float32", **kwargs: Any) -> None:
         super().__init__(*args, dtype=_standardize_dtype(dtype), **kwargs)
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+    def __call__(
+        self, y_true: Any, y_pred: Any, sample_weight: tf.Tensor | None = None
+    ) -> tf.Tensor:
         """Computes the loss.
 
         Args:
@@ -65,29 +69,30 @@ class Loss(keras_api.BaseLoss):
         Returns:
             The reduced loss, of the loss's dtype.
         """
-        y_pred = structures.map_tensors(self._cast_prediction, y_pred)
-        y_true = structures.map_tensors(self._cast_label, y_true)
+        y_pred = _map_tensors(self._cast, y_pred)
+        y_true = _map_tensors(self._cast_label, y_true)
         return self.reduce(y_true, y_pred, sample_weight)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what `from_config` needs to make an equal loss."""
+        """Returns the arguments from which `from_config` makes an equal loss."""
         return {**super().get_config(), "dtype": self.dtype}
 
     def __repr__(self) -> str:
         config = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
         return f"<{type(self).__name__}({config})>"
 
-    def _cast_prediction(self, prediction: tf.Tensor) -> tf.Tensor:
-        return fusion.cast(prediction, self.dtype)
+    def _cast(self, value: tf.Tensor) -> tf.Tensor:
+        return fusion.cast(value, self.dtype)
 
     def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
-        return fusion.cast(label, self.dtype)
+        return self._cast(label)
 
 
 class _BuiltIn(Loss):
     """A built-in loss of `tf.keras`; `_keras_class` is its class there."""
 
     _keras_class: type
+    _section = "Loss dtype"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         call = _signature(self._keras_class).bind(*args, **kwargs)
@@ -99,22 +104,20 @@ class _BuiltIn(Loss):
         now = {"name": self.name, "reduction": self.reduction, "dtype": self.dtype}
         return {**self._arguments, **now}
 
-    def _cast_prediction(self, prediction: tf.Tensor) -> tf.Tensor:
-        return super()._cast_prediction(_float(prediction, self.dtype))
-
-    def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
+    def _cast(self, value: tf.Tensor) -> tf.Tensor:
         # Labels that are compared with predictions have to be of their dtype.
-        return super()._cast_label(_float(label, self.dtype))
+        is_number = value.dtype.is_integer or value.dtype.is_bool
+        return tf.cast(value, self.dtype) if is_number else super()._cast(value)
 
 
 class _OfClassIds(_BuiltIn):
     def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
-        # A class id stays what it is, also a float one, until Keras makes an integer of it.
+        # A class id is not cast, also a float one: Keras makes an integer of it.
         return label
 
 
 class _Huber(_BuiltIn):
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         # Keras 2 itself casts to floatx, also from float64.
         huber = keras_api.LossFunctionWrapper(_huber, delta=self._arguments["delta"])
         return huber.call(y_true, y_pred)
@@ -124,6 +127,7 @@ class _CrossEntropy(_BuiltIn):
     """A cross entropy that looks for the logits that its predictions were made of."""
 
     _activation = "Softmax"
+    _section = "Softmax and cross entropy"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -131,7 +135,7 @@ class _CrossEntropy(_BuiltIn):
         self._has_warned = False
 
     @tf.autograph.experimental.do_not_convert
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         logits = None
         # Keras fills up ragged predictions for dense labels, probabilities with zeros.
         if isinstance(y_true, tf.RaggedTensor) or not isinstance(y_pred, tf.RaggedTensor):
@@ -151,7 +155,7 @@ class _CrossEntropy(_BuiltIn):
         result = super().call(y_true, own)  # pyright: ignore
         if not self._arguments["from_logits"] and (
             fusion.ran_in_float16(y_pred, self._activation)
-            # Only then is it worth a look at the values, and where these come from cannot be seen.
+            # Looking at values takes time, so it is done only where nothing else tells.
             or (not self._has_warned and fusion.lost_to_float16(y_true, y_pred, result))
         ):
             self._warn(
@@ -163,7 +167,7 @@ class _CrossEntropy(_BuiltIn):
             )
         return result
 
-    def _make_of_logits(self) -> Any:
+    def _make_of_logits(self) -> tf.keras.losses.Loss:
         arguments = {**self._arguments, "from_logits": True}
         taken = inspect.signature(self._keras_class).parameters
         return self._keras_class(**{name: arguments[name] for name in taken})
@@ -183,7 +187,7 @@ class _SparseCrossEntropy(_OfClassIds, _CrossEntropy):
 
 
 class _FocalCrossEntropy(_CrossEntropy):
-    def _make_of_logits(self) -> Any:
+    def _make_of_logits(self) -> tf.keras.losses.Loss:
         # Keras's own takes the softmax of the logits and then its logarithm.
         names = ("alpha", "gamma", "label_smoothing", "axis")
         return keras_api.LossFunctionWrapper(
@@ -192,30 +196,16 @@ class _FocalCrossEntropy(_CrossEntropy):
         )
 
 
-# All built-in losses of both Kerases. One that is not in the running `tf.keras` is left out.
-_BUILT_IN = {
+_BASES: dict[str, type[_BuiltIn]] = {
     "BinaryCrossentropy": _BinaryCrossEntropy,
     "BinaryFocalCrossentropy": _BinaryCrossEntropy,
     "CTC": _OfClassIds,
     "CategoricalCrossentropy": _CrossEntropy,
     "CategoricalFocalCrossentropy": _FocalCrossEntropy,
     "CategoricalGeneralizedCrossEntropy": _OfClassIds,
-    "CategoricalHinge": _BuiltIn,
     "Circle": _OfClassIds,
-    "CosineSimilarity": _BuiltIn,
-    "Dice": _BuiltIn,
-    "Hinge": _BuiltIn,
     "Huber": _Huber,
-    "KLDivergence": _BuiltIn,
-    "LogCosh": _BuiltIn,
-    "MeanAbsoluteError": _BuiltIn,
-    "MeanAbsolutePercentageError": _BuiltIn,
-    "MeanSquaredError": _BuiltIn,
-    "MeanSquaredLogarithmicError": _BuiltIn,
-    "Poisson": _BuiltIn,
     "SparseCategoricalCrossentropy": _SparseCrossEntropy,
-    "SquaredHinge": _BuiltIn,
-    "Tversky": _BuiltIn,
 }
 
 _DOC = """`tf.keras.losses.{name}`, computed in `dtype`.
@@ -244,14 +234,13 @@ def _signature(keras_class: type) -> inspect.Signature:
     return signature.replace(parameters=[*others, dtype])
 
 
-def _make(name: str, base: type[_BuiltIn], keras_class: type) -> type[Loss]:
-    is_fused = issubclass(base, _CrossEntropy)
-    section = "Softmax and cross entropy" if is_fused else "Loss dtype"
+def _make(name: str) -> type[Loss]:
+    keras_class, base = getattr(tf.keras.losses, name), _BASES.get(name, _BuiltIn)
     made = type(
         name,
         (base, keras_class),
         {
-            "__doc__": _DOC.format(name=name, section=section),
+            "__doc__": _DOC.format(name=name, section=base._section),
             "__module__": __name__,
             "__signature__": _signature(keras_class),
             "_keras_class": keras_class,
@@ -260,35 +249,37 @@ def _make(name: str, base: type[_BuiltIn], keras_class: type) -> type[Loss]:
     return keras_api.register_serializable(made)
 
 
-_classes = {
-    name: _make(name, base, getattr(tf.keras.losses, name))
-    for name, base in _BUILT_IN.items()
-    if hasattr(tf.keras.losses, name)
-}
+# All built-in losses of both Kerases. Those that the running `tf.keras` has are made below.
+BinaryCrossentropy: type[Loss]
+BinaryFocalCrossentropy: type[Loss]
+CTC: type[Loss]
+CategoricalCrossentropy: type[Loss]
+CategoricalFocalCrossentropy: type[Loss]
+CategoricalGeneralizedCrossEntropy: type[Loss]
+CategoricalHinge: type[Loss]
+Circle: type[Loss]
+CosineSimilarity: type[Loss]
+Dice: type[Loss]
+Hinge: type[Loss]
+Huber: type[Loss]
+KLDivergence: type[Loss]
+LogCosh: type[Loss]
+MeanAbsoluteError: type[Loss]
+MeanAbsolutePercentageError: type[Loss]
+MeanSquaredError: type[Loss]
+MeanSquaredLogarithmicError: type[Loss]
+Poisson: type[Loss]
+SparseCategoricalCrossentropy: type[Loss]
+SquaredHinge: type[Loss]
+Tversky: type[Loss]
+
+_names = [
+    name
+    for name, annotation in inspect.get_annotations(sys.modules[__name__]).items()
+    if annotation == type[Loss] and hasattr(tf.keras.losses, name)
+]
+_classes = {name: _make(name) for name in _names}
 globals().update(_classes)
-if TYPE_CHECKING:  # which does not see what is made while the program runs
-    BinaryCrossentropy: type[Loss]
-    BinaryFocalCrossentropy: type[Loss]
-    CTC: type[Loss]
-    CategoricalCrossentropy: type[Loss]
-    CategoricalFocalCrossentropy: type[Loss]
-    CategoricalGeneralizedCrossEntropy: type[Loss]
-    CategoricalHinge: type[Loss]
-    Circle: type[Loss]
-    CosineSimilarity: type[Loss]
-    Dice: type[Loss]
-    Hinge: type[Loss]
-    Huber: type[Loss]
-    KLDivergence: type[Loss]
-    LogCosh: type[Loss]
-    MeanAbsoluteError: type[Loss]
-    MeanAbsolutePercentageError: type[Loss]
-    MeanSquaredError: type[Loss]
-    MeanSquaredLogarithmicError: type[Loss]
-    Poisson: type[Loss]
-    SparseCategoricalCrossentropy: type[Loss]
-    SquaredHinge: type[Loss]
-    Tversky: type[Loss]
 _of_keras = {vars(ours)["_keras_class"]: ours for ours in _classes.values()}
 _of_function = {keras_class().fn: ours for keras_class, ours in _of_keras.items()}
 
@@ -319,7 +310,7 @@ class Crossentropy(Loss):
         self._sparse = _classes["SparseCategoricalCrossentropy"](dtype=self.dtype)
         self._categorical = _classes["CategoricalCrossentropy"](dtype=self.dtype)
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Computes the cross entropy of each sample."""
         loss = self._categorical
         if y_pred.shape[-1] == 1:
@@ -332,8 +323,8 @@ class Crossentropy(Loss):
         return label
 
 
-def get(identifier: Any, dtype: Any = "float32") -> Any:
-    """Returns the loss of keras_mp for what `tf.keras.losses.get` takes.
+def get(identifier: Any, dtype: str | tf.DType = "float32") -> Any:
+    """Returns the loss of keras_mp for a loss of `tf.keras`, its name, or its config.
 
     Args:
         identifier: Name, config, function, class or instance of a built-in loss; or anything else
@@ -343,7 +334,7 @@ def get(identifier: Any, dtype: Any = "float32") -> Any:
 
     Returns:
         For built-in losses a `keras_mp.losses.Loss` with the same arguments. Your own functions and
-        losses, subclasses of built-in ones among them, come back as they are, and so does None.
+        losses, also subclasses of built-in ones, come back as they are, and so does None.
 
     Raises:
         ValueError: Keras knows no such loss, or `dtype` is not of floating point.
@@ -368,24 +359,24 @@ def get(identifier: Any, dtype: Any = "float32") -> Any:
     loss = tf.keras.losses.get(identifier)
     if type(loss) in _of_keras:
         arguments = keras_api.arguments_of_loss(loss)
-        dtypes = (dtype, arguments.pop("dtype", dtype))
-        widest = max(dtypes, key=lambda each: tf.as_dtype(each).size)
+        of_both = (dtype, arguments.pop("dtype", dtype))
+        widest = max(of_both, key=lambda each: tf.as_dtype(each).size)
         return _of_keras[type(loss)](dtype=widest, **arguments)
     if inspect.isfunction(loss) and loss in _of_function:
         return _of_function[loss](dtype=dtype, **(name or {"name": loss.__name__}))
     return loss
 
 
-def for_compile(losses: Any, dtype: Any) -> Any:
-    """Turns the built-in losses among those given to `Model.compile` into ours.
+def for_compile(losses: Any, dtype: str) -> Any:
+    """Replaces built-in losses among those given to `Model.compile` by ours.
 
     Args:
-        losses: What `compile(loss=)` takes: a loss, or any nest of losses.
+        losses: the argument `loss` of `compile`: a loss, or any nest of losses.
         dtype: The dtype that they should compute in.
 
     Returns:
-        The same nest with losses of keras_mp in the place of built-in ones. What Keras does not
-        know is left for it to complain about.
+        The same nest with losses of keras_mp in the place of built-in ones. A loss that Keras does
+        not know is left, so that `compile` raises its own error.
 
     Example:
 
@@ -395,7 +386,7 @@ def for_compile(losses: Any, dtype: Any) -> Any:
     ('MeanSquaredError', None)
     """
 
-    def convert(loss: Any) -> Any:
+    def convert(loss: object) -> object:
         try:
             return get(loss, dtype)
         except (TypeError, ValueError):
@@ -404,14 +395,11 @@ def for_compile(losses: Any, dtype: Any) -> Any:
     return tf.nest.map_structure(convert, losses)
 
 
-def _standardize_dtype(dtype: Any) -> str:
+def _standardize_dtype(dtype: str | tf.DType | None) -> str:
     if dtype is None:
         return "float32"
-    try:
-        standard = tf.as_dtype(getattr(dtype, "compute_dtype", dtype))
-    except TypeError:
-        standard = None
-    if standard not in FLOATING:
+    standard = dtypes.parse(getattr(dtype, "compute_dtype", dtype))
+    if standard not in dtypes.FLOATING:
         raise ValueError(
             "`dtype` of a loss must be one of floating point. Expected 'float32', 'float64', "
             f"'bfloat16' or 'float16'. Received: dtype={dtype!r}"
@@ -419,9 +407,26 @@ def _standardize_dtype(dtype: Any) -> str:
     return standard.name
 
 
-def _float(value: tf.Tensor, dtype: str) -> tf.Tensor:
-    is_number = value.dtype.is_integer or value.dtype.is_bool
-    return tf.cast(value, dtype) if is_number else value
+def _map_tensors(function: Callable[[tf.Tensor], tf.Tensor], structure: Any) -> Any:
+    """Applies a function to all tensors of a structure, and to arrays and numbers as tensors.
+
+    None stays. Nested lists of numbers are one tensor.
+    """
+    leaves = tf.nest.flatten(structure)
+    if tf.nest.is_nested(structure) and all(map(_is_scalar, leaves)):
+        structure = tf.convert_to_tensor(structure)
+
+    def apply(leaf: Any) -> tf.Tensor | None:
+        if leaf is None:
+            return None
+        return function(leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf))
+
+    return tf.nest.map_structure(apply, structure)
+
+
+def _is_scalar(value: object) -> bool:
+    scalars = (bool, int, float, complex, str, bytes, np.generic)
+    return isinstance(value, scalars) or (isinstance(value, tf.Tensor) and value.shape.rank == 0)
 
 
 def _huber(y_true: tf.Tensor, y_pred: tf.Tensor, delta: float) -> tf.Tensor:

@@ -1,9 +1,9 @@
-"""Models whose variables are in 16 bits: what `compile` does for them, and what it says.
+"""What `compile`, `convert` and `summary` do for models whose variables are in 16 bits.
 
 RFC 293 keeps variables in float32. Where they are not, an optimizer needs to keep their digits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,56 +11,64 @@ import tensorflow as tf
 from absl import logging
 
 from keras_mp import keras_api
-from keras_mp.all_reduce_optimizer import AllReduceOptimizer
-from keras_mp.master_weight_optimizer import MasterWeightOptimizer
+from keras_mp.master_weight_optimizer import OUTER_WRAPPERS, MasterWeightOptimizer
 from keras_mp.optimizer_wrapper import chain
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# Below which part of a weight updates are lost: half of its last digit.
+# Updates below this part of a weight are lost: half of its last digit.
 _LOST = {"float16": "1/2048", "bfloat16": "1/256"}
 
 
-def keeps_digits(optimizer: Any) -> bool:
+def _keepers(optimizers: object) -> Iterator[MasterWeightOptimizer]:
+    """Yields each `MasterWeightOptimizer` among optimizers and those that they wrap.
+
+    Args:
+        optimizers: An optimizer, None, or a structure of them: what a model was compiled with.
+    """
+    for optimizer in tf.nest.flatten(optimizers):
+        for each in chain(optimizer):
+            if isinstance(each, MasterWeightOptimizer):
+                yield each
+
+
+def keeps_digits(optimizer: object) -> bool:
     """Whether an optimizer, or one that it wraps, is a `MasterWeightOptimizer`.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or None.
     """
-    return any(isinstance(each, MasterWeightOptimizer) for each in chain(optimizer))
+    return next(_keepers(optimizer), None) is not None
 
 
-def as_seen(optimizers: Any, variable: Any) -> Any:
-    """Returns a variable as the optimizer that trains it sees it.
+def as_seen(optimizers: object, variables: Sequence[Any]) -> Sequence[Any]:
+    """Returns variables as the optimizers that train them see them.
 
     Args:
         optimizers: An optimizer, None, or a structure of them: what a model was compiled with.
-        variable: A variable.
+        variables: Variables.
 
     Returns:
-        A float32 view where a `MasterWeightOptimizer` keeps its digits, else the variable.
+        Float32 views where a `MasterWeightOptimizer` keeps the digits, else the variables.
     """
-    for optimizer in tf.nest.flatten(optimizers):
-        for each in chain(optimizer):
-            if isinstance(each, MasterWeightOptimizer):
-                [variable] = each.as_float32([variable])
-    return variable
+    for keeper in _keepers(optimizers):
+        variables = keeper.as_float32(variables)
+    return variables
 
 
 def keep_digits(model: tf.keras.Model, optimizer: Any) -> Any:
-    """Wraps the optimizer of a model whose policy keeps variables in 16 bits, and says so.
+    """Wraps the optimizer of a model whose policy keeps variables in 16 bits, and logs that.
 
     Args:
         model: A model of `tf.keras`.
-        optimizer: What it is compiled with: an optimizer, a name, a config or None.
+        optimizer: the argument of `compile`: an optimizer, a name, a config or None.
 
     Returns:
-        The optimizer in a `MasterWeightOptimizer`. As it is where that has been done, and where it
-        is in a wrapper that goes around a `MasterWeightOptimizer`.
+        The optimizer in a `MasterWeightOptimizer`. It comes back as it is if it is wrapped already,
+        or is in a wrapper that goes around a `MasterWeightOptimizer`.
     """
     optimizer = keras_api.get_optimizer(optimizer)
-    outside = (keras_api.KerasLossScaleOptimizer, AllReduceOptimizer)
-    if optimizer is None or keeps_digits(optimizer) or isinstance(optimizer, outside):
+    if optimizer is None or keeps_digits(optimizer) or isinstance(optimizer, OUTER_WRAPPERS):
         return optimizer
     logging.info(
         "The model %r has variables in %s. Its optimizer is wrapped by a "
@@ -113,11 +121,7 @@ def float32_values(model: tf.keras.Model) -> list[np.ndarray]:
     Args:
         model: A model of `tf.keras`, built.
     """
-    weights = model.weights
-    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
-        for each in chain(optimizer):
-            if isinstance(each, MasterWeightOptimizer):
-                weights = each.as_float32(weights)
+    weights = as_seen(getattr(model, "optimizer", None), model.weights)
     return [tf.convert_to_tensor(weight).numpy() for weight in weights]
 
 
@@ -128,34 +132,33 @@ def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
         model: A model of `tf.keras`.
 
     Yields:
-        Which method keeps them, and how many bytes a trained weight takes, its slots included.
+        The method, and how many bytes a trained weight takes, its slots included.
     """
-    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
-        for each in chain(optimizer):
-            if isinstance(each, MasterWeightOptimizer):
-                name = type(each.inner_optimizer).__name__
-                text = f"{name} sees float32 weights: method {each.method!r}, slots in "
-                text += each.slot_dtype
-                kept = each.bytes_a_weight()
-                yield text + ("." if kept is None else f", {kept:.2f} bytes a weight.")
+    for keeper in _keepers(getattr(model, "optimizer", None)):
+        kept = keeper.bytes_a_weight()
+        yield (
+            f"{type(keeper.inner_optimizer).__name__} sees float32 weights: method "
+            f"{keeper.method!r}, slots in {keeper.slot_dtype}"
+            + ("." if kept is None else f", {kept:.2f} bytes a weight.")
+        )
 
 
 def dtype_of(model: tf.keras.Model) -> str:
-    """Returns the dtype in 16 bits that the first such variable of a model has.
+    """Returns the dtype of the first trainable variable of a model that is in 16 bits.
 
     Args:
-        model: A model of `tf.keras`, built, with such a variable among those that are trained.
+        model: A model of `tf.keras`, built, with such a variable.
     """
     dtypes = (tf.as_dtype(variable.dtype).name for variable in model.trainable_variables)
     return next(dtype for dtype in dtypes if dtype in LOW_PRECISION_NAMES)
 
 
 def vanishing_constants(optimizer: Any, dtype: str) -> Iterator[str]:
-    """Yields what becomes of an optimizer's constants that a dtype turns into 0 or 1.
+    """Yields a text for each constant of an optimizer that a dtype rounds to 0 or 1.
 
     Args:
         optimizer: An optimizer of `tf.keras`.
-        dtype: str. That of its slots.
+        dtype: str. The dtype of its slots.
 
     Yields:
         Texts such as `"beta_2=0.999 is 1"`.

@@ -1,12 +1,12 @@
 """The optimizer wrapper with which weights in 16 bits learn as those in float32 do.
 
-RFC 293 keeps variables in float32. Large models are tuned with variables in 16 bits, of which the
-optimizers of `tf.keras` make nothing: in bfloat16, 0.999 is 1, and 1 + 2**-9 is 1.
+RFC 293 keeps variables in float32. Large models are tuned with variables in 16 bits, which the
+optimizers of `tf.keras` cannot train: in bfloat16, 0.999 is 1, and 1 + 2**-9 is 1.
 """
 
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import tensorflow as tf
@@ -16,10 +16,12 @@ from keras_mp.all_reduce_optimizer import AllReduceOptimizer
 from keras_mp.master_weights import methods
 from keras_mp.master_weights.adapter import Float32Adapter, native, size_in_bytes
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.support import validation
+from keras_mp.support import dtypes, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrapper_saving import check_shapes
 
+# Wrappers that go around a `MasterWeightOptimizer`.
+OUTER_WRAPPERS: tuple[type, ...] = (keras_api.KerasLossScaleOptimizer, AllReduceOptimizer)
 _SLOT_DTYPES = ("float32", "bfloat16")
 _KEPT = re.compile("(remainder|carry|copy)_[0-9]+")
 
@@ -28,13 +30,13 @@ _KEPT = re.compile("(remainder|carry|copy)_[0-9]+")
 class MasterWeightOptimizer(OptimizerWrapper):
     """An optimizer that sees float32 weights where a model has them in 16 bits.
 
-    The inner optimizer computes in float32 and keeps float32 slots. What the variables in 16 bits
-    leave out of its weights is kept by one of three methods:
+    The inner optimizer computes in float32 and keeps float32 slots. The digits of its weights that
+    the variables in 16 bits leave out are kept by one of three methods:
 
     - `"split"`: the remainder, beside the weight. With a bfloat16 weight it makes up the float32
       weight, bit for bit, so that training is that of `mixed_bfloat16`. It takes 17 bits: 16, and
       one that tells in which direction a tie was rounded. With a float16 weight it takes 16 bits,
-      and nothing is lost from 2**-16 to 65520; of smaller weights digits below 2**-39 are.
+      and nothing is lost from 2**-16 to 65520; smaller weights lose digits below 2**-39.
     - `"copy"`: a float32 copy of the weight, in 32 bits.
     - `"stochastic_rounding"`: nothing. A weight is rounded up or down at random, so that its
       expected value is right. Each step draws other numbers, the same on all replicas and workers.
@@ -48,9 +50,9 @@ class MasterWeightOptimizer(OptimizerWrapper):
     Args:
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
         method: `"split"` (the default), `"copy"` or `"stochastic_rounding"`.
-        slot_dtype: `"float32"` (the default) or `"bfloat16"`. In which the inner optimizer's slots
-            are kept; those in bfloat16 are rounded stochastically.
-        seed: int. What stochastic rounding starts from. Defaults to None, for one that
+        slot_dtype: `"float32"` (the default) or `"bfloat16"`. The dtype of the inner optimizer's
+            slots; those in bfloat16 are rounded stochastically.
+        seed: int. The seed of stochastic rounding. Defaults to None, for one that
             `tf.keras.utils.set_random_seed` determines.
         jit_compile: bool. Lets XLA compile the update, as of `OptimizerWrapper`. Defaults to False.
 
@@ -79,7 +81,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
         self,
         inner_optimizer: Any,
         method: str = "split",
-        slot_dtype: Any = "float32",
+        slot_dtype: str | tf.DType = "float32",
         seed: int | None = None,
         *,
         jit_compile: bool = False,
@@ -112,17 +114,17 @@ class MasterWeightOptimizer(OptimizerWrapper):
 
     @property
     def method(self) -> str:
-        """How the digits are kept that variables in 16 bits leave out. Read-only."""
+        """The method by which the digits of weights are kept. Read-only."""
         return self._method
 
     @property
     def slot_dtype(self) -> str:
-        """In which dtype the slots of weights in 16 bits are kept. Read-only."""
+        """The dtype of the slots of weights in 16 bits. Read-only."""
         return self._slot_dtype.name
 
     @property
     def variables(self) -> Any:
-        """The inner optimizer's variables, and what is kept beside the weights."""
+        """The inner optimizer's variables, and those that are kept beside the weights."""
         variables = super().variables
         variables.extend(self._adapter.beside.values())
         return variables
@@ -139,7 +141,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
 
         Args:
             weights: iterable of arrays, as `get_weights` returns them, here or of the inner
-                optimizer alone: then what is beside the weights stays as it is.
+                optimizer alone: then the variables beside the weights stay as they are.
 
         Raises:
             ValueError: these are weights of an optimizer of another kind or for another model, or
@@ -155,8 +157,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
         for variable, weight in zip(self._adapter.beside.values(), weights[len(inner) :]):
             variable.assign(weight)
 
-    def save_own_variables(self, store: Any) -> None:
-        """Saves what is beside the weights, and what else Keras does not save beside this.
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Saves the variables beside the weights, and all others that Keras does not save itself.
 
         Args:
             store: dict-like, of names and arrays.
@@ -165,12 +167,12 @@ class MasterWeightOptimizer(OptimizerWrapper):
         for name, variable in self._adapter.beside.items():
             store[name] = tf.convert_to_tensor(variable).numpy()
 
-    def load_own_variables(self, store: Any) -> None:
-        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Loads variables that `save_own_variables` saved, here or of the inner optimizer alone.
 
         Args:
-            store: dict-like, of names and arrays. Without any of what is beside the weights,
-                float32 weights are those in 16 bits.
+            store: dict-like, of names and arrays. If it has none from beside the weights, float32
+                weights are those in 16 bits.
 
         Raises:
             ValueError: the variables are those of another optimizer, or it kept the digits of its
@@ -199,7 +201,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
         return super()._lookup_dependency(name, *args, **kwargs)
 
     def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
-        # A legacy optimizer makes a slot as soon as a checkpoint has its value. In which order
+        # A legacy optimizer makes a slot as soon as a checkpoint has its value. The order in which
         # variables are made decides how they are rounded, so they are all made in the usual one.
         self.build([*self._variables_of_model(), kwargs["variable"]])
         [kwargs["variable"]] = self._adapter.views([kwargs["variable"]])
@@ -244,7 +246,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
         return self._adapter.views(variables)
 
     def bytes_a_weight(self) -> float | None:
-        """Bytes for each weight: its variable, what is beside it and its slots; None if not built.
+        """Returns bytes a weight: its variable, those beside it and its slots; None if not built.
 
         Example:
 
@@ -277,7 +279,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
 
     @do_not_convert
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
-        """Lets the inner optimizer set the final values, where it has any: averages, for one.
+        """Lets the inner optimizer set the final values of variables, such as averages.
 
         Args:
             var_list: iterable of the model's trainable variables.
@@ -295,11 +297,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
         }
 
 
-def _slot_dtype(value: Any) -> tf.DType:
-    try:
-        dtype = tf.as_dtype(value)
-    except TypeError:
-        dtype = None
+def _slot_dtype(value: str | tf.DType) -> tf.DType:
+    dtype = dtypes.parse(value)
     if dtype is None or dtype.name not in _SLOT_DTYPES:
         raise ValueError(
             f"`slot_dtype` must be one of {_SLOT_DTYPES}. Received: slot_dtype={value!r}"
@@ -308,12 +307,8 @@ def _slot_dtype(value: Any) -> tf.DType:
 
 
 def _refuse_order(inner_optimizer: Any) -> None:
-    outside: Sequence[type] = (
-        keras_api.KerasLossScaleOptimizer,
-        AllReduceOptimizer,
-        MasterWeightOptimizer,
-    )
-    wrong = next((o for o in chain(inner_optimizer) if isinstance(o, tuple(outside))), None)
+    refused = (*OUTER_WRAPPERS, MasterWeightOptimizer)
+    wrong = next((each for each in chain(inner_optimizer) if isinstance(each, refused)), None)
     if wrong is not None:
         name = type(wrong).__name__
         raise TypeError(

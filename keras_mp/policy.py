@@ -17,7 +17,7 @@ from keras_mp._version import __version__
 from keras_mp.grappler import passes
 from keras_mp.kernels import normalization, recurrent
 from keras_mp.step import workers
-from keras_mp.support import messages
+from keras_mp.support import dtypes, messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _MIXED = {f"mixed_{name}": name for name in LOW_PRECISION_NAMES}
@@ -32,8 +32,8 @@ class Policy(keras_api.BasePolicy):
 
     `tf.keras.Model.compile`, which `import keras_mp` hooks, gives a model that has a
     `keras_mp.Policy` an optimizer wrapped in `keras_mp.LossScaleOptimizer`, with a copy of the
-    policy's loss scale. The first policy that computes in 16 bits does what
-    `keras_mp.enable_float32_sums` says.
+    policy's loss scale. The first policy that computes in 16 bits switches float32 sums on
+    (`keras_mp.enable_float32_sums`).
 
     Args:
         name: str or dtype. `"mixed_float16"` or `"mixed_bfloat16"` (16-bit computations, float32
@@ -67,7 +67,12 @@ class Policy(keras_api.BasePolicy):
     Source: RFC 293, "Dtype policies overview"; `output_dtype` is a word of JMP (`jmp.Policy`).
     """
 
-    def __init__(self, name: Any, loss_scale: Any = "auto", output_dtype: Any = None) -> None:
+    def __init__(
+        self,
+        name: str | tf.DType | None,
+        loss_scale: str | float | loss_scale_lib.LossScale | None = "auto",
+        output_dtype: str | tf.DType | None = None,
+    ) -> None:
         self._output_dtype = None
         keras_api.init_base_policy(self, _standardize_name(name))
         self._output_dtype = self._standardize_output_dtype(output_dtype)
@@ -142,13 +147,13 @@ class Policy(keras_api.BasePolicy):
         return config
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "Policy":
-        """Makes a policy from what `get_config` returned, here or for Keras's own class.
+    def from_config(cls, config: dict[str, Any], custom_objects: object = None) -> "Policy":
+        """Makes a policy from a config of this class or of Keras's own.
 
         Args:
             config: dict with the key `name`, `loss_scale` unless it is `"auto"`, and
                 `output_dtype` unless it is None.
-            custom_objects: Not used; TensorFlow passes it.
+            custom_objects: not used; TensorFlow passes it.
 
         Returns:
             A policy.
@@ -156,7 +161,7 @@ class Policy(keras_api.BasePolicy):
         del custom_objects
         return cls(**config)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if "_is_complete" in vars(self):
             raise AttributeError(
                 "A policy does not change; make another one. "
@@ -178,7 +183,7 @@ class Policy(keras_api.BasePolicy):
     def __copy__(self) -> "Policy":
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Policy":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Policy":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -189,25 +194,24 @@ class Policy(keras_api.BasePolicy):
         automatic = loss_scale_lib.DEFAULT_DYNAMIC if self.name == "mixed_float16" else None
         return self._loss_scale_config == automatic
 
-    def _standardize_output_dtype(self, output_dtype: Any) -> str | None:
+    def _standardize_output_dtype(self, output_dtype: str | tf.DType | None) -> str | None:
         if output_dtype is None:
             return None
-        try:
-            name = tf.as_dtype(output_dtype).name
-        except TypeError as error:
+        dtype = dtypes.parse(output_dtype)
+        if dtype is None:
             raise TypeError(
                 "`output_dtype` must be None or a dtype. "
                 f"Received: output_dtype={output_dtype!r} (of type {type(output_dtype)})"
-            ) from error
-        if name == self.compute_dtype:
+            )
+        if dtype.name == self.compute_dtype:
             return None
-        if name != "float32" or self.name not in _MIXED:
+        if dtype != tf.float32 or self.name not in _MIXED:
             raise ValueError(
                 "The output dtype is the compute dtype or, for 'mixed_float16' and "
                 f"'mixed_bfloat16', float32. Received: output_dtype={output_dtype!r} for the "
                 f"policy {self.name!r}, which computes in {self.compute_dtype!r}"
             )
-        return name
+        return dtype.name
 
     def __repr__(self) -> str:
         parts = [f'"{self.name}"']
@@ -300,7 +304,7 @@ def policy_scope(policy: Any) -> Iterator[Any]:
 
 
 def _checked(policy: Any) -> Any:
-    """Returns what `set_global_policy` was given as a policy, or None; installs the hooks."""
+    """Returns the argument of `set_global_policy` as a policy, or None; installs the hooks."""
     if policy is not None:
         policy = _to_policy(policy)
         if policy.compute_dtype and not tf.as_dtype(policy.compute_dtype).is_floating:
@@ -322,19 +326,18 @@ def _checked(policy: Any) -> Any:
     return policy
 
 
-def _standardize_name(name: Any) -> Any:
+def _standardize_name(name: str | tf.DType | None) -> str | None:
     if name is None or (isinstance(name, str) and (name in _MIXED or name == "_infer")):
         return name
-    try:
-        if isinstance(name, int):
-            raise TypeError("TensorFlow would take it for a number of its list of dtypes.")
-        return tf.as_dtype(name).name
-    except TypeError as error:
+    # TensorFlow would take an int for a number of its list of dtypes.
+    dtype = None if isinstance(name, int) else dtypes.parse(name)
+    if dtype is None:
         kind = ValueError if isinstance(name, str) else TypeError
         raise kind(
             "Cannot interpret the policy's name. Expected 'mixed_float16', 'mixed_bfloat16' or a "
             f"dtype such as 'float32'. Received: name={name!r} (of type {type(name)})"
-        ) from error
+        )
+    return dtype.name
 
 
 def _to_policy(policy: Any) -> Any:

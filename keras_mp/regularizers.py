@@ -22,8 +22,8 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
     16-bit layers in this class. In a training loop of your own, wrap them yourself.
 
     Args:
-        regularizer: A `tf.keras.regularizers.Regularizer`, or what `tf.keras.regularizers.get`
-            makes one of.
+        regularizer: A `tf.keras.regularizers.Regularizer`, or an argument of
+            `tf.keras.regularizers.get`: a name, a config or a function.
 
     Raises:
         ValueError: `regularizer` is None, or Keras cannot make one of it.
@@ -59,7 +59,7 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
         return self.regularizer(fusion.widen(x))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what `from_config` needs to make an equal regularizer."""
+        """Returns the arguments from which `from_config` makes an equal regularizer."""
         return {"regularizer": tf.keras.regularizers.serialize(self.regularizer)}
 
     def __repr__(self) -> str:

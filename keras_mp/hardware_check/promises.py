@@ -63,7 +63,7 @@ def measure_kernels() -> list[KernelFinding]:
 
 
 def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> KernelFinding:
-    arguments, expected = kernel.example(dtype, case)
+    arguments, expected = kernel.example(dtype, case), kernel.expected
 
     def result_of(compute: Any) -> float | None:
         try:
@@ -74,7 +74,7 @@ def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> Ke
     def is_wrong(result: float | None) -> bool:
         return result is not None and not replaced.is_right(result, expected)
 
-    own, ours = result_of(getattr(tf.raw_ops, op)), result_of(kernel.function())
+    own, ours = result_of(getattr(tf.raw_ops, op)), result_of(replaced.function_of(op, kernel))
     return KernelFinding(
         op, dtype.name, str(case), expected, own, ours, is_wrong(own), is_wrong(ours)
     )

@@ -1,6 +1,7 @@
 """The loop of Keras 2's LSTM."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,42 +9,33 @@ import tensorflow as tf
 from tf_keras.src.layers.rnn import gru_lstm_utils as _utils
 from tf_keras.src.layers.rnn import lstm as _lstm
 
+from keras_mp.kernels.recurrent import Lstm
 from keras_mp.support.autograph import do_not_convert
 
+_TENSORS = ("inputs", "init_h", "init_c", "kernel", "recurrent_kernel", "bias")
 
-def replace_lstm(run: Callable[..., Any]) -> None:
+
+def replace_lstm(run: Callable[..., Lstm | None]) -> None:
     # In eager, and in graphs, where both return a name of what has run beside the results.
     for name in ("standard_lstm", "lstm_with_backend_selection"):
         setattr(_lstm, name, _replaced(getattr(_lstm, name), run))
 
 
-def _replaced(loop: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+def _replaced(loop: Callable[..., Any], run: Callable[..., Lstm | None]) -> Callable[..., Any]:
+    parameters = tuple(inspect.signature(loop).parameters)
+
     @functools.wraps(loop)
     @do_not_convert
-    def replaced(
-        inputs: Any,
-        init_h: Any,
-        init_c: Any,
-        kernel: Any,
-        recurrent_kernel: Any,
-        bias: Any,
-        mask: Any,
-        time_major: bool,
-        go_backwards: bool,
-        sequence_lengths: Any,
-        zero_output_for_mask: bool,
-        return_sequences: bool,
-    ) -> Any:
-        tensors = inputs, init_h, init_c, kernel, recurrent_kernel, bias
+    def replaced(*args: Any, **kwargs: Any) -> tuple[tf.Tensor, ...]:
+        given = {**dict(zip(parameters, args)), **kwargs}
+        is_plain = given["mask"] is None and given["sequence_lengths"] is None
         found = None
-        if mask is None and sequence_lengths is None and not time_major:
-            found = run(*tensors, go_backwards)
+        if is_plain and not given["time_major"]:
+            found = run(*(given[name] for name in _TENSORS), given["go_backwards"])
         if found is None:
-            options = time_major, go_backwards, sequence_lengths, zero_output_for_mask
-            return loop(*tensors, mask, *options, return_sequences)
+            return loop(**given)
         outputs, last, cell_state = found
-        runtime = _utils.runtime(_utils.RUNTIME_CPU)
-        shown = outputs if return_sequences else last[:, tf.newaxis]
-        return last, shown, last, cell_state, runtime
+        shown = outputs if given["return_sequences"] else last[:, tf.newaxis]
+        return last, shown, last, cell_state, _utils.runtime(_utils.RUNTIME_CPU)
 
     return replaced

@@ -12,7 +12,7 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 
 def replace_resize() -> None:
-    """Spares bilinear images the search for values that 16 bits cannot hold.
+    """Casts bilinear images back to 16 bits without clipping them first.
 
     TensorFlow returns float32, and Keras clips that to the range of the images' dtype before it
     casts. Means of values are in the range of these values.
@@ -22,8 +22,12 @@ def replace_resize() -> None:
     @functools.wraps(own)
     @do_not_convert
     def resize(
-        images: Any, size: Any, interpolation: str = "bilinear", *args: Any, **kwargs: Any
-    ) -> Any:
+        images: tf.Tensor,
+        size: tuple[int, int],
+        interpolation: str = "bilinear",
+        *args: Any,
+        **kwargs: Any,
+    ) -> tf.Tensor:
         resized = own(images, size, interpolation, *args, **kwargs)
         dtype = tf.as_dtype(images.dtype)
         if interpolation == "bilinear" and dtype in LOW_PRECISION and slow.is_enabled():

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
@@ -12,13 +11,18 @@ from keras_mp.support.autograph import do_not_convert
 keras = tf.keras
 
 
-def replace_batch_normalization(run: Callable[..., Any]) -> None:
+def replace_batch_normalization(run: Callable[..., tuple[tf.Tensor, ...] | None]) -> None:
     owner = keras.layers.BatchNormalization
-    own: Callable[..., Any] = owner.call
+    own: Callable[..., tf.Tensor] = owner.call
 
     @functools.wraps(own)
     @do_not_convert
-    def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    def call(
+        self: tf.keras.layers.Layer,
+        inputs: tf.Tensor,
+        training: bool | None = None,
+        mask: tf.Tensor | None = None,
+    ) -> tf.Tensor:
         found = None
         if training is True and mask is None and _is_plain(self, inputs):
             found = run(inputs, *_affine(self), self.epsilon)
@@ -34,7 +38,7 @@ def replace_batch_normalization(run: Callable[..., Any]) -> None:
     owner.call = call
 
 
-def _is_plain(layer: Any, inputs: Any) -> bool:
+def _is_plain(layer: tf.keras.layers.Layer, inputs: object) -> bool:
     """Whether the batch's own moments over all but the last axis are what it normalizes by."""
     return (
         type(layer) is keras.layers.BatchNormalization  # whose moments are not another class's
@@ -48,8 +52,8 @@ def _is_plain(layer: Any, inputs: Any) -> bool:
     )
 
 
-def _affine(layer: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    # The layer knows how many channels there are, also where its input does not.
+def _affine(layer: tf.keras.layers.Layer) -> tuple[tf.Tensor, tf.Tensor]:
+    # The layer knows the number of channels where its input does not.
     channels = layer.moving_mean.shape
     scale = keras.ops.cast(layer.gamma, "float32") if layer.scale else tf.ones(channels)
     offset = keras.ops.cast(layer.beta, "float32") if layer.center else tf.zeros(channels)

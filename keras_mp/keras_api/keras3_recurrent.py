@@ -1,26 +1,30 @@
 """The loop of Keras 3's LSTM."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
 
+from keras_mp.kernels.recurrent import Lstm
 from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
 
 
-def replace_lstm(run: Callable[..., Any]) -> None:
+def replace_lstm(run: Callable[..., Lstm | None]) -> None:
     owner = keras.layers.LSTM
     inner_loop = owner.inner_loop
 
     @functools.wraps(inner_loop)
     @do_not_convert
     def replaced(
-        self: Any, sequences: Any, initial_state: Any, mask: Any, training: Any = False
-    ) -> Any:
+        self: tf.keras.layers.Layer,
+        sequences: tf.Tensor,
+        initial_state: Sequence[tf.Tensor],
+        mask: tf.Tensor | None,
+        training: bool = False,
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         found = None
         if mask is None and _is_plain(self) and not _in_symbolic_scope():
             given, cell = sequences, self.cell

@@ -5,7 +5,7 @@ numbers, and rounds them to 16 bits. Here a chain computes in float32 inside, is
 is marked for XLA, which makes one pass of it. Only its input is kept for the gradient.
 
 The mark is a hint, and no function that XLA must compile: a program without XLA runs the operations
-one by one, a saved one too, and so does one whose shapes change again and again.
+one by one, a saved one too, and so does a program whose shapes change again and again.
 
 This module needs TensorFlow only.
 """
@@ -16,12 +16,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Kernel
+from keras_mp.kernels.replaced import Kernel, shape_of
 from keras_mp.support import own_gradient, regions
 
-# What a chain returns: its values, and what computes their derivatives.
+# The result of a chain: its values, and a function that computes their derivatives.
 _Chain = tuple[tf.Tensor, Callable[[], tf.Tensor]]
-# With less, a cluster gains nothing. Of most functions the size of the batch is not known.
+# With fewer, a cluster gains nothing. In most functions the size of the batch is not known.
 _FEWEST_NUMBERS = 512
 
 # Unary operations stand apart here: grappler makes one kernel of two that follow one another, which
@@ -47,16 +47,30 @@ def _silu(x: tf.Tensor) -> _Chain:
     return x * sigmoid, lambda: sigmoid + sigmoid * (x - x * sigmoid)
 
 
-def _may_gain(features: Any) -> bool:
+def _may_gain(features: object) -> bool:
     """Whether a chain may be faster as a cluster: in a function, and with enough numbers."""
-    # Sizes of eager tensors may be others each time, and each would be compiled.
+    # The sizes of eager tensors may change each time, and each would be compiled.
     if tf.executing_eagerly() or not isinstance(features, tf.Tensor) or features.shape.rank is None:
         return False
-    return math.prod(size or 1 for size in features.shape) >= _FEWEST_NUMBERS
+    return math.prod(size or 1 for size in shape_of(features)) >= _FEWEST_NUMBERS
 
 
-def _cluster(chain: Callable[[tf.Tensor], _Chain]) -> Callable[..., tf.Tensor]:
-    """Returns what takes the place of an activation, whose first argument is `features`."""
+def _kernel(
+    public: Callable[..., Any],
+    chain: Callable[[tf.Tensor], _Chain],
+    is_chain: Callable[..., bool],
+    alias: str = "",
+    **options: bool,
+) -> Kernel:
+    """Returns the kernel of an activation.
+
+    Args:
+        public: TensorFlow's function, whose first argument is `features`.
+        chain: computes it in float32.
+        is_chain: takes the other arguments, and tells whether they ask for this chain.
+        alias: another name under which TensorFlow has the function.
+        **options: other arguments of the example.
+    """
     name = chain.__name__.strip("_")
 
     def forward(x: tf.Tensor) -> own_gradient.Computed:
@@ -64,57 +78,40 @@ def _cluster(chain: Callable[[tf.Tensor], _Chain]) -> Callable[..., tf.Tensor]:
             return [tf.cast(chain(tf.cast(x, tf.float32))[0], x.dtype)], []
 
     def backward(
-        upstream: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], *_: Any
+        upstream: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], *_: object
     ) -> list[tf.Tensor | None]:
         with regions.none(), tf.xla.experimental.jit_scope():
             derivatives = chain(tf.cast(inputs[0], tf.float32))[1]
             slope = derivatives() * tf.cast(upstream[0], tf.float32)
             return [tf.cast(slope, inputs[0].dtype)]
 
-    def activation(own: Any, features: tf.Tensor, *_: Any, **options: Any) -> tf.Tensor:
+    def activation(own: object, features: tf.Tensor, *_: object, **options: Any) -> tf.Tensor:
         with regions.none(), tf.name_scope(options.get("name") or name):
             return own_gradient.compute(name, forward, backward, [features])[0]
 
-    return activation
+    def example(dtype: tf.DType, _: object) -> dict[str, Any]:
+        # Enough numbers that the clock tells how long they take.
+        numbers = tf.random.stateless_normal([2048, 512], seed=(0, 0))
+        return {"features": tf.cast(numbers, dtype), **options}
 
+    def case(features: object, *args: Any, **kwargs: Any) -> bool:
+        return is_chain(*args, **kwargs) and _may_gain(features)
 
-def _example(**options: Any) -> Callable[..., tuple[dict[str, Any], float]]:
-    """Returns an example: enough numbers that the clock tells how long they take."""
-
-    def example(dtype: tf.DType, _: bool) -> tuple[dict[str, Any], float]:
-        numbers = tf.random.stateless_normal([2**20 - 1], seed=(0, 0))
-        last = 64.0  # Of which all three activations are 64.
-        features = tf.cast(tf.reshape(tf.concat([numbers, [last]], 0), [2048, 512]), dtype)
-        return {"features": features, **options}, last
-
-    return example
-
-
-def _case_of_gelu(features: Any, approximate: Any = False, name: str | None = None) -> bool:
-    del name
-    return not approximate and _may_gain(features)
-
-
-def _case_of_gelu_by_tanh(features: Any, approximate: Any = False, name: str | None = None) -> bool:
-    del name
-    return bool(approximate) and _may_gain(features)
-
-
-def _case_of_silu(features: Any, beta: Any = 1.0) -> bool:
-    return isinstance(beta, (int, float)) and beta == 1 and _may_gain(features)
+    return Kernel(example, case=case, cases=(True,), correct=activation, public=public, alias=alias)
 
 
 KERNELS = {
-    "gelu": Kernel("nn_ops", ("gelu",), _example(), _case_of_gelu, (True,), _cluster(_gelu)),
-    "gelu by tanh": Kernel(
-        "nn_ops",
-        ("gelu",),
-        _example(approximate=True),
-        _case_of_gelu_by_tanh,
-        (True,),
-        _cluster(_gelu_by_tanh),
+    "gelu": _kernel(tf.nn.gelu, _gelu, lambda approximate=False, name=None: not approximate),
+    "gelu by tanh": _kernel(
+        tf.nn.gelu,
+        _gelu_by_tanh,
+        lambda approximate=False, name=None: bool(approximate),
+        approximate=True,
     ),
-    "silu": Kernel(
-        "nn_impl", ("swish", "silu"), _example(), _case_of_silu, (True,), _cluster(_silu)
+    "silu": _kernel(
+        tf.nn.silu,
+        _silu,
+        lambda beta=1.0: isinstance(beta, (int, float)) and beta == 1,
+        alias="silu",
     ),
 }

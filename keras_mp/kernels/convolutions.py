@@ -2,28 +2,29 @@
 
 Seen with TensorFlow 2.21 on a CPU with bfloat16 units: where a window fits into the width of an
 image only once, and the stride is larger than 1, the result is off by its own size. A window that
-is never moved needs no stride. So it gets one of 1, on the part of the image that it covers.
+is never moved needs no stride, so it gets one of 1, on the part of the image that it covers.
 
 This module needs TensorFlow only.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Kernel, Table
+from keras_mp.kernels.replaced import Kernel, Table, shape_of
 
 
 class _Axis(NamedTuple):
     """One axis of an image, as a convolution goes along it.
 
     Attributes:
-        size: int. Of the image.
+        size: int. The size of the image.
         window: int. How much of it the filter covers.
         stride: int.
-        padding: tuple of two ints, what is put before and behind.
+        padding: tuple of two ints, before and behind.
     """
 
     size: int
@@ -41,8 +42,7 @@ def _axes(arguments: Mapping[str, Any]) -> dict[int, _Axis]:
     """The axes of the image by their numbers, the width last; none where sizes are not known."""
     strides, padding = arguments["strides"], tf.compat.as_str(arguments["padding"])
     rank = len(strides)
-    of_arguments: list[Any] = [getattr(arguments[n], "shape", None) for n in ("input", "filter")]
-    image, filter = map(tf.TensorShape, of_arguments)
+    image, filter = shape_of(arguments["input"]), shape_of(arguments["filter"])
     if rank != image.rank or rank != filter.rank:
         return {}
     data_format = tf.compat.as_str(arguments.get("data_format") or "")
@@ -63,24 +63,25 @@ def _axes(arguments: Mapping[str, Any]) -> dict[int, _Axis]:
     return axes
 
 
-def _kernel(op: str, parameters: str, *image: int) -> Kernel:
+def _kernel(op: Callable[..., tf.Tensor], *image: int) -> Kernel:
     """Returns the kernel of a convolution.
 
     Args:
-        op: str. The type of the operation.
-        parameters: str. The names of what it takes.
+        op: the raw operation.
         *image: ints. The shape of an image for which it is wrong, if it is, without the batch.
     """
+    parameters = tuple(inspect.signature(op).parameters)
+    size = image[-2]
 
     def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(parameters.split(), args)), **kwargs}
+        return {**dict(zip(parameters, args)), **kwargs}
 
     def never_moves(*args: Any, **kwargs: Any) -> bool:
         *_, width = (None, *_axes(named(args, kwargs)).values())
         # Strides may be numbers of NumPy, whose False is not Python's.
         return bool(width is not None and width.stride > 1 and width.is_one_place)
 
-    def with_stride_of_one(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def with_stride_of_one(own: Callable[..., tf.Tensor], *args: Any, **kwargs: Any) -> tf.Tensor:
         arguments = named(args, kwargs)
         axes = _axes(arguments)
         input, rank = arguments["input"], len(arguments["strides"])
@@ -95,43 +96,24 @@ def _kernel(op: str, parameters: str, *image: int) -> Kernel:
         arguments.pop("explicit_paddings", None)
         return own(**arguments)
 
-    def example(dtype: tf.DType, _: bool) -> tuple[dict[str, Any], float]:
-        size = image[-2]
+    def example(dtype: tf.DType, _: bool) -> dict[str, Any]:
         # Each number says where along the width it is, so that mixing them up is noticed.
         along = tf.range(size, dtype=tf.float32)[:, tf.newaxis]
         input = tf.cast(tf.broadcast_to(along, image), dtype)
-        arguments = {
+        return {
             "input": input[tf.newaxis],
             "filter": tf.tile(input[..., tf.newaxis], [1] * len(image) + [8]),
             "strides": [1, *[size] * (len(image) - 1), 1],
             "padding": "VALID",
         }
-        squares = sum(i**2 for i in range(size))
-        return arguments, squares * math.prod(image) / size
 
-    return Kernel(
-        "gen_nn_ops",
-        (op.lower(),),
-        example,
-        never_moves,
-        (True,),
-        with_stride_of_one,
-        autocasts=True,
-    )
+    squares = sum(i**2 for i in range(size)) * math.prod(image) / size
+    return Kernel(example, squares, never_moves, (True,), with_stride_of_one, autocasts=True)
 
 
 KERNELS = {
-    "Conv2D": _kernel(
-        "Conv2D",
-        "input filter strides padding use_cudnn_on_gpu explicit_paddings data_format dilations "
-        "name",
-        8,
-        8,
-        16,
-    ),
-    "Conv3D": _kernel(
-        "Conv3D", "input filter strides padding data_format dilations name", 4, 4, 4, 16
-    ),
+    "Conv2D": _kernel(tf.raw_ops.Conv2D, 8, 8, 16),
+    "Conv3D": _kernel(tf.raw_ops.Conv3D, 4, 4, 4, 16),
 }
 
 _TABLE = Table(KERNELS, "and may be wrong in bfloat16 where a window with strides fits in once")

@@ -1,7 +1,7 @@
 """Batch normalization in 16 bits on CPUs as one kernel.
 
-Keras 3 makes it of moments and products, in float32, whatever the policy. TensorFlow's kernel reads
-and writes 16 bits, and computes in float32 inside. This module needs TensorFlow only.
+Keras 3 computes it as moments and products, in float32, whatever the policy. TensorFlow's kernel
+reads and writes 16 bits, and computes in float32 inside. This module needs TensorFlow only.
 """
 
 import tensorflow as tf
@@ -19,7 +19,7 @@ def batch_normalization(
         x: tensor of two axes or more. The last one has the channels.
         scale: float32 tensor of shape [channels].
         offset: float32 tensor of that shape.
-        epsilon: float. What is added to the variance.
+        epsilon: float. It is added to the variance.
 
     Returns:
         The normalized batch, of the dtype of `x`; its mean and variance, in float32. None where it
@@ -43,7 +43,7 @@ def batch_normalization(
             variance=tf.zeros([0]),
             epsilon=epsilon,
         )
-        # It estimates the variance of what the batch is a sample of.
+        # It estimates the variance of the population that the batch is a sample of.
         count = tf.cast(tf.size(x) // channels, tf.float32)
         variance = found.batch_variance * ((count - 1) / count)
     y = found.y if x.shape.rank == 4 else tf.reshape(found.y, tf.shape(x))

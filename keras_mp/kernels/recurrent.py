@@ -2,9 +2,9 @@
 
 Keras multiplies inputs by weights in each time step, and sums the gradients of both kernels in each
 step of the backward pass. Here the inputs of all steps are multiplied at once, and so are the
-gradients, after a loop that keeps what they are made of. Gates and the cell state are computed in
-float32 and rounded once. Where products in 16 bits are slow, all of it is in float32 inside. This
-module needs TensorFlow only.
+gradients, after a loop that keeps the gradients of the gates. Gates and the cell state are computed
+in float32 and rounded once. Where products in 16 bits are slow, all of it is in float32 inside.
+This module needs TensorFlow only.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,9 @@ import tensorflow as tf
 from keras_mp.kernels.slow import is_slow, may_replace_layer
 from keras_mp.support import own_gradient, regions
 
+# The outputs of all steps, the last output, the last cell state.
+Lstm = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+
 
 def lstm(
     inputs: tf.Tensor,
@@ -24,7 +27,7 @@ def lstm(
     recurrent_kernel: tf.Tensor,
     bias: tf.Tensor,
     go_backwards: bool,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor] | None:
+) -> Lstm | None:
     """Runs an LSTM with tanh, sigmoid and without masks.
 
     Args:

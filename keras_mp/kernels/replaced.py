@@ -2,19 +2,18 @@
 
 All code that needs an operation, gradient functions included, calls the Python function that
 TensorFlow generates for it. So a replaced function reaches forward and backward passes, eager code
-and graphs. A kernel counts as wrong if any way is wrong in which the program may compute it on this
-machine: TensorFlow's own kernel or oneDNN's, which is asked, or XLA's. What XLA does is known: it
-does not depend on the machine, and to ask it would take a compilation for each kernel.
+and graphs. A kernel counts as wrong if it is wrong in any way in which the program may compute it
+on this machine. TensorFlow's own kernel or oneDNN's is tried out. XLA's is known: it does not
+depend on the machine, and trying it out would take a compilation for each kernel.
 
 This module needs TensorFlow only.
 """
 
 import contextlib
 import functools
-import importlib
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -25,13 +24,12 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 
 class Kernel(NamedTuple):
-    """A kernel that may be wrong in 16 bits.
+    """A kernel that may be wrong or slow in 16 bits.
 
     Attributes:
-        module: of `tensorflow.python.ops`, where its Python function is generated.
-        names: of that function. The first is the one in `module`, others are exported names.
-        example: takes a dtype and a case; returns arguments of the operation for which a wrong
-            kernel shows, and the last value of the right result.
+        example: takes a dtype and a case; returns arguments of the operation for which the result
+            of a wrong kernel, or the time that a slow one takes, shows.
+        expected: float. The last value of the right result; NaN where only the time counts.
         case: takes the function's arguments and returns what decides whether the kernel is wrong;
             False where it cannot be wrong.
         cases: what `case` returns for the arguments for which most such kernels are wrong.
@@ -39,21 +37,19 @@ class Kernel(NamedTuple):
             computing in float32 and rounding once.
         wrong_in_xla: dtypes in which XLA is wrong, on every machine.
         autocasts: whether a region of `autocast` runs it in 16 bits.
+        public: TensorFlow's public name of the function. Defaults to that in `tf.raw_ops`.
+        alias: another name under which modules of TensorFlow have the function.
     """
 
-    module: str
-    names: tuple[str, ...]
-    example: Callable[[tf.DType, Any], tuple[dict[str, Any], float]]
+    example: Callable[[tf.DType, Any], dict[str, Any]]
+    expected: float = float("nan")
     case: Callable[..., Any] = lambda *args, **kwargs: None
     cases: tuple[Any, ...] = (None,)
     correct: Callable[..., Any] | None = None
     wrong_in_xla: tuple[tf.DType, ...] = ()
     autocasts: bool = False
-
-    def function(self) -> Callable[..., Any] | None:
-        """Returns its Python function, replaced or not; None where TensorFlow has none."""
-        module = importlib.import_module(f"tensorflow.python.ops.{self.module}")
-        return vars(module).get(self.names[0])
+    public: Callable[..., Any] | None = None
+    alias: str = ""
 
 
 class Table:
@@ -66,7 +62,7 @@ class Table:
     Args:
         kernels: the mapping.
         harm: str. What may happen where TensorFlow has no such function; ends a warning.
-        asks: takes an operation, its example, a dtype, a case and a type of device, and tells
+        asks: takes an operation, its `Kernel`, a dtype, a case and a type of device, and tells
             whether the kernel is to be replaced. Defaults to whether its result is wrong.
     """
 
@@ -74,36 +70,37 @@ class Table:
         self,
         kernels: Mapping[str, Kernel],
         harm: str,
-        asks: Callable[..., bool] | None = None,
+        asks: Callable[[str, Kernel, tf.DType, Any, str], bool] | None = None,
     ) -> None:
         self.kernels, self.enabled = kernels, True
         self._harm, self._installed, self._lock = harm, False, threading.Lock()
-        self._asks = asks
+        self._asks = asks or _ask
 
     def install(self) -> None:
         """Replaces TensorFlow's functions, once in a process. Computes nothing."""
-        if self._installed:
-            return
         with self._lock:
             if self._installed:
                 return
             for op, kernel in self.kernels.items():
-                own = kernel.function()
+                own = function_of(op, kernel)
                 if own is None:
                     messages.warn(
-                        f"TensorFlow {tf.__version__} has no `{kernel.module}.{kernel.names[0]}`, "
-                        f"so its kernel {op!r} is left as it is, {self._harm}."
+                        f"TensorFlow {tf.__version__} has no operation {op!r}, so it is left as it "
+                        f"is, {self._harm}."
                     )
-                    continue
-                _replace(own, kernel.names, self._corrected(op, own))
+                else:
+                    names = own.__name__, kernel.alias
+                    _replace(own, names, self._corrected(op, own))
             self._installed = True
 
-    def is_wrong(self, op: str, dtype: Any, case: Any = None, device: str | None = None) -> bool:
+    def is_wrong(
+        self, op: str, dtype: tf.DType | str, case: Any = None, device: str | None = None
+    ) -> bool:
         """Whether a kernel is wrong in one of the ways in which this program may compute it.
 
         Args:
             op: str. A key of `kernels`.
-            dtype: DType or str. Of what it is given.
+            dtype: DType or str. The dtype of the inputs.
             case: what the kernel's `case` returned.
             device: str. The type of the device; by default that on which TensorFlow would compute.
 
@@ -116,8 +113,7 @@ class Table:
         kernel = self.kernels[op]
         if dtype in kernel.wrong_in_xla:
             return True
-        asks = self._asks or _ask
-        return asks(op, kernel.example, dtype, case, device or _usual_device())
+        return self._asks(op, kernel, dtype, case, device or usual_device())
 
     def _corrected(self, op: str, own: Callable[..., Any]) -> Callable[..., Any]:
         kernel = self.kernels[op]
@@ -125,22 +121,28 @@ class Table:
 
         @functools.wraps(own)
         @do_not_convert
-        def call(*args: Any, **kwargs: Any) -> Any:
-            first = _first_in_low_precision(args, kwargs)
-            dtype, region = getattr(first, "dtype", None), regions.current()
+        def call(*args: Any, **kwargs: Any) -> object:
+            dtype, region = _low_precision_dtype((*args, *kwargs.values())), regions.current()
             if dtype is None and kernel.autocasts and region is not None:
                 dtype = region.dtype
             if dtype is None or not self.enabled:
                 return own(*args, **kwargs)
-            case = kernel.case(*args, **kwargs)
-            if not self.is_wrong(op, dtype, case, device_type()):
-                return own(*args, **kwargs)
-            return correct(own, *args, **kwargs)
+            if self.is_wrong(op, dtype, kernel.case(*args, **kwargs), device_type()):
+                return correct(own, *args, **kwargs)
+            return own(*args, **kwargs)
 
         return call
 
 
-def _replace(own: Any, names: tuple[str, ...], corrected: Any) -> None:
+def function_of(op: str, kernel: Kernel) -> Callable[..., Any] | None:
+    """Returns the function of an operation, replaced or not; None where TensorFlow has none."""
+    public = kernel.public or getattr(tf.raw_ops, op, None)
+    return None if public is None else getattr(sys.modules[public.__module__], public.__name__)
+
+
+def _replace(
+    own: Callable[..., Any], names: tuple[str, ...], corrected: Callable[..., Any]
+) -> None:
     """Replaces a function wherever TensorFlow has it: modules import it from one another."""
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "tensorflow":
@@ -149,45 +151,49 @@ def _replace(own: Any, names: tuple[str, ...], corrected: Any) -> None:
                     setattr(module, name, corrected)
 
 
-def _is_low_precision(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and (tf.bfloat16 == dtype or tf.float16 == dtype)
-
-
-def _first_in_low_precision(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for value in (*args, *kwargs.values()):
-        # `tf.einsum` takes a list.
+def _low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
+    """Returns the dtype of the first value in 16 bits, in lists too: `tf.einsum` takes one."""
+    for value in values:
         for each in value if isinstance(value, (list, tuple)) else (value,):
-            if _is_low_precision(each):
-                return each
+            dtype = getattr(each, "dtype", None)
+            if dtype is not None and (tf.bfloat16 == dtype or tf.float16 == dtype):
+                return tf.as_dtype(dtype)
     return None
 
 
 def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes with float32 in the place of what is 16-bit, and rounds the result.
+    """Computes with float32 in the place of 16-bit values, and rounds the result.
 
-    Of several results it is the first: batch normalization has statistics, in float32 anyway.
+    Only the first of several results is rounded: the others are the statistics of a batch
+    normalization, which are float32 anyway.
     """
-    dtype = tf.as_dtype(_first_in_low_precision(args, kwargs).dtype)
+    dtype = _low_precision_dtype((*args, *kwargs.values()))
+    assert dtype is not None
 
-    def as_float32(value: Any) -> Any:
+    def widen(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [as_float32(each) for each in value]
-        return tf.cast(value, tf.float32) if _is_low_precision(value) else value
+            return [widen(each) for each in value]
+        return value if _low_precision_dtype([value]) is None else tf.cast(value, tf.float32)
 
-    result = own(*map(as_float32, args), **{name: as_float32(x) for name, x in kwargs.items()})
+    result = own(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
     if not isinstance(result, tuple):
         return tf.cast(result, dtype)
     return type(result)(tf.cast(result[0], dtype), *result[1:])
 
 
-def device_type() -> str:
-    """The type of the device that will run an operation that is made now.
+def shape_of(value: object) -> tf.TensorShape:
+    """Returns the static shape of an argument, which is unknown if it is not a tensor."""
+    return tf.TensorShape(getattr(value, "shape", None))  # pyright: ignore[reportArgumentType]
 
-    Where its inputs are does not count: TensorFlow copies them. Of a function that is traced, its
-    own `tf.device`s are known, and not that around a call, as it may be another in the next one.
+
+def device_type() -> str:
+    """Returns the type of the device that will run an operation that is made now.
+
+    The devices of its inputs do not count: TensorFlow copies them. In a function that is traced,
+    the function's own `tf.device`s are known. One around the call is not: the next call may be
+    inside another one.
     """
-    usual = _usual_device()
+    usual = usual_device()
     if usual == "CPU":
         return usual
     if tf.executing_eagerly():
@@ -198,14 +204,14 @@ def device_type() -> str:
 
 
 @functools.cache
-def _usual_device() -> str:
-    """The type of the device on which TensorFlow computes where the program names none."""
+def usual_device() -> str:
+    """Returns the type of the device on which TensorFlow computes where the program names none."""
     return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
 
 
 @functools.cache
-def _ask(op: str, example: Callable[..., Any], dtype: tf.DType, case: Any, device: str) -> bool:
-    """Whether the kernel is wrong that computes an operation in eager, TensorFlow's or oneDNN's."""
+def _ask(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) -> bool:
+    """Whether the kernel is wrong that computes an operation in eager: TensorFlow's or oneDNN's."""
     with tf.init_scope(), regions.none():
         is_graph = not tf.executing_eagerly()
         if is_graph and device != "CPU":
@@ -214,13 +220,12 @@ def _ask(op: str, example: Callable[..., Any], dtype: tf.DType, case: Any, devic
         try:
             with tf.Graph().as_default() if is_graph else contextlib.nullcontext() as graph:
                 with tf.device(f"{device}:0"):
-                    arguments, expected = example(dtype, case)
-                    found = last_value(getattr(tf.raw_ops, op)(**arguments))
+                    found = last_value(getattr(tf.raw_ops, op)(**kernel.example(dtype, case)))
                 if is_graph:
                     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
                     with tf.compat.v1.Session(graph=graph, config=config) as session:
                         found = session.run(found)
-            return not is_right(float(found), expected)
+            return not is_right(float(found), kernel.expected)
         except (tf.errors.OpError, ValueError):
             return False
 
@@ -230,7 +235,7 @@ def is_right(found: float, expected: float) -> bool:
     return abs(found / expected - 1) < 0.05
 
 
-def last_value(result: Any) -> tf.Tensor:
-    """The last value of a tensor, or of the first of several: what `Kernel.example` tells."""
+def last_value(result: object) -> tf.Tensor:
+    """Returns the last value of a tensor, or of the first of several: `Kernel.expected`."""
     first, *_ = tf.nest.flatten(result)
     return tf.reshape(first, [-1])[-1]

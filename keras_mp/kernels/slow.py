@@ -5,15 +5,13 @@ gradient of a filter takes hundreds of times as long as in float32, on one witho
 Activations, pooling, normalizations and products of several matrices are slower by less: up to 8
 times. Computed in float32 inside, and rounded once, they are faster and no less exact.
 
-A kernel is timed once in a process, when it is needed first, unless `learn` was told how it does.
-With `KERAS_MP_MEASURE=0` in the environment nothing is timed, and the kernels count as slow in
-float16 that were so many times slower on each CPU that was measured. This module needs TensorFlow
-only.
+A kernel is timed once in a process, when it is needed first, unless `learn` was told its time. With
+`KERAS_MP_MEASURE=0` in the environment nothing is timed, and those kernels count as slow in float16
+that were many times slower on each CPU that was measured. This module needs TensorFlow only.
 """
 
 import functools
 import inspect
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -26,9 +24,9 @@ from keras_mp.kernels.replaced import Kernel, Table, device_type, in_float32, la
 from keras_mp.support import host, regions, turns
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# How many times as long as float32's with casts a kernel takes that counts as slow. With a limit of
-# 1.25 many kernels of a busy machine are slow in one measurement and not in the next, and last
-# digits change with them; with 2 some layers take twice as long in 16 bits as in float32.
+# A kernel is slow that takes more times as long as float32's with casts. With a limit of 1.25 many
+# kernels of a busy machine are slow in one measurement and not in the next, and last digits change
+# with them; with 2 some layers take twice as long in 16 bits as in float32.
 _SLOW = 1.5
 # Chains of operations, which take a tenth of a second or two to compile; they gain 1.5 to 4 times.
 _SLOW_CHAIN = 1.25
@@ -36,7 +34,7 @@ _TURNS = 5
 # By operation and dtype: how many times as long as float32's with casts; 0 if it cannot be run.
 Ratios = dict[str, dict[str, float]]
 
-# Gradients of these take what the forward pass notes, so both are in one dtype.
+# Their gradients take results of the forward pass, so both are in one dtype.
 _TIMED_WITH_GRADIENTS = {"MaxPool", "FusedBatchNormV3", *chains.KERNELS}
 
 _lock = threading.RLock()
@@ -45,160 +43,108 @@ _known: dict[tuple[str, str], float] = {}
 
 def _convolution(
     *image: int, wants: str, depthwise: bool = False
-) -> Callable[..., tuple[dict[str, Any], float]]:
+) -> Callable[[tf.DType, None], dict[str, Any]]:
     """Returns an example: a filter of 3 over ones, as many channels in as out.
 
     Args:
         *image: ints. Batch, sizes, channels.
-        wants: str. "output", or what the gradient is of: "input" or "filter".
+        wants: str. "output", or "input" or "filter" for the gradient of one.
         depthwise: bool. Whether each channel has a filter of its own. Defaults to False.
     """
 
-    def example(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-        channels = image[-1]
-        inner = 1 if depthwise else channels
-        window = [3] * (len(image) - 2) + [channels, inner]
+    def example(dtype: tf.DType, _: None) -> dict[str, Any]:
+        window = [3] * (len(image) - 2) + [image[-1], 1 if depthwise else image[-1]]
         x, filters = tf.ones(image, dtype), tf.ones(window, dtype)
-        arguments = {"strides": [1] * len(image), "padding": "SAME"}
-        if wants == "output":
-            arguments |= {"input": x, "filter": filters}
-        elif wants == "input":
-            arguments |= {"input_sizes": image, "filter": filters, "out_backprop": x}
-        else:
-            arguments |= {"input": x, "filter_sizes": window, "out_backprop": x}
-        # The last value is that of a corner, where part of the window is outside.
-        corner = (1 if depthwise else channels) * 2 ** (len(image) - 2)
-        inside = math.prod(size - 1 for size in image[1:-1]) * image[0]
-        return arguments, float(inside if wants == "filter" else corner)
+        tensors = {
+            "output": {"input": x, "filter": filters},
+            "input": {"input_sizes": image, "filter": filters, "out_backprop": x},
+            "filter": {"input": x, "filter_sizes": window, "out_backprop": x},
+        }
+        return {**tensors[wants], "strides": [1] * len(image), "padding": "SAME"}
 
     return example
 
 
-def _noise(dtype: tf.DType, last: float, *shape: int) -> tf.Tensor:
-    """Random numbers, as some kernels are slow where signs change, and a last one that is known."""
-    numbers = tf.random.stateless_normal([math.prod(shape) - 1], seed=(0, 0))
-    return tf.cast(tf.reshape(tf.concat([numbers, [last]], 0), shape), dtype)
+def _elementwise(*names: str) -> Callable[[tf.DType, None], dict[str, Any]]:
+    """Returns an example of an operation on numbers one by one, given the names of its inputs."""
+    return lambda dtype, _: {name: _noise(dtype, 1024, 512) for name in names}
 
 
-def _elementwise(expected: float, **last: float) -> Callable[..., tuple[dict[str, Any], float]]:
-    """Returns an example of an operation on numbers one by one.
-
-    Args:
-        expected: float. The last value of the result.
-        **last: floats. The last values of the arguments.
-    """
-
-    def example(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-        return {name: _noise(dtype, x, 1024, 512) for name, x in last.items()}, expected
-
-    return example
+def _noise(dtype: tf.DType, *shape: int) -> tf.Tensor:
+    """Returns random numbers: some kernels are slow where signs change."""
+    return tf.cast(tf.random.stateless_normal(shape, seed=(0, 0)), dtype)
 
 
-def _attention(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+def _attention(dtype: tf.DType, _: None) -> dict[str, Any]:
     weights, values = tf.ones([8, 4, 128, 128], dtype), tf.ones([8, 128, 4, 64], dtype)
-    return {"inputs": [weights, values], "equation": "acbe,aecd->abcd"}, 128.0
+    return {"inputs": [weights, values], "equation": "acbe,aecd->abcd"}
 
 
-def _products(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-    """As in the gradient of a Dense layer of Keras 3 whose input is a sequence."""
-    x, kernel = tf.ones([16, 64, 256], dtype), tf.ones([256, 256], dtype)
-    return {"x": x, "y": kernel, "adj_y": True}, 256.0
+def _products(dtype: tf.DType, _: None) -> dict[str, Any]:
+    """The gradient of a Dense layer of Keras 3 whose input is a sequence."""
+    return {"x": tf.ones([16, 64, 256], dtype), "y": tf.ones([256, 256], dtype), "adj_y": True}
 
 
-def _normalization(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-    """As in LayerNormalization of Keras 2, where each row is a channel."""
+def _normalization(dtype: tf.DType, _: None) -> dict[str, Any]:
+    """LayerNormalization of Keras 2, where each row is a channel."""
     rows, empty = 2048, tf.zeros([0])
     of_rows = {"scale": tf.ones([rows]), "offset": tf.fill([rows], 2.0)}
     options = {"mean": empty, "variance": empty, "epsilon": 1e-3, "data_format": "NCHW"}
-    return {"x": tf.ones([1, rows, 512, 1], dtype), **of_rows, **options}, 2.0
+    return {"x": tf.ones([1, rows, 512, 1], dtype), **of_rows, **options}
 
 
 _WINDOWS = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
-_IMAGES, _POOLED = [16, 32, 32, 64], [16, 16, 16, 64]
+_IMAGES, _POOLED = (16, 32, 32, 64), (16, 16, 16, 64)
 
 
-def _largest_of_windows(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-    return {**_WINDOWS, "input": _noise(dtype, 8.0, *_IMAGES)}, 8.0
+def _largest_of_windows(dtype: tf.DType, _: None) -> dict[str, Any]:
+    return {**_WINDOWS, "input": _noise(dtype, *_IMAGES)}
 
 
-def _mean_of_windows(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-    return {**_WINDOWS, "value": tf.ones(_IMAGES, dtype)}, 1.0
+def _mean_of_windows(dtype: tf.DType, _: None) -> dict[str, Any]:
+    return {**_WINDOWS, "value": tf.ones(_IMAGES, dtype)}
 
 
-def _gradient_of_means(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-    arguments = {"orig_input_shape": _IMAGES, "grad": tf.ones(_POOLED, dtype)}
-    return {**_WINDOWS, **arguments}, 0.25
+def _gradient_of_means(dtype: tf.DType, _: None) -> dict[str, Any]:
+    return {**_WINDOWS, "orig_input_shape": _IMAGES, "grad": tf.ones(_POOLED, dtype)}
 
 
-_2D, _3D = (4, 16, 16, 64), (2, 8, 8, 8, 32)
-_DEPTHWISE = (16, 32, 32, 64)
+_2D, _3D, _DEPTHWISE = (4, 16, 16, 64), (2, 8, 8, 8, 32), (16, 32, 32, 64)
 
-KERNELS = {
-    "Conv2DBackpropFilter": Kernel(
-        "gen_nn_ops", ("conv2d_backprop_filter",), _convolution(*_2D, wants="filter")
+_EXAMPLES: dict[str, Callable[[tf.DType, None], dict[str, Any]]] = {
+    "Conv2DBackpropFilter": _convolution(*_2D, wants="filter"),
+    "Conv2DBackpropInput": _convolution(*_2D, wants="input"),
+    "Conv3D": _convolution(*_3D, wants="output"),
+    "Conv3DBackpropFilterV2": _convolution(*_3D, wants="filter"),
+    "Conv3DBackpropInputV2": _convolution(*_3D, wants="input"),
+    "DepthwiseConv2dNative": _convolution(*_DEPTHWISE, wants="output", depthwise=True),
+    "DepthwiseConv2dNativeBackpropFilter": _convolution(
+        *_DEPTHWISE, wants="filter", depthwise=True
     ),
-    "Conv2DBackpropInput": Kernel(
-        "gen_nn_ops", ("conv2d_backprop_input",), _convolution(*_2D, wants="input")
-    ),
-    "Conv3D": Kernel("gen_nn_ops", ("conv3d",), _convolution(*_3D, wants="output")),
-    "Conv3DBackpropFilterV2": Kernel(
-        "gen_nn_ops", ("conv3d_backprop_filter_v2",), _convolution(*_3D, wants="filter")
-    ),
-    "Conv3DBackpropInputV2": Kernel(
-        "gen_nn_ops", ("conv3d_backprop_input_v2",), _convolution(*_3D, wants="input")
-    ),
-    "DepthwiseConv2dNative": Kernel(
-        "gen_nn_ops",
-        ("depthwise_conv2d_native",),
-        _convolution(*_DEPTHWISE, wants="output", depthwise=True),
-    ),
-    "DepthwiseConv2dNativeBackpropFilter": Kernel(
-        "gen_nn_ops",
-        ("depthwise_conv2d_native_backprop_filter",),
-        _convolution(*_DEPTHWISE, wants="filter", depthwise=True),
-    ),
-    "DepthwiseConv2dNativeBackpropInput": Kernel(
-        "gen_nn_ops",
-        ("depthwise_conv2d_native_backprop_input",),
-        _convolution(*_DEPTHWISE, wants="input", depthwise=True),
-    ),
-    **{
-        op: Kernel("gen_math_ops", (name,), example)
-        for op, name, example in (
-            ("Tanh", "tanh", _elementwise(0.0, x=0)),
-            ("TanhGrad", "tanh_grad", _elementwise(0.75, y=0.5, dy=1)),
-            ("Sigmoid", "sigmoid", _elementwise(0.5, x=0)),
-            ("SigmoidGrad", "sigmoid_grad", _elementwise(0.25, y=0.5, dy=1)),
-            ("Erf", "erf", _elementwise(0.0, x=0)),
-            ("Exp", "exp", _elementwise(1.0, x=0)),
-        )
-    },
-    **{
-        op: Kernel("gen_nn_ops", (name,), example)
-        for op, name, example in (
-            ("Elu", "elu", _elementwise(0.5, features=0.5)),
-            ("EluGrad", "elu_grad", _elementwise(0.5, gradients=1, outputs=-0.5)),
-            ("Selu", "selu", _elementwise(0.0, features=0)),
-            ("SeluGrad", "selu_grad", _elementwise(0.0, gradients=0, outputs=1)),
-            ("LeakyRelu", "leaky_relu", _elementwise(0.5, features=0.5)),
-            (
-                "LeakyReluGrad",
-                "leaky_relu_grad",
-                _elementwise(1.0, gradients=1, features=0.5),
-            ),
-            ("Softplus", "softplus", _elementwise(64.0, features=64)),
-            ("SoftplusGrad", "softplus_grad", _elementwise(0.5, gradients=1, features=0)),
-            ("Softmax", "softmax", _elementwise(1.0, logits=200)),
-            ("MaxPool", "max_pool", _largest_of_windows),
-            ("AvgPool", "avg_pool", _mean_of_windows),
-            ("AvgPoolGrad", "avg_pool_grad", _gradient_of_means),
-        )
-    },
-    "Einsum": Kernel("gen_linalg_ops", ("einsum",), _attention),
-    "BatchMatMulV2": Kernel("gen_math_ops", ("batch_mat_mul_v2",), _products),
-    "FusedBatchNormV3": Kernel("gen_nn_ops", ("fused_batch_norm_v3",), _normalization),
-    **chains.KERNELS,
+    "DepthwiseConv2dNativeBackpropInput": _convolution(*_DEPTHWISE, wants="input", depthwise=True),
+    "Tanh": _elementwise("x"),
+    "TanhGrad": _elementwise("y", "dy"),
+    "Sigmoid": _elementwise("x"),
+    "SigmoidGrad": _elementwise("y", "dy"),
+    "Erf": _elementwise("x"),
+    "Exp": _elementwise("x"),
+    "Elu": _elementwise("features"),
+    "EluGrad": _elementwise("gradients", "outputs"),
+    "Selu": _elementwise("features"),
+    "SeluGrad": _elementwise("gradients", "outputs"),
+    "LeakyRelu": _elementwise("features"),
+    "LeakyReluGrad": _elementwise("gradients", "features"),
+    "Softplus": _elementwise("features"),
+    "SoftplusGrad": _elementwise("gradients", "features"),
+    "Softmax": _elementwise("logits"),
+    "MaxPool": _largest_of_windows,
+    "AvgPool": _mean_of_windows,
+    "AvgPoolGrad": _gradient_of_means,
+    "Einsum": _attention,
+    "BatchMatMulV2": _products,
+    "FusedBatchNormV3": _normalization,
 }
+KERNELS = {**{op: Kernel(example) for op, example in _EXAMPLES.items()}, **chains.KERNELS}
 
 
 def ratios() -> Ratios:
@@ -210,10 +156,10 @@ def ratios() -> Ratios:
 
 
 def learn(known: Mapping[str, Mapping[str, float]]) -> None:
-    """Takes over what was measured before. What this process has measured itself stays.
+    """Takes over earlier measurements. Those of this process stay.
 
     Args:
-        known: what `ratios` returned.
+        known: the result of `ratios`.
     """
     with _lock:
         for op, by_dtype in known.items():
@@ -239,9 +185,9 @@ def compute(op: str, **arguments: Any) -> tf.Tensor:
     return in_float32(own, **arguments) if is_slow(op, dtype) else own(**arguments)
 
 
-def _is_slow(op: str, example: Callable[..., Any], dtype: tf.DType, case: Any, device: str) -> bool:
+def _is_slow(op: str, kernel: Kernel, dtype: tf.DType, case: object, device: str) -> bool:
     """Whether a kernel takes longer than float32's with casts around it."""
-    del example, case
+    del kernel, case
     if device != "CPU":
         return False
     with tf.init_scope(), regions.none():
@@ -259,22 +205,19 @@ def _ratio(op: str, dtype: tf.DType) -> float:
         return _known[op, dtype.name]
 
 
-def own_function(op: str) -> Callable[..., tf.Tensor]:
-    """Returns what computes a kernel's operation without anything in its place.
+def own_function(op: str) -> Callable[..., Any]:
+    """Returns TensorFlow's own function, without anything in its place.
 
     Args:
         op: str. A key of `KERNELS`.
     """
-    if op not in chains.KERNELS:
-        return getattr(tf.raw_ops, op)
-    function = KERNELS[op].function()
-    assert function is not None
-    return inspect.unwrap(function)
+    public = KERNELS[op].public
+    return getattr(tf.raw_ops, op) if public is None else inspect.unwrap(public)
 
 
 def _measure(op: str, dtype: tf.DType) -> float:
     own, replacement = own_function(op), KERNELS[op].correct or in_float32
-    arguments, _ = KERNELS[op].example(dtype, None)
+    arguments = KERNELS[op].example(dtype, None)
     tensors = {
         name: each
         for name, each in arguments.items()
@@ -282,10 +225,10 @@ def _measure(op: str, dtype: tf.DType) -> float:
     }
     others = {name: each for name, each in arguments.items() if name not in tensors}
 
-    def step(compute: Callable[..., tf.Tensor]) -> Callable[[], Any]:
+    def step(compute: Callable[..., tf.Tensor]) -> Callable[[], object]:
         # In a function, as a training step is: there, oneDNN has more float32 kernels.
         @tf.function(autograph=False)
-        def run(tensors: dict[str, Any]) -> tf.Tensor:
+        def run(tensors: dict[str, tf.Tensor]) -> tf.Tensor:
             y, *_ = tf.nest.flatten(compute(**tensors, **others))
             if op not in _TIMED_WITH_GRADIENTS:
                 return y
@@ -322,12 +265,12 @@ def enable_float32_where_faster(enabled: bool = True) -> None:
 
 
 def is_enabled() -> bool:
-    """Whether what takes the place of slow kernels is switched on."""
+    """Whether float32 inside operations with slow 16-bit kernels is switched on."""
     return _TABLE.enabled
 
 
 def may_replace_layer(dtype: tf.DType) -> bool:
-    """Whether code that is made now may run instead of that of a layer of Keras.
+    """Whether a layer of Keras may run code of keras_mp in place of its own.
 
     Args:
         dtype: DType in which the layer computes.

@@ -9,7 +9,7 @@ which tensor it has cast.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,11 @@ import tensorflow as tf
 
 from keras_mp.support import marks, op_table
 
-# Keras's own, where it keeps probabilities from 0 and 1.
+# By which Keras keeps probabilities away from 0 and 1.
 _EPSILON = 1e-7
 # The loss of a class with a probability of 0; as Keras rounds it on its way, a little less.
 _CUT_OFF = -0.99 * math.log(_EPSILON)
-# What changes no value, or only rounds it.
+# Operations that change no value, or only round it.
 _KEEPS_VALUES = op_table.ops(
     *("casts", "identities", "identities of lists", "identities that check")
 )
@@ -34,7 +34,7 @@ _STATIC = {
     "Range": np.arange,
     "Sub": np.subtract,
 }
-# What people do to probabilities after the softmax and before the loss.
+# Operations by which programs adjust probabilities after the softmax and before the loss.
 _ADJUSTS = op_table.ops(
     *(*op_table.SAME_NUMBERS, "identities that check", "interpolations"),
     *("sums over axes", "sums of tensors", "products over axes", "maxima over axes"),
@@ -45,7 +45,7 @@ _ADJUSTS = op_table.ops(
 
 
 def cast(prediction: Any, dtype: str) -> Any:
-    """Casts a floating-point tensor; what Keras has noted on it stays with it.
+    """Casts a floating-point tensor. What Keras has noted on it stays with it.
 
     Args:
         prediction: a tensor (a ragged, sparse or symbolic one, too), an array, or None.
@@ -67,12 +67,10 @@ def cast(prediction: Any, dtype: str) -> Any:
         return None
     if not tf.is_tensor(prediction):
         prediction = tf.convert_to_tensor(prediction)
-    if not prediction.dtype.is_floating or prediction.dtype == dtype:
-        return prediction
-    result = tf.cast(prediction, dtype)
-    if _is_eager(result):
+    result = marks.cast(prediction, dtype)
+    if result is not prediction and _is_eager(result):
         result._keras_mp_cast_of = prediction
-    return marks.copy(prediction, result)
+    return result
 
 
 def widen(prediction: Any, dtype: str = "float32") -> Any:
@@ -98,14 +96,14 @@ def widen(prediction: Any, dtype: str = "float32") -> Any:
 
 
 def logits_of(predictions: Any, activation: str, axis: int = -1) -> tf.Tensor | None:
-    """Finds the tensor of which an activation made the predictions.
+    """Returns the tensor from which an activation computed the predictions.
 
     Casts, identities, transpositions, and reshapes, stacks and concatenations that keep the axis of
     the classes may lie between the activation and the predictions; the logits are returned as if
     they had gone the same way.
 
     Args:
-        predictions: tensor, dense or ragged. What a loss was given.
+        predictions: tensor, dense or ragged. The predictions that a loss was given.
         activation: str. `"Softmax"` or `"Sigmoid"`.
         axis: int. The axis along which the softmax must have been taken.
 
@@ -141,11 +139,11 @@ def logits_of(predictions: Any, activation: str, axis: int = -1) -> tf.Tensor | 
     return None if activation == "Softmax" and along != axis else logits
 
 
-def ran_in_float16(predictions: Any, activation: str) -> bool:
+def ran_in_float16(predictions: tf.Tensor | tf.RaggedTensor, activation: str) -> bool:
     """Whether the predictions, or the softmax or sigmoid that made them, were in float16.
 
     Args:
-        predictions: tensor, dense or ragged. What a loss was given.
+        predictions: tensor, dense or ragged. The predictions that a loss was given.
         activation: str. `"Softmax"` or `"Sigmoid"`.
 
     Returns:
@@ -176,14 +174,14 @@ def ran_in_float16(predictions: Any, activation: str) -> bool:
     )
 
 
-def lost_to_float16(labels: Any, predictions: Any, losses: Any) -> bool:
+def lost_to_float16(labels: tf.Tensor, predictions: tf.Tensor, losses: tf.Tensor) -> bool:
     """Whether values show that a cross entropy was cut off by probabilities in float16.
 
     An eager tensor that a layer has cast does not tell what it was before. But where a true class
     has a probability of 0 and all others are numbers of float16, a wider softmax made none of them.
 
     Args:
-        labels: tensor. Class ids, or what has the shape of `predictions`.
+        labels: tensor. Class ids, or labels of the shape of `predictions`.
         predictions: tensor of probabilities, dense or ragged, of float32 or float64.
         losses: tensor. The cross entropies that were computed from them.
 
@@ -209,8 +207,8 @@ def lost_to_float16(labels: Any, predictions: Any, losses: Any) -> bool:
     )
 
 
-def finite(logits: Any) -> Any:
-    """Makes the lowest finite number of a logit of -inf, the -1e9 of a mask in float16.
+def finite(logits: tf.Tensor) -> tf.Tensor:
+    """Replaces a logit of -inf, the -1e9 of a mask in float16, by the lowest finite number.
 
     A class that a mask excludes costs 0 times its logit, which is NaN where the logit is infinite.
 
@@ -232,12 +230,12 @@ def finite(logits: Any) -> Any:
 def categorical_focal_crossentropy(
     y_true: tf.Tensor,
     logits: tf.Tensor,
-    alpha: Any,
+    alpha: float | Sequence[float],
     gamma: float,
     label_smoothing: float,
     axis: int,
 ) -> tf.Tensor:
-    """The focal cross entropy of `tf.keras`, computed from logits and never from their softmax.
+    """Computes the focal cross entropy of `tf.keras` from logits, and never from their softmax.
 
     Args:
         y_true: tensor. Probabilities of the classes, of the shape and the dtype of `logits`.
@@ -325,7 +323,7 @@ def _logits_in_graph(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | No
 
 
 def _logits_of_parts(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | None, int | None]:
-    """Does what `_logits_in_graph` does, for a tensor that was put together from several."""
+    """Returns the same as `_logits_in_graph` for a tensor that was put together from several."""
     op, rank = tensor.op, tensor.shape.rank
     is_stack = op.type == "Pack"
     along = op.get_attr("axis") if is_stack else _static_value(op.inputs[-1])
@@ -345,7 +343,7 @@ def _logits_of_parts(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | No
 
 
 def _before(tensor: tf.Tensor) -> tf.Tensor | None:
-    """What a tensor of a graph is only a cast, or another shape, of."""
+    """Returns the tensor of which one of a graph is only a cast, or another shape."""
     op = tensor.op
     is_same = op.type in _KEEPS_VALUES | _KEEPS_ORDER | {"Transpose"}
     if not is_same or _has_own_gradient(op):
@@ -363,7 +361,7 @@ def _has_own_gradient(op: tf.Operation) -> bool:
 
 
 def _static_value(tensor: tf.Tensor) -> np.ndarray | None:
-    """The value of a tensor of a graph, if it is the same in each run."""
+    """Returns the value of a tensor of a graph, if it is the same in each run."""
     value = tf.get_static_value(tensor)
     if value is not None or tensor.op.type not in _STATIC:
         return value

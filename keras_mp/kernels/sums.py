@@ -1,14 +1,15 @@
 """Sums of 16-bit numbers, added up in float32 where TensorFlow's kernel stops short of the sum.
 
 A kernel that keeps its running sum in bfloat16 stops at 256, since 256 + 1 rounds to 256; in
-float16 it stops at 2048. TensorFlow has several: the gradient of a bias, of an embedding, of
-whatever was broadcast, and some reductions themselves. `KERNELS` is the table of them.
+float16 it stops at 2048. TensorFlow has several: the gradients of biases, embeddings and broadcast
+tensors, and some reductions themselves. `KERNELS` is the table of them.
 
-XLA adds up in float32, but for what is scattered and for the exponentials of a softmax.
+XLA adds up in float32, except in scatters and in the exponentials of a softmax.
 
 This module needs TensorFlow only.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -17,23 +18,26 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Kernel, Table, in_float32
+from keras_mp.kernels.replaced import Kernel, Table, in_float32, shape_of
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# So many that 16 bits stop short of their sum, even shared out among dozens of lanes and threads.
+# Enough that 16 bits stop short of their sum, even shared out among dozens of lanes and threads.
 _TERMS = 2**17
-# Enough for what adds one term after the other.
+# Enough for kernels that add one term after the other.
 _FEW_TERMS = 2**13
-# Of how many channels a GPU keeps float32 sums while it adds up gradients of biases: half of 48 KB.
-# It adds up those of more channels in 16 bits, one after the other. (`bias_op_gpu.cu.cc`)
+# The number of channels up to which a GPU keeps float32 sums of gradients of biases: half of 48 KB.
+# With more channels it adds up in 16 bits, one after the other. (`bias_op_gpu.cu.cc`)
 _FIT_INTO_GPU = 6144
+# The right sum in the example of a bias.
+_BIAS = _TERMS / 32
 
 
-def _reduction(input: Any, axis: Any, *args: Any, **kwargs: Any) -> tuple[bool, ...] | bool:
+def _reduction(
+    input: object, axis: Any, *args: object, **kwargs: object
+) -> tuple[bool, ...] | bool:
     """The groups of neighbouring axes that are added up: (True, False) adds rows together."""
     del args, kwargs
-    known: Any = getattr(input, "shape", None)
-    shape, axes = tf.TensorShape(known), tf.get_static_value(axis)
+    shape, axes = shape_of(input), tf.get_static_value(axis)
     if shape.rank is None or axes is None:
         return True, False  # the layout for which most kernels are wrong
     reduced = {int(a) % shape.rank for a in np.ravel(axes)} if shape.rank else set()
@@ -41,16 +45,13 @@ def _reduction(input: Any, axis: Any, *args: Any, **kwargs: Any) -> tuple[bool, 
     return any(flags) and tuple(flag for flag, _ in itertools.groupby(flags))
 
 
-def _sum_of_rows(expected: float) -> Callable[..., tuple[dict[str, Any], float]]:
-    def example(dtype: tf.DType, case: tuple[bool, ...]) -> tuple[dict[str, Any], float]:
-        axes = [i for i, reduced in enumerate(case) if reduced]
-        sizes = [2] * len(case)  # so that many groups take no more memory than few
-        if not case[-1]:
-            sizes[-1] = 8
-        sizes[axes[0]] = _TERMS // 2 ** (len(axes) - 1)
-        return {"input": tf.fill(sizes, tf.constant(1 / 32, dtype)), "axis": axes}, expected
-
-    return example
+def _reduced(dtype: tf.DType, case: tuple[bool, ...]) -> dict[str, Any]:
+    axes = [i for i, reduced in enumerate(case) if reduced]
+    sizes = [2] * len(case)  # so that many groups take no more memory than few
+    if not case[-1]:
+        sizes[-1] = 8
+    sizes[axes[0]] = _TERMS // 2 ** (len(axes) - 1)
+    return {"input": tf.fill(sizes, tf.constant(1 / 32, dtype)), "axis": axes}
 
 
 def _ones(dtype: tf.DType, *shape: int) -> tf.Tensor:
@@ -62,19 +63,21 @@ def _all_to_one(*shape: int) -> tf.Tensor:
     return tf.zeros([_FEW_TERMS, *shape], tf.int32)
 
 
-def _bias_layout(out_backprop: Any, data_format: Any = None, name: Any = None) -> str:
+def _bias_layout(out_backprop: object, data_format: Any = None, name: object = None) -> str:
     """The data format, and whether the sums of all channels fit into a GPU's shared memory."""
     del name
     data_format = tf.compat.as_str(data_format or "NHWC")
-    known: Any = getattr(out_backprop, "shape", None)
-    shape = tf.TensorShape(known)
+    shape = shape_of(out_backprop)
     is_wide = data_format == "NHWC" and bool(shape.rank) and (shape[-1] or 0) > _FIT_INTO_GPU
     return "wide NHWC" if is_wide else data_format
 
 
 def _sum_of_all_but_channels(
-    own: Callable[..., Any], out_backprop: Any, data_format: Any = None, name: Any = None
-) -> Any:
+    own: Callable[..., tf.Tensor],
+    out_backprop: tf.Tensor,
+    data_format: Any = None,
+    name: str | None = None,
+) -> object:
     """A sum of the same terms, which is corrected where it is wrong and else takes no copy."""
     rank = out_backprop.shape.rank
     if rank is None:
@@ -83,154 +86,114 @@ def _sum_of_all_but_channels(
     return tf.reduce_sum(out_backprop, [i for i in range(rank) if i != channels], name=name)
 
 
-def _bias(dtype: tf.DType, layout: str) -> tuple[dict[str, Any], float]:
-    data_format = layout.split()[-1]
-    if layout.startswith("wide"):
-        terms = tf.ones([_FEW_TERMS // 2, _FIT_INTO_GPU + 1], dtype)
-        return {"out_backprop": terms, "data_format": data_format}, _FEW_TERMS / 2
-    shape = [_TERMS // 64, 4, 8, 8] if data_format == "NCHW" else [_TERMS, 4]
-    terms = tf.fill(shape, tf.constant(1 / 32, dtype))
-    return {"out_backprop": terms, "data_format": data_format}, _TERMS / 32
+def _bias(dtype: tf.DType, layout: str) -> dict[str, Any]:
+    shape = {
+        "NHWC": [_TERMS, 4],
+        "NCHW": [_TERMS // 64, 4, 8, 8],
+        "wide NHWC": [_FEW_TERMS // 2, _FIT_INTO_GPU + 1],
+    }[layout]
+    terms = tf.fill(shape, tf.constant(_BIAS * shape[1] / math.prod(shape), dtype))
+    return {"out_backprop": terms, "data_format": layout.split()[-1]}
 
 
-def _has_many_classes(logits: Any, name: Any = None) -> bool:
+def _has_many_classes(logits: object, name: object = None) -> bool:
     """Whether the sum of the exponentials of so many classes may leave the range of float16."""
     del name
-    known: Any = getattr(logits, "shape", None)
-    shape = tf.TensorShape(known)
+    shape = shape_of(logits)
     return bool(shape.rank) and (shape[-1] or 0) > float(tf.float16.max)
 
 
-def _many_classes(expected: float) -> Callable[..., tuple[dict[str, Any], float]]:
-    return lambda dtype, _: ({"logits": tf.zeros([1, _TERMS], dtype)}, expected)
+def _many_classes(dtype: tf.DType, _: bool) -> dict[str, Any]:
+    return {"logits": tf.zeros([1, _TERMS], dtype)}
 
 
-def _is_large_window(value: Any, ksize: Any, *args: Any, **kwargs: Any) -> bool:
+def _is_large_window(value: object, ksize: Any, *args: object, **kwargs: object) -> bool:
     """Whether a window adds up so much before it divides that float16 rounds it or overflows."""
     del value, args, kwargs
     return int(np.prod(ksize)) >= 64
 
 
-def _large_window(dtype: tf.DType, _: bool) -> tuple[dict[str, Any], float]:
+def _large_window(dtype: tf.DType, _: bool) -> dict[str, Any]:
     window = [1, 64, 64, 1]
     terms = tf.fill(window, tf.constant(30.0, dtype))
-    return {"value": terms, "ksize": window, "strides": window, "padding": "VALID"}, 30.0
+    return {"value": terms, "ksize": window, "strides": window, "padding": "VALID"}
 
 
-def _segments(expected: float) -> Callable[..., tuple[dict[str, Any], float]]:
-    return lambda dtype, _: ({"data": _ones(dtype), "segment_ids": _all_to_one()}, expected)
+def _running_sum(dtype: tf.DType, _: None) -> dict[str, Any]:
+    return {"x": _ones(dtype), "axis": 0}
 
 
-def _unsorted_segments(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-    arguments, expected = _segments(_FEW_TERMS)(dtype, None)
-    return {**arguments, "num_segments": 1}, expected
+def _segments(dtype: tf.DType, _: None) -> dict[str, Any]:
+    return {"data": _ones(dtype), "segment_ids": _all_to_one()}
 
 
-def _scattered(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-    return {"indices": _all_to_one(1), "updates": _ones(dtype), "shape": [1]}, _FEW_TERMS
+def _unsorted_segments(dtype: tf.DType, _: None) -> dict[str, Any]:
+    return {**_segments(dtype, None), "num_segments": 1}
 
 
-def _scattered_into(expected: float) -> Callable[..., tuple[dict[str, Any], float]]:
-    def example(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-        tensor = tf.zeros([1], dtype)
-        return {"tensor": tensor, "indices": _all_to_one(1), "updates": _ones(dtype)}, expected
-
-    return example
+def _scattered(dtype: tf.DType, _: None) -> dict[str, Any]:
+    return {"indices": _all_to_one(1), "updates": _ones(dtype), "shape": [1]}
 
 
-def _sparse_row(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+def _scattered_into(dtype: tf.DType, _: None) -> dict[str, Any]:
+    return {"tensor": tf.zeros([1], dtype), "indices": _all_to_one(1), "updates": _ones(dtype)}
+
+
+def _sparse_row(dtype: tf.DType, _: None) -> dict[str, Any]:
     return {
         "a_indices": [[0, i] for i in range(_FEW_TERMS)],
         "a_values": _ones(dtype),
         "a_shape": [1, _FEW_TERMS],
         "b": _ones(dtype, _FEW_TERMS, 1),
-    }, _FEW_TERMS
+    }
 
 
-def _depthwise_filter(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
+def _depthwise_filter(dtype: tf.DType, _: None) -> dict[str, Any]:
     return {
         "input": _ones(dtype, _FEW_TERMS, 3, 3, 1),
         "filter_sizes": [3, 3, 1, 1],
         "out_backprop": _ones(dtype, _FEW_TERMS, 1, 1, 1),
         "strides": [1, 1, 1, 1],
         "padding": "VALID",
-    }, _FEW_TERMS
+    }
 
 
-def _one_pixel(dtype: tf.DType, _: None) -> tuple[dict[str, Any], float]:
-    return {"grads": _ones(dtype, 1, _FEW_TERMS // 64, 64, 1), "size": [1, 1]}, _FEW_TERMS
+def _one_pixel(dtype: tf.DType, _: None) -> dict[str, Any]:
+    return {"grads": _ones(dtype, 1, _FEW_TERMS // 64, 64, 1), "size": [1, 1]}
 
 
-_FLOAT16 = (tf.float16,)
-_REDUCTIONS = ((True,), (True, False))
+_reduction_kernel = functools.partial(
+    Kernel, _reduced, case=_reduction, cases=((True,), (True, False))
+)
+_softmax_kernel = functools.partial(
+    Kernel, _many_classes, case=_has_many_classes, cases=(True,), wrong_in_xla=(tf.float16,)
+)
 
 # Most add up a vector of ones or of 1/32, so that right sums are powers of two.
 KERNELS: dict[str, Kernel] = {
     "BiasAddGrad": Kernel(
-        "gen_nn_ops",
-        ("bias_add_grad",),
-        _bias,
-        _bias_layout,
-        ("NHWC", "NCHW", "wide NHWC"),
-        _sum_of_all_but_channels,
+        _bias, _BIAS, _bias_layout, ("NHWC", "NCHW", "wide NHWC"), _sum_of_all_but_channels
     ),
-    "Sum": Kernel("gen_math_ops", ("_sum",), _sum_of_rows(_TERMS / 32), _reduction, _REDUCTIONS),
-    "Mean": Kernel("gen_math_ops", ("mean",), _sum_of_rows(1 / 32), _reduction, _REDUCTIONS),
-    "EuclideanNorm": Kernel(
-        "gen_math_ops", ("euclidean_norm",), _sum_of_rows(_TERMS**0.5 / 32), _reduction, _REDUCTIONS
-    ),
-    "AvgPool": Kernel("gen_nn_ops", ("avg_pool",), _large_window, _is_large_window, (True,)),
-    "Softmax": Kernel(
-        "gen_nn_ops",
-        ("softmax",),
-        _many_classes(1 / _TERMS),
-        _has_many_classes,
-        (True,),
-        wrong_in_xla=_FLOAT16,
-    ),
-    "LogSoftmax": Kernel(
-        "gen_nn_ops",
-        ("log_softmax",),
-        _many_classes(-math.log(_TERMS)),
-        _has_many_classes,
-        (True,),
-        wrong_in_xla=_FLOAT16,
-    ),
-    "Cumsum": Kernel(
-        "gen_math_ops",
-        ("cumsum",),
-        lambda dtype, _: ({"x": _ones(dtype), "axis": 0}, _FEW_TERMS),
-    ),
-    "SegmentSum": Kernel("gen_math_ops", ("segment_sum",), _segments(_FEW_TERMS)),
-    "SegmentMean": Kernel("gen_math_ops", ("segment_mean",), _segments(1)),
-    "UnsortedSegmentSum": Kernel(
-        "gen_math_ops",
-        ("unsorted_segment_sum",),
-        _unsorted_segments,
-        wrong_in_xla=LOW_PRECISION,
-    ),
-    "ScatterNd": Kernel("gen_array_ops", ("scatter_nd",), _scattered, wrong_in_xla=LOW_PRECISION),
+    "Sum": _reduction_kernel(_TERMS / 32),
+    "Mean": _reduction_kernel(1 / 32),
+    "EuclideanNorm": _reduction_kernel(_TERMS**0.5 / 32),
+    "AvgPool": Kernel(_large_window, 30.0, _is_large_window, (True,)),
+    "Softmax": _softmax_kernel(1 / _TERMS),
+    "LogSoftmax": _softmax_kernel(-math.log(_TERMS)),
+    "Cumsum": Kernel(_running_sum, _FEW_TERMS),
+    "SegmentSum": Kernel(_segments, _FEW_TERMS),
+    "SegmentMean": Kernel(_segments, 1),
+    "UnsortedSegmentSum": Kernel(_unsorted_segments, _FEW_TERMS, wrong_in_xla=LOW_PRECISION),
+    "ScatterNd": Kernel(_scattered, _FEW_TERMS, wrong_in_xla=LOW_PRECISION),
     "TensorScatterAdd": Kernel(
-        "gen_array_ops",
-        ("tensor_scatter_add", "tensor_scatter_nd_add"),
-        _scattered_into(_FEW_TERMS),
-        wrong_in_xla=LOW_PRECISION,
+        _scattered_into, _FEW_TERMS, wrong_in_xla=LOW_PRECISION, alias="tensor_scatter_nd_add"
     ),
     "TensorScatterSub": Kernel(
-        "gen_array_ops",
-        ("tensor_scatter_sub", "tensor_scatter_nd_sub"),
-        _scattered_into(-_FEW_TERMS),
-        wrong_in_xla=LOW_PRECISION,
+        _scattered_into, -_FEW_TERMS, wrong_in_xla=LOW_PRECISION, alias="tensor_scatter_nd_sub"
     ),
-    "SparseTensorDenseMatMul": Kernel(
-        "gen_sparse_ops", ("sparse_tensor_dense_mat_mul",), _sparse_row
-    ),
-    "DepthwiseConv2dNativeBackpropFilter": Kernel(
-        "gen_nn_ops", ("depthwise_conv2d_native_backprop_filter",), _depthwise_filter
-    ),
-    "ResizeNearestNeighborGrad": Kernel(
-        "gen_image_ops", ("resize_nearest_neighbor_grad",), _one_pixel
-    ),
+    "SparseTensorDenseMatMul": Kernel(_sparse_row, _FEW_TERMS),
+    "DepthwiseConv2dNativeBackpropFilter": Kernel(_depthwise_filter, _FEW_TERMS),
+    "ResizeNearestNeighborGrad": Kernel(_one_pixel, _FEW_TERMS),
 }
 
 _TABLE = Table(KERNELS, "and may stop short of sums in 16 bits")

@@ -1,6 +1,7 @@
 """An optimizer that is driven with float32 views of the weights that are in 16 bits."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,11 +10,9 @@ import tensorflow as tf
 from keras_mp.master_weights import methods
 from keras_mp.master_weights.float32_view import Float32View, Updates
 from keras_mp.step import gradients, replicas
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
-
-Pairs = Sequence[tuple[Any, Any]]
 
 
 class Float32Adapter(OptimizerAdapter):
@@ -22,14 +21,14 @@ class Float32Adapter(OptimizerAdapter):
     Weights in other dtypes it sees as they are.
 
     Attributes:
-        beside: what is kept beside weights, by name and in the order of the weights.
-        updates: what the views share.
+        beside: the variables that are kept beside weights, by name, in the order of the weights.
+        updates: the state that the views share.
 
     Args:
         inner: drives the optimizer.
         method: one of `methods.NAMES`.
         slot_dtype: DType of the slots of weights in 16 bits.
-        seed: int. Where stochastic rounding starts from.
+        seed: int. The seed of stochastic rounding.
         track: is called with the name of each variable that is made for `beside`, and with it.
     """
 
@@ -44,37 +43,22 @@ class Float32Adapter(OptimizerAdapter):
         track: Callable[[str, tf.Variable], None],
     ) -> None:
         super().__init__(inner.optimizer)
+        self.is_revived_without_state = inner.is_revived_without_state
+        self.is_saved_by_keras = inner.is_saved_by_keras
         self._track = track
         self.beside: dict[str, tf.Variable] = {}
         self._inner, self._method, self._slot_dtype, self._seed = inner, method, slot_dtype, seed
-        self.updates = Updates(self._steps)
+        self.updates = Updates(inner.steps_made)
         # All weights that the optimizer was built with, and the views of those in 16 bits, by the
         # id of the `tf.Variable`.
         self._weights: dict[int, Any] = {}
         self._views: dict[int, Any] = {}
-        self._numbers = 0
-
-    @property
-    def is_revived_without_state(self) -> bool:
-        return self._inner.is_revived_without_state
-
-    @property
-    def is_saved_by_keras(self) -> bool:
-        return self._inner.is_saved_by_keras
-
-    def hyperparameters(self) -> frozenset[str]:
-        return self._inner.hyperparameters()
+        self._numbers = itertools.count(1)
 
     @property
     def is_built(self) -> bool:
         """Whether it has been built with any variables."""
         return bool(self._weights)
-
-    def steps_made(self) -> tf.Tensor | None:
-        return self._inner.steps_made()
-
-    def _steps(self) -> Any:
-        return self._inner.steps_made()
 
     def build(self, variables: Sequence[Any]) -> None:
         if host.in_v1_graph():
@@ -87,17 +71,19 @@ class Float32Adapter(OptimizerAdapter):
         new = [
             variable
             for key, variable in by_id.items()
-            if key not in self._views and self._is_low_precision(variable)
+            if key not in self._views and tf.as_dtype(native(variable).dtype) in LOW_PRECISION
         ]
+        rounds = self._method == "stochastic_rounding" or self._slot_dtype != tf.float32
+        needs_seed = rounds and self.updates.seed is None
 
-        needs_seed = self.updates.seed is None and self._is_stochastic()
-
-        def build(_: Any = None) -> None:
+        def build(_: object = None) -> None:
             with tf.init_scope():
                 for variable in new:
                     self._add_view(variable)
                 if needs_seed:
-                    self.updates.seed = self._make("rounding_seed", self._seed, tf.int64)
+                    self.updates.seed = self._make(
+                        "rounding_seed", tf.constant(self._seed, tf.int64)
+                    )
             with self._slots_in_16_bits([native(variable).shape for variable in new]):
                 self._inner.build(self.views(by_id.values()))
 
@@ -107,16 +93,9 @@ class Float32Adapter(OptimizerAdapter):
         else:
             build()
 
-    def _is_stochastic(self) -> bool:
-        return self._method == "stochastic_rounding" or self._slot_dtype != tf.float32
-
-    def _is_low_precision(self, variable: Any) -> bool:
-        return tf.as_dtype(native(variable).dtype) in LOW_PRECISION
-
-    def _make(self, name: str, initial: Any, dtype: tf.DType) -> tf.Variable:
+    def _make(self, name: str, initial: tf.Tensor) -> tf.Variable:
         made: Any = tf.Variable(
             initial,
-            dtype=dtype,
             trainable=False,
             name=name,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -131,21 +110,21 @@ class Float32Adapter(OptimizerAdapter):
         method = methods.method(self._method, stored.dtype)
         with _made_like(stored):
             beside = [
-                self._make(f"{spec.name}_{len(self._views)}", spec.initial(), spec.dtype)
-                for spec in method.specs(stored)
+                self._make(f"{name}_{len(self._views)}", initial)
+                for name, initial in method.beside(stored).items()
             ]
         self._views[id(stored)] = self._view(stored, beside, method, described=variable)
 
     def _view(
         self, stored: Any, beside: Sequence[Any], method: methods.Method, **kwargs: Any
     ) -> Any:
-        """A view of a variable; of a distributed one, one that is distributed likewise."""
-        self._numbers += 1
+        """Returns a view of a variable, which is distributed if the variable is."""
+        number = next(self._numbers)
         if not isinstance(stored, tf.distribute.DistributedValues):
-            return Float32View(stored, beside, method, self.updates, self._numbers, **kwargs)
+            return Float32View(stored, beside, method, self.updates, number, **kwargs)
         of_replicas = zip(*(_on_replicas(each) for each in (stored, *beside)), strict=True)
         views = [
-            Float32View(first, rest, method, self.updates, self._numbers, **kwargs)
+            Float32View(first, rest, method, self.updates, number, **kwargs)
             for first, *rest in of_replicas
         ]
         return type(stored)(
@@ -161,15 +140,13 @@ class Float32Adapter(OptimizerAdapter):
 
         def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
             initial: Any = kwargs.get("initial_value")
-            dtype = kwargs.get("dtype")
             initial = initial() if callable(initial) else initial
-            initial = tf.convert_to_tensor(initial, dtype)
+            initial = tf.convert_to_tensor(initial, kwargs.get("dtype"))
             if initial.dtype != tf.float32 or initial.shape not in shapes:
                 return next_creator(**kwargs)
             low_precision = tf.cast(initial, self._slot_dtype)
-            slot = next_creator(
-                **{**kwargs, "initial_value": low_precision, "dtype": self._slot_dtype}
-            )
+            kwargs.update(initial_value=low_precision, dtype=self._slot_dtype)
+            slot = next_creator(**kwargs)
             return self._view(slot, [], methods.StochasticRounding(), is_weight=False)
 
         with tf.variable_creator_scope(create):
@@ -179,21 +156,8 @@ class Float32Adapter(OptimizerAdapter):
         """Returns variables as the optimizer sees them."""
         return [self._views.get(id(native(variable)), variable) for variable in variables]
 
-    def _weights_of(self, views: Iterable[Any]) -> list[Any]:
-        by_view = {id(view): self._weights[key] for key, view in self._views.items()}
-        return [by_view.get(id(view), view) for view in views]
-
     def built_variables(self) -> Sequence[Any]:
         return list(self._weights.values()) or self._inner.built_variables()
-
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
-    ) -> list[tuple[Any, Any]]:
-        return self._inner.compute_gradients(loss, var_list, tape, grad_loss)
 
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
         aggregate = self._inner.custom_aggregation()
@@ -215,23 +179,25 @@ class Float32Adapter(OptimizerAdapter):
         ]
 
     def _with_weights(self, pairs: Pairs) -> list[tuple[Any, Any]]:
-        weights = self._weights_of(view for _, view in pairs)
-        return [(gradient, weight) for (gradient, _), weight in zip(pairs, weights, strict=True)]
-
-    def accumulates(self) -> bool:
-        return self._inner.accumulates()
-
-    def completes_step(self) -> tf.Tensor:
-        return self._inner.completes_step()
+        weights = {id(view): self._weights[key] for key, view in self._views.items()}
+        return [(gradient, weights.get(id(view), view)) for gradient, view in pairs]
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         return self._with_weights(self._inner.totals(self._with_views(grads_and_vars)))
 
-    def drop_accumulated(self) -> None:
-        self._inner.drop_accumulated()
 
-    def is_overwritten(self, variable: Any) -> bool:
-        return self._inner.is_overwritten(variable)
+def _as_inner(name: str) -> Callable[..., Any]:
+    def method(self: Float32Adapter, *args: Any) -> Any:
+        return getattr(self._inner, name)(*args)
+
+    return method
+
+
+for _name in (
+    *("hyperparameters", "compute_gradients", "steps_made", "is_overwritten"),
+    *("accumulates", "completes_step", "drop_accumulated"),
+):
+    setattr(Float32Adapter, _name, _as_inner(_name))
 
 
 def native(variable: Any) -> Any:
@@ -240,7 +206,7 @@ def native(variable: Any) -> Any:
 
 
 def size_in_bytes(variable: Any) -> int:
-    """Returns how many bytes a variable takes; of a view, those of what it is kept in."""
+    """Returns how many bytes a variable takes, a view those of the variable in 16 bits."""
     variable = native(variable)
     return variable.shape.num_elements() * _dtype_in_memory(variable).size
 
@@ -257,7 +223,7 @@ def _on_replicas(variable: Any) -> Sequence[tf.Variable]:
 
 @contextlib.contextmanager
 def _made_like(variable: Any) -> Iterator[None]:
-    """Context manager in which variables are made on the devices and replicas of another."""
+    """Makes variables on the devices and replicas of another one, inside of the block."""
     if not tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy():
         # All replicas make it together.
         yield

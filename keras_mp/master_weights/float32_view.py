@@ -1,45 +1,47 @@
 """A float32 variable that is kept in 16 bits.
 
 Optimizers of Keras 3 and the new ones of Keras 2 read a variable and assign to it, which a view
-does without ever having a variable in float32. What takes the handle of a variable gets that of a
-borrowed one.
+does without ever having a variable in float32. Legacy optimizers take the handle of a variable;
+they get that of a borrowed one.
 """
 
 import collections
 import contextlib
-import weakref
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp.master_weights import rounding
 from keras_mp.master_weights.methods import Method
 from keras_mp.master_weights.scratch import Scratch
+from keras_mp.variables.wrapper import AsWrapped, VariableWrapper, WrapperType
 
 
 class Updates:
-    """What all views of an optimizer share: the order of updates, borrowed variables, noise.
+    """State that all views of an optimizer share: the order of updates, borrowed variables, noise.
 
     Attributes:
         seed: int64 variable, or None where nothing is rounded stochastically.
 
     Args:
-        steps: returns how many steps were made, an int64 scalar tensor.
+        steps: returns the number of steps that were made, an int64 scalar tensor.
     """
 
-    def __init__(self, steps: Callable[[], tf.Tensor]) -> None:
+    def __init__(self, steps: Callable[[], tf.Tensor | None]) -> None:
         self.scratch = Scratch()
         self.seed: Any = None
         self._steps = steps
-        # By graph and device, which view was written last, and the operations that wrote it.
-        self._last: dict[tuple[tf.Graph, str], tuple[Any, list[tf.Operation]]] = {}
+        # The view that was written last, and the operations that wrote it, by graph and device.
+        self._last: dict[tuple[tf.Graph, str], tuple[Float32View, list[tf.Operation]]] = {}
         # How often a view has drawn noise in this step, by its id.
         self._draws: collections.Counter[int] = collections.Counter()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Context manager in which views are written; in the end, what was borrowed is returned."""
+        """Gives borrowed variables back at the end of the block, in which views are written."""
         self._draws.clear()
         try:
             yield
@@ -49,10 +51,10 @@ class Updates:
             self._last.clear()
 
     def noise(self, view: "Float32View") -> tf.Tensor:
-        """Returns random bits for a value of a view: the same on all replicas, others in each step.
+        """Returns random bits for a view: the same on all replicas, others in each step.
 
         Args:
-            view: which view they are for.
+            view: the view.
 
         Returns:
             uint32 tensor.
@@ -64,30 +66,28 @@ class Updates:
         seed = step * tf.constant([1 << 32, 1 << 24], tf.int64) + stream
         return rounding.noise(view.shape, seed)
 
-    def after_others(self, view: Any) -> Any:
-        """Context manager in which a view is read when other views have been written.
+    def after_others(self, view: "Float32View") -> contextlib.AbstractContextManager[object]:
+        """Returns a context manager in which a view is read after other views were written.
 
-        So that a graph does not hold all weights in float32 at once.
+        It keeps a graph from holding all weights in float32 at once.
         """
         if tf.executing_eagerly():
             return tf.control_dependencies([])
         key = (tf.compat.v1.get_default_graph(), view.device)
-        written, operations = self._last.get(key, (None, ()))
+        written, operations = self._last.get(key, (None, []))
         return tf.control_dependencies([] if written is view else operations)
 
-    def wrote(self, view: Any, operations: Sequence[tf.Operation]) -> None:
+    def wrote(self, view: "Float32View", operations: Sequence[tf.Operation]) -> None:
         """Notes that a view was written."""
         if not tf.executing_eagerly():
             key = (tf.compat.v1.get_default_graph(), view.device)
             self._last[key] = view, list(operations)
 
 
-class Float32View(
-    tf.__internal__.tracking.DelegatingTrackableMixin,
-    tf.Variable,
-    tf.__internal__.types.Tensor,
-):
+class Float32View(VariableWrapper):
     """A variable in 16 bits, and what is kept beside it, as one float32 variable.
+
+    An optimizer knows the view by the key of the variable in 16 bits.
 
     Args:
         stored: variable in 16 bits; not a distributed one.
@@ -95,7 +95,8 @@ class Float32View(
         method: how float32 values are kept in them.
         updates: what the views of the optimizer share.
         number: int. Tells the view from others of the optimizer.
-        described: what else is asked for is an attribute of it: a constraint, a path.
+        described: the variable of Keras 3 that has other attributes, a path for one. Defaults to
+            `stored`.
         is_weight: bool. Whether it is a weight of a model, and not a slot.
     """
 
@@ -107,10 +108,10 @@ class Float32View(
         updates: Updates,
         number: int,
         *,
-        described: Any = None,
+        described: tf.Variable | None = None,
         is_weight: bool = True,
     ) -> None:
-        self._stored, self._beside = stored, tuple(beside)
+        self._variable, self._beside = stored, tuple(beside)
         self._method, self._updates, self.number = method, updates, number
         self._described = stored if described is None else described
         self._is_weight = is_weight
@@ -123,7 +124,7 @@ class Float32View(
     @property
     def stored_dtype(self) -> tf.DType:
         """The dtype of the variable in 16 bits."""
-        return self._stored.dtype
+        return self._variable.dtype
 
     def value(self) -> tf.Tensor:
         """Returns the value."""
@@ -133,7 +134,7 @@ class Float32View(
             return tf.ensure_shape(value, self.shape)
         with self._updates.after_others(self):
             return self._method.join(
-                self._stored.read_value(), [each.read_value() for each in self._beside]
+                self._variable.read_value(), [each.read_value() for each in self._beside]
             )
 
     read_value = value
@@ -142,15 +143,15 @@ class Float32View(
         """Returns the value."""
         return self.value()
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Returns some rows."""
         return tf.gather(self.value(), indices, name=name)
 
-    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Returns some elements or slices."""
         return tf.gather_nd(self.value(), indices, name=name)
 
-    def numpy(self) -> Any:
+    def numpy(self) -> np.ndarray:
         """Returns the value as an array; in eager only."""
         return self.value().numpy()
 
@@ -175,11 +176,11 @@ class Float32View(
 
     def assign(
         self,
-        value: Any,
+        value: tf.Tensor,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
-    ) -> Any:
+    ) -> "Float32View | tf.Tensor | tf.Operation":
         """Stores a value."""
         del use_locking, name
         value = tf.convert_to_tensor(value, tf.float32)
@@ -188,57 +189,35 @@ class Float32View(
 
     def assign_add(
         self,
-        delta: Any,
+        delta: tf.Tensor,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
-    ) -> Any:
+    ) -> "Float32View | tf.Tensor | tf.Operation":
         """Adds to the value."""
         del use_locking, name
         return self._updated(self._after(delta) + delta, read_value)
 
     def assign_sub(
         self,
-        delta: Any,
+        delta: tf.Tensor,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
-    ) -> Any:
+    ) -> "Float32View | tf.Tensor | tf.Operation":
         """Subtracts from the value."""
         del use_locking, name
         return self._updated(self._after(delta) - delta, read_value)
 
-    def _after(self, delta: Any) -> tf.Tensor:
+    def _after(self, delta: tf.Tensor) -> tf.Tensor:
         """The value, read no sooner than it is needed: it takes memory."""
         with tf.control_dependencies([delta] if tf.is_tensor(delta) else []):
             return self.value()
 
-    def scatter_add(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        """Adds to some rows."""
-        return self._scatter(tf.tensor_scatter_nd_add, sparse_delta)
-
-    def scatter_sub(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        """Subtracts from some rows."""
-        return self._scatter(tf.tensor_scatter_nd_sub, sparse_delta)
-
-    def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        """Stores some rows."""
-        return self._scatter(tf.tensor_scatter_nd_update, sparse_delta)
-
-    def scatter_max(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        """Keeps the greater one of rows and their updates."""
-        return self._scatter(tf.tensor_scatter_nd_max, sparse_delta)
-
-    def scatter_min(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        """Keeps the smaller one of rows and their updates."""
-        return self._scatter(tf.tensor_scatter_nd_min, sparse_delta)
-
-    def _scatter(self, scatter: Callable[..., tf.Tensor], slices: tf.IndexedSlices) -> Any:
-        indices = tf.expand_dims(slices.indices, -1)
-        return self._updated(scatter(self._after(slices.values), indices, slices.values), True)
-
-    def _updated(self, value: tf.Tensor, read_value: bool) -> Any:
-        """Stores a value and returns what an assignment to a variable does."""
+    def _updated(
+        self, value: tf.Tensor, read_value: bool
+    ) -> "Float32View | tf.Tensor | tf.Operation":
+        """Stores a value, and returns the result of an assignment to a variable."""
         operations = self._store(value)
         if tf.executing_eagerly():
             return self
@@ -255,8 +234,8 @@ class Float32View(
             with tf.control_dependencies([value]):  # not of all variables at once
                 return self._updates.noise(self)
 
-        values = self._method.split(value, self._stored.dtype, noise)
-        targets = (self._stored, *self._beside)
+        values = self._method.split(value, self._variable.dtype, noise)
+        targets = (self._variable, *self._beside)
         # All of the values before any of the assignments: they are computed from reads.
         with tf.control_dependencies(values):
             assigned = [
@@ -267,121 +246,47 @@ class Float32View(
         self._updates.wrote(self, operations)
         return operations
 
-    # As the variable in 16 bits: by its key, an optimizer knows either.
+    name = AsWrapped("name", of="_described")
+    trainable = AsWrapped("trainable", of="_described")
+    constraint = AsWrapped("constraint", of="_described")
 
     @property
-    def shape(self) -> tf.TensorShape:
-        """The shape."""
-        return self._stored.shape
-
-    def get_shape(self) -> tf.TensorShape:
-        """Returns the shape."""
-        return self._stored.shape
-
-    @property
-    def name(self) -> str:
-        """The name of the variable in 16 bits."""
-        return self._described.name
-
-    @property
-    def device(self) -> str:
-        """The device of the variable in 16 bits."""
-        return self._stored.device
-
-    @property
-    def trainable(self) -> bool:
-        """Whether it is trained."""
-        return self._described.trainable
-
-    @property
-    def constraint(self) -> Any:
-        """The constraint of the variable in 16 bits."""
-        return self._described.constraint
-
-    @property
-    def synchronization(self) -> tf.VariableSynchronization:
-        """That of the variable in 16 bits."""
-        return self._stored.synchronization
-
-    @property
-    def aggregation(self) -> tf.VariableAggregation:
-        """That of the variable in 16 bits."""
-        return self._stored.aggregation
-
-    @property
-    def _shared_name(self) -> str:
-        return self._stored._shared_name
-
-    @property
-    def op(self) -> Any:
+    def op(self) -> tf.Operation | None:
         """The operation of the variable in 16 bits; None in eager, as after an assignment."""
-        return None if tf.executing_eagerly() else self._stored.op
+        return None if tf.executing_eagerly() else self._variable.op
 
-    @property
-    def graph(self) -> tf.Graph:
-        """The graph of the variable in 16 bits."""
-        return self._stored.graph
-
-    @property
-    def initializer(self) -> Any:
-        """The initializer of the variable in 16 bits."""
-        return self._stored.initializer
-
-    @property
-    def _trackable(self) -> tf.Variable:
-        return self._stored
-
-    def _export_to_saved_model_graph(self, object_map: Any, *args: Any, **kwargs: Any) -> Any:
-        exported = self._stored._export_to_saved_model_graph(object_map, *args, **kwargs)
-        object_map[self] = object_map[self._stored]
-        return exported
-
-    def _should_act_as_resource_variable(self) -> None:
-        # That it is there is how TensorFlow knows a resource variable of a foreign class.
-        return
-
-    def __tf_tracing_type__(self, context: Any) -> tf.types.experimental.TraceType:
+    def __tf_tracing_type__(self, context: object) -> WrapperType:
         del context
-        return _ViewType(self)
+        return WrapperType(self, self.dtype, lambda view: view)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_stored", "_described"):
-            raise AttributeError(name)  # It is being copied or unpickled.
-        if name.startswith("_") or not hasattr(self._described, name):
-            return getattr(self._stored, name)
-        return getattr(self._described, name)
+        if not name.startswith("_") and hasattr(self._described, name):
+            return getattr(self._described, name)
+        return super().__getattr__(name)
 
     def __repr__(self) -> str:
-        return f"<Float32View of {self._stored!r}>"
+        return f"<Float32View of {self._variable!r}>"
 
 
-class _ViewType(tf.types.experimental.TraceType):
-    """What `tf.function` knows of a view that is an argument: which one it is."""
+def _scatters(name: str, scatter: Callable[..., tf.Tensor]) -> Callable[..., object]:
+    """Returns a method that updates some rows."""
 
-    def __init__(self, view: Float32View) -> None:
-        self._view = weakref.ref(view)
-        self._hash = hash(id(view))
+    @functools.wraps(getattr(tf.Variable, name))
+    def update(
+        self: Float32View, sparse_delta: tf.IndexedSlices, *args: object, **kwargs: object
+    ) -> object:
+        del args, kwargs
+        rows, indices = sparse_delta.values, tf.expand_dims(sparse_delta.indices, -1)
+        return self._updated(scatter(self._after(rows), indices, rows), True)
 
-    def is_subtype_of(self, other: Any) -> bool:
-        return self == other
+    return update
 
-    def most_specific_common_supertype(self, others: Any) -> Any:
-        return self if all(self == other for other in others) else None
 
-    def placeholder_value(self, placeholder_context: Any) -> Float32View:
-        del placeholder_context
-        return self._view()
-
-    def to_tensors(self, value: Any) -> list[tf.Tensor]:
-        del value
-        return []
-
-    def cast(self, value: Any, cast_context: Any) -> Any:
-        del cast_context
-        return value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _ViewType) and self._view() is other._view() is not None
+for _name, _scatter in {
+    "scatter_add": tf.tensor_scatter_nd_add,
+    "scatter_sub": tf.tensor_scatter_nd_sub,
+    "scatter_update": tf.tensor_scatter_nd_update,
+    "scatter_max": tf.tensor_scatter_nd_max,
+    "scatter_min": tf.tensor_scatter_nd_min,
+}.items():
+    setattr(Float32View, _name, _scatters(_name, _scatter))

@@ -1,43 +1,23 @@
-"""The ways to keep the digits of float32 weights that their variables in 16 bits leave out."""
+"""The methods by which digits are kept that weights in 16 bits leave out."""
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.master_weights import rounding
 
 
-class Spec(NamedTuple):
-    """A variable that a method keeps beside a weight.
-
-    Attributes:
-        name: what it is called in files and among the optimizer's variables.
-        dtype: its dtype.
-        shape: its shape.
-        initial: its initial value, in the dtype that the weight has at that time.
-    """
-
-    name: str
-    dtype: tf.DType
-    shape: tf.TensorShape
-    initial: Callable[[], tf.Tensor]
-
-
 class Method(abc.ABC):
-    """How float32 values are kept in a variable in 16 bits, and in others beside it.
+    """A method of keeping float32 values in a variable in 16 bits, and in others beside it."""
 
-    Attributes:
-        bits: how many bits beside a weight it takes.
-    """
+    def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
+        """Returns the initial values of the variables to keep beside a weight, by their names.
 
-    bits = 0
-
-    def specs(self, weight: tf.Variable) -> list[Spec]:
-        """The variables to keep beside a weight."""
+        The names are those in files and among the optimizer's variables.
+        """
         del weight
-        return []
+        return {}
 
     @abc.abstractmethod
     def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -52,7 +32,7 @@ class Method(abc.ABC):
     def split(
         self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns what all of these variables have to hold, that in 16 bits first.
+        """Returns the values of all of these variables, that in 16 bits first.
 
         Args:
             value: float32 tensor.
@@ -64,15 +44,9 @@ class Method(abc.ABC):
 class SplitBFloat16(Method):
     """The remainder beside a bfloat16 weight: all of float32, in one bit more than its 16."""
 
-    bits = 17
-
-    def specs(self, weight: tf.Variable) -> list[Spec]:
-        shape = weight.shape
-        packed = tf.TensorShape([-(-shape.num_elements() // 8)])
-        return [
-            Spec("remainder", tf.int16, shape, lambda: tf.zeros(shape, tf.int16)),
-            Spec("carry", tf.uint8, packed, lambda: tf.zeros(packed, tf.uint8)),
-        ]
+    def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
+        remainder = tf.zeros(weight.shape, tf.int16)
+        return {"remainder": remainder, "carry": rounding.pack_bits(remainder < 0)}
 
     def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
         remainder, carry = beside
@@ -90,11 +64,8 @@ class SplitBFloat16(Method):
 class SplitFloat16(Method):
     """The remainder beside a float16 weight."""
 
-    bits = 16
-
-    def specs(self, weight: tf.Variable) -> list[Spec]:
-        shape = weight.shape
-        return [Spec("remainder", tf.int16, shape, lambda: tf.zeros(shape, tf.int16))]
+    def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
+        return {"remainder": tf.zeros(weight.shape, tf.int16)}
 
     def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
         return rounding.join_float16(low_precision, *beside)
@@ -109,11 +80,8 @@ class SplitFloat16(Method):
 class Copy(Method):
     """A float32 weight beside the one in 16 bits."""
 
-    bits = 32
-
-    def specs(self, weight: tf.Variable) -> list[Spec]:
-        initial = lambda: tf.cast(weight, tf.float32)  # noqa: E731
-        return [Spec("copy", tf.float32, weight.shape, initial)]
+    def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
+        return {"copy": tf.cast(weight, tf.float32)}
 
     def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
         # Where the weight was set since, by loading a file for one, the copy is out of date.

@@ -24,7 +24,7 @@ _REMAINDER_UNIT = 2.0**-25
 
 
 def split_bfloat16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Splits float32 values into bfloat16 ones and what these leave out.
+    """Splits float32 values into bfloat16 ones and their remainders.
 
     bfloat16 is the upper half of float32's bits. Rounded to nearest, the rest is the lower half,
     read as a signed number of 16 bits, with one exception: in a tie that rounds down it is +32768,
@@ -98,10 +98,10 @@ def unpack_bits(packed: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
 
 
 def split_float16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Splits float32 values into float16 ones and what these leave out.
+    """Splits float32 values into float16 ones and their remainders.
 
-    From 2**-16 up to where float16 becomes infinite, 65520, nothing is lost. Of smaller values
-    digits below 2**-39 are.
+    From 2**-16 up to where float16 becomes infinite, 65520, nothing is lost. Smaller values lose
+    the digits below 2**-39.
 
     Args:
         value: float32 tensor.
@@ -112,7 +112,7 @@ def split_float16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     nearest = tf.cast(value, tf.float16)
     as_float32 = tf.cast(nearest, tf.float32)
     units = (value - as_float32) / (_float16_binade(as_float32) * _REMAINDER_UNIT)
-    # What is infinite or NaN has no remainder.
+    # Infinities and NaN have no remainder.
     units = tf.where(tf.math.is_finite(units), units, 0.0)
     return nearest, tf.cast(tf.round(units), tf.int16)
 
@@ -138,7 +138,7 @@ def stochastic_bfloat16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
         noise: tensor of random bits, in int32 or uint32, of which the upper ones are read.
 
     Returns:
-        bfloat16 tensor. What is finite stays finite.
+        bfloat16 tensor. Finite values stay finite.
     """
     bits, noise = tf.bitcast(value, tf.uint32), tf.bitcast(noise, tf.uint32)
     # From the largest finite number on, nothing is added.
@@ -159,12 +159,12 @@ def stochastic_float16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
         noise: tensor of random bits, in int32 or uint32, of which the upper ones are read.
 
     Returns:
-        float16 tensor. What is finite stays finite.
+        float16 tensor. Finite values stay finite.
     """
     unit = _float16_binade(value) * _FLOAT16_DIGITS
     units = value / unit
     below = tf.floor(units)
-    # float32 holds the difference exactly; of its digits, those above 2**-31 have a say.
+    # float32 holds the difference exactly; its digits above 2**-31 count.
     threshold = tf.cast((units - below) * 2.0**31, tf.uint32)
     goes_up = tf.bitwise.right_shift(tf.bitcast(noise, tf.uint32), 1) < threshold
     rounded = tf.where(goes_up, below + 1, below) * unit
@@ -184,7 +184,7 @@ def noise(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
     Random numbers are drawn for each row and for each column, which takes far less time than one
     for each element. An element gets their product. They are odd: given either, the product goes
     through all odd numbers. So it is uniform in all bits but the last, and independent of that of
-    any other element. The variance of a sum over elements is therefore what it is with numbers
+    any other element. The variance of a sum over elements is therefore the same as with numbers
     that are drawn for each.
 
     Args:

@@ -16,7 +16,7 @@ from keras_mp.support import host
 
 
 class Borrower(Protocol):
-    """What borrows a variable: a view of a weight, or of a slot of it."""
+    """A borrower of a variable: the view of a weight, or of a slot of it."""
 
     def take_back(self, value: tf.Tensor) -> None:
         """Stores the value that the variable has when it is given back."""
@@ -26,23 +26,23 @@ class Scratch:
     """Variables for one weight and its slots at a time.
 
     They are given back when a handle for another weight is asked for, or the step is over. Outside
-    of XLA their memory is freed then. XLA keeps one for each shape, since what it compiles neither
+    of XLA their memory is freed then. XLA keeps one for each shape, since compiled code neither
     frees variables nor changes their shapes.
     """
 
     def __init__(self) -> None:
         self._name = f"keras_mp_scratch_{uuid.uuid4().hex}"
         self._handles: dict[tuple[Any, ...], tf.Tensor] = {}
-        # What is borrowed, by device and by the id of the borrower, which has no hash.
+        # The variables that are borrowed, by device and by the id of the borrower: it has no hash.
         self._borrowed: dict[str, dict[int, tuple[Borrower, tf.Tensor]]] = defaultdict(dict)
 
     def handle_for(self, borrower: Borrower, value: tf.Tensor, device: str) -> tf.Tensor:
-        """Returns the handle of a variable with a value, which is given back later.
+        """Lends a variable with a value, and returns its handle.
 
         Args:
-            borrower: whose value it is.
+            borrower: takes the value back later.
             value: float32 tensor of a static shape.
-            device: on which the variable is.
+            device: the device of the variable.
         """
         borrowed = self._borrowed[device]
         handle = self._handle(device, value.shape, len(borrowed))
@@ -51,12 +51,12 @@ class Scratch:
         return handle
 
     def find(self, borrower: Borrower, device: str) -> tf.Tensor | None:
-        """Returns the handle that a borrower has at the time, or None."""
+        """Returns the handle that a borrower has now, or None."""
         _, handle = self._borrowed[device].get(id(borrower), (None, None))
         return handle
 
     def give_back(self) -> None:
-        """Stores the values of all that is borrowed with those who have borrowed it."""
+        """Gives the values of all borrowed variables back to the borrowers."""
         keeps = host.is_compiled_by_xla()
         for device, borrowed in self._borrowed.items():
             while borrowed:
@@ -68,7 +68,7 @@ class Scratch:
                     tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
 
     def forget(self) -> None:
-        """Forgets what was borrowed, as after an error."""
+        """Forgets the borrowed variables, as after an error."""
         self._borrowed.clear()
 
     def _handle(self, device: str, shape: tf.TensorShape, number: int) -> tf.Tensor:

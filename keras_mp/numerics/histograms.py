@@ -244,7 +244,8 @@ class ExponentHistograms:
         Args:
             variable: A variable of the model.
         """
-        return tf.convert_to_tensor(low_precision_weights.as_seen(self.optimizer, variable))
+        [seen] = low_precision_weights.as_seen(self.optimizer, [variable])
+        return tf.convert_to_tensor(seen)
 
 
 class _Step:

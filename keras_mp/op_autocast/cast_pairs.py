@@ -16,10 +16,10 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 @contextlib.contextmanager
 def left_out(graph: tf.Graph) -> Iterator[None]:
-    """Leaves out such pairs for as long as a function is being made of the graph.
+    """Leaves out such pairs while a function is being made of the graph.
 
-    After that they are back. The graph is what gradients are built from, and with the pairs each
-    of them has the place, and the float32 sum, that it has in eager.
+    Then they are put back: gradients are built from the graph, and with the pairs each of them has
+    the place, and the float32 sum, that it has in eager.
 
     Args:
         graph: FuncGraph.
@@ -37,7 +37,7 @@ def left_out(graph: tf.Graph) -> Iterator[None]:
                     if given is cast:
                         replaced.append((consumer, index, cast))
                         consumer._update_input(index, original)
-            # What the backward pass keeps; a user's own output has a name, and stays.
+            # The backward pass keeps it. A user's own output has another name, and stays.
             if op.name.rpartition("/")[2].startswith(NAME):
                 graph.outputs[:] = [original if each is cast else each for each in graph.outputs]
         yield
@@ -48,7 +48,7 @@ def left_out(graph: tf.Graph) -> Iterator[None]:
 
 
 def _undone_by(op: tf.Operation) -> tf.Tensor | None:
-    """The 16-bit tensor that a cast to 16 bits gives back, if it does."""
+    """Returns the 16-bit tensor that a cast to 16 bits gives back, or None if it does not."""
     if op.type != "Cast" or op.control_inputs or op.outputs[0].dtype not in LOW_PRECISION:
         return None
     before = op.inputs[0].op

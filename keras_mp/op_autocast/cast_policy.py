@@ -1,8 +1,8 @@
-"""What a region of `keras_mp.autocast` does with each kind of operation, and why.
+"""The policy of a region of `keras_mp.autocast` for each kind of operation, and the reason.
 
 The policies began as the lists of TensorFlow's graph rewrite (`auto_mixed_precision_lists.h`). Its
-operations are all here; where the policy is another one, the reason says why. The words for them
-are those of TensorFlow's lists; `promote` is PyTorch's. This module needs TensorFlow only.
+operations are all here; where the policy is another one, the reason says why. Their names are those
+of TensorFlow's lists; `promote` is PyTorch's. This module needs TensorFlow only.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ POLICIES = {
 
 
 class OpPolicy(NamedTuple):
-    """What a region does with an operation.
+    """The policy of a region for an operation.
 
     Attributes:
         policy: a key of `POLICIES`.
@@ -38,7 +38,7 @@ class OpPolicy(NamedTuple):
     why: str
 
 
-# By policy, the reasons, and the kinds of operations that each is a reason for.
+# The kinds of operations, by policy and reason.
 _KINDS = {
     ALLOW: {
         "matrix products are what 16 bits make fast; sums are kept in float32 inside": (
@@ -129,9 +129,9 @@ BOUNDED = op_table.ops("sigmoids", "softsign")
 SLOW_ON_CPU = op_table.ops("sigmoids", "exponential units")
 WHY_SLOW_ON_CPU = "on CPUs its 16-bit kernel is slower than the float32 one"
 
-# In float16 they add up, before they divide if they do, what may be infinite then.
+# They add up before they divide, if they do, and the sum may be infinite in float16.
 DENIED_IN_FLOAT16 = op_table.ops("sums of tensors", "average pooling")
 WHY_NOT_IN_FLOAT16 = "adds up many numbers, which may overflow in float16"
 
-# What they make of a variable's value is still as good as the variable.
+# Their result counts as a variable if the input does.
 SAME_WEIGHT = op_table.ops("identities", "reshapes", "views")

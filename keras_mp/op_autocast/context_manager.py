@@ -9,32 +9,33 @@ import functools
 import importlib
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp import hardware
+from keras_mp.kernels import replaced
 from keras_mp.op_autocast import cast_policy
-from keras_mp.support import messages, regions
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support import dtypes, messages, regions, validation
 from keras_mp.support.regions import Region
 
 
 class autocast(contextlib.ContextDecorator):
     """Runs matrix products and convolutions in 16 bits, and what follows them where that is sound.
 
-    A context manager, and a decorator. The code inside is float32 code, and stays so: what it sees
-    is float32, so nothing that it does can meet another dtype. Weights, optimizers and files are
-    float32, too. Operations cast what they take, and what they return is cast back; where one
+    A context manager, and a decorator. The code inside is float32 code, and stays so: it sees
+    float32 tensors only, so nothing that it does can meet another dtype. Weights, optimizers and
+    files are float32, too. Operations cast their inputs, and their results are cast back; where one
     16-bit operation follows another, no cast is left in a graph. `docs/autocast.md` has the
     operations.
 
-    The backward pass of what ran inside runs in the same dtypes, wherever gradients are computed. A
+    The backward pass runs in the dtypes of the forward pass, wherever gradients are computed. A
     `tf.function` has a trace for each region that it is called in, and keeps the one for outside.
     Regions nest, and are their thread's own; replicas of `tf.distribute` inherit them. Tensors that
-    are not float32 are left alone, but where a 16-bit one meets float32 ones, and the dtype error
-    is spared.
+    are not float32 are left alone. If a 16-bit one meets float32 ones, it is cast to float32, and
+    there is no dtype error.
 
     With float16, gradients need loss scaling: `keras_mp.LossScaleOptimizer` or another one.
 
@@ -73,21 +74,17 @@ class autocast(contextlib.ContextDecorator):
 
     def __init__(
         self,
-        dtype: Any = None,
+        dtype: str | tf.DType | None = None,
         enabled: bool = True,
         allow: Iterable[str] = (),
         deny: Iterable[str] = (),
     ) -> None:
-        if not isinstance(enabled, bool):
-            raise TypeError(
-                f"`enabled` must be a bool. Received: enabled={enabled!r} (of type {type(enabled)})"
-            )
         if inspect.isroutine(dtype):
             raise TypeError(
                 "Write `@keras_mp.autocast()`, with parentheses, to decorate a function. "
                 f"Received: dtype={dtype!r}"
             )
-        self._is_enabled = enabled
+        self._is_enabled = validation.boolean("enabled", enabled)
         self._dtype = None if dtype is None else _checked(dtype)
         self._allow, self._deny = frozenset(), frozenset()
         if allow or deny:
@@ -149,7 +146,7 @@ def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
 class _FunctionInRegion:
     """A `tf.function` that is called and traced in a region.
 
-    What else it has is that of the function. Unlike a Python function around it, it can be a
+    All other attributes are those of the function. Unlike a Python function around it, it can be a
     method: TensorFlow then makes a function for each object.
 
     Args:
@@ -165,11 +162,13 @@ class _FunctionInRegion:
         with self._region:
             return self._function(*args, **kwargs)
 
-    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+    def get_concrete_function(
+        self, *args: Any, **kwargs: Any
+    ) -> tf.types.experimental.ConcreteFunction:
         with self._region:
             return self._function.get_concrete_function(*args, **kwargs)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> "_FunctionInRegion":
+    def __get__(self, instance: object, owner: type | None = None) -> "_FunctionInRegion":
         return _FunctionInRegion(self._region, self._function.__get__(instance, owner))
 
     def __getattr__(self, name: str) -> Any:
@@ -178,7 +177,7 @@ class _FunctionInRegion:
         return getattr(self._function, name)
 
 
-def autocast_inputs(dtype: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def autocast_inputs(dtype: str | tf.DType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Pins the dtype of a function that is to choose its dtypes itself, such as a custom operation.
 
     In a region of `autocast`, the function gets float32, bfloat16 and float16 tensors in `dtype`,
@@ -227,7 +226,7 @@ def autocast_inputs(dtype: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 class AutocastState(NamedTuple):
-    """What `autocast_state` returns.
+    """The dtype and the lists of `autocast` that are in force.
 
     Attributes:
         dtype: DType in which operations run; None outside of a region.
@@ -241,7 +240,7 @@ class AutocastState(NamedTuple):
 
 
 def autocast_state() -> AutocastState:
-    """Returns what `keras_mp.autocast` has put in force in this thread.
+    """Returns the dtype and the lists of `keras_mp.autocast` that are in force in this thread.
 
     Returns:
         A named tuple of `dtype`, `allow` and `deny`. Its dtype is None where nothing is autocast.
@@ -260,13 +259,15 @@ def autocast_state() -> AutocastState:
     return AutocastState(region.dtype, tuple(sorted(region.allow)), tuple(sorted(region.deny)))
 
 
-def autocast_ops(dtype: Any = None, device: str | None = None) -> dict[str, cast_policy.OpPolicy]:
-    """Returns the table of operations: what a region does with each, and why.
+def autocast_ops(
+    dtype: str | tf.DType | None = None, device: str | None = None
+) -> dict[str, cast_policy.OpPolicy]:
+    """Returns the table of operations, with the policy of a region for each and the reason.
 
     Args:
-        dtype: DType or str, "bfloat16" or "float16". With it, or a device, what TensorFlow has no
-            kernel for, or a slow one, is counted among those that run in float32. Defaults to
-            bfloat16 if a device is given.
+        dtype: DType or str, "bfloat16" or "float16". With it, or a device, operations for which
+            TensorFlow has no kernel, or a slow one, are counted among those that run in float32.
+            Defaults to bfloat16 if a device is given.
         device: str, "CPU" or "GPU". Defaults to that on which TensorFlow computes, if a dtype is
             given.
 
@@ -291,12 +292,12 @@ def autocast_ops(dtype: Any = None, device: str | None = None) -> dict[str, cast
         raise ValueError(f"Expected 'CPU' or 'GPU'. Received: device={device!r}")
     plans = _machinery("plans")
     region = Region(tf.bfloat16 if dtype is None else _checked(dtype))
-    where = device or plans.usual_device()
+    where = device or replaced.usual_device()
     return {op: plans.policy_for(op, region, where) for op in sorted(cast_policy.ROWS)}
 
 
 class _EnteredRegions(threading.local):
-    """The regions that this thread has entered, and not left."""
+    """The regions that this thread has entered and not left."""
 
     def __init__(self) -> None:
         self.scopes: list[contextlib.AbstractContextManager[None]] = []
@@ -306,7 +307,7 @@ _entered = _EnteredRegions()
 
 
 @functools.cache
-def _machinery(module: str) -> Any:
+def _machinery(module: str) -> types.ModuleType:
     """Imports a module that uses TensorFlow's private names, which another version may not have."""
     try:
         return importlib.import_module(f"keras_mp.op_autocast.{module}")
@@ -317,14 +318,11 @@ def _machinery(module: str) -> Any:
         ) from error
 
 
-def _checked(dtype: Any) -> tf.DType:
-    try:
-        name = tf.as_dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name in LOW_PRECISION_NAMES:
-        return tf.as_dtype(name)
-    nearest = difflib.get_close_matches(name, LOW_PRECISION_NAMES, n=1)
+def _checked(dtype: str | tf.DType) -> tf.DType:
+    parsed = dtypes.parse(dtype)
+    if parsed in dtypes.LOW_PRECISION:
+        return parsed
+    nearest = difflib.get_close_matches(str(dtype), dtypes.LOW_PRECISION_NAMES, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"Operations run in 'bfloat16' or 'float16'; None takes what is fast here.{hint} "

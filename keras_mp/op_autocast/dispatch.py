@@ -1,4 +1,4 @@
-"""How an operation runs in a region: what is called between generated code and TensorFlow.
+"""The functions that run operations in a region, between generated code and TensorFlow.
 
 Generated code makes operations through one function in eager and through another one in graphs,
 and tells tapes about the latter through a third. In a region those are the functions of this
@@ -23,14 +23,14 @@ _READS = "ReadVariableOp"
 _WEIGHT = Origin(is_weight=True)
 
 
-def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what takes the place of the function that runs an operation in eager.
+def in_eager(execute: Callable[..., Any]) -> Callable[..., object]:
+    """Returns the function that runs an operation in eager.
 
     Args:
         execute: takes the context, the operation, a name, inputs and attributes; TensorFlow's own.
     """
 
-    def call(context: Any, op: str, name: Any, *args: Any) -> Any:
+    def call(context: object, op: str, name: str | None, *args: Any) -> object:
         region = regions.current()
         if region is None:
             return execute(context, op, name, *args)
@@ -40,9 +40,7 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
             if op == _READS and result.dtype == tf.float32:
                 lower_precision.mark(result, _WEIGHT)
             return result
-        given = _read([args[i] for i in plan.positions])
-        values = _values(given)
-        dtype = None if values is None else plans.dtype_for(plan, values, region.dtype)
+        given, values, dtype = _decide(plan, region, [args[i] for i in plan.positions])
         if dtype is None and not plan.is_view:
             return execute(context, op, name, *args)
         # Given lists or variables, TensorFlow may leave this function, and run the operation
@@ -56,7 +54,9 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
                 value = _cast(value, tf.float32 if region.gradients_only else dtype)
             cast[i] = value
         if dtype is None:
-            return _noted(execute(context, op, name, *cast), plan, values)
+            result = execute(context, op, name, *cast)
+            _note(result, plan, values)
+            return result
         if region.gradients_only and dtype == region.dtype:
             run = functools.partial(execute, context, op, name)
             return low_precision_gradients.run_in_eager(run, op, cast, len(plan.names), dtype)
@@ -74,15 +74,15 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def in_graph(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what takes the place of the function that makes an operation in a graph.
+def in_graph(apply: Callable[..., Any]) -> Callable[..., tuple[object, ...]]:
+    """Returns the function that makes an operation in a graph.
 
     Args:
-        apply: takes the operation, a name, inputs and attributes, and returns four things of which
-            the last is the list of results; TensorFlow's own.
+        apply: takes the operation, a name, inputs and attributes; returns four things, of which the
+            third is the operation and the last the list of results. TensorFlow's own.
     """
 
-    def call(op_type_name: str, name: Any = None, **keywords: Any) -> Any:
+    def call(op_type_name: str, name: str | None = None, **keywords: Any) -> tuple[object, ...]:
         region = regions.current()
         if region is None:
             return apply(op_type_name, name, **keywords)
@@ -93,35 +93,34 @@ def in_graph(apply: Callable[..., Any]) -> Callable[..., Any]:
                 lower_precision.mark(made[3][0], _WEIGHT)
             return made
         names = [plan.names[i] for i in plan.positions]
-        given = _read([keywords[each] for each in names])
-        values = _values(given)
-        dtype = None if values is None else plans.dtype_for(plan, values, region.dtype)
+        given, values, dtype = _decide(plan, region, [keywords[each] for each in names])
         if dtype is None:
             made = apply(op_type_name, name, **keywords)
-            _noted(made[3][0] if made[3] else None, plan, values)
+            if made[3]:
+                _note(made[3][0], plan, values)
             return made
-        if region.gradients_only and dtype == region.dtype:
-            keywords.update({each: _cast(value, tf.float32) for each, value in zip(names, given)})
-            made = apply(op_type_name, name, **keywords)
-            low_precision_gradients.set_in_graph(made[2], dtype)
-            return made
-        keywords.update({each: _cast(value, dtype) for each, value in zip(names, given)})
+        only_gradients = region.gradients_only and dtype == region.dtype
+        wanted = tf.float32 if only_gradients else dtype
+        keywords.update({each: _cast(value, wanted) for each, value in zip(names, given)})
         structure, is_stateful, op, outputs = apply(op_type_name, name, **keywords)
-        # Tapes hear of these casts when they have heard of the operation: see `on_tape`.
-        outputs = [_to_float32(each, region.dtype, plan) for each in outputs]
+        if only_gradients:
+            low_precision_gradients.set_in_graph(op, dtype)
+        else:
+            # Tapes hear of these casts when they have heard of the operation: see `on_tape`.
+            outputs = [_to_float32(each, region.dtype, plan) for each in outputs]
         return structure, is_stateful, op, outputs
 
     return call
 
 
-def on_tape(record: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what takes the place of the function that tells tapes of an operation in a graph.
+def on_tape(record: Callable[..., None]) -> Callable[..., None]:
+    """Returns the function that tells tapes of an operation in a graph.
 
     Args:
         record: takes the operation, its inputs, attributes and results; TensorFlow's own.
     """
 
-    def call(op: str, inputs: Any, attributes: Any, results: Any) -> None:
+    def call(op: str, inputs: object, attributes: object, results: Sequence[tf.Tensor]) -> None:
         computed = [lower_precision.origin(each).low_precision for each in results]
         pairs = list(zip(computed, results))
         gradient = low_precision_gradients.of(op, results)
@@ -133,28 +132,36 @@ def on_tape(record: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _read(given: Any) -> Any:
-    """Inputs with tensors in the place of variables, TensorFlow's and Keras's, and of arrays."""
-    if isinstance(given, list | tuple):
-        return [_read(each) for each in given]
-    if isinstance(given, tf.Variable | np.ndarray):
-        return tf.convert_to_tensor(given)
-    if hasattr(given, "__tf_tensor__") and not isinstance(given, tf.Tensor):
-        return tf.convert_to_tensor(given)
-    return given
+def _decide(
+    plan: Plan, region: regions.Region, inputs: Sequence[object]
+) -> tuple[list[Any], list[Any] | None, tf.DType | None]:
+    """Returns inputs without variables, their tensors and numbers, and the dtype to run in.
 
-
-def _values(given: Sequence[Any]) -> list[Any] | None:
-    """Tensors and numbers among inputs, lists made flat; None if there is something else."""
+    The tensors and numbers of lists are among these. They are None if there is something else. The
+    dtype is None if the operation is left alone.
+    """
+    given = [_read(each) for each in inputs]
     values: list[Any] = []
     for value in given:
         values.extend(value if isinstance(value, list | tuple) else [value])
-    known = all(
-        isinstance(value, tf.Tensor)
-        or (isinstance(value, numbers.Real) and not isinstance(value, bool))
-        for value in values
-    )
-    return values if known else None
+    if not all(map(_is_known, values)):
+        return given, None, None
+    return given, values, plans.dtype_for(plan, values, region.dtype)
+
+
+def _read(given: Any) -> Any:
+    """Returns an input with tensors in the place of variables and arrays."""
+    if isinstance(given, list | tuple):
+        return [_read(each) for each in given]
+    is_variable = isinstance(given, tf.Variable)
+    # A variable of Keras has the method. One of TensorFlow counts as a tensor.
+    is_variable |= hasattr(given, "__tf_tensor__") and not isinstance(given, tf.Tensor)
+    return tf.convert_to_tensor(given) if is_variable or isinstance(given, np.ndarray) else given
+
+
+def _is_known(value: object) -> bool:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number or isinstance(value, tf.Tensor)
 
 
 def _cast(value: Any, dtype: tf.DType) -> Any:
@@ -175,8 +182,7 @@ def _to_float32(result: Any, dtype: tf.DType, plan: Plan) -> Any:
     return cast
 
 
-def _noted(result: Any, plan: Plan, values: Sequence[Any] | None) -> Any:
-    """The result of an operation that was left alone: what it made of a weight is one, too."""
+def _note(result: tf.Tensor, plan: Plan, values: Sequence[Any] | None) -> None:
+    """Marks the result of an operation that was left alone: a view of a weight is one, too."""
     if plan.is_view and values and lower_precision.origin(values[0]).is_weight:
         lower_precision.mark(result, _WEIGHT)
-    return result

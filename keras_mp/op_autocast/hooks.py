@@ -2,8 +2,8 @@
 
 While a region is in force anywhere in the process, the functions of the table take the place of
 TensorFlow's own; when the last region ends, TensorFlow's own are back. So code outside of a region
-is what it was, and as fast. One hook stays: functions that are made later may use what was computed
-in a region.
+is what it was, and as fast. One hook stays: functions that are made later may use tensors that were
+computed in a region. So does the way in which threads of replicas inherit a region.
 
 When the first region is entered, the hooks are checked. Where TensorFlow has moved something,
 regions refuse to be entered, and TensorFlow is left as it is. This module needs TensorFlow only.
@@ -12,7 +12,7 @@ regions refuse to be entered, and TensorFlow is left as it is. This module needs
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -29,18 +29,17 @@ from tensorflow.python.ops.parallel_for import pfor as _pfor
 
 from keras_mp import kernels
 from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision
-from keras_mp.support import regions
+from keras_mp.support import regions, replica_threads
 from keras_mp.support.regions import Region
-from keras_mp.support.replica_threads import ReplicaThread
 
 
 class _Hook(NamedTuple):
-    """Something of TensorFlow's that is replaced.
+    """A function of TensorFlow's that is replaced.
 
     Attributes:
         owner: module or class.
         name: of the function in it.
-        make: takes TensorFlow's function and returns what takes its place.
+        make: takes TensorFlow's function and returns ours.
     """
 
     owner: Any
@@ -48,41 +47,45 @@ class _Hook(NamedTuple):
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _key(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function is traced for each region, as it is for each device."""
+def _key(own: Callable[..., Any]) -> Callable[..., object]:
+    """Traces a function for each region, as it is traced for each device."""
 
-    def make_function_context(*args: Any, **kwargs: Any) -> Any:
+    def make_function_context(*args: Any, **kwargs: Any) -> object:
         key, region = own(*args, **kwargs), regions.current()
         return key if region is None else key._replace(context=(key.context, region))
 
     return make_function_context
 
 
-def _without_region(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward pass runs in the dtypes of the forward pass; nothing of it is cast anew."""
+def _without_region(own: Callable[..., object]) -> Callable[..., object]:
+    """Runs the backward pass in the dtypes of the forward pass: nothing of it is cast anew."""
 
     @functools.wraps(own)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         with regions.none():
             return own(*args, **kwargs)
 
     return call
 
 
-def _with_gradient_as_forward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A gradient function of the user's runs in the region of its forward pass.
+def _with_gradient_as_forward(own: Callable[..., object]) -> Callable[..., object]:
+    """Runs a user's gradient function in the region of its forward pass.
 
     `tf.recompute_grad` computes the forward pass again in one.
     """
 
-    def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(
+        function: Callable[..., tuple[object, Callable[..., object]]],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> object:
         region = regions.current()
 
         @functools.wraps(function)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> tuple[object, Callable[..., object]]:
             result, gradient = function(*args, **kwargs)
 
-            def backward(*args: Any, **kwargs: Any) -> Any:
+            def backward(*args: Any, **kwargs: Any) -> object:
                 with entered(region):
                     return gradient(*args, **kwargs)
 
@@ -94,28 +97,11 @@ def _with_gradient_as_forward(own: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _in_threads_region(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A replica's thread runs in the region in which the thread was made."""
+def _without_pairs(own: Callable[..., object]) -> Callable[..., object]:
+    """Makes a function of a graph without the casts that cancel."""
 
     @functools.wraps(own)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        own(self, *args, **kwargs)
-        run, region = self.run, regions.current()
-
-        def run_in_region() -> None:
-            with entered(region):
-                run()
-
-        self.run = run_in_region
-
-    return init
-
-
-def _without_pairs(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function is made of a graph without the casts that cancel."""
-
-    @functools.wraps(own)
-    def from_func_graph(name: Any, graph: tf.Graph, *args: Any, **kwargs: Any) -> Any:
+    def from_func_graph(name: str, graph: tf.Graph, *args: Any, **kwargs: Any) -> object:
         with cast_pairs.left_out(graph):
             return own(name, graph, *args, **kwargs)
 
@@ -132,13 +118,12 @@ _HOOKS = (
     _Hook(_pfor.PFor, "convert", _without_region),
     _Hook(_custom_gradient, "_eager_mode_decorator", _with_gradient_as_forward),
     _Hook(_custom_gradient, "_graph_mode_decorator", _with_gradient_as_forward),
-    _Hook(ReplicaThread, "__init__", _in_threads_region),
 )
 _PERMANENT = _Hook(_atomic_function, "from_func_graph", _without_pairs)
 
 
 class _State:
-    """What this process has checked, and how many regions are in force in it."""
+    """Whether the hooks were checked in this process, and how many regions are in force in it."""
 
     is_checked = False
     open_regions = 0
@@ -146,7 +131,7 @@ class _State:
 
 _lock = threading.RLock()
 # TensorFlow's functions by ours.
-_own: dict[Callable[..., Any], Callable[..., Any]] = {}
+_own: dict[Callable[..., object], Callable[..., object]] = {}
 
 
 @contextlib.contextmanager
@@ -166,27 +151,23 @@ def entered(region: Region | None) -> Iterator[None]:
     with _lock:
         if not _State.is_checked:
             _check()
-        _open()
+        _count_regions(1)
     try:
         with regions.entered(region):
             yield
     finally:
         with _lock:
-            _close()
+            _count_regions(-1)
 
 
-def _open() -> None:
-    _State.open_regions += 1
-    if _State.open_regions == 1:
+def _count_regions(change: int) -> None:
+    """Counts the regions in force, and has the hooks in place while there are any."""
+    was_open = _State.open_regions > 0
+    _State.open_regions += change
+    is_open = _State.open_regions > 0
+    if is_open != was_open:
         for hook in _HOOKS:
-            _put(hook)
-
-
-def _close() -> None:
-    _State.open_regions -= 1
-    if _State.open_regions == 0:
-        for hook in _HOOKS:
-            _take_back(hook)
+            (_put if is_open else _take_back)(hook)
 
 
 @functools.cache
@@ -213,7 +194,7 @@ def _check() -> None:
     runs_eagerly = tf.config.functions_run_eagerly()
     try:
         _put(_PERMANENT)
-        _open()
+        _count_regions(1)
         tf.config.run_functions_eagerly(False)  # Functions are checked, too.
         try:
             # A new thread has none of the graphs and tapes that this one is in.
@@ -221,7 +202,7 @@ def _check() -> None:
                 thread.submit(_expect_all).result()
         finally:
             tf.config.run_functions_eagerly(runs_eagerly)
-            _close()
+            _count_regions(-1)
     except Exception as error:
         _take_back(_PERMANENT)
         raise RuntimeError(
@@ -230,6 +211,7 @@ def _check() -> None:
             f"of a region, with right gradients. Found: {error!r}"
         ) from error
     kernels.install()
+    replica_threads.inherit(regions.current, entered)
     _State.is_checked = True
 
 
@@ -244,17 +226,26 @@ def _expect(is_so: bool, what: str) -> None:
 
 def _expect_all() -> None:
     if tf.executing_eagerly():
+        x = tf.constant([[_X]])
+        differentiate = functools.partial(_gradients, where="in a function")
+        function = tf.function(differentiate, autograph=False)
+        results = [function(x)]
         with regions.entered(_TRIAL):
-            gradients = _gradients(tf.constant([[_X]]), "in eager")
-        values = [gradient.numpy().item() for gradient in gradients]
-        _expect(values == _GRADIENTS, "a wrong gradient, in eager")
-        _expect_in_functions()
+            results += [_gradients(x, "in eager"), function(x)]
+            nodes = function.get_concrete_function(x).function_def.node_def
+        values = [[gradient.numpy().item() for gradient in result] for result in results]
+        _expect(values == [_GRADIENTS] * 3, "a wrong gradient")
+        traces = function.experimental_get_tracing_count()
+        _expect(traces == 2, f"{traces} traces of a function that was called inside and outside")
+        casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
+        relus = [node for node in nodes if node.op == "Relu"]
+        _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")
     with tf.Graph().as_default(), regions.entered(_TRIAL):
         _gradients(tf.constant([[_X]]), "in a graph")
 
 
 def _gradients(x: tf.Tensor, where: str) -> Sequence[Any]:
-    """Differentiates a product; in a region, it has to be one in 16 bits."""
+    """Differentiates a product, which has to be one in 16 bits if this is a region."""
     with tf.GradientTape() as tape:
         tape.watch(x)
         product = tf.matmul(x, x)
@@ -268,22 +259,3 @@ def _gradients(x: tf.Tensor, where: str) -> Sequence[Any]:
             _expect(computed is not None, f"a float32 {op}, {where}")
         _expect(all(each is not None for each in gradients), f"no gradient, {where}")
     return gradients
-
-
-def _expect_in_functions() -> None:
-    @tf.function(autograph=False)
-    def function(x: tf.Tensor) -> Sequence[Any]:
-        return _gradients(x, "in a function")
-
-    x = tf.constant([[_X]])
-    results = [function(x)]
-    with regions.entered(_TRIAL):
-        results.append(function(x))
-        nodes = function.get_concrete_function(x).function_def.node_def
-    values = [[gradient.numpy().item() for gradient in result] for result in results]
-    _expect(values == [_GRADIENTS] * 2, "a wrong gradient, in a function")
-    traces = function.experimental_get_tracing_count()
-    _expect(traces == 2, f"{traces} traces of a function that was called inside and outside")
-    casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
-    relus = [node for node in nodes if node.op == "Relu"]
-    _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")

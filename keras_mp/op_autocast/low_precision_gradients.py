@@ -7,7 +7,7 @@ backward pass are those of the same operation in 16 bits. This module needs Tens
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import record as _record
@@ -15,10 +15,12 @@ from tensorflow.python.framework import ops as _ops
 
 from keras_mp.op_autocast import lower_precision
 
+_Results = TypeVar("_Results")
+
 
 def run_in_eager(
-    run: Callable[..., Any], op: str, args: Sequence[Any], inputs: int, dtype: tf.DType
-) -> Any:
+    run: Callable[..., _Results], op: str, args: Sequence[Any], inputs: int, dtype: tf.DType
+) -> _Results:
     """Runs an operation in eager, and tells tapes of its gradient in 16 bits.
 
     Args:
@@ -62,7 +64,7 @@ class _InLowPrecision:
     """An operation as its gradient function sees it, with 16-bit inputs.
 
     Args:
-        op: operation, or what a tape has kept of it.
+        op: operation, or the object in its place that a tape has kept.
         dtype: DType.
     """
 
@@ -70,7 +72,7 @@ class _InLowPrecision:
         self._op, self._dtype = op, dtype
         self.inputs = [lower_precision.cast(each, dtype) for each in op.inputs]
 
-    def get_attr(self, name: str) -> Any:
+    def get_attr(self, name: str) -> object:
         value = self._op.get_attr(name)
         # A DType equals its number too, and 1 is that of float32.
         return self._dtype if isinstance(value, tf.DType) and value == tf.float32 else value
@@ -95,9 +97,9 @@ class _Gradient:
         self.name = f"KerasMpGradientIn_{dtype.name}_{op}"
         tf.RegisterGradient(self.name)(self)
 
-    def __call__(self, op: tf.Operation, *upstream: Any) -> Any:
+    def __call__(self, op: tf.Operation, *upstream: tf.Tensor | None) -> object:
         if not isinstance(op, tf.Operation):
-            op.type = self._op  # What a tape keeps has the name of the gradient there.
+            op.type = self._op  # On a tape, the name of the gradient is there.
         differentiate = _ops.gradient_registry.lookup(self._op)
         low = [lower_precision.cast(each, self._dtype) for each in upstream]
         gradients = differentiate(_InLowPrecision(op, self._dtype), *low)

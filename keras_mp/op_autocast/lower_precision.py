@@ -1,8 +1,8 @@
 """The two dtypes of a tensor: 16 bits for the operations of a region, float32 for the program.
 
-What a 16-bit operation computes is cast to float32, and that is what the program gets. The float32
+The result of a 16-bit operation is cast to float32, and the program gets the cast. The float32
 tensor remembers the 16-bit one. The next operation gets a cast of the float32 tensor, so that this
-one stays a node of what is differentiated, and gradients with respect to it are right. In eager
+one stays a node of the differentiated graph, and gradients with respect to it are right. In eager
 that cast shares the memory of the 16-bit tensor. In a graph it is a cast, which `cast_pairs` takes
 out.
 
@@ -19,13 +19,13 @@ from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.variables import casts
 
-_FLOATS = (tf.float32, *LOW_PRECISION)
-# What casts are called, in graphs and on tapes.
+FLOATS = (tf.float32, *LOW_PRECISION)
+# The name of casts, in graphs and on tapes.
 NAME = "autocast"
 
 
 class Origin(NamedTuple):
-    """What is known of a float32 tensor.
+    """Facts about a float32 tensor.
 
     Attributes:
         low_precision: 16-bit tensor that has the same value, or None.
@@ -41,21 +41,21 @@ class Origin(NamedTuple):
 _UNKNOWN = Origin()
 
 
-def origin(tensor: tf.Tensor) -> Origin:
-    """Returns what is known of a tensor."""
+def origin(tensor: object) -> Origin:
+    """Returns the facts that were noted about a tensor."""
     return getattr(tensor, "_keras_mp_origin", _UNKNOWN)
 
 
 def mark(tensor: tf.Tensor, known: Origin) -> None:
-    """Notes what is known of a tensor."""
+    """Notes facts about a tensor."""
     tensor._keras_mp_origin = known  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def low_precision_of(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor | None:
+def low_precision_of(tensor: object, dtype: tf.DType) -> tf.Tensor | None:
     """Returns the 16-bit tensor that a float32 one was cast from, where it is of that dtype.
 
     Args:
-        tensor: any tensor.
+        tensor: any tensor, or a number.
         dtype: DType.
 
     Returns:
@@ -68,14 +68,14 @@ def low_precision_of(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor | None:
     return found if graph is None or getattr(found, "graph", None) is graph else None
 
 
-def to_low_precision(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def to_low_precision(tensor: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:
     """Casts a float32 tensor for an operation of a region.
 
     Args:
         tensor: float32 tensor, or a number.
         dtype: DType.
     """
-    if not tf.is_tensor(tensor):
+    if not isinstance(tensor, tf.Tensor):
         return tf.constant(tensor, dtype)
     if tensor.dtype == dtype:
         return tensor
@@ -106,7 +106,7 @@ def cast(value: Any, dtype: tf.DType) -> Any:
         value: anything.
         dtype: DType, float32 or of 16 bits.
     """
-    if not isinstance(value, tf.Tensor | tf.Variable) or value.dtype not in _FLOATS:
+    if not isinstance(value, tf.Tensor | tf.Variable) or value.dtype not in FLOATS:
         return value
     if value.dtype == tf.float32 != dtype:
         return to_low_precision(tf.convert_to_tensor(value), dtype)

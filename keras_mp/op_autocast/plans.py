@@ -1,26 +1,23 @@
-"""What a region does with an operation: which of its inputs are cast, and in which dtype it runs.
+"""The plan of an operation in a region: the inputs that are cast, and the dtype that it runs in.
 
-The first is the same for all calls of an operation in a region, and is a `Plan`; the second depends
-on what comes in. This module needs TensorFlow only.
+The former are the same for all calls of an operation in a region, and are in a `Plan`; the latter
+depends on the inputs. This module needs TensorFlow only.
 """
 
 import difflib
 import functools
-import numbers
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry as _op_defs
 
-from keras_mp.kernels import sums
+from keras_mp.kernels import replaced, sums
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.op_autocast.cast_policy import OpPolicy
 from keras_mp.support import op_table, registered_kernels
-from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.regions import Region
 
-_FLOATS = (tf.float32, *LOW_PRECISION)
 # Beyond these float16 has fewer digits, or none.
 _SMALLEST, _LARGEST = 1e-4, 1e4
 # A factor can do no more harm than an addition.
@@ -28,7 +25,7 @@ _LARGEST_FACTOR = 2.0
 
 
 class Plan(NamedTuple):
-    """What is the same for all calls of an operation in a region.
+    """Facts that are the same for all calls of an operation in a region.
 
     Attributes:
         op: str. Its name.
@@ -49,25 +46,20 @@ class Plan(NamedTuple):
     is_view: bool
 
 
-@functools.cache
-def usual_device() -> str:
-    """Returns the type of the device on which TensorFlow computes unless it is told otherwise."""
-    return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
-
-
-def dtype_for(plan: Plan, values: Sequence[Any], dtype: tf.DType) -> tf.DType | None:
-    """Decides in which dtype an operation runs.
+def dtype_for(plan: Plan, values: Sequence[tf.Tensor | float], dtype: tf.DType) -> tf.DType | None:
+    """Returns the dtype that an operation runs in.
 
     Args:
         plan: of the operation.
-        values: its inputs that share a dtype: tensors and numbers.
+        values: the inputs that share a dtype: tensors and numbers.
         dtype: DType of the region.
 
     Returns:
-        The region's dtype, or float32 where 16-bit and float32 tensors meet, or None: as it is.
+        The region's dtype, or float32 where 16-bit and float32 tensors meet, or None if the
+        operation is left alone.
     """
-    found = {value.dtype for value in values if not isinstance(value, numbers.Real)}
-    if not found or not found.issubset(_FLOATS) or tf.float32 not in found:
+    found = {value.dtype for value in values if isinstance(value, tf.Tensor)}
+    if not found or not found.issubset(lower_precision.FLOATS) or tf.float32 not in found:
         return None
     if plan.policy == cast_policy.ALLOW:
         return dtype
@@ -84,28 +76,28 @@ def dtype_for(plan: Plan, values: Sequence[Any], dtype: tf.DType) -> tf.DType | 
     return dtype
 
 
-def _is_safe(value: Any, dtype: tf.DType) -> bool:
-    """Whether the value fits into the dtype as well as what models compute in it."""
+def _is_safe(value: tf.Tensor | float, dtype: tf.DType) -> bool:
+    """Whether the value fits into the dtype as well as the numbers that models compute in it."""
     if lower_precision.low_precision_of(value, dtype) is not None:
         return True
     if lower_precision.origin(value).is_weight:
         return True
     if dtype == tf.bfloat16:  # It has the range of float32.
-        return isinstance(value, numbers.Real) or value.shape.rank == 0
+        return not isinstance(value, tf.Tensor) or value.shape.rank == 0
     number = _number(value)
     return number is not None and (number == 0 or _SMALLEST <= abs(number) <= _LARGEST)
 
 
-def _is_small_factor(value: Any) -> bool:
+def _is_small_factor(value: tf.Tensor | float) -> bool:
     if lower_precision.origin(value).is_bounded:
         return True
     number = _number(value)
     return number is not None and abs(number) <= _LARGEST_FACTOR
 
 
-def _number(value: Any) -> float | None:
-    """The value of a scalar that is known here and now."""
-    if isinstance(value, numbers.Real):
+def _number(value: tf.Tensor | float) -> float | None:
+    """Returns the value of a scalar if it is known now."""
+    if not isinstance(value, tf.Tensor):
         return float(value)
     if value.shape.rank != 0:
         return None
@@ -117,7 +109,7 @@ def _number(value: Any) -> float | None:
 
 
 def policy_for(op: str, region: Region, device: str) -> OpPolicy | None:
-    """Returns what is done with an operation, or None if nothing is known of it.
+    """Returns the policy for an operation, or None if there is none.
 
     Args:
         op: str.
@@ -143,13 +135,13 @@ def policy_for(op: str, region: Region, device: str) -> OpPolicy | None:
 
 @functools.cache
 def plan_of(op: str, region: Region) -> Plan | None:
-    """Returns what a region does with an operation, or None if it is left alone.
+    """Returns the plan of a region for an operation, or None if it is left alone.
 
     Args:
         op: str.
         region: Region.
     """
-    row = policy_for(op, region, usual_device())
+    row = policy_for(op, region, replaced.usual_device())
     if row is None or row.policy in (cast_policy.DENY, cast_policy.NONE):
         return None
     op_def, attr = _op_defs.get(op), dtype_attr(op, region.dtype)
@@ -190,11 +182,11 @@ def dtype_attr(op: str, dtype: tf.DType) -> str | None:
     return None
 
 
-def check_names(argument: str, ops: Any, dtype: tf.DType | None) -> frozenset[str]:
+def check_names(argument: str, ops: Iterable[str], dtype: tf.DType | None) -> frozenset[str]:
     """Checks names of operations that the user passed.
 
     Args:
-        argument: str. What it is called.
+        argument: str. The name of the argument.
         ops: iterable of str.
         dtype: DType in which they are to run, or None if they are not to.
 

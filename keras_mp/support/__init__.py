@@ -1,4 +1,4 @@
-"""What every subpackage uses: messages, checks of arguments, and where the code runs.
+"""Used by every subpackage: messages, checks of arguments, and where the code runs.
 
-What is here needs TensorFlow only.
+The modules here need TensorFlow only.
 """

@@ -1,26 +1,22 @@
-"""Attributes that one object has for a while, in the place of those of its class.
-
-This module needs nothing but Python.
-"""
+"""Attributes that an object has for a while. This module needs nothing but Python."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 _NOTHING = object()
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Gives an object an attribute inside of the block.
 
-    Keras, and layers of keras_mp, track what is set on them. This goes past that. What a
-    `threading.local` has is replaced for this thread.
+    It goes past `__setattr__`, by which Keras and layers of keras_mp track their attributes. An
+    attribute of a `threading.local` is replaced for this thread.
 
     Args:
         owner: object with a `__dict__`.
         name: str.
-        value: what the attribute is meanwhile.
+        value: the attribute's value meanwhile.
 
     Example:
 

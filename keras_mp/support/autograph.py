@@ -1,4 +1,4 @@
-"""What AutoGraph converts, and what it need not: it takes seconds for code without control flow.
+"""Tells AutoGraph which functions to convert: it takes seconds for code without control flow.
 
 This module needs TensorFlow only.
 """
@@ -10,14 +10,14 @@ import tensorflow as tf
 
 
 def do_not_convert(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets AutoGraph call a function as it is, and convert what users of it define.
+    """Lets AutoGraph call a function as it is, and convert functions of the user that it calls.
 
-    `tf.autograph.experimental.do_not_convert` would switch AutoGraph off for all that the function
-    calls, what `allow_conversion` returns among it.
+    `tf.autograph.experimental.do_not_convert` would switch AutoGraph off for all functions that
+    are called, those from `allow_conversion` among them.
 
     Args:
         function: A function, method or `functools.partial` without control flow that depends on
-            tensors. TensorFlow lets AutoGraph look at what it is given to call, too.
+            tensors. It may also be one that is passed to TensorFlow to be called.
 
     Returns:
         The function.
@@ -31,7 +31,7 @@ def do_not_convert(function: Callable[..., Any]) -> Callable[..., Any]:
     >>> float(tf.function(lambda x: twice(x))(tf.constant(1.0)))
     2.0
     """
-    # No public name: it is how AutoGraph marks what it has made itself.
+    # No public name: AutoGraph marks functions that it has made itself like this.
     function.autograph_info__ = {}
     return function
 
@@ -43,7 +43,7 @@ def allow_conversion(function: Callable[..., Any]) -> Callable[..., Any]:
         function: Any callable.
 
     Returns:
-        A callable. It is converted if AutoGraph converts what calls `allow_conversion`.
+        A callable. It is converted if AutoGraph converts the caller of `allow_conversion`.
 
     Example:
 

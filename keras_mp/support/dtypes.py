@@ -5,3 +5,11 @@ import tensorflow as tf
 LOW_PRECISION_NAMES = ("float16", "bfloat16")
 LOW_PRECISION = tuple(map(tf.as_dtype, LOW_PRECISION_NAMES))
 FLOATING = (*LOW_PRECISION, tf.float32, tf.float64)
+
+
+def parse(value: object) -> tf.DType | None:
+    """Returns the dtype that `tf.as_dtype` makes of a value, or None if it makes none."""
+    try:
+        return tf.as_dtype(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None

@@ -1,7 +1,7 @@
-"""Telling Python, from inside a graph, about something that happens rarely.
+"""Tells Python, from inside a graph, about an event that is rare.
 
-This module needs TensorFlow only. What does not happen costs nothing, but for one comparison a step
-in functions that are called from one that XLA compiles.
+This module needs TensorFlow only. Where there is no event, it costs nothing, but for one comparison
+a step in functions around one that XLA compiles.
 """
 
 import functools
@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from keras_mp.support import messages, op_callbacks
 
-# The collection of a graph that XLA compiles of the callbacks that the graph around looks into, and
-# of the replicas that do.
+# The collection, in a graph that XLA compiles, of the callbacks that the graph around it looks
+# into, with the replicas in which it does.
 _LOOKED_INTO = "keras_mp_looked_into"
 
 
@@ -29,8 +29,8 @@ class HostCallback:
         buffer: int64 variable. First whether something was left, then the numbers.
 
     Args:
-        read: called with the numbers, a list of int, and the line of the program that they are
-            about, or None where XLA compiled the function.
+        read: takes the numbers, a list of int, and the line of the program that they are about, or
+            None where XLA compiled the function.
         size: int. How many numbers.
         beside: another one, or None (the default). The function around a compiled one looks into
             both at once: on a GPU, it waits for each look.
@@ -50,11 +50,11 @@ class HostCallback:
         self._together.append(self)
 
     def post(self, numbers: tf.Tensor, when: tf.Tensor) -> None:
-        """Sends numbers, where the rare thing has happened.
+        """Sends numbers in the event.
 
         Args:
             numbers: int64 tensor of shape [size].
-            when: bool scalar tensor. Whether it has happened.
+            when: bool scalar tensor. Whether this is the event.
         """
         if is_compiled_by_xla():
             # Not in a branch: one that holds none is no branch any more once XLA has compiled it.
@@ -64,7 +64,7 @@ class HostCallback:
             tf.cond(when, lambda: self._tell(numbers, messages.users_line()), lambda: None)
 
     def watch(self) -> None:
-        """Makes sure that what `post` leaves behind is found. Called outside of the branch."""
+        """Makes sure that numbers that `post` leaves are found. Called outside of the branch."""
         if not is_compiled_by_xla():
             return
         self._is_watched = True
@@ -88,18 +88,15 @@ class HostCallback:
         if self._is_watched and tf.executing_eagerly():
             _look_into([self])
 
-    def _tell(self, numbers: tf.Tensor, line: messages.Line | None) -> None:
-        def read(numbers: tf.Tensor) -> None:
-            self._read(numbers.numpy().tolist(), line)
-
-        _call_python(read, numbers)
+    def _tell(self, numbers: tf.Tensor, line: messages.Line) -> None:
+        _call_python(lambda received: self._read(received, line), numbers)
 
     def _deliver(self, left: tf.Tensor) -> None:
         # In the graph, so that it runs before anything else is left there.
         self.buffer.assign(tf.zeros_like(left), read_value=False)
 
-        def read(left: tf.Tensor) -> None:
-            is_left, *numbers = left.numpy().tolist()
+        def read(received: list[int]) -> None:
+            is_left, *numbers = received
             if is_left:
                 self._read(numbers, None)
 
@@ -118,16 +115,19 @@ def _look_into(callbacks: Sequence[HostCallback]) -> None:
 
 
 def _replica_id() -> int | None:
-    """The number of the replica that is traced; None where there is none."""
+    """Returns the number of the replica that is traced; None where there is none."""
     context = tf.distribute.get_replica_context()
     return context and tf.get_static_value(context.replica_id_in_sync_group)
 
 
-def _call_python(function: Callable[[tf.Tensor], None], numbers: tf.Tensor) -> None:
+def _call_python(function: Callable[[list[int]], None], numbers: tf.Tensor) -> None:
+    def call(numbers: tf.Tensor) -> None:
+        function(numbers.numpy().tolist())
+
     if tf.executing_eagerly():
-        function(numbers)
+        call(numbers)
     else:
-        tf.py_function(function, [numbers], [])
+        tf.py_function(call, [numbers], [])
 
 
 def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Variable:
@@ -150,7 +150,7 @@ def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Vari
 
 
 def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes one operation of a function: in a branch that is not taken, each costs a little.
+    """Makes one operation of a function: each operation of a branch that is not taken has a cost.
 
     Args:
         function: takes and returns structures of tensors, and may assign to variables.
@@ -166,11 +166,11 @@ def shared_operation(
 ) -> Callable[..., Any]:
     """Decorates a function as `as_one_operation` does, for all callers: it is traced once.
 
-    What is traced for arguments of some shapes and dtypes is kept for as long as the process runs.
+    A trace for arguments of some shapes and dtypes is kept for as long as the process runs.
 
     Args:
-        function: takes and returns structures of tensors, and depends on nothing else but on
-            whether XLA compiles it.
+        function: takes and returns structures of tensors, and depends on nothing else but whether
+            XLA compiles it.
         signature: sequence of TensorSpec, one for each argument, which is traced in place of the
             arguments' own shapes and dtypes. Defaults to none.
 
@@ -183,7 +183,7 @@ def shared_operation(
     def call(*args: Any) -> Any:
         if tf.executing_eagerly():
             return function(*args)
-        # What observes the first caller would stay in what all others run.
+        # An observer of the first caller would stay in the trace that all others run.
         with op_callbacks.unobserved():
             return operations[is_compiled_by_xla()](*args)
 
@@ -207,7 +207,7 @@ def is_compiled_by_xla() -> bool:
 
 
 def in_v1_graph() -> bool:
-    """Whether a graph of TensorFlow 1 is being built: it runs only what a session asks for."""
+    """Whether a graph of TensorFlow 1 is being built, which a session runs."""
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
 

@@ -1,4 +1,4 @@
-"""How keras_mp speaks to the user: one warning category, raised at the user's own line."""
+"""Warnings of keras_mp: one category, raised at the user's own line."""
 
 import contextlib
 import os
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 _PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras")
 _AUTOGRAPH = "__autograph_generated_file"
 
-# By which Python's default filter knows what it has shown.
+# Python's default filter notes here which warnings it has shown.
 _registry: dict[Any, Any] = {}
 
 
 class MixedPrecisionWarning(UserWarning):
-    """Everything keras_mp warns about, so that one filter reaches all of it.
+    """The category of all warnings of keras_mp, so that one filter reaches all of them.
 
     Example:
 
@@ -47,8 +47,8 @@ def warn(message: str, line: Line | None = None) -> None:
     """Warns with `MixedPrecisionWarning`, pointing at the user's line.
 
     Args:
-        message: str. What happened and what cures it.
-        line: Line. Where it happened; by default the line that is being executed.
+        message: str. The problem and the cure.
+        line: Line. The line to point at; by default the one that is being executed.
     """
     file, number = line or users_line()
     warnings.warn_explicit(message, MixedPrecisionWarning, file, number, registry=_registry)

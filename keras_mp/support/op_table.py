@@ -83,7 +83,7 @@ _TABLE = {
     "fills": "Fill OneHot OnesLike ZerosLike",
     "empty tensors": "Empty EmptyTensorList TensorListReserve",
     "no numbers": "Assert BroadcastGradientArgs NoOp TensorListElementShape",
-    # What a graph begins and ends with, and its variables.
+    # The beginning and the end of a graph, and its variables.
     "arguments": "Placeholder PlaceholderWithDefault _Arg",
     "data": "IteratorGetNext",
     "constants": "Const",

@@ -1,8 +1,8 @@
 """Computations with a gradient of their own that keep no graph alive.
 
 `tf.custom_gradient` registers a function for each call in a graph, and with it the graph, until the
-process ends. What is registered here knows the graph as long as it lives, and tensors by name. This
-module needs TensorFlow only.
+process ends. The functions that are registered here know the graph as long as it lives, and its
+tensors by name. This module needs TensorFlow only.
 """
 
 import itertools
@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from keras_mp.support.autograph import do_not_convert
 
-# What is computed: the outputs, and what the gradient needs beside them and the inputs.
+# The outputs, and other tensors that are kept for the gradient.
 Computed = tuple[list[tf.Tensor], list[tf.Tensor]]
-# Takes the gradients of the outputs, the inputs, the outputs, and what was kept.
+# Takes the gradients of the outputs, the inputs, the outputs, and the tensors that were kept.
 Gradient = Callable[..., list[tf.Tensor | None]]
 
 
@@ -29,11 +29,12 @@ def compute(
     """Computes something with a gradient of its own.
 
     Args:
-        name: str. Of the gradient.
-        function: takes the inputs; returns a list of outputs, and one of what the gradient needs.
+        name: str. The name of the gradient.
+        function: takes the inputs; returns a list of outputs, and one of other tensors that the
+            gradient needs.
         gradient: takes a list of the gradients of the outputs, and the lists of the inputs, the
-            outputs and what is kept; returns the gradients of the inputs. A function of a module,
-            which uses no other tensors.
+            outputs and the tensors that are kept; returns the gradients of the inputs. A function
+            of a module, which uses no other tensors.
         inputs: sequence of tensors.
 
     Returns:
@@ -48,19 +49,33 @@ def compute(
 
         return in_eager(*inputs)
     outputs, kept = function(*inputs)
-    tensors = [*inputs, *outputs, *kept]
     start, end = len(inputs), len(inputs) + len(outputs)
-    graph = tf.compat.v1.get_default_graph()
-    types = [tensor.dtype.as_datatype_enum for tensor in tensors]
-    attrs = {"T": tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))}
+    graph = weakref.ref(tf.compat.v1.get_default_graph())
     registered, names = f"KerasMp{name}_{next(_numbers)}", []
-    _register(registered, gradient, weakref.ref(graph), names, start, end)
-    with graph.gradient_override_map({"IdentityN": registered}):
-        op = graph.create_op("IdentityN", tensors, [t.dtype for t in tensors], attrs=attrs)
+    _register(registered, gradient, graph, names, start, end)
+    op = identity(registered, [*inputs, *outputs, *kept])
     # Eager tensors have become tensors of the graph.
     names += [each.name for each in op.inputs]
-    tf.__internal__.record_gradient(registered, list(op.inputs), (), op.outputs)
     return list(op.outputs[start:end])
+
+
+def identity(gradient: str, tensors: Sequence[tf.Tensor]) -> tf.Operation:
+    """Makes an identity of tensors in a graph that has a registered gradient.
+
+    Args:
+        gradient: str. The name of the gradient.
+        tensors: sequence of tensors.
+
+    Returns:
+        The operation, whose outputs are equal to the tensors.
+    """
+    types = [tensor.dtype.as_datatype_enum for tensor in tensors]
+    attrs = {"T": tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))}
+    graph = tf.compat.v1.get_default_graph()
+    with graph.gradient_override_map({"IdentityN": gradient}):
+        op = graph.create_op("IdentityN", tensors, [t.dtype for t in tensors], attrs=attrs)
+    tf.__internal__.record_gradient(gradient, list(op.inputs), (), op.outputs)
+    return op
 
 
 _numbers = itertools.count()

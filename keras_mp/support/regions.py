@@ -6,14 +6,15 @@ module needs TensorFlow only.
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.support.attributes import replaced
+
 
 class Region(NamedTuple):
-    """What `keras_mp.autocast` has put in force.
+    """The arguments of `keras_mp.autocast` that are in force.
 
     Attributes:
         dtype: DType, bfloat16 or float16.
@@ -43,19 +44,13 @@ def current() -> Region | None:
     return _thread.region
 
 
-@contextlib.contextmanager
-def entered(region: Region | None) -> Iterator[None]:
-    """Puts a region in force, or None, which stops autocasting.
+def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that puts a region in force, or None, which stops autocasting.
 
     Args:
         region: Region or None.
     """
-    before = _thread.region
-    _thread.region = region
-    try:
-        yield
-    finally:
-        _thread.region = before
+    return replaced(_thread, "region", region)
 
 
 def none() -> contextlib.AbstractContextManager[None]:

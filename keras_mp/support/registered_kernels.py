@@ -1,4 +1,4 @@
-"""Which kernels TensorFlow has registered for an operation."""
+"""The kernels that TensorFlow has registered for an operation."""
 
 import functools
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ def has_kernel(op: str, types: Mapping[str, int], device: str) -> bool:
 
     Args:
         op: str. The operation's type.
-        types: by attribute of the operation, the number of its dtype.
+        types: the numbers of dtypes, by the attribute of the operation.
         device: str. The type of the device, "CPU" or "GPU".
     """
     return any(
@@ -22,7 +22,7 @@ def has_kernel(op: str, types: Mapping[str, int], device: str) -> bool:
 
 @functools.cache
 def _allowed_types(op: str, device: str) -> tuple[dict[str, frozenset[int]], ...]:
-    """The dtypes that each kernel allows, by the attributes that it limits."""
+    """Returns the dtypes that each kernel allows, by the attributes that it limits."""
     return tuple(
         {each.name: frozenset(each.allowed_values.list.type) for each in kernel.constraint}
         for kernel in _kernels.get_registered_kernels_for_op(op).kernel

@@ -1,4 +1,4 @@
-"""Threads of replicas, which inherit what holds in the thread that starts them.
+"""Threads of replicas, which inherit the state of the thread that starts them.
 
 `MirroredStrategy` and `MultiWorkerMirroredStrategy` run each replica in a thread of its own. This
 module needs TensorFlow only.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from tensorflow.python.distribute.mirrored_run import _MirroredReplicaThread as ReplicaThread
+from tensorflow.python.distribute.mirrored_run import _MirroredReplicaThread
 
 _State = TypeVar("_State")
 
@@ -18,13 +18,13 @@ _State = TypeVar("_State")
 def inherit(
     state: Callable[[], _State], entered: Callable[[_State], AbstractContextManager[None]]
 ) -> None:
-    """Lets replicas run in what is in force in the thread that starts them, from now on.
+    """Lets replicas inherit a state of the thread that starts them, from now on.
 
     Args:
-        state: called in the thread that starts a replica; returns what is in force there.
-        entered: takes that, and returns the context manager in which the replica runs.
+        state: returns the state of the current thread.
+        entered: takes a state, and returns the context manager in which a thread has it.
     """
-    own = ReplicaThread.start
+    own = _MirroredReplicaThread.start
 
     @functools.wraps(own)
     def start(self: threading.Thread) -> None:
@@ -37,4 +37,4 @@ def inherit(
         self.run = run_in_state
         own(self)  # pyright: ignore[reportArgumentType]
 
-    ReplicaThread.start = start
+    _MirroredReplicaThread.start = start

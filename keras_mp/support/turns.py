@@ -3,14 +3,14 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# On a busy machine the median of the turns takes longer than the fastest by more than that.
+# On a busy machine the median of the turns takes this many times as long as the fastest, or longer.
 _CALM = 1.25
 
 
 class Turn(NamedTuple):
-    """How long a call took.
+    """The time of a call.
 
     Attributes:
         wall: seconds on the clock.
@@ -21,12 +21,12 @@ class Turn(NamedTuple):
     cpu: float
 
 
-def take(steps: Mapping[str, Callable[[], Any]], count: int) -> dict[str, list[Turn]]:
+def take(steps: Mapping[str, Callable[[], object]], count: int) -> dict[str, list[Turn]]:
     """Calls functions in turns.
 
     Args:
         steps: mapping of names and functions, which return when they have computed.
-        count: int. How often each is called.
+        count: int. The number of calls of each.
 
     Returns:
         dict of names and lists of `Turn`s.
@@ -39,23 +39,23 @@ def take(steps: Mapping[str, Callable[[], Any]], count: int) -> dict[str, list[T
             steps[name]()
             end = time.perf_counter(), time.process_time()
             turns[name].append(Turn(end[0] - start[0], end[1] - start[1]))
-        order.append(order.pop(0))  # What comes after a slow one has the caches against it.
+        order.append(order.pop(0))  # After a slow one, the caches hold other data.
     return turns
 
 
 def fastest(turns: dict[str, list[Turn]]) -> dict[str, float]:
-    """Seconds of the fastest turn of each name. Other load can only make a turn slower."""
+    """Returns the seconds of the fastest turn of each name: other load only makes turns slower."""
     return {name: min(turn.wall for turn in of_name) for name, of_name in turns.items()}
 
 
 def undisturbed(turns: dict[str, list[Turn]]) -> dict[str, float]:
-    """Seconds that each would take on a CPU that has nothing else to do.
+    """Returns the seconds that each would take on a CPU that has nothing else to do.
 
-    Threads that wait for a core do not compute, so while others use the cores, it is the time in
-    which this process computes that tells how they compare.
+    Threads that wait for a core do not compute. So while other processes use the cores, the CPU
+    time of this process tells how the functions compare.
 
     Args:
-        turns: by name, what took turns with the others.
+        turns: the result of `take`.
     """
     seconds = fastest(turns)
     medians = {name: statistics.median(turn.wall for turn in turns[name]) for name in turns}

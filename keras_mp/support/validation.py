@@ -1,13 +1,12 @@
-"""Checks of arguments: what bad input gets is an error that shows the value."""
+"""Checks of arguments. The errors show the value."""
 
 import math
 import numbers
-from typing import Any
 
 
 def number(
     name: str,
-    value: Any,
+    value: float,
     at_least: float = -math.inf,
     above: float = -math.inf,
     below: float = math.inf,
@@ -17,7 +16,7 @@ def number(
 
     Args:
         name: str. The argument's name, for the message.
-        value: Any. What was passed.
+        value: the argument.
         at_least: float. Lowest value allowed.
         above: float. The value must be greater.
         below: float. The value must be less.
@@ -52,16 +51,16 @@ def number(
     return float(value)
 
 
-def _is_a(kind: type, value: Any) -> bool:
+def _is_a(kind: type, value: object) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def integer(name: str, value: Any, below: int = 2**63, at_least: int = 1) -> int:
+def integer(name: str, value: int, below: int = 2**63, at_least: int = 1) -> int:
     """Checks that an argument is a whole number within bounds.
 
     Args:
         name: str. The argument's name, for the message.
-        value: Any. What was passed.
+        value: the argument.
         below: int. The value must be less; defaults to what an int64 holds.
         at_least: int. Lowest value allowed. Defaults to 1.
 
@@ -83,17 +82,17 @@ def integer(name: str, value: Any, below: int = 2**63, at_least: int = 1) -> int
     return int(value)
 
 
-def integer_or_none(name: str, value: Any) -> int | None:
+def integer_or_none(name: str, value: int | None) -> int | None:
     """Checks that an argument is None, or a whole number of at least 1, as `integer` does."""
     return None if value is None else integer(name, value)
 
 
-def boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: bool) -> bool:
     """Checks that an argument is True or False.
 
     Args:
         name: str. The argument's name, for the message.
-        value: Any. What was passed.
+        value: the argument.
 
     Returns:
         The value.

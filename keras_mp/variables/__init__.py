@@ -1,6 +1,6 @@
-"""Variables that cast themselves, when they do, and what is said where two dtypes meet.
+"""Variables that cast themselves, the scope in which they do, and errors where two dtypes meet.
 
-RFC 293, "AutoCastVariable API" and "TypeErrors". What is here needs TensorFlow only.
+RFC 293, "AutoCastVariable API" and "TypeErrors". This subpackage needs TensorFlow only.
 """
 
 from keras_mp.variables.autocast_variable import AutoCastVariable, autocast_variable, cast_once
@@ -9,7 +9,6 @@ from keras_mp.variables.scope import (
     autocast_scope,
     in_current_scope,
     recompute_grad,
-    share_scope,
 )
 
 __all__ = [
@@ -20,5 +19,4 @@ __all__ = [
     "cast_once",
     "in_current_scope",
     "recompute_grad",
-    "share_scope",
 ]

@@ -8,17 +8,17 @@ import copy
 import functools
 import inspect
 import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.variables import casts
 from keras_mp.variables.scope import autocast_dtype
+from keras_mp.variables.wrapper import AsWrapped, VariableWrapper, WrapperType
 
 
-def autocast_variable(variable: Any) -> "AutoCastVariable":
+def autocast_variable(variable: tf.Variable) -> "AutoCastVariable":
     """Wraps a variable so that it casts itself in an `autocast_scope`.
 
     Args:
@@ -59,7 +59,7 @@ def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
     In a graph the second read of a variable reuses the cast of the first one anyway. That stops at
     the body of a loop, which runs many times and might write to the variable, and in eager, where
     writes cannot be seen. Here you promise that there are none, and so a recurrent cell in
-    `tf.while_loop` casts its kernel once instead of once a time step. Gradients still are summed in
+    `tf.while_loop` casts its kernel once instead of once a time step. Gradients are still summed in
     the true dtype. A `tf.function` that is traced inside casts for itself, since it may be called
     again outside.
 
@@ -86,21 +86,7 @@ def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
         yield
 
 
-def _updates(name: str) -> Callable[..., Any]:
-    """A method that writes through the wrapped variable's method, in the true dtype."""
-
-    @functools.wraps(getattr(tf.Variable, name))
-    def update(self: "AutoCastVariable", *args: Any, **kwargs: Any) -> Any:
-        return self._update(name, *args, **kwargs)
-
-    return update
-
-
-class AutoCastVariable(
-    tf.__internal__.tracking.DelegatingTrackableMixin,
-    tf.Variable,
-    tf.__internal__.types.Tensor,
-):
+class AutoCastVariable(VariableWrapper):
     """A variable that appears in another dtype inside of a scope.
 
     It wraps a `tf.Variable` and behaves as that variable does, outside of an `autocast_scope` in
@@ -130,12 +116,12 @@ class AutoCastVariable(
     Source: RFC 293, "AutoCastVariable API".
     """
 
-    def __new__(cls, variable: Any) -> "AutoCastVariable":
+    def __new__(cls, variable: tf.Variable) -> "AutoCastVariable":
         """Makes an instance of the class that fits the class of the wrapped variable."""
         _check(variable)
         return super().__new__(_class_for(type(variable)))
 
-    def __init__(self, variable: Any) -> None:
+    def __init__(self, variable: tf.Variable) -> None:
         object.__setattr__(self, "_variable", variable)
 
     @property
@@ -160,11 +146,11 @@ class AutoCastVariable(
         """Returns the value without ever copying it, in the dtype in which the variable appears."""
         return self._cast(self._variable.read_value_no_copy())
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Returns some rows, which alone are cast."""
         return self._cast(self._variable.sparse_read(indices, name=name))
 
-    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Returns some elements or slices, which alone are cast."""
         return self._cast(self._variable.gather_nd(indices, name=name))
 
@@ -176,39 +162,11 @@ class AutoCastVariable(
                 f"Cannot convert a variable that appears as {self.dtype.name} to a tensor of "
                 f"{dtype.name}; `tf.cast` does. Received: {self!r}"
             )
-        # Of a variable that is summed over replicas when it is read, `value` is not always there.
+        # A variable that is summed over replicas when it is read does not always have `value`.
         return casts.read(self._variable, self.dtype, tf.convert_to_tensor)
 
     def _cast(self, value: tf.Tensor) -> tf.Tensor:
         return casts.cast(value, self.dtype)
-
-    assign = _updates("assign")
-    assign_add = _updates("assign_add")
-    assign_sub = _updates("assign_sub")
-    batch_scatter_update = _updates("batch_scatter_update")
-    load = _updates("load")
-    scatter_add = _updates("scatter_add")
-    scatter_div = _updates("scatter_div")
-    scatter_max = _updates("scatter_max")
-    scatter_min = _updates("scatter_min")
-    scatter_mul = _updates("scatter_mul")
-    scatter_nd_add = _updates("scatter_nd_add")
-    scatter_nd_sub = _updates("scatter_nd_sub")
-    scatter_nd_update = _updates("scatter_nd_update")
-    scatter_sub = _updates("scatter_sub")
-    scatter_update = _updates("scatter_update")
-
-    def scatter_nd_max(self, indices: Any, updates: Any, name: str | None = None) -> Any:
-        """Keeps the greater of an element and its update."""
-        return self._update("scatter_nd_max", indices, updates, name=name)
-
-    def scatter_nd_min(self, indices: Any, updates: Any, name: str | None = None) -> Any:
-        """Keeps the smaller of an element and its update."""
-        return self._update("scatter_nd_min", indices, updates, name=name)
-
-    def _strided_slice_assign(self, *args: Any, **kwargs: Any) -> Any:
-        # What `variable[1:].assign(...)` calls.
-        return self._update("_strided_slice_assign", *args, **kwargs)
 
     def _update(self, method: str, *args: Any, **kwargs: Any) -> Any:
         casts.refuse_if_held(self._variable)
@@ -225,8 +183,8 @@ class AutoCastVariable(
         is_tensorflow_2 = tf.compat.v1.executing_eagerly_outside_functions()
         return _is_distributed(type(self._variable)) and is_tensorflow_2
 
-    def _as_graph_element(self) -> Any:
-        """What `tf.control_dependencies` waits for, given the variable or what an update returns.
+    def _as_graph_element(self) -> tf.Tensor | tf.Operation:
+        """Returns what `tf.control_dependencies` waits for, given the variable.
 
         An update of all replicas returns the variable. In a function, a read of it comes after.
         """
@@ -240,52 +198,32 @@ class AutoCastVariable(
             return tf.IndexedSlices(values, value.indices, value.dense_shape)
         if self.dtype == self.true_dtype or not tf.is_tensor(value) or value.dtype != self.dtype:
             return value
-        # Of another such variable nothing is rounded on the way.
+        # The value of another such variable is not rounded on the way.
         value = value._variable if isinstance(value, AutoCastVariable) else value
         return tf.cast(value, self.true_dtype)
 
-    # As the wrapped variable, which is what is copied, saved and restored.
-
-    def _should_act_as_resource_variable(self) -> None:
-        # That it is there is how TensorFlow knows a resource variable of a foreign class.
-        return
-
-    @property
-    def _trackable(self) -> Any:
-        return self._variable
-
-    def _export_to_saved_model_graph(self, object_map: Any, *args: Any, **kwargs: Any) -> Any:
-        exported = self._variable._export_to_saved_model_graph(object_map, *args, **kwargs)
-        object_map[self] = object_map[self._variable]
-        return exported
-
-    def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+    def _copy_trackable_to_cpu(self, object_map: MutableMapping[object, Any]) -> None:
         self._variable._copy_trackable_to_cpu(object_map)
         if self not in object_map:
             object_map[self] = AutoCastVariable(object_map[self._variable])
 
-    def __tf_tracing_type__(self, context: Any) -> tf.types.experimental.TraceType:
+    def __tf_tracing_type__(self, context: object) -> WrapperType:
         del context
-        return _AutoCastType(self)
+        return WrapperType(self._variable, self.dtype, AutoCastVariable)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_variable":
-            raise AttributeError(name)  # It is being copied or unpickled.
-        return getattr(self._variable, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._variable, name, value)
 
     def __copy__(self) -> "AutoCastVariable":
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AutoCastVariable":
+    def __deepcopy__(self, memo: dict[int, object]) -> "AutoCastVariable":
         return AutoCastVariable(copy.deepcopy(self._variable, memo))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[[tf.Variable], "AutoCastVariable"], tuple[tf.Variable]]:
         return autocast_variable, (self._variable,)
 
-    # Above those of `tf.distribute`, which would not cast.
+    # Here they come before those of `tf.distribute`, which would not cast.
     __eq__ = tf.Variable.__eq__
     __ne__ = tf.Variable.__ne__
     __hash__ = tf.Variable.__hash__
@@ -296,68 +234,30 @@ class AutoCastVariable(
         return f"<AutoCastVariable cast_to={cast_to} of {self._variable!r}>"
 
 
-class _AutoCastType(tf.types.experimental.TraceType):
-    """What `tf.function` knows of an argument: which variable it is, and the dtype in force.
+def _updates(name: str) -> Callable[..., object]:
+    """Returns a method that writes through the wrapped variable's method, in the true dtype."""
 
-    So a function is traced for each variable, as for a Python object, and again for another dtype.
-    One trace for all variables of a shape, as plain variables have it, is open to TensorFlow's own
-    classes only.
-    """
+    def update(self: AutoCastVariable, *args: Any, **kwargs: Any) -> object:
+        return self._update(name, *args, **kwargs)
 
-    def __init__(self, variable: AutoCastVariable) -> None:
-        self._dtype = variable.dtype
-        self._wrapped = weakref.ref(variable._variable)
-        self._hash = hash((id(variable._variable), self._dtype))
-
-    def is_subtype_of(self, other: Any) -> bool:
-        return self == other
-
-    def most_specific_common_supertype(self, others: Any) -> Any:
-        return self if all(self == other for other in others) else None
-
-    def placeholder_value(self, placeholder_context: Any) -> AutoCastVariable:
-        del placeholder_context
-        return AutoCastVariable(self._wrapped())
-
-    def to_tensors(self, value: Any) -> list[tf.Tensor]:
-        del value
-        return []
-
-    def cast(self, value: Any, cast_context: Any) -> Any:
-        del cast_context
-        return value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: Any) -> bool:
-        return (
-            isinstance(other, _AutoCastType)
-            and self._dtype == other._dtype
-            and self._wrapped() is other._wrapped() is not None
-        )
+    return functools.wraps(getattr(tf.Variable, name, update))(update)
 
 
-class _AsWrapped:
-    """An attribute that is the wrapped variable's: a property, a method or a special method."""
-
-    def __init__(self, name: str, documentation: str | None) -> None:
-        self._name = name
-        self.__doc__ = documentation
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else getattr(instance._variable, self._name)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        setattr(instance._variable, self._name, value)
+for _name in (
+    *("assign", "assign_add", "assign_sub", "batch_scatter_update", "load"),
+    *("scatter_add", "scatter_div", "scatter_max", "scatter_min", "scatter_mul", "scatter_sub"),
+    *("scatter_update", "scatter_nd_add", "scatter_nd_max", "scatter_nd_min", "scatter_nd_sub"),
+    *("scatter_nd_update", "_strided_slice_assign"),  # The last one is `variable[1:].assign`.
+):
+    setattr(AutoCastVariable, _name, _updates(_name))
 
 
-# What `tf.Variable` does through `value()`, and so casts: operators, slicing, iteration.
+# Methods of `tf.Variable` that call `value()`, and so cast: operators, slicing, iteration.
 _THROUGH_VALUE = frozenset(
     name for name in vars(tf.Variable) if name.startswith("__") and name not in vars(object)
 ) - {"__module__", "__dict__", "__weakref__", "__abstractmethods__"}
 
-# What stays with the object that the user holds, and what would make it a composite tensor.
+# Attributes that belong to the wrapper, and one that would make it a composite tensor.
 _OWN = frozenset(("ref", "experimental_ref", "_type_spec"))
 
 
@@ -365,7 +265,7 @@ _OWN = frozenset(("ref", "experimental_ref", "_type_spec"))
 def _class_for(wrapped_class: type) -> type[AutoCastVariable]:
     """Makes the class of what wraps a variable of that class."""
     namespace: dict[str, Any] = {"__module__": __name__, "__doc__": AutoCastVariable.__doc__}
-    explicit = dir(object) + [name for base in AutoCastVariable.__mro__[:2] for name in vars(base)]
+    explicit = dir(object) + [name for base in AutoCastVariable.__mro__[:3] for name in vars(base)]
     for name in dir(wrapped_class):
         attribute = inspect.getattr_static(wrapped_class, name)
         if name in _THROUGH_VALUE:
@@ -373,7 +273,7 @@ def _class_for(wrapped_class: type) -> type[AutoCastVariable]:
         elif name in _OWN or name in explicit:
             continue
         elif inspect.isfunction(attribute) or inspect.isdatadescriptor(attribute):
-            namespace[name] = _AsWrapped(name, inspect.getdoc(attribute))
+            namespace[name] = AsWrapped(name, inspect.getdoc(attribute))
     bases = (AutoCastVariable, *([wrapped_class] if _is_distributed(wrapped_class) else []))
     name = "AutoCast" + wrapped_class.__name__.lstrip("_")
     return types.new_class(name, bases, {}, lambda body: body.update(namespace))
@@ -384,7 +284,7 @@ def _is_distributed(variable_class: type) -> bool:
     return "distribute" in variable_class.__module__.split(".")
 
 
-def _check(variable: Any) -> None:
+def _check(variable: object) -> None:
     is_resource = tf.__internal__.ops.is_resource_variable(variable)
     if not isinstance(variable, tf.Variable) or not is_resource:
         raise TypeError(

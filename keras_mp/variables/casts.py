@@ -1,24 +1,24 @@
-"""Casting what was read from a variable: once where that is sound, else each time.
+"""Casts the values of variables: once where that is sound, else each time.
 
 This module needs TensorFlow only. In a graph, a second read of a variable gets the cast of the
-first one, if nothing can have written to the variable in between. That can be seen there: an
-operation that writes takes the variable's handle. In eager it cannot be seen, since an operation
-may write to a handle without asking the variable; there, and from one graph to the next
-(the body of a loop runs many times), only `hold` saves casts: the user says that nothing is
-written.
+first one, if nothing can have written to the variable in between. A graph shows that: an operation
+that writes takes the variable's handle. In eager nothing shows it: an operation may write to a
+handle without the variable. There, and from one graph to the next (the body of a loop runs many
+times), only `hold` saves casts: the user says that nothing is written.
 """
 
 import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 
-from keras_mp.support import host, op_table
+from keras_mp.support import host, op_table, own_gradient
+from keras_mp.support.attributes import replaced
 
 # Graphs that run where they are built. Nothing public tells them from those of functions.
 _CONTROL_FLOW = (
@@ -33,52 +33,53 @@ _READS = op_table.ops("reads of variables", "looks at variables")
 _READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
-class _Cast(NamedTuple):
-    """A cast that was made: the name of its tensor, and who had written to the variable by then."""
+class _SharedCast(NamedTuple):
+    """A cast that was made: the name of its tensor, and the operations that had written before."""
 
     name: str
     writers: frozenset[str]
 
 
-# By graph, then by handle, dtype and device. Their names, since a tensor would keep its graph.
+# By graph, then by handle, dtype and device. Names of tensors, as a tensor would keep its graph.
 _Key = tuple[str, str, str]
-_made: weakref.WeakKeyDictionary[Any, dict[_Key, _Cast]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[tf.Graph, dict[_Key, _SharedCast]] = weakref.WeakKeyDictionary()
 
 
 class _Held(NamedTuple):
     """A cast that `hold` holds, and the graph in which it does; None is eager."""
 
     cast: tf.Tensor
-    graph: Any
+    graph: tf.Graph | None
 
 
-class _ByThread(threading.local):
-    """What `hold` holds in this thread, by the id of the variable."""
+class _HeldCasts(threading.local):
+    """The casts that `hold` holds in this thread, by the id of the variable."""
 
-    def __init__(self) -> None:
-        self.held: Mapping[int, _Held] = {}
-
-
-_mine = _ByThread()
+    held: Mapping[int, _Held] = {}
 
 
-def read(variable: Any, dtype: tf.DType, by: Callable[[Any], tf.Tensor] | None = None) -> tf.Tensor:
+_thread = _HeldCasts()
+
+
+def read(
+    variable: tf.Variable, dtype: tf.DType, by: Callable[[tf.Variable], tf.Tensor] | None = None
+) -> tf.Tensor:
     """Returns the value of a variable in a dtype.
 
     Args:
         variable: a `tf.Variable`, not one that casts itself.
         dtype: DType.
-        by: what reads the variable; by default its `value`.
+        by: reads the variable; by default its `value`.
     """
     value = variable.value() if by is None else by(variable)
-    held = _mine.held.get(id(variable))
-    if held is not None and held.cast.dtype == dtype and _is_within(held.graph):
+    held = _thread.held.get(id(variable))
+    if held is not None and held.cast.dtype == dtype and _graphs_within(held.graph) is not None:
         return read_as(value, held.cast)
     return cast(value, dtype)
 
 
 def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Casts what was read from a variable.
+    """Casts the value of a variable.
 
     The gradient of each read comes back in the dtype of `value`, so that the gradients of many
     reads of one cast are summed as precisely as those of many casts.
@@ -105,7 +106,7 @@ def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if key in made and made[key].writers == writers:
         return read_as(value, graph.get_tensor_by_name(made[key].name))
     result = tf.cast(value, dtype)
-    made[key] = _Cast(result.name, writers)
+    made[key] = _SharedCast(result.name, writers)
     return result
 
 
@@ -113,16 +114,8 @@ def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
     """Returns the cast of `value` that was made before; gradients go to `value`, in its dtype."""
     if tf.executing_eagerly():
         return _read_as_in_eager(value, cast_before)
-    # What `tf.custom_gradient` does in a graph, but that keeps each graph until the process ends.
-    graph = tf.compat.v1.get_default_graph()
-    tensors = [value, cast_before]
-    types = [tensor.dtype.as_datatype_enum for tensor in tensors]
-    attrs = {"T": tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))}
     gradient = _register_gradient(value.dtype, str(value.shape))
-    with graph.gradient_override_map({"IdentityN": gradient}):
-        op = graph.create_op("IdentityN", tensors, [t.dtype for t in tensors], attrs=attrs)
-    tf.__internal__.record_gradient(gradient, list(op.inputs), (), op.outputs)
-    return op.outputs[1]
+    return own_gradient.identity(gradient, [value, cast_before]).outputs[1]
 
 
 @functools.cache
@@ -131,7 +124,9 @@ def _register_gradient(dtype: tf.DType, shape: str) -> str:
     name = f"KerasMpReadAs_{dtype.name}_{shape}"
 
     @tf.RegisterGradient(name)
-    def gradient(op: tf.Operation, of_value: Any, of_cast: tf.Tensor) -> list[Any]:
+    def gradient(
+        op: tf.Operation | None, of_value: tf.Tensor | None, of_cast: tf.Tensor
+    ) -> list[tf.Tensor | None]:
         del op, of_value  # They are None in a SavedModel and zeros elsewhere.
         return [tf.cast(of_cast, dtype), None]
 
@@ -143,7 +138,7 @@ def _read_as_in_eager(value: tf.Tensor, cast_before: tf.Tensor) -> Any:
     return cast_before, lambda gradient: (tf.cast(gradient, value.dtype), None)
 
 
-def refuse_if_held(variable: Any) -> None:
+def refuse_if_held(variable: object) -> None:
     """Raises an error where `hold` has promised that nothing writes to the variable.
 
     Args:
@@ -152,50 +147,48 @@ def refuse_if_held(variable: Any) -> None:
     Raises:
         RuntimeError: it is held.
     """
-    if id(variable) in _mine.held:
+    if id(variable) in _thread.held:
         raise RuntimeError(
             "A variable was assigned to inside of `keras_mp.cast_once`, where its cast is kept. "
             f"Assign outside of it, or leave it out of the list. Received: {variable!r}"
         )
 
 
-@contextlib.contextmanager
-def hold(made: Mapping[int, tf.Tensor]) -> Iterator[None]:
-    """Makes reads of variables take casts that were made before.
+def hold(made: Mapping[int, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which reads of variables take casts that were made before.
 
     Args:
         made: the casts, by the id of the variable.
     """
-    before, graph = _mine.held, host.current_graph()
-    _mine.held = {**before, **{key: _Held(cast, graph) for key, cast in made.items()}}
-    try:
-        yield
-    finally:
-        _mine.held = before
+    graph = host.current_graph()
+    held = {key: _Held(cast, graph) for key, cast in made.items()}
+    return replaced(_thread, "held", {**_thread.held, **held})
 
 
-def graphs_of_branches(graph: Any) -> list[Any]:
+def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
     """Returns a graph and, if it is a branch of a condition, those around it, outermost first.
 
     Each of them runs once where the others do.
     """
-    graphs = [graph]
+    graphs: list[Any] = [graph]
     while isinstance(graphs[0], _func_graphs.CondBranchFuncGraph):
         graphs.insert(0, graphs[0].outer_graph)
     return graphs
 
 
-def _is_within(outer: Any) -> bool:
-    """Whether what is built now is a part of that graph, such as the body of a loop.
+def _graphs_within(outer: tf.Graph | None) -> list[tf.Graph] | None:
+    """Returns the graphs of branches and loops that are built inside of a graph, innermost first.
 
-    What is traced for a `tf.function` or a dataset is not: it may run when nothing is held.
+    Returns None if what is built now is not a part of that graph. What is traced for a
+    `tf.function` or a dataset is none: it may run when nothing is held.
     """
-    graph = host.current_graph()
+    graph, within = host.current_graph(), []
     while graph is not outer:
         if not isinstance(graph, _CONTROL_FLOW):
-            return False
+            return None
+        within.append(graph)
         graph = graph.outer_graph
-    return True
+    return within
 
 
 def is_in_a_loop_of(graph: tf.Graph) -> bool:
@@ -204,19 +197,14 @@ def is_in_a_loop_of(graph: tf.Graph) -> bool:
     Args:
         graph: a graph other than the current one, or the current one, which gives False.
     """
-    inner, has_loop = host.current_graph(), False
-    while inner is not graph:
-        if not isinstance(inner, _CONTROL_FLOW):
-            return False
-        has_loop |= not isinstance(inner, _func_graphs.CondBranchFuncGraph)
-        inner = inner.outer_graph
-    return has_loop
+    within = _graphs_within(graph) or []
+    return any(not isinstance(each, _func_graphs.CondBranchFuncGraph) for each in within)
 
 
 def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
-    """The handle whose plain value this is, or None: a slice, a sum over replicas, ...
+    """Returns the handle of which this is the value; None for a slice, a sum over replicas, ...
 
-    None also where the user says, by control dependencies, what a read is to come after.
+    It is None also where the user says, by control dependencies, what a read is to come after.
     """
     op = value.op
     while op.type == "Identity" and not op.control_inputs:
@@ -225,7 +213,7 @@ def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
 
 
 def _writers(handle: tf.Tensor) -> frozenset[str] | None:
-    """The operations that may have written to the variable; None if others may be unseen."""
+    """Returns the operations that may have written to the variable; None if some may be unseen."""
     writers = [op for op in handle.consumers() if not only_reads(op, handle)]
     if any(output.dtype == tf.resource for op in writers for output in op.outputs):
         return None

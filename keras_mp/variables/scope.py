@@ -1,12 +1,10 @@
-"""When a variable that casts itself appears in another dtype (RFC 293, "AutoCastVariable API").
+"""The scope in which variables appear in another dtype (RFC 293, "AutoCastVariable API").
 
 This module needs TensorFlow only.
 """
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -15,39 +13,23 @@ import tensorflow as tf
 from keras_mp import kernels
 
 
-class _ThreadsDtype(threading.local):
-    """Which dtype variables are cast to in this thread; None if they are not cast."""
-
-    value: tf.DType | None = None
-
-    @contextlib.contextmanager
-    def set_to(self, dtype: tf.DType | None) -> Iterator[None]:
-        before = self.value
-        self.value = dtype
-        try:
-            yield
-        finally:
-            self.value = before
-
-
-_threads_dtype = _ThreadsDtype()
-
-
 class _Scope(NamedTuple):
-    """Where the dtype in force is kept: here, or in Keras, which `share_scope` arranges."""
+    """The functions of `share_scope`."""
 
     dtype: Callable[[], tf.DType | None]
     enter: Callable[[tf.DType | None], AbstractContextManager[None]]
 
 
-_scope = _Scope(lambda: _threads_dtype.value, _threads_dtype.set_to)
+_scope: _Scope
 
 
 def share_scope(
     dtype: Callable[[], tf.DType | None],
     enter: Callable[[tf.DType | None], AbstractContextManager[None]],
 ) -> None:
-    """Shares the dtype in force with another library, so that each casts the other's variables.
+    """Keeps the dtype in force where Keras keeps it, so that each casts the other's variables.
+
+    `keras_mp.layers` calls it.
 
     Args:
         dtype: returns the DType in force in this thread, or None.
@@ -57,12 +39,12 @@ def share_scope(
     _scope = _Scope(dtype, enter)
 
 
-def autocast_scope(dtype: Any) -> Any:
+def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]:
     """Makes variables that cast themselves appear in a dtype.
 
-    It holds in the thread that enters it, until it exits, also by an exception. It is what a layer
-    enters before it runs `call`, and what code without Keras enters by hand. It reaches the weights
-    of Keras layers too.
+    It holds in the thread that enters it, until it exits, also by an exception. A layer enters it
+    before it runs `call`; code without Keras enters it by hand. It reaches the weights of Keras
+    layers too.
 
     `tf.function` does not know it: a function that was traced inside of the scope and reads a
     variable that it was not given as an argument goes on casting when it is called outside. Passed
@@ -136,7 +118,7 @@ def in_current_scope(function: Callable[..., Any]) -> Callable[..., Any]:
     dtype = autocast_dtype()
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         with autocast_scope(dtype):
             return function(*args, **kwargs)
 
@@ -166,7 +148,7 @@ def recompute_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         return tf.recompute_grad(in_current_scope(function))(*args, **kwargs)
 
     return call

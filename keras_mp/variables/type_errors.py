@@ -12,14 +12,14 @@ import tensorflow as tf
 
 from keras_mp.support import messages
 
-# What TensorFlow raises where it meets two dtypes: in eager, in a graph, on conversion.
+# The errors of TensorFlow where two dtypes meet: in eager, in a graph, on conversion.
 ERRORS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
 
 _NAMES = {"half": "float16", "float": "float32", "double": "float64"}
 _NAMES.update({name: name for name in ("float16", "bfloat16", "float32", "float64")})
 # A dtype's name, but not within another word, a path or a name of a tensor.
 _DTYPE = re.compile(r"(?<![\w./:-])(?:tf\.)?(" + "|".join(_NAMES) + r")(?![\w/:(-]|\.\w)")
-# What TensorFlow says where two dtypes meet; the user's own errors are not touched.
+# The messages of TensorFlow where two dtypes meet. The user's own errors are not touched.
 _ABOUT_DTYPES = re.compile(
     r"was expected to be a \S+ tensor but is a \S+ tensor|"  # in eager
     r"has type \S+ that does not match type|"  # in a graph
@@ -43,7 +43,7 @@ _MAKERS = re.compile(
 )
 
 
-# By which an outer layer knows that an inner one has said what there is to say.
+# An outer layer knows by it that an inner one has explained the error.
 _EXPLANATION = (
     "A layer's inputs and the weights of `add_weight` are cast to its compute dtype, other tensors "
     "are not."
@@ -54,7 +54,7 @@ def dtypes_in(error: Exception) -> list[str]:
     """Returns the floating dtypes that a TensorFlow error is about.
 
     Args:
-        error: what was raised.
+        error: the error.
 
     Returns:
         The names of two different dtypes, in the order of the message; an empty list if the error
@@ -73,8 +73,8 @@ def explain(
     """Returns an error that names the layer, the dtypes and the likely cure.
 
     Args:
-        error: what `call` raised.
-        layer: str. How to call the layer.
+        error: the error that `call` raised.
+        layer: str. How the message names the layer.
         compute_dtype: str. The layer's compute dtype.
         bare_variables: names of the layer's attributes that are variables and do not cast
             themselves.

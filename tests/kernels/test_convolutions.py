@@ -161,8 +161,9 @@ def test_a_dilated_layer_of_one_dimension(padding, dilation, wrong):
 @pytest.mark.parametrize("op", convolutions.KERNELS)
 def test_the_question_has_a_right_answer(op):
     # Kernels of float32 are right.
-    arguments, expected = convolutions.KERNELS[op].example(tf.float32, True)
-    assert float(replaced.last_value(getattr(tf.raw_ops, op)(**arguments))) == expected
+    kernel = convolutions.KERNELS[op]
+    result = getattr(tf.raw_ops, op)(**kernel.example(tf.float32, True))
+    assert float(replaced.last_value(result)) == kernel.expected
     assert not convolutions.is_wrong(op, "float32", True)
     assert not convolutions.is_wrong(op, "bfloat16", False)
 

@@ -17,11 +17,11 @@ def asked(monkeypatch):
     kernels.install()
     devices = []
 
-    def ask(op, example, dtype, case, device):
+    def ask(op, kernel, dtype, case, device):
         devices.append(device)
         return device == "CPU"
 
-    monkeypatch.setattr(replaced, "_usual_device", lambda: "GPU")
+    monkeypatch.setattr(replaced, "usual_device", lambda: "GPU")
     for table in (sums._TABLE, slow._TABLE):
         monkeypatch.setattr(table, "_asks", ask)
     return devices
@@ -81,7 +81,7 @@ def test_only_a_cpu_is_timed(asked):
     depthwise.get_concrete_function(tf.ones([1, 4, 4, 1], "float16"))
     assert asked == ["GPU"]
     kernel = slow.KERNELS["DepthwiseConv2dNative"]
-    assert not slow._is_slow("DepthwiseConv2dNative", kernel.example, tf.float16, None, "GPU")
+    assert not slow._is_slow("DepthwiseConv2dNative", kernel, tf.float16, None, "GPU")
 
 
 def test_without_a_gpu_nothing_is_added_to_a_graph():
@@ -107,4 +107,4 @@ def test_a_session_on_a_gpu_takes_float32(monkeypatch):
     """To ask would take memory of the GPU in another way than the program's own session."""
     kernel = sums.KERNELS["Sum"]
     with tf.Graph().as_default():
-        assert replaced._ask.__wrapped__("Sum", kernel.example, tf.float16, (True, False), "GPU")
+        assert replaced._ask.__wrapped__("Sum", kernel, tf.float16, (True, False), "GPU")

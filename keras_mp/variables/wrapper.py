@@ -1,0 +1,129 @@
+"""Variables around another variable, which convert what is read from it and assigned to it.
+
+This module needs TensorFlow only.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import tensorflow as tf
+
+
+class VariableWrapper(
+    tf.__internal__.tracking.DelegatingTrackableMixin,
+    tf.Variable,
+    tf.__internal__.types.Tensor,
+):
+    """A variable for TensorFlow, around another one. Subclasses say how it is read and assigned to.
+
+    All else is as of the other one, which is also what is saved and restored.
+    """
+
+    _variable: tf.Variable
+
+    def _should_act_as_resource_variable(self) -> None:
+        # TensorFlow knows a resource variable of a foreign class by the presence of this method.
+        return
+
+    @property
+    def _trackable(self) -> tf.Variable:
+        return self._variable
+
+    def _export_to_saved_model_graph(
+        self, object_map: MutableMapping[object, object], *args: Any, **kwargs: Any
+    ) -> list[tf.Tensor]:
+        exported = self._variable._export_to_saved_model_graph(object_map, *args, **kwargs)
+        object_map[self] = object_map[self._variable]
+        return exported
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_variable":
+            raise AttributeError(name)  # It is being copied or unpickled.
+        return getattr(self._variable, name)
+
+
+class AsWrapped:
+    """An attribute of the wrapped variable: a property, a method or a special method.
+
+    Args:
+        name: str. The attribute.
+        documentation: str. Defaults to that of `tf.Variable`.
+        of: str. The attribute of the wrapper in which the variable is.
+    """
+
+    def __init__(self, name: str, documentation: str | None = None, of: str = "_variable") -> None:
+        self._name, self._of = name, of
+        self.__doc__ = documentation or inspect.getdoc(getattr(tf.Variable, name, None))
+
+    def __get__(self, instance: VariableWrapper | None, owner: type) -> Any:
+        return self if instance is None else getattr(getattr(instance, self._of), self._name)
+
+    def __set__(self, instance: VariableWrapper, value: object) -> None:
+        setattr(getattr(instance, self._of), self._name, value)
+
+
+for _name in (
+    *("name", "_shared_name", "shape", "get_shape", "device", "graph", "op", "initializer"),
+    *("trainable", "constraint", "synchronization", "aggregation"),
+):
+    setattr(VariableWrapper, _name, AsWrapped(_name))
+
+
+class WrapperType(tf.types.experimental.TraceType):
+    """The type of a wrapper that is the argument of a `tf.function`: one for each variable.
+
+    So a function is traced for each variable, as for a Python object, and again for another dtype.
+    One trace for all variables of a shape, as plain variables have it, is open to TensorFlow's own
+    classes only.
+
+    Args:
+        variable: the variable. It is not kept alive.
+        dtype: DType in which it appears.
+        wrapper_of: takes the variable and returns what the function gets in its place.
+    """
+
+    def __init__(
+        self,
+        variable: tf.Variable,
+        dtype: tf.DType,
+        wrapper_of: Callable[[Any], VariableWrapper],
+    ) -> None:
+        self._variable, self._dtype, self._wrapper_of = weakref.ref(variable), dtype, wrapper_of
+        self._hash = hash((id(variable), dtype))
+
+    def is_subtype_of(self, other: tf.types.experimental.TraceType) -> bool:
+        """Whether it is the same variable in the same dtype."""
+        return self == other
+
+    def most_specific_common_supertype(
+        self, others: Iterable[tf.types.experimental.TraceType]
+    ) -> "WrapperType | None":
+        """Returns the type if it is also that of the others."""
+        return self if all(self == other for other in others) else None
+
+    def placeholder_value(self, placeholder_context: object) -> VariableWrapper:
+        """Returns the argument that the function is traced with."""
+        del placeholder_context
+        return self._wrapper_of(self._variable())
+
+    def to_tensors(self, value: object) -> list[tf.Tensor]:
+        """Returns no tensors: the function reads the variable."""
+        del value
+        return []
+
+    def cast(self, value: VariableWrapper, cast_context: object) -> VariableWrapper:
+        """Returns the argument as it is."""
+        del cast_context
+        return value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, WrapperType)
+            and self._dtype == other._dtype
+            and self._variable() is other._variable() is not None
+        )
