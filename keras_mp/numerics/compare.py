@@ -74,7 +74,7 @@ def compare(
         reference: what to compare with: a policy, or a model with the same layers, such as one with
             the weights of another checkpoint. Defaults to "float32".
         loss: a loss of `tf.keras`, by name or not, or a function of labels and predictions.
-            Defaults to what the model was compiled with.
+            Built-in losses compute in float32. Defaults to what the model was compiled with.
         step: for training loops of your own. Called with a model, `x` and `y`; calls the model and
             returns the loss, a scalar. Then `loss` is not used.
         loss_scale: float, at least 1. To begin with; see above.
