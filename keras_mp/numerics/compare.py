@@ -26,7 +26,7 @@ from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.layer_distances import compare_layers
 from keras_mp.numerics.records import Layer, Record
-from keras_mp.numerics.runs import Runner, check_finite
+from keras_mp.numerics.runs import Runner, check_finite, check_same_calls
 from keras_mp.numerics.training_loss import GivenLoss, loss_of
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
@@ -74,7 +74,7 @@ def compare(
         reference: what to compare with: a policy, or a model with the same layers, such as one with
             the weights of another checkpoint. Defaults to "float32".
         loss: a loss of `tf.keras`, by name or not, or a function of labels and predictions.
-            Defaults to what the model was compiled with.
+            Built-in losses compute in float32. Defaults to what the model was compiled with.
         step: for training loops of your own. Called with a model, `x` and `y`; calls the model and
             returns the loss, a scalar. Then `loss` is not used.
         loss_scale: float, at least 1. To begin with; see above.
@@ -124,11 +124,7 @@ def compare(
         progress.begin("the reference")
         other = wide.run()
         check_finite(other, batch, needs_loss=False)
-        if len(run.calls) != len(other.calls):
-            raise ValueError(
-                "The two models do not call the same layers. Expected "
-                f"{[c.path for c in run.calls]}. Received: {[c.path for c in other.calls]}"
-            )
+        check_same_calls(run, other)
         progress.begin("the reference, with noise")
         references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
         layers, findings = compare_layers(list(zip(records.layers_of(run), references)))

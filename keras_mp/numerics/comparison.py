@@ -241,11 +241,9 @@ class Comparison:
                 ) from error
             size = self.figure_size
             _, axes = plt.subplots(2, figsize=size, sharex=True, layout="constrained")
-        sides = {"output": axes[0], "gradient": axes[1]}
-        for side, ax in sides.items():
-            for own, color in (("", "tab:blue"), ("own_", "tab:orange")):
-                label = "the layer's own share" if own else "with all that came before"
-                self._draw(ax, f"{own}{side}", color, label)
+        for side, ax in zip(("output", "gradient"), axes):
+            self._draw(ax, side, "tab:blue", "with all that came before")
+            self._draw(ax, f"own_{side}", "tab:orange", "the layer's own share")
             ax.axhline(LIMIT, color="black", linestyle=":", label="more is a finding")
             ax.set_yscale("log")
             ax.set_ylabel(f"{side}s apart\n(1: what rounding explains)")

@@ -79,6 +79,10 @@ class Lost(NamedTuple):
         """The share of the values that is zero, from 0 to 1."""
         return self.zero / self.values if self.values else 0.0
 
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether values are infinite, or a larger share than this is zero."""
+        return bool(self.infinite) or self.share > tolerance
+
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class WhatIf:
@@ -218,7 +222,7 @@ class WhatIf:
         return {
             row: lost
             for row, lost in self[dtype, scale].items()
-            if row[0] != OUTPUT and (lost.infinite or lost.share > tolerance)
+            if row[0] != OUTPUT and lost.exceeds(tolerance)
         }
 
     def table(self, dtype: str, kind: str = GRADIENT, rows: int | None = None) -> str:
@@ -244,17 +248,11 @@ class WhatIf:
                 is_noise = row in self.noise
                 name = f"{row[1]} (noise)" if is_noise else row[1]
                 lost = [self[dtype, scale][row] for scale in scales]
-                alike = is_noise, *(bool(each.infinite) or each.share > TOLERANCE for each in lost)
+                alike = is_noise, *(each.exceeds(TOLERANCE) for each in lost)
                 cells = (name, *map(_cell, lost))
                 if rows is not None:
                     cells = tuple(cell.removesuffix(" %") for cell in cells)
-                ranked.append(
-                    text_tables.RankedRow(
-                        cells,
-                        rank(lost, is_noise),
-                        alike,
-                    )
-                )
+                ranked.append(text_tables.RankedRow(cells, rank(lost, is_noise), alike))
         header = (f"{kind}, {dtype}", *(f"2^{exponent_of(scale)}" for scale in scales))
         return "\n".join(text_tables.shortened(header, ranked, rows))
 
@@ -289,8 +287,10 @@ class WhatIf:
             found += [self.table(dtype, rows=rows), ""]
             if any(kind == OUTPUT_GRADIENT for of in losses.values() for kind, _ in of):
                 found += [self.table(dtype, OUTPUT_GRADIENT, rows), ""]
-            lossy = [lost for row, lost in self[dtype, self.scales[0]].items() if row[0] == OUTPUT]
-            if any(lost.infinite or lost.share > TOLERANCE for lost in lossy):
+            outputs = [
+                lost for row, lost in self[dtype, self.scales[0]].items() if row[0] == OUTPUT
+            ]
+            if any(lost.exceeds(TOLERANCE) for lost in outputs):
                 found += [self.table(dtype, OUTPUT, rows), ""]
         return "\n".join(found).rstrip()
 
@@ -321,12 +321,12 @@ class WhatIf:
         """
         runs = []
         for (dtype, scale), rows in self.lost.items():
-            found = []
-            for (kind, name), lost in rows.items():
-                error = lost.error if np.isfinite(lost.error) else None
-                found.append(
-                    {"kind": kind, "path": name, **dict(zip(Lost._fields, lost)), "error": error}
-                )
+            found = [
+                {"kind": kind, "path": path, **lost._asdict()}
+                for (kind, path), lost in rows.items()
+            ]
+            for row in found:
+                row["error"] = row["error"] if np.isfinite(row["error"]) else None
             runs.append({"dtype": dtype, "scale": scale, "rows": found})
         pathlib.Path(path).write_text(json.dumps(runs))
 

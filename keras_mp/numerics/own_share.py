@@ -99,8 +99,9 @@ def judge(
 def _own(call: Call, wide: Call, run: Run, numbers: RandomNumbers) -> _Own:
     upstream = run.gradients[call.position]
     narrow = runs.replay(call, call.layer, upstream, numbers=numbers)
-    before, again = map(runs.array, call.outputs), map(runs.array, narrow.outputs)
-    if not runs.are_finite(call.inputs) or not all(map(_same, before, again)):
+    pairs = zip(map(runs.array, call.outputs), map(runs.array, narrow.outputs))
+    is_same = all(np.array_equal(before, again, equal_nan=True) for before, again in pairs)
+    if not is_same or not runs.are_finite(call.inputs):
         # The layer draws random numbers in a way of its own or has a state, or its inputs are
         # spoilt already.
         return _Own()
@@ -133,10 +134,6 @@ def _own(call: Call, wide: Call, run: Run, numbers: RandomNumbers) -> _Own:
 def _layer(call: Call, replay: Replay) -> Layer:
     gradients = {name: runs.array(each) for name, each in replay.gradients.items()}
     return Layer.of(call, replay.outputs, gradients)
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.array_equal(one, other, equal_nan=True)
 
 
 def _amplification(call: Call, wide: Call, row: ComparedLayer, amplification: float) -> str | None:

@@ -293,6 +293,15 @@ def check_finite(run: Run, batch: Batch, needs_loss: bool = True) -> None:
         )
 
 
+def check_same_calls(run: Run, reference: Run) -> None:
+    """Raises a ValueError if two runs have called different layers."""
+    if len(run.calls) != len(reference.calls):
+        raise ValueError(
+            "A model in 16 bits and its reference do not call the same layers. Expected "
+            f"{[c.path for c in reference.calls]}. Received: {[c.path for c in run.calls]}"
+        )
+
+
 def array(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
     """Returns a tensor as an array of float64, which holds all numbers of the other dtypes."""
     return tf.cast(tf.convert_to_tensor(value), tf.float64).numpy()

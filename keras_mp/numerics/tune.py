@@ -73,7 +73,7 @@ def tune(
         dtype: "float16" (the default) or "bfloat16".
         tolerance: float above 0. The largest distance. Defaults to 0.05.
         loss: a loss of `tf.keras`, by name or not, or a function of labels and predictions.
-            Defaults to what the model was compiled with.
+            Built-in losses compute in float32. Defaults to what the model was compiled with.
         include: patterns of the layers that may compute in 16 bits, as `fnmatch` takes them. One
             matches the path of a layer, such as "encoder/dense_*", or its name, and all layers
             inside of what it matches. Defaults to all layers.

@@ -14,7 +14,15 @@ from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import relative
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.noise import is_noise, jitter
-from keras_mp.numerics.runs import Run, Runner, array, check_finite, named_weights, replay
+from keras_mp.numerics.runs import (
+    Run,
+    Runner,
+    array,
+    check_finite,
+    check_same_calls,
+    named_weights,
+    replay,
+)
 from keras_mp.numerics.training_loss import GivenLoss, Loss, loss_of, signed_mean
 from keras_mp.numerics.tuned import Errors
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
@@ -100,12 +108,7 @@ class Search:
             runner = Runner(self._reference, batch, loss, numbers=numbers)
             wide = runner.run()
             check_finite(wide, batch)
-            if len(narrow.calls) != len(wide.calls):
-                raise ValueError(
-                    f"The model {self._original.name!r} calls other layers in {self._mixed} than "
-                    f"in float32. Expected {[c.path for c in wide.calls]}. "
-                    f"Received: {[c.path for c in narrow.calls]}"
-                )
+            check_same_calls(narrow, wide)
             gradients = self._gradients(wide)
             moved = self._gradients(runner.run(noise=jitter(i)))
             noise = {
@@ -136,9 +139,11 @@ class Search:
         """
         if not group:
             return chosen
-        failure = self._failure([*chosen, *group], where)
+        both = [*chosen, *group]
+        errors = (self.errors(both, i) for i in where)
+        failure = next((str(each) for each in errors if not each.largest <= self._tolerance), None)
         if failure is None:
-            return [*chosen, *group]
+            return both
         if len(group) == 1 or self._models >= _MOST_MODELS:
             others = f", with {len(group) - 1} others" if len(group) > 1 else ""
             self.refused |= dict.fromkeys(group, failure + others)
@@ -160,13 +165,6 @@ class Search:
         """Makes a model with these layers in 16 bits, which is not compiled."""
         policies = dict.fromkeys(self._units, "float32") | dict.fromkeys(chosen, self._mixed)
         return convert(self._original, {"": self._mixed if chosen else "float32"} | policies)
-
-    def _failure(self, chosen: Sequence[str], where: Sequence[int]) -> str | None:
-        for i in where:
-            errors = self.errors(chosen, i)
-            if not errors.largest <= self._tolerance:
-                return str(errors)
-        return None
 
     def _run(
         self,
