@@ -1,4 +1,4 @@
-"""What `compile`, `convert` and `summary` do for models whose variables are in 16 bits.
+"""Models whose variables are in 16 bits, as `compile`, `convert` and `summary` treat them.
 
 RFC 293 keeps variables in float32. Where they are not, an optimizer needs to keep their digits.
 """
@@ -24,7 +24,7 @@ def _keepers(optimizers: object) -> Iterator[MasterWeightOptimizer]:
     """Yields each `MasterWeightOptimizer` among optimizers and those that they wrap.
 
     Args:
-        optimizers: An optimizer, None, or a structure of them: what a model was compiled with.
+        optimizers: An optimizer, None, or a structure of them, as a model is compiled with.
     """
     for optimizer in tf.nest.flatten(optimizers):
         for each in chain(optimizer):
@@ -45,7 +45,7 @@ def as_seen(optimizers: object, variables: Sequence[Any]) -> Sequence[Any]:
     """Returns variables as the optimizers that train them see them.
 
     Args:
-        optimizers: An optimizer, None, or a structure of them: what a model was compiled with.
+        optimizers: An optimizer, None, or a structure of them, as a model is compiled with.
         variables: Variables.
 
     Returns:

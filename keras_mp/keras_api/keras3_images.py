@@ -1,4 +1,4 @@
-"""How Keras 3 resizes images in 16 bits."""
+"""Resizing of images in 16 bits in Keras 3."""
 
 import functools
 from typing import Any

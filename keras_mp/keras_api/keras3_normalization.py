@@ -39,7 +39,7 @@ def replace_batch_normalization(run: Callable[..., tuple[tf.Tensor, ...] | None]
 
 
 def _is_plain(layer: tf.keras.layers.Layer, inputs: object) -> bool:
-    """Whether the batch's own moments over all but the last axis are what it normalizes by."""
+    """Whether it normalizes by the batch's own moments over all but the last axis."""
     return (
         type(layer) is keras.layers.BatchNormalization  # whose moments are not another class's
         and isinstance(inputs, tf.Tensor)

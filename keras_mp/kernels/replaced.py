@@ -101,7 +101,7 @@ class Table:
         Args:
             op: str. A key of `kernels`.
             dtype: DType or str. The dtype of the inputs.
-            case: what the kernel's `case` returned.
+            case: the result of the kernel's `case`.
             device: str. The type of the device; by default that on which TensorFlow would compute.
 
         Returns:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_mp.support import marks, op_table
 
-# By which Keras keeps probabilities away from 0 and 1.
+# Keras keeps probabilities away from 0 and 1 by it.
 _EPSILON = 1e-7
 # The loss of a class with a probability of 0; as Keras rounds it on its way, a little less.
 _CUT_OFF = -0.99 * math.log(_EPSILON)
@@ -177,8 +177,8 @@ def ran_in_float16(predictions: tf.Tensor | tf.RaggedTensor, activation: str) ->
 def lost_to_float16(labels: tf.Tensor, predictions: tf.Tensor, losses: tf.Tensor) -> bool:
     """Whether values show that a cross entropy was cut off by probabilities in float16.
 
-    An eager tensor that a layer has cast does not tell what it was before. But where a true class
-    has a probability of 0 and all others are numbers of float16, a wider softmax made none of them.
+    An eager tensor that a layer has cast does not tell its former dtype. But if a true class has a
+    probability of 0 and all others are numbers of float16, a wider softmax made none of them.
 
     Args:
         labels: tensor. Class ids, or labels of the shape of `predictions`.

@@ -8,6 +8,7 @@ they get that of a borrowed one.
 import collections
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -85,15 +86,15 @@ class Updates:
 
 
 class Float32View(VariableWrapper):
-    """A variable in 16 bits, and what is kept beside it, as one float32 variable.
+    """A variable in 16 bits, and those that are kept beside it, as one float32 variable.
 
     An optimizer knows the view by the key of the variable in 16 bits.
 
     Args:
         stored: variable in 16 bits; not a distributed one.
-        beside: what `method` keeps beside it.
+        beside: the variables that `method` keeps beside it.
         method: how float32 values are kept in them.
-        updates: what the views of the optimizer share.
+        updates: the state that the views of the optimizer share.
         number: int. Tells the view from others of the optimizer.
         described: the variable of Keras 3 that has other attributes, a path for one. Defaults to
             `stored`.
@@ -137,11 +138,7 @@ class Float32View(VariableWrapper):
                 self._variable.read_value(), [each.read_value() for each in self._beside]
             )
 
-    read_value = value
-
-    def read_value_no_copy(self) -> tf.Tensor:
-        """Returns the value."""
-        return self.value()
+    read_value = read_value_no_copy = value
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Returns some rows."""
@@ -166,7 +163,7 @@ class Float32View(VariableWrapper):
         found = scratch.find(self, device)
         if found is None:
             if self._is_weight:
-                scratch.give_back()  # what was borrowed for the weight before
+                scratch.give_back()  # those that the weight before has borrowed
             found = scratch.handle_for(self, self.value(), device)
         return found
 
@@ -186,28 +183,6 @@ class Float32View(VariableWrapper):
         value = tf.convert_to_tensor(value, tf.float32)
         value.shape.assert_is_compatible_with(self.shape)
         return self._updated(tf.ensure_shape(value, self.shape), read_value)
-
-    def assign_add(
-        self,
-        delta: tf.Tensor,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> "Float32View | tf.Tensor | tf.Operation":
-        """Adds to the value."""
-        del use_locking, name
-        return self._updated(self._after(delta) + delta, read_value)
-
-    def assign_sub(
-        self,
-        delta: tf.Tensor,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> "Float32View | tf.Tensor | tf.Operation":
-        """Subtracts from the value."""
-        del use_locking, name
-        return self._updated(self._after(delta) - delta, read_value)
 
     def _after(self, delta: tf.Tensor) -> tf.Tensor:
         """The value, read no sooner than it is needed: it takes memory."""
@@ -268,6 +243,23 @@ class Float32View(VariableWrapper):
         return f"<Float32View of {self._variable!r}>"
 
 
+def _adds(name: str, add: Callable[..., tf.Tensor]) -> Callable[..., object]:
+    """Returns a method that adds to the value, or subtracts from it."""
+
+    @functools.wraps(getattr(tf.Variable, name))
+    def update(
+        self: Float32View,
+        delta: tf.Tensor,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> object:
+        del use_locking, name
+        return self._updated(add(self._after(delta), delta), read_value)
+
+    return update
+
+
 def _scatters(name: str, scatter: Callable[..., tf.Tensor]) -> Callable[..., object]:
     """Returns a method that updates some rows."""
 
@@ -282,6 +274,8 @@ def _scatters(name: str, scatter: Callable[..., tf.Tensor]) -> Callable[..., obj
     return update
 
 
+Float32View.assign_add = _adds("assign_add", operator.add)
+Float32View.assign_sub = _adds("assign_sub", operator.sub)
 for _name, _scatter in {
     "scatter_add": tf.tensor_scatter_nd_add,
     "scatter_sub": tf.tensor_scatter_nd_sub,

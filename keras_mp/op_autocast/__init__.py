@@ -1,6 +1,6 @@
-"""Op autocast: any TensorFlow code in mixed precision, and what it sees stays float32.
+"""Op autocast: runs any TensorFlow code in mixed precision. The code sees float32 tensors only.
 
-What is here needs TensorFlow only, and takes hold of TensorFlow when a region is entered first.
+This subpackage needs TensorFlow only, and replaces functions of it when a region is first entered.
 """
 
 from keras_mp.op_autocast.context_manager import (

@@ -43,7 +43,7 @@ class autocast(contextlib.ContextDecorator):
         dtype: DType or str, "bfloat16" or "float16". None (the default) takes what is fast on this
             machine, as `keras_mp.hardware.best_policy` says; if nothing is, all stays in float32,
             and a warning says so once.
-        enabled: bool. False runs what is inside in float32, also within another region. Defaults
+        enabled: bool. False runs the code inside in float32, also within another region. Defaults
             to True.
         allow: list of str. Names of operations, as in `tf.raw_ops`, that run in 16 bits in any
             case.

@@ -57,7 +57,7 @@ class HostCallback:
             when: bool scalar tensor. Whether this is the event.
         """
         if is_compiled_by_xla():
-            # Not in a branch: one that holds none is no branch any more once XLA has compiled it.
+            # A selection, not a branch: XLA makes no branch of one that calls no Python.
             left = tf.concat([[1], numbers], 0)
             self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
         else:

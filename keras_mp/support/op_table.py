@@ -1,8 +1,8 @@
-"""TensorFlow's operations by what they do. Each operation stands here once; all of it is data.
+"""TensorFlow's operations by their kinds. Each operation stands here once; all of it is data.
 
-What follows from that is decided elsewhere: the dtype that an operation runs in within a region of
-`autocast` (`op_autocast/cast_policy.py`), what counts as a computation, what hands on numbers
-unchanged, what a sum or a division is. This module imports nothing.
+The consequences are decided elsewhere: the dtype that an operation runs in within a region of
+`autocast` (`op_autocast/cast_policy.py`), and which operations count as computations, as sums, as
+divisions. This module imports nothing.
 """
 
 _TABLE = {
@@ -76,7 +76,7 @@ _TABLE = {
     ),
     "moves by index": "DynamicPartition DynamicStitch ScatterNd",
     "interpolations": "ResizeBilinear",
-    # They look at numbers, or make them of nothing.
+    # They only test numbers, or make new ones.
     "shapes": "Rank Shape ShapeN Size",
     "tests": "ArgMax ArgMin IsFinite IsInf IsNan Where",
     "orders": "Sign TopK TopKV2",
@@ -126,7 +126,7 @@ _TABLE = {
 
 BY_KIND: dict[str, tuple[str, ...]] = {kind: tuple(ops.split()) for kind, ops in _TABLE.items()}
 
-# The kinds that hand on the numbers that they are given, rounded at most.
+# The kinds that return the numbers of their inputs, rounded at most.
 SAME_NUMBERS = (
     *("casts", "casts of bits", "identities", "identities of lists"),
     *("identities without a gradient", "reshapes", "views", "moves"),

@@ -61,7 +61,7 @@ def integer(name: str, value: int, below: int = 2**63, at_least: int = 1) -> int
     Args:
         name: str. The argument's name, for the message.
         value: the argument.
-        below: int. The value must be less; defaults to what an int64 holds.
+        below: int. The value must be less. Defaults to 2**63: an int64 holds it.
         at_least: int. Lowest value allowed. Defaults to 1.
 
     Returns:

@@ -240,7 +240,8 @@ def _updates(name: str) -> Callable[..., object]:
     def update(self: AutoCastVariable, *args: Any, **kwargs: Any) -> object:
         return self._update(name, *args, **kwargs)
 
-    return functools.wraps(getattr(tf.Variable, name, update))(update)
+    own = getattr(tf.Variable, name, None)
+    return update if own is None else functools.wraps(own)(update)
 
 
 for _name in (

@@ -179,8 +179,8 @@ def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
 def _graphs_within(outer: tf.Graph | None) -> list[tf.Graph] | None:
     """Returns the graphs of branches and loops that are built inside of a graph, innermost first.
 
-    Returns None if what is built now is not a part of that graph. What is traced for a
-    `tf.function` or a dataset is none: it may run when nothing is held.
+    Returns None if the graph that is built now is not a part of that one. The trace of a
+    `tf.function` or of a dataset is not: it may run when nothing is held.
     """
     graph, within = host.current_graph(), []
     while graph is not outer:
@@ -204,7 +204,7 @@ def is_in_a_loop_of(graph: tf.Graph) -> bool:
 def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
     """Returns the handle of which this is the value; None for a slice, a sum over replicas, ...
 
-    It is None also where the user says, by control dependencies, what a read is to come after.
+    It is None also where the user orders the read by control dependencies.
     """
     op = value.op
     while op.type == "Identity" and not op.control_inputs:

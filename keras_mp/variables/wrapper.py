@@ -1,4 +1,4 @@
-"""Variables around another variable, which convert what is read from it and assigned to it.
+"""Variables around another variable, which convert its value when it is read or assigned to.
 
 This module needs TensorFlow only.
 """
@@ -18,7 +18,7 @@ class VariableWrapper(
 ):
     """A variable for TensorFlow, around another one. Subclasses say how it is read and assigned to.
 
-    All else is as of the other one, which is also what is saved and restored.
+    All other attributes are those of the other one, which is also saved and restored.
     """
 
     _variable: tf.Variable
@@ -81,7 +81,7 @@ class WrapperType(tf.types.experimental.TraceType):
     Args:
         variable: the variable. It is not kept alive.
         dtype: DType in which it appears.
-        wrapper_of: takes the variable and returns what the function gets in its place.
+        wrapper_of: takes the variable and returns the wrapper that the function gets.
     """
 
     def __init__(

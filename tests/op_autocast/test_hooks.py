@@ -52,7 +52,7 @@ def test_the_last_region_to_end_takes_the_hooks_away():
     assert all(now is each for now, each in zip(in_place(), own))
 
 
-def test_what_somebody_has_put_around_a_hook_stays():
+def test_a_function_of_other_code_around_a_hook_stays():
     hook = hooks._HOOKS[1]
     own = getattr(hook.owner, hook.name)
     with keras_mp.autocast("bfloat16"):

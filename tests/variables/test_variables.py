@@ -116,7 +116,7 @@ SAME_IN_PLAIN = {
 NOT_ASKED = {
     *dir(object),
     *("__abstractmethods__", "__dict__", "__weakref__", "__module__", "__composite_gradient__"),
-    # Python adds these to a class once somebody has asked for them, or in newer versions only.
+    # Python adds these to a class when they are first read, or in newer versions only.
     *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
     *("__static_attributes__", "__firstlineno__"),
 } - {"__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__reduce__"}
