@@ -232,7 +232,7 @@ class ExponentMonitor(keras_api.BaseCallback):
 
             return counted_step
 
-        return wrapped_method("count", self.model, "train_step", counted)
+        return wrapped_method(self.model, "train_step", counted)
 
     def _execute(self, iterator: Any) -> Any:
         """Runs what `fit` runs at once: the function that counts, if one of its steps is due."""

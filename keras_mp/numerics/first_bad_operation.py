@@ -238,20 +238,20 @@ class FirstBadOperation:
         """What TensorFlow calls back."""
         del attrs
         kind = kind.decode() if isinstance(kind, bytes) else kind
-        if isinstance(graph, tf.__internal__.FuncGraph):
-            self._has_seen_any = True
-            with self._lock:
-                self._graphs.record(graph, kind, inputs, outputs, op_name)
-        elif graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
+        if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
             self._eager.pass_on(inputs)
             if self._graphs.rows:
                 self.check()
-        elif graph is None:
-            self._has_seen_any = True
-            with self._lock:
+            return
+        with self._lock:
+            if graph is None:
+                self._has_seen_any = True
                 if self._eager.is_full():
                     self.check()
                 self._eager.record(kind, inputs, outputs)
+            elif isinstance(graph, tf.__internal__.FuncGraph):
+                self._has_seen_any = True
+                self._graphs.record(graph, kind, inputs, outputs, op_name)
 
 
 class _ThreadState(threading.local):
