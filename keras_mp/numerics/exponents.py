@@ -1,17 +1,21 @@
 """Histograms of exponents, and what 16 or 8 bits would make of the values in them.
 
-Pure: this module needs NumPy only. A value that is multiplied by a power of two moves by whole
-exponents. So a histogram of a float32 tensor tells what a dtype makes of it at any such scale; no
-second measurement is needed. To the last value, that takes more than the exponent: where a dtype
-rounds to zero, to its smallest normal number or to infinity is decided inside of an exponent. These
-borders, relative to the exponent, are the same at each scale, and there are eight of them for the
-dtypes in `FORMATS`. So each exponent has nine bins.
+A value that is multiplied by a power of two moves by whole exponents. So a histogram of a float32
+tensor tells what a dtype makes of it at any such scale; no second measurement is needed. To be
+exact, that takes more than the exponent: where a dtype rounds to zero, to its smallest normal
+number or to infinity is decided inside of an exponent. These borders, relative to the exponent, are
+the same at each scale, and there are eight of them for the dtypes in `FORMATS`. So each exponent
+has nine bins.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
+
+from keras_mp.support.autograph import do_not_convert
 
 # Those of float32's values, subnormal ones among them.
 LOWEST, HIGHEST = -149, 127
@@ -24,6 +28,9 @@ EDGES = (0, 1, 0x600000, 0x680001, 0x700000, 0x7F0000, 0x7F8000, 0x7FE000, 0x7FF
 ROWS, COLUMNS = HIGHEST - LOWEST + 3, len(EDGES)
 
 _LARGEST_SHIFT = 300
+
+# How many values 16 bits can have.
+_PATTERNS = 2**16
 
 
 class Format(NamedTuple):
@@ -166,20 +173,20 @@ class Histogram:
     Window(low=-104, high=111)
     """
 
-    def __init__(self, bins: Any) -> None:
-        bins = np.asarray(bins)
-        if bins.shape != (ROWS, COLUMNS):
-            raise ValueError(f"Expected bins of the shape {ROWS, COLUMNS}. Received: {bins.shape}")
+    def __init__(self, bins: np.ndarray | Sequence[Sequence[int]]) -> None:
+        counts = np.array(bins, np.int64)
+        if counts.shape != (ROWS, COLUMNS):
+            raise ValueError(
+                f"Expected bins of the shape {ROWS, COLUMNS}. Received: {counts.shape}"
+            )
         # A NaN may have any bits.
-        nans = bins[-1, 1:].sum()
-        bins = bins.copy()
-        bins[-1, 1:] = [nans, *[0] * (COLUMNS - 2)]
+        counts[-1, 1:] = [counts[-1, 1:].sum(), *[0] * (COLUMNS - 2)]
         # Most are empty, and many histograms may be kept.
-        self._places = np.flatnonzero(bins).astype(np.int16)
-        self._counts = bins.reshape(-1)[self._places].astype(np.int64)
+        self._places = np.flatnonzero(counts).astype(np.int16)
+        self._counts = counts.reshape(-1)[self._places]
 
     @classmethod
-    def of(cls, values: Any) -> "Histogram":
+    def of(cls, values: np.ndarray | Sequence[float]) -> "Histogram":
         """Counts values.
 
         Args:
@@ -189,16 +196,8 @@ class Histogram:
             A `Histogram`.
         """
         with np.errstate(over="ignore"):
-            bits = np.asarray(values).astype(np.float32).reshape(-1).view(np.int32)
-        bits = bits & 0x7FFFFFFF
-        # The exponent of a float32 subnormal is that of its bits, read as a whole number.
-        as_number = bits.astype(np.float32).view(np.int32)
-        is_normal = bits >= 1 << 23
-        row = np.where(is_normal, (bits >> 23) + 23, np.maximum((as_number >> 23) - 126, 0))
-        fraction = np.where(is_normal, bits, as_number) & 0x7FFFFF
-        column = np.searchsorted(EDGES, fraction, side="right") - 1
-        counts = np.bincount(row * COLUMNS + column, minlength=ROWS * COLUMNS)
-        return cls(counts.reshape(ROWS, COLUMNS))
+            rounded = np.asarray(values).astype(np.float32)
+        return cls(count_exponents(tf.constant(rounded)).numpy().reshape(ROWS, COLUMNS))
 
     @property
     def bins(self) -> np.ndarray:
@@ -308,14 +307,14 @@ class Histogram:
         return f"<Histogram of {self.total} values{ends}>"
 
 
-def format_of(dtype: Any) -> Format:
+def format_of(dtype: str | Format) -> Format:
     """Returns the borders of a dtype.
 
     Args:
         dtype: its name, or its borders, which are returned.
 
     Raises:
-        ValueError: it is another one than those in `FORMATS`.
+        ValueError: the dtype is not in `FORMATS`.
     """
     if isinstance(dtype, Format):
         return dtype
@@ -341,3 +340,48 @@ def exponent_of(scale: float) -> int:
             f"histogram does not know of.{nearest} Received: scale={scale!r}"
         )
     return exponent - 1
+
+
+@do_not_convert
+def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Tensor:
+    """Counts values on the device, in eager and in functions.
+
+    Args:
+        tensor: float tensor of any shape.
+        scale: float32 scalar tensor, by which the values are divided first. Defaults to None: by
+            nothing.
+
+    Returns:
+        int64 tensor, the bins of a `Histogram` one after the other.
+    """
+    values = tf.reshape(tensor, [-1])
+    if tensor.dtype.size != 2 or (values.shape[0] or _PATTERNS) < _PATTERNS:
+        return tf.cast(_bincount(_bins_of(values, scale), ROWS * COLUMNS), tf.int64)
+    # There are so few different values that it is quicker to count each, and then to find its bin.
+    counts = _bincount(tf.cast(tf.bitcast(values, tf.uint16), tf.int32), _PATTERNS)
+    every = tf.bitcast(tf.cast(tf.range(_PATTERNS), tf.uint16), tensor.dtype)
+    return tf.cast(_bincount(_bins_of(every, scale), ROWS * COLUMNS, counts), tf.int64)
+
+
+def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
+    """Returns the bin of each value, an int32 tensor."""
+    values = tf.cast(values, tf.float32)
+    if scale is not None:
+        values *= 1.0 / scale
+    # In uint32: GPUs leave arithmetic in int32 to the host.
+    bits = tf.bitwise.bitwise_and(tf.bitcast(values, tf.uint32), 0x7FFFFFFF)
+    # The exponent of a float32 subnormal is that of its bits, read as a whole number.
+    as_number = tf.bitcast(tf.cast(bits, tf.float32), tf.uint32)
+    is_normal = bits >= 1 << 23
+    bits = tf.where(is_normal, bits, as_number)
+    row = tf.bitwise.right_shift(bits, 23) + tf.cast(is_normal, tf.uint32) * (126 + 23)
+    row = tf.maximum(row, 126) - 126
+    fraction = tf.bitwise.bitwise_and(bits, 0x7FFFFF)
+    column = tf.add_n([tf.cast(fraction >= edge, tf.uint32) for edge in EDGES[1:]])
+    return tf.cast(row * COLUMNS + column, tf.int32)
+
+
+def _bincount(places: tf.Tensor, size: int, weights: tf.Tensor | None = None) -> tf.Tensor:
+    # `tf.math.bincount` looks at the values for the number of bins first.
+    weights = tf.constant([], tf.int32) if weights is None else weights
+    return tf.raw_ops.DenseBincount(input=places, size=size, weights=weights, binary_output=False)
