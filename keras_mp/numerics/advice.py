@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from keras_mp.numerics.exponents import EVERYWHERE, Window, exponent_of
+from keras_mp.numerics.exponents import EVERYWHERE, Window, exponent_of, round_down
 from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.report_rows import GRADIENT, Row
 from keras_mp.numerics.reports import Report
@@ -108,7 +108,7 @@ class Facts(NamedTuple):
                 f"have cures of their own, `Hazard.cure`. Received: {measured!r} (of type "
                 f"{type(measured)})"
             )
-        now = 2.0 ** math.floor(math.log2(measured.loss_scale))
+        now = round_down(measured.loss_scale)
         return cls(measured, rows, dtype, tolerance, now, losses, where, set_scale, *of_layers)
 
     @property

@@ -323,6 +323,11 @@ def format_of(dtype: str | Format) -> Format:
     return FORMATS[dtype]
 
 
+def round_down(scale: float) -> float:
+    """Returns the largest power of two that is at most a scale."""
+    return 2.0 ** math.floor(math.log2(scale))
+
+
 def exponent_of(scale: float) -> int:
     """Returns the exponent of a power of two.
 

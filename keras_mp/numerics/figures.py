@@ -1,16 +1,21 @@
 """Pictures of what was measured. Each function draws into an `Axes` of matplotlib."""
 
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from keras_mp.numerics.exponents import EVERYWHERE, UPDATES, exponent_of, format_of
+from keras_mp.numerics.exponents import EVERYWHERE, UPDATES, exponent_of, format_of, round_down
 from keras_mp.numerics.lost import WhatIf, rank
-from keras_mp.numerics.report_rows import GRADIENT, OUTPUT_GRADIENT, UPDATE, ranked
+from keras_mp.numerics.report_rows import GRADIENT, SCALED, UPDATE, ranked
 from keras_mp.numerics.reports import Report
-from keras_mp.support import text_tables
+from keras_mp.support import axes, text_tables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from keras_mp.callbacks import LossScaleMonitor
 
 _SMALLEST, _LARGEST = 1e-6, 1.0
 
@@ -24,6 +29,9 @@ _NEXT_TO_NOTHING = 1e-4
 # A cell has room for a number if there are no more columns.
 _MOST_NUMBERS = 12
 
+# More marks than these would cover each other.
+_MOST_MARKED = 50
+
 
 def histograms(
     measured: Report | Sequence[Report],
@@ -32,8 +40,8 @@ def histograms(
     kind: str = GRADIENT,
     path: str | None = None,
     loss_scale: float | None = None,
-    ax: Any = None,
-) -> Any:
+    ax: "Axes | None" = None,
+) -> "Axes":
     """Draws histograms of exponents side by side, with the borders of a dtype.
 
     Of one report these are its rows of a kind, of more than 20 the worst; of the history of an
@@ -95,9 +103,9 @@ def histograms(
     for place, column in enumerate(columns):
         for exponent, count in column.items():
             picture[exponent - low, place] = count / sum(column.values())
-    pyplot, colors = _matplotlib()
-    if ax is None:
-        _, ax = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    ax = axes.given_or_new(ax, __name__, (8, 4.5))
+    from matplotlib import colors
+
     norm = colors.LogNorm(_SMALLEST, _LARGEST, clip=True)
     extent = (-0.5, len(rows) - 0.5, low, high + 1)
     image = ax.imshow(
@@ -122,8 +130,7 @@ def histograms(
     ax.set_ylabel("exponent of 2")
     if not isinstance(measured, Report):
         ax.set_xlabel("step")
-    is_scaled = kind in (GRADIENT, OUTPUT_GRADIENT)
-    of_scale = f" at a loss scale of 2^{shift}" if is_scaled else ""
+    of_scale = f" at a loss scale of 2^{shift}" if kind in SCALED else ""
     full_title = f"{title}, and the borders of {dtype}{of_scale}"
     ax.set_title("\n".join(textwrap.wrap(full_title, _LONGEST_TITLE)))
     ax.legend(loc="lower center", ncols=3, fontsize="small")
@@ -131,8 +138,8 @@ def histograms(
 
 
 def heat_map(
-    result: WhatIf, dtype: str = "float16", *, kind: str = GRADIENT, ax: Any = None
-) -> Any:
+    result: WhatIf, dtype: str = "float16", *, kind: str = GRADIENT, ax: "Axes | None" = None
+) -> "Axes":
     """Draws what each loss scale would have lost: rows by scales.
 
     Colors, on a logarithmic scale, and numbers, in percent, are the share of the values that has
@@ -174,11 +181,12 @@ def heat_map(
     paths = text_tables.worst(of_kind, badness, _MOST_ROWS)
     runs = [[result[dtype, scale][kind, path] for scale in result.scales] for path in paths]
     picture = np.array([[np.nan if lost.infinite else lost.share for lost in row] for row in runs])
-    pyplot, colors = _matplotlib()
-    if ax is None:
-        _, ax = pyplot.subplots(figsize=(8, 1.5 + 0.3 * len(paths)), layout="constrained")
+    ax = axes.given_or_new(ax, __name__, (8, 1.5 + 0.3 * len(paths)))
+    import matplotlib as mpl
+    from matplotlib import colors
+
     norm = colors.SymLogNorm(_NEXT_TO_NOTHING, vmin=0, vmax=_LARGEST)
-    cmap = pyplot.get_cmap("Oranges").with_extremes(bad="lightgray")
+    cmap = mpl.colormaps["Oranges"].with_extremes(bad="lightgray")
     image = ax.imshow(picture, aspect="auto", cmap=cmap, norm=norm)
     ticks = [0, 0.001, 0.01, 0.1, 1]
     bar = ax.figure.colorbar(image, ax=ax, label="share that is zero", ticks=ticks)
@@ -205,9 +213,9 @@ def window(
     dtype: str = "float16",
     *,
     tolerance: float = 0.0,
-    history: Any = None,
-    ax: Any = None,
-) -> Any:
+    history: "LossScaleMonitor | Mapping[str, Sequence[float]] | None" = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
     """Draws the window of loss scales in which nothing is lost, and the scale's path through it.
 
     Args:
@@ -239,9 +247,7 @@ def window(
         raise ValueError(f"Expected at least one report. Received: {reports!r}")
     steps = [report.step for report in reports]
     windows = [report.window(dtype, tolerance) for report in reports]
-    pyplot, _ = _matplotlib()
-    if ax is None:
-        _, ax = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    ax = axes.given_or_new(ax, __name__, (8, 4))
     path = getattr(history, "history", history)
     if path is None:
         path = {"step": steps, "loss_scale": [report.loss_scale for report in reports]}
@@ -250,11 +256,11 @@ def window(
     ends = [end for each in windows for end in each if abs(end) < EVERYWHERE.high]
     bottom, top = min([*scales, *ends]) - 2, max([*scales, *ends]) + 2
     low, high = np.clip(np.transpose(windows), bottom, top)
-    style = {"marker": "."} if len(steps) <= 50 else {}
-    ax.plot(steps, low, color="tab:orange", label="too small below", **style)
-    ax.plot(steps, high, color="tab:red", label="overflows above", **style)
+    marker = "." if len(steps) <= _MOST_MARKED else None
+    ax.plot(steps, low, color="tab:orange", label="too small below", marker=marker)
+    ax.plot(steps, high, color="tab:red", label="overflows above", marker=marker)
     ax.fill_between(steps, low, high, where=low <= high, color="tab:green", alpha=0.15)
-    ax.plot(path["step"], scales, color="tab:blue", label="loss scale", **style)
+    ax.plot(path["step"], scales, color="tab:blue", label="loss scale", marker=marker)
     ax.set_ylim(bottom, top)
     ax.set_xlabel("step")
     ax.set_ylabel("loss scale (exponent of 2)")
@@ -265,32 +271,20 @@ def window(
 
 
 def _scale_of(report: Report, kind: str, given: float | None) -> float:
-    """The loss scale at which a report is drawn."""
+    """Returns the loss scale at which a report is drawn."""
     if given is not None:
         return given
-    is_scaled = kind in (GRADIENT, OUTPUT_GRADIENT)
-    return 2.0 ** np.floor(np.log2(report.loss_scale)) if is_scaled else 1.0
+    return round_down(report.loss_scale) if kind in SCALED else 1.0
 
 
 def _left_out(shown: int, of: int) -> str:
-    """What a title says of rows that there was no room for."""
+    """Returns what a title says about rows that there was no room for."""
     return f" (the worst {shown} of {of})" if shown < of else ""
 
 
 def _number(share: float) -> str:
-    """A share in percent, with two digits; nothing of nothing."""
+    """Returns a share in percent, with two digits; "" for zero."""
     if not share:
         return ""
     percent = 100 * share
     return "<0.01" if percent < 0.01 else f"{percent:.2g}" if percent < 99.5 else "100"
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        import matplotlib.pyplot as plt
-        from matplotlib import colors
-    except ImportError as error:
-        raise ImportError(
-            'keras_mp.numerics.figures needs matplotlib: pip install "keras-mp[tutorials]"'
-        ) from error
-    return plt, colors

@@ -24,7 +24,7 @@ WEIGHT, UPDATE = _KEPT = ("weight", "update")
 
 KINDS = (*COMPUTED, *_KEPT)
 
-_SCALED = (GRADIENT, OUTPUT_GRADIENT)
+SCALED = (GRADIENT, OUTPUT_GRADIENT)
 
 # Which share of a gradient may become zero: a few values of a large one are always next to zero.
 TOLERANCE = 0.001
@@ -116,7 +116,7 @@ class Row(NamedTuple):
     @property
     def is_scaled(self) -> bool:
         """Whether the loss scale multiplies it."""
-        return self.kind in _SCALED
+        return self.kind in SCALED
 
     @property
     def hides_updates(self) -> bool:

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from keras_mp.numerics.exponents import (
     ROWS,
     Histogram,
     Window,
+    round_down,
 )
 from keras_mp.numerics.report_rows import (
     COMPUTED,
@@ -155,7 +155,7 @@ class Report:
             str of several lines.
         """
         if loss_scale is None:
-            loss_scale = 2.0 ** math.floor(math.log2(self.loss_scale))
+            loss_scale = round_down(self.loss_scale)
         head = self._head(dtype, loss_scale)
         header = (
             *("", "", "in", "values", "zero", "inf/nan", "exponents"),
@@ -319,7 +319,7 @@ class Report:
                     "it in `with tf.summary.create_file_writer(directory).as_default():`."
                 )
                 return
-        loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
+        loss_scale = round_down(self.loss_scale)
         for row in self.rows:
             name = f"{row.kind}/{row.path}".replace(" ", "_")
             fate = row.fate(dtype, loss_scale)
