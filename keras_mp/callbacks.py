@@ -67,16 +67,12 @@ class LossScaleMonitor(keras_api.BaseCallback):
 
     def __init__(self, update_freq: str | int = "epoch") -> None:
         super().__init__()
-        if isinstance(update_freq, str):
-            if update_freq != "epoch":
-                raise ValueError(
-                    '`update_freq` must be "epoch" or an int. '
-                    f"Received: update_freq={update_freq!r}"
-                )
-        else:
-            update_freq = validation.integer("update_freq", update_freq)
-        self.update_freq = update_freq
-        self.history: dict[str, list[Any]] = {"step": [], "loss_scale": [], "steps_skipped": []}
+        self.update_freq = validation.epoch_or_integer("update_freq", update_freq)
+        self.history: dict[str, list[float | int]] = {
+            "step": [],
+            "loss_scale": [],
+            "steps_skipped": [],
+        }
         self.overflows: list[Overflow] = []
         self._latest: dict[str, float | int] = {}
         self._next_read = 0
@@ -155,7 +151,9 @@ class LossScaleMonitor(keras_api.BaseCallback):
                 logging.info("%s", overflow.summary)
 
 
-def write_loss_scale(optimizer: Any, step: Any = None) -> None:
+def write_loss_scale(
+    optimizer: tf.keras.optimizers.Optimizer, step: int | tf.Tensor | None = None
+) -> None:
     """Writes `loss_scale` and `steps_skipped` for TensorBoard, in a training loop of your own.
 
     It writes them as scalars of these names to the default writer of `tf.summary`. In a
@@ -214,7 +212,8 @@ def _update(logs: dict[str, Any] | None, values: dict[str, float | int]) -> None
         logs.update(values)
 
 
-def _scaling(optimizers: Any) -> LossScaleOptimizer | None:
+def _scaling(optimizers: tf.keras.optimizers.Optimizer | None) -> LossScaleOptimizer | None:
+    """Returns the first optimizer that scales the loss, if there is one."""
     return next(iter(wrappers_among(optimizers)), None)
 
 

@@ -2,14 +2,18 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
+
+import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.reports import Report
 from keras_mp.numerics.watching import wrapped_method
 from keras_mp.support import validation
+
+_TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
 
 
 class _Attached(NamedTuple):
@@ -22,8 +26,8 @@ class _Attached(NamedTuple):
     """
 
     histograms: ExponentHistograms
-    plain: Callable[[Any], Any]
-    counting: Callable[[Any], Any]
+    plain: _TrainFunction
+    counting: _TrainFunction
 
 
 class ExponentMonitor(keras_api.BaseCallback):
@@ -95,14 +99,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         last_step: int | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(read_freq, str):
-            if read_freq != "epoch":
-                raise ValueError(
-                    f'`read_freq` must be "epoch" or an int. Received: read_freq={read_freq!r}'
-                )
-        else:
-            read_freq = validation.integer("read_freq", read_freq)
-        self.read_freq = read_freq
+        self.read_freq = validation.epoch_or_integer("read_freq", read_freq)
         self.all_workers = validation.boolean("all_workers", all_workers)
         self.history: list[Report] = []
         self._arguments = {
@@ -117,7 +114,7 @@ class ExponentMonitor(keras_api.BaseCallback):
             "last_step": last_step,
         }
         self._attached: _Attached | None = None
-        # How many steps were made, in this `fit` and in it before this epoch; before this `fit`.
+        # How many steps this `fit` has made; those of them before this epoch; those before it.
         self._made = self._before_epoch = self._before_fit = 0
         self._is_called = False
 
@@ -223,19 +220,15 @@ class ExponentMonitor(keras_api.BaseCallback):
     def _counting_steps(
         self, histograms: ExponentHistograms
     ) -> contextlib.AbstractContextManager[None]:
-        """Where Keras finds the step of which it makes a function, when it makes or traces it."""
+        """Has the step counted that Keras makes a function of, when it makes or traces it."""
 
         def counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
-            def counted_step(*args: Any, **kwargs: Any) -> Any:
-                with histograms.step():
-                    return train_step(*args, **kwargs)
-
-            return counted_step
+            return histograms.step()(train_step)  # as a decorator, which enters it in each call
 
         return wrapped_method(self.model, "train_step", counted)
 
-    def _execute(self, iterator: Any) -> Any:
-        """Runs what `fit` runs at once: the function that counts, if one of its steps is due."""
+    def _execute(self, iterator: tf.data.Iterator) -> Mapping[str, tf.Tensor]:
+        """Runs one execution of `fit`, with the function that counts if one of its steps is due."""
         histograms, plain, counting = cast(_Attached, self._attached)
         if not self._is_called:  # An error has ended the `fit` that had this callback.
             self._detach()

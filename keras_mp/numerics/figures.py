@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -248,7 +248,7 @@ def window(
     steps = [report.step for report in reports]
     windows = [report.window(dtype, tolerance) for report in reports]
     ax = axes.given_or_new(ax, __name__, (8, 4))
-    path = getattr(history, "history", history)
+    path: Any = getattr(history, "history", history)
     if path is None:
         path = {"step": steps, "loss_scale": [report.loss_scale for report in reports]}
     scales = np.log2(path["loss_scale"])
