@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics.exponents import COLUMNS, ROWS, Histogram, count_exponents
-from keras_mp.numerics.report_rows import Row
+from keras_mp.numerics.report_rows import Row, RowKey
 from keras_mp.numerics.reports import Report
 from keras_mp.support import host
 
@@ -22,7 +22,7 @@ class Observation(NamedTuple):
         scale: float32 scalar tensor, what the loss was multiplied by, or None.
     """
 
-    row: tuple[str, str]
+    row: RowKey
     tensor: tf.Tensor
     divisor: tf.Tensor | None = None
     scale: tf.Tensor | None = None
@@ -39,7 +39,7 @@ class HistogramCounts:
         places: dict of rows and their indices.
     """
 
-    def __init__(self, rows: Sequence[tuple[str, str]], strategy: tf.distribute.Strategy) -> None:
+    def __init__(self, rows: Sequence[RowKey], strategy: tf.distribute.Strategy) -> None:
         self.places = {row: place for place, row in enumerate(rows)}
         self._strategy = strategy
         self._steps = host.local_variable("counted", 0)
@@ -75,7 +75,7 @@ class HistogramCounts:
         if scale is not None:
             self._loss_scale.assign(scale)
 
-    def read(self, step: int, dtypes: Mapping[tuple[str, str], str], all_workers: bool) -> Report:
+    def read(self, step: int, dtypes: Mapping[RowKey, str], all_workers: bool) -> Report:
         """Returns what was counted since the last time, and begins anew.
 
         Args:

@@ -28,6 +28,7 @@ from keras_mp.numerics.report_rows import (
     UPDATE,
     WEIGHT,
     Row,
+    RowKey,
     Statistics,
 )
 from keras_mp.numerics.reports import Report
@@ -253,7 +254,7 @@ class _Step:
         self._observations: list[Observation] = []
         self._inputs: dict[tuple[str, int], tf.Tensor] = {}
         # Gradients of outputs come before it is known what the loss was multiplied by.
-        self._still_scaled: list[tuple[tuple[str, str], tf.Tensor]] = []
+        self._still_scaled: list[tuple[RowKey, tf.Tensor]] = []
         self._scale: tf.Tensor | None = None
         # What was shown before an optimizer got it, which may be one that is watched as well.
         self._shown_early: set[str] = set()

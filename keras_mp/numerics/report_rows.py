@@ -16,6 +16,9 @@ from keras_mp.numerics.exponents import (
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
+# Kind and path of a row.
+RowKey = tuple[str, str]
+
 COMPUTED = ("gradient", "input", "output", "output gradient")
 
 GRADIENT, INPUT, OUTPUT, OUTPUT_GRADIENT = COMPUTED
@@ -101,6 +104,11 @@ class Row(NamedTuple):
     overflowed_at: float = float("inf")
     statistics: Statistics | None = None
 
+    @property
+    def key(self) -> RowKey:
+        """Its kind and its path, by which a `Report` has it."""
+        return self.kind, self.path
+
     def fate(self, dtype: str, loss_scale: float = 1.0) -> Fate:
         """Tells what becomes of the values in a dtype; of updates, in variables of it.
 
@@ -183,9 +191,7 @@ class Row(NamedTuple):
         )
 
 
-def ranked(
-    row: Row, dtype: str, loss_scale: float, noise: set[tuple[str, str]]
-) -> text_tables.RankedRow:
+def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_tables.RankedRow:
     """Makes a row of a table, the worse the more it loses and the nearer it is to losing something.
 
     Args:
@@ -199,7 +205,7 @@ def ranked(
     histogram, window = row.histogram, row.window(dtype, tolerance)
     fate, exponents = row.fate(dtype, loss_scale), histogram.exponents
     bad = histogram.infinities + histogram.nans
-    is_noise = (row.kind, row.path) in noise
+    is_noise = row.key in noise
     cells = (
         *(row.kind, f"{row.path} (noise)" if is_noise else row.path, row.dtype),
         f"{histogram.total:,}",

@@ -23,6 +23,7 @@ from keras_mp.numerics.report_rows import (
     KINDS,
     TOLERANCE,
     Row,
+    RowKey,
     Statistics,
     ranked,
 )
@@ -67,12 +68,12 @@ class Report:
         self.rows = list(rows)
         self.step, self.counted, self.loss_scale = step, counted, loss_scale
 
-    def __getitem__(self, row: tuple[str, str]) -> Row:
+    def __getitem__(self, row: RowKey) -> Row:
         for each in self.rows:
-            if (each.kind, each.path) == tuple(row):
+            if each.key == tuple(row):
                 return each
         raise KeyError(
-            f"Expected the kind and path of a row: {[(r.kind, r.path) for r in self.rows]}. "
+            f"Expected the kind and path of a row: {[each.key for each in self.rows]}. "
             f"Received: {row!r}"
         )
 
@@ -86,7 +87,7 @@ class Report:
         return [row for row in rows if row.dtype in LOW_PRECISION_NAMES] or rows
 
     @property
-    def noise(self) -> set[tuple[str, str]]:
+    def noise(self) -> set[RowKey]:
         """Kinds and paths of gradients of variables that are nothing but rounding noise.
 
         Each is smaller than another one of its layer by a factor of 2^18.
@@ -122,7 +123,7 @@ class Report:
         """
         window, noise = EVERYWHERE, self.noise
         for row in self.rows_in_16_bits:
-            if row.is_scaled and (row.kind, row.path) not in noise:
+            if row.is_scaled and row.key not in noise:
                 window &= row.window(dtype, tolerance)
         return window
 
@@ -231,10 +232,9 @@ class Report:
 
     def __add__(self, other: "Report") -> "Report":
         first, last = sorted([self, other], key=lambda report: report.step)
-        rows = {(row.kind, row.path): row for row in first.rows}
+        rows = {row.key: row for row in first.rows}
         for row in last.rows:
-            key = row.kind, row.path
-            rows[key] = rows[key] + row if key in rows else row
+            rows[row.key] = rows[row.key] + row if row.key in rows else row
         order = sorted(rows.values(), key=lambda row: KINDS.index(row.kind))
         return Report(
             order,
