@@ -1,4 +1,4 @@
-"""The rows of a report: what was counted of a gradient, an output, a weight, and what it loses."""
+"""The rows of a report: the histogram of a gradient, an output or a weight, and what it loses."""
 
 from typing import NamedTuple
 
@@ -32,12 +32,12 @@ SCALED = (GRADIENT, OUTPUT_GRADIENT)
 # Which share of a gradient may become zero: a few values of a large one are always next to zero.
 TOLERANCE = 0.001
 
-# Which share of updates may be lost. Some are far below others of their weight wherever one looks.
+# Which share of updates may be lost. In every model some are far below others.
 UPDATE_TOLERANCE = 0.1
 
 
 class Statistics(NamedTuple):
-    """What is known of a weight beside its histogram.
+    """Numbers about a weight that its histogram does not have.
 
     Attributes:
         amax: float. The largest magnitude.
@@ -61,7 +61,7 @@ class Statistics(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Statistics":
-        """Returns those of an array.
+        """Returns the numbers of an array.
 
         Args:
             values: array of floats, not empty.
@@ -73,20 +73,20 @@ class Statistics(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was counted of one tensor of a model.
+    """What was counted for one tensor of a model.
 
     Attributes:
         kind: "gradient" of a variable, "output" of a layer, "output gradient", "weight", or
             "update" of a variable: what a step adds to each weight, divided by the power of two at
             or below the weight.
         path: the variable's or the layer's path, such as "encoder/dense/kernel".
-        dtype: str. What it was computed in: the tensor's own dtype; of a variable's gradient, what
-            its layer computes in; of weights and updates, what the optimizer sees. Values that were
-            too small for it are among the zeros.
-        histogram: a `Histogram`; of gradients as if the loss had not been scaled.
+        dtype: str. What it was computed in: the tensor's own dtype; for a variable's gradient, what
+            its layer computes in; for weights and updates, what the optimizer sees. Values that
+            were too small for it are among the zeros.
+        histogram: a `Histogram`; that of a gradient is as if the loss had not been scaled.
         overflowed_at: float. The smallest loss scale at which values were infinite or NaN, or
             infinity.
-        statistics: `Statistics` of a weight when it was read last; None of what is no weight.
+        statistics: `Statistics` of a weight when it was read last; None for other kinds.
 
     Example:
 
@@ -110,11 +110,11 @@ class Row(NamedTuple):
         return self.kind, self.path
 
     def fate(self, dtype: str, loss_scale: float = 1.0) -> Fate:
-        """Tells what becomes of the values in a dtype; of updates, in variables of it.
+        """Returns what becomes of the values in a dtype; of updates, in variables of it.
 
         Args:
             dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
-            loss_scale: float, a power of two. By what gradients are multiplied. Defaults to 1.
+            loss_scale: float, a power of two, by which gradients are multiplied. Defaults to 1.
 
         Returns:
             A `Fate`. An update that does not change its weight counts as `zero`.
@@ -128,7 +128,7 @@ class Row(NamedTuple):
 
     @property
     def hides_updates(self) -> bool:
-        """Whether it has updates of which none is known, since the weights did not take them."""
+        """Whether it has updates that are unknown, since the weights did not take them."""
         is_rounded = self.kind == UPDATE and self.dtype in LOW_PRECISION_NAMES
         return is_rounded and self.histogram.zeros > 0
 
@@ -137,18 +137,18 @@ class Row(NamedTuple):
         return UPDATES[dtype] if self.kind == UPDATE else borders
 
     def window(self, dtype: str, tolerance: float | None = None) -> Window:
-        """Tells at which loss scales nothing is lost; for others, by what they may be multiplied.
+        """Returns the scales at which nothing is lost.
 
-        For updates, that is by what the learning rate may be multiplied so that they arrive in
-        variables of the dtype.
+        For gradients these are loss scales. For updates they are factors of the learning rate at
+        which updates arrive in variables of the dtype.
 
-        What has overflowed in the dtype that it was computed in may have been of any size. So of
+        What has overflowed in the dtype that it was computed in may have been of any size. So for
         that dtype, the window ends below the loss scale at which it did.
 
         Args:
             dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
             tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0,
-                for updates to 0.1: wherever one looks, some are far below others.
+                and for updates to 0.1: in every model some are far below others.
 
         Returns:
             A `Window`.
@@ -163,10 +163,10 @@ class Row(NamedTuple):
     def has_unknown_zeros(self, loss_scale: float, tolerance: float = TOLERANCE) -> bool:
         """Whether zeros of a gradient may be values that were too small for its dtype.
 
-        They may if no other value is left, or if what is left reaches down to subnormal numbers.
+        They may be if no other value is left, or if the others reach down to subnormal numbers.
 
         Args:
-            loss_scale: float. That at which it was computed.
+            loss_scale: float. The loss scale at which it was computed.
             tolerance: float, from 0 to 1. Which share of zeros does not matter.
 
         Returns:
@@ -192,7 +192,7 @@ class Row(NamedTuple):
 
 
 def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_tables.RankedRow:
-    """Makes a row of a table, the worse the more it loses and the nearer it is to losing something.
+    """Returns a row of a table, ranked by how much it loses and how near it is to losing more.
 
     Args:
         row: `Row`.
@@ -200,7 +200,7 @@ def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_
         loss_scale: float, a power of two.
         noise: set of (kind, path). See `Report.noise`.
     """
-    # With the tolerance of the headline, which would contradict the table otherwise.
+    # The tolerance is that of the headline, which would contradict the table otherwise.
     tolerance = UPDATE_TOLERANCE if row.kind == UPDATE else TOLERANCE
     histogram, window = row.histogram, row.window(dtype, tolerance)
     fate, exponents = row.fate(dtype, loss_scale), histogram.exponents
@@ -221,7 +221,7 @@ def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_
         fate.share("zero") * (fate.share("zero") > tolerance),
         float(row.hides_updates or row.has_unknown_zeros(loss_scale)) * histogram.zeros,
     )
-    # Of what is kept in float32 nothing is lost.
+    # Nothing of what is kept in float32 is lost.
     matters = not is_noise and (row.kind in COMPUTED or row.dtype in LOW_PRECISION_NAMES)
     margin = min(window.margins(loss_scale if row.is_scaled else 1.0))
     alike = row.kind, row.dtype, histogram.total, is_noise, *(share > 0 for share in lost)
@@ -229,7 +229,7 @@ def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_
 
 
 def percent(count: int, of: int) -> str:
-    """Writes a share so that only what is nothing reads as nothing.
+    """Returns a share as text, which is empty only for zero.
 
     Args:
         count: int.
