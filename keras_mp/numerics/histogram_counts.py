@@ -89,11 +89,13 @@ class HistogramCounts:
         """
         local = self._strategy.experimental_local_results
         if all_workers:
-            of_replicas = self._strategy.run(tf.function(self._of_all_replicas, autograph=False))
-            bins, overflowed_at = (local(each)[0].numpy() for each in of_replicas)
+            bins, scales = self._strategy.run(self._of_replica)
+            bins = self._strategy.reduce(tf.distribute.ReduceOp.SUM, bins, axis=None).numpy()
+            scales = self._strategy.gather(scales, axis=0).numpy()
         else:
             bins = np.sum([each.numpy() for each in local(self._bins)], axis=0)
-            overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
+            scales = [each.numpy() for each in local(self._overflowed_at)]
+        overflowed_at = np.min(scales, axis=0)
         counted, loss_scale = (
             local(variable)[0].numpy().item() for variable in (self._steps, self._loss_scale)
         )
@@ -112,12 +114,5 @@ class HistogramCounts:
                 each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
         return Report(rows, step=step, counted=counted, loss_scale=loss_scale)
 
-    def _of_all_replicas(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the sum of all bins, and the smallest scales of overflows, on each replica."""
-        context = tf.distribute.get_replica_context()
-        is_mine = tf.range(context.num_replicas_in_sync) == context.replica_id_in_sync_group
-        mine = tf.where(is_mine[:, tf.newaxis], tf.convert_to_tensor(self._overflowed_at), 0.0)
-        # A read of a variable has no device in a graph, and TensorFlow asks for one.
-        sums = tf.identity(self._bins), mine
-        bins, overflowed_at = (context.all_reduce(tf.distribute.ReduceOp.SUM, x) for x in sums)
-        return bins, tf.reduce_min(overflowed_at, 0)
+    def _of_replica(self) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.identity(self._bins), tf.identity(self._overflowed_at)[tf.newaxis]

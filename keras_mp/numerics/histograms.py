@@ -121,13 +121,8 @@ class ExponentHistograms:
             self.last_step = validation.integer("last_step", last_step, at_least=self.first_step)
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        _refuse_keras_wrapper(self.optimizer)
         # Those that scale a loss show their gradients themselves.
-        self._plain_optimizers = [
-            each
-            for each in tf.nest.flatten(self.optimizer)
-            if isinstance(each, keras_api.OPTIMIZER_BASES) and not wrappers_among(each)
-        ]
+        self._plain_optimizers = list(filter(_scales_no_loss, tf.nest.flatten(self.optimizer)))
         layers, variables = layers_by_path(model), variables_by_path(model)
         shown = [path for path, layer in layers.items() if not _is_left_out(layer)]
         self._chosen = {
@@ -409,12 +404,13 @@ def _is_left_out(layer: tf.keras.layers.Layer) -> bool:
     return isinstance(layer, tf.keras.Model) or hasattr(layer, "state_size")
 
 
-def _refuse_keras_wrapper(optimizers: tf.keras.optimizers.Optimizer | None) -> None:
-    for optimizer in tf.nest.flatten(optimizers):
-        is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
-        if is_of_keras and not isinstance(optimizer, LossScaleOptimizer):
-            raise ValueError(
-                "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: "
-                "nothing tells by what tf.keras's own wrapper has scaled a gradient. Received: "
-                f"optimizer={optimizer!r}"
-            )
+def _scales_no_loss(optimizer: tf.keras.optimizers.Optimizer | None) -> bool:
+    """Whether an optimizer scales no loss; raises a ValueError for `tf.keras`'s own wrapper."""
+    is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
+    if is_of_keras and not isinstance(optimizer, LossScaleOptimizer):
+        raise ValueError(
+            "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: nothing "
+            "tells by what tf.keras's own wrapper has scaled a gradient. Received: "
+            f"optimizer={optimizer!r}"
+        )
+    return isinstance(optimizer, keras_api.OPTIMIZER_BASES) and not wrappers_among(optimizer)
