@@ -22,7 +22,7 @@ def loss_scale(
     """Draws the loss scale of a run, and marks where steps were skipped.
 
     The vertical axis is in powers of two. A cross means that steps were skipped since the previous
-    point; if there was more than one, a number says how many. To see which step it was, use a
+    point; if there was more than one, a number says how many. To see which step was skipped, use a
     monitor that reads the scale at every batch, `LossScaleMonitor(update_freq=1)`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Advice, and what it is made of: what was measured, and the words for it."""
+"""Advice, the facts that it is based on, and words for them."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ class Advice(NamedTuple):
     Attributes:
         sentences: list of str; empty if nothing is lost.
         policies: dict of paths of layers and names of policies, as `keras_mp.convert` takes it.
-        loss_scale: float, the scale that is recommended, or None: to keep where a training run was
-            measured, to start with where it was one batch.
+        loss_scale: float or None. The scale that is recommended, if one is: for the whole training
+            if a training run was measured, to start with if it was a batch.
 
     Example:
 
@@ -37,19 +37,19 @@ class Advice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What was measured, and how to speak of it.
+    """What was measured, and how to name it in sentences.
 
     Attributes:
         measured: `Report` or `WhatIf`.
-        rows: those of tensors that 16 bits matter to.
+        rows: those of tensors that are computed in 16 bits, without noise.
         dtype: str.
         tolerance: float. Which share of a gradient may become zero.
-        where: str. What the numbers are of.
-        set_scale: str. What to do with a loss scale that suits them.
+        where: str. Where the numbers were measured, in words.
+        set_scale: str. What to do with a loss scale that suits them, in words.
         losses: what real runs have lost of gradients, by loss scale.
         lost_in_run: what a run in the dtype at the smallest scale has lost.
-        computed_in: what each tensor was computed in, of a run in the dtype.
-        amplification: by how much layers amplify an error of what they take.
+        computed_in: the dtype of each tensor in a run in the dtype.
+        amplification: how much layers amplify an error of what they take.
         consumers: dict of paths of layers and of those that take what they return.
         units: dict of paths of layers and of those around them whose policy they have.
     """

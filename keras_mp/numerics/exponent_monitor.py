@@ -17,12 +17,12 @@ _TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
 
 
 class _Attached(NamedTuple):
-    """What is there while a `fit` runs.
+    """What the monitor uses while a `fit` runs.
 
     Attributes:
         histograms: what counts.
         plain: runs one execution of `fit`, of one or more steps, as Keras made it.
-        counting: runs one in which the histograms count.
+        counting: runs an execution in which the histograms count.
     """
 
     histograms: ExponentHistograms
@@ -33,39 +33,41 @@ class _Attached(NamedTuple):
 class ExponentMonitor(keras_api.BaseCallback):
     """Gathers histograms of exponents in `Model.fit`.
 
-    They are gathered as `ExponentHistograms` says, and read at the end of each epoch, or every so
-    many batches. The steps between run the function that `fit` runs without this callback; those
-    that count run another one, which is traced, or compiled by XLA, beside it.
+    They are gathered as `ExponentHistograms` says, and read at the end of each epoch, or after a
+    number of batches. Steps that are not counted run the function that `fit` runs without this
+    callback; those that are counted run another one, which is traced, or compiled by XLA, beside
+    it.
 
     Args:
-        every: int. Counts in the first step and in every so many after it. Defaults to 100.
+        every: int. The first step is counted, and then one in so many. Defaults to 100.
         gradients: bool or iterable of str. Counts the gradients of variables: of all, or of those
             with these paths. Paths may be patterns such as `"decoder/*"`. Defaults to True.
         outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
             to False.
         read_freq: `"epoch"` (the default), or an int, the number of batches between reads.
-        all_workers: bool. Whether to read what the replicas of all workers have counted. All of
-            them then need this callback, as they wait for each other. Defaults to False: each
-            worker reads what its own replicas have counted.
+        all_workers: bool. Whether to read what the replicas of all workers have counted. Then all
+            of them need this callback, as they wait for each other. Defaults to False: each worker
+            reads what its own replicas have counted.
         inputs: bool or iterable of str. The same as `gradients` for what layers are called with.
             Defaults to False.
         weights: bool or iterable of str. The same as `gradients` for trainable variables, as they
-            are when it is read, with all digits that a `MasterWeightOptimizer` keeps. Defaults to
-            False.
-        updates: bool or iterable of str. The same for what a step changes them by, in terms of each
-            weight: what of it would arrive in variables of 16 bits, and at which learning rates.
-            Defaults to False.
-        first_step: int. The first step of a `fit` in which is counted, from 0. Defaults to 0.
-        last_step: int or None. The last one. Defaults to None, for no last one.
+            are when they are read, with all digits that a `MasterWeightOptimizer` keeps. Defaults
+            to False.
+        updates: bool or iterable of str. The same for what a step adds to them, relative to each
+            weight: how much of it would arrive in variables of 16 bits, and at which learning
+            rates. Defaults to False.
+        first_step: int. The first step of a `fit` that is counted, from 0. Defaults to 0.
+        last_step: int or None. The last step that may be counted. Defaults to None: no limit.
 
     Attributes:
-        history: list of `Report`s, one for each time that something was read. A second `fit`
+        history: list of `Report`s, one for each read of something that was counted. A second `fit`
             continues it.
 
     Raises:
         TypeError: `read_freq` is neither a str nor an int.
-        ValueError: it is another str than "epoch", a number is below 1, or a `fit` has two of it.
+        ValueError: it is a str other than "epoch", a number is below 1, or a `fit` has two of these
+            callbacks.
 
     Example:
 
@@ -129,7 +131,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         return functools.reduce(Report.__add__, self.history)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Attaches itself to the training step.
+        """Attaches the monitor to the training step.
 
         Args:
             logs: not used.
@@ -157,20 +159,20 @@ class ExponentMonitor(keras_api.BaseCallback):
         self._is_called = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads, unless that is done for epochs only.
+        """Reads, if that is due after this batch.
 
         Args:
             batch: int. Which batch of the epoch it was, from 0.
             logs: not used.
         """
         if self._attached is None:
-            # Keras 2 builds a model with its first batch, which then goes uncounted.
+            # Keras 2 builds a model with its first batch, which is not counted then.
             self._attach()
         elif isinstance(self.read_freq, int) and (batch + 1) % self.read_freq == 0:
             self._read()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads what the epoch has left.
+        """Reads what was counted in the rest of the epoch.
 
         Args:
             epoch: not used.
@@ -183,7 +185,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         self._read()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Leaves the training step as it was.
+        """Puts the training step back as it was.
 
         Args:
             logs: not used.
@@ -194,7 +196,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         model = self.model
         other = getattr(model.train_function, "__self__", None)
         if isinstance(other, ExponentMonitor):
-            # All callbacks of a `fit` share their parameters. An error has ended that of others.
+            # All callbacks of a `fit` share their parameters. An error has ended any other `fit`.
             if other.params is self.params:
                 raise ValueError(
                     "Expected one ExponentMonitor in a `fit`: each counts in steps of its own. "

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_mp.support.autograph import do_not_convert
 
-# Those of float32's values, subnormal ones among them.
+# The exponents of float32's values, subnormal ones included.
 LOWEST, HIGHEST = -149, 127
 
 # Where the bins inside of an exponent begin: at 1, above 1, at 1.75, above 1.8125, at 1.875 and at
@@ -34,14 +34,14 @@ _PATTERNS = 2**16
 
 
 class Format(NamedTuple):
-    """Where a dtype rounds to what, to nearest and ties to even.
+    """The borders of a dtype, which rounds to nearest and ties to even.
 
-    A border is an exponent and the bin in it from which on values are beyond.
+    A border is an exponent and the first of its bins whose values are beyond.
 
     Attributes:
         zero: up to this power of two, itself included, everything becomes zero.
-        normal: border from which on the result is a normal number.
-        infinite: border from which on it is infinite, or NaN where there are no infinities.
+        normal: border of the values that become normal numbers.
+        infinite: border of those that become infinite, or NaN where there are no infinities.
     """
 
     zero: int
@@ -58,21 +58,17 @@ FORMATS = {
     "float8_e5m2": Format(zero=-17, normal=(-15, 2), infinite=(15, 4)),
 }
 
-# What variables of a dtype take of an update that is given in terms of the power of two at or below
-# its weight: all from half of the weight's last digit on, which here counts as lost.
+# The borders of updates that are divided by the power of two at or below their weights: a variable
+# of the dtype takes those that are larger than half of a weight's last digit.
+_DIGITS = {"float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
 UPDATES = {
     dtype: Format(zero=-digits, normal=(-digits, 1), infinite=(2 * _LARGEST_SHIFT, 0))
-    for dtype, digits in (
-        ("float16", 11),
-        ("bfloat16", 8),
-        ("float8_e4m3fn", 4),
-        ("float8_e5m2", 3),
-    )
+    for dtype, digits in _DIGITS.items()
 }
 
 
 class Fate(NamedTuple):
-    """What becomes of the values of a histogram, of those that are finite and not zero.
+    """How a dtype changes the values of a histogram that are finite and not zero.
 
     Attributes:
         values: int. How many there are.
@@ -101,7 +97,7 @@ class Fate(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The scales in which nothing is lost, as exponents of 2; there are none if `low > high`.
+    """The scales at which nothing is lost, as exponents of 2; there are none if `low > high`.
 
     Attributes:
         low: int. The smallest at which no more than the tolerance becomes zero.
@@ -126,7 +122,7 @@ class Window(NamedTuple):
         return Window(max(self.low, other.low), min(self.high, other.high))
 
     def margins(self, scale: float) -> tuple[float, float]:
-        """Tells how far a scale is from either end, in factors of 2; negative if it is outside.
+        """Returns how far a scale is from either end, in factors of 2; negative if it is outside.
 
         Args:
             scale: float. A loss scale.
@@ -158,7 +154,7 @@ class Histogram:
 
     Args:
         bins: array of integers of the shape [279, 9]: zeros, exponents from -149 to 127, and
-            infinities and NaN. `Histogram.of` makes it of values.
+            infinities and NaN. `Histogram.of` makes a histogram of values.
 
     Example:
 
@@ -208,7 +204,7 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many values there are, zeros, infinities and NaN among them."""
+        """How many values there are, including zeros, infinities and NaN."""
         return int(self._counts.sum())
 
     @property
@@ -228,14 +224,14 @@ class Histogram:
 
     @property
     def exponents(self) -> dict[int, int]:
-        """How many finite values have which exponent, of those exponents that occur."""
+        """The exponents that occur, and how many finite values have each."""
         rows = self.bins[1:-1].sum(axis=1)
         return {LOWEST + int(i): int(rows[i]) for i in np.flatnonzero(rows)}
 
     def fate(self, dtype: str | Format, scale: float = 1.0) -> Fate:
-        """Tells what becomes of the values in a dtype, if they are multiplied by a scale first.
+        """Returns what becomes of the values in a dtype, if they are multiplied by a scale first.
 
-        The counts are those of converting each value with NumPy and ml_dtypes, exactly.
+        The counts are exactly those of converting each value with NumPy and ml_dtypes.
 
         Args:
             dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2", or its borders.
@@ -245,22 +241,22 @@ class Histogram:
             A `Fate`.
 
         Raises:
-            ValueError: the dtype is another one, or the scale is no power of two.
+            ValueError: the dtype is not one of these, or the scale is no power of two.
         """
         return self._fate(format_of(dtype), exponent_of(scale))
 
     def window(self, dtype: str | Format, tolerance: float = 0.0) -> Window:
-        """Tells at which scales no value becomes infinite, and none, or few, become zero.
+        """Returns the scales at which no value becomes infinite and none, or few, become zero.
 
         Args:
             dtype: as for `fate`.
             tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0.
 
         Returns:
-            A `Window`. It has no end where no value would set one.
+            A `Window`. It is open at an end that no value sets.
 
         Raises:
-            ValueError: the dtype is another one.
+            ValueError: the dtype is not one of those.
         """
         where = format_of(dtype)
         values = self._finite()
@@ -269,7 +265,7 @@ class Histogram:
             return EVERYWHERE
         allowed = tolerance * values.sum()
         largest = LOWEST + int(places[-1]) // COLUMNS
-        low = where.zero - largest - 1  # at which all of them are zero
+        low = where.zero - largest - 1  # where all of them become zero
         while self._fate(where, low).zero > allowed:
             low += 1
         # One below the border where the largest value is beyond it.
@@ -279,7 +275,7 @@ class Histogram:
         return Window(low, high)
 
     def _finite(self) -> np.ndarray:
-        """The bins of values that are finite and not zero, from the smallest to the largest."""
+        """Returns the bins of values that are finite and not zero, in ascending order."""
         return self.bins[1:-1].reshape(-1)
 
     def _fate(self, where: Format, shift: int) -> Fate:

@@ -1,4 +1,4 @@
-"""Pictures of what was measured. Each function draws into an `Axes` of matplotlib."""
+"""Pictures of reports. Each function draws into an `Axes` of matplotlib."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_mp.numerics.exponents import EVERYWHERE, UPDATES, exponent_of, format_of, round_down
+from keras_mp.numerics.exponents import EVERYWHERE, exponent_of, round_down
 from keras_mp.numerics.lost import WhatIf, rank
-from keras_mp.numerics.report_rows import GRADIENT, SCALED, UPDATE, ranked
+from keras_mp.numerics.report_rows import GRADIENT, SCALED, UPDATE, borders_of, ranked
 from keras_mp.numerics.reports import Report
 from keras_mp.support import axes, text_tables
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _SMALLEST, _LARGEST = 1e-6, 1.0
 
-# So many names can be read side by side, and so many below each other.
+# How many names can be read side by side, and below each other.
 _MOST_COLUMNS, _MOST_ROWS = 20, 40
 _LONGEST_NAME, _LONGEST_TITLE = 32, 90
 
-# From nothing to this share, the colors of a heat map are linear; from here on, logarithmic.
+# The colors of a heat map are linear up to this share, and logarithmic above.
 _NEXT_TO_NOTHING = 1e-4
 
-# A cell has room for a number if there are no more columns.
+# With more columns, cells have no room for numbers.
 _MOST_NUMBERS = 12
 
 # More marks than these would cover each other.
@@ -44,16 +44,16 @@ def histograms(
 ) -> "Axes":
     """Draws histograms of exponents side by side, with the borders of a dtype.
 
-    Of one report these are its rows of a kind, of more than 20 the worst; of the history of an
-    `ExponentMonitor`, one row over time. The darker, the larger the share of the values. What is
-    outside of the lines becomes zero or infinite in the dtype, at the loss scale; below the dotted
-    line digits are lost.
+    One report has its rows of a kind drawn, or the worst 20 of them; the history of an
+    `ExponentMonitor` has one row drawn over time. The darker, the larger the share of the values.
+    What is outside of the lines becomes zero or infinite in the dtype, at the loss scale; below the
+    dotted line digits are lost.
 
     Args:
         measured: a `Report`, or a sequence of them.
         dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
         kind: "gradient" (the default), "output", "output gradient", "weight" or "update".
-        path: the path of the row; for a sequence of reports.
+        path: the path of the row, for a sequence of reports.
         loss_scale: float, a power of two. Defaults to that of the (last) report. Only gradients
             are scaled.
         ax: `Axes` to draw into. Defaults to those of a new pyplot figure.
@@ -75,7 +75,7 @@ def histograms(
     >>> ax.get_title()
     'Exponents of each gradient, and the borders of float16 at a loss scale of 2^10'
     """
-    where = UPDATES[dtype] if kind == UPDATE else format_of(dtype)
+    where = borders_of(kind, dtype)
     if isinstance(measured, Report):
         last = measured
         of_kind = [row for row in measured.rows if row.kind == kind]
@@ -108,9 +108,8 @@ def histograms(
 
     norm = colors.LogNorm(_SMALLEST, _LARGEST, clip=True)
     extent = (-0.5, len(rows) - 0.5, low, high + 1)
-    image = ax.imshow(
-        picture, origin="lower", aspect="auto", cmap="Blues", norm=norm, extent=extent
-    )
+    how = {"origin": "lower", "aspect": "auto", "extent": extent}
+    image = ax.imshow(picture, cmap="Blues", norm=norm, **how)
     ax.figure.colorbar(image, ax=ax, label="share of the values")
     names = ("zero below", "fewer digits below", "infinite above")
     if kind == UPDATE:
@@ -121,12 +120,8 @@ def histograms(
     bottom, top = min([low, *inside]) - 1, max([high + 1, *inside]) + 1
     ax.set_ylim(bottom - (top - bottom) // 8, top)  # with room for the legend
     apart = -(-len(rows) // _MOST_COLUMNS)
-    ax.set_xticks(
-        range(0, len(rows), apart),
-        labels[::apart],
-        rotation=45 if len(rows) > 3 else 0,
-        ha="right",
-    )
+    rotation = 45 if len(rows) > 3 else 0
+    ax.set_xticks(range(0, len(rows), apart), labels[::apart], rotation=rotation, ha="right")
     ax.set_ylabel("exponent of 2")
     if not isinstance(measured, Report):
         ax.set_xlabel("step")
@@ -143,7 +138,8 @@ def heat_map(
     """Draws what each loss scale would have lost: rows by scales.
 
     Colors, on a logarithmic scale, and numbers, in percent, are the share of the values that has
-    become zero; "inf" marks what has overflowed. Of more than 40 rows it shows the worst.
+    become zero; "inf" marks what has overflowed. If there are more than 40 rows, the worst of them
+    are drawn.
 
     Args:
         result: what `what_if` returned.
@@ -252,7 +248,7 @@ def window(
     if path is None:
         path = {"step": steps, "loss_scale": [report.loss_scale for report in reports]}
     scales = np.log2(path["loss_scale"])
-    # An end that there is none of is drawn at the edge of the picture.
+    # An open end is drawn at the edge of the picture.
     ends = [end for each in windows for end in each if abs(end) < EVERYWHERE.high]
     bottom, top = min([*scales, *ends]) - 2, max([*scales, *ends]) + 2
     low, high = np.clip(np.transpose(windows), bottom, top)

@@ -1,4 +1,4 @@
-"""The first operation whose result is not finite: which one, in which layer, on which line.
+"""Finds the first operation whose result is not finite, its layer and its line.
 
 While it is looked for, TensorFlow calls back for each operation that runs in eager or becomes a
 part of a graph, and `operation_rows` and `graph_recorder` measure what each returned. When a
@@ -29,44 +29,44 @@ _HISTORY = 12
 class FirstBadOperation:
     """Stops at the first operation whose result is Inf or NaN, and says what led to it.
 
-    A context manager, around `fit` or a training loop of your own. Where
-    `tf.debugging.enable_check_numerics` stops at anything that is not finite, this one goes on
+    It is a context manager around `fit` or a training loop of your own.
+    `tf.debugging.enable_check_numerics` stops at everything that is not finite. This one goes on if
 
-    - where gradients overflow and a dynamic loss scale is going to fall for it. Pass the model, the
+    - gradients overflow and a dynamic loss scale is going to fall for it. Pass the model, the
       optimizer or the `GradScaler`, so that it is known. At the smallest loss scale it stops;
-    - where what is not finite goes nowhere: the -inf of a mask that a softmax makes zeros of, or a
-      logarithm of zero that `tf.where` does not take.
+    - what is not finite has no effect: a softmax makes zeros of the -inf of a mask, or `tf.where`
+      does not take the logarithm of zero.
 
     It stops when the function that was called from eager code has returned, at the end of a batch
-    of `fit` for example, and raises a `NotFiniteError`. In eager code it stops where the block
-    ends, where `check` is called, or else after some thousand operations.
+    of `fit` for example, and raises a `NotFiniteError`. In eager code it stops at the end of the
+    block, when `check` is called, or after some thousand operations.
 
-    Functions are watched that are traced inside of the block; those of the model are traced anew,
-    and once more after it. Other functions keep their checks: make them anew when you have
+    Functions are watched if they are traced inside of the block; those of the model are traced
+    anew, and once more after it. Other functions keep their checks: make them anew when you have
     found what you looked for. Outside of the block nothing is changed, and nothing costs time.
     Inside, each operation takes several times as long. Replicas are watched one by one.
 
     Functions with `jit_compile=True` are watched too: the checks are compiled with them. XLA then
-    has to keep each result, which it would otherwise have fused with the next, and which it may
-    have kept in float32 meanwhile. So an overflow inside of what it would have fused may be found
-    that does not happen without the checks.
+    has to keep each result, which it would otherwise have fused with the next one, and which it may
+    have kept in float32 meanwhile. So an overflow may be found that does not happen without the
+    checks.
 
     Args:
         *scaled: models, optimizers or `GradScaler`s whose loss scale may have to fall.
-        include: iterable of str. Which operations may be the one: patterns of their types, such as
-            `"Log"`, and of paths of layers, such as `"decoder/*"`. Defaults to None: all.
-        exclude: iterable of str. Those that may not, by the same patterns. What comes of one may
-            be. Defaults to none.
+        include: iterable of str. Which operations may be the first: patterns of their types, such
+            as `"Log"`, and of paths of layers, such as `"decoder/*"`. Defaults to None: all.
+        exclude: iterable of str. Which operations may not, by the same patterns; those that use
+            their results may. Defaults to none.
         raises: bool. Whether to stop. Defaults to True. If False, the program goes on: a warning
             says what was found, once for each operation, and `found` keeps it.
 
     Attributes:
-        planned: int. How many steps had gradients that overflowed as the loss scale expects; of
+        planned: int. How many steps had gradients that overflowed as the loss scale expects. With
             several steps per execution, how many executions.
         found: list of NotFiniteError, the first of each step, each operation once.
 
     Raises:
-        NotFiniteError: see above.
+        NotFiniteError: an operation was found, see above.
         TypeError: something else was passed, or patterns that are no str.
         RuntimeError: the block is inside of another one.
 
@@ -152,10 +152,10 @@ class FirstBadOperation:
                 )
 
     def check(self) -> None:
-        """Looks at what has run since the last time. Functions do so when they return.
+        """Looks at the operations that have run since the last time; functions do when they return.
 
         Raises:
-            NotFiniteError: as the class says.
+            NotFiniteError: one of them is the first whose result is not finite.
         """
         with op_callbacks.unobserved():
             self._look()
@@ -171,7 +171,7 @@ class FirstBadOperation:
         ]
         if not found:
             return
-        # What replicas have in common comes after what each of them has done.
+        # What replicas do together comes after what each of them has done.
         first, device, rows, measured = min(found, key=lambda each: each[0])
         if rows[first].is_gradient and may_fall:
             self.planned += 1

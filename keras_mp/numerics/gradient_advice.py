@@ -1,4 +1,4 @@
-"""Advice about gradients: the loss scale that suits them, and the layers that none suits."""
+"""Advice about gradients: the loss scale that suits them, and layers that need float32."""
 
 import functools
 import math
@@ -10,8 +10,8 @@ from keras_mp.numerics.lost import Lost
 from keras_mp.numerics.report_rows import OUTPUT_GRADIENT, Row, RowKey
 
 
-def do_overflow(facts: Facts) -> bool:
-    """Whether a gradient was, or would be, too large at the loss scale in force."""
+def overflow(facts: Facts) -> bool:
+    """Whether a gradient was, or would be, too large at the current loss scale."""
     return any(
         row.overflowed_at <= facts.now or row.histogram.fate(facts.dtype, facts.now).infinite
         for row in facts.gradients
@@ -19,13 +19,13 @@ def do_overflow(facts: Facts) -> bool:
 
 
 def about_gradients(facts: Facts) -> Advice | None:
-    """The loss scale to take, if the one in force is not good, and layers for float32.
+    """Returns the loss scale to take and layers for float32, unless the current scale is good.
 
     Args:
         facts: of a model whose layers lose nothing of what they return.
 
     Returns:
-        An `Advice`, or None if the loss scale in force is good.
+        An `Advice`, or None if the current loss scale is good.
     """
     dtype, now, rows = facts.dtype, facts.now, facts.gradients
     overflowed = [row for row in rows if row.dtype == dtype and math.isfinite(row.overflowed_at)]
@@ -48,7 +48,7 @@ def about_gradients(facts: Facts) -> Advice | None:
         return None
     if common.is_empty:
         return _about_conflict(facts, windows)
-    # As far from overflowing as from losing, and rather lower, for gradients grow at times.
+    # In the middle of the window, and rather lower, since gradients grow at times.
     exponent = (common.low + common.high) // 2
     sentence = (
         f"{facts.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
@@ -71,7 +71,7 @@ def about_gradients(facts: Facts) -> Advice | None:
 
 
 def _about_unknown_size(facts: Facts, infinite: Sequence[Row]) -> Advice:
-    """Gradients of which no finite value was seen."""
+    """Returns advice about gradients that had no finite value."""
     others = f" (and of {len(infinite) - 1} more)" if len(infinite) > 1 else ""
     scale = power(min(row.overflowed_at for row in infinite))
     sentence = (
@@ -82,7 +82,10 @@ def _about_unknown_size(facts: Facts, infinite: Sequence[Row]) -> Advice:
 
 
 def _about_losses(facts: Facts) -> Advice:
-    """Every run has lost something, though histograms leave room for a scale: something inside."""
+    """Returns advice where every run has lost something inside of layers.
+
+    That is where the histograms of what they return leave a window open.
+    """
     dtype = facts.dtype
 
     def lost(each: Lost) -> float:
@@ -108,7 +111,7 @@ def _about_losses(facts: Facts) -> Advice:
 
 
 def _about_conflict(facts: Facts, windows: Mapping[RowKey, Window]) -> Advice:
-    """No scale suits all gradients: the one that suits most, and float32 for the rest."""
+    """Returns the scale that suits most gradients, and float32 for the layers of the others."""
     dtype = facts.dtype
     ends = {end for window in windows.values() for end in window}
 

@@ -45,11 +45,10 @@ class ExponentHistograms:
     """Gathers histograms of exponents of a model, in a training loop of your own.
 
     Make it once, in the scope of the strategy if there is one, and put `with histograms.step():`
-    around each step, in the function that `strategy.run` runs. Gradients are seen where a
-    `keras_mp.LossScaleOptimizer` or a `keras_mp.GradScaler` takes them, before they are judged and
-    summed over replicas, and as if they had never been scaled; gradients that another optimizer
-    applies, where `apply_gradients` of the optimizer is called. `ExponentMonitor` does all this
-    in `fit`.
+    around each step, in the function that `strategy.run` runs. Gradients are counted as a
+    `keras_mp.LossScaleOptimizer` or a `keras_mp.GradScaler` takes them, before they are tested and
+    summed over replicas, and as if they had never been scaled. Those that another optimizer applies
+    are counted when its `apply_gradients` is called. `ExponentMonitor` does all this in `fit`.
 
     Values of a sparse gradient are counted before those of equal indices are added up. Values of
     float64 are counted as the float32 values next to them. Complex values are not counted, nor are
@@ -57,7 +56,7 @@ class ExponentHistograms:
 
     Args:
         model: A model of `tf.keras`, built.
-        every: int. Counts in the first step and in every so many after it. Defaults to 100.
+        every: int. The first step is counted, and then one in so many. Defaults to 100.
         gradients: bool or iterable of str. Counts the gradients of variables: of all, or of those
             with these paths. Paths may be patterns such as `"decoder/*"`. Defaults to True.
         outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
@@ -67,16 +66,16 @@ class ExponentHistograms:
             False.
         weights: bool or iterable of str. The same for trainable variables, as they are when `read`
             is called, with all digits that a `MasterWeightOptimizer` keeps. Defaults to False.
-        updates: bool or iterable of str. The same for what a step changes them by, in terms of each
-            weight. A step that counts holds a copy of these variables. Defaults to False.
-        first_step: int. The first step in which is counted, from 0. Defaults to 0.
-        last_step: int or None. The last one. Defaults to None, for no last one.
-        optimizer: The optimizer. Defaults to the one that the model is compiled with, if it is.
+        updates: bool or iterable of str. The same for what a step adds to them, relative to each
+            weight. A step that is counted holds a copy of these variables. Defaults to False.
+        first_step: int. The first step that is counted, from 0. Defaults to 0.
+        last_step: int or None. The last step that may be counted. Defaults to None: no limit.
+        optimizer: The optimizer. Defaults to the one that the model is compiled with, if any.
 
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
-        ValueError: it is not built, there is no layer with one of the paths, or the optimizer is
-            `tf.keras`'s own LossScaleOptimizer.
+        ValueError: `model` is not built, there is no layer with one of the paths, or the optimizer
+            is `tf.keras`'s own LossScaleOptimizer.
 
     Example:
 
@@ -151,10 +150,10 @@ class ExponentHistograms:
     @do_not_convert
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Context manager for one step; in a `tf.function` or not, in a replica context.
+        """A context manager for one step, in a replica context, in a `tf.function` or in eager.
 
         Raises:
-            ValueError: it is entered around `strategy.run`, and not in what that runs.
+            ValueError: it is entered around `strategy.run`, and not in the function that this runs.
         """
         if tf.distribute.in_cross_replica_context():
             raise ValueError(
@@ -202,15 +201,15 @@ class ExponentHistograms:
             each.assign(step)
 
     def read(self, all_workers: bool = False) -> Report:
-        """Reads what was counted since the last time, from the device, and begins anew.
+        """Reads from the device what was counted since the last time, and begins anew.
 
         Args:
-            all_workers: bool. Whether to read what the replicas of all workers have counted. It is
-                then to be called on each of them, as each waits for the others. Defaults to False:
+            all_workers: bool. Whether to read what the replicas of all workers have counted. Then
+                all of them have to call it, as each waits for the others. Defaults to False: only
                 what the replicas of this worker have counted.
 
         Returns:
-            A `Report`. A row is there for each gradient and output of which a value was counted.
+            A `Report`, with a row for each tensor of which a value was counted.
         """
         step = self._strategy.experimental_local_results(self._steps)[0].numpy().item()
         all_workers = validation.boolean("all_workers", all_workers)
@@ -239,7 +238,7 @@ class _Step:
     """What one step, or its trace, on one replica has shown so far.
 
     Args:
-        owner: whose variables count.
+        owner: the histograms, whose variables count.
         due: bool scalar tensor. Whether anything is counted in this step.
     """
 
@@ -400,7 +399,7 @@ def _chosen(
 
 
 def _is_left_out(layer: tf.keras.layers.Layer) -> bool:
-    """Whether it is a model, which returns what its layers do, or a cell, which runs in a loop."""
+    """Whether it is a model, which returns what its layers do, or a cell, which is in a loop."""
     return isinstance(layer, tf.keras.Model) or hasattr(layer, "state_size")
 
 

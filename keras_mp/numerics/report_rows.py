@@ -119,7 +119,8 @@ class Row(NamedTuple):
         Returns:
             A `Fate`. An update that does not change its weight counts as `zero`.
         """
-        return self.histogram.fate(self._format(dtype), loss_scale if self.is_scaled else 1.0)
+        borders = borders_of(self.kind, dtype)
+        return self.histogram.fate(borders, loss_scale if self.is_scaled else 1.0)
 
     @property
     def is_scaled(self) -> bool:
@@ -131,10 +132,6 @@ class Row(NamedTuple):
         """Whether it has updates that are unknown, since the weights did not take them."""
         is_rounded = self.kind == UPDATE and self.dtype in LOW_PRECISION_NAMES
         return is_rounded and self.histogram.zeros > 0
-
-    def _format(self, dtype: str) -> Format:
-        borders = format_of(dtype)
-        return UPDATES[dtype] if self.kind == UPDATE else borders
 
     def window(self, dtype: str, tolerance: float | None = None) -> Window:
         """Returns the scales at which nothing is lost.
@@ -155,7 +152,7 @@ class Row(NamedTuple):
         """
         if tolerance is None:
             tolerance = UPDATE_TOLERANCE if self.kind == UPDATE else 0.0
-        window = self.histogram.window(self._format(dtype), tolerance)
+        window = self.histogram.window(borders_of(self.kind, dtype), tolerance)
         if self.dtype == dtype and np.isfinite(self.overflowed_at):
             window &= Window(EVERYWHERE.low, int(np.ceil(np.log2(self.overflowed_at))) - 1)
         return window
@@ -189,6 +186,20 @@ class Row(NamedTuple):
             overflowed_at=overflowed_at,
             statistics=other.statistics,
         )
+
+
+def borders_of(kind: str, dtype: str) -> Format:
+    """Returns the borders of a dtype for rows of a kind.
+
+    Args:
+        kind: one of `KINDS`.
+        dtype: its name.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    borders = format_of(dtype)
+    return UPDATES[dtype] if kind == UPDATE else borders
 
 
 def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_tables.RankedRow:
