@@ -139,7 +139,7 @@ class ExponentHistograms:
         self._dtypes = {
             (GRADIENT, path): layer.compute_dtype for path, (_, layer) in variables.items()
         }
-        self._misses_gradients = bool(self._chosen[GRADIENT])
+        self.misses_gradients = bool(self._chosen[GRADIENT])
         # Weights are looked at when it is read.
         rows = [(kind, path) for kind in KINDS if kind != WEIGHT for path in self._chosen[kind]]
         self._strategy = model.distribute_strategy
@@ -318,7 +318,7 @@ class _Step:
             path = self._owner._paths.get(id(variable), "")
             if gradient is None or (GRADIENT, path) not in self._owner._counts.places:
                 continue
-            self._owner._misses_gradients = False
+            self._owner.misses_gradients = False
             if scaled_by is not None:
                 self._shown_early.add(path)
             elif path in self._shown_early:
@@ -340,8 +340,8 @@ class _Step:
 
     def count(self) -> None:
         """Counts what was observed, if that is due. Called at the end of the step."""
-        if self._owner._misses_gradients:
-            self._owner._misses_gradients = False
+        if self._owner.misses_gradients:
+            self._owner.misses_gradients = False
             messages.warn(
                 "No gradient of a variable was seen in a step with histograms, so only outputs are "
                 "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
