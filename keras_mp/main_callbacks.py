@@ -34,7 +34,7 @@ class StepRecorder(tf.keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Stops the clock and records the loss."""
-        # Keras logs the mean since the start of the epoch, from which the loss of the batch follows.
+        # Keras logs the mean since the start of the epoch, from which the batch's own loss follows.
         # Reading it waits for the device, so it is part of the time.
         total = float((logs or {})["loss"]) * (batch + 1)
         self.seconds.append(time.perf_counter() - self._start)

@@ -243,7 +243,16 @@ class Histogram:
         Raises:
             ValueError: the dtype is not one of these, or the scale is no power of two.
         """
-        return self._fate(format_of(dtype), exponent_of(scale))
+        where, shift = format_of(dtype), exponent_of(scale)
+        values = self._finite()
+        up_to = np.concatenate([[0], np.cumsum(values)])
+
+        def below(exponent: int, column: int) -> int:
+            place = (exponent - shift - LOWEST) * COLUMNS + column
+            return int(up_to[np.clip(place, 0, len(values))])
+
+        total, zero = int(up_to[-1]), below(where.zero, 1)
+        return Fate(total, zero, below(*where.normal) - zero, total - below(*where.infinite))
 
     def window(self, dtype: str | Format, tolerance: float = 0.0) -> Window:
         """Returns the scales at which no value becomes infinite and none, or few, become zero.
@@ -266,7 +275,7 @@ class Histogram:
         allowed = tolerance * values.sum()
         largest = LOWEST + int(places[-1]) // COLUMNS
         low = where.zero - largest - 1  # where all of them become zero
-        while self._fate(where, low).zero > allowed:
+        while self.fate(where, 2.0**low).zero > allowed:
             low += 1
         # One below the border where the largest value is beyond it.
         high = where.infinite[0] - largest
@@ -277,17 +286,6 @@ class Histogram:
     def _finite(self) -> np.ndarray:
         """Returns the bins of values that are finite and not zero, in ascending order."""
         return self.bins[1:-1].reshape(-1)
-
-    def _fate(self, where: Format, shift: int) -> Fate:
-        values = self._finite()
-        up_to = np.concatenate([[0], np.cumsum(values)])
-
-        def below(exponent: int, column: int) -> int:
-            place = (exponent - shift - LOWEST) * COLUMNS + column
-            return int(up_to[np.clip(place, 0, len(values))])
-
-        total, zero = int(up_to[-1]), below(where.zero, 1)
-        return Fate(total, zero, below(*where.normal) - zero, total - below(*where.infinite))
 
     def __add__(self, other: "Histogram") -> "Histogram":
         return Histogram(self.bins + other.bins)

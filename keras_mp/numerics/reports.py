@@ -93,17 +93,16 @@ class Report:
 
         Each is smaller than another one of its layer by a factor of 2^18.
         """
-        largest: dict[str, int] = {}
-        tops = {}
+        of_layers: dict[str, dict[RowKey, int]] = {}
         for row in self.rows:
             if row.kind == GRADIENT and row.histogram.exponents:
-                top = tops[row.path] = max(row.histogram.exponents)
-                layer = row.path.rpartition("/")[0]
-                largest[layer] = max(largest.get(layer, top), top)
+                of_layer = of_layers.setdefault(row.path.rpartition("/")[0], {})
+                of_layer[row.key] = max(row.histogram.exponents)
         return {
-            (GRADIENT, path)
-            for path, top in tops.items()
-            if top <= largest[path.rpartition("/")[0]] - _NOISE
+            key
+            for of_layer in of_layers.values()
+            for key, largest in of_layer.items()
+            if largest <= max(of_layer.values()) - _NOISE
         }
 
     def rows_with_unknown_zeros(self, tolerance: float = TOLERANCE) -> list[Row]:
