@@ -92,27 +92,28 @@ class GraphRecorder(OperationTable):
 
     def _origin(self, kind: str, name: str, site: operations.CallSite) -> tuple[str, str | None]:
         """Returns the layer and the line of an operation; for a gradient, of what it is of."""
-        scope = name.rpartition("/")[0]
+        scope, running = name.rpartition("/")[0], watching.running_layer()
         if not site.is_gradient:
-            layer = watching.running_layer()
-            if layer:
-                self._layer_of_scope[scope] = layer
-            self._forward[name] = layer or scope, site.line
+            if running:
+                self._layer_of_scope[scope] = running
+            self._forward[name] = running or scope, site.line
             return self._forward[name]
         # The name scope of a gradient is the name of the operation that it is of.
-        found, running = self._forward.get(scope), watching.running_layer()
-        if found is None and running:
+        if scope in self._forward:
+            return self._forward[scope]
+        if running:
             # A custom gradient, whose operations have no scope of the forward pass.
             return running, site.line
         # Or the two are next to each other, SqrtGrad and Sqrt.
         beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
-        found = found or self._forward.get(beside)
+        if beside in self._forward:
+            return self._forward[beside]
         around = scope
-        while found is None and around:
+        while around:
             around = around.rpartition("/")[0]
             if around in self._layer_of_scope:
-                found = self._layer_of_scope[around], site.line
-        return found or (scope, site.line)
+                return self._layer_of_scope[around], site.line
+        return scope, site.line
 
     def _measure(
         self,
