@@ -303,17 +303,12 @@ class _Step:
     def observe_gradients(
         self,
         pairs: Sequence[tuple[Gradient, tf.Variable]],
-        scaled: bool | tf.Tensor,
+        divisor: tf.Tensor | None,
         scaled_by: tf.Tensor | None,
     ) -> None:
         """Notes the gradients of variables."""
         if host.current_graph() is self._graph and scaled_by is not None:
             self._scale = scaled_by
-        divisor = scaled_by
-        if tf.is_tensor(scaled):
-            divisor = tf.where(scaled, scaled_by, 1.0)
-        elif not scaled:
-            divisor = None
         for gradient, variable in pairs:
             path = self._owner._paths.get(id(variable), "")
             if gradient is None or (GRADIENT, path) not in self._owner._counts.places:

@@ -207,7 +207,7 @@ def _shown(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(apply_gradients)
     def shown(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
         pairs = list(grads_and_vars)
-        observers.show(pairs, False, None)
+        observers.show(pairs, lambda: None, None)
         return apply_gradients(pairs, *args, **kwargs)
 
     return shown
