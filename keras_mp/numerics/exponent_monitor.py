@@ -222,7 +222,7 @@ class ExponentMonitor(keras_api.BaseCallback):
     def _counting_steps(
         self, histograms: ExponentHistograms
     ) -> contextlib.AbstractContextManager[None]:
-        """Has the step counted that Keras makes a function of, when it makes or traces it."""
+        """Wraps the step that Keras makes a function of, while it makes or traces it."""
 
         def counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
             return histograms.step()(train_step)  # as a decorator, which enters it in each call

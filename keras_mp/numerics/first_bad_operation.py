@@ -22,7 +22,7 @@ from keras_mp.numerics.not_finite import NotFiniteError, Range
 from keras_mp.numerics.operation_rows import PASSED_IN, EagerRecorder, OperationRow, first_bad
 from keras_mp.support import attributes, messages, op_callbacks, validation
 
-# Of the layers before the first bad operation, how many a message shows.
+# How many of the layers before the first bad operation a message shows.
 _HISTORY = 12
 
 

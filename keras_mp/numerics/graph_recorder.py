@@ -1,4 +1,4 @@
-"""Measures the results of a graph's operations while it runs: a row of a variable for each of them.
+"""Measures the results of a graph's operations while it runs, in a row of a variable for each.
 
 That is all that a graph needs, so that functions that XLA compiles are watched as others are.
 """
@@ -127,7 +127,7 @@ class GraphRecorder(OperationTable):
     ) -> None:
         """Gives an operation a row, which is measured when the graph runs."""
         index = self.add(kind, layer, site, values, inputs, is_given)
-        # Of the same graph only: they cannot be used in another.
+        # Tensors of another graph cannot be used.
         found = [self._bad[i] for i in set(inputs) if i in self._bad]
         before = [bad for bad in found if bad.graph is graph]
         self._bad[index] = _measured(self._state(values[0].device), index, values, before)
@@ -176,8 +176,8 @@ def _measured(
         begins_here = tf.logical_and(begins_here, tf.equal(tf.add_n(before), 0))
     row = tf.stack([bad[0], low[0], high[0], tf.cast(begins_here, tf.float32)])
     if _is_inside(bad[0].graph, _LOOP):
-        # What comes round again is bad in the next iteration already. And a step that is bad may be
-        # followed by one that is not: what it led to is to be known, and not only where it began.
+        # In later iterations, what an iteration has computed is not finite from the start: the row
+        # keeps where it began. And if several steps are made in a loop, a later one may be finite.
         old = tf.raw_ops.ResourceGather(resource=state, indices=index, dtype=tf.float32)
         row = tf.where(tf.logical_and(old[0] > 0, old[3] >= row[3]), old, row)
     tf.raw_ops.ResourceScatterUpdate(resource=state, indices=index, updates=row)

@@ -16,13 +16,13 @@ from keras_mp.numerics import operations, watching
 from keras_mp.numerics.not_finite import Range
 from keras_mp.support import op_table
 
-# After so many operations in eager the rows are read.
+# How many operations run in eager before the rows are read.
 _EAGER_ROWS = 2**12
 
-# Operations that look at numbers that are not finite, and do not use them.
+# Operations that test numbers, and do not compute with them.
 _ONLY_LOOKS = op_table.ops("comparisons", "tests", "shapes")
 
-# They bring arguments into a graph.
+# Operations that bring arguments into a graph.
 PASSED_IN = op_table.ops("arguments", "data")
 
 # Results that are not finite where nothing is wrong: what the kernel keeps for the backward pass,
@@ -56,11 +56,11 @@ class OperationRow:
     is_passed_on: bool = False
 
     def range(self, measured: np.ndarray) -> Range:
-        """Returns what it returned when it ran.
+        """Returns the operation with the range of what it returned.
 
         Args:
-            measured: array of how many of the numbers were not finite, the smallest and the largest
-                finite one, and whether something began to be not finite here.
+            measured: array of the number of values that were not finite, the smallest and the
+                largest finite one, and whether something began to be not finite here.
         """
         bad, low, high, _ = map(float, measured)
         what = self.operation, self.layer, self.line, self.dtype
@@ -179,7 +179,7 @@ class EagerRecorder(OperationTable):
         self.measured.append((bad, low, high, begins_here))
 
     def is_full(self) -> bool:
-        """Whether it is time to look. What was just computed has to be used first, if it is bad."""
+        """Whether to read the rows, but not before what is not finite may have been used."""
         return len(self.rows) >= _EAGER_ROWS and not self.measured[-1][0]
 
     def pass_on(self, inputs: Sequence[tf.Tensor]) -> None:

@@ -111,7 +111,7 @@ def _observed_calls(layers: Iterable[Any]) -> Iterator[None]:
 
 
 def watching_gradients(optimizer: Any) -> contextlib.AbstractContextManager[None]:
-    """Shows the observer of a thread what an optimizer applies that does not do so itself.
+    """Shows the gradients that an optimizer applies to the observers of this thread.
 
     Args:
         optimizer: An optimizer of `tf.keras` that scales no loss.
@@ -162,9 +162,9 @@ def _observed(layer: int, call: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callable[..., _T]:
-    """Lets the layer be known again when the gradient is computed that a program has written.
+    """Makes the layer known again while a gradient function of the program runs.
 
-    Nothing else tells it: TensorFlow gives these operations no scope of the forward pass.
+    TensorFlow gives the operations of this function no scope of the forward pass.
     """
 
     @functools.wraps(record_operation)

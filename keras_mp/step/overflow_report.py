@@ -4,7 +4,7 @@ import dataclasses
 
 from keras_mp.support import text_tables
 
-# So many variables are named in a warning.
+# How many variables a warning names.
 MAX_NAMES = 5
 
 _NOT_FINITE = {"Inf", "NaN"}
@@ -44,7 +44,7 @@ class LossOfReplica:
 
 @dataclasses.dataclass(frozen=True)
 class OverflowedGradient:
-    """The gradient of a variable on a replica, which was not finite.
+    """The gradient of a variable that was not finite on a replica.
 
     Attributes:
         variable: str. The variable's path in the model that the optimizer was compiled for, such

@@ -119,7 +119,7 @@ def count_not_finite(
         row = rows[replicas.local_id()] if len(rows) > 1 else rows[0]
         counts = tf.one_hot(replica, count, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * row
         if totals is not None:
-            # One replica counts in what all have.
+            # The totals are the same on all replicas, so one counts in them.
             is_first = tf.get_static_value(replica) == 0
             total = _row_of_totals(totals) if is_first else tf.zeros_like(row)
             counts = tf.concat([counts, total[tf.newaxis]], 0)
@@ -210,7 +210,7 @@ class _Record:
 
 
 def _parts_of(vector: tf.Tensor | np.ndarray, count: int) -> list[tf.Tensor]:
-    """Takes a record's `vector` of so many variables apart."""
+    """Returns the parts of a record's `vector`, given the number of its variables."""
     return tf.split(vector, [_HEADER, count, count, -1])
 
 
