@@ -124,7 +124,7 @@ def _about_conflict(facts: Facts, windows: Mapping[RowKey, Window]) -> Advice:
     low, high = common
 
     def nearest(row: Row) -> tuple[int, bool]:
-        """Returns the nearest scale that suits the others, and whether values are too small there."""
+        """Returns the nearest scale that suits the others, and whether values are too small."""
         window = windows[row.key]
         if window.is_empty:
             return max(window.high, 0), window.high >= 0
