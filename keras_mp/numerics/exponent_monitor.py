@@ -116,8 +116,9 @@ class ExponentMonitor(keras_api.BaseCallback):
             "last_step": last_step,
         }
         self._attached: _Attached | None = None
-        # How many steps this `fit` has made; those of them before this epoch; those before it.
-        self._made = self._before_epoch = self._before_fit = 0
+        # How many steps were made: in this `fit`, in it before this epoch, in it when histograms
+        # were last read because of `read_freq`, and before this `fit`.
+        self._made = self._before_epoch = self._last_read = self._before_fit = 0
         self._is_called = False
 
     def report(self) -> Report:
@@ -147,7 +148,7 @@ class ExponentMonitor(keras_api.BaseCallback):
             epoch: not used.
             logs: not used.
         """
-        self._before_epoch = self._made
+        self._before_epoch = self._last_read = self._made
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that the next steps belong to a `fit` with this callback.
@@ -162,13 +163,14 @@ class ExponentMonitor(keras_api.BaseCallback):
         """Reads, if that is due after this batch.
 
         Args:
-            batch: int. Which batch of the epoch it was, from 0.
+            batch: not used.
             logs: not used.
         """
         if self._attached is None:
             # Keras 2 builds a model with its first batch, which is not counted then.
             self._attach()
-        elif isinstance(self.read_freq, int) and (batch + 1) % self.read_freq == 0:
+        elif isinstance(self.read_freq, int) and self._made >= self._last_read + self.read_freq:
+            self._last_read = self._made
             self._read()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -204,7 +206,7 @@ class ExponentMonitor(keras_api.BaseCallback):
                 )
             other._detach()
         histograms = ExponentHistograms(model, **self._arguments)
-        self._made = self._before_epoch = 0
+        self._made = self._before_epoch = self._last_read = 0
         self._before_fit = self.history[-1].step if self.history else 0
         plain = model.train_function
         with self._counting_steps(histograms):

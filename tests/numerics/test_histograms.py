@@ -267,6 +267,14 @@ def test_several_steps_in_one_execution_and_a_fit_that_fails():
     assert monitor.report()["output", "last"].histogram.total == 4 * 2 * 2
 
 
+def test_an_execution_of_several_steps_is_read_when_one_of_them_is_due():
+    (x, y), monitor = data(12), ExponentMonitor(every=1, read_freq=2)
+    model = small_model("mixed_bfloat16")
+    model.compile(K.optimizers.SGD(0.01), "mse", steps_per_execution=3)
+    model.fit(x, y, 2, callbacks=[monitor], verbose=0)
+    assert [(report.step, report.counted) for report in monitor.history] == [(3, 3), (6, 3)]
+
+
 def test_a_fit_after_one_that_failed_does_not_count():
     class Fails(K.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
