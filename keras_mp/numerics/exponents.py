@@ -193,7 +193,9 @@ class Histogram:
         """
         with np.errstate(over="ignore"):
             rounded = np.asarray(values).astype(np.float32)
-        return cls(count_exponents(tf.constant(rounded)).numpy().reshape(ROWS, COLUMNS))
+        with tf.init_scope():  # in eager, while a function is traced too
+            counts = count_exponents(tf.constant(rounded)).numpy()
+        return cls(counts.reshape(ROWS, COLUMNS))
 
     @property
     def bins(self) -> np.ndarray:
