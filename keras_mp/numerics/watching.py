@@ -110,7 +110,9 @@ def _observed_calls(layers: Iterable[Any]) -> Iterator[None]:
         yield
 
 
-def watching_gradients(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+def watching_gradients(
+    optimizer: tf.keras.optimizers.Optimizer,
+) -> contextlib.AbstractContextManager[None]:
     """Shows the gradients that an optimizer applies to the observers of this thread.
 
     Args:
