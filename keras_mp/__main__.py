@@ -1,4 +1,4 @@
-"""Trains one small model in float32, mixed_float16 and mixed_bfloat16, and compares the three.
+"""Trains one small model in float32, mixed_float16 and mixed_bfloat16, and compares them.
 
 python -m keras_mp [--policy NAME|best ...] [--epochs N] [--strategy none|mirrored] [--output PATH]
 
@@ -16,7 +16,7 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +27,9 @@ from keras_mp.main_callbacks import ProgressBar, StepRecorder
 from keras_mp.numerics import commands
 from keras_mp.support import text_tables
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 _BEST = "best"
 # Commands for saved models.
@@ -35,8 +38,8 @@ _COMMANDS = ("audit", "compare", "tune")
 _SEED = 0
 _BATCH_SIZE = 32
 
-# The default of 2000 good steps is for runs of many thousands. In the few hundred steps of this one
-# the scale would never move; with a short period it climbs until gradients overflow.
+# The default of 2000 good steps is for runs of many thousands. In the few hundred steps of this run
+# the scale would never move; with a short period it grows until gradients overflow.
 _INCREMENT_PERIOD = 20
 
 # Enough for every policy to get within a percent of the accuracy that more would give.
@@ -56,11 +59,11 @@ _SMOOTHED_STEPS = 15
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One policy's training run.
+    """The training run of one policy.
 
     Attributes:
         policy: The policy's name.
-        accuracy: Share of the test images that are recognized.
+        accuracy: The share of the test images that are recognized.
         activation_bytes: Size of all layers' outputs for one batch.
         steps: The loss and the duration of each step.
         monitor: The loss scale at each step, or None without loss scaling.
@@ -316,17 +319,17 @@ def _plot(results: Sequence[Result], path: pathlib.Path) -> None:
     # Figure without pyplot draws with Agg and leaves the process's own backend alone.
     from matplotlib.figure import Figure
 
-    scaled = [result for result in results if result.monitor is not None]
-    figure = Figure(figsize=(9, 7 if scaled else 4), layout="constrained")
-    axes = figure.subplots(2 if scaled else 1, sharex=True, squeeze=False)[:, 0]
+    monitors = [result.monitor for result in results if result.monitor is not None]
+    figure = Figure(figsize=(9, 7 if monitors else 4), layout="constrained")
+    axes = figure.subplots(2 if monitors else 1, sharex=True, squeeze=False)[:, 0]
     _plot_losses(axes[0], results)
     axes[-1].set_xlabel("step")
-    for result in scaled:
-        keras_mp.plots.loss_scale(result.monitor, axes[1])
+    for monitor in monitors:
+        keras_mp.plots.loss_scale(monitor, axes[1])
     figure.savefig(path, format="png", dpi=120)
 
 
-def _plot_losses(axes: Any, results: Sequence[Result]) -> None:
+def _plot_losses(axes: "Axes", results: Sequence[Result]) -> None:
     for result in results:
         window = np.full(_SMOOTHED_STEPS, 1 / _SMOOTHED_STEPS)
         smoothed = np.convolve(result.steps.losses, window, mode="valid")

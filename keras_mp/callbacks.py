@@ -17,8 +17,8 @@ class LossScaleMonitor(keras_api.BaseCallback):
     Everything that reads logs then shows them: progress bars, `History`, `CSVLogger`,
     `TensorBoard`, and file names of `ModelCheckpoint` such as
     `"{epoch}-{loss_scale:.0f}.keras"`. Put it first in the list of callbacks: Keras runs them in
-    that order, and those before it do not see the values. The progress bar and the `History` that
-    `fit` returns run last, unless they are in the list.
+    that order, and callbacks before it do not see the values. The progress bar and the `History`
+    that `fit` returns run last, unless they are in the list.
 
     The values are read from the device at the end of each epoch. If `update_freq` is a number, they
     are also read every `update_freq` batches, and the logs of every batch have the values that were
@@ -43,12 +43,12 @@ class LossScaleMonitor(keras_api.BaseCallback):
             "loss_scale" (float) and "steps_skipped" (int, in total): one entry when training
             starts and one each time the values are read. `keras_mp.plots.loss_scale` draws it. A
             second `fit` continues it, unless the model has made fewer steps by then.
-        overflows: list of `keras_mp.Overflow`, the last step that was skipped before a read, for
-            each read before which there was one; kept as long as `history`.
+        overflows: list of `keras_mp.Overflow`, for each read before which steps were skipped the
+            last of them; kept as long as `history`.
 
     Raises:
         TypeError: `update_freq` is neither a str nor an int.
-        ValueError: it is another str than "epoch", or an int below 1.
+        ValueError: it is a str other than "epoch", or an int below 1.
 
     Example:
 
@@ -67,16 +67,12 @@ class LossScaleMonitor(keras_api.BaseCallback):
 
     def __init__(self, update_freq: str | int = "epoch") -> None:
         super().__init__()
-        if isinstance(update_freq, str):
-            if update_freq != "epoch":
-                raise ValueError(
-                    '`update_freq` must be "epoch" or an int. '
-                    f"Received: update_freq={update_freq!r}"
-                )
-        else:
-            update_freq = validation.integer("update_freq", update_freq)
-        self.update_freq = update_freq
-        self.history: dict[str, list[Any]] = {"step": [], "loss_scale": [], "steps_skipped": []}
+        self.update_freq = validation.epoch_or_integer("update_freq", update_freq)
+        self.history: dict[str, list[float | int]] = {
+            "step": [],
+            "loss_scale": [],
+            "steps_skipped": [],
+        }
         self.overflows: list[Overflow] = []
         self._latest: dict[str, float | int] = {}
         self._next_read = 0
@@ -155,7 +151,9 @@ class LossScaleMonitor(keras_api.BaseCallback):
                 logging.info("%s", overflow.summary)
 
 
-def write_loss_scale(optimizer: Any, step: Any = None) -> None:
+def write_loss_scale(
+    optimizer: tf.keras.optimizers.Optimizer, step: int | tf.Tensor | None = None
+) -> None:
     """Writes `loss_scale` and `steps_skipped` for TensorBoard, in a training loop of your own.
 
     It writes them as scalars of these names to the default writer of `tf.summary`. In a
@@ -214,7 +212,8 @@ def _update(logs: dict[str, Any] | None, values: dict[str, float | int]) -> None
         logs.update(values)
 
 
-def _scaling(optimizers: Any) -> LossScaleOptimizer | None:
+def _scaling(optimizers: tf.keras.optimizers.Optimizer | None) -> LossScaleOptimizer | None:
+    """Returns the first optimizer that scales the loss, if there is one."""
     return next(iter(wrappers_among(optimizers)), None)
 
 

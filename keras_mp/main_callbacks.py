@@ -1,4 +1,4 @@
-"""What `python -m keras_mp` records and shows while it trains."""
+"""The callbacks of `python -m keras_mp`: a recorder of steps, and a progress bar."""
 
 import statistics
 import sys
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 
 class StepRecorder(tf.keras.callbacks.Callback):
-    """Records each training step. For batches of one size.
+    """Records each training step, if all batches have one size.
 
     Attributes:
         losses: list of float, the loss of each batch.
@@ -34,8 +34,8 @@ class StepRecorder(tf.keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Stops the clock and records the loss."""
-        # Keras logs the mean since the epoch's start. Its differences are the batches' own losses.
-        # Reading it also waits for the device, so it belongs to the time.
+        # Keras logs the mean since the start of the epoch, from which the batch's own loss follows.
+        # Reading it waits for the device, so it is part of the time.
         total = float((logs or {})["loss"]) * (batch + 1)
         self.seconds.append(time.perf_counter() - self._start)
         self.losses.append(total - self._epoch_total)
@@ -43,7 +43,7 @@ class StepRecorder(tf.keras.callbacks.Callback):
 
 
 class ProgressBar(tf.keras.callbacks.Callback):
-    """Shows which share of all the training is done, and estimates the time left.
+    """Shows how much of all the training is done, and estimates the time left.
 
     A terminal shows one line, which is kept up to date; a file gets a line for each epoch.
 
@@ -70,7 +70,7 @@ class ProgressBar(tf.keras.callbacks.Callback):
         self._is_terminal = self._stream.isatty()
         self._name, self._done = "", 0
         self._started = self._shown = self._clock()
-        # A model's first step takes longer than the others: it traces and compiles.
+        # The first step of a model takes longer than the others: it traces and compiles.
         self._first_steps: list[float] = []
         self._other_steps: list[float] = []
 
@@ -78,7 +78,7 @@ class ProgressBar(tf.keras.callbacks.Callback):
         """Starts the next run.
 
         Args:
-            name: str, its name.
+            name: str. Its name.
         """
         self._name, self._done, self._started = name, 0, self._clock()
 
@@ -96,7 +96,7 @@ class ProgressBar(tf.keras.callbacks.Callback):
         self._show(*("\r", "") if self._is_terminal else ("", "\n"))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Leaves the line after the last run."""
+        """Ends the line after the last run."""
         if self._is_terminal and len(self._first_steps) == self._runs:
             self._stream.write("\n")
 

@@ -1,16 +1,28 @@
 """Plots of a training run. They need matplotlib, which `keras-mp[tutorials]` installs."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from keras_mp.callbacks import LossScaleMonitor
+from keras_mp.support import axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # More marks than these would cover each other.
 _MOST_MARKED = 40
 
 
-def loss_scale(history: Any, ax: Any = None) -> Any:
+def loss_scale(
+    history: "LossScaleMonitor | tf.keras.callbacks.History | Mapping[str, Sequence[float]]",
+    ax: "Axes | None" = None,
+) -> "Axes":
     """Draws the loss scale of a run, and marks where steps were skipped.
 
     The vertical axis is in powers of two. A cross means that steps were skipped since the previous
-    point; if there was more than one, a number says how many. To see which step it was, use a
+    point; if there was more than one, a number says how many. To see which step was skipped, use a
     monitor that reads the scale at every batch, `LossScaleMonitor(update_freq=1)`.
 
     Args:
@@ -34,13 +46,6 @@ def loss_scale(history: Any, ax: Any = None) -> Any:
     >>> ax.get_title()
     'Loss scale (skipped steps: 1 of 2)'
     """
-    try:
-        import matplotlib.pyplot as plt
-        from matplotlib import ticker
-    except ImportError as error:
-        raise ImportError(
-            'keras_mp.plots needs matplotlib: pip install "keras-mp[tutorials]"'
-        ) from error
     values = getattr(history, "history", history)
     if not isinstance(values, dict) or not values.get("loss_scale"):
         raise ValueError(
@@ -58,8 +63,9 @@ def loss_scale(history: Any, ax: Any = None) -> Any:
         # The number of skipped steps before the first epoch is unknown.
         skipped_before = 0 if positions[0] == 1 else totals[0]
     skipped = [now - before for before, now in zip([skipped_before, *totals], totals)]
-    if ax is None:
-        _, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+    ax = axes.given_or_new(ax, __name__, (8, 4))
+    from matplotlib import ticker
+
     marker = "." if len(scales) <= _MOST_MARKED else None
     ax.plot(positions, scales, color="tab:blue", marker=marker, label="loss scale")
     marked = [(x, y, n) for x, y, n in zip(positions, scales, skipped) if n > 0]
@@ -87,7 +93,7 @@ def loss_scale(history: Any, ax: Any = None) -> Any:
     return ax
 
 
-def _epochs(history: Any, scales: list[float]) -> list[int]:
+def _epochs(history: object, scales: Sequence[float]) -> list[int]:
     """Returns the numbers of the epochs as Keras prints them, from 1."""
     epochs = [epoch + 1 for epoch in getattr(history, "epoch", [])]
     # A `History` that was used in two calls of `fit` has those of the last one only.

@@ -1,39 +1,39 @@
-"""What to do about what was measured: sentences with their numbers, and policies for `convert`."""
+"""Advice about what was measured: sentences with their numbers, and policies for `convert`."""
 
 from collections.abc import Iterator
 
 from keras_mp.numerics.advice import Advice, Facts, share_of
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.numerics.gradient_advice import about_gradients, do_overflow
+from keras_mp.numerics.gradient_advice import about_gradients, overflow
 from keras_mp.numerics.lost import WhatIf
 from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, UPDATE, UPDATE_TOLERANCE
 from keras_mp.numerics.reports import Report
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# A layer loses what it returns if that is off by more than `tune` tolerates by default, and by so
-# many times what the layer takes is off by, which is one rounding at least. Over many layers
-# rounding may add up to as much, and no layer is to blame.
+# A layer loses what it returns if the error of that is larger than `tune` tolerates by default, and
+# so many times as large as the error of what the layer takes, which is one rounding at least. Over
+# many layers rounding may add up to as much, and no layer is to blame.
 _OFF, _RISES = 0.05, 16.0
 
 
 def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float = 0.001) -> Advice:
-    """Says what would keep a model from losing what it loses in 16 bits.
+    """Returns advice on how to keep a model from losing what it loses in 16 bits.
 
-    Each sentence has the numbers that it is based on. Of a model that loses nothing at the loss
-    scale that it is trained with, there is nothing to say. For a batch, that is the one of the
-    model's optimizer or policy, else 2^15: `WhatIf.loss_scale`. Gradients that are rounding noise
-    do not count: `WhatIf.noise`. First come the layers that lose what they return, to infinity or
-    to zero: as long as there are any, gradients are no guide. What a run has lost outranks what
-    histograms predict.
+    Each sentence has the numbers that it is based on. If a model loses nothing at the loss scale
+    that it is trained with, there is no advice. For a batch, this is the loss scale of the model's
+    optimizer or policy, else 2^15: `WhatIf.loss_scale`. Gradients that are rounding noise do not
+    count: `WhatIf.noise`. Layers that lose what they return, to infinity or to zero, come first: as
+    long as there are any, gradients are no guide. What a run has lost outranks what histograms
+    predict.
     Act on it with `keras_mp.convert(model, advice.policies)`, compile the model with the loss scale
     if there is one, and measure again, until nothing is lost.
 
     Args:
         measured: a `Report` of the steps of a training run, or what `what_if` returned. (What
             `audit` and `compare` find has a cure or a reason already.) The latter knows what each
-            value would have been in float32; in a report of a model in 16 bits, values that were
-            too small are zeros, of which nothing is known. There is a sentence that says so where
-            that may matter.
+            value would have been in float32. In a report of a model in 16 bits, values that were
+            too small are zeros, and nothing is known about them. A sentence says so where that may
+            matter.
         dtype: "float16" (the default) or "bfloat16".
         tolerance: float, from 0 to 1. Which share of a gradient may become zero. Defaults to 0.001:
             a few values of a large gradient are always next to zero.
@@ -43,7 +43,8 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
 
     Raises:
         TypeError: `measured` is neither.
-        ValueError: `dtype` is another one, or `what_if` has not run it, or the tolerance is none.
+        ValueError: `dtype` is another one, `what_if` has not run it, or the tolerance is not a
+            share.
 
     Example:
 
@@ -72,7 +73,7 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     found = outputs or inside
     if found is None:
         zeros, found = _about_zeros(facts), about_gradients(facts)
-        if zeros is not None and not do_overflow(facts):
+        if zeros is not None and not overflow(facts):
             found = Advice([zeros], {}, None)
         elif zeros is not None and found is not None:
             found.sentences.append(zeros)
@@ -84,7 +85,7 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
 
 
 def _about_outputs(facts: Facts) -> Advice | None:
-    """Layers whose own results are beyond a dtype, whatever the loss scale."""
+    """Returns advice about layers whose results are beyond the dtype at any loss scale."""
     advice, dtype = Advice([], {}, None), facts.dtype
     for row in facts.rows:
         layer, histogram = facts.unit(row.path), row.histogram
@@ -93,7 +94,7 @@ def _about_outputs(facts: Facts) -> Advice | None:
         fate = histogram.fate(dtype)
         bad, of = fate.infinite, fate.values
         if not bad and row.dtype == dtype and not advice.policies:
-            # What came out infinite may have been of any size. What follows it suffers from it.
+            # What came out infinite may have been of any size. Layers after it suffer from it.
             bad = histogram.infinities + histogram.nans
             of = histogram.total
         if bad:
@@ -106,7 +107,7 @@ def _about_outputs(facts: Facts) -> Advice | None:
 
 
 def _output(path: str, layer: str) -> str:
-    """What to call the output of a layer where another one is advised about, or the same."""
+    """Returns what to call an output, in advice about the same layer or another one."""
     if path == layer:
         return "its output"
     is_inside = path.startswith(f"{layer}/")
@@ -114,7 +115,7 @@ def _output(path: str, layer: str) -> str:
 
 
 def _about_runs(facts: Facts) -> Advice | None:
-    """The first layer that loses what it returns to something inside, though it would fit."""
+    """Returns advice about the first layer that loses an output inside which would fit."""
     dtype, computed_in = facts.dtype, facts.computed_in
     for (kind, path), lost in facts.lost_in_run.items():
         if kind != OUTPUT or not (lost.infinite or _is_off(facts, path)):
@@ -140,25 +141,25 @@ def _about_runs(facts: Facts) -> Advice | None:
 
 
 def _is_off(facts: Facts, path: str) -> bool:
-    """Whether what a layer returns is further off than what it takes."""
+    """Whether the error of what a layer returns is larger than that of what it takes."""
     return facts.lost_in_run[OUTPUT, path].error > max(_OFF, _RISES * _off_before(facts, path))
 
 
 def _is_amplified(facts: Facts, path: str) -> bool:
-    """Whether a layer is as far off in float32 too, given what it takes in 16 bits."""
+    """Whether a layer makes as large an error in float32 of what it takes in 16 bits."""
     limit = _RISES * facts.amplification.get(path, 0.0) * _off_before(facts, path)
     return facts.lost_in_run[OUTPUT, path].error <= limit
 
 
 def _off_before(facts: Facts, path: str) -> float:
-    """How far what a layer takes is off, which is one rounding at least."""
+    """Returns the error of what a layer takes, which is one rounding at least."""
     lost = facts.lost_in_run
     rows = [(OUTPUT, maker) for maker in facts.makers(path)]
     return max([UNIT_ROUNDOFF[facts.dtype], *(lost[row].error for row in rows if row in lost)])
 
 
 def _about_zeros(facts: Facts) -> str | None:
-    """Gradients in which zeros may be what was too small for the dtype, for all that is known."""
+    """Returns a sentence about gradients whose zeros may have been too small for the dtype."""
     if not isinstance(facts.measured, Report):
         return None
     rows = facts.measured.rows_with_unknown_zeros(facts.tolerance)
@@ -176,7 +177,7 @@ def _about_zeros(facts: Facts) -> str | None:
 
 
 def _about_updates(facts: Facts) -> Iterator[str]:
-    """Weights in 16 bits that stay where they are, though they have gradients."""
+    """Yields sentences about weights in 16 bits that did not move, though they have gradients."""
     measured = facts.measured
     if not isinstance(measured, Report):
         return
@@ -200,7 +201,10 @@ def _about_updates(facts: Facts) -> Iterator[str]:
 
 
 def _about_bfloat16(facts: Facts, is_inside: bool) -> list[str]:
-    """Whether bfloat16 keeps what float16 loses; histograms do not tell what is lost in a layer."""
+    """Returns a sentence if bfloat16 keeps what float16 loses, else nothing.
+
+    Histograms do not tell what is lost inside of a layer.
+    """
     rows = facts.rows
     if isinstance(facts.measured, WhatIf) and "bfloat16" in facts.measured.dtypes:
         in_bfloat16 = Facts.of(facts.measured, "bfloat16", facts.tolerance)
@@ -210,7 +214,7 @@ def _about_bfloat16(facts: Facts, is_inside: bool) -> list[str]:
     elif is_inside:
         return []
     if any(row.dtype == "float16" for row in rows):
-        # Of what was not finite, nothing is known.
+        # Nothing is known about what was not finite.
         bad = sum(row.histogram.infinities + row.histogram.nans for row in rows)
         if bad:
             return []

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
+
+import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.numerics.histograms import ExponentHistograms
@@ -11,57 +13,61 @@ from keras_mp.numerics.reports import Report
 from keras_mp.numerics.watching import wrapped_method
 from keras_mp.support import validation
 
+_TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
+
 
 class _Attached(NamedTuple):
-    """What is there while a `fit` runs.
+    """What the monitor uses while a `fit` runs.
 
     Attributes:
         histograms: what counts.
         plain: runs one execution of `fit`, of one or more steps, as Keras made it.
-        counting: runs one in which the histograms count.
+        counting: runs an execution in which the histograms count.
     """
 
     histograms: ExponentHistograms
-    plain: Callable[[Any], Any]
-    counting: Callable[[Any], Any]
+    plain: _TrainFunction
+    counting: _TrainFunction
 
 
 class ExponentMonitor(keras_api.BaseCallback):
     """Gathers histograms of exponents in `Model.fit`.
 
-    They are gathered as `ExponentHistograms` says, and read at the end of each epoch, or every so
-    many batches. The steps between run the function that `fit` runs without this callback; those
-    that count run another one, which is traced, or compiled by XLA, beside it.
+    They are gathered as `ExponentHistograms` says, and read at the end of each epoch, or after a
+    number of batches. Steps that are not counted run the function that `fit` runs without this
+    callback; those that are counted run another one, which is traced, or compiled by XLA, beside
+    it.
 
     Args:
-        every: int. Counts in the first step and in every so many after it. Defaults to 100.
+        every: int. The first step is counted, and then one in so many. Defaults to 100.
         gradients: bool or iterable of str. Counts the gradients of variables: of all, or of those
             with these paths. Paths may be patterns such as `"decoder/*"`. Defaults to True.
         outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
         output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
             to False.
         read_freq: `"epoch"` (the default), or an int, the number of batches between reads.
-        all_workers: bool. Whether to read what the replicas of all workers have counted. All of
-            them then need this callback, as they wait for each other. Defaults to False: each
-            worker reads what its own replicas have counted.
+        all_workers: bool. Whether to read what the replicas of all workers have counted. Then all
+            of them need this callback, as they wait for each other. Defaults to False: each worker
+            reads what its own replicas have counted.
         inputs: bool or iterable of str. The same as `gradients` for what layers are called with.
             Defaults to False.
         weights: bool or iterable of str. The same as `gradients` for trainable variables, as they
-            are when it is read, with all digits that a `MasterWeightOptimizer` keeps. Defaults to
-            False.
-        updates: bool or iterable of str. The same for what a step changes them by, in terms of each
-            weight: what of it would arrive in variables of 16 bits, and at which learning rates.
-            Defaults to False.
-        first_step: int. The first step of a `fit` in which is counted, from 0. Defaults to 0.
-        last_step: int or None. The last one. Defaults to None, for no last one.
+            are when they are read, with all digits that a `MasterWeightOptimizer` keeps. Defaults
+            to False.
+        updates: bool or iterable of str. The same for what a step adds to them, relative to each
+            weight: how much of it would arrive in variables of 16 bits, and at which learning
+            rates. Defaults to False.
+        first_step: int. The first step of a `fit` that is counted, from 0. Defaults to 0.
+        last_step: int or None. The last step that may be counted. Defaults to None: no limit.
 
     Attributes:
-        history: list of `Report`s, one for each time that something was read. A second `fit`
+        history: list of `Report`s, one for each read of something that was counted. A second `fit`
             continues it.
 
     Raises:
         TypeError: `read_freq` is neither a str nor an int.
-        ValueError: it is another str than "epoch", a number is below 1, or a `fit` has two of it.
+        ValueError: it is a str other than "epoch", a number is below 1, or a `fit` has two of these
+            callbacks.
 
     Example:
 
@@ -95,14 +101,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         last_step: int | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(read_freq, str):
-            if read_freq != "epoch":
-                raise ValueError(
-                    f'`read_freq` must be "epoch" or an int. Received: read_freq={read_freq!r}'
-                )
-        else:
-            read_freq = validation.integer("read_freq", read_freq)
-        self.read_freq = read_freq
+        self.read_freq = validation.epoch_or_integer("read_freq", read_freq)
         self.all_workers = validation.boolean("all_workers", all_workers)
         self.history: list[Report] = []
         self._arguments = {
@@ -117,8 +116,9 @@ class ExponentMonitor(keras_api.BaseCallback):
             "last_step": last_step,
         }
         self._attached: _Attached | None = None
-        # How many steps were made, in this `fit` and in it before this epoch; before this `fit`.
-        self._made = self._before_epoch = self._before_fit = 0
+        # How many steps were made: in this `fit`, in it before this epoch, in it when histograms
+        # were last read because of `read_freq`, and before this `fit`.
+        self._made = self._before_epoch = self._last_read = self._before_fit = 0
         self._is_called = False
 
     def report(self) -> Report:
@@ -132,7 +132,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         return functools.reduce(Report.__add__, self.history)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Attaches itself to the training step.
+        """Attaches the monitor to the training step.
 
         Args:
             logs: not used.
@@ -148,7 +148,7 @@ class ExponentMonitor(keras_api.BaseCallback):
             epoch: not used.
             logs: not used.
         """
-        self._before_epoch = self._made
+        self._before_epoch = self._last_read = self._made
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that the next steps belong to a `fit` with this callback.
@@ -160,20 +160,21 @@ class ExponentMonitor(keras_api.BaseCallback):
         self._is_called = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads, unless that is done for epochs only.
+        """Reads, if that is due after this batch.
 
         Args:
-            batch: int. Which batch of the epoch it was, from 0.
+            batch: not used.
             logs: not used.
         """
         if self._attached is None:
-            # Keras 2 builds a model with its first batch, which then goes uncounted.
+            # Keras 2 builds a model with its first batch, which is not counted then.
             self._attach()
-        elif isinstance(self.read_freq, int) and (batch + 1) % self.read_freq == 0:
+        elif isinstance(self.read_freq, int) and self._made >= self._last_read + self.read_freq:
+            self._last_read = self._made
             self._read()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads what the epoch has left.
+        """Reads what was counted in the rest of the epoch.
 
         Args:
             epoch: not used.
@@ -186,7 +187,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         self._read()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Leaves the training step as it was.
+        """Puts the training step back as it was.
 
         Args:
             logs: not used.
@@ -197,7 +198,7 @@ class ExponentMonitor(keras_api.BaseCallback):
         model = self.model
         other = getattr(model.train_function, "__self__", None)
         if isinstance(other, ExponentMonitor):
-            # All callbacks of a `fit` share their parameters. An error has ended that of others.
+            # All callbacks of a `fit` share their parameters. An error has ended any other `fit`.
             if other.params is self.params:
                 raise ValueError(
                     "Expected one ExponentMonitor in a `fit`: each counts in steps of its own. "
@@ -205,7 +206,7 @@ class ExponentMonitor(keras_api.BaseCallback):
                 )
             other._detach()
         histograms = ExponentHistograms(model, **self._arguments)
-        self._made = self._before_epoch = 0
+        self._made = self._before_epoch = self._last_read = 0
         self._before_fit = self.history[-1].step if self.history else 0
         plain = model.train_function
         with self._counting_steps(histograms):
@@ -223,19 +224,15 @@ class ExponentMonitor(keras_api.BaseCallback):
     def _counting_steps(
         self, histograms: ExponentHistograms
     ) -> contextlib.AbstractContextManager[None]:
-        """Where Keras finds the step of which it makes a function, when it makes or traces it."""
+        """Wraps the step that Keras makes a function of, while it makes or traces it."""
 
         def counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
-            def counted_step(*args: Any, **kwargs: Any) -> Any:
-                with histograms.step():
-                    return train_step(*args, **kwargs)
+            return histograms.step()(train_step)  # as a decorator, which enters it in each call
 
-            return counted_step
+        return wrapped_method(self.model, "train_step", counted)
 
-        return wrapped_method("count", self.model, "train_step", counted)
-
-    def _execute(self, iterator: Any) -> Any:
-        """Runs what `fit` runs at once: the function that counts, if one of its steps is due."""
+    def _execute(self, iterator: tf.data.Iterator) -> Mapping[str, tf.Tensor]:
+        """Runs one execution of `fit`, with the function that counts if one of its steps is due."""
         histograms, plain, counting = cast(_Attached, self._attached)
         if not self._is_called:  # An error has ended the `fit` that had this callback.
             self._detach()

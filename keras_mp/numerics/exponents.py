@@ -1,19 +1,23 @@
 """Histograms of exponents, and what 16 or 8 bits would make of the values in them.
 
-Pure: this module needs NumPy only. A value that is multiplied by a power of two moves by whole
-exponents. So a histogram of a float32 tensor tells what a dtype makes of it at any such scale; no
-second measurement is needed. To the last value, that takes more than the exponent: where a dtype
-rounds to zero, to its smallest normal number or to infinity is decided inside of an exponent. These
-borders, relative to the exponent, are the same at each scale, and there are eight of them for the
-dtypes in `FORMATS`. So each exponent has nine bins.
+A value that is multiplied by a power of two moves by whole exponents. So a histogram of a float32
+tensor tells what a dtype makes of it at any such scale; no second measurement is needed. To be
+exact, that takes more than the exponent: where a dtype rounds to zero, to its smallest normal
+number or to infinity is decided inside of an exponent. These borders, relative to the exponent, are
+the same at each scale, and there are eight of them for the dtypes in `FORMATS`. So each exponent
+has nine bins.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
-# Those of float32's values, subnormal ones among them.
+from keras_mp.support.autograph import do_not_convert
+
+# The exponents of float32's values, subnormal ones included.
 LOWEST, HIGHEST = -149, 127
 
 # Where the bins inside of an exponent begin: at 1, above 1, at 1.75, above 1.8125, at 1.875 and at
@@ -25,16 +29,19 @@ ROWS, COLUMNS = HIGHEST - LOWEST + 3, len(EDGES)
 
 _LARGEST_SHIFT = 300
 
+# How many values 16 bits can have.
+_PATTERNS = 2**16
+
 
 class Format(NamedTuple):
-    """Where a dtype rounds to what, to nearest and ties to even.
+    """The borders of a dtype, which rounds to nearest and ties to even.
 
-    A border is an exponent and the bin in it from which on values are beyond.
+    A border is an exponent and the first of its bins whose values are beyond.
 
     Attributes:
         zero: up to this power of two, itself included, everything becomes zero.
-        normal: border from which on the result is a normal number.
-        infinite: border from which on it is infinite, or NaN where there are no infinities.
+        normal: border of the values that become normal numbers.
+        infinite: border of those that become infinite, or NaN where there are no infinities.
     """
 
     zero: int
@@ -51,21 +58,17 @@ FORMATS = {
     "float8_e5m2": Format(zero=-17, normal=(-15, 2), infinite=(15, 4)),
 }
 
-# What variables of a dtype take of an update that is given in terms of the power of two at or below
-# its weight: all from half of the weight's last digit on, which here counts as lost.
+# The borders of updates that are divided by the power of two at or below their weights: a variable
+# of the dtype takes those that are larger than half of a weight's last digit.
+_DIGITS = {"float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
 UPDATES = {
     dtype: Format(zero=-digits, normal=(-digits, 1), infinite=(2 * _LARGEST_SHIFT, 0))
-    for dtype, digits in (
-        ("float16", 11),
-        ("bfloat16", 8),
-        ("float8_e4m3fn", 4),
-        ("float8_e5m2", 3),
-    )
+    for dtype, digits in _DIGITS.items()
 }
 
 
 class Fate(NamedTuple):
-    """What becomes of the values of a histogram, of those that are finite and not zero.
+    """How a dtype changes the values of a histogram that are finite and not zero.
 
     Attributes:
         values: int. How many there are.
@@ -94,7 +97,7 @@ class Fate(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The scales in which nothing is lost, as exponents of 2; there are none if `low > high`.
+    """The scales at which nothing is lost, as exponents of 2; there are none if `low > high`.
 
     Attributes:
         low: int. The smallest at which no more than the tolerance becomes zero.
@@ -119,7 +122,7 @@ class Window(NamedTuple):
         return Window(max(self.low, other.low), min(self.high, other.high))
 
     def margins(self, scale: float) -> tuple[float, float]:
-        """Tells how far a scale is from either end, in factors of 2; negative if it is outside.
+        """Returns how far a scale is from either end, in factors of 2; negative if it is outside.
 
         Args:
             scale: float. A loss scale.
@@ -151,7 +154,7 @@ class Histogram:
 
     Args:
         bins: array of integers of the shape [279, 9]: zeros, exponents from -149 to 127, and
-            infinities and NaN. `Histogram.of` makes it of values.
+            infinities and NaN. `Histogram.of` makes a histogram of values.
 
     Example:
 
@@ -166,20 +169,20 @@ class Histogram:
     Window(low=-104, high=111)
     """
 
-    def __init__(self, bins: Any) -> None:
-        bins = np.asarray(bins)
-        if bins.shape != (ROWS, COLUMNS):
-            raise ValueError(f"Expected bins of the shape {ROWS, COLUMNS}. Received: {bins.shape}")
+    def __init__(self, bins: np.ndarray | Sequence[Sequence[int]]) -> None:
+        counts = np.array(bins, np.int64)
+        if counts.shape != (ROWS, COLUMNS):
+            raise ValueError(
+                f"Expected bins of the shape {ROWS, COLUMNS}. Received: {counts.shape}"
+            )
         # A NaN may have any bits.
-        nans = bins[-1, 1:].sum()
-        bins = bins.copy()
-        bins[-1, 1:] = [nans, *[0] * (COLUMNS - 2)]
+        counts[-1, 1:] = [counts[-1, 1:].sum(), *[0] * (COLUMNS - 2)]
         # Most are empty, and many histograms may be kept.
-        self._places = np.flatnonzero(bins).astype(np.int16)
-        self._counts = bins.reshape(-1)[self._places].astype(np.int64)
+        self._places = np.flatnonzero(counts).astype(np.int16)
+        self._counts = counts.reshape(-1)[self._places]
 
     @classmethod
-    def of(cls, values: Any) -> "Histogram":
+    def of(cls, values: np.ndarray | Sequence[float]) -> "Histogram":
         """Counts values.
 
         Args:
@@ -189,15 +192,9 @@ class Histogram:
             A `Histogram`.
         """
         with np.errstate(over="ignore"):
-            bits = np.asarray(values).astype(np.float32).reshape(-1).view(np.int32)
-        bits = bits & 0x7FFFFFFF
-        # The exponent of a float32 subnormal is that of its bits, read as a whole number.
-        as_number = bits.astype(np.float32).view(np.int32)
-        is_normal = bits >= 1 << 23
-        row = np.where(is_normal, (bits >> 23) + 23, np.maximum((as_number >> 23) - 126, 0))
-        fraction = np.where(is_normal, bits, as_number) & 0x7FFFFF
-        column = np.searchsorted(EDGES, fraction, side="right") - 1
-        counts = np.bincount(row * COLUMNS + column, minlength=ROWS * COLUMNS)
+            rounded = np.asarray(values).astype(np.float32)
+        with tf.init_scope():  # in eager, while a function is traced too
+            counts = count_exponents(tf.constant(rounded)).numpy()
         return cls(counts.reshape(ROWS, COLUMNS))
 
     @property
@@ -209,7 +206,7 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many values there are, zeros, infinities and NaN among them."""
+        """How many values there are, including zeros, infinities and NaN."""
         return int(self._counts.sum())
 
     @property
@@ -229,14 +226,14 @@ class Histogram:
 
     @property
     def exponents(self) -> dict[int, int]:
-        """How many finite values have which exponent, of those exponents that occur."""
+        """The exponents that occur, and how many finite values have each."""
         rows = self.bins[1:-1].sum(axis=1)
         return {LOWEST + int(i): int(rows[i]) for i in np.flatnonzero(rows)}
 
     def fate(self, dtype: str | Format, scale: float = 1.0) -> Fate:
-        """Tells what becomes of the values in a dtype, if they are multiplied by a scale first.
+        """Returns what becomes of the values in a dtype, if they are multiplied by a scale first.
 
-        The counts are those of converting each value with NumPy and ml_dtypes, exactly.
+        The counts are exactly those of converting each value with NumPy and ml_dtypes.
 
         Args:
             dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2", or its borders.
@@ -246,44 +243,9 @@ class Histogram:
             A `Fate`.
 
         Raises:
-            ValueError: the dtype is another one, or the scale is no power of two.
+            ValueError: the dtype is not one of these, or the scale is no power of two.
         """
-        return self._fate(format_of(dtype), exponent_of(scale))
-
-    def window(self, dtype: str | Format, tolerance: float = 0.0) -> Window:
-        """Tells at which scales no value becomes infinite, and none, or few, become zero.
-
-        Args:
-            dtype: as for `fate`.
-            tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0.
-
-        Returns:
-            A `Window`. It has no end where no value would set one.
-
-        Raises:
-            ValueError: the dtype is another one.
-        """
-        where = format_of(dtype)
-        values = self._finite()
-        places = np.flatnonzero(values)
-        if not places.size:
-            return EVERYWHERE
-        allowed = tolerance * values.sum()
-        largest = LOWEST + int(places[-1]) // COLUMNS
-        low = where.zero - largest - 1  # at which all of them are zero
-        while self._fate(where, low).zero > allowed:
-            low += 1
-        # One below the border where the largest value is beyond it.
-        high = where.infinite[0] - largest
-        if int(places[-1]) % COLUMNS >= where.infinite[1]:
-            high -= 1
-        return Window(low, high)
-
-    def _finite(self) -> np.ndarray:
-        """The bins of values that are finite and not zero, from the smallest to the largest."""
-        return self.bins[1:-1].reshape(-1)
-
-    def _fate(self, where: Format, shift: int) -> Fate:
+        where, shift = format_of(dtype), exponent_of(scale)
         values = self._finite()
         up_to = np.concatenate([[0], np.cumsum(values)])
 
@@ -293,6 +255,39 @@ class Histogram:
 
         total, zero = int(up_to[-1]), below(where.zero, 1)
         return Fate(total, zero, below(*where.normal) - zero, total - below(*where.infinite))
+
+    def window(self, dtype: str | Format, tolerance: float = 0.0) -> Window:
+        """Returns the scales at which no value becomes infinite and none, or few, become zero.
+
+        Args:
+            dtype: as for `fate`.
+            tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0.
+
+        Returns:
+            A `Window`. It is open at an end that no value sets.
+
+        Raises:
+            ValueError: the dtype is not one of those.
+        """
+        where = format_of(dtype)
+        values = self._finite()
+        places = np.flatnonzero(values)
+        if not places.size:
+            return EVERYWHERE
+        allowed = tolerance * values.sum()
+        largest = LOWEST + int(places[-1]) // COLUMNS
+        low = where.zero - largest - 1  # where all of them become zero
+        while self.fate(where, 2.0**low).zero > allowed:
+            low += 1
+        # One below the border where the largest value is beyond it.
+        high = where.infinite[0] - largest
+        if int(places[-1]) % COLUMNS >= where.infinite[1]:
+            high -= 1
+        return Window(low, high)
+
+    def _finite(self) -> np.ndarray:
+        """Returns the bins of values that are finite and not zero, in ascending order."""
+        return self.bins[1:-1].reshape(-1)
 
     def __add__(self, other: "Histogram") -> "Histogram":
         return Histogram(self.bins + other.bins)
@@ -308,20 +303,25 @@ class Histogram:
         return f"<Histogram of {self.total} values{ends}>"
 
 
-def format_of(dtype: Any) -> Format:
+def format_of(dtype: str | Format) -> Format:
     """Returns the borders of a dtype.
 
     Args:
         dtype: its name, or its borders, which are returned.
 
     Raises:
-        ValueError: it is another one than those in `FORMATS`.
+        ValueError: the dtype is not in `FORMATS`.
     """
     if isinstance(dtype, Format):
         return dtype
     if dtype not in FORMATS:
         raise ValueError(f"Expected one of the dtypes {list(FORMATS)}. Received: dtype={dtype!r}")
     return FORMATS[dtype]
+
+
+def round_down(scale: float) -> float:
+    """Returns the largest power of two that is at most a scale."""
+    return 2.0 ** math.floor(math.log2(scale))
 
 
 def exponent_of(scale: float) -> int:
@@ -341,3 +341,48 @@ def exponent_of(scale: float) -> int:
             f"histogram does not know of.{nearest} Received: scale={scale!r}"
         )
     return exponent - 1
+
+
+@do_not_convert
+def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Tensor:
+    """Counts values on the device, in eager and in functions.
+
+    Args:
+        tensor: float tensor of any shape.
+        scale: float32 scalar tensor, by which the values are divided first. Defaults to None: by
+            nothing.
+
+    Returns:
+        int64 tensor, the bins of a `Histogram` one after the other.
+    """
+    values = tf.reshape(tensor, [-1])
+    if tensor.dtype.size != 2 or (values.shape[0] or _PATTERNS) < _PATTERNS:
+        return tf.cast(_bincount(_bins_of(values, scale), ROWS * COLUMNS), tf.int64)
+    # There are so few different values that it is quicker to count each, and then to find its bin.
+    counts = _bincount(tf.cast(tf.bitcast(values, tf.uint16), tf.int32), _PATTERNS)
+    every = tf.bitcast(tf.cast(tf.range(_PATTERNS), tf.uint16), tensor.dtype)
+    return tf.cast(_bincount(_bins_of(every, scale), ROWS * COLUMNS, counts), tf.int64)
+
+
+def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
+    """Returns the bin of each value, an int32 tensor."""
+    values = tf.cast(values, tf.float32)
+    if scale is not None:
+        values *= 1.0 / scale
+    # In uint32: GPUs leave arithmetic in int32 to the host.
+    bits = tf.bitwise.bitwise_and(tf.bitcast(values, tf.uint32), 0x7FFFFFFF)
+    # The exponent of a float32 subnormal is that of its bits, read as a whole number.
+    as_number = tf.bitcast(tf.cast(bits, tf.float32), tf.uint32)
+    is_normal = bits >= 1 << 23
+    bits = tf.where(is_normal, bits, as_number)
+    row = tf.bitwise.right_shift(bits, 23) + tf.cast(is_normal, tf.uint32) * (126 + 23)
+    row = tf.maximum(row, 126) - 126
+    fraction = tf.bitwise.bitwise_and(bits, 0x7FFFFF)
+    column = tf.add_n([tf.cast(fraction >= edge, tf.uint32) for edge in EDGES[1:]])
+    return tf.cast(row * COLUMNS + column, tf.int32)
+
+
+def _bincount(places: tf.Tensor, size: int, weights: tf.Tensor | None = None) -> tf.Tensor:
+    # `tf.math.bincount` looks at the values for the number of bins first.
+    weights = tf.constant([], tf.int32) if weights is None else weights
+    return tf.raw_ops.DenseBincount(input=places, size=size, weights=weights, binary_output=False)

@@ -1,28 +1,36 @@
-"""Pictures of what was measured. Each function draws into an `Axes` of matplotlib."""
+"""Pictures of reports. Each function draws into an `Axes` of matplotlib."""
 
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_mp.numerics.exponents import EVERYWHERE, UPDATES, exponent_of, format_of
+from keras_mp.numerics.exponents import EVERYWHERE, exponent_of, round_down
 from keras_mp.numerics.lost import WhatIf, rank
-from keras_mp.numerics.report_rows import GRADIENT, OUTPUT_GRADIENT, UPDATE, ranked
+from keras_mp.numerics.report_rows import GRADIENT, SCALED, UPDATE, borders_of, ranked
 from keras_mp.numerics.reports import Report
-from keras_mp.support import text_tables
+from keras_mp.support import axes, text_tables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from keras_mp.callbacks import LossScaleMonitor
 
 _SMALLEST, _LARGEST = 1e-6, 1.0
 
-# So many names can be read side by side, and so many below each other.
+# How many names can be read side by side, and below each other.
 _MOST_COLUMNS, _MOST_ROWS = 20, 40
 _LONGEST_NAME, _LONGEST_TITLE = 32, 90
 
-# From nothing to this share, the colors of a heat map are linear; from here on, logarithmic.
+# The colors of a heat map are linear up to this share, and logarithmic above.
 _NEXT_TO_NOTHING = 1e-4
 
-# A cell has room for a number if there are no more columns.
+# With more columns, cells have no room for numbers.
 _MOST_NUMBERS = 12
+
+# More marks than these would cover each other.
+_MOST_MARKED = 50
 
 
 def histograms(
@@ -32,20 +40,20 @@ def histograms(
     kind: str = GRADIENT,
     path: str | None = None,
     loss_scale: float | None = None,
-    ax: Any = None,
-) -> Any:
+    ax: "Axes | None" = None,
+) -> "Axes":
     """Draws histograms of exponents side by side, with the borders of a dtype.
 
-    Of one report these are its rows of a kind, of more than 20 the worst; of the history of an
-    `ExponentMonitor`, one row over time. The darker, the larger the share of the values. What is
-    outside of the lines becomes zero or infinite in the dtype, at the loss scale; below the dotted
-    line digits are lost.
+    One report has its rows of a kind drawn, or the worst 20 of them; the history of an
+    `ExponentMonitor` has one row drawn over time. The darker, the larger the share of the values.
+    What is outside of the lines becomes zero or infinite in the dtype, at the loss scale; below the
+    dotted line digits are lost.
 
     Args:
         measured: a `Report`, or a sequence of them.
         dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
         kind: "gradient" (the default), "output", "output gradient", "weight" or "update".
-        path: the path of the row; for a sequence of reports.
+        path: the path of the row, for a sequence of reports.
         loss_scale: float, a power of two. Defaults to that of the (last) report. Only gradients
             are scaled.
         ax: `Axes` to draw into. Defaults to those of a new pyplot figure.
@@ -67,7 +75,7 @@ def histograms(
     >>> ax.get_title()
     'Exponents of each gradient, and the borders of float16 at a loss scale of 2^10'
     """
-    where = UPDATES[dtype] if kind == UPDATE else format_of(dtype)
+    where = borders_of(kind, dtype)
     if isinstance(measured, Report):
         last = measured
         of_kind = [row for row in measured.rows if row.kind == kind]
@@ -95,14 +103,13 @@ def histograms(
     for place, column in enumerate(columns):
         for exponent, count in column.items():
             picture[exponent - low, place] = count / sum(column.values())
-    pyplot, colors = _matplotlib()
-    if ax is None:
-        _, ax = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    ax = axes.given_or_new(ax, __name__, (8, 4.5))
+    from matplotlib import colors
+
     norm = colors.LogNorm(_SMALLEST, _LARGEST, clip=True)
     extent = (-0.5, len(rows) - 0.5, low, high + 1)
-    image = ax.imshow(
-        picture, origin="lower", aspect="auto", cmap="Blues", norm=norm, extent=extent
-    )
+    how = {"origin": "lower", "aspect": "auto", "extent": extent}
+    image = ax.imshow(picture, cmap="Blues", norm=norm, **how)
     ax.figure.colorbar(image, ax=ax, label="share of the values")
     names = ("zero below", "fewer digits below", "infinite above")
     if kind == UPDATE:
@@ -113,17 +120,12 @@ def histograms(
     bottom, top = min([low, *inside]) - 1, max([high + 1, *inside]) + 1
     ax.set_ylim(bottom - (top - bottom) // 8, top)  # with room for the legend
     apart = -(-len(rows) // _MOST_COLUMNS)
-    ax.set_xticks(
-        range(0, len(rows), apart),
-        labels[::apart],
-        rotation=45 if len(rows) > 3 else 0,
-        ha="right",
-    )
+    rotation = 45 if len(rows) > 3 else 0
+    ax.set_xticks(range(0, len(rows), apart), labels[::apart], rotation=rotation, ha="right")
     ax.set_ylabel("exponent of 2")
     if not isinstance(measured, Report):
         ax.set_xlabel("step")
-    is_scaled = kind in (GRADIENT, OUTPUT_GRADIENT)
-    of_scale = f" at a loss scale of 2^{shift}" if is_scaled else ""
+    of_scale = f" at a loss scale of 2^{shift}" if kind in SCALED else ""
     full_title = f"{title}, and the borders of {dtype}{of_scale}"
     ax.set_title("\n".join(textwrap.wrap(full_title, _LONGEST_TITLE)))
     ax.legend(loc="lower center", ncols=3, fontsize="small")
@@ -131,12 +133,13 @@ def histograms(
 
 
 def heat_map(
-    result: WhatIf, dtype: str = "float16", *, kind: str = GRADIENT, ax: Any = None
-) -> Any:
+    result: WhatIf, dtype: str = "float16", *, kind: str = GRADIENT, ax: "Axes | None" = None
+) -> "Axes":
     """Draws what each loss scale would have lost: rows by scales.
 
     Colors, on a logarithmic scale, and numbers, in percent, are the share of the values that has
-    become zero; "inf" marks what has overflowed. Of more than 40 rows it shows the worst.
+    become zero; "inf" marks what has overflowed. If there are more than 40 rows, the worst of them
+    are drawn.
 
     Args:
         result: what `what_if` returned.
@@ -174,11 +177,12 @@ def heat_map(
     paths = text_tables.worst(of_kind, badness, _MOST_ROWS)
     runs = [[result[dtype, scale][kind, path] for scale in result.scales] for path in paths]
     picture = np.array([[np.nan if lost.infinite else lost.share for lost in row] for row in runs])
-    pyplot, colors = _matplotlib()
-    if ax is None:
-        _, ax = pyplot.subplots(figsize=(8, 1.5 + 0.3 * len(paths)), layout="constrained")
+    ax = axes.given_or_new(ax, __name__, (8, 1.5 + 0.3 * len(paths)))
+    import matplotlib as mpl
+    from matplotlib import colors
+
     norm = colors.SymLogNorm(_NEXT_TO_NOTHING, vmin=0, vmax=_LARGEST)
-    cmap = pyplot.get_cmap("Oranges").with_extremes(bad="lightgray")
+    cmap = mpl.colormaps["Oranges"].with_extremes(bad="lightgray")
     image = ax.imshow(picture, aspect="auto", cmap=cmap, norm=norm)
     ticks = [0, 0.001, 0.01, 0.1, 1]
     bar = ax.figure.colorbar(image, ax=ax, label="share that is zero", ticks=ticks)
@@ -205,9 +209,9 @@ def window(
     dtype: str = "float16",
     *,
     tolerance: float = 0.0,
-    history: Any = None,
-    ax: Any = None,
-) -> Any:
+    history: "LossScaleMonitor | Mapping[str, Sequence[float]] | None" = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
     """Draws the window of loss scales in which nothing is lost, and the scale's path through it.
 
     Args:
@@ -239,22 +243,20 @@ def window(
         raise ValueError(f"Expected at least one report. Received: {reports!r}")
     steps = [report.step for report in reports]
     windows = [report.window(dtype, tolerance) for report in reports]
-    pyplot, _ = _matplotlib()
-    if ax is None:
-        _, ax = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    path = getattr(history, "history", history)
+    ax = axes.given_or_new(ax, __name__, (8, 4))
+    path: Any = getattr(history, "history", history)
     if path is None:
         path = {"step": steps, "loss_scale": [report.loss_scale for report in reports]}
     scales = np.log2(path["loss_scale"])
-    # An end that there is none of is drawn at the edge of the picture.
+    # An open end is drawn at the edge of the picture.
     ends = [end for each in windows for end in each if abs(end) < EVERYWHERE.high]
     bottom, top = min([*scales, *ends]) - 2, max([*scales, *ends]) + 2
     low, high = np.clip(np.transpose(windows), bottom, top)
-    style = {"marker": "."} if len(steps) <= 50 else {}
-    ax.plot(steps, low, color="tab:orange", label="too small below", **style)
-    ax.plot(steps, high, color="tab:red", label="overflows above", **style)
+    marker = "." if len(steps) <= _MOST_MARKED else None
+    ax.plot(steps, low, color="tab:orange", label="too small below", marker=marker)
+    ax.plot(steps, high, color="tab:red", label="overflows above", marker=marker)
     ax.fill_between(steps, low, high, where=low <= high, color="tab:green", alpha=0.15)
-    ax.plot(path["step"], scales, color="tab:blue", label="loss scale", **style)
+    ax.plot(path["step"], scales, color="tab:blue", label="loss scale", marker=marker)
     ax.set_ylim(bottom, top)
     ax.set_xlabel("step")
     ax.set_ylabel("loss scale (exponent of 2)")
@@ -265,32 +267,20 @@ def window(
 
 
 def _scale_of(report: Report, kind: str, given: float | None) -> float:
-    """The loss scale at which a report is drawn."""
+    """Returns the loss scale at which a report is drawn."""
     if given is not None:
         return given
-    is_scaled = kind in (GRADIENT, OUTPUT_GRADIENT)
-    return 2.0 ** np.floor(np.log2(report.loss_scale)) if is_scaled else 1.0
+    return round_down(report.loss_scale) if kind in SCALED else 1.0
 
 
 def _left_out(shown: int, of: int) -> str:
-    """What a title says of rows that there was no room for."""
+    """Returns what a title says about rows that there was no room for."""
     return f" (the worst {shown} of {of})" if shown < of else ""
 
 
 def _number(share: float) -> str:
-    """A share in percent, with two digits; nothing of nothing."""
+    """Returns a share in percent, with two digits; "" for zero."""
     if not share:
         return ""
     percent = 100 * share
     return "<0.01" if percent < 0.01 else f"{percent:.2g}" if percent < 99.5 else "100"
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        import matplotlib.pyplot as plt
-        from matplotlib import colors
-    except ImportError as error:
-        raise ImportError(
-            'keras_mp.numerics.figures needs matplotlib: pip install "keras-mp[tutorials]"'
-        ) from error
-    return plt, colors

@@ -1,16 +1,17 @@
-"""Advice about gradients: the loss scale that suits them, and the layers that none suits."""
+"""Advice about gradients: the loss scale that suits them, and layers that need float32."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from keras_mp.numerics.advice import Advice, Facts, named, power, share_of
 from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window
 from keras_mp.numerics.lost import Lost
-from keras_mp.numerics.report_rows import OUTPUT_GRADIENT, Row
+from keras_mp.numerics.report_rows import OUTPUT_GRADIENT, Row, RowKey
 
 
-def do_overflow(facts: Facts) -> bool:
-    """Whether a gradient was, or would be, too large at the loss scale in force."""
+def overflow(facts: Facts) -> bool:
+    """Whether a gradient was, or would be, too large at the current loss scale."""
     return any(
         row.overflowed_at <= facts.now or row.histogram.fate(facts.dtype, facts.now).infinite
         for row in facts.gradients
@@ -18,13 +19,13 @@ def do_overflow(facts: Facts) -> bool:
 
 
 def about_gradients(facts: Facts) -> Advice | None:
-    """The loss scale to take, if the one in force is not good, and layers for float32.
+    """Returns the loss scale to take and layers for float32, unless the current scale is good.
 
     Args:
         facts: of a model whose layers lose nothing of what they return.
 
     Returns:
-        An `Advice`, or None if the loss scale in force is good.
+        An `Advice`, or None if the current loss scale is good.
     """
     dtype, now, rows = facts.dtype, facts.now, facts.gradients
     overflowed = [row for row in rows if row.dtype == dtype and math.isfinite(row.overflowed_at)]
@@ -36,18 +37,18 @@ def about_gradients(facts: Facts) -> Advice | None:
     windows = {}
     for row in rows:
         window = row.window(dtype, facts.tolerance) & allowed
-        windows[row.kind, row.path] = window
+        windows[row.key] = window
         common &= window
-    if not common.is_empty and (common & facts.seen()).is_empty:
+    if not common.is_empty and (common & facts.window_of_runs()).is_empty:
         return _about_losses(facts)
-    common &= facts.seen()
+    common &= facts.window_of_runs()
     is_fine = min(common.margins(now)) >= 0
     needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
     if is_fine or needs_none or not rows:
         return None
     if common.is_empty:
-        return _about_conflict(facts, rows, windows)
-    # As far from overflowing as from losing, and rather lower, for gradients grow at times.
+        return _about_conflict(facts, windows)
+    # In the middle of the window, and rather lower, since gradients grow at times.
     exponent = (common.low + common.high) // 2
     sentence = (
         f"{facts.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
@@ -64,13 +65,13 @@ def about_gradients(facts: Facts) -> Advice | None:
         beyond = "beyond" if fate.infinite else "below"
         sentence += (
             f" At {power(now)}, {share_of(fate.infinite or fate.zero, fate.values)} of "
-            f"{named(worst.kind, worst.path)} is {beyond} {dtype}."
+            f"{named(*worst.key)} is {beyond} {dtype}."
         )
     return Advice([sentence], {}, 2.0**exponent)
 
 
 def _about_unknown_size(facts: Facts, infinite: Sequence[Row]) -> Advice:
-    """Gradients of which no finite value was seen."""
+    """Returns advice about gradients that had no finite value."""
     others = f" (and of {len(infinite) - 1} more)" if len(infinite) > 1 else ""
     scale = power(min(row.overflowed_at for row in infinite))
     sentence = (
@@ -81,7 +82,10 @@ def _about_unknown_size(facts: Facts, infinite: Sequence[Row]) -> Advice:
 
 
 def _about_losses(facts: Facts) -> Advice:
-    """Every run has lost something, though histograms leave room for a scale: something inside."""
+    """Returns advice where every run has lost something inside of layers.
+
+    That is where the histograms of what they return leave a window open.
+    """
     dtype = facts.dtype
 
     def lost(each: Lost) -> float:
@@ -106,10 +110,8 @@ def _about_losses(facts: Facts) -> Advice:
     return advice
 
 
-def _about_conflict(
-    facts: Facts, rows: Sequence[Row], windows: dict[tuple[str, str], Window]
-) -> Advice:
-    """No scale suits all gradients: the one that suits most, and float32 for the rest."""
+def _about_conflict(facts: Facts, windows: Mapping[RowKey, Window]) -> Advice:
+    """Returns the scale that suits most gradients, and float32 for the layers of the others."""
     dtype = facts.dtype
     ends = {end for window in windows.values() for end in window}
 
@@ -118,33 +120,30 @@ def _about_conflict(
 
     best = max(sorted(ends), key=suited)
     kept = {row: each for row, each in windows.items() if each.low <= best <= each.high}
-    common = EVERYWHERE
-    for window in kept.values():
-        common &= window
+    common = functools.reduce(Window.__and__, kept.values(), EVERYWHERE)
     low, high = common
 
-    def lost(row: Row) -> tuple[Fate, bool, int]:
-        """What a row loses at the nearest scale that suits the others; whether it is too small."""
-        window = windows[row.kind, row.path]
+    def nearest(row: Row) -> tuple[int, bool]:
+        """Returns the nearest scale that suits the others, and whether values are too small."""
+        window = windows[row.key]
         if window.is_empty:
-            end = max(window.high, 0)
-            return row.histogram.fate(dtype, 2.0**end), window.high >= 0, end
+            return max(window.high, 0), window.high >= 0
         is_small = window.low > best
-        end = high if is_small else low
-        return row.histogram.fate(dtype, 2.0**end), is_small, end
+        return high if is_small else low, is_small
+
+    def fate_of(row: Row) -> Fate:
+        return row.histogram.fate(dtype, 2.0 ** nearest(row)[0])
 
     advice = Advice([], {}, 2.0 ** ((low + high) // 2) if kept else None)
     worst: dict[str, Row] = {}
-    for row in rows:
-        if (row.kind, row.path) not in kept:
-            layer = facts.owner(row.kind, row.path)
-            worst[layer] = max(worst.get(layer, row), row, key=lambda each: _lost(lost(each)[0]))
+    for row in facts.gradients:
+        if row.key not in kept:
+            layer = facts.owner(*row.key)
+            worst[layer] = max(worst.get(layer, row), row, key=lambda each: _lost(fate_of(each)))
     for layer, row in worst.items():
-        fate, is_small, end = lost(row)
-        what = named(row.kind, row.path)
-        if windows[row.kind, row.path].is_empty:
-            others = "it"
-        else:
+        (end, is_small), fate, what = nearest(row), fate_of(row), named(*row.key)
+        others = "it"
+        if not windows[row.key].is_empty:
             others = next(
                 f"`{path}`" for (_, path), each in kept.items() if end == each[1 if is_small else 0]
             )

@@ -1,20 +1,18 @@
 """The bins of several histograms of exponents, in variables on the device."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics.exponent_counts import count_exponents
-from keras_mp.numerics.exponents import COLUMNS, ROWS, Histogram
+from keras_mp.numerics.exponents import COLUMNS, ROWS, Histogram, count_exponents
+from keras_mp.numerics.report_rows import Row, RowKey
+from keras_mp.numerics.reports import Report
 from keras_mp.support import host
 
-# Kind and path.
-_Row = tuple[str, str]
 
-
-class Seen(NamedTuple):
+class Observation(NamedTuple):
     """A tensor that a step has shown.
 
     Attributes:
@@ -24,25 +22,10 @@ class Seen(NamedTuple):
         scale: float32 scalar tensor, what the loss was multiplied by, or None.
     """
 
-    row: _Row
+    row: RowKey
     tensor: tf.Tensor
     divisor: tf.Tensor | None = None
     scale: tf.Tensor | None = None
-
-
-class Counts(NamedTuple):
-    """What was counted.
-
-    Attributes:
-        rows: by kind and path, the histogram and the smallest loss scale at which a value was not
-            finite, or infinity. Only rows of which a value was counted.
-        steps: int. How many steps were counted.
-        loss_scale: float. What the loss was multiplied by in the last of them.
-    """
-
-    rows: dict[_Row, tuple[Histogram, float]]
-    steps: int
-    loss_scale: float
 
 
 class HistogramCounts:
@@ -56,20 +39,21 @@ class HistogramCounts:
         places: dict of rows and their indices.
     """
 
-    def __init__(self, rows: Sequence[_Row], strategy: tf.distribute.Strategy) -> None:
+    def __init__(self, rows: Sequence[RowKey], strategy: tf.distribute.Strategy) -> None:
         self.places = {row: place for place, row in enumerate(rows)}
         self._strategy = strategy
         self._steps = host.local_variable("counted", 0)
         self._bins = host.local_variable("bins", np.zeros([len(rows), ROWS * COLUMNS], int))
+        # The smallest loss scale at which a value of each row was not finite.
         overflowed_at = np.full(len(rows), np.inf)
         self._overflowed_at = host.local_variable("overflowed_at", overflowed_at, tf.float32)
         self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
 
-    def add(self, seen: Sequence[Seen]) -> None:
+    def add(self, observations: Sequence[Observation]) -> None:
         """Counts the values of tensors, on this replica."""
         bins = [tf.zeros([ROWS * COLUMNS], tf.int64)] * len(self.places)
-        overflowed_at: list[Any] = [np.float32(np.inf)] * len(self.places)
-        for row, tensor, divisor, scale in seen:
+        overflowed_at = [tf.constant(np.inf)] * len(self.places)
+        for row, tensor, divisor, scale in observations:
             place = self.places[row]
             of_tensor = count_exponents(tensor, divisor)
             bins[place] = bins[place] + of_tensor
@@ -91,42 +75,44 @@ class HistogramCounts:
         if scale is not None:
             self._loss_scale.assign(scale)
 
-    def read(self, all_workers: bool) -> Counts:
-        """Returns what was counted since `clear`.
+    def read(self, step: int, dtypes: Mapping[RowKey, str], all_workers: bool) -> Report:
+        """Returns what was counted since the last time, and begins anew.
 
         Args:
+            step: int. How many steps had been made.
+            dtypes: what each row was computed in.
             all_workers: bool. Whether to add up what the replicas of all workers have counted,
                 each of which is to call this; or those of this worker.
+
+        Returns:
+            A `Report` of the rows of which a value was counted.
         """
         local = self._strategy.experimental_local_results
         if all_workers:
-            of_replicas = self._strategy.run(tf.function(self._of_all_replicas, autograph=False))
-            bins, overflowed_at = (local(each)[0].numpy() for each in of_replicas)
+            bins, scales = self._strategy.run(self._of_replica)
+            bins = self._strategy.reduce(tf.distribute.ReduceOp.SUM, bins, axis=None).numpy()
+            scales = self._strategy.gather(scales, axis=0).numpy()
         else:
             bins = np.sum([each.numpy() for each in local(self._bins)], axis=0)
-            overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
-        rows = {
-            row: (Histogram(bins[place].reshape(ROWS, COLUMNS)), float(overflowed_at[place]))
-            for row, place in self.places.items()
-            if bins[place].any()
-        }
-        steps, loss_scale = (
+            scales = [each.numpy() for each in local(self._overflowed_at)]
+        overflowed_at = np.min(scales, axis=0)
+        counted, loss_scale = (
             local(variable)[0].numpy().item() for variable in (self._steps, self._loss_scale)
         )
-        return Counts(rows, steps, loss_scale)
-
-    def clear(self) -> None:
-        """Begins anew."""
+        rows = [
+            Row(
+                *row,
+                dtypes.get(row, ""),
+                Histogram(bins[place].reshape(ROWS, COLUMNS)),
+                float(overflowed_at[place]),
+            )
+            for row, place in self.places.items()
+            if bins[place].any()
+        ]
         for variable, value in ((self._bins, 0), (self._steps, 0), (self._overflowed_at, np.inf)):
-            for each in self._strategy.experimental_local_results(variable):
+            for each in local(variable):
                 each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
+        return Report(rows, step=step, counted=counted, loss_scale=loss_scale)
 
-    def _of_all_replicas(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The sum of all bins, and the smallest scales of overflows. Called on each replica."""
-        context = tf.distribute.get_replica_context()
-        is_mine = tf.range(context.num_replicas_in_sync) == context.replica_id_in_sync_group
-        mine = tf.where(is_mine[:, tf.newaxis], tf.convert_to_tensor(self._overflowed_at), 0.0)
-        # A read of a variable has no device in a graph, and TensorFlow asks for one.
-        sums = tf.identity(self._bins), mine
-        bins, overflowed_at = (context.all_reduce(tf.distribute.ReduceOp.SUM, x) for x in sums)
-        return bins, tf.reduce_min(overflowed_at, 0)
+    def _of_replica(self) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.identity(self._bins), tf.identity(self._overflowed_at)[tf.newaxis]

@@ -2,8 +2,8 @@
 
 Each has a row in a variable on the device: that of a variable's gradient or update, a layer's
 inputs or output, or the gradient of that output. Every N steps the values of all of them are
-counted, in one branch at the end of the step; in the steps between, a comparison is all that is
-done. Nothing waits for the device until it is read.
+counted, in one branch at the end of the step. The steps between make one comparison. Nothing waits
+for the device until it is read.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from keras_mp import keras_api, low_precision_weights
 from keras_mp.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.numerics.exponents import Histogram
-from keras_mp.numerics.histogram_counts import HistogramCounts, Seen
+from keras_mp.numerics.histogram_counts import HistogramCounts, Observation
 from keras_mp.numerics.report_rows import (
     GRADIENT,
     INPUT,
@@ -28,24 +28,27 @@ from keras_mp.numerics.report_rows import (
     UPDATE,
     WEIGHT,
     Row,
+    RowKey,
     Statistics,
 )
 from keras_mp.numerics.reports import Report
 from keras_mp.numerics.watching import watching_gradients, watching_outputs
 from keras_mp.step import observers
+from keras_mp.step.gradients import Gradient
 from keras_mp.support import host, messages, validation
 from keras_mp.support.autograph import do_not_convert
+
+_OF_LAYERS = (INPUT, OUTPUT, OUTPUT_GRADIENT)
 
 
 class ExponentHistograms:
     """Gathers histograms of exponents of a model, in a training loop of your own.
 
     Make it once, in the scope of the strategy if there is one, and put `with histograms.step():`
-    around each step, in the function that `strategy.run` runs. Gradients are seen where a
-    `keras_mp.LossScaleOptimizer` or a `keras_mp.GradScaler` takes them, before they are judged and
-    summed over replicas, and as if they had never been scaled; gradients that another optimizer
-    applies, where `apply_gradients` of the optimizer is called. `ExponentMonitor` does all this
-    in `fit`.
+    around each step, in the function that `strategy.run` runs. Gradients are counted as a
+    `keras_mp.LossScaleOptimizer` or a `keras_mp.GradScaler` takes them, before they are tested and
+    summed over replicas, and as if they had never been scaled. Those that another optimizer applies
+    are counted when its `apply_gradients` is called. `ExponentMonitor` does all this in `fit`.
 
     Values of a sparse gradient are counted before those of equal indices are added up. Values of
     float64 are counted as the float32 values next to them. Complex values are not counted, nor are
@@ -53,7 +56,7 @@ class ExponentHistograms:
 
     Args:
         model: A model of `tf.keras`, built.
-        every: int. Counts in the first step and in every so many after it. Defaults to 100.
+        every: int. The first step is counted, and then one in so many. Defaults to 100.
         gradients: bool or iterable of str. Counts the gradients of variables: of all, or of those
             with these paths. Paths may be patterns such as `"decoder/*"`. Defaults to True.
         outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
@@ -63,16 +66,16 @@ class ExponentHistograms:
             False.
         weights: bool or iterable of str. The same for trainable variables, as they are when `read`
             is called, with all digits that a `MasterWeightOptimizer` keeps. Defaults to False.
-        updates: bool or iterable of str. The same for what a step changes them by, in terms of each
-            weight. A step that counts holds a copy of these variables. Defaults to False.
-        first_step: int. The first step in which is counted, from 0. Defaults to 0.
-        last_step: int or None. The last one. Defaults to None, for no last one.
-        optimizer: The optimizer. Defaults to the one that the model is compiled with, if it is.
+        updates: bool or iterable of str. The same for what a step adds to them, relative to each
+            weight. A step that is counted holds a copy of these variables. Defaults to False.
+        first_step: int. The first step that is counted, from 0. Defaults to 0.
+        last_step: int or None. The last step that may be counted. Defaults to None: no limit.
+        optimizer: The optimizer. Defaults to the one that the model is compiled with, if any.
 
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
-        ValueError: it is not built, there is no layer with one of the paths, or the optimizer is
-            `tf.keras`'s own LossScaleOptimizer.
+        ValueError: `model` is not built, there is no layer with one of the paths, or the optimizer
+            is `tf.keras`'s own LossScaleOptimizer.
 
     Example:
 
@@ -102,7 +105,7 @@ class ExponentHistograms:
         updates: bool | Iterable[str] = False,
         first_step: int = 0,
         last_step: int | None = None,
-        optimizer: Any = None,
+        optimizer: tf.keras.optimizers.Optimizer | None = None,
     ) -> None:
         keras_api.check_model(model)
         if not model.built:
@@ -117,39 +120,28 @@ class ExponentHistograms:
             self.last_step = validation.integer("last_step", last_step, at_least=self.first_step)
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        _refuse_keras_wrapper(self.optimizer)
         # Those that scale a loss show their gradients themselves.
-        self._not_ours = [
-            each
-            for each in tf.nest.flatten(self.optimizer)
-            if isinstance(each, keras_api.OPTIMIZER_BASES) and not wrappers_among(each)
-        ]
-        layers = layers_by_path(model)
-        counted = [path for path, layer in layers.items() if not _is_left_out(layer)]
-        self._outputs = _chosen("outputs", outputs, layers, counted)
-        self._output_gradients = _chosen("output_gradients", output_gradients, layers, counted)
-        self._inputs = _chosen("inputs", inputs, layers, counted)
-        watched = {*self._inputs, *self._outputs, *self._output_gradients}
-        self._layers = {path: layer for path, layer in layers.items() if path in watched}
-        self._dtypes: dict[tuple[str, str], str] = {}
-        variables = variables_by_path(model)
-        of_gradients = _chosen("gradients", gradients, variables)
-        self._paths = {
-            key: path for key, path in paths_of_weights(model).items() if path in of_gradients
+        self._plain_optimizers = list(filter(_scales_no_loss, tf.nest.flatten(self.optimizer)))
+        layers, variables = layers_by_path(model), variables_by_path(model)
+        shown = [path for path, layer in layers.items() if not _is_left_out(layer)]
+        self._chosen = {
+            GRADIENT: _chosen("gradients", gradients, variables),
+            INPUT: _chosen("inputs", inputs, layers, shown),
+            OUTPUT: _chosen("outputs", outputs, layers, shown),
+            OUTPUT_GRADIENT: _chosen("output_gradients", output_gradients, layers, shown),
+            WEIGHT: _chosen("weights", weights, variables),
+            UPDATE: _chosen("updates", updates, variables),
         }
-        for path in of_gradients:
-            self._dtypes[GRADIENT, path] = variables[path][1].compute_dtype
-        rows = [(GRADIENT, path) for path in of_gradients]
-        self.misses_gradients = bool(rows)
-        trainable = {
-            path: variable for path, (variable, _) in variables.items() if variable.trainable
+        of_layers = {path for kind in _OF_LAYERS for path in self._chosen[kind]}
+        self._layers = {path: layer for path, layer in layers.items() if path in of_layers}
+        self._variables = {path: variable for path, (variable, _) in variables.items()}
+        self._paths = paths_of_weights(model)
+        self._dtypes = {
+            (GRADIENT, path): layer.compute_dtype for path, (_, layer) in variables.items()
         }
-        self._weights = {path: trainable[path] for path in _chosen("weights", weights, trainable)}
-        self._updated = {path: trainable[path] for path in _chosen("updates", updates, trainable)}
-        rows += [(UPDATE, path) for path in self._updated]
-        rows += [(INPUT, path) for path in self._inputs]
-        rows += [(OUTPUT, path) for path in self._outputs]
-        rows += [(OUTPUT_GRADIENT, path) for path in self._output_gradients]
+        self.misses_gradients = bool(self._chosen[GRADIENT])
+        # Weights are looked at when it is read.
+        rows = [(kind, path) for kind in KINDS if kind != WEIGHT for path in self._chosen[kind]]
         self._strategy = model.distribute_strategy
         with self._strategy.scope():
             self._steps = host.local_variable("steps", 0)
@@ -158,10 +150,10 @@ class ExponentHistograms:
     @do_not_convert
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Context manager for one step; in a `tf.function` or not, in a replica context.
+        """A context manager for one step, in a replica context, in a `tf.function` or in eager.
 
         Raises:
-            ValueError: it is entered around `strategy.run`, and not in what that runs.
+            ValueError: it is entered around `strategy.run`, and not in the function that this runs.
         """
         if tf.distribute.in_cross_replica_context():
             raise ValueError(
@@ -177,28 +169,30 @@ class ExponentHistograms:
             return
         step = _Step(self, due)
         with (
-            watching_outputs(self._layers, step.saw_output),
-            observers.observing(step.saw_gradients),
+            watching_outputs(self._layers, step.observe_output),
+            observers.observing(step.observe_gradients),
             contextlib.ExitStack() as stack,
         ):
-            for optimizer in self._not_ours:
+            for optimizer in self._plain_optimizers:
                 stack.enter_context(watching_gradients(optimizer))
             yield
         step.count()
 
     def is_due(self, step: int, steps: int = 1) -> bool:
-        """Whether anything is counted in some steps.
+        """Whether anything is counted in one of several steps.
 
         Args:
             step: int. The number of the first of them, from 0.
-            steps: int. How many they are. Defaults to 1.
+            steps: int. How many there are. Defaults to 1.
         """
         start = max(step, self.first_step)
         due = start + (self.first_step - start) % self.every
         return due < step + steps and (self.last_step is None or due <= self.last_step)
 
     def go_on_from(self, step: int) -> None:
-        """Says how many steps were made before the next, of which `step` has not seen all.
+        """Sets the number of steps that were made before the next one.
+
+        For programs that enter `step` in some of them only.
 
         Args:
             step: int.
@@ -207,189 +201,175 @@ class ExponentHistograms:
             each.assign(step)
 
     def read(self, all_workers: bool = False) -> Report:
-        """Reads what was counted since the last time, from the device, and begins anew.
+        """Reads from the device what was counted since the last time, and begins anew.
 
         Args:
-            all_workers: bool. Whether to read what the replicas of all workers have counted. It is
-                then to be called on each of them, as each waits for the others. Defaults to False:
+            all_workers: bool. Whether to read what the replicas of all workers have counted. Then
+                all of them have to call it, as each waits for the others. Defaults to False: only
                 what the replicas of this worker have counted.
 
         Returns:
-            A `Report`. A row is there for each gradient and output of which a value was counted.
+            A `Report`, with a row for each tensor of which a value was counted.
         """
-        counts = self._counts.read(validation.boolean("all_workers", all_workers))
         step = self._strategy.experimental_local_results(self._steps)[0].numpy().item()
-        rows = [
-            Row(kind, path, self._dtypes.get((kind, path), ""), histogram, overflowed_at)
-            for (kind, path), (histogram, overflowed_at) in counts.rows.items()
-        ]
-        if counts.steps:
-            rows += self._rows_of_weights()
-        rows.sort(key=lambda row: KINDS.index(row.kind))
-        self._counts.clear()
-        return Report(rows, step=step, counted=counts.steps, loss_scale=counts.loss_scale)
+        all_workers = validation.boolean("all_workers", all_workers)
+        report = self._counts.read(step, self._dtypes, all_workers)
+        if report.counted:
+            report.rows += self._rows_of_weights()
+            report.rows.sort(key=lambda row: KINDS.index(row.kind))
+        return report
 
     def _rows_of_weights(self) -> Iterator[Row]:
-        for path, variable in self._weights.items():
-            value = self.as_seen(variable)
+        for path in self._chosen[WEIGHT]:
+            value = self._value(path)
             values = np.asarray(tf.cast(value, tf.float32))
             if values.size:
                 dtype = value.dtype.name
                 histogram, statistics = Histogram.of(values), Statistics.of(values)
                 yield Row(WEIGHT, path, dtype, histogram, statistics=statistics)
 
-    def as_seen(self, variable: Any) -> tf.Tensor:
-        """The value of a variable as the optimizer sees it, in float32 where it keeps all digits.
-
-        Args:
-            variable: A variable of the model.
-        """
-        [seen] = low_precision_weights.as_seen(self.optimizer, [variable])
+    def _value(self, path: str) -> tf.Tensor:
+        """Returns a variable as the optimizer sees it, in float32 where it keeps all digits."""
+        [seen] = low_precision_weights.as_seen(self.optimizer, [self._variables[path]])
         return tf.convert_to_tensor(seen)
 
 
 class _Step:
     """What one step, or its trace, on one replica has shown so far.
 
-    Attributes:
-        owner: whose variables count.
+    Args:
+        owner: the histograms, whose variables count.
         due: bool scalar tensor. Whether anything is counted in this step.
     """
 
     def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
-        self.owner, self.due = owner, due
+        self._owner, self._due = owner, due
         self._graph = host.current_graph()
-        self._seen: list[Seen] = []
+        self._observations: list[Observation] = []
         self._inputs: dict[tuple[str, int], tf.Tensor] = {}
-        # Gradients of outputs come before one learns what the loss was multiplied by.
-        self._still_scaled: list[tuple[tuple[str, str], tf.Tensor]] = []
+        # Gradients of outputs come before it is known what the loss was multiplied by.
+        self._still_scaled: list[tuple[RowKey, tf.Tensor]] = []
         self._scale: tf.Tensor | None = None
-        # What was seen before an optimizer got it, which may be one that is watched as well.
-        self._seen_early: set[str] = set()
+        # What was shown before an optimizer got it, which may be one that is watched as well.
+        self._shown_early: set[str] = set()
         self._before = self._values_before()
 
     def _values_before(self) -> list[tf.Tensor]:
-        """Copies of the variables whose updates are counted, if the step is due."""
-        owner = self.owner
-        if not owner._updated:
-            return []
+        """Returns copies of the variables whose updates are counted, if the step is due."""
+        paths, value = self._owner._chosen[UPDATE], self._owner._value
 
         def copied() -> list[tf.Tensor]:
-            return [tf.identity(owner.as_seen(each)) for each in owner._updated.values()]
+            return [tf.identity(value(path)) for path in paths]
 
         def nothing() -> list[tf.Tensor]:
-            # XLA wants to know the shapes.
+            # XLA has to know the shapes.
             is_compiled = host.is_compiled_by_xla()
             return [
-                tf.zeros(value.shape if is_compiled else [0] * value.shape.rank, value.dtype)
-                for value in map(owner.as_seen, owner._updated.values())
+                tf.zeros(each.shape if is_compiled else [0] * each.shape.rank, each.dtype)
+                for each in map(value, paths)
             ]
 
-        return copied() if tf.executing_eagerly() else tf.cond(self.due, copied, nothing)
+        if not paths or tf.executing_eagerly():
+            return copied()
+        return tf.cond(self._due, copied, nothing)
 
-    def saw_output(self, path: str, tensor: tf.Tensor, arguments: list[Any]) -> tf.Tensor:
-        """Takes note of a call, and sees to it that the gradient of an output comes by."""
-        for value in arguments if path in self.owner._inputs else ():
+    def observe_output(self, path: str, tensor: tf.Tensor, arguments: list[Any]) -> tf.Tensor:
+        """Notes a call of a layer, and has the gradient of its output noted."""
+        rows = self._owner._counts.places
+        for value in arguments if (INPUT, path) in rows else ():
             # A layer may return several outputs for one input.
             if tf.is_tensor(value) and (path, id(value)) not in self._inputs:
                 self._inputs[path, id(value)] = value
-                self._note(Seen((INPUT, path), value))
-        if path in self.owner._outputs:
-            self._note(Seen((OUTPUT, path), tensor))
+                self._note(Observation((INPUT, path), value))
+        self._note(Observation((OUTPUT, path), tensor))
         # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
         is_outside = host.current_graph() is self._graph
-        if path not in self.owner._output_gradients or not is_outside:
+        if (OUTPUT_GRADIENT, path) not in rows or not is_outside:
             return tensor
 
         @tf.custom_gradient
         def tapped(x: tf.Tensor) -> Any:
+            @do_not_convert
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                self._saw_output_gradient(path, upstream)
+                row = OUTPUT_GRADIENT, path
+                self._owner._dtypes[row] = upstream.dtype.name
+                self._still_scaled.append((row, upstream))
                 return upstream
 
-            return tf.identity(x), do_not_convert(gradient)
+            return tf.identity(x), gradient
 
         return tapped(tensor)
 
-    def _saw_output_gradient(self, path: str, gradient: tf.Tensor) -> None:
-        row = OUTPUT_GRADIENT, path
-        self.owner._dtypes[row] = gradient.dtype.name
-        self._still_scaled.append((row, gradient))
-
-    def saw_gradients(
+    def observe_gradients(
         self,
-        pairs: Sequence[tuple[Any, Any]],
-        scaled: bool | tf.Tensor,
+        pairs: Sequence[tuple[Gradient, tf.Variable]],
+        divisor: tf.Tensor | None,
         scaled_by: tf.Tensor | None,
     ) -> None:
-        """Takes note of the gradients of variables."""
+        """Notes the gradients of variables."""
         if host.current_graph() is self._graph and scaled_by is not None:
             self._scale = scaled_by
-        divisor = scaled_by
-        if tf.is_tensor(scaled):
-            divisor = tf.where(scaled, scaled_by, 1.0)
-        elif not scaled:
-            divisor = None
         for gradient, variable in pairs:
-            path = self.owner._paths.get(id(variable))
-            if gradient is None or path is None:
+            path = self._owner._paths.get(id(variable), "")
+            if gradient is None or (GRADIENT, path) not in self._owner._counts.places:
                 continue
-            self.owner.misses_gradients = False
+            self._owner.misses_gradients = False
             if scaled_by is not None:
-                self._seen_early.add(path)
-            elif path in self._seen_early:
+                self._shown_early.add(path)
+            elif path in self._shown_early:
                 continue
             values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
             tensor = tf.convert_to_tensor(values)
-            self._note(Seen((GRADIENT, path), tensor, divisor, scaled_by))
+            self._note(Observation((GRADIENT, path), tensor, divisor, scaled_by))
 
-    def _note(self, seen: Seen) -> None:
-        if seen.row not in self.owner._counts.places or not seen.tensor.dtype.is_floating:
+    def _note(self, observation: Observation) -> None:
+        row, dtype = observation.row, observation.tensor.dtype
+        if row not in self._owner._counts.places or not dtype.is_floating:
             return
-        if seen.row[0] != GRADIENT:
-            self.owner._dtypes[seen.row] = seen.tensor.dtype.name
+        if row[0] != GRADIENT:
+            self._owner._dtypes[row] = dtype.name
         if host.current_graph() is self._graph:
-            self._seen.append(seen)
+            self._observations.append(observation)
         else:
-            self._if_due(lambda: self.owner._counts.add([seen]))
+            self._if_due(lambda: self._owner._counts.add([observation]))
 
     def count(self) -> None:
-        """Counts what was seen, if that is due: the end of the step."""
-        if self.owner.misses_gradients:
-            self.owner.misses_gradients = False
+        """Counts what was observed, if that is due. Called at the end of the step."""
+        if self._owner.misses_gradients:
+            self._owner.misses_gradients = False
             messages.warn(
                 "No gradient of a variable was seen in a step with histograms, so only outputs are "
                 "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
-                f"or `gradients=False`. Received: optimizer={self.owner.optimizer!r}"
+                f"or `gradients=False`. Received: optimizer={self._owner.optimizer!r}"
             )
         scale = self._scale
-        seen = [*self._seen, *(Seen(*each, scale, scale) for each in self._still_scaled)]
+        of_outputs = [Observation(*each, scale, scale) for each in self._still_scaled]
 
         def count() -> None:
-            self.owner._counts.add([*seen, *self._updates()])
-            self.owner._counts.end_step(self._scale)
+            self._owner._counts.add([*self._observations, *of_outputs, *self._updates()])
+            self._owner._counts.end_step(scale)
 
         self._if_due(count)
 
-    def _updates(self) -> Iterator[Seen]:
-        """What the step has changed weights by, in terms of the power of two at or below each."""
-        owner = self.owner
-        for (path, variable), value in zip(owner._updated.items(), self._before):
-            after = owner.as_seen(variable)
+    def _updates(self) -> Iterator[Observation]:
+        """Yields what the step has added to weights, divided by the power of two below each."""
+        owner = self._owner
+        for path, value in zip(owner._chosen[UPDATE], self._before):
+            after = owner._value(path)
             owner._dtypes[UPDATE, path] = after.dtype.name
             before, after = tf.cast(value, tf.float32), tf.cast(after, tf.float32)
             update = after - tf.ensure_shape(before, after.shape)
             bits = tf.bitwise.bitwise_and(tf.bitcast(before, tf.int32), 0x7F800000)
             power = tf.bitcast(bits, tf.float32)
-            # A weight of zero takes whatever comes.
+            # Whatever is added to a weight of zero arrives.
             relative = tf.where(power > 0, update / power, tf.sign(update))
-            yield Seen((UPDATE, path), relative)
+            yield Observation((UPDATE, path), relative)
 
     def _if_due(self, count: Callable[[], None]) -> None:
         if tf.executing_eagerly():
-            count()  # A step that is not due is not looked at.
+            count()  # A step that is not due is not observed.
         else:
-            tf.cond(self.due, host.as_one_operation(count), lambda: None)
+            tf.cond(self._due, host.as_one_operation(count), lambda: None)
 
 
 def _chosen(
@@ -398,7 +378,7 @@ def _chosen(
     paths: Iterable[str],
     all_of_them: Sequence[str] | None = None,
 ) -> list[str]:
-    """The paths that were chosen, by themselves or by patterns."""
+    """Returns the paths that were chosen, by themselves, by patterns or, with True, as a whole."""
     paths = list(paths)
     if isinstance(choice, bool):
         return list(paths if all_of_them is None else all_of_them) if choice else []
@@ -414,16 +394,17 @@ def _chosen(
 
 
 def _is_left_out(layer: tf.keras.layers.Layer) -> bool:
-    """Whether it is a model, which returns what its layers do, or a cell, which runs in a loop."""
+    """Whether it is a model, which returns what its layers do, or a cell, which is in a loop."""
     return isinstance(layer, tf.keras.Model) or hasattr(layer, "state_size")
 
 
-def _refuse_keras_wrapper(optimizers: Any) -> None:
-    for optimizer in tf.nest.flatten(optimizers):
-        is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
-        if is_of_keras and not isinstance(optimizer, LossScaleOptimizer):
-            raise ValueError(
-                "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: "
-                "nothing tells by what tf.keras's own wrapper has scaled a gradient. Received: "
-                f"optimizer={optimizer!r}"
-            )
+def _scales_no_loss(optimizer: tf.keras.optimizers.Optimizer | None) -> bool:
+    """Whether an optimizer scales no loss; raises a ValueError for `tf.keras`'s own wrapper."""
+    is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
+    if is_of_keras and not isinstance(optimizer, LossScaleOptimizer):
+        raise ValueError(
+            "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: nothing "
+            "tells by what tf.keras's own wrapper has scaled a gradient. Received: "
+            f"optimizer={optimizer!r}"
+        )
+    return isinstance(optimizer, keras_api.OPTIMIZER_BASES) and not wrappers_among(optimizer)

@@ -1,4 +1,4 @@
-"""What is said about the first operation whose result is not finite."""
+"""The report of the first operation whose result is not finite."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What an operation returned.
+    """An operation, and the range of the numbers that it returned.
 
     Attributes:
         operation: str. Its type, "MatMul" say.
-        layer: str. The path of its layer, such as "encoder/dense", if the model was passed; of what
-            a model computes between its layers, the name of the model; else the name scopes.
-        line: str or None. The line it comes from, as "model.py:12".
-        dtype: str.
+        layer: str. The path of its layer, such as "encoder/dense", if the model was passed; the
+            name of the model for what it computes between its layers; else the name scopes.
+        line: str or None. The line that it comes from, such as "model.py:12".
+        dtype: str. The dtype of the numbers.
         low: float. The smallest finite number; Inf if there is none.
         high: float. The largest finite number; -Inf if there is none.
         bad: int. How many numbers are Inf or NaN.
@@ -42,9 +42,10 @@ class NotFiniteError(ArithmeticError):
 
     Attributes:
         operation: Range of the operation.
-        inputs: list of Range, of what went into it.
-        history: list of Range, of each layer before it that which reached furthest; oldest first.
-        device: str. On which device it was, where there are several; that tells replicas apart.
+        inputs: list of Range, of the operations whose results it takes.
+        history: list of Range, for each layer before it the operation with the largest numbers,
+            oldest first.
+        device: str. The device that it ran on, which tells replicas apart; "" in eager.
 
     Example:
 

@@ -1,10 +1,13 @@
-"""What is known of each operation that is watched: a row, whether it ran in eager or in a graph."""
+"""The table of the operations that `FirstBadOperation` watches, and which of them is the first.
+
+A row says what an operation is, where it comes from and what uses its result. What it returned is
+kept beside the table: `EagerRecorder` measures it at once, `graph_recorder` in the graph.
+"""
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -13,24 +16,33 @@ from keras_mp.numerics import operations, watching
 from keras_mp.numerics.not_finite import Range
 from keras_mp.support import op_table
 
-# After so many operations in eager the rows are read.
+# How many operations run in eager before the rows are read.
 _EAGER_ROWS = 2**12
 
-# Operations that look at numbers that are not finite, and do not use them.
-ONLY_LOOKS = op_table.ops("comparisons", "tests", "shapes")
+# Operations that test numbers, and do not compute with them.
+_ONLY_LOOKS = op_table.ops("comparisons", "tests", "shapes")
 
-# They bring arguments into a graph.
+# Operations that bring arguments into a graph.
 PASSED_IN = op_table.ops("arguments", "data")
 
 # Results that are not finite where nothing is wrong: what the kernel keeps for the backward pass,
 # and what has no value yet.
-_NOT_LOOKED_AT = op_table.ops("empty tensors", "variables")
+_NOT_CHECKED = op_table.ops("empty tensors", "variables")
 _FIRST_OUTPUT_ONLY = ("FusedBatchNorm",)
 
 
 @dataclasses.dataclass
 class OperationRow:
-    """What is known of an operation while it is not run."""
+    """An operation.
+
+    Attributes:
+        operation, layer, line, dtype, is_gradient: as those of `Range`.
+        inputs: the rows of the operations whose results it takes.
+        is_given: whether its result was there before: an argument, a weight, a constant.
+        users: the rows of the operations that use its result.
+        is_used_elsewhere: whether an operation without a row uses its result.
+        is_passed_on: whether its result is given to a function, which has rows of its own.
+    """
 
     operation: str
     layer: str
@@ -38,144 +50,155 @@ class OperationRow:
     dtype: str
     is_gradient: bool
     inputs: list[int]
-    # Whether it was there before: an argument, a weight, a constant.
     is_given: bool = False
-    # The rows of the operations that use its result; and whether one without a row does.
     users: list[int] = dataclasses.field(default_factory=list)
     is_used_elsewhere: bool = False
-    # Whether it is given to a function, which watches for itself what comes of it.
     is_passed_on: bool = False
 
-    def seen(self, values: Sequence[float]) -> Range:
-        """What it returned when it ran.
+    def range(self, measured: np.ndarray) -> Range:
+        """Returns the operation with the range of what it returned.
 
         Args:
-            values: how many of the numbers were bad, the smallest and the largest finite one, and
-                whether something began to be bad here.
+            measured: array of the number of values that were not finite, the smallest and the
+                largest finite one, and whether something began to be not finite here.
         """
-        bad, low, high, _ = values
-        return Range(
-            self.operation,
-            self.layer,
-            self.line,
-            self.dtype,
-            float(low),
-            float(high),
-            int(bad),
-            self.is_gradient,
-        )
+        bad, low, high, _ = map(float, measured)
+        what = self.operation, self.layer, self.line, self.dtype
+        return Range(*what, low, high, int(bad), self.is_gradient)
 
 
-class EagerRecorder:
-    """Watches the operations that run in eager.
+class OperationTable:
+    """Operations, in the order in which they ran or became part of a graph.
 
     Attributes:
-        rows: list of OperationRow, since rows were last taken.
+        rows: list of OperationRow.
     """
 
     def __init__(self) -> None:
         self.rows: list[OperationRow] = []
-        self._values: list[tuple[float, ...]] = []
+        # The tensors are kept, so that no other one gets the id.
         self._row_of: dict[int, int] = {}
-        self._held: list[Any] = []
+        self._kept: list[tf.Tensor] = []
 
-    def see(self, kind: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Takes note of an operation that has run."""
-        known = [self._row_of[id(value)] for value in inputs if id(value) in self._row_of]
-        checked = checked_outputs(kind, outputs)
+    def rows_of(self, values: Iterable[tf.Tensor]) -> list[int]:
+        """Returns the rows of those tensors that have one."""
+        return [self._row_of[id(value)] for value in values if id(value) in self._row_of]
+
+    def outputs_to_check(
+        self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns those results of an operation that should be finite; if there are any, add it.
+
+        Args:
+            kind: the type of the operation.
+            inputs: what it takes.
+            outputs: what it returns.
+        """
+        known = self.rows_of(inputs)
         if kind in operations.SAFE:
+            # The result is as good as what goes in.
             if known:
-                self._row_of.update((id(value), known[0]) for value in outputs)
-                self._held.extend(outputs)
-            return
-        if not checked:
-            for i in known if kind not in ONLY_LOOKS else ():
+                self._keep(known[0], outputs)
+            return []
+        checked = [value for value in outputs if value.dtype.is_floating]
+        if kind in _NOT_CHECKED:
+            checked = []
+        elif kind.startswith(_FIRST_OUTPUT_ONLY):
+            checked = checked[:1]
+        if not checked and kind not in _ONLY_LOOKS:
+            for i in known:
                 self.rows[i].is_used_elsewhere = True
+        return checked
+
+    def add(
+        self,
+        kind: str,
+        layer: str,
+        site: operations.CallSite,
+        values: Sequence[tf.Tensor],
+        inputs: list[int],
+        is_given: bool = False,
+    ) -> int:
+        """Adds an operation.
+
+        Args:
+            kind: its type.
+            layer: the path of its layer.
+            site: where it comes from.
+            values: tensors that it returned.
+            inputs: the rows of what went in.
+            is_given: as in `OperationRow`.
+
+        Returns:
+            The number of the row.
+        """
+        index = len(self.rows)
+        # What is made of gradients, such as their sum over replicas, overflows as they do.
+        is_gradient = site.is_gradient or any(self.rows[i].is_gradient for i in inputs)
+        dtype = values[0].dtype.name
+        row = OperationRow(kind, layer, site.line, dtype, is_gradient, inputs, is_given)
+        self.rows.append(row)
+        for i in set(inputs):
+            self.rows[i].users.append(index)
+        self._keep(index, values)
+        return index
+
+    def _keep(self, row: int, values: Sequence[tf.Tensor]) -> None:
+        self._row_of.update((id(value), row) for value in values)
+        self._kept.extend(values)
+
+
+class EagerRecorder(OperationTable):
+    """Watches the operations that run in eager.
+
+    Attributes:
+        measured: list of what each row's operation returned, as `OperationRow.range` takes it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured: list[tuple[float, ...]] = []
+
+    def record(self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> None:
+        """Records an operation that has run."""
+        checked = self.outputs_to_check(kind, inputs, outputs)
+        if not checked:
             return
-        place = operations.place()
-        if place.is_of_a_tool:
+        site = operations.place()
+        if site.is_of_a_tool:
             return
         layer = watching.running_layer() or layers_of_scope(tf.get_current_name_scope())
-        index = append(self.rows, kind, layer, place, checked[0], known)
-        self._row_of.update((id(value), index) for value in checked)
-        self._held.extend(outputs)
+        known = self.rows_of(inputs)
+        self.add(kind, layer, site, checked, known)
         numbers = np.concatenate([value.numpy().ravel() for value in checked])
         numbers = numbers.astype(np.float64)
         finite = numbers[np.isfinite(numbers)]
         bad = numbers.size - finite.size
         low, high = finite.min(initial=math.inf), finite.max(initial=-math.inf)
-        begins_here = bad > 0 and not any(self._values[i][0] for i in known)
-        self._values.append((bad, low, high, begins_here))
+        begins_here = bad > 0 and not any(self.measured[i][0] for i in known)
+        self.measured.append((bad, low, high, begins_here))
 
     def is_full(self) -> bool:
-        """Whether it is time to look. What was just computed has to be used first, if it is bad."""
-        return len(self.rows) >= _EAGER_ROWS and not self._values[-1][0]
+        """Whether to read the rows, but not before what is not finite may have been used."""
+        return len(self.rows) >= _EAGER_ROWS and not self.measured[-1][0]
 
-    def pass_on(self, inputs: Sequence[Any]) -> None:
-        """Takes note of what was given to a function, which watches for itself."""
-        for value in inputs:
-            if id(value) in self._row_of:
-                self.rows[self._row_of[id(value)]].is_passed_on = True
-
-    def take(self) -> tuple[list[OperationRow], np.ndarray]:
-        """Returns the rows so far with their values, and begins anew."""
-        rows, values = self.rows, np.array(self._values)
-        self.__init__()
-        return rows, values
-
-
-def append(
-    rows: list[OperationRow],
-    kind: str,
-    layer: str,
-    place: operations.CallSite,
-    value: Any,
-    known: list[int],
-    is_given: bool = False,
-) -> int:
-    """Appends a row.
-
-    Args:
-        rows: list of OperationRow.
-        kind: str. The type of the operation.
-        layer: str.
-        place: CallSite.
-        value: tensor that it returned.
-        known: list of int. The rows of what went in.
-        is_given: bool. Whether it was there before: an argument, a weight, a constant.
-
-    Returns:
-        int. The index of the row.
-    """
-    index = len(rows)
-    # What is made of gradients, such as their sum over replicas, overflows as they do.
-    is_gradient = place.is_gradient or any(rows[i].is_gradient for i in known)
-    row = OperationRow(kind, layer, place.line, value.dtype.name, is_gradient, known, is_given)
-    rows.append(row)
-    for i in set(known):
-        rows[i].users.append(index)
-    return index
-
-
-def checked_outputs(kind: str, outputs: Sequence[Any]) -> list[Any]:
-    """Of what an operation returned, the tensors that should be finite."""
-    if kind in _NOT_LOOKED_AT:
-        return []
-    floating = [value for value in outputs if value.dtype.is_floating]
-    return floating[:1] if kind.startswith(_FIRST_OUTPUT_ONLY) else floating
+    def pass_on(self, inputs: Sequence[tf.Tensor]) -> None:
+        """Records what was given to a function, which has rows of its own."""
+        for i in self.rows_of(inputs):
+            self.rows[i].is_passed_on = True
 
 
 def first_bad(
-    rows: list[OperationRow], values: np.ndarray, is_checked: Callable[[OperationRow], bool]
+    rows: list[OperationRow], measured: np.ndarray, is_checked: Callable[[OperationRow], bool]
 ) -> int | None:
-    """The first row where something begins to be bad that goes on to somewhere that matters.
+    """Returns the first row where something begins to be not finite and reaches what matters.
 
     Args:
         rows: list of OperationRow.
-        values: array, what `OperationRow.seen` takes of each.
+        measured: array with a row for each, as `OperationRow.range` takes it.
         is_checked: whether a row may be the first. What comes of one that may not can be.
     """
-    bad, begins_here = values[:, 0] > 0, values[:, 3] > 0
+    bad, begins_here = measured[:, 0] > 0, measured[:, 3] > 0
     for i in map(int, np.flatnonzero(bad)):
         sources = [j for j in rows[i].inputs if bad[j]]
         came_unchecked = bool(sources) and not any(is_checked(rows[j]) for j in sources)
@@ -193,5 +216,5 @@ def first_bad(
 
 
 def layers_of_scope(scope: str) -> str:
-    """The layers of a name scope; that of a gradient is the one of its forward pass."""
+    """Returns the layers of a name scope; that of a gradient is the one of its forward pass."""
     return re.sub(r"(^|/)(gradient_tape|replica_\d+)(?=/|$)", "", scope).strip("/")

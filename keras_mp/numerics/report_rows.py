@@ -1,4 +1,4 @@
-"""The rows of a report: what was counted of a gradient, an output, a weight, and what it loses."""
+"""The rows of a report: the histogram of a gradient, an output or a weight, and what it loses."""
 
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from keras_mp.numerics.exponents import (
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
+# Kind and path of a row.
+RowKey = tuple[str, str]
+
 COMPUTED = ("gradient", "input", "output", "output gradient")
 
 GRADIENT, INPUT, OUTPUT, OUTPUT_GRADIENT = COMPUTED
@@ -24,17 +27,17 @@ WEIGHT, UPDATE = _KEPT = ("weight", "update")
 
 KINDS = (*COMPUTED, *_KEPT)
 
-_SCALED = (GRADIENT, OUTPUT_GRADIENT)
+SCALED = (GRADIENT, OUTPUT_GRADIENT)
 
 # Which share of a gradient may become zero: a few values of a large one are always next to zero.
 TOLERANCE = 0.001
 
-# Which share of updates may be lost. Some are far below others of their weight wherever one looks.
+# Which share of updates may be lost. In every model some are far below others.
 UPDATE_TOLERANCE = 0.1
 
 
 class Statistics(NamedTuple):
-    """What is known of a weight beside its histogram.
+    """Numbers about a weight that its histogram does not have.
 
     Attributes:
         amax: float. The largest magnitude.
@@ -58,7 +61,7 @@ class Statistics(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Statistics":
-        """Returns those of an array.
+        """Returns the numbers of an array.
 
         Args:
             values: array of floats, not empty.
@@ -70,20 +73,20 @@ class Statistics(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was counted of one tensor of a model.
+    """What was counted for one tensor of a model.
 
     Attributes:
         kind: "gradient" of a variable, "output" of a layer, "output gradient", "weight", or
             "update" of a variable: what a step adds to each weight, divided by the power of two at
             or below the weight.
         path: the variable's or the layer's path, such as "encoder/dense/kernel".
-        dtype: str. What it was computed in: the tensor's own dtype; of a variable's gradient, what
-            its layer computes in; of weights and updates, what the optimizer sees. Values that were
-            too small for it are among the zeros.
-        histogram: a `Histogram`; of gradients as if the loss had not been scaled.
+        dtype: str. What it was computed in: the tensor's own dtype; for a variable's gradient, what
+            its layer computes in; for weights and updates, what the optimizer sees. Values that
+            were too small for it are among the zeros.
+        histogram: a `Histogram`; that of a gradient is as if the loss had not been scaled.
         overflowed_at: float. The smallest loss scale at which values were infinite or NaN, or
             infinity.
-        statistics: `Statistics` of a weight when it was read last; None of what is no weight.
+        statistics: `Statistics` of a weight when it was read last; None for other kinds.
 
     Example:
 
@@ -101,53 +104,55 @@ class Row(NamedTuple):
     overflowed_at: float = float("inf")
     statistics: Statistics | None = None
 
+    @property
+    def key(self) -> RowKey:
+        """Its kind and its path, by which a `Report` has it."""
+        return self.kind, self.path
+
     def fate(self, dtype: str, loss_scale: float = 1.0) -> Fate:
-        """Tells what becomes of the values in a dtype; of updates, in variables of it.
+        """Returns what becomes of the values in a dtype; of updates, in variables of it.
 
         Args:
             dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
-            loss_scale: float, a power of two. By what gradients are multiplied. Defaults to 1.
+            loss_scale: float, a power of two, by which gradients are multiplied. Defaults to 1.
 
         Returns:
             A `Fate`. An update that does not change its weight counts as `zero`.
         """
-        return self.histogram.fate(self._format(dtype), loss_scale if self.is_scaled else 1.0)
+        borders = borders_of(self.kind, dtype)
+        return self.histogram.fate(borders, loss_scale if self.is_scaled else 1.0)
 
     @property
     def is_scaled(self) -> bool:
         """Whether the loss scale multiplies it."""
-        return self.kind in _SCALED
+        return self.kind in SCALED
 
     @property
     def hides_updates(self) -> bool:
-        """Whether it has updates of which none is known, since the weights did not take them."""
+        """Whether it has updates that are unknown, since the weights did not take them."""
         is_rounded = self.kind == UPDATE and self.dtype in LOW_PRECISION_NAMES
         return is_rounded and self.histogram.zeros > 0
 
-    def _format(self, dtype: str) -> Format:
-        borders = format_of(dtype)
-        return UPDATES[dtype] if self.kind == UPDATE else borders
-
     def window(self, dtype: str, tolerance: float | None = None) -> Window:
-        """Tells at which loss scales nothing is lost; for others, by what they may be multiplied.
+        """Returns the scales at which nothing is lost.
 
-        For updates, that is by what the learning rate may be multiplied so that they arrive in
-        variables of the dtype.
+        For gradients these are loss scales. For updates they are factors of the learning rate at
+        which updates arrive in variables of the dtype.
 
-        What has overflowed in the dtype that it was computed in may have been of any size. So of
+        What has overflowed in the dtype that it was computed in may have been of any size. So for
         that dtype, the window ends below the loss scale at which it did.
 
         Args:
             dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
             tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0,
-                for updates to 0.1: wherever one looks, some are far below others.
+                and for updates to 0.1: in every model some are far below others.
 
         Returns:
             A `Window`.
         """
         if tolerance is None:
             tolerance = UPDATE_TOLERANCE if self.kind == UPDATE else 0.0
-        window = self.histogram.window(self._format(dtype), tolerance)
+        window = self.histogram.window(borders_of(self.kind, dtype), tolerance)
         if self.dtype == dtype and np.isfinite(self.overflowed_at):
             window &= Window(EVERYWHERE.low, int(np.ceil(np.log2(self.overflowed_at))) - 1)
         return window
@@ -155,10 +160,10 @@ class Row(NamedTuple):
     def has_unknown_zeros(self, loss_scale: float, tolerance: float = TOLERANCE) -> bool:
         """Whether zeros of a gradient may be values that were too small for its dtype.
 
-        They may if no other value is left, or if what is left reaches down to subnormal numbers.
+        They may be if no other value is left, or if the others reach down to subnormal numbers.
 
         Args:
-            loss_scale: float. That at which it was computed.
+            loss_scale: float. The loss scale at which it was computed.
             tolerance: float, from 0 to 1. Which share of zeros does not matter.
 
         Returns:
@@ -183,10 +188,22 @@ class Row(NamedTuple):
         )
 
 
-def ranked(
-    row: Row, dtype: str, loss_scale: float, noise: set[tuple[str, str]]
-) -> text_tables.RankedRow:
-    """Makes a row of a table, the worse the more it loses and the nearer it is to losing something.
+def borders_of(kind: str, dtype: str) -> Format:
+    """Returns the borders of a dtype for rows of a kind.
+
+    Args:
+        kind: one of `KINDS`.
+        dtype: its name.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    borders = format_of(dtype)
+    return UPDATES[dtype] if kind == UPDATE else borders
+
+
+def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_tables.RankedRow:
+    """Returns a row of a table, ranked by how much it loses and how near it is to losing more.
 
     Args:
         row: `Row`.
@@ -194,12 +211,12 @@ def ranked(
         loss_scale: float, a power of two.
         noise: set of (kind, path). See `Report.noise`.
     """
-    # With the tolerance of the headline, which would contradict the table otherwise.
+    # The tolerance is that of the headline, which would contradict the table otherwise.
     tolerance = UPDATE_TOLERANCE if row.kind == UPDATE else TOLERANCE
     histogram, window = row.histogram, row.window(dtype, tolerance)
     fate, exponents = row.fate(dtype, loss_scale), histogram.exponents
     bad = histogram.infinities + histogram.nans
-    is_noise = (row.kind, row.path) in noise
+    is_noise = row.key in noise
     cells = (
         *(row.kind, f"{row.path} (noise)" if is_noise else row.path, row.dtype),
         f"{histogram.total:,}",
@@ -215,7 +232,7 @@ def ranked(
         fate.share("zero") * (fate.share("zero") > tolerance),
         float(row.hides_updates or row.has_unknown_zeros(loss_scale)) * histogram.zeros,
     )
-    # Of what is kept in float32 nothing is lost.
+    # Nothing of what is kept in float32 is lost.
     matters = not is_noise and (row.kind in COMPUTED or row.dtype in LOW_PRECISION_NAMES)
     margin = min(window.margins(loss_scale if row.is_scaled else 1.0))
     alike = row.kind, row.dtype, histogram.total, is_noise, *(share > 0 for share in lost)
@@ -223,7 +240,7 @@ def ranked(
 
 
 def percent(count: int, of: int) -> str:
-    """Writes a share so that only what is nothing reads as nothing.
+    """Returns a share as text, which is empty only for zero.
 
     Args:
         count: int.

@@ -1,8 +1,8 @@
-"""What was counted, with a row for each path: as a table, as CSV, JSON and TensorBoard's events."""
+"""The report of histograms: as a table, as CSV, JSON and TensorBoard's events."""
 
 import csv
 import json
-import math
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +16,7 @@ from keras_mp.numerics.exponents import (
     ROWS,
     Histogram,
     Window,
+    round_down,
 )
 from keras_mp.numerics.report_rows import (
     COMPUTED,
@@ -23,15 +24,16 @@ from keras_mp.numerics.report_rows import (
     KINDS,
     TOLERANCE,
     Row,
+    RowKey,
     Statistics,
     ranked,
 )
 from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# A gradient that is smaller than another one of its layer by so many binary digits is what float32
-# leaves of a sum that is zero: the bias before a batch normalization, or of the keys of an
-# attention. The digits of float32, less some for sums of many terms.
+# A gradient that is smaller than another one of its layer by so many binary digits is what rounding
+# in float32 leaves of a sum that is zero: that of a bias before a batch normalization, or of the
+# keys of an attention. These are the digits of float32, less some for sums of many terms.
 _NOISE = 18
 
 
@@ -43,12 +45,12 @@ class Report:
 
     Args:
         rows: sequence of `Row`s.
-        step: int. How many steps had been made, skipped ones among them.
+        step: int. How many steps had been made, skipped ones included.
         counted: int. In how many of them values were counted.
-        loss_scale: float. That of the last of these; 1 where no loss was scaled.
+        loss_scale: float. The loss scale of the last of these; 1 where no loss was scaled.
 
     Attributes:
-        rows: the rows, gradients first, as they come in the model.
+        rows: the rows, gradients first, in the order of the model.
         step, counted, loss_scale: as above.
 
     Example:
@@ -67,49 +69,48 @@ class Report:
         self.rows = list(rows)
         self.step, self.counted, self.loss_scale = step, counted, loss_scale
 
-    def __getitem__(self, row: tuple[str, str]) -> Row:
+    def __getitem__(self, row: RowKey) -> Row:
         for each in self.rows:
-            if (each.kind, each.path) == tuple(row):
+            if each.key == tuple(row):
                 return each
         raise KeyError(
-            f"Expected the kind and path of a row: {[(r.kind, r.path) for r in self.rows]}. "
+            f"Expected the kind and path of a row: {[each.key for each in self.rows]}. "
             f"Received: {row!r}"
         )
 
     @property
     def rows_in_16_bits(self) -> list[Row]:
-        """The rows of what was computed in 16 bits; if nothing was, all, for what would become.
+        """The rows of tensors that were computed in 16 bits; if none was, of all computed ones.
 
-        Weights and updates are no such rows: they are kept, not computed.
+        Weights and updates are not among them: they are kept, not computed.
         """
         rows = [row for row in self.rows if row.kind in COMPUTED]
         return [row for row in rows if row.dtype in LOW_PRECISION_NAMES] or rows
 
     @property
-    def noise(self) -> set[tuple[str, str]]:
+    def noise(self) -> set[RowKey]:
         """Kinds and paths of gradients of variables that are nothing but rounding noise.
 
         Each is smaller than another one of its layer by a factor of 2^18.
         """
-        largest: dict[str, int] = {}
-        tops = {}
+        of_layers: dict[str, dict[RowKey, int]] = {}
         for row in self.rows:
             if row.kind == GRADIENT and row.histogram.exponents:
-                top = tops[row.path] = max(row.histogram.exponents)
-                layer = row.path.rpartition("/")[0]
-                largest[layer] = max(largest.get(layer, top), top)
+                of_layer = of_layers.setdefault(row.path.rpartition("/")[0], {})
+                of_layer[row.key] = max(row.histogram.exponents)
         return {
-            (GRADIENT, path)
-            for path, top in tops.items()
-            if top <= largest[path.rpartition("/")[0]] - _NOISE
+            key
+            for of_layer in of_layers.values()
+            for key, largest in of_layer.items()
+            if largest <= max(of_layer.values()) - _NOISE
         }
 
     def rows_with_unknown_zeros(self, tolerance: float = TOLERANCE) -> list[Row]:
-        """The rows of which `Row.has_unknown_zeros` at the report's loss scale."""
+        """Returns the rows that have unknown zeros at the report's loss scale."""
         return [row for row in self.rows if row.has_unknown_zeros(self.loss_scale, tolerance)]
 
     def window(self, dtype: str, tolerance: float = TOLERANCE) -> Window:
-        """Tells at which loss scales next to nothing is lost of any gradient in 16 bits.
+        """Returns the loss scales at which next to nothing of any gradient is lost in 16 bits.
 
         Args:
             dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
@@ -117,12 +118,12 @@ class Report:
                 0.001.
 
         Returns:
-            A `Window`: what the rows of gradients among `rows_in_16_bits` have in common, those of
-            `noise` left out.
+            A `Window`: what the windows of the gradients among `rows_in_16_bits` have in common,
+            those of `noise` left out.
         """
         window, noise = EVERYWHERE, self.noise
         for row in self.rows_in_16_bits:
-            if row.is_scaled and (row.kind, row.path) not in noise:
+            if row.is_scaled and row.key not in noise:
                 window &= row.window(dtype, tolerance)
         return window
 
@@ -135,27 +136,27 @@ class Report:
         """Returns a table: what would be lost in a dtype, and the window of each row.
 
         Shares are of the values that are finite and not zero. Those of gradients are for the loss
-        scale; outputs are not scaled. What the zeros of a row that was computed in 16 bits would
-        have been, only a pass in float32 can tell: see `what_if`.
+        scale; outputs are not scaled. Only a pass in float32 can tell what the zeros of a row that
+        was computed in 16 bits would have been: see `what_if`.
 
-        An update "-> zero" is one that a variable of the dtype does not take, and the window is one
-        of factors of the learning rate; it is unknown where the variable is in 16 bits and some did
-        not move. Below come the largest magnitude, the mean, the standard deviation and the norms
-        of weights.
+        An update "-> zero" is one that a variable of the dtype does not take. The window of updates
+        is one of factors of the learning rate; it is unknown where the variable is in 16 bits and
+        some of its values did not move. Below come the largest magnitude, the mean, the standard
+        deviation and the norms of weights.
 
         Args:
             dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
             loss_scale: float, a power of two. Defaults to the one that was measured with, rounded
                 down to a power of two.
-            rows: int. How many rows are shown at most, those that lose most first, and then those
-                that are nearest to losing something. Rows of equal layers in repeated blocks are
-                one then, which has the numbers of the worst. Defaults to None: all rows.
+            rows: int. How many rows are shown at most: first those that lose most, then those that
+                are nearest to losing something. Rows of equal layers in repeated blocks are then
+                one, with the numbers of the worst. Defaults to None: all rows.
 
         Returns:
             str of several lines.
         """
         if loss_scale is None:
-            loss_scale = 2.0 ** math.floor(math.log2(self.loss_scale))
+            loss_scale = round_down(self.loss_scale)
         head = self._head(dtype, loss_scale)
         header = (
             *("", "", "in", "values", "zero", "inf/nan", "exponents"),
@@ -187,7 +188,7 @@ class Report:
 
     def _head(self, dtype: str, loss_scale: float) -> str:
         window, unknown = self.window(dtype), self.rows_with_unknown_zeros()
-        # Of values that became zero on the way, nothing is known.
+        # Nothing is known about values that became zero on the way.
         of = "of the values that are left, " if unknown else ""
         head = (
             f"{dtype} at a loss scale of 2^{np.log2(loss_scale):.0f}; {self.counted} of "
@@ -231,10 +232,9 @@ class Report:
 
     def __add__(self, other: "Report") -> "Report":
         first, last = sorted([self, other], key=lambda report: report.step)
-        rows = {(row.kind, row.path): row for row in first.rows}
+        rows = {row.key: row for row in first.rows}
         for row in last.rows:
-            key = row.kind, row.path
-            rows[key] = rows[key] + row if key in rows else row
+            rows[row.key] = rows[row.key] + row if row.key in rows else row
         order = sorted(rows.values(), key=lambda row: KINDS.index(row.kind))
         return Report(
             order,
@@ -243,7 +243,7 @@ class Report:
             loss_scale=last.loss_scale,
         )
 
-    def to_json(self, path: Any) -> None:
+    def to_json(self, path: str | os.PathLike[str]) -> None:
         """Writes everything to a file, from which `from_json` reads it.
 
         Args:
@@ -259,7 +259,7 @@ class Report:
         pathlib.Path(path).write_text(json.dumps({**own, "rows": rows}))
 
     @classmethod
-    def from_json(cls, path: Any) -> "Report":
+    def from_json(cls, path: str | os.PathLike[str]) -> "Report":
         """Reads a file that `to_json` wrote.
 
         Args:
@@ -269,7 +269,7 @@ class Report:
             A `Report`.
 
         Raises:
-            ValueError: it is another file.
+            ValueError: the file is another one.
         """
         try:
             saved = json.loads(pathlib.Path(path).read_text())
@@ -280,7 +280,7 @@ class Report:
                 f"Expected a file that `Report.to_json` wrote. Received: path={str(path)!r}"
             ) from error
 
-    def to_csv(self, path: Any) -> None:
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes how many values have which exponent: a line for each row and exponent.
 
         Args:
@@ -291,14 +291,12 @@ class Report:
             writer.writerow(("step", "kind", "path", "dtype", "exponent", "count"))
             for row in self.rows:
                 histogram = row.histogram
-                special = {
-                    "zero": histogram.zeros,
-                    "inf": histogram.infinities,
-                    "nan": histogram.nans,
-                }
-                counts = {**histogram.exponents, **{k: n for k, n in special.items() if n}}
+                special = histogram.zeros, histogram.infinities, histogram.nans
+                counts = {**histogram.exponents, **dict(zip(("zero", "inf", "nan"), special))}
                 for exponent, count in counts.items():
-                    writer.writerow((self.step, row.kind, row.path, row.dtype, exponent, count))
+                    if count:
+                        line = self.step, row.kind, row.path, row.dtype, exponent, count
+                        writer.writerow(line)
 
     def to_tensorboard(self, dtype: str = "float16") -> None:
         """Writes histograms and scalars to the default writer of `tf.summary`.
@@ -311,7 +309,7 @@ class Report:
         Args:
             dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
         """
-        # So that what is asked is whether there is a writer, not whether it records now.
+        # The question is whether there is a writer, not whether it records now.
         with tf.summary.record_if(True):
             if not tf.summary.should_record_summaries():
                 messages.warn(
@@ -319,7 +317,7 @@ class Report:
                     "it in `with tf.summary.create_file_writer(directory).as_default():`."
                 )
                 return
-        loss_scale = 2.0 ** np.floor(np.log2(self.loss_scale))
+        loss_scale = round_down(self.loss_scale)
         for row in self.rows:
             name = f"{row.kind}/{row.path}".replace(" ", "_")
             fate = row.fate(dtype, loss_scale)
@@ -334,7 +332,7 @@ class Report:
 
 
 def _row_of(saved: dict[str, Any]) -> Row:
-    """A row as `Report.to_json` writes it."""
+    """Returns a row that `Report.to_json` wrote."""
     bins = np.zeros(ROWS * COLUMNS, np.int64)
     for place, count in saved["histogram"].items():
         bins[int(place)] = count
@@ -347,7 +345,7 @@ def _row_of(saved: dict[str, Any]) -> Row:
 
 
 def _sample(exponents: dict[int, int], size: int = 10_000) -> Iterator[int]:
-    """A list of exponents that is distributed alike: what TensorBoard takes for a histogram."""
+    """Yields exponents that are distributed alike, from which TensorBoard makes a histogram."""
     total = sum(exponents.values())
     for exponent, count in exponents.items():
         yield from [exponent] * max(1, round(size * count / total))

@@ -1,7 +1,7 @@
 """The observer of layers: what each returns and which of them is running, while a step is made.
 
-A layer that is observed has a function around its `call` meanwhile, an attribute of the instance,
-which all observers share. What layers return is shown in the thread that observes, which may be
+Meanwhile a layer that is observed has a function around its `call`, an attribute of the instance
+that all observers share. What layers return is shown in the thread that observes, which may be
 that of a replica; which layer is running is known in each thread. It works in eager and while a
 graph is made.
 """
@@ -9,8 +9,8 @@ graph is made.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import record as _record
@@ -23,25 +23,28 @@ from keras_mp.support.autograph import do_not_convert
 
 Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
 
+_T = TypeVar("_T")
+
 
 class _ThreadState(threading.local):
     """The watchers of a thread, and the layers that it is calling.
 
     Attributes:
         watchers: tuple of pairs of paths by the ids of layers, and watchers.
-        running: tuple of str, the paths of the layers whose calls are going on.
+        running: tuple of the ids of the layers whose calls are going on.
     """
 
     watchers: tuple[tuple[dict[int, str], Watcher], ...] = ()
-    running: tuple[str, ...] = ()
+    running: tuple[int, ...] = ()
 
 
 _thread = _ThreadState()
-# For each block in which layers are named, in any thread, their paths by their ids.
-_namings: list[dict[int, str]] = []
+# The paths of layers by their ids, of each block in which layers are named, in any thread.
+_namings: dict[int, dict[int, str]] = {}
 _lock = threading.Lock()
-# How many threads have a method of what, by its id, replaced for which purpose.
-_users: dict[tuple[int, str], int] = {}
+# By the id of an object and the name of its method that is wrapped: by how many blocks, and the
+# attribute that the object had itself.
+_wrapped: dict[tuple[int, str], tuple[int, Any]] = {}
 
 
 @contextlib.contextmanager
@@ -63,7 +66,7 @@ def watching_outputs(layers: Mapping[str, Any], watcher: Watcher) -> Iterator[No
 
 
 @contextlib.contextmanager
-def naming(models: Iterable[Any]) -> Iterator[None]:
+def naming(models: Iterable[tf.keras.Model]) -> Iterator[None]:
     """Lets `running_layer` name the layers of these models, inside of the block.
 
     Name scopes do not tell them: Keras 3 enters "dense_1" for a layer "dense" whose name is taken
@@ -72,24 +75,20 @@ def naming(models: Iterable[Any]) -> Iterator[None]:
     Args:
         models: of `tf.keras`. What one computes between its layers has the name of the model.
     """
-    layers: dict[int, Any] = {}
-    paths: dict[int, str] = {}
-    for model in models:
-        for path, layer in {model.name: model, **layers_by_path(model)}.items():
-            layers.setdefault(id(layer), layer)
-            paths.setdefault(id(layer), path)
-    with _lock:
-        _namings.append(paths)
+    named = [
+        pair for model in models for pair in {model.name: model, **layers_by_path(model)}.items()
+    ]
+    # A layer of several models has its path in the first of them.
+    paths = {id(layer): path for path, layer in reversed(named)}
+    _namings[id(paths)] = paths
     try:
         with (
-            _observed_calls(layers.values()),
-            wrapped_method("name gradients", _record, "record_operation", _named_backward),
+            _observed_calls(layer for _, layer in named),
+            wrapped_method(_record, "record_operation", _with_layer_in_backward_pass),
         ):
             yield
     finally:
-        with _lock:
-            # Not by equality: another thread may name the same layers.
-            _namings[:] = [each for each in _namings if each is not paths]
+        del _namings[id(paths)]
 
 
 def running_layer() -> str:
@@ -97,7 +96,9 @@ def running_layer() -> str:
 
     While the backward pass of a `tf.custom_gradient` runs, that is the layer that has called it.
     """
-    return _thread.running[-1] if _thread.running else ""
+    namings = list(_namings.values())  # at once, since other threads may add to them
+    running = reversed(_thread.running)
+    return next((paths[each] for each in running for paths in namings if each in paths), "")
 
 
 @contextlib.contextmanager
@@ -105,104 +106,95 @@ def _observed_calls(layers: Iterable[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in layers:
             wrap = functools.partial(_observed, id(layer))
-            stack.enter_context(wrapped_method("observe", layer, "call", wrap))
+            stack.enter_context(wrapped_method(layer, "call", wrap))
         yield
 
 
-@contextlib.contextmanager
-def watching_gradients(optimizer: Any) -> Iterator[None]:
-    """Shows the observer of a thread what an optimizer applies that does not do so itself.
+def watching_gradients(
+    optimizer: tf.keras.optimizers.Optimizer,
+) -> contextlib.AbstractContextManager[None]:
+    """Shows the gradients that an optimizer applies to the observers of this thread.
 
     Args:
         optimizer: An optimizer of `tf.keras` that scales no loss.
     """
-    with wrapped_method("show", optimizer, "apply_gradients", _shown):
-        yield
+    return wrapped_method(optimizer, "apply_gradients", _shown)
 
 
 @contextlib.contextmanager
 def wrapped_method(
-    purpose: str, owner: Any, name: str, wrap: Callable[[Any], Any]
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Wraps a method of one object, once for all threads that do so for one purpose.
+    """Wraps a method of one object, once for all threads that do so at the same time.
 
     Args:
-        purpose: str. Of those with the same one, the first wraps.
         owner: the object.
-        name: str. The method's.
-        wrap: called with the method; returns what takes its place.
+        name: the name of the method.
+        wrap: called with the method; returns what takes its place. The first block's is used.
     """
-    key, attributes = (id(owner), purpose), vars(owner)
+    # Not by `setattr`, of which Keras and layers of ours have their own idea.
+    key, attributes = (id(owner), name), vars(owner)
     with _lock:
-        _users[key] = _users.get(key, 0) + 1
-        if _users[key] == 1:
-            own = attributes.get(name)
-            # Not by `setattr`, of which Keras and layers of ours have their own idea.
+        count, own = _wrapped.get(key, (0, attributes.get(name)))
+        if not count:
             attributes[name] = wrap(getattr(owner, name))
-            attributes[name]._keras_mp_own = own
+        _wrapped[key] = count + 1, own
     try:
         yield
     finally:
         with _lock:
-            _users[key] -= 1
-            if not _users[key]:
-                del _users[key]
-                own = attributes.pop(name)._keras_mp_own
-                if own is not None:
-                    attributes[name] = own
+            count, own = _wrapped.pop(key)
+            if count > 1:
+                _wrapped[key] = count - 1, own
+            elif own is None:
+                del attributes[name]
+            else:
+                attributes[name] = own
 
 
-def _observed(layer: int, call: Callable[..., Any]) -> Callable[..., Any]:
+def _observed(layer: int, call: Callable[..., _T]) -> Callable[..., _T]:
     # AutoGraph converts this one, and so what it calls, which a user may have written.
     @functools.wraps(call)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        with attributes.replaced(_thread, "running", _with(layer)):
+    def observed(*args: Any, **kwargs: Any) -> _T:
+        with attributes.replaced(_thread, "running", (*_thread.running, layer)):
             result = call(*args, **kwargs)
         return _shown_outputs(layer, result, (args, kwargs))
 
     return observed
 
 
-def _named_backward(record_operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets the layer be known again when the gradient is computed that a program has written.
+def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callable[..., _T]:
+    """Makes the layer known again while a gradient function of the program runs.
 
-    Nothing else tells it: TensorFlow gives these operations no scope of the forward pass.
+    TensorFlow gives the operations of this function no scope of the forward pass.
     """
 
     @functools.wraps(record_operation)
     def recorded(
         op_type: str,
-        output_tensors: Any,
-        input_tensors: Any,
+        output_tensors: Sequence[tf.Tensor],
+        input_tensors: Sequence[tf.Tensor],
         backward_function: Callable[..., Any],
         forward_function: Callable[..., Any] | None = None,
-    ) -> Any:
+    ) -> _T:
         running = _thread.running
 
-        def named(*gradients: Any) -> Any:
+        def backward(*gradients: tf.Tensor | None) -> Any:
             with attributes.replaced(_thread, "running", running):
                 return backward_function(*gradients)
 
-        backward = named if running else backward_function
         return record_operation(op_type, output_tensors, input_tensors, backward, forward_function)
 
     return recorded
 
 
 @do_not_convert
-def _with(layer: int) -> tuple[str, ...]:
-    """The paths of what is running in this thread, with that of a layer if it has one."""
-    found = [paths[layer] for paths in _namings if layer in paths]
-    return (*_thread.running, found[0]) if found else _thread.running
-
-
-@do_not_convert
-def _shown_outputs(layer: int, outputs: Any, arguments: Any) -> Any:
+def _shown_outputs(layer: int, outputs: _T, arguments: tuple[Any, ...]) -> _T:
     watchers = [(paths[layer], watcher) for paths, watcher in _thread.watchers if layer in paths]
     if not watchers or keras_api.is_symbolic():
         return outputs
 
-    def seen(value: Any) -> Any:
+    def shown(value: Any) -> Any:
         if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
             return value
         result = value
@@ -210,14 +202,14 @@ def _shown_outputs(layer: int, outputs: Any, arguments: Any) -> Any:
             result = watcher(path, result, tf.nest.flatten(arguments))
         return result if result is value else marks.copy(value, result)
 
-    return tf.nest.map_structure(seen, outputs)
+    return tf.nest.map_structure(shown, outputs)
 
 
-def _shown(apply_gradients: Callable[..., Any]) -> Callable[..., Any]:
+def _shown(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(apply_gradients)
-    def shown(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    def shown(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
         pairs = list(grads_and_vars)
-        observers.show(pairs, False, None)
+        observers.show(pairs, lambda: None, None)
         return apply_gradients(pairs, *args, **kwargs)
 
     return shown

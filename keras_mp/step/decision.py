@@ -96,10 +96,10 @@ class ReplicaState:
             self.totals = list
             self.sent = None
 
-    def looked_at(self) -> overflows.LookedAt:
+    def looked_at(self) -> overflows.ReplicaValues:
         """What is looked at if the step is skipped."""
         sent = (self.sent or self.judged)()
-        return overflows.LookedAt(self.losses, self.unclipped, sent)
+        return overflows.ReplicaValues(self.losses, self.unclipped, sent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Decision:
             return None
         mine, steps = self.states[0], self.adapter.steps_made()
         has_total = mine.sent is not None or self.adapter.accumulates()
-        counts = overflows.look(
+        counts = overflows.count_not_finite(
             [each.looked_at() for each in self.states], mine.totals() if has_total else None
         )
         return NonFiniteCounts(mine.variables, counts, has_total, steps, self.names)

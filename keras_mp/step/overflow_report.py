@@ -4,8 +4,10 @@ import dataclasses
 
 from keras_mp.support import text_tables
 
-# So many variables are named in a warning.
+# How many variables a warning names.
 MAX_NAMES = 5
+
+_NOT_FINITE = {"Inf", "NaN"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,28 +44,31 @@ class LossOfReplica:
 
 @dataclasses.dataclass(frozen=True)
 class OverflowedGradient:
-    """The gradient of a variable on a replica, which was not finite.
+    """The gradient of a variable that was not finite on a replica.
 
     Attributes:
         variable: str. The variable's path in the model that the optimizer was compiled for, such
-            as "encoder/dense/kernel". In a loop of one's own no model is known: there it is the
-            path that Keras 3 gives a weight, or else the variable's name.
-        layer: str. The name without its last part; empty where there is only one.
+            as "encoder/dense/kernel". Where no model is known, as in a training loop of your own,
+            it is the path that Keras 3 gives a weight, or else the variable's name.
         place: on which replica. None where each replica's gradient was finite, and what was made of
             them was not: their sum, or the sum with gradients that were accumulated before.
         infs: int. How many values are infinite.
         nans: int. How many are NaN.
-        size: int, how many values the variable has; None where that is not known.
+        size: int. How many values the variable has; None if that is not known.
         steps: int. In how many skipped steps so far it was not finite.
     """
 
     variable: str
-    layer: str
     place: ReplicaPlace | None
     infs: int
     nans: int
     size: int | None
     steps: int
+
+    @property
+    def layer(self) -> str:
+        """The name of the variable without its last part; empty if there is only one."""
+        return self.variable.rpartition("/")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +77,14 @@ class Overflow:
 
     Attributes:
         step: int. The number of the step, from 1, skipped steps included; None if the optimizer
-            counts none. With a `GradScaler`, skipped steps count from the start
-            of the program.
-        steps_skipped: int. How many steps were skipped so far, this one among them.
+            counts none. With a `GradScaler`, skipped steps count from the start of the program.
+        steps_skipped: int. How many steps were skipped so far, this one included.
         loss_scale: float. The loss scale at which it overflowed.
         losses: tuple of LossOfReplica, one for each replica.
         gradients: tuple of OverflowedGradient, in the order of the variables. Empty where all
             values were finite and only the sum of all of them was not.
-        totals: dict, from each variable's name to how many skipped steps it was not finite in.
+        totals: dict of the names of all variables, and in how many skipped steps each was not
+            finite.
 
     Example:
 
@@ -103,7 +108,7 @@ class Overflow:
     def loss_is_finite(self) -> bool | None:
         """Whether the loss was finite on every replica; None if that is not known."""
         kinds = {loss.kind for loss in self.losses}
-        if kinds & {"Inf", "NaN"}:
+        if kinds & _NOT_FINITE:
             return False
         return None if "not known" in kinds else True
 
@@ -115,36 +120,35 @@ class Overflow:
     @property
     def summary(self) -> str:
         """The report in one line."""
-        which = "A step" if self.step is None else f"Step {self.step}"
         names = [repr(name) for name in self.variables]
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         whose = ", ".join(names[:MAX_NAMES]) + more if names else "no single variable"
         return (
-            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} so "
-            f"far). {self._of_the_loss()} Gradients that were not finite: {whose}."
+            f"{self._which()} ({self.steps_skipped} so far). {self._of_the_loss()} Gradients that "
+            f"were not finite: {whose}."
         )
 
     def __str__(self) -> str:
-        which = "A step" if self.step is None else f"Step {self.step}"
-        text = (
-            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} "
-            f"skipped so far).\n{self._of_the_loss()}"
-        )
+        text = f"{self._which()} ({self.steps_skipped} skipped so far).\n{self._of_the_loss()}"
         if not self.gradients:
             return f"{text}\nEach gradient was finite. What was not is the sum of all of them."
         head = ("gradient of", "replica", "Inf", "NaN", "values", "skipped steps")
         rows = [head, *map(_cells, self.gradients)]
         return "\n".join([text, "", *text_tables.aligned(rows, left=(0, 1))])
 
+    def _which(self) -> str:
+        which = "A step" if self.step is None else f"Step {self.step}"
+        return f"{which} was skipped at a loss scale of {self.loss_scale:g}"
+
     def _of_the_loss(self) -> str:
-        bad = [f"{loss.kind} on replica {loss.place}" for loss in self.losses if _is_bad(loss)]
+        bad = [
+            f"{loss.kind} on replica {loss.place}"
+            for loss in self.losses
+            if loss.kind in _NOT_FINITE
+        ]
         if bad:
             return f"The loss was {', '.join(bad)}."
         return "The loss was finite." if self.loss_is_finite else "The loss is not known."
-
-
-def _is_bad(loss: LossOfReplica) -> bool:
-    return loss.kind in ("Inf", "NaN")
 
 
 def _cells(row: OverflowedGradient) -> tuple[str, ...]:

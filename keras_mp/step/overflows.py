@@ -1,6 +1,6 @@
 """Finds and records which gradients were not finite in skipped steps, and on which replica.
 
-The branch that skips looks for them. A variable keeps the result for each list of variables that
+The branch that skips counts them. There is a record, a variable, for each list of variables that
 steps were made with; `overflow_report` has what users see of it. This module needs TensorFlow only.
 """
 
@@ -8,7 +8,7 @@ import collections
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -35,8 +35,8 @@ _HEADER = 5
 _UNKNOWN = -1
 # A streak describes the steps that were skipped in a row: in how many the loss was not finite, and
 # in how many it was; how many steps of this program had been skipped before the first of them, and
-# how many are now; how many variables were not finite; the numbers of the `MAX_NAMES` variables
-# that most often were not, and in how many steps each.
+# how many have been by now; how many variables were not finite; the numbers of the `MAX_NAMES`
+# variables that most often were not, and in how many steps each.
 STREAK = 5 + 2 * MAX_NAMES
 _KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is not finite
 
@@ -44,6 +44,7 @@ _eagerly = tf.__internal__.eager_context.eager_mode
 
 
 Names = Callable[[Sequence[Any]], list[str | None]]
+_T = TypeVar("_T")
 
 
 class NonFiniteCounts(NamedTuple):
@@ -71,7 +72,7 @@ class NonFiniteCounts(NamedTuple):
         return [name or name_of(variable) for name, variable in zip(known, variables, strict=True)]
 
 
-class LookedAt(NamedTuple):
+class ReplicaValues(NamedTuple):
     """What a replica has computed for a step that is skipped.
 
     Attributes:
@@ -85,12 +86,14 @@ class LookedAt(NamedTuple):
     sent: Sequence[gradients.Gradient]
 
 
-def look(of_replicas: Sequence[LookedAt], totals: Sequence[gradients.Gradient] | None) -> tf.Tensor:
-    """Looks for what is not finite. Called in the branch that skips.
+def count_not_finite(
+    of_replicas: Sequence[ReplicaValues], totals: Sequence[gradients.Gradient] | None
+) -> tf.Tensor:
+    """Counts what is not finite. Called in the branch that skips.
 
     Args:
-        of_replicas: of all replicas of this process, or of the one that calls this. The others are
-            told.
+        of_replicas: the values of all replicas of this process, or of the one that calls this.
+            The counts of others are added.
         totals: the gradients that were tested, of which the first were made of `sent`; None if
             `sent` itself was tested. All replicas have the same.
 
@@ -110,21 +113,21 @@ def look(of_replicas: Sequence[LookedAt], totals: Sequence[gradients.Gradient] |
         return tf.stack(rows if totals is None else [*rows, _row_of_totals(totals)])
 
     @do_not_convert
-    def tell() -> tf.Tensor:
+    def gather() -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         replica = context.replica_id_in_sync_group
         row = rows[replicas.local_id()] if len(rows) > 1 else rows[0]
         counts = tf.one_hot(replica, count, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * row
         if totals is not None:
-            # One replica counts in what all have.
+            # The totals are the same on all replicas, so one counts in them.
             is_first = tf.get_static_value(replica) == 0
             total = _row_of_totals(totals) if is_first else tf.zeros_like(row)
             counts = tf.concat([counts, total[tf.newaxis]], 0)
         return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
 
     if not tf.distribute.in_cross_replica_context():
-        return tell()
-    return strategy.experimental_local_results(strategy.extended.call_for_each_replica(tell))[0]
+        return gather()
+    return strategy.experimental_local_results(strategy.extended.call_for_each_replica(gather))[0]
 
 
 @host.shared_operation
@@ -155,12 +158,12 @@ def _row_of_totals(totals: Sequence[gradients.Gradient]) -> tf.Tensor:
 
 
 class _Record:
-    """A list of variables, and what happened to them in skipped steps.
+    """What happened to the gradients of a list of variables in skipped steps.
 
     Attributes:
-        names: their names.
-        vector: variable of `COUNTS`: the header; for each variable, in how many skipped steps it
-            was not finite, in all and in the present streak; the counts of the last step.
+        names: the names of the variables.
+        vector: variable of `COUNTS`: the header; for each variable, in how many skipped steps its
+            gradient was not finite, in all and in the present streak; the counts of the last step.
 
     Args:
         seen: the first of these steps.
@@ -177,12 +180,12 @@ class _Record:
         self.shape = strategy.num_replicas_in_sync + seen.has_total, 1 + len(self.names), _KINDS
         length = _HEADER + 2 * len(self.names) + int(np.prod(self.shape))
         # An `init_scope` does not hide a variable from the tf.function that is being traced, which
-        # would be traced again, or refuse it. A graph of its own does. And a scope enters again the
-        # graph in which it was made.
+        # would be traced again, or refuse it. A graph of its own does. The strategy's
+        # scope is made in there, since it enters the graph again in which it was made.
         with (
             tf.Graph().as_default(),
             _eagerly(),
-            # If one replica notes for all, copies would only have to be sent around.
+            # If one replica records for all, copies would only have to be sent around.
             strategy.scope() if self._is_on_each else contextlib.nullcontext(),
         ):
             self.vector = state_variable(np.zeros(length), COUNTS, "overflow")
@@ -198,7 +201,7 @@ class _Record:
             and all(ref() is v for ref, v in zip(self._variables, seen.variables))
         )
 
-    def overflowed(self, counts: Any) -> Sequence[tuple[ReplicaPlace | None, Any]]:
+    def overflowed(self, counts: np.ndarray) -> Sequence[tuple[ReplicaPlace | None, np.ndarray]]:
         """Returns the places where a gradient was not finite, with their counts."""
         of_replicas = [pair for pair in zip(self.places, counts) if pair[1].any()]
         if not of_replicas and counts[-1].any():
@@ -206,8 +209,8 @@ class _Record:
         return of_replicas
 
 
-def _parts_of(vector: Any, count: int) -> list[tf.Tensor]:
-    """Takes a record's `vector` of so many variables apart."""
+def _parts_of(vector: tf.Tensor | np.ndarray, count: int) -> list[tf.Tensor]:
+    """Returns the parts of a record's `vector`, given the number of its variables."""
     return tf.split(vector, [_HEADER, count, count, -1])
 
 
@@ -215,7 +218,7 @@ def _parts_of(vector: Any, count: int) -> list[tf.Tensor]:
 def _after(
     vector: tf.Tensor,
     streak: tf.Tensor,
-    counts: Any,
+    counts: tf.Tensor,
     goes_on: tf.Tensor,
     loss_scale: tf.Tensor,
     total: tf.Tensor,
@@ -226,9 +229,10 @@ def _after(
     """Returns the next `vector` of a record and the next streak, given the counts of a step.
 
     `skipped` is how many steps of the optimizer were skipped; None to count these here. `first` is
-    that of the record, and the rest is as in `Overflows.note`, the numbers in `COUNTS`.
+    that of the record, and the rest is as in `Overflows.record`, the numbers in `COUNTS`.
     """
-    header, in_all, in_a_row, _ = _parts_of(vector, counts.shape[1] - 1)
+    count = cast(int, counts.shape[1]) - 1
+    header, in_all, in_a_row, _ = _parts_of(vector, count)
     last, _, _, skipped_before, _ = tf.unstack(header)
     losses, before, now, *most_often = tf.split(streak, [2, 1, 1, 1, MAX_NAMES, MAX_NAMES])
     of_losses, of_gradients = tf.split(counts, [1, -1], 1)
@@ -242,7 +246,8 @@ def _after(
     rest = tf.stack([total, made, skipped, loss_scale])
     vector = tf.concat([now, rest, in_all + overflowed, in_a_row, tf.reshape(counts, [-1])], 0)
     _, numbers, steps = most_often
-    most_often = _most_often(numbers, steps, goes_on, first, in_a_row)
+    own = range(first, first + count)
+    most_often = _most_often(numbers, steps, goes_on, own, in_a_row)
     return vector, tf.concat([losses, began, now, *most_often], 0)
 
 
@@ -255,16 +260,16 @@ def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
 
 
 def _most_often(
-    numbers: tf.Tensor, steps: tf.Tensor, goes_on: tf.Tensor, first: int, in_a_row: Any
+    numbers: tf.Tensor, steps: tf.Tensor, goes_on: tf.Tensor, own: range, in_a_row: tf.Tensor
 ) -> list[tf.Tensor]:
-    """Updates the variables that most often were not finite with those of a record.
+    """Updates the variables that most often were not finite with a record's own.
 
-    Returns how many were not, and of the first of them the numbers, and in how many steps.
+    Returns how many there are, the numbers of the first of them, and in how many steps these were
+    not finite.
     """
-    end = first + in_a_row.shape[0]
-    is_other = goes_on & ((numbers < first) | (numbers >= end))
+    is_other = goes_on & ((numbers < own.start) | (numbers >= own.stop))
     # Among equals the last one comes first: NaN spreads backward, from the loss.
-    numbers = tf.concat([np.arange(first, end, dtype=float)[::-1], numbers], 0)
+    numbers = tf.concat([np.array(own[::-1], float), numbers], 0)
     steps = tf.where(is_other, steps, tf.zeros_like(steps))
     steps = tf.concat([tf.reverse(in_a_row, [0]), steps], 0)
     most, places = tf.math.top_k(steps, MAX_NAMES)
@@ -278,7 +283,7 @@ class Overflows:
     def __init__(self) -> None:
         self._records: list[_Record] = []
 
-    def note(
+    def record(
         self,
         seen: NonFiniteCounts,
         streak: tf.Tensor,
@@ -338,7 +343,6 @@ class Overflows:
             gradients=tuple(
                 OverflowedGradient(
                     variable=name,
-                    layer=name.rpartition("/")[0],
                     place=place,
                     infs=int(infs),
                     nans=int(nans),
@@ -351,11 +355,11 @@ class Overflows:
             totals={name: int(steps) for name, steps in zip(record.names, in_all, strict=True)},
         )
 
-    def tell(self, streak: Sequence[int]) -> str:
-        """Names the variables that most often were not finite.
+    def describe(self, streak: Sequence[int]) -> str:
+        """Returns a sentence about the gradients that most often were not finite, or "".
 
         Args:
-            streak: what `note` returned.
+            streak: what `record` returned.
         """
         affected, *pairs = streak[4:]
         texts = []
@@ -416,19 +420,19 @@ def _is_on_each() -> bool:
     return is_alone or tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
-def _reference(variable: Any) -> Callable[[], Any]:
+def _reference(variable: _T) -> Callable[[], _T | None]:
     try:
         return weakref.ref(variable)
-    except TypeError:  # what has slots, and none for references
+    except TypeError:  # Some variables have slots, and none for references.
         return lambda: variable
 
 
 def _places(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[ReplicaPlace]:
-    """Returns the places of all replicas, given that all workers have the same devices.
+    """Returns the places of all replicas. All workers have the same devices.
 
     Args:
-        strategy: the strategy.
-        variable: variable on the device of the replica, if there is only one replica.
+        strategy: `tf.distribute.Strategy`.
+        variable: on the device of the replica, if there is only one replica.
     """
     count = strategy.num_replicas_in_sync
     devices = [variable.device] if count == 1 else strategy.extended.worker_devices

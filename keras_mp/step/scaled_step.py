@@ -64,7 +64,7 @@ class ScaledStep:
             is skipped.
         """
         adapter, given = self.adapter, self.given
-        observers.show(pairs, given.scaled, given.scaled_by)
+        observers.show(pairs, given.divisor, given.scaled_by)
         grads: list[Any] = [g for g, _ in pairs]
         variables = [v for _, v in pairs]
         mine = self._state_before(grads, variables)

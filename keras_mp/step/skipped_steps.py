@@ -81,7 +81,7 @@ class SkippedSteps:
             return counted
         total = tf.convert_to_tensor(self.total)
         streak = tf.convert_to_tensor(self._streak)
-        streak, noted = self._overflows.note(seen, streak, goes_on, loss_scale, total, is_of_one)
+        streak, noted = self._overflows.record(seen, streak, goes_on, loss_scale, total, is_of_one)
         kept = self._streak.assign(streak, read_value=False)
         if self.warn_after is not None:
             names = seen.names_of([weight.variable for weight in weights])
@@ -135,7 +135,7 @@ class SkippedSteps:
         _, *of_names = streak[4:]
         in_each = {steps for steps in of_names[MAX_NAMES:] if steps} == {in_a_row}
         tells_more = finite or not (bad or (not_finite and in_each))
-        whose = self._overflows.tell(streak) if tells_more else ""
+        whose = self._overflows.describe(streak) if tells_more else ""
         messages.warn(
             f"{in_a_row} steps in a row were skipped. {_diagnosis(not_finite, finite)}{whose}{bad}",
             line,

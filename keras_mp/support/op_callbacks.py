@@ -1,4 +1,4 @@
-"""TensorFlow's calls back after each operation: adding one, and doing without.
+"""TensorFlow's callbacks after each operation: adding one, and doing without.
 
 What calls back in a graph may add operations to it, as `tf.debugging.enable_check_numerics` does.
 This module needs TensorFlow only.

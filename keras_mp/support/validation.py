@@ -103,3 +103,24 @@ def boolean(name: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be a bool. Received: {name}={value!r}")
     return value
+
+
+def epoch_or_integer(name: str, value: str | int) -> str | int:
+    """Checks that an argument is "epoch", or a number of batches.
+
+    Args:
+        name: str. The argument's name, for the message.
+        value: what was passed.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: it is neither a str nor an int.
+        ValueError: it is another str, or below 1.
+    """
+    if not isinstance(value, str):
+        return integer(name, value)
+    if value != "epoch":
+        raise ValueError(f'`{name}` must be "epoch" or an int. Received: {name}={value!r}')
+    return value

@@ -3,7 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import keras_mp
 from keras_mp.numerics import exponents
 from keras_mp.numerics.exponents import FORMATS, Histogram, Window
 from tests.common import once
@@ -117,6 +119,16 @@ def test_what_is_counted():
     assert histogram.exponents == {0: 2, 1: 1}
     assert histogram.fate("float16").share("zero") == 0
     assert Histogram.of([]).fate("float16").share("zero") == 0.0
+
+
+@once
+def test_values_are_counted_while_a_function_is_traced_and_in_a_region():
+    values = distributions()["lognormal"]
+    counted = []
+    with keras_mp.autocast("float16"):
+        counted.append(Histogram.of(values))
+        tf.function(lambda: counted.append(Histogram.of(values))).get_concrete_function()
+    assert counted == [Histogram.of(values)] * 2
 
 
 @once

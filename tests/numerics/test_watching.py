@@ -53,3 +53,26 @@ def test_the_innermost_layer_is_named_while_it_runs():
     named.clear()
     model(tf.ones([1, 2]))
     assert named == ["", ""]
+
+
+def test_a_layer_of_two_models_has_its_path_in_the_first():
+    named = []
+
+    class Named(tf.keras.layers.Layer):
+        def call(self, x):
+            named.append(watching.running_layer())
+            return x
+
+    shared = Named(name="shared")
+    inner = tf.keras.Sequential([tf.keras.Input([2]), shared], name="inner")
+    outer = tf.keras.Sequential([tf.keras.Input([2]), inner], name="outer")
+    for models, path in (([inner, outer], "shared"), ([outer, inner], "inner/shared")):
+        with watching.naming(models):
+            named.clear()
+            outer(tf.ones([1, 2]))
+        assert named == [path]
+    with watching.naming([outer]), watching.naming([inner]):
+        named.clear()
+        inner(tf.ones([1, 2]))
+    assert named == ["inner/shared"]
+    assert "call" not in vars(shared)
