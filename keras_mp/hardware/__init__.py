@@ -9,7 +9,7 @@ subpackage needs TensorFlow only.
 
 import threading
 
-from keras_mp.hardware import tables, verdicts
+from keras_mp.hardware import devices, fast_dtypes
 from keras_mp.hardware.stopwatch import Speeds
 from keras_mp.support import host, messages
 
@@ -36,7 +36,7 @@ def best_policy() -> str:
 
     >>> keras_mp.set_global_policy(keras_mp.hardware.best_policy())
     """
-    return verdicts.best_policy()[0]
+    return fast_dtypes.best_policy()[0]
 
 
 def measure_later(dtype: str) -> None:
@@ -76,17 +76,17 @@ def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
 
     Source: RFC 293, "Dtype policies overview".
     """
-    if dtype is None and not _waiting:
-        return
     with _lock:
         asked = (_waiting if dtype is None else {_checked(dtype)}) - _settled
+    if not asked:
+        return
+    measured = None
+    if fast_dtypes.needs_speeds():
+        measured = fast_dtypes.speeds(measure)
+        if measured is None:
+            return
     for each in sorted(asked):
-        figures = None
-        if verdicts.wants_figures():
-            figures = verdicts.speeds(measure)
-            if figures is None:
-                continue
-        reason = verdicts.why_slow(each, figures)
+        reason = fast_dtypes.why_slow(each, measured)
         if reason is None and (not measure or host.in_v1_graph()):
             continue  # Devices may still be hidden, or a graph of TensorFlow 1 be left.
         with _lock:
@@ -123,9 +123,8 @@ def why_slow(dtype: str) -> str | None:
     True
     """
     _checked(dtype)
-    return verdicts.why_slow(
-        dtype, verdicts.speeds(measure=True) if verdicts.wants_figures() else None
-    )
+    measured = fast_dtypes.speeds() if fast_dtypes.needs_speeds() else None
+    return fast_dtypes.why_slow(dtype, measured)
 
 
 def speeds(anew: bool = False) -> Speeds | None:
@@ -156,7 +155,7 @@ def speeds(anew: bool = False) -> Speeds | None:
     >>> list(speeds), list(speeds["convolution"])
     (['matrix product', 'convolution'], ['float32', 'bfloat16', 'float16'])
     """
-    return verdicts.speeds(measure=True, anew=anew)
+    return fast_dtypes.speeds(anew=anew)
 
 
 def has_tensor_cores(dtype: str) -> bool:
@@ -177,9 +176,8 @@ def has_tensor_cores(dtype: str) -> bool:
     ...     and keras_mp.hardware.why_slow("float16") is None)
     True
     """
-    needed = tables.COMPUTE_CAPABILITY[_checked(dtype)]
-    found = [gpu.capability for gpu in tables.gpus()]
-    return any(capability is not None and capability >= needed for capability in found)
+    needed = devices.COMPUTE_CAPABILITY[_checked(dtype)]
+    return any((gpu.capability or (0, 0)) >= needed for gpu in devices.gpus())
 
 
 def cpu_has_bfloat16() -> bool:
@@ -192,7 +190,7 @@ def cpu_has_bfloat16() -> bool:
     >>> isinstance(keras_mp.hardware.cpu_has_bfloat16(), bool)
     True
     """
-    return tables.cpu_has("bfloat16")
+    return devices.cpu_has("bfloat16")
 
 
 def cpu_has_float16() -> bool:
@@ -205,7 +203,7 @@ def cpu_has_float16() -> bool:
     >>> isinstance(keras_mp.hardware.cpu_has_float16(), bool)
     True
     """
-    return tables.cpu_has("float16")
+    return devices.cpu_has("float16")
 
 
 def cpu_takes_float16_rewrite() -> bool:
@@ -221,10 +219,10 @@ def cpu_takes_float16_rewrite() -> bool:
 
     Source: TensorFlow, `auto_mixed_precision.cc` of grappler.
     """
-    return tables.takes_float16_rewrite()
+    return devices.takes_float16_rewrite()
 
 
 def _checked(dtype: str) -> str:
-    if dtype not in tables.COMPUTE_CAPABILITY:
+    if dtype not in devices.COMPUTE_CAPABILITY:
         raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
     return dtype

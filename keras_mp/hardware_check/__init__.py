@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hardware_check import machine, promises, replicas, speeds, steps
-from keras_mp.hardware_check.promise import judge
+from keras_mp.hardware_check.promises import judge
 from keras_mp.support import messages
 
 

@@ -1,4 +1,4 @@
-"""What keras_mp promises, asked of the device that TensorFlow computes on.
+"""The promises of keras_mp, tried on the device that TensorFlow computes on.
 
 Each function returns whether a promise is kept, and what was found. They use what programs use.
 """
@@ -24,6 +24,39 @@ _WAYS: dict[str, Callable[..., Any]] = {
 }
 # How far a result in 16 bits may be from that in float32, in terms of its own size.
 _TOLERANCE = {"float16": 2**-9, "bfloat16": 2**-6}
+
+
+class Promise(NamedTuple):
+    """A promise on this machine.
+
+    Attributes:
+        name: str. What is promised.
+        kept: bool.
+        figure: str. What was found.
+    """
+
+    name: str
+    kept: bool
+    figure: str
+
+
+def judge(name: str, find: Callable[[], Found]) -> Promise:
+    """Finds out whether a promise is kept. One that raises is not.
+
+    Args:
+        name: str. What is promised.
+        find: returns whether it is kept, and what was found.
+    """
+    try:
+        kept, figure = find()
+    except Exception as error:  # Whatever is wrong with one, the others are to be judged, too.
+        return Promise(name, False, first_line(error))
+    return Promise(name, bool(kept), figure)
+
+
+def first_line(error: Exception) -> str:
+    """Returns the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 class KernelFinding(NamedTuple):

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_mp import hardware
 from keras_mp.grappler import optimize
-from keras_mp.hardware import tables
+from keras_mp.hardware import devices
 from keras_mp.numerics.work import Dimensions
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -29,7 +29,7 @@ def take(dtype: str, device: str | None) -> bool:
         return False
     if device is None:
         return hardware.has_tensor_cores(dtype)
-    return _is_at_least(device, tables.COMPUTE_CAPABILITY[dtype])
+    return _is_at_least(device, devices.COMPUTE_CAPABILITY[dtype])
 
 
 def _is_at_least(device: str, capability: tuple[int, int]) -> bool:

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # On a busy machine the median of the turns takes longer than the fastest by more than that.
 _CALM = 1.25
@@ -21,7 +21,7 @@ class Turn(NamedTuple):
     cpu: float
 
 
-def take(steps: Mapping[str, Callable[[], Any]], count: int) -> dict[str, list[Turn]]:
+def take(steps: Mapping[str, Callable[[], object]], count: int) -> dict[str, list[Turn]]:
     """Calls functions in turns.
 
     Args:
@@ -48,6 +48,13 @@ def fastest(turns: dict[str, list[Turn]]) -> dict[str, float]:
     return {name: min(turn.wall for turn in of_name) for name, of_name in turns.items()}
 
 
+def medians(turns: dict[str, list[Turn]]) -> dict[str, float]:
+    """Seconds of the median turn of each name."""
+    return {
+        name: statistics.median(turn.wall for turn in of_name) for name, of_name in turns.items()
+    }
+
+
 def undisturbed(turns: dict[str, list[Turn]]) -> dict[str, float]:
     """Seconds that each would take on a CPU that has nothing else to do.
 
@@ -57,10 +64,9 @@ def undisturbed(turns: dict[str, list[Turn]]) -> dict[str, float]:
     Args:
         turns: by name, what took turns with the others.
     """
-    seconds = fastest(turns)
-    medians = {name: statistics.median(turn.wall for turn in turns[name]) for name in turns}
+    seconds, usual = fastest(turns), medians(turns)
     computed = {name: statistics.median(turn.cpu for turn in turns[name]) for name in turns}
-    is_calm = all(medians[name] < _CALM * seconds[name] for name in turns)
+    is_calm = all(usual[name] < _CALM * seconds[name] for name in turns)
     # Some systems count CPU time in steps that are longer than a turn.
     if is_calm or min(computed.values()) == 0:
         return seconds
