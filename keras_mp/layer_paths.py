@@ -1,7 +1,7 @@
 """What users call the layers and variables of a model: the names on the way down to them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -9,7 +9,9 @@ import tensorflow as tf
 from keras_mp import keras_api
 
 
-def layers_by_path(model: tf.keras.layers.Layer) -> dict[str, Any]:
+def layers_by_path(
+    model: tf.keras.layers.Layer, inputs: bool = False
+) -> dict[str, tf.keras.layers.Layer]:
     """Returns the layers below a model, each once, by their paths.
 
     A path is the names from below the model down to the layer, with slashes between them, such as
@@ -18,9 +20,10 @@ def layers_by_path(model: tf.keras.layers.Layer) -> dict[str, Any]:
 
     Args:
         model: A model of `tf.keras`.
+        inputs: bool. Whether InputLayers, which compute nothing, are among them. Defaults to False.
 
     Returns:
-        dict, each layer before those inside of it. Inputs, which compute nothing, are not in it.
+        dict, each layer before those inside of it.
 
     Example:
 
@@ -31,10 +34,12 @@ def layers_by_path(model: tf.keras.layers.Layer) -> dict[str, Any]:
     """
     seen = {id(model)}
 
-    def below(layer: tf.keras.layers.Layer, path: str) -> Iterator[tuple[str, Any]]:
+    def below(
+        layer: tf.keras.layers.Layer, path: str
+    ) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
         names: dict[str, int] = {}
         for child in _children(layer):
-            if id(child) in seen:
+            if id(child) in seen or (isinstance(child, tf.keras.layers.InputLayer) and not inputs):
                 continue
             seen.add(id(child))
             names[child.name] = names.get(child.name, 0) + 1
@@ -44,6 +49,31 @@ def layers_by_path(model: tf.keras.layers.Layer) -> dict[str, Any]:
             yield from below(child, f"{child_path}/")
 
     return dict(below(model, ""))
+
+
+def output_layers(model: tf.keras.layers.Layer, subclassed: bool = False) -> set[int]:
+    """Returns the ids of the layers whose outputs are those of a model, and of those around them.
+
+    Args:
+        model: A model of `tf.keras`.
+        subclassed: bool. Whether all layers of a subclassed model are among them, since nothing
+            tells which of them make its outputs. Defaults to False: none is.
+    """
+    found: set[int] = set()
+    waiting = [model]
+    while waiting:
+        layer = waiting.pop()
+        outputs: Sequence[tf.keras.layers.Layer] = ()
+        if isinstance(layer, tf.keras.Sequential):
+            outputs = layer.layers[-1:]
+        elif isinstance(layer, tf.keras.Model):
+            known = keras_api.output_layers(layer)
+            outputs = (_children(layer) if subclassed else ()) if known is None else known
+        elif isinstance(layer, tf.keras.layers.Wrapper):
+            outputs = _children(layer)
+        waiting += [each for each in outputs if id(each) not in found]
+        found.update(map(id, outputs))
+    return found
 
 
 def variables_by_path(model: tf.keras.layers.Layer) -> dict[str, tuple[Any, Any]]:
@@ -111,9 +141,8 @@ def _name_in(layer: tf.keras.layers.Layer, weight: Any) -> str:
     return next((each for each, value in vars(layer).items() if value is weight), name)
 
 
-def _children(layer: tf.keras.layers.Layer) -> list[Any]:
+def _children(layer: tf.keras.layers.Layer) -> list[tf.keras.layers.Layer]:
     # A Sequential of Keras 3 has a functional model inside, which is another view of it.
-    inside = layer.layers if isinstance(layer, tf.keras.Sequential) else None
-    children = keras_api.layers_inside(layer) if inside is None else inside
-    no_layers = (tf.keras.layers.InputLayer, tf.keras.metrics.Metric)
-    return [child for child in children if not isinstance(child, no_layers)]
+    is_sequential = isinstance(layer, tf.keras.Sequential)
+    children = layer.layers if is_sequential else keras_api.layers_inside(layer)
+    return [child for child in children if not isinstance(child, tf.keras.metrics.Metric)]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import layer_paths
 from keras_mp.numerics import origins, traces, work
 from keras_mp.numerics.batches import Batch
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -166,18 +166,10 @@ class Look:
     @functools.cached_property
     def output_layers(self) -> set[int]:
         """The `id`s of layers whose outputs are the model's, and of those around them."""
-        found: set[int] = set()
-        waiting = [self.model]
-        while waiting:
-            layer = waiting.pop()
-            outputs = keras_api.output_layers(layer) if isinstance(layer, tf.keras.Model) else None
-            for each in outputs or ():
-                if id(each) not in found:
-                    found.add(id(each))
-                    waiting.append(each)
+        found = layer_paths.output_layers(self.model)
         if not found and self.products:
             last, _ = self.products[-1]
-            found |= {id(layer) for _, layer in self.layers.path(last.name)}
+            found = {id(layer) for _, layer in self.layers.path(last.name)}
         return found
 
     @functools.cached_property
