@@ -18,7 +18,7 @@ from keras_mp.support.dtypes import FLOATING
 # The end of the names of casts that the passes put in.
 _SUFFIX = "AutoMixedPrecision"
 _DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
-_FLOATS = frozenset(dtype.as_datatype_enum for dtype in FLOATING)
+_FLOATS = {dtype.as_datatype_enum: dtype for dtype in FLOATING}
 
 # They bring values in and out, and compute nothing.
 _NO_COMPUTATIONS = op_table.ops(
@@ -237,20 +237,24 @@ def _computations(
     """Yields nodes that compute with floating-point numbers, and the dtypes of these."""
     for node in nodes:
         if node.op not in _NO_COMPUTATIONS:
-            types = _types(node).values()
-            dtypes = {tf.as_dtype(each).name for of_attribute in types for each in of_attribute}
+            listed = floating_dtypes(node).values()
+            dtypes = {dtype.name for of_attribute in listed for dtype in of_attribute}
             if dtypes:
                 yield node, sorted(dtypes)
 
 
-def _types(node: tf.compat.v1.NodeDef) -> dict[str, list[int]]:
-    """The floating-point types among a node's attributes."""
+def floating_dtypes(node: tf.compat.v1.NodeDef) -> dict[str, list[tf.DType]]:
+    """Returns the floating-point dtypes of a node by attribute.
+
+    Args:
+        node: `NodeDef`.
+    """
     found = {}
     for name, value in node.attr.items():
         types = [value.type] if value.WhichOneof("value") == "type" else value.list.type
-        types = [each for each in types if each in _FLOATS]
-        if types and not name.startswith("_"):
-            found[name] = types
+        dtypes = [_FLOATS[each] for each in types if each in _FLOATS]
+        if dtypes and not name.startswith("_"):
+            found[name] = dtypes
     return found
 
 
@@ -316,7 +320,7 @@ class _Why:
 
 def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str, device: str) -> bool:
     """Whether some attribute of a node can be of the dtype, with the others as they are."""
-    types = {name: each[0] for name, each in _types(node).items()}
+    types = {name: each[0].as_datatype_enum for name, each in floating_dtypes(node).items()}
     enum = tf.as_dtype(dtype).as_datatype_enum
     return any(
         registered_kernels.has_kernel(node.op, {**types, name: enum}, device) for name in types

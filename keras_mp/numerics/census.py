@@ -4,6 +4,7 @@ Nothing runs: all of it is read from the graph.
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ class Operation(NamedTuple):
     kind: str
     work: int
     is_least: bool
-    sizes: works.Dimensions = ()
+    sizes: tuple[int | None, ...] = ()
 
 
 class Cast(NamedTuple):
@@ -280,14 +281,14 @@ def _census(
 ) -> Census:
     meta = rewrites.of_function(concrete, shapes=True)
     reader = _Reader(concrete, model, scopes)
-    walked = graphs.walk(meta.graph_def)
-    traced = reader.read(walked.nodes)
+    walk = graphs.Walk(meta.graph_def)
+    traced = reader.read(walk.nodes)
     if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
         return Census(name, traced, None, device)
     rewritten_to = passes.enabled_dtype()
     graph = rewrites.optimized(meta, rewritten_to, device)
     reader.rewritten_to = rewritten_to
-    return Census(name, traced, reader.read(graphs.walk(graph, walked).nodes), device)
+    return Census(name, traced, reader.read(graphs.Walk(graph, walk).nodes), device)
 
 
 class _Reader:
@@ -308,18 +309,17 @@ class _Reader:
         self.rewritten_to: str | None = None
 
     def read(self, nodes: Sequence[Node]) -> Graph:
-        takers: dict[str, list[Any]] = defaultdict(list)
+        by_path = {node.path: node for node in nodes}
+        takers: dict[str, list[str]] = defaultdict(list)
         for node in nodes:
-            if node.is_in_main:
-                for source in node.sources:
-                    if source is not None:
-                        takers[source.name].append(node.proto)
+            for source in node.sources:
+                takers[source].append(node.path)
         operations, casts = [], []
         for node in nodes:
             if node.proto.op == "Cast":
                 if len(node.dtypes) == 2:
-                    takers_of = takers[node.proto.name] if node.is_in_main else ()
-                    casts.append(self._cast(node, takers_of))
+                    source = by_path.get(node.sources[0])
+                    casts.append(self._cast(node, source, takers[node.path]))
             elif node.dtypes and node.proto.op not in _NO_COMPUTATIONS:
                 operations.append(self._operation(node))
         return Graph(tuple(operations), tuple(casts))
@@ -352,7 +352,7 @@ class _Reader:
             work.kind if work else "",
             work.count * node.turns if work else 0,
             node.is_least,
-            works.multiplied_dimensions(node.proto, node.inputs, node.outputs),
+            works.multiplied_sizes(node.proto, node.inputs, node.outputs),
         )
 
     def _why(self, node: Node, dtype: str) -> str:
@@ -376,18 +376,13 @@ class _Reader:
             return f"the layer's code, against its policy {policy}"
         return f"{type(layer).__name__} computes so under {policy}"
 
-    def _cast(self, node: Node, takers: Sequence[Any]) -> Cast:
-        source, name = node.sources[0], node.path
-        after = ""
-        if source is not None:
-            after = self._layers.name(name.removesuffix(node.proto.name) + source.name)
-        before = next(filter(None, (self._layers.name(each.name) for each in takers)), "")
+    def _cast(self, node: Node, source: Node | None, takers: Sequence[str]) -> Cast:
+        name, own = node.path, self._layers.name(node.path)
+        after = "" if source is None else self._layers.name(source.path)
+        before = next(filter(None, map(self._layers.name, takers)), "")
         source_dtype, dtype = node.dtypes["SrcT"], node.dtypes["DstT"]
         size = tf.as_dtype(source_dtype).size + tf.as_dtype(dtype).size
-        count = 1
-        for dimension in node.outputs[0] if node.outputs and node.outputs[0] else ():
-            count *= dimension
-        own = self._layers.name(name)
+        shape = node.outputs[0] if node.outputs else None
         return Cast(
             node.proto.name,
             source_dtype,
@@ -396,10 +391,10 @@ class _Reader:
             before or own,
             self._line(name),
             self._why_cast(name, source, after, before),
-            size * count * node.turns,
+            size * math.prod(length or 0 for length in shape or ()) * node.turns,
         )
 
-    def _why_cast(self, name: str, source: Any, after: str, before: str) -> str:
+    def _why_cast(self, name: str, source: Node | None, after: str, before: str) -> str:
         made = self._made.get(name)
         if name.endswith("AutoMixedPrecision"):
             return "the graph rewrite"
@@ -407,7 +402,7 @@ class _Reader:
             return "autocast"
         if origins.is_of_backward_pass(name):
             return "backward pass of a cast"
-        if source is not None and source.op == "ReadVariableOp":
+        if source is not None and source.proto.op == "ReadVariableOp":
             return "a variable, cast to the policy of its layer"
         maker = None if made is None else origins.maker_of(made)
         if maker == "user":

@@ -1,13 +1,12 @@
 """Which products the tensor cores of a GPU take, and which sizes they divide without a rest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
 from keras_mp import hardware
 from keras_mp.grappler import optimize
 from keras_mp.hardware import devices
-from keras_mp.numerics.work import Dimensions
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # What is no multiple of it is filled up. (Nvidia, "Matrix Multiplication Background", "Requirements
@@ -37,7 +36,7 @@ def _is_at_least(device: str, capability: tuple[int, int]) -> bool:
     return (int(major), int(minor)) >= capability
 
 
-def are_odd(sizes: Dimensions) -> bool:
+def are_odd(sizes: Iterable[int | None]) -> bool:
     """Whether one of the sizes of a product is no multiple of 8.
 
     Args:
