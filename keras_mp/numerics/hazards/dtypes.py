@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics import origins, tensor_cores, work
-from keras_mp.numerics.hazards.look import Hazard, Look, Suspect, widened
+from keras_mp.numerics.hazards.look import Hazard, Look, Suspect, shapes_of, widened
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
@@ -18,12 +18,8 @@ _MOVES = op_table.ops("identities", "reshapes", "views")
 
 def layers_against_their_policy(look: Look) -> Iterator[Suspect]:
     """A layer whose policy says 16 bits multiplies in float32."""
-    total, by_layer = _work_in_float32(look)
-    for count, operation in by_layer.values():
-        layer = look.layers.layer(operation.name)
-        if layer.compute_dtype not in LOW_PRECISION_NAMES or _is_output(look, operation):
-            continue
-        if count < _LARGE_SHARE * total:
+    for share, operation, layer in _layers_in_float32(look):
+        if layer.compute_dtype not in LOW_PRECISION_NAMES:
             continue
         variable = next(filter(None, map(_variable_of, operation.inputs)), None)
         if variable is None:
@@ -38,32 +34,31 @@ def layers_against_their_policy(look: Look) -> Iterator[Suspect]:
                 "Make the variable with `add_weight`, which casts it where it is read, or wrap it "
                 "in keras_mp.autocast_variable."
             )
-        yield _about_work(look, operation, hazard, count / total, cure)
+        yield _about_work(look, operation, hazard, share, cure)
 
 
 def layers_of_another_policy(look: Look) -> Iterator[Suspect]:
     """A layer inside of a 16-bit model was given float32, or got no policy."""
-    total, by_layer = _work_in_float32(look)
     layers = {id(layer): layer for o, _ in look.products if (layer := look.layers.layer(o.name))}
     in_half = [layer for layer in layers.values() if layer.compute_dtype in LOW_PRECISION_NAMES]
     if len(in_half) < len(layers) / 2:
         return
-    for count, operation in by_layer.values():
-        layer = look.layers.layer(operation.name)
-        if layer.compute_dtype in LOW_PRECISION_NAMES or _is_output(look, operation):
-            continue
-        if count < _LARGE_SHARE * total:
-            continue
-        cure = (
-            "Make it under the policy of the model, without a dtype of its own, or pass "
-            "dtype=self.dtype_policy from the layer that makes it. If float32 is meant, let it be."
-        )
-        hazard = "a layer of another policy"
-        yield _about_work(look, operation, hazard, count / total, cure)
+    for share, operation, layer in _layers_in_float32(look):
+        if layer.compute_dtype not in LOW_PRECISION_NAMES:
+            cure = (
+                "Make it under the policy of the model, without a dtype of its own, or pass "
+                "dtype=self.dtype_policy from the layer that makes it. If float32 is meant, let it "
+                "be."
+            )
+            yield _about_work(look, operation, "a layer of another policy", share, cure)
 
 
-def _work_in_float32(look: Look) -> tuple[int, dict[str, tuple[int, tf.Operation]]]:
-    """All work of the forward pass; by layer, that in float32, and what has most of it."""
+def _layers_in_float32(look: Look) -> Iterator[tuple[float, tf.Operation, tf.keras.layers.Layer]]:
+    """Yields layers with much work in float32, for whose outputs float32 is not the right dtype.
+
+    Yields:
+        The share of the forward pass's work, the operation that has most of it, and the layer.
+    """
     total = sum(count for _, count in look.products)
     counts: Counter[str] = Counter()
     most: dict[str, tuple[int, tf.Operation]] = {}
@@ -72,7 +67,10 @@ def _work_in_float32(look: Look) -> tuple[int, dict[str, tuple[int, tf.Operation
         if path and operation.outputs[0].dtype == tf.float32:
             counts[path] += count
             most[path] = max(most.get(path, (0, operation)), (count, operation), key=lambda e: e[0])
-    return total, {path: (counts[path], most[path][1]) for path in counts}
+    for path, (_, operation) in most.items():
+        layer = look.layers.layer(operation.name)
+        if counts[path] >= _LARGE_SHARE * total and id(layer) not in look.output_layers:
+            yield counts[path] / total, operation, layer
 
 
 def _about_work(
@@ -87,12 +85,7 @@ def _about_work(
         f"{share:.0%} of the multiplications of the forward pass run in float32 here; its policy "
         f"is {policy}."
     )
-    return Suspect((), lambda: look.finding(operation, hazard, why, cure))
-
-
-def _is_output(look: Look, operation: tf.Operation) -> bool:
-    """Whether it is in a layer that makes the model's outputs, for which float32 is right."""
-    return id(look.layers.layer(operation.name)) in look.output_layers
+    return Suspect.certain(look.finding(operation, hazard, why, cure))
 
 
 def _variable_of(tensor: tf.Tensor) -> tf.Operation | None:
@@ -125,7 +118,11 @@ def casts_there_and_back(look: Look) -> Iterator[Suspect]:
         measured = [tf.reduce_max(tf.abs(wide - rounded)), tf.reduce_max(tf.abs(wide))]
 
         def say(
-            error: Any, largest: Any, first: Any = first, second: Any = second, size: int = size
+            error: np.ndarray,
+            largest: np.ndarray,
+            first: tf.Operation = first,
+            second: tf.Operation = second,
+            size: int = size,
         ) -> Hazard:
             there, back = first.outputs[0].dtype, second.outputs[0].dtype
             moved = 2 * size * (there.size + back.size)
@@ -143,14 +140,12 @@ def casts_there_and_back(look: Look) -> Iterator[Suspect]:
 
 def float64(look: Look) -> Iterator[Suspect]:
     """The batch, or something that is computed, is in float64."""
-    parts = {"x": look.batch.x, "y": look.batch.y, "sample_weight": look.batch.sample_weight}
-    for name, part in parts.items():
+    for name, part in look.batch._asdict().items():
         wide = [t for t in tf.nest.flatten(part) if t is not None and t.dtype == tf.float64]
         moved = sum(8 * (tensor.shape.num_elements() or 0) for tensor in wide)
         if wide:
-            yield Suspect(
-                (),
-                lambda name=name, moved=moved: Hazard(
+            yield Suspect.certain(
+                Hazard(
                     "data in float64",
                     f"the batch's {name}",
                     None,
@@ -158,7 +153,7 @@ def float64(look: Look) -> Iterator[Suspect]:
                     "and copied to the device, and cast there.",
                     "Cast it in the data pipeline: dataset.map(lambda x, y: (tf.cast(x, "
                     "tf.float32), y)).",
-                ),
+                )
             )
     computing = [
         operation
@@ -175,7 +170,7 @@ def float64(look: Look) -> Iterator[Suspect]:
             f"{numbers:,} numbers in float64, which most GPUs do at a small part of their speed."
         )
         cure = "Cast to self.compute_dtype, or to float32 where 16 bits are too few."
-        yield Suspect((), lambda: look.finding(computing[0], "a layer in float64", why, cure))
+        yield Suspect.certain(look.finding(computing[0], "a layer in float64", why, cure))
 
 
 def dtypes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
@@ -199,24 +194,18 @@ def dtypes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
     )
     other = "mixed_float16" if tensor_cores.take("float16", look.device) else "float32"
     cure = f"Train under the policy {other} there, or on a newer GPU."
-    yield Suspect(
-        (), lambda: look.finding(operation, "a dtype that no tensor core takes", why, cure)
-    )
+    yield Suspect.certain(look.finding(operation, "a dtype that no tensor core takes", why, cure))
 
 
 def shapes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
     """Products in 16 bits have sizes that are no multiple of 8, on a GPU with tensor cores."""
     total = sum(count for _, count in look.products)
-    by_layer: dict[str, tuple[int, tf.Operation, work.Dimensions]] = {}
+    by_layer: dict[str, tuple[int, tf.Operation, tuple[int | None, ...]]] = {}
     for operation, count in look.products:
         dtype = operation.outputs[0].dtype
         if not tensor_cores.take(dtype.name, look.device):
             continue
-        inputs, outputs = (
-            [tuple(t.shape) if t.shape.rank is not None else None for t in tensors]
-            for tensors in (operation.inputs, operation.outputs)
-        )
-        sizes = work.multiplied_dimensions(operation.node_def, inputs, outputs)
+        sizes = work.multiplied_sizes(operation.node_def, *shapes_of(operation))
         if not tensor_cores.are_odd(sizes):
             continue
         path = look.layers.name(operation.name)
@@ -230,9 +219,6 @@ def shapes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
             f"{' x '.join(map(str, sizes))}: tensor cores are fastest with multiples of 8."
         )
         cure = "Round units, filters, or the size of the batch up to a multiple of 8."
-        yield Suspect(
-            (),
-            lambda operation=operation, why=why, cure=cure: look.finding(
-                operation, "a shape that no tensor core likes", why, cure
-            ),
+        yield Suspect.certain(
+            look.finding(operation, "a shape that no tensor core likes", why, cure)
         )

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -64,6 +64,11 @@ class Suspect(NamedTuple):
 
     measured: Sequence[tf.Tensor]
     say: Callable[..., Hazard | None]
+
+    @classmethod
+    def certain(cls, hazard: Hazard) -> "Suspect":
+        """Makes one of a hazard of which nothing is left to measure."""
+        return cls((), lambda: hazard)
 
 
 class Look:
@@ -144,24 +149,20 @@ class Look:
             if operation.type in types and operation.outputs[0].dtype in LOW_PRECISION:
                 yield operation
 
-    def work_of(self, operation: tf.Operation) -> work.Work | None:
-        """Counts what an operation of the graph computes, as `census` does."""
-        inputs, outputs = (
-            [
-                cast(tuple[int, ...], tuple(t.shape)) if t.shape.is_fully_defined() else None
-                for t in tensors
-            ]
-            for tensors in (operation.inputs, operation.outputs)
-        )
-        if operation.type not in work.COUNTED:
-            return None
-        return work.of(operation.node_def, inputs, outputs)
-
     @functools.cached_property
     def products(self) -> list[tuple[tf.Operation, int]]:
         """The products and convolutions of the forward pass, and how much each computes."""
-        found = ((operation, self.work_of(operation)) for operation in self.forward)
+        found = [(each, work.of(each.node_def, *shapes_of(each))) for each in self.forward]
         return [(operation, each.count) for operation, each in found if each is not None]
+
+    @functools.cached_property
+    def backward_products(self) -> list[tf.Tensor]:
+        """What the products and convolutions of the backward pass return: gradients."""
+        return [
+            operation.outputs[0]
+            for operation in self.operations
+            if origins.is_of_backward_pass(operation.name) and work.is_counted(operation.type)
+        ]
 
     @functools.cached_property
     def output_layers(self) -> set[int]:
@@ -183,23 +184,23 @@ class Look:
     @property
     def scale(self) -> tf.Tensor:
         """The loss scale, where there is one, as float32."""
-        return widened(cast(tf.Operation, self.scaling).inputs[1])
+        assert self.scaling is not None
+        return widened(self.scaling.inputs[1])
 
     @functools.cached_property
-    def scaled(self) -> list[tf.Operation]:
+    def scaled(self) -> dict[tf.Operation, None]:
         """What is computed from scaled gradients before they are unscaled, in order."""
         if self.scaling is None:
-            return []
+            return {}
         # Of the scaled loss nothing but its gradient is taken.
         begins = f"gradient_tape/{self.scaling.name}/"
         found: dict[tf.Operation, None] = {}
         for operation in self.operations:  # Those that take something are behind what makes it.
+            is_gradient = begins in f"/{operation.name}"
             is_behind = any(tensor.op in found for tensor in operation.inputs)
-            if (
-                is_behind and not origins.is_made_in(operation, (), _APPLYING)
-            ) or begins in f"/{operation.name}":
+            if is_gradient or (is_behind and not origins.is_made_in(operation, (), _APPLYING)):
                 found[operation] = None
-        return list(found)
+        return found
 
     def leads_to(
         self, tensor: tf.Tensor, types: Iterable[str], through: Iterable[str], steps: int
@@ -233,8 +234,17 @@ def _forward(operations: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
             yield operation
 
 
-def static_value(tensor: tf.Tensor) -> Any:
-    """Returns the value of a constant, or of the cast of one, as a NumPy array, or None."""
+def shapes_of(operation: tf.Operation) -> tuple[list[work.Shape], list[work.Shape]]:
+    """Returns the shapes of the inputs and of the outputs of an operation."""
+
+    def shapes(tensors: Iterable[tf.Tensor]) -> list[work.Shape]:
+        return [None if t.shape.rank is None else tuple(t.shape) for t in tensors]
+
+    return shapes(operation.inputs), shapes(operation.outputs)
+
+
+def static_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """Returns the value of a constant, or of the cast of one, or None."""
     source = tensor
     while source.op.type in ("Cast", "Identity"):
         source = source.op.inputs[0]
@@ -245,21 +255,22 @@ def static_value(tensor: tf.Tensor) -> Any:
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
-    """Casts a tensor to float32, to measure something of it."""
+    """Returns a tensor in float32, to measure something of it."""
     return tf.cast(tensor, tf.float32)
 
 
 def count(condition: tf.Tensor) -> tf.Tensor:
-    """Counts where something is true."""
+    """Returns how often something is true."""
     return tf.math.count_nonzero(condition)
 
 
-def health(tensor: tf.Tensor) -> tf.Tensor:
-    """Looks at a tensor in one pass.
+def not_finite_of(variables: Iterable[tf.Variable]) -> tf.Tensor:
+    """Counts the values of variables that are infinite or NaN."""
+    return tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
 
-    Returns:
-        float64 tensor: an id, the size, and how many values are -inf, inf and NaN.
-    """
+
+def health(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a float64 tensor: an id, the size, and how many values are -inf, inf and NaN."""
     # The operation of `tf.debugging.experimental.enable_dump_debug_info`, mode CONCISE_HEALTH.
     return tf.raw_ops.DebugNumericSummaryV2(
         input=tensor, output_dtype=tf.float64, tensor_debug_mode=3

@@ -1,8 +1,8 @@
 """Softmax, sigmoid and losses in 16 bits."""
 
 from collections.abc import Iterator
-from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics.hazards.look import UNIT_ROUNDOFF, Hazard, Look, Suspect, widened
@@ -43,7 +43,7 @@ def softmax_before_a_logarithm(look: Look) -> Iterator[Suspect]:
         errors = tf.abs(tf.math.log(tf.clip_by_value(of_label, _SMALLEST, 1.0)) - exact)
         worst = tf.reduce_max(tf.where(is_true, errors, 0.0))
 
-        def say(worst: Any, operation: tf.Operation = operation) -> Hazard | None:
+        def say(worst: np.ndarray, operation: tf.Operation = operation) -> Hazard | None:
             if worst < _TOO_FAR:
                 return None
             dtype = operation.outputs[0].dtype.name
@@ -81,7 +81,7 @@ def softmax_that_does_not_add_up(look: Look) -> Iterator[Suspect]:
         total = tf.reduce_sum(widened(probabilities), -1)
         worst = tf.reduce_max(tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0))
 
-        def say(worst: Any, operation: tf.Operation = operation) -> Hazard | None:
+        def say(worst: np.ndarray, operation: tf.Operation = operation) -> Hazard | None:
             output = operation.outputs[0]
             if worst < 16 * UNIT_ROUNDOFF[output.dtype]:
                 return None
@@ -105,7 +105,9 @@ def loss_in_16_bits(look: Look) -> Iterator[Suspect]:
         exact = _CROSS_ENTROPIES[operation.type](labels=labels, logits=widened(logits))
         measured = [tf.reduce_mean(widened(operation.outputs[0])), tf.reduce_mean(exact)]
 
-        def say(loss: Any, exact: Any, operation: tf.Operation = operation) -> Hazard | None:
+        def say(
+            loss: np.ndarray, exact: np.ndarray, operation: tf.Operation = operation
+        ) -> Hazard | None:
             dtype = operation.outputs[0].dtype
             if abs(loss - exact) <= 4 * UNIT_ROUNDOFF[dtype] * abs(exact):
                 return None

@@ -1,19 +1,19 @@
 """Hazards of the step itself: what is done to a loss, to gradients and to weights."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.numerics import origins, work
+from keras_mp.numerics import origins
 from keras_mp.numerics.hazards.look import (
     Hazard,
     Look,
     Suspect,
     count,
     health,
+    not_finite_of,
     static_value,
     widened,
 )
@@ -37,11 +37,7 @@ def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
     """Gradients in float16 are too small for it, and nothing scales the loss."""
     if look.scaling is not None or getattr(look.model, "optimizer", None) is None:
         return
-    products = [
-        operation.outputs[0]
-        for operation in look.operations
-        if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
-    ]
+    products = look.backward_products
     # Where a kernel of float16 is slow, keras_mp computes in float32 and rounds.
     rounded = [
         user.outputs[0] for each in products for user in each.consumers() if user.type == "Cast"
@@ -52,10 +48,10 @@ def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
     sizes = [tf.abs(widened(gradient)) for gradient in gradients]
     measured = [
         tf.add_n([count((size > 0) & (size < _SMALLEST_NORMAL)) for size in sizes]),
-        tf.add_n([tf.math.count_nonzero(size) for size in sizes]),
+        tf.add_n([count(size > 0) for size in sizes]),
     ]
 
-    def say(small: Any, others: Any) -> Hazard | None:
+    def say(small: np.ndarray, others: np.ndarray) -> Hazard | None:
         if small < _MOST_SMALL * others:
             return None
         return Hazard(
@@ -98,7 +94,7 @@ def loss_multiplied_by_a_number(look: Look) -> Iterator[Suspect]:
 
 def _about_factor(look: Look, operation: tf.Operation, loss: tf.Tensor, factor: float) -> Suspect:
 
-    def say(loss: Any, scale: Any) -> Hazard:
+    def say(loss: np.ndarray, scale: np.ndarray) -> Hazard:
         return look.finding(
             operation,
             "a loss multiplied by a number",
@@ -122,7 +118,9 @@ def clipping_before_unscaling(look: Look) -> Iterator[Suspect]:
         gradient = next(tensor for tensor in operation.inputs if tensor.op in look.scaled)
         largest = tf.reduce_max(tf.abs(widened(gradient)))
 
-        def say(largest: Any, scale: Any, operation: tf.Operation = operation) -> Hazard:
+        def say(
+            largest: np.ndarray, scale: np.ndarray, operation: tf.Operation = operation
+        ) -> Hazard:
             return look.finding(
                 operation,
                 "clipping before unscaling",
@@ -146,7 +144,7 @@ def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
         if not value.shape.rank or origins.maker_of(operation) != "user":
             continue
 
-        def say(scale: Any, operation: tf.Operation = operation) -> Hazard:
+        def say(scale: np.ndarray, operation: tf.Operation = operation) -> Hazard:
             return look.finding(
                 operation,
                 "gradient accumulation under a moving scale",
@@ -164,7 +162,8 @@ def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
 
 def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
     """The optimizer divides by a root plus an epsilon that is 0 in the dtype of its variables."""
-    optimizer = _inner(getattr(look.model, "optimizer", None))
+    optimizer = getattr(look.model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     epsilon = getattr(optimizer, "epsilon", None)
     if not isinstance(epsilon, (int, float)):
         return
@@ -178,10 +177,10 @@ def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
         return
     dtypes = {tf.as_dtype(v.dtype).name for v in variables}
     in_16_bits = not dtypes.isdisjoint(LOW_PRECISION_NAMES)
-    bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
+    bad = not_finite_of(variables)
     size = sum(int(np.prod(v.shape)) for v in variables)
 
-    def say(bad: Any) -> Hazard | None:
+    def say(bad: np.ndarray) -> Hazard | None:
         if not (bad or in_16_bits):
             return None
         names = " and ".join(sorted(dtypes))
@@ -206,7 +205,7 @@ def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
     in_half = any(o.outputs and o.outputs[0].dtype in LOW_PRECISION for o in look.forward)
     if optimizer is None or not variables or not in_half or look.scaling is None:
         return
-    bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
+    bad = not_finite_of(variables)
     loss = widened(look.scaling.inputs[0])
     gradients = [
         health(operation.outputs[0])
@@ -217,7 +216,9 @@ def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
     ]
     of_gradients = tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64)
 
-    def say(bad: Any, scale: Any, loss: Any, of_gradients: Any) -> Hazard | None:
+    def say(
+        bad: np.ndarray, scale: np.ndarray, loss: np.ndarray, of_gradients: np.ndarray
+    ) -> Hazard | None:
         # Where all gradients are finite, it is the optimizer that makes the weights what they are.
         if not bad or not np.all(np.isfinite(loss)) or not of_gradients[2:].any():
             return None
@@ -243,9 +244,8 @@ def replicas_that_do_not_agree(look: Look) -> Iterator[Suspect]:
         return
     if not keras_api.APPLY_TAKES_SCALED_GRADIENTS:
         return  # Keras 2 asks all replicas.
-    yield Suspect(
-        (),
-        lambda: Hazard(
+    yield Suspect.certain(
+        Hazard(
             "a step that cannot be skipped",
             "the optimizer (Keras's own LossScaleOptimizer)",
             None,
@@ -253,9 +253,5 @@ def replicas_that_do_not_agree(look: Look) -> Iterator[Suspect]:
             f"are not finite. What is infinite on one of the other {replicas - 1} gets into the "
             "weights of all.",
             "Pass the inner optimizer to compile() under a policy of keras_mp.",
-        ),
+        )
     )
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)

@@ -1,12 +1,11 @@
 """The hazard of weights in 16 bits: updates that are too small for them."""
 
 from collections.abc import Iterator
-from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp import low_precision_weights
-from keras_mp.numerics import origins, work
 from keras_mp.numerics.hazards.look import Hazard, Look, Suspect, count
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -19,11 +18,7 @@ def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
     optimizer = getattr(look.model, "optimizer", None)
     if optimizer is None or low_precision_weights.keeps_digits(optimizer):
         return
-    of_shapes = {
-        tuple(operation.outputs[0].shape): operation.outputs[0]
-        for operation in look.operations
-        if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
-    }
+    of_shapes = {tuple(gradient.shape): gradient for gradient in look.backward_products}
     measured = []
     for variable in look.model.trainable_variables:
         gradient = of_shapes.get(tuple(variable.shape))
@@ -36,7 +31,7 @@ def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
     if not measured:
         return
 
-    def say(counts: Any) -> Hazard | None:
+    def say(counts: np.ndarray) -> Hazard | None:
         lost, all_of_them = counts
         if lost < _MOST_LOST * all_of_them or not all_of_them:
             return None
@@ -56,8 +51,8 @@ def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
     yield Suspect([tf.add_n(measured)], say)
 
 
-def _value_before_the_step(look: Look, variable: Any) -> tf.Tensor | None:
-    """What the forward pass reads of a variable."""
+def _value_before_the_step(look: Look, variable: tf.Variable) -> tf.Tensor | None:
+    """Returns what the forward pass reads of a variable."""
     stored = tf.convert_to_tensor(variable)
     while stored.op.type == "Identity":
         stored = stored.op.inputs[0]

@@ -1,12 +1,12 @@
 """Values that 16 bits cannot hold: overflow, masks, epsilons, sums, labels."""
 
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import origins, work
+from keras_mp.numerics import origins
 from keras_mp.numerics.hazards.look import (
     UNIT_ROUNDOFF,
     Hazard,
@@ -30,18 +30,14 @@ def not_finite(look: Look) -> Iterator[Suspect]:
     A pooling with the maximum drops NaN, and so the loss may be finite. The gradients are not.
     """
     operations = [o for o in look.forward if o.outputs and o.outputs[0].dtype.is_floating]
-    if not any(operation.outputs[0].dtype in LOW_PRECISION for operation in operations):
-        return
     outputs = [operation.outputs[0] for operation in operations]
+    if not any(output.dtype in LOW_PRECISION for output in outputs):
+        return
     results = [t for t in tf.nest.flatten(look.result) if tf.is_tensor(t) and t.dtype.is_floating]
     results += [look.scaling.inputs[0]] if look.scaling is not None else []
     if not results:
         return
-    gradients = [
-        health(operation.outputs[0])
-        for operation in look.operations
-        if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
-    ]
+    gradients = [health(gradient) for gradient in look.backward_products]
     measured = [
         tf.stack([health(result) for result in results]),
         tf.stack([health(output) for output in outputs]),
@@ -49,12 +45,12 @@ def not_finite(look: Look) -> Iterator[Suspect]:
     ]
 
     # What comes after the gradients may compute with those, which overflow as is planned.
-    names = [operation.name for operation in look.operations]
-    backward = next((n for n in names if origins.is_of_backward_pass(n)), None)
-    before = set(look.operations[: None if backward is None else names.index(backward)])
+    before = set(
+        itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), look.operations)
+    )
     is_before = np.array([operation in before for operation in operations])
 
-    def say(bad: Any, counts: Any, of_gradients: Any) -> Hazard | None:
+    def say(bad: np.ndarray, counts: np.ndarray, of_gradients: np.ndarray) -> Hazard | None:
         is_lost = bad[:, 2:].any()
         if not is_lost and not (counts[is_before, 4].any() and of_gradients[2:].any()):
             return None
@@ -70,7 +66,7 @@ def not_finite(look: Look) -> Iterator[Suspect]:
 
 
 def _first(
-    operations: list[tf.Operation], counts: dict[Any, Any]
+    operations: list[tf.Operation], counts: Mapping[Hashable, tuple[int, int]]
 ) -> tuple[tf.Operation, tf.Operation, tf.Operation, int, str] | None:
     """The first operation of which NaN comes, and what it comes from.
 
@@ -151,7 +147,10 @@ def vanished_epsilon(look: Look) -> Iterator[Suspect]:
             measured = [count(tf.equal(operation.outputs[0], 0)), tf.reduce_min(widened(other))]
 
             def say(
-                zeros: Any, least: Any, operation: tf.Operation = operation, divides: Any = divides
+                zeros: np.ndarray,
+                least: np.ndarray,
+                operation: tf.Operation = operation,
+                divides: tf.Operation = divides,
             ) -> Hazard:
                 look.explained.add(divides)
                 dtype, n = operation.outputs[0].dtype, operation.outputs[0].shape.num_elements()
@@ -205,7 +204,7 @@ def long_sums(look: Look) -> Iterator[Suspect]:
         worst = tf.reduce_max(tf.where(tf.math.is_finite(errors), errors, 0.0))
 
         def say(
-            worst: Any, operation: tf.Operation = operation, length: int = length
+            worst: np.ndarray, operation: tf.Operation = operation, length: int = length
         ) -> Hazard | None:
             output = operation.outputs[0]
             roundoff = UNIT_ROUNDOFF[output.dtype]
@@ -249,7 +248,12 @@ def labels_beyond_the_outputs(look: Look) -> Iterator[Suspect]:
         lost = tf.reduce_mean(tf.square(labels - rounded)) / tf.math.reduce_variance(labels)
         measured = [lost, count(tf.math.is_inf(rounded)), tf.reduce_max(tf.abs(labels))]
 
-        def say(lost: Any, infinite: Any, largest: Any, dtype: Any = output.dtype) -> Any:
+        def say(
+            lost: np.ndarray,
+            infinite: np.ndarray,
+            largest: np.ndarray,
+            dtype: tf.DType = output.dtype,
+        ) -> Hazard | None:
             if not infinite and not lost > _MOST_VARIANCE:
                 return None
             is_lost = f"{lost:.1%} of the variance is lost"
