@@ -1,6 +1,5 @@
 """How fast a function could be, by what it computes and how fast the device is."""
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.numerics.census_text import NO_LAYER, between, place
-from keras_mp.support import text_tables
+from keras_mp.support import text_tables, turns
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _BYTES = 2**24
@@ -53,10 +52,10 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         head = (
-            f"Products and casts take at least {_milliseconds(self.seconds)} here; "
-            f"{_milliseconds(self.fastest)} with the fastest dtypes and no casts."
+            f"Products and casts take at least {milliseconds(self.seconds)} here; "
+            f"{milliseconds(self.fastest)} with the fastest dtypes and no casts."
         )
-        changes = (f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes)
+        changes = (f"  {milliseconds(each.seconds)}: {each.what}" for each in self.changes)
         return "\n".join([head, *(("What would bring most:",) if self.changes else ()), *changes])
 
 
@@ -101,13 +100,10 @@ def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: f
 def bandwidth_of_casts() -> float:
     """Measures the bytes a second that a cast reads and writes, of the fastest of some."""
     source = tf.zeros([_BYTES // 4])
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        tf.cast(source, tf.bfloat16)[0].numpy()
-        times.append(time.perf_counter() - start)
-    return 1.5 * _BYTES / min(times)
+    cast = {"cast": lambda: tf.cast(source, tf.bfloat16)[0].numpy()}
+    return 1.5 * _BYTES / turns.fastest(turns.take(cast, 6))["cast"]
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Returns a time in words, such as "2.5 ms"."""
     return f"{seconds * 1000:.3g} ms"
