@@ -1,4 +1,4 @@
-"""What a traced function really computes in: work, casts, reasons, before and after grappler.
+"""The dtypes that a traced function computes in: work, casts, reasons, before and after grappler.
 
 Nothing runs: all of it is read from the graph.
 """
@@ -6,7 +6,7 @@ Nothing runs: all of it is read from the graph.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -25,7 +25,7 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 
-# They hand on what they get, and compute nothing.
+# They hand on the numbers that they get, and compute none.
 _NO_COMPUTATIONS = op_table.ops(
     *("arguments", "constants", "results", "variables", "reads of variables"),
     *("writes of variables", *op_table.SAME_NUMBERS, "shapes", "fills", "no numbers"),
@@ -104,7 +104,7 @@ class Cast(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """What is in a graph.
+    """The operations and casts of a graph.
 
     Attributes:
         operations: tuple of `Operation`.
@@ -130,7 +130,7 @@ class Graph(NamedTuple):
 
 
 class Census(NamedTuple):
-    """What a traced function computes in. `str` of it, and `print`, give sentences and tables.
+    """The dtypes that a traced function computes in. `print` of it gives sentences and tables.
 
     Attributes:
         of: str. The name of the function, or of the model.
@@ -153,7 +153,7 @@ class Census(NamedTuple):
 
     @property
     def runs(self) -> Graph:
-        """What runs: the optimized graph, where there is one."""
+        """The graph that runs: the optimized one, where there is one."""
         return self.optimized or self.traced
 
     def estimate(
@@ -207,7 +207,9 @@ class Census(NamedTuple):
         return self.to_text()
 
 
-def census(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> Census:
+def census(
+    function: Callable[..., object], *args: Any, device: str | None = None, **kwargs: Any
+) -> Census:
     """Counts what a function, or the training step of a model, computes in which dtype, and why.
 
     Floating-point work is that of matrix products and convolutions, forwards and backwards, where a
@@ -242,27 +244,27 @@ def census(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
     """
     if device is not None:
         optimize.compute_capability(device)
-    model, scopes = None, {}
-    if isinstance(function, tf.keras.Model):
-        model = function
-        if len(args) != 1 or kwargs:
-            raise TypeError(
-                "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
-                f"Received {len(args)} positional and {len(kwargs)} other arguments."
-            )
+    model = function if isinstance(function, tf.keras.Model) else None
+    if model is not None and (len(args) != 1 or kwargs):
+        raise TypeError(
+            "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
+            f"Received {len(args)} positional and {len(kwargs)} other arguments."
+        )
+    scopes: dict[str, str] = {}
     with Progress("census", parts=2) as progress:
         progress.begin("tracing")
         if model is not None:
-            concrete = _step_of(model, args[0], scopes)
-            name = traces.name_of_step(model)
+            concrete, name = _step_of(model, args[0], scopes), traces.name_of_step(model)
         else:
             concrete = traces.function_of(function, *args, **kwargs)
-            name = getattr(function, "__name__", None) or concrete.name.decode()
+            name = getattr(function, "__name__", None) or concrete.name.decode()  # pyright: ignore
         progress.begin("reading the graph")
         return _census(concrete, name, model, scopes, device)
 
 
-def _step_of(model: tf.keras.Model, batch: Any, scopes: dict[str, str]) -> Any:
+def _step_of(
+    model: tf.keras.Model, batch: Any, scopes: dict[str, str]
+) -> tf.types.experimental.ConcreteFunction:
     batch = batches.as_fit_takes_it(model, batch)
     try:
         return traces.step_of(model, batch, scopes)
@@ -280,7 +282,7 @@ def _census(
     device: str | None,
 ) -> Census:
     meta = rewrites.of_function(concrete, shapes=True)
-    reader = _Reader(concrete, model, scopes)
+    reader = _Reader(concrete.graph, model, scopes)  # pyright: ignore
     walk = graphs.Walk(meta.graph_def)
     traced = reader.read(walk.nodes)
     if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
@@ -295,16 +297,18 @@ class _Reader:
     """Reads nodes, with what is known of the function that they come from.
 
     Args:
-        concrete: `ConcreteFunction`.
+        graph: that of the function.
         model: the model whose step it is, or None.
         scopes: in which scopes its layers were called.
     """
 
-    def __init__(self, concrete: Any, model: tf.keras.Model | None, scopes: dict[str, str]) -> None:
-        self._made = {op.name: op for op in concrete.graph.get_operations()}
+    def __init__(
+        self, graph: tf.Graph, model: tf.keras.Model | None, scopes: dict[str, str]
+    ) -> None:
+        self._made = {op.name: op for op in graph.get_operations()}
         self._layers, self._is_model = origins.Layers(model, scopes), model is not None
         self._is_autocast = any(_is_autocast(name) for name in self._made)
-        # A kernel in the graph that was rewritten, and in which dtype it was before.
+        # By path, the dtypes before the graph was rewritten.
         self._before: dict[str, str] = {}
         self.rewritten_to: str | None = None
 
@@ -325,10 +329,10 @@ class _Reader:
         return Graph(tuple(operations), tuple(casts))
 
     def _owner(self, path: str) -> str:
-        """The name of an operation that tells the layer of another one."""
+        """Returns the name of an operation whose layer is that of another one."""
         if self._layers.path(path):
             return path
-        # The backward pass of a function is one too, and has no scope of its layer, but it takes
+        # The backward pass of a function is a function without the scope of its layer, but it takes
         # what the function in the layer has kept for it.
         call = self._made.get(path.partition("/")[0])
         takes = () if call is None or call.type not in graphs.CALLS else call.inputs
@@ -422,5 +426,5 @@ def _is_autocast(name: str) -> bool:
     return name.rpartition("/")[2].startswith(lower_precision.NAME)
 
 
-def _as_dict(each: Any) -> dict[str, Any]:
+def _as_dict(each: Operation | Cast) -> dict[str, Any]:
     return {**each._asdict(), "line": each.line and list(each.line)}

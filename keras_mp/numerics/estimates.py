@@ -1,14 +1,17 @@
-"""How fast a function could be, by what it computes and how fast the device is."""
+"""An estimate of how fast a function could be, from its work and the speed of the device."""
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.numerics.census_text import NO_LAYER, between, place
 from keras_mp.support import text_tables, turns
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+if TYPE_CHECKING:
+    from keras_mp.numerics.census import Graph, Operation
 
 _BYTES = 2**24
 
@@ -32,7 +35,7 @@ class Change(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """How long products and casts take, by the measured speeds of the device.
+    """The time that products and casts take, by the measured speeds of the device.
 
     Attributes:
         seconds: float. What products, convolutions and casts of a call take at least.
@@ -59,7 +62,9 @@ class Estimate(NamedTuple):
         return "\n".join([head, *(("What would bring most:",) if self.changes else ()), *changes])
 
 
-def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: float) -> Estimate:
+def estimate(
+    graph: "Graph", speeds: Mapping[str, Mapping[str, float]], bandwidth: float
+) -> Estimate:
     """Estimates the time of products and casts.
 
     Args:
@@ -69,7 +74,7 @@ def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: f
     """
     half = next((dtype for dtype in graph.work() if dtype in LOW_PRECISION_NAMES), "bfloat16")
 
-    def seconds(each: Any, dtype: str) -> float:
+    def seconds(each: "Operation", dtype: str) -> float:
         return each.work / speeds[each.kind].get(dtype, speeds[each.kind]["float32"])
 
     products = [each for each in graph.operations if each.work]

@@ -1,6 +1,7 @@
-"""Which products the tensor cores of a GPU take, and which sizes they divide without a rest."""
+"""The products that the tensor cores of a GPU take, and the sizes that they are fastest with."""
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -9,8 +10,11 @@ from keras_mp.grappler import optimize
 from keras_mp.hardware import devices
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# What is no multiple of it is filled up. (Nvidia, "Matrix Multiplication Background", "Requirements
-# to Use Tensor Cores": 16 bytes; with the A100, 128 are best.)
+if TYPE_CHECKING:
+    from keras_mp.numerics.census import Graph
+
+# Other sizes are filled up to a multiple. (Nvidia, "Matrix Multiplication Background",
+# "Requirements to Use Tensor Cores": 16 bytes; with the A100, 128 are best.)
 _MULTIPLE = 8
 # The first GPUs whose tensor cores take float32, of which they drop digits.
 _TENSOR_FLOAT_32 = 8, 0
@@ -37,7 +41,7 @@ def _is_at_least(device: str, capability: tuple[int, int]) -> bool:
 
 
 def are_odd(sizes: Iterable[int | None]) -> bool:
-    """Whether one of the sizes of a product is no multiple of 8.
+    """Whether one of the sizes of a product is not a multiple of 8.
 
     Args:
         sizes: rows, columns and what is summed over; None for what is not known.
@@ -45,7 +49,7 @@ def are_odd(sizes: Iterable[int | None]) -> bool:
     return any(size is not None and size % _MULTIPLE for size in sizes)
 
 
-def sentences(graph: tf.Graph, device: str) -> Iterator[str]:
+def sentences(graph: "Graph", device: str) -> Iterator[str]:
     """Says how much of a graph's products tensor cores take.
 
     Args:

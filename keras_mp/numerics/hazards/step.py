@@ -1,5 +1,6 @@
 """Hazards of the step itself: what is done to a loss, to gradients and to weights."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -7,10 +8,10 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.numerics import origins
-from keras_mp.numerics.hazards.look import (
+from keras_mp.numerics.hazards.traced_step import (
     Hazard,
-    Look,
     Suspect,
+    TracedStep,
     count,
     health,
     not_finite_of,
@@ -33,11 +34,11 @@ _SMALLEST_NORMAL = 2.0**-14
 _MOST_SMALL = 0.1
 
 
-def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
+def gradients_that_vanish(traced: TracedStep) -> Iterator[Suspect]:
     """Gradients in float16 are too small for it, and nothing scales the loss."""
-    if look.scaling is not None or getattr(look.model, "optimizer", None) is None:
+    if traced.scaling is not None or getattr(traced.model, "optimizer", None) is None:
         return
-    products = look.backward_products
+    products = traced.backward_products
     # Where a kernel of float16 is slow, keras_mp computes in float32 and rounds.
     rounded = [
         user.outputs[0] for each in products for user in each.consumers() if user.type == "Cast"
@@ -67,11 +68,11 @@ def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
     yield Suspect(measured, say)
 
 
-def loss_multiplied_by_a_number(look: Look) -> Iterator[Suspect]:
+def loss_multiplied_by_a_number(traced: TracedStep) -> Iterator[Suspect]:
     """The loss is multiplied by a number before it is multiplied by the loss scale."""
-    if look.scaling is None:
+    if traced.scaling is None:
         return
-    waiting, seen = list(look.scaling.inputs), set()
+    waiting, seen = list(traced.scaling.inputs), set()
     while waiting:
         operation = waiting.pop().op
         if operation in seen:
@@ -89,13 +90,15 @@ def loss_multiplied_by_a_number(look: Look) -> Iterator[Suspect]:
                 waiting.append(other)
                 factor = float(np.ravel(value)[0])
                 if factor >= _LIKE_A_LOSS_SCALE and np.log2(factor).is_integer():
-                    yield _about_factor(look, operation, other, factor)
+                    yield _about_factor(traced, operation, other, factor)
 
 
-def _about_factor(look: Look, operation: tf.Operation, loss: tf.Tensor, factor: float) -> Suspect:
+def _about_factor(
+    traced: TracedStep, operation: tf.Operation, loss: tf.Tensor, factor: float
+) -> Suspect:
 
     def say(loss: np.ndarray, scale: np.ndarray) -> Hazard:
-        return look.finding(
+        return traced.finding(
             operation,
             "a loss multiplied by a number",
             f"The loss, {loss:.4g} for this batch, is multiplied by {factor:g}, and then by the "
@@ -105,23 +108,23 @@ def _about_factor(look: Look, operation: tf.Operation, loss: tf.Tensor, factor: 
             "the learning rate.)",
         )
 
-    return Suspect([tf.reduce_mean(widened(loss)), look.scale], say)
+    return Suspect([tf.reduce_mean(widened(loss)), traced.scale], say)
 
 
-def clipping_before_unscaling(look: Look) -> Iterator[Suspect]:
+def clipping_before_unscaling(traced: TracedStep) -> Iterator[Suspect]:
     """Gradients are clipped while they are still multiplied by the loss scale."""
-    for operation in look.scaled:
+    for operation in traced.scaled:
         if not origins.is_made_in(operation, ("clip_ops.py",)):
             continue
         if origins.maker_of(operation) != "user":
             continue
-        gradient = next(tensor for tensor in operation.inputs if tensor.op in look.scaled)
+        gradient = next(tensor for tensor in operation.inputs if tensor.op in traced.scaled)
         largest = tf.reduce_max(tf.abs(widened(gradient)))
 
         def say(
             largest: np.ndarray, scale: np.ndarray, operation: tf.Operation = operation
         ) -> Hazard:
-            return look.finding(
+            return traced.finding(
                 operation,
                 "clipping before unscaling",
                 f"Gradients are clipped while they are multiplied by the loss scale, {scale:g}: "
@@ -131,13 +134,13 @@ def clipping_before_unscaling(look: Look) -> Iterator[Suspect]:
                 "apply; or pass clipnorm, clipvalue or global_clipnorm to the optimizer.",
             )
 
-        yield Suspect([largest, look.scale], say)
+        yield Suspect([largest, traced.scale], say)
         return
 
 
-def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
+def accumulation_under_a_moving_scale(traced: TracedStep) -> Iterator[Suspect]:
     """Gradients that are still scaled are added up over steps, while the scale may move."""
-    for operation in look.scaled:
+    for operation in traced.scaled:
         if operation.type not in ("AssignAddVariableOp", "AssignVariableOp"):
             continue
         value = operation.inputs[1]
@@ -145,7 +148,7 @@ def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
             continue
 
         def say(scale: np.ndarray, operation: tf.Operation = operation) -> Hazard:
-            return look.finding(
+            return traced.finding(
                 operation,
                 "gradient accumulation under a moving scale",
                 f"Gradients are added up while they are multiplied by the loss scale, {scale:g} "
@@ -156,20 +159,20 @@ def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
                 "until the sum is complete.",
             )
 
-        yield Suspect([look.scale], say)
+        yield Suspect([traced.scale], say)
         return
 
 
-def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
+def epsilon_of_the_optimizer(traced: TracedStep) -> Iterator[Suspect]:
     """The optimizer divides by a root plus an epsilon that is 0 in the dtype of its variables."""
-    optimizer = getattr(look.model, "optimizer", None)
+    optimizer = getattr(traced.model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     epsilon = getattr(optimizer, "epsilon", None)
     if not isinstance(epsilon, (int, float)):
         return
     variables = [
         v
-        for v in look.model.trainable_variables
+        for v in traced.model.trainable_variables
         if (dtype := tf.as_dtype(v.dtype)).is_floating
         and np.array(epsilon, dtype.as_numpy_dtype) == 0
     ]
@@ -178,7 +181,7 @@ def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
     dtypes = {tf.as_dtype(v.dtype).name for v in variables}
     in_16_bits = not dtypes.isdisjoint(LOW_PRECISION_NAMES)
     bad = not_finite_of(variables)
-    size = sum(int(np.prod(v.shape)) for v in variables)
+    size = sum(math.prod(length or 0 for length in v.shape) for v in variables)
 
     def say(bad: np.ndarray) -> Hazard | None:
         if not (bad or in_16_bits):
@@ -198,18 +201,18 @@ def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
     yield Suspect([bad], say)
 
 
-def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
+def weights_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
     """One step makes weights infinite or NaN, since it is not skipped."""
-    variables = [v for v in look.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
-    optimizer = getattr(look.model, "optimizer", None)
-    in_half = any(o.outputs and o.outputs[0].dtype in LOW_PRECISION for o in look.forward)
-    if optimizer is None or not variables or not in_half or look.scaling is None:
+    variables = [v for v in traced.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
+    optimizer = getattr(traced.model, "optimizer", None)
+    in_16_bits = any(o.outputs and o.outputs[0].dtype in LOW_PRECISION for o in traced.forward)
+    if optimizer is None or not variables or not in_16_bits or traced.scaling is None:
         return
     bad = not_finite_of(variables)
-    loss = widened(look.scaling.inputs[0])
+    loss = widened(traced.scaling.inputs[0])
     gradients = [
         health(operation.outputs[0])
-        for operation in look.operations
+        for operation in traced.operations
         if origins.is_of_backward_pass(operation.name)
         and operation.outputs
         and operation.outputs[0].dtype.is_floating
@@ -232,13 +235,13 @@ def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
             "fixed one.",
         )
 
-    yield Suspect([bad, look.scale, loss, of_gradients], say)
+    yield Suspect([bad, traced.scale, loss, of_gradients], say)
 
 
-def replicas_that_do_not_agree(look: Look) -> Iterator[Suspect]:
+def replicas_that_do_not_agree(traced: TracedStep) -> Iterator[Suspect]:
     """Keras's own wrapper looks at the gradients of one replica before it skips a step for all."""
-    optimizer = getattr(look.model, "optimizer", None)
-    replicas = look.model.distribute_strategy.num_replicas_in_sync
+    optimizer = getattr(traced.model, "optimizer", None)
+    replicas = traced.model.distribute_strategy.num_replicas_in_sync
     is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
     if replicas < 2 or not is_of_keras or type(optimizer).__module__.startswith("keras_mp"):
         return

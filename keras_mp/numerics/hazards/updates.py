@@ -6,23 +6,23 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import low_precision_weights
-from keras_mp.numerics.hazards.look import Hazard, Look, Suspect, count
+from keras_mp.numerics.hazards.traced_step import Hazard, Suspect, TracedStep, count
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # Some updates are lost wherever anything is rounded.
 _MOST_LOST = 0.1
 
 
-def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
+def updates_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
     """Weights in 16 bits do not move, though they have gradients."""
-    optimizer = getattr(look.model, "optimizer", None)
+    optimizer = getattr(traced.model, "optimizer", None)
     if optimizer is None or low_precision_weights.keeps_digits(optimizer):
         return
-    of_shapes = {tuple(gradient.shape): gradient for gradient in look.backward_products}
+    of_shapes = {tuple(gradient.shape): gradient for gradient in traced.backward_products}
     measured = []
-    for variable in look.model.trainable_variables:
+    for variable in traced.model.trainable_variables:
         gradient = of_shapes.get(tuple(variable.shape))
-        before = _value_before_the_step(look, variable)
+        before = _value_before_the_step(traced, variable)
         if tf.as_dtype(variable.dtype) not in LOW_PRECISION or gradient is None or before is None:
             continue
         has_gradient = tf.not_equal(gradient, 0)
@@ -35,7 +35,7 @@ def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
         lost, all_of_them = counts
         if lost < _MOST_LOST * all_of_them or not all_of_them:
             return None
-        dtype = low_precision_weights.dtype_of(look.model)
+        dtype = low_precision_weights.dtype_of(traced.model)
         constants = ", ".join(low_precision_weights.vanishing_constants(optimizer, dtype))
         why = f" In {dtype}, {constants}." if constants else ""
         return Hazard(
@@ -51,7 +51,7 @@ def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
     yield Suspect([tf.add_n(measured)], say)
 
 
-def _value_before_the_step(look: Look, variable: tf.Variable) -> tf.Tensor | None:
+def _value_before_the_step(traced: TracedStep, variable: tf.Variable) -> tf.Tensor | None:
     """Returns what the forward pass reads of a variable."""
     stored = tf.convert_to_tensor(variable)
     while stored.op.type == "Identity":
@@ -59,6 +59,6 @@ def _value_before_the_step(look: Look, variable: tf.Variable) -> tf.Tensor | Non
     if stored.op.type != "ReadVariableOp":
         return None
     [handle] = stored.op.inputs
-    reads = (op for op in look.forward if op.type == "ReadVariableOp" and op.inputs[0] is handle)
+    reads = (op for op in traced.forward if op.type == "ReadVariableOp" and op.inputs[0] is handle)
     first = next(reads, None)
     return None if first is None else first.outputs[0]

@@ -1,8 +1,8 @@
-"""What hazards look at: the graph of one step, its layers, and the tensors of one batch."""
+"""The graph of one step, with its layers and the tensors of one batch, for hazards to inspect."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -49,6 +49,11 @@ class Hazard(NamedTuple):
     why: str
     cure: str
 
+    @property
+    def place(self) -> Hashable:
+        """What it is about, whatever was measured."""
+        return self.hazard, self.where, self.line
+
     def __str__(self) -> str:
         at = f" ({self.line.file}:{self.line.number})" if self.line else ""
         return f"{self.hazard}, in {self.where}{at}\n    {self.why}\n    Cure: {self.cure}"
@@ -67,12 +72,12 @@ class Suspect(NamedTuple):
 
     @classmethod
     def certain(cls, hazard: Hazard) -> "Suspect":
-        """Makes one of a hazard of which nothing is left to measure."""
+        """Makes a suspect of a hazard that needs no measurement."""
         return cls((), lambda: hazard)
 
 
-class Look:
-    """A step of a model that is being traced, for hazards to look at.
+class TracedStep:
+    """A step of a model that is being traced, for hazards to inspect.
 
     Attributes:
         model: the model.
@@ -94,9 +99,9 @@ class Look:
 
     def __init__(
         self,
-        model: Any,
+        model: tf.keras.Model,
         batch: Batch,
-        result: Any,
+        result: object,
         scopes: Mapping[str, str],
         device: str | None = None,
     ) -> None:
@@ -118,7 +123,7 @@ class Look:
         return Hazard(hazard, self.where(operation), self.line(operation), why, cure)
 
     def line(self, operation: tf.Operation) -> Line | None:
-        """Returns the line of a program that made an operation; of a gradient, of what it is of."""
+        """Returns the program's line that made an operation, or that of which it is a gradient."""
         return origins.line_of(self.forward_of(operation))
 
     def forward_of(self, operation: tf.Operation) -> tf.Operation:
@@ -137,7 +142,7 @@ class Look:
     def _by_name(self) -> dict[str, tf.Operation]:
         return {operation.name: operation for operation in self.operations}
 
-    def in_half(self, types: Iterable[str], forward: bool = True) -> Iterator[tf.Operation]:
+    def in_16_bits(self, types: Iterable[str], forward: bool = True) -> Iterator[tf.Operation]:
         """Yields operations of some types that compute in 16 bits.
 
         Args:
@@ -260,7 +265,7 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def count(condition: tf.Tensor) -> tf.Tensor:
-    """Returns how often something is true."""
+    """Returns the number of values that are true."""
     return tf.math.count_nonzero(condition)
 
 
