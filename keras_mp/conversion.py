@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -12,12 +12,14 @@ from keras_mp.layer_paths import layers_by_path
 from keras_mp.policy import policy_scope
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
 
+_Policy = TypeVar("_Policy")
+
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 # Loaded models and inputs may have another policy than the layers that compute.
 _NOT_COMPUTING = (tf.keras.Model, tf.keras.layers.InputLayer)
 
 
-def convert(model: tf.keras.Model, policy: Any) -> Any:
+def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
     """Makes a model that is the same but for its policy: train mixed, export float32.
 
     The new model is made from the config of the old one, with other policies in it, and gets its
@@ -160,7 +162,7 @@ def paths_in_config(model: tf.keras.Model) -> set[str]:
     return {path for path, _ in _layer_configs(model.get_config())}
 
 
-def units_by_path(model: tf.keras.Model) -> dict[str, Any]:
+def units_by_path(model: tf.keras.Model) -> dict[str, tf.keras.layers.Layer]:
     """Returns the layers of a model that get a policy each, by their paths.
 
     A layer inside of one that is not a model goes with it, and so does one in a model whose config
@@ -170,7 +172,7 @@ def units_by_path(model: tf.keras.Model) -> dict[str, Any]:
         model: A model of `tf.keras` with a `get_config`.
     """
     in_config = paths_in_config(model)
-    units: dict[str, Any] = {}
+    units: dict[str, tf.keras.layers.Layer] = {}
     for path, layer in layers_by_path(model).items():
         is_model = isinstance(layer, tf.keras.Model)
         has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
@@ -187,7 +189,9 @@ def _is_known(layer: tf.keras.layers.Layer) -> bool:
     return module.partition(".")[0] == keras_api.ROOT_PACKAGE and is_public
 
 
-def _culprit(layer: tf.keras.layers.Layer) -> tuple[Any, Exception] | None:
+def _culprit(
+    layer: tf.keras.layers.Layer,
+) -> tuple[tf.keras.layers.Layer, Exception] | None:
     """Returns the innermost layer that cannot be made from its config, and the error; or None."""
     try:
         type(layer).from_config(layer.get_config())
@@ -223,7 +227,9 @@ def _check_paths(model: tf.keras.Model, paths: Iterable[str]) -> None:
         )
 
 
-def _check_dtypes(model: tf.keras.Model, converted: Any, wanted: Mapping[str, Any]) -> None:
+def _check_dtypes(
+    model: tf.keras.Model, converted: tf.keras.Model, wanted: Mapping[str, Any]
+) -> None:
     """Refuses a model in which a layer in 16 bits is not in the dtype that was asked for."""
     paths = {id(layer): path for path, layer in layers_by_path(model).items()}
     pairs = zip(keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True)
@@ -241,7 +247,7 @@ def _check_dtypes(model: tf.keras.Model, converted: Any, wanted: Mapping[str, An
             )
 
 
-def _nearest(path: str, policies: Mapping[str, Any]) -> Any:
+def _nearest(path: str, policies: Mapping[str, _Policy]) -> _Policy | None:
     """Returns the policy of a layer, else of the innermost layer around it, else None."""
     while path and path not in policies:
         path = path.rpartition("/")[0]
@@ -253,7 +259,7 @@ def _scoped(policy: Any) -> Any:
         return scoped
 
 
-def _layer_configs(config: Any, path: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _layer_configs(config: object, path: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the paths and configs of layers in the config of a model, however deep."""
     if isinstance(config, dict):
         is_layer = {"trainable", "dtype"} <= config.keys()  # an input is not trainable
@@ -270,7 +276,7 @@ def _layer_configs(config: Any, path: str | None = None) -> Iterator[tuple[str, 
             yield from _layer_configs(value, path)
 
 
-def _compute_dtype(dtype: Any) -> str | None:
+def _compute_dtype(dtype: object) -> str | None:
     """Returns the compute dtype of a `dtype` in a config; None if that is no policy."""
     if isinstance(dtype, dict):
         dtype = dtype.get("config", {}).get("name")

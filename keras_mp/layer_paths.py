@@ -1,8 +1,7 @@
-"""What users call the layers and variables of a model: the names on the way down to them."""
+"""Paths of the layers and variables of a model: the names on the way down to them."""
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -76,7 +75,9 @@ def output_layers(model: tf.keras.layers.Layer, subclassed: bool = False) -> set
     return found
 
 
-def variables_by_path(model: tf.keras.layers.Layer) -> dict[str, tuple[Any, Any]]:
+def variables_by_path(
+    model: tf.keras.layers.Layer,
+) -> dict[str, tuple[tf.Variable, tf.keras.layers.Layer]]:
     """Returns the trainable variables of a model, each once, by their paths.
 
     Args:
@@ -108,21 +109,23 @@ def paths_of_weights(model: tf.keras.Model) -> dict[int, str]:
     return paths
 
 
-def native_variable(weight: Any) -> tf.Variable:
-    """Returns the `tf.Variable` that a weight of Keras 3 has inside; another one is its own."""
+def native_variable(weight: tf.Variable) -> tf.Variable:
+    """Returns the `tf.Variable` inside of a weight of Keras 3; another weight is one itself."""
     inside = getattr(weight, "value", None)
     return inside if isinstance(inside, tf.Variable) else weight
 
 
-def _weights_by_path(model: tf.keras.layers.Layer) -> dict[str, tuple[Any, Any]]:
-    owners: dict[int, tuple[str, Any]] = {}
+def _weights_by_path(
+    model: tf.keras.layers.Layer,
+) -> dict[str, tuple[tf.Variable, tf.keras.layers.Layer]]:
+    owners: dict[int, tuple[str, tf.keras.layers.Layer]] = {}
     for path, layer in {"": model, **layers_by_path(model)}.items():
         # A layer that is in several others has its path from one of them only.
         inside = {id(weight) for child in _children(layer) for weight in child.weights}
         for weight in layer.weights:
             if id(weight) not in inside:
                 owners[id(weight)] = path and f"{path}/", layer
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[tf.Variable, tf.keras.layers.Layer]] = {}
     for weight in model.weights:
         path, layer = owners[id(weight)]
         name, count = path + _name_in(layer, weight), 1
@@ -132,8 +135,8 @@ def _weights_by_path(model: tf.keras.layers.Layer) -> dict[str, tuple[Any, Any]]
     return found
 
 
-def _name_in(layer: tf.keras.layers.Layer, weight: Any) -> str:
-    """The name of a weight, or, if it was given none, the attribute that it is."""
+def _name_in(layer: tf.keras.layers.Layer, weight: tf.Variable) -> str:
+    """Returns the name of a weight, or, if it was given none, of the attribute that it is."""
     # On Keras 2 a variable's name is a path of scopes.
     name = weight.name.partition(":")[0].rpartition("/")[2]
     if not re.fullmatch(r"[Vv]ariable(_\d+)?", name):

@@ -1,4 +1,4 @@
-"""A table of the dtypes in a model, and of what is worth a second look."""
+"""A table of the dtypes in a model, with notes on those that may be mistakes."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -66,9 +66,9 @@ def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None)
 
 
 def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
-    """Says so if none of the layers of a 16-bit model computes in 16 bits.
+    """Returns a warning if none of the layers of a 16-bit model computes in 16 bits.
 
-    What makes it one is its own policy, or the one that it was saved under: a class may save none,
+    A model is one by its own policy, or by the one that it was saved under: a class may save none,
     but the optimizer's config names it.
 
     Args:
@@ -205,14 +205,14 @@ def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
             f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
             "its own, or made under another global policy."
         ) + _about_other_policy(place, model)
-    # Keras has its own reasons, such as the ids that an embedding takes.
+    # Layers of Keras have reasons not to cast, such as the ids that an embedding takes.
     is_keras_own = type(layer).__module__.startswith(f"{keras_api.ROOT_PACKAGE}.")
     is_mixed = dtype != layer.variable_dtype
     if is_mixed and not is_keras_own and not getattr(layer, "autocast", True):
         yield "It takes its inputs as they come: it was made with autocast=False."
 
 
-def _size(layer: tf.keras.layers.Layer) -> Any:
+def _size(layer: tf.keras.layers.Layer) -> int | None:
     return getattr(layer, "units", None) or getattr(layer, "filters", None)
 
 

@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 class _Switch:
-    """The pass that was turned on here.
+    """The pass that is on, as far as it was turned on here.
 
     Attributes:
         dtype: "float16", "bfloat16", or None.
@@ -111,7 +111,9 @@ def warn_if_not_rewritten(what: str) -> None:
         )
 
 
-def config_for_sessions(config: Any, dtype: str | None) -> Any:
+def config_for_sessions(
+    config: tf.compat.v1.ConfigProto | None, dtype: str | None
+) -> tf.compat.v1.ConfigProto:
     """Returns a `ConfigProto` with the pass for a dtype on, and the other off.
 
     Args:

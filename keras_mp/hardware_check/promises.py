@@ -98,7 +98,9 @@ def measure_kernels() -> list[KernelFinding]:
 def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> KernelFinding:
     arguments, expected = kernel.example(dtype, case)
 
-    def result_of(compute: Any) -> float | None:
+    def result_of(compute: Callable[..., tf.Tensor] | None) -> float | None:
+        if compute is None:
+            return None
         try:
             return float(replaced.last_value(compute(**arguments)))
         except (tf.errors.OpError, ValueError):
@@ -125,7 +127,9 @@ def _values(variables: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in listed]
 
 
-def _scaled_step(optimizer: Any, weights: tf.Variable) -> Callable[[tf.Tensor], None]:
+def _scaled_step(
+    optimizer: keras_mp.LossScaleOptimizer, weights: tf.Variable
+) -> Callable[[tf.Tensor], None]:
     """A step whose gradients, in float16 and scaled, are the loss scale times the factor."""
 
     def step(factor: tf.Tensor) -> None:
@@ -252,7 +256,7 @@ def _autocast(dtype: str) -> Found:
     x = tf.random.stateless_normal([64, 64], seed=(1, 2))
 
     @_WAYS["graph"]
-    def product() -> Any:
+    def product() -> tf.Tensor:
         with keras_mp.autocast(dtype):
             return tf.nn.softmax(tf.matmul(x, x))
 

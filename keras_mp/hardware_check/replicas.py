@@ -6,7 +6,7 @@ Two GPUs if there are, else one in two halves; without a GPU the CPU in two.
 import json
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -59,8 +59,10 @@ def _strategy() -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy([f"{kind}:0", f"{kind}:1"], sum_on_one)
 
 
-def _step(strategy: tf.distribute.Strategy, optimizer: Any, weights: Any) -> Any:
-    """A step in which each replica has a factor of its own."""
+def _step(
+    strategy: tf.distribute.Strategy, optimizer: keras_mp.LossScaleOptimizer, weights: tf.Variable
+) -> Callable[[tf.Tensor], None]:
+    """Returns a step in which each replica has a factor of its own."""
 
     def of_replica(factors: tf.Tensor) -> None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -72,8 +74,10 @@ def _step(strategy: tf.distribute.Strategy, optimizer: Any, weights: Any) -> Any
     return tf.function(lambda factors: strategy.run(of_replica, args=(factors,)), autograph=False)
 
 
-def _trained(strategy: tf.distribute.Strategy, *factors: list[float]) -> tuple[list[Any], Any]:
-    """The weights of each replica after a step for each pair of factors, and the optimizer."""
+def _trained(
+    strategy: tf.distribute.Strategy, *factors: list[float]
+) -> tuple[list[list[float]], keras_mp.LossScaleOptimizer]:
+    """Returns each replica's weights after a step for each pair of factors, and the optimizer."""
     with strategy.scope():
         weights = tf.Variable(tf.constant([1.0, 2.0]))
         scale = keras_mp.DynamicLossScale(1024)

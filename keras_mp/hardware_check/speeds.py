@@ -90,7 +90,7 @@ def _convolve_each(x: tf.Tensor, filters: tf.Tensor) -> tf.Tensor:
 
 
 def _gradients(compute: Callable[..., tf.Tensor]) -> Callable[..., Any]:
-    """What takes the same arguments and computes the gradients of all of them."""
+    """Returns a function that computes the gradients of all arguments."""
 
     def backward(*arguments: tf.Tensor) -> Any:
         with tf.GradientTape() as tape:

@@ -62,7 +62,7 @@ def _seconds(name: str, size: int, count: int) -> Seconds:
             model, x, y = models.make(name, size)
             loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile("adam", loss)
-        forward[variant] = functools.partial(model.predict_on_batch, x)
+        forward[variant] = functools.partial(model.predict_on_batch, x)  # pyright: ignore
         step[variant] = functools.partial(model.train_on_batch, x, y)
     seconds = {}
     for what, calls in (("forward", forward), ("step", step)):

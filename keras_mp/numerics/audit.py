@@ -75,9 +75,7 @@ class Audit(NamedTuple):
         return json.dumps(self._described())
 
     def _described(self) -> dict[str, Any]:
-        findings = [
-            {**each._asdict(), "line": each.line and list(each.line)} for each in self.findings
-        ]
+        findings = [each._asdict() for each in self.findings]
         described = {"of": self.of, "policy": self.policy, "findings": findings}
         if self.batches:
             described["batches"] = [each._described() for each in self.batches]

@@ -184,8 +184,8 @@ class Census(NamedTuple):
             name: graph
             and {
                 "work": graph.work(),
-                "operations": [_as_dict(each) for each in graph.operations],
-                "casts": [_as_dict(each) for each in graph.casts],
+                "operations": [each._asdict() for each in graph.operations],
+                "casts": [each._asdict() for each in graph.casts],
             }
             for name, graph in graphs_of.items()
         }
@@ -424,7 +424,3 @@ class _Reader:
 
 def _is_autocast(name: str) -> bool:
     return name.rpartition("/")[2].startswith(lower_precision.NAME)
-
-
-def _as_dict(each: Operation | Cast) -> dict[str, Any]:
-    return {**each._asdict(), "line": each.line and list(each.line)}

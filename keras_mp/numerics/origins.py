@@ -39,9 +39,9 @@ class Layers:
     def __init__(
         self, model: tf.keras.Model | None = None, scopes: Mapping[str, str] | None = None
     ) -> None:
-        self._layers = {} if model is None else {"": model, **layers_by_path(model)}
+        self._layers = {} if model is None else layers_by_path(model)
         self._scopes = scopes or {}
-        self._paths: dict[str, tuple[tuple[str, tf.keras.layers.Layer], ...]] = {}
+        self._found = functools.cache(self._find)
 
     def path(self, name: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
         """Returns the layers around an operation, the outermost first, each with its path.
@@ -49,10 +49,7 @@ class Layers:
         Args:
             name: str. The operation's name; one of the backward pass has its layer's name in it.
         """
-        scopes = name.rpartition("/")[0]
-        if scopes not in self._paths:
-            self._paths[scopes] = self._find(scopes)
-        return self._paths[scopes]
+        return self._found(name.rpartition("/")[0])
 
     @do_not_convert
     def _find(self, scopes: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
@@ -67,7 +64,7 @@ class Layers:
             for start in range(len(parts))
         ]
         around = dict.fromkeys(max(known, key=len, default=()))
-        return tuple((path, self._layers[path]) for path in around if path in self._layers and path)
+        return tuple((path, self._layers[path]) for path in around if path in self._layers)
 
     def name(self, name: str) -> str:
         """Returns the path of the layer of an operation, such as "encoder/dense"; "" for none."""

@@ -186,7 +186,7 @@ def _step_of(
     model: tf.keras.Model, candidate: _Candidate, data: batches.Batch
 ) -> Callable[[], object]:
     """Returns what makes a step of a copy of the model with the change."""
-    copy = convert(model, candidate.policies or {})
+    copy: Any = convert(model, candidate.policies or {})
     optimizer = keras_api.deserialize_optimizer(keras_api.serialize_optimizer(model.optimizer))
     if candidate.compiles_update:
         if isinstance(optimizer, OptimizerWrapper):
