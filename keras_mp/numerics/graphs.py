@@ -27,8 +27,8 @@ _SAME_SHAPE = op_table.ops(
 _LOOPS = op_table.ops("loops")
 _BRANCHES = op_table.ops("conditions")
 CALLS = op_table.ops("calls")
-# What grappler puts into names where it puts functions in the place of their calls.
-_NUMBER = re.compile(r"/_\d+(?=/)")
+# Grappler puts this into names where it puts functions in the place of their calls.
+_INLINED = re.compile(r"/_\d+(?=/)|(?:^|(?<=/))Func/")
 
 
 class Node(NamedTuple):
@@ -121,7 +121,6 @@ class _Body:
             name: (shape,) for name, shape in shapes.items()
         }
         self._values = {(name, 0): value for name, value in values.items()}
-        self._frames = loops.frames(protos, self._node_of)
 
     def nodes(self) -> Iterator[Node]:
         """Yields them, and those of what they call."""
@@ -189,11 +188,13 @@ class _Body:
         )
 
     def _turns_of(self, proto: NodeDef) -> tuple[int, bool]:
-        """How often a node runs, and whether that is only known to be the least."""
-        turns, is_least = self._turns, self._is_least
-        for frame in self._frames.get(proto.name, ()):
-            times = self._walk.loops_before.get(self._path(frame))
-            turns, is_least = turns * (1 if times is None else times), is_least or times is None
+        """Returns how often a node runs, and whether that is only known to be the least."""
+        turns, is_least, path = self._turns, self._is_least, self._path(proto.name)
+        for loop, times in self._walk.loops_before.items():
+            # Where grappler takes a loop apart, the names of its nodes stay.
+            is_inside = path.startswith((f"{loop}/body/", f"{loop}/cond/"))
+            if is_inside and loop not in self._walk.loops:
+                turns, is_least = turns * (1 if times is None else times), is_least or times is None
         return turns, is_least
 
     def _times(self, loop: NodeDef) -> int | None:
@@ -203,7 +204,7 @@ class _Body:
         return loops.turns(condition, body, [self._value_at(source) for source in _data(loop)])
 
     def _path(self, name: str) -> str:
-        return _NUMBER.sub("", self.prefix + name)
+        return _INLINED.sub("", self.prefix + name)
 
     def _before(self, proto: NodeDef) -> Node | None:
         found = self._walk.nodes_before.get(self._path(proto.name))

@@ -1,4 +1,4 @@
-"""How often a loop of a graph turns, as far as its protos tell, and what is in which loop.
+"""How often a loop of a graph turns, as far as its protos tell.
 
 The loops of recurrent layers count up to the number of steps, which is that of a shape. This module
 needs TensorFlow only.
@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics.work import NodeDef
-from keras_mp.support import op_table
 
 # What a tensor is known to be, or None.
 Value = np.ndarray | int | None
@@ -85,39 +84,6 @@ def _step(body: Any, index: int, given: Sequence[Value]) -> Value:
     return given[at] if is_same else None
 
 
-def frames(protos: Sequence[NodeDef], node_of: Callable[[str], str]) -> dict[str, tuple[str, ...]]:
-    """Returns in which loops nodes are, the outermost first, where grappler has taken them apart.
-
-    A loop has the name of its While. What is in it follows from where numbers enter and leave it,
-    since grappler moves out what is the same in each turn.
-
-    Args:
-        protos: the nodes of a graph, or of a function.
-        node_of: returns the name of the node that an input comes from.
-    """
-    if not any(proto.op in _ENTER for proto in protos):
-        return {}
-    takers: dict[str, list[NodeDef]] = {}
-    for proto in protos:
-        for source in proto.input:
-            takers.setdefault(node_of(source), []).append(proto)
-    found: dict[str, tuple[str, ...]] = {}
-    waiting = [(proto, ()) for proto in protos if not proto.input]
-    # The arguments of a function are nodes that are not among its own.
-    arguments = takers.keys() - {proto.name for proto in protos}
-    waiting += [(proto, ()) for name in arguments for proto in takers[name]]
-    while waiting:
-        proto, around = waiting.pop()
-        if proto.name in found:
-            continue
-        if proto.op in _ENTER:
-            around = (*around, proto.attr["frame_name"].s.decode())
-        found[proto.name] = around
-        inside = around[:-1] if proto.op in _EXIT else around
-        waiting += [(taker, inside) for taker in takers.get(proto.name, ())]
-    return found
-
-
 def is_folded(proto: NodeDef) -> bool:
     """Whether `folded` knows what a node computes."""
     return proto.op == "Const" or proto.op in _FOLDED
@@ -135,9 +101,6 @@ def folded(proto: NodeDef, *inputs: Value) -> Value:
     if proto.op not in _FOLDED or any(each is None for each in inputs):
         return None
     return _FOLDED[proto.op](proto, *inputs)
-
-
-_ENTER, _EXIT = op_table.ops("entries of frames"), op_table.ops("exits of frames")
 
 
 def _element(proto: NodeDef, values: np.ndarray, begin: np.ndarray, *_: Value) -> Value:
