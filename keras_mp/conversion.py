@@ -1,4 +1,4 @@
-"""The same model, with the same weights, under another policy."""
+"""`convert`: the same model, with the same weights, under another policy."""
 
 import json
 import os
@@ -74,23 +74,22 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
         ) from error
     layers = keras_api.flatten_layers(model)
     classes = {type(layer).__name__: type(layer) for layer in layers if not _is_known(layer)}
-    policy = _read(policy)
-    by_path = dict(policy) if isinstance(policy, Mapping) else None
-    if by_path is not None:
-        _check_paths(model, by_path)
-        # Layers that a constructor makes, without a dtype in a config, keep to the model's.
-        policy = by_path.get("", model.dtype_policy.name)
-    is_in_16_bits = not compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
-    dtypes = LOW_PRECISION_NAMES if is_in_16_bits and by_path is None else _FLOATING_NAMES
+    policies, dtypes = _read(policy), _FLOATING_NAMES
+    if isinstance(policies, Mapping):
+        _check_paths(model, policies)
+    else:
+        policies = {"": policies}
+        if not compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES):
+            dtypes = LOW_PRECISION_NAMES
     with (
-        policy_scope(policy) as scoped,
+        # Layers that a constructor makes, without a dtype in a config, keep to the model's.
+        policy_scope(policies.get("", model.dtype_policy.name)),
         tf.keras.utils.custom_object_scope(classes),
         keras_api.trusted_scope(),
     ):
         try:
             config = model.get_config()
-            asked_for = {"": scoped} if by_path is None else by_path
-            wanted = {path: _scoped(each) for path, each in asked_for.items()}
+            wanted = {path: _scoped(each) for path, each in policies.items()}
             serialized = {
                 path: tf.keras.utils.serialize_keras_object(each) for path, each in wanted.items()
             }
@@ -101,7 +100,7 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
             converted = type(model).from_config(config)
             if model.built and not converted.built:
                 converted.build_from_config(model.get_build_config())
-        except Exception as error:  # the classes of users raise what they like
+        except Exception as error:  # A class of the user's may raise anything.
             culprit, error = _culprit(model) or (model, error)
             what = "it" if culprit is model else f"its layer {culprit.name!r}"
             raise ValueError(
@@ -124,7 +123,7 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
 
 
 def _read(policy: Any) -> Any:
-    """Returns what is asked for: a policy, or a dict of them that a tool, or a JSON, may hold."""
+    """Returns a policy, or a dict of policies, which may be in the result of a tool or in JSON."""
     policy = getattr(policy, "policies", policy)
     if isinstance(policy, str) and policy.lstrip().startswith("{"):
         text = policy
@@ -133,8 +132,9 @@ def _read(policy: Any) -> Any:
             text = file.read()
     else:
         return policy
-    read = json.loads(text)
-    policies = read.get("policies", read) if isinstance(read, dict) else read
+    policies = json.loads(text)
+    if isinstance(policies, dict):
+        policies = policies.get("policies", policies)
     if not isinstance(policies, dict) or not all(isinstance(v, str) for v in policies.values()):
         raise ValueError(
             "Expected JSON with an object of paths of layers and names of policies, or what "
@@ -182,8 +182,8 @@ def units_by_path(model: tf.keras.Model) -> dict[str, tf.keras.layers.Layer]:
 
 
 def _is_known(layer: tf.keras.layers.Layer) -> bool:
-    """Whether Keras finds the class by its name, as it does not in some of its applications."""
-    # Keras may use a name twice: `Add` is a layer and an operation.
+    """Whether Keras finds the class of a layer by its name."""
+    # Some of Keras's applications have classes of their own. `Add` is a layer and an operation.
     name, module = type(layer).__name__, type(layer).__module__
     is_public = isinstance(layer, tf.keras.Model) or hasattr(tf.keras.layers, name)
     return module.partition(".")[0] == keras_api.ROOT_PACKAGE and is_public
