@@ -217,7 +217,7 @@ def _size(layer: tf.keras.layers.Layer) -> int | None:
 
 
 def _size_costs_time(place: _Place, model: tf.keras.Model) -> bool:
-    """Whether another number of units or filters would make this machine faster."""
+    """Whether this machine would be faster with another number of units or filters."""
     layer, size = place.layer, _size(place.layer)
     is_odd = isinstance(size, int) and size % 8 and not keras_api.layers_inside(layer)
     if not is_odd or not hardware.has_tensor_cores(layer.compute_dtype):

@@ -1,4 +1,4 @@
-"""How fast this machine is with float16 and bfloat16, and a warning where it is slow.
+"""The speed of this machine in float16 and bfloat16, and a warning where it is slow.
 
 RFC 293, "Dtype policies overview": a warning where "mixed_float16" or "mixed_bfloat16" meets
 hardware that does not support it. For Nvidia GPUs and for TPUs there is a table. CPUs and
@@ -14,7 +14,7 @@ from keras_mp.hardware.stopwatch import Speeds
 from keras_mp.support import host, messages
 
 _lock = threading.Lock()
-# The dtypes of global policies that were set before anything could be measured.
+# The dtypes of global policies that wait for a measurement, and those that need no more warning.
 _waiting: set[str] = set()
 _settled: set[str] = set()
 
@@ -40,7 +40,7 @@ def best_policy() -> str:
 
 
 def measure_later(dtype: str) -> None:
-    """Lets the next `warn_if_slow()` measure how fast a dtype is.
+    """Makes the next `warn_if_slow()` measure how fast a dtype is.
 
     `keras_mp.set_global_policy` calls it. That is often a program's first line, when devices may
     still be configured, and to measure initializes them.
@@ -57,7 +57,7 @@ def measure_later(dtype: str) -> None:
 
 
 def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
-    """Warns, once per process and dtype, where computing in `dtype` brings no speed here.
+    """Warns, once per process and dtype, if computing in `dtype` is slow on this machine.
 
     A `keras_mp.Policy` calls it with `measure=False`. `Model.compile`, `keras_mp.GradScaler` and
     `keras_mp.LossScaleOptimizer` call it for the dtypes of global policies, when they are made.
@@ -88,7 +88,7 @@ def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
     for each in sorted(asked):
         reason = fast_dtypes.why_slow(each, measured)
         if reason is None and (not measure or host.in_v1_graph()):
-            continue  # Devices may still be hidden, or a graph of TensorFlow 1 be left.
+            continue  # The program may still hide devices, or leave a graph of TensorFlow 1.
         with _lock:
             is_first = each not in _settled
             _settled.add(each)
@@ -102,7 +102,7 @@ def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
 
 
 def why_slow(dtype: str) -> str | None:
-    """Says why computing in `dtype` is not fast on this machine.
+    """Returns the reason why computing in `dtype` is slow on this machine, or None.
 
     Args:
         dtype: str, "float16" or "bfloat16".
@@ -159,7 +159,7 @@ def speeds(anew: bool = False) -> Speeds | None:
 
 
 def has_tensor_cores(dtype: str) -> bool:
-    """Tells whether a GPU of this machine multiplies matrices of `dtype` in tensor cores.
+    """Whether a GPU of this machine multiplies matrices of `dtype` in tensor cores.
 
     Devices are listed, not initialized.
 
@@ -181,7 +181,7 @@ def has_tensor_cores(dtype: str) -> bool:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Tells whether the CPU has instructions for bfloat16 (AVX512-BF16, AMX-BF16 or Arm BF16).
+    """Whether the CPU has instructions for bfloat16 (AVX512-BF16, AMX-BF16 or Arm BF16).
 
     That does not make it fast: see `speeds`.
 
@@ -194,7 +194,7 @@ def cpu_has_bfloat16() -> bool:
 
 
 def cpu_has_float16() -> bool:
-    """Tells whether the CPU has instructions for float16 (AVX512-FP16 or AMX-FP16).
+    """Whether the CPU has instructions for float16 (AVX512-FP16 or AMX-FP16).
 
     That does not make it fast: see `speeds`.
 
@@ -207,7 +207,7 @@ def cpu_has_float16() -> bool:
 
 
 def cpu_takes_float16_rewrite() -> bool:
-    """Tells whether TensorFlow's graph rewrite goes to float16 on this CPU.
+    """Whether TensorFlow's graph rewrite goes to float16 on this CPU.
 
     It does where oneDNN is on and the CPU has AMX-FP16 or AVX-NE-CONVERT. It asks for no other
     float16 instructions, AVX512-FP16 among them.

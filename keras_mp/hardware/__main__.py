@@ -1,4 +1,4 @@
-"""Measures how fast this machine is in each dtype, and says which policy suits it.
+"""Measures how fast this machine is in each dtype, and names the policy that suits it.
 
 python -m keras_mp.hardware
 python -m keras_mp.hardware --check
@@ -22,7 +22,7 @@ _OUTPUT = "keras_mp_check.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, remembers what was measured, and prints it.
+    """Measures this machine, keeps the result for later programs, and prints it.
 
     Args:
         argv: Arguments of the command line; None for the process's own.
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(quick: bool, output: pathlib.Path) -> int:
-    # It uses all of the package, and the rest of this subpackage needs TensorFlow only.
+    # The check uses all of the package; the rest of this subpackage needs TensorFlow only.
     from keras_mp import hardware_check
     from keras_mp.hardware_check import page
 

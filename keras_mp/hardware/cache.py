@@ -28,7 +28,7 @@ _ENVIRONMENT = ("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVER
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Describes all that speeds depend on, and initializes nothing.
+    """Returns all that speeds depend on, and initializes nothing.
 
     Args:
         device: str. What TensorFlow says of the device.

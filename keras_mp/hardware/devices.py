@@ -70,13 +70,13 @@ def has_tpu() -> bool:
 
 
 def are_in_tables() -> bool:
-    """Whether the tables know the devices that are here; if not, they have to be timed."""
+    """Whether all devices here are in the tables; if not, they have to be timed."""
     found = gpus()
     return has_tpu() or (bool(found) and all(gpu.capability is not None for gpu in found))
 
 
 def cpu_info() -> dict[str, str]:
-    """Returns what Linux says of the first CPU: model and flags; nothing elsewhere."""
+    """Returns the model and the flags of the first CPU on Linux, and nothing elsewhere."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -128,7 +128,7 @@ def _flags() -> set[str]:
 
 
 def why_slow(dtype: str) -> str | None:
-    """Returns what a dtype needs to be fast, if that is not here. CPUs are judged by flags.
+    """Returns what a dtype needs to be fast, or None if it is here. CPUs are judged by flags.
 
     Args:
         dtype: str, "float16" or "bfloat16".

@@ -1,4 +1,4 @@
-"""Which dtypes are fast here, by tables of devices and by measured speeds; the fastest policy."""
+"""The dtypes that are fast here, by tables of devices and measured speeds; the best policy."""
 
 import copy
 import math
@@ -60,7 +60,7 @@ def speeds(measure: bool = True, anew: bool = False, keep: bool = False) -> Spee
 
 
 def _can_measure_now() -> bool:
-    """Not in a graph of TensorFlow 1, and not by each of several replicas at the same time."""
+    """Whether this is no graph of TensorFlow 1, and not one of several replicas."""
     if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
         return False
     with tf.init_scope():
@@ -90,7 +90,7 @@ def why_slow(dtype: str, measured: Speeds | None) -> str | None:
 
 
 def best_policy() -> tuple[str, str]:
-    """Returns the name of the policy that is fastest here and sound, and why it is."""
+    """Returns the name of the policy that is fastest here and sound, and the reason."""
     if devices.has_tpu():
         return "mixed_bfloat16", "bfloat16 is what a TPU multiplies."
     if devices.are_in_tables():
@@ -108,7 +108,7 @@ def best_policy() -> tuple[str, str]:
 
 
 def _compare(dtype: str, measured: Speeds) -> str:
-    """Says how long a dtype takes as a multiple of float32, with the speeds."""
+    """Returns in words how long a dtype takes as a multiple of float32, with the speeds."""
     device = "GPU" if devices.gpus() else "CPU"
     (first, second), ratios = OPERATIONS, _ratios(dtype, measured)
     return (

@@ -1,4 +1,4 @@
-"""What a report has to say of the machine."""
+"""A description of the machine for the report."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def describe() -> dict[str, Any]:
-    """Describes devices, libraries and versions.
+    """Returns devices, libraries and versions.
 
     Returns:
         dict of str, numbers and lists. Nothing in it names a person or a host.
@@ -47,7 +47,7 @@ def describe() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The version of Nvidia's driver, where Linux tells."""
+    """Returns the version of Nvidia's driver, where Linux tells it."""
     if not _DRIVER.exists():
         return None
     found = re.search(r"\s(\d+(\.\d+)+)\s", _DRIVER.read_text())

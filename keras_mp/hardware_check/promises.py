@@ -41,7 +41,7 @@ class Promise(NamedTuple):
 
 
 def judge(name: str, find: Callable[[], Found]) -> Promise:
-    """Finds out whether a promise is kept. One that raises is not.
+    """Tries a promise. It is not kept if it raises.
 
     Args:
         name: str. What is promised.
@@ -49,7 +49,7 @@ def judge(name: str, find: Callable[[], Found]) -> Promise:
     """
     try:
         kept, figure = find()
-    except Exception as error:  # Whatever is wrong with one, the others are to be judged, too.
+    except Exception as error:  # The other promises are tried, whatever this one raises.
         return Promise(name, False, first_line(error))
     return Promise(name, bool(kept), figure)
 
@@ -60,7 +60,7 @@ def first_line(error: Exception) -> str:
 
 
 class KernelFinding(NamedTuple):
-    """What a kernel makes of terms whose sum is known.
+    """The result of a kernel for terms whose sum is known.
 
     Attributes:
         op: str. The type of the operation.
@@ -130,7 +130,7 @@ def _values(variables: Any) -> list[np.ndarray]:
 def _scaled_step(
     optimizer: keras_mp.LossScaleOptimizer, weights: tf.Variable
 ) -> Callable[[tf.Tensor], None]:
-    """A step whose gradients, in float16 and scaled, are the loss scale times the factor."""
+    """Returns a step whose scaled gradients, in float16, are the loss scale times the factor."""
 
     def step(factor: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
@@ -303,7 +303,7 @@ def _training(dtype: str) -> Found:
     return found < right and abs(found - last) < 0.1 * right, figure
 
 
-# By name, what finds out.
+# By name, the function that tries it.
 PROMISES: dict[str, Callable[[], Found]] = {
     **{
         f"a step that overflows is skipped ({way})": functools.partial(_overflow_is_skipped, way)

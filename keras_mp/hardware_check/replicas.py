@@ -1,4 +1,4 @@
-"""What keras_mp promises of replicas, in a process of its own, whose devices it can divide.
+"""The promises of keras_mp about replicas, in a process of its own, whose devices it can divide.
 
 Two GPUs if there are, else one in two halves; without a GPU the CPU in two.
 """
@@ -20,7 +20,7 @@ _MADE = "replicas can be made"
 
 
 def judged_in_own_process() -> list[Promise]:
-    """Judges the promises in another process."""
+    """Tries the promises in another process."""
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST)
@@ -34,7 +34,7 @@ def judged_in_own_process() -> list[Promise]:
 
 
 def main() -> None:
-    """Judges the promises, and prints them as JSON."""
+    """Tries the promises, and prints the results as JSON."""
     strategy = _strategy()
     print(
         json.dumps(

@@ -1,14 +1,14 @@
-"""How fast operations are, forward and backward, in each dtype."""
+"""Measures how fast operations are, forward and backward, in each dtype."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import kernels
 from keras_mp.hardware import devices
-from keras_mp.hardware.stopwatch import DTYPES
+from keras_mp.hardware.stopwatch import DTYPES, Problem, random
 from keras_mp.support import turns
 
 _TURNS = 5
@@ -20,24 +20,8 @@ _OF_CPUS = (1024, (8, 32, 64), 2**22)
 _OF_GPUS = (8192, (128, 56, 128), 2**26)
 
 
-class Problem(NamedTuple):
-    """Something to be timed.
-
-    Attributes:
-        compute: takes the arguments.
-        arguments: float32 tensors.
-        count: of floating-point operations, or of numbers that are read and written.
-        unit: str. "GF/s" or "GB/s".
-    """
-
-    compute: Callable[..., Any]
-    arguments: tuple[tf.Tensor, ...]
-    count: int
-    unit: str
-
-
 def measure(quick: bool) -> dict[str, dict[str, Any]]:
-    """Times operations as a program computes them that uses keras_mp.
+    """Times operations as a program that uses keras_mp computes them.
 
     Args:
         quick: bool. Takes small sizes, and one turn.
@@ -52,17 +36,17 @@ def measure(quick: bool) -> dict[str, dict[str, Any]]:
 
 def _problems(size: int, image: tuple[int, int, int], numbers: int) -> dict[str, Problem]:
     batch, width, channels = image
-    matrix = _random([size, size])
-    images = _random([batch, width, width, channels])
-    filters = _random([3, 3, channels, channels])
-    each = _random([3, 3, channels, 1])
-    rows = _random([numbers // 256, 256])
+    matrix = random([size, size])
+    images = random([batch, width, width, channels])
+    filters = random([3, 3, channels, channels])
+    each = random([3, 3, channels, 1])
+    rows = random([numbers // 256, 256])
     product, convolution = 2 * size**3, 18 * batch * (width * channels) ** 2
     depthwise = convolution // channels
     problems = {
-        "matrix product": Problem(tf.matmul, (matrix, matrix), product, "GF/s"),
-        "convolution": Problem(_convolve, (images, filters), convolution, "GF/s"),
-        "depthwise convolution": Problem(_convolve_each, (images, each), depthwise, "GF/s"),
+        "matrix product": Problem(tf.matmul, (matrix, matrix), product),
+        "convolution": Problem(_convolve, (images, filters), convolution),
+        "depthwise convolution": Problem(_convolve_each, (images, each), depthwise),
     }
     backward = {
         f"{name}, backward": problem._replace(
@@ -101,10 +85,6 @@ def _gradients(compute: Callable[..., tf.Tensor]) -> Callable[..., Any]:
     return backward
 
 
-def _random(shape: list[int]) -> tf.Tensor:
-    return tf.random.stateless_normal(shape, seed=(0, 0))
-
-
 def _speeds(problem: Problem, quick: bool) -> dict[str, Any]:
     """Returns how many a second in each dtype, or None where TensorFlow has no kernel."""
     function = tf.function(problem.compute, autograph=False)
@@ -129,5 +109,5 @@ def _run(function: Callable[..., Any], arguments: list[tf.Tensor], repeats: int 
     for _ in range(repeats - 1):
         function(*arguments)
     result = function(*arguments)
-    # A device may return before it has computed; of a number that is read it has.
+    # A device may return before it has computed. A number that is read has been computed.
     tf.reshape(tf.nest.flatten(result)[-1], [-1])[0].numpy()

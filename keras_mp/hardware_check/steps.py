@@ -1,4 +1,4 @@
-"""How long models take to predict a batch and to train on one, under each policy."""
+"""Measures how long models take to predict a batch and to train on one, under each policy."""
 
 import contextlib
 import functools
@@ -51,7 +51,7 @@ def all_run(found: dict[str, Seconds | str]) -> tuple[bool, str]:
 def _seconds_or_error(name: str, size: int, count: int) -> Seconds | str:
     try:
         return _seconds(name, size, count)
-    except Exception as error:  # There may be no memory for one; the others are to be timed.
+    except Exception as error:  # There may be no memory for one. The others are timed.
         return promises.first_line(error)
 
 

@@ -26,7 +26,7 @@ _OURS = os.path.dirname(hazards.__file__)
 
 
 class Audit(NamedTuple):
-    """What an audit has found. `str` of it, and `print`, give a text.
+    """The findings of an audit. `str` of it, and `print`, give a text.
 
     Attributes:
         of: str. The name of the model.

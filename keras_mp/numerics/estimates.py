@@ -85,13 +85,13 @@ def estimate(
     for each in products:
         other = half if each.dtype not in LOW_PRECISION_NAMES else "float32"
         where, what = f"the {each.kind}s of {each.layer or NO_LAYER}", f"compute {{}} in {other}"
-        # What 16 bits do not bring here, they bring nowhere in the model.
+        # If 16 bits are slower for this product, they are for all products of its kind.
         if each.dtype in LOW_PRECISION_NAMES:
             where = f"all {each.kind}s that are in {each.dtype} now"
         gains[what, where] += seconds(each, each.dtype) - seconds(each, other)
     places: dict[frozenset[str], str] = {}
     for each in graph.casts:
-        # With a cast goes the one of the backward pass, which is between the same layers.
+        # The cast of the backward pass is between the same layers, and goes with this one.
         ends = frozenset((each.after or NO_LAYER, each.before or NO_LAYER))
         where = places.setdefault(ends, place(between(each)))
         gains["leave out the casts {}", where] += each.bytes / bandwidth

@@ -58,7 +58,7 @@ class Node(NamedTuple):
 
     @property
     def work(self) -> Work | None:
-        """What it computes each time, or None if it is neither a product nor a convolution."""
+        """The work of one run, or None if it is neither a product nor a convolution."""
         return works.of(self.proto, self.inputs, self.outputs)
 
 
@@ -92,7 +92,7 @@ class Walk:
 
 
 class _Body:
-    """The nodes of a graph or function.
+    """The nodes of a graph, or of a function in it.
 
     Args:
         walk: what it is part of.
@@ -152,7 +152,7 @@ class _Body:
         elif proto.op in CALLS:
             yield from self._inside(proto, functions["f"]).nodes()
         elif proto.op in _BRANCHES:
-            if "branches" in proto.attr:  # To ask for an attribute that is not there would make it.
+            if "branches" in proto.attr:  # Reading a missing attribute would add it.
                 several = enumerate(proto.attr["branches"].list.func)
                 named = {f"branch{i}": each.name for i, each in several}
             else:
@@ -180,7 +180,7 @@ class _Body:
             self._walk,
             () if function is None else function.node_def,
             dict(zip(arguments, map(self._shape_at, sources))),
-            # In a loop they are others in each turn.
+            # In a loop they change with each turn.
             {} if proto.op in _LOOPS else dict(zip(arguments, map(self._value_at, sources))),
             f"{self._path(proto.name)}/{prefix}",
             turns * (1 if times is None else times),
@@ -241,7 +241,7 @@ class _Body:
         return ()
 
     def _value_at(self, source: str) -> Value:
-        """The value of an input, as far as it may tell how often a loop turns, or None."""
+        """Returns the value of an input, if it is known and may tell how often a loop turns."""
         output = _parse(source, self._by_name)
         if output not in self._values:
             self._values[output] = None  # where a loop comes back
@@ -252,7 +252,7 @@ class _Body:
         if name not in self._by_name:
             return None
         proto = self._by_name[name]
-        if proto.op in _LOOPS:  # Its first result is how often it has turned.
+        if proto.op in _LOOPS:  # Its first result counts its turns.
             return self._times(proto) if index == 0 else None
         if proto.op in CALLS and (function := self._walk.library.get(proto.attr["f"].func.name)):
             result = function.signature.output_arg[index].name
@@ -285,7 +285,7 @@ def _data(proto: NodeDef) -> list[str]:
 
 
 def _parse(source: str, by_name: Mapping[str, NodeDef]) -> tuple[str, int]:
-    """The node, and which of its outputs, that an input comes from."""
+    """Returns the name of the node that an input comes from, and the index of its output."""
     name, *rest = source.removeprefix("^").split(":")
     if len(rest) < 2:  # of a graph, or an argument of a function
         return name, int(rest[0]) if rest else 0

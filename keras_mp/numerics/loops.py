@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_mp.numerics.work import NodeDef
 
-# What a tensor is known to be, or None.
+# The value of a tensor, or None where it is not known.
 Value = np.ndarray | int | None
 
 
@@ -90,7 +90,7 @@ def is_folded(proto: NodeDef) -> bool:
 
 
 def folded(proto: NodeDef, *inputs: Value) -> Value:
-    """Returns the value of a node, of what the limits of loops are made of; None of any other.
+    """Returns the value of a node that the limit of a loop may depend on; None for other nodes.
 
     Args:
         proto: `NodeDef`.

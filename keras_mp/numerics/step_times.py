@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and which changes make it shorter: each is tried."""
+"""The time of a training step by class of operation, and changes that make it shorter, tried."""
 
 import functools
 import warnings
@@ -18,12 +18,12 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
 _WARM_UP, _PROFILED = 2, 3
-# What saves less is not told from noise.
+# A smaller share cannot be told from noise.
 _LEAST = 0.03
 
 
 class StepTimes(NamedTuple):
-    """How long a step takes, and what saves time. `str` of it, and `print`, give a table.
+    """The time of a step, and what saves time. `str` of it, and `print`, give a table.
 
     Attributes:
         of: str. The name of the model.
@@ -129,7 +129,7 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     data = batches.as_fit_takes_it(model, batch)
     candidates = list(_candidates(model))
     with Progress("step_times", parts=len(candidates) + 2) as progress, warnings.catch_warnings():
-        # They would be about copies.
+        # The warnings would be about copies.
         warnings.simplefilter("ignore", messages.MixedPrecisionWarning)
         progress.begin("the model as it is")
         made = {"": _step_of(model, _Candidate(""), data)}
@@ -138,7 +138,7 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
             progress.begin(candidate.what)
             try:
                 made[candidate.what] = _step_of(model, candidate, data)
-            except Exception as error:  # whatever a model of a user's does under another policy
+            except Exception as error:  # A user's model may raise anything under another policy.
                 tried[candidate.what] = batches.reason(error)
         progress.begin("taking turns")
         seconds = turns.medians(turns.take(made, steps))
@@ -185,7 +185,7 @@ def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
 def _step_of(
     model: tf.keras.Model, candidate: _Candidate, data: batches.Batch
 ) -> Callable[[], object]:
-    """Returns what makes a step of a copy of the model with the change."""
+    """Returns a function that makes a step with a copy of the model, with the change."""
     copy: Any = convert(model, candidate.policies or {})
     optimizer = keras_api.deserialize_optimizer(keras_api.serialize_optimizer(model.optimizer))
     if candidate.compiles_update:

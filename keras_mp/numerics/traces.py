@@ -1,4 +1,4 @@
-"""A training step of a model, or any function, as a graph: made, not run."""
+"""Traces a training step of a model, or any function, without running it."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def trains(model: tf.keras.Model) -> bool:
 
 
 def name_of_step(model: tf.keras.Model) -> str:
-    """Returns what `step_of` traces, in words."""
+    """Returns a name for the step that `step_of` traces."""
     step = "the training step" if trains(model) else "the forward pass"
     return f"{step} of {model.name!r}"
 

@@ -1,8 +1,8 @@
-"""How many floating-point operations a matrix product or a convolution takes.
+"""Counts the floating-point operations of matrix products and convolutions.
 
-A multiplication and the addition of its result count as two, as in TensorFlow's profiler. What
-comes before and after the products (activations, sums, casts) is not counted here: it takes time by
-the bytes that it moves, not by what it computes. This module needs TensorFlow only.
+A multiplication and the addition of its result count as two, as in TensorFlow's profiler. Other
+operations (activations, sums, casts) are not counted: their time depends on the bytes that they
+move, not on what they compute. This module needs TensorFlow only.
 """
 
 import math
@@ -21,7 +21,7 @@ _Known = Sequence[tuple[int, ...]]
 
 
 class Work(NamedTuple):
-    """What an operation computes.
+    """The work of an operation.
 
     Attributes:
         kind: "matrix product" or "convolution", as in `keras_mp.hardware.speeds`.
@@ -128,7 +128,7 @@ def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[.
     return count
 
 
-# By operation: what it is, and half of how many floating-point operations it takes.
+# By operation: its kind, and a function that counts half of its floating-point operations.
 COUNTED = {
     **dict.fromkeys(
         op_table.ops("matrix products", "matrix products into another dtype"),

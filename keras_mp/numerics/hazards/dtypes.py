@@ -11,7 +11,7 @@ from keras_mp.numerics.hazards.traced_step import Hazard, Suspect, TracedStep, s
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
-# With less of a model's work, a layer is not worth a word.
+# Layers with a smaller share of the model's work are not reported.
 _LARGE_SHARE = 0.01
 _MOVES = op_table.ops("identities", "reshapes", "views")
 
@@ -94,7 +94,7 @@ def _about_work(
 
 
 def _variable_of(tensor: tf.Tensor) -> tf.Operation | None:
-    """The read of the variable that a tensor is, if nothing has cast it."""
+    """Returns the read of a variable that a tensor comes from, if nothing has cast it."""
     while tensor.op.type in _MOVES:
         tensor = tensor.op.inputs[0]
     return tensor.op if tensor.op.type == "ReadVariableOp" else None
@@ -180,7 +180,7 @@ def float64(traced: TracedStep) -> Iterator[Suspect]:
 
 def dtypes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
     """Products are in 16 bits for which the GPU that was named has no tensor cores."""
-    if traced.device is None:  # What this machine is slow at is said when a policy is made.
+    if traced.device is None:  # A policy itself warns where this machine is slow.
         return
     total = sum(count for _, count in traced.products)
     refused = [

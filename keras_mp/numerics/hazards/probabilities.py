@@ -15,7 +15,7 @@ from keras_mp.numerics.hazards.traced_step import (
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# What stands between probabilities and the logarithm of a cross entropy.
+# Operations between probabilities and the logarithm of a cross entropy.
 _ON_THE_WAY = op_table.ops(
     *("casts", "identities", "reshapes", "maxima of two", "additions"),
     *("divisions", "divisions without NaN", "moves", "views"),
@@ -66,7 +66,7 @@ def softmax_before_a_logarithm(traced: TracedStep) -> Iterator[Suspect]:
 
 
 def _labels(traced: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None:
-    """Where the labels of the batch say that a probability is that of the true class."""
+    """Returns where a probability is that of the true class, by the labels of the batch."""
     shape = probabilities.shape
     for labels in tf.nest.flatten(traced.batch.y):
         if labels is None or not (labels.dtype.is_floating or labels.dtype.is_integer):

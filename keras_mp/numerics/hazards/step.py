@@ -1,4 +1,4 @@
-"""Hazards of the step itself: what is done to a loss, to gradients and to weights."""
+"""Hazards of the step itself: of its loss, its gradients and the weights."""
 
 import math
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ from keras_mp.numerics.hazards.traced_step import (
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
-# What stands between a product in a loss function and the loss that is scaled.
+# Operations between a product in a loss function and the loss that is scaled.
 _ON_THE_WAY = op_table.ops(
     *("casts", "identities", "reshapes", "additions", "sums of tensors", "sums over axes")
 )
 _BELOW_ONE = op_table.ops("divisions", "divisions without NaN")
-# Those who scale a loss by hand take a power of two that is at least as large.
+# Programs that scale a loss by hand use a power of two that is at least as large.
 _LIKE_A_LOSS_SCALE = 64
 _STEP = "the training step"
-# Of float16. Below it numbers have fewer digits; a share of gradients may.
+# Of float16. Smaller numbers have fewer digits, which some gradients may have.
 _SMALLEST_NORMAL = 2.0**-14
 _MOST_SMALL = 0.1
 

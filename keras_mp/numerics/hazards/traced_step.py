@@ -13,10 +13,10 @@ from keras_mp.numerics.batches import Batch
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.messages import Line
 
-# Half a unit in the last place of 1, that is what rounding explains.
+# Half a unit in the last place of 1: the largest error that rounding explains.
 UNIT_ROUNDOFF = {tf.float16: 2.0**-11, tf.bfloat16: 2.0**-8}
 
-# Functions of libraries that bring a loss to its scale, and those behind the gradients.
+# Functions of libraries that scale a loss, and those that run after the gradients.
 _SCALING = ("scale_loss", "get_scaled_loss")
 _APPLYING = (
     *("apply_gradients", "apply", "minimize", "unscale", "get_unscaled_gradients"),
@@ -51,7 +51,7 @@ class Hazard(NamedTuple):
 
     @property
     def place(self) -> Hashable:
-        """What it is about, whatever was measured."""
+        """The hazard, the layer and the line: equal for findings about the same thing."""
         return self.hazard, self.where, self.line
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Hazard(NamedTuple):
 
 
 class Suspect(NamedTuple):
-    """What may be a hazard, and what has to be measured to tell.
+    """A possible hazard, with the tensors that have to be measured to tell.
 
     Attributes:
         measured: tensors of the graph. They are computed for one batch, together with the step.
@@ -106,7 +106,7 @@ class TracedStep:
         device: str | None = None,
     ) -> None:
         self.model, self.batch, self.result = model, batch, result
-        # Operations of which a finding has said already why they fail.
+        # Operations whose failure another finding explains.
         self.explained: set[tf.Operation] = set()
         self.device = device
         self.layers = origins.Layers(model, scopes)
@@ -115,7 +115,7 @@ class TracedStep:
         self.forward = list(_forward(self.operations))
 
     def where(self, operation: tf.Operation) -> str:
-        """Returns the path of an operation's layer, or what is outside of layers."""
+        """Returns the path of an operation's layer, or words for what is outside of layers."""
         return self.layers.name(operation.name) or "the training step, outside of layers"
 
     def finding(self, operation: tf.Operation, hazard: str, why: str, cure: str) -> Hazard:
@@ -162,7 +162,7 @@ class TracedStep:
 
     @functools.cached_property
     def backward_products(self) -> list[tf.Tensor]:
-        """What the products and convolutions of the backward pass return: gradients."""
+        """The gradients that products and convolutions of the backward pass return."""
         return [
             operation.outputs[0]
             for operation in self.operations
@@ -194,13 +194,13 @@ class TracedStep:
 
     @functools.cached_property
     def scaled(self) -> dict[tf.Operation, None]:
-        """What is computed from scaled gradients before they are unscaled, in order."""
+        """The operations on scaled gradients before they are unscaled, in order."""
         if self.scaling is None:
             return {}
-        # Of the scaled loss nothing but its gradient is taken.
+        # The scaled loss is used for its gradient only.
         begins = f"gradient_tape/{self.scaling.name}/"
         found: dict[tf.Operation, None] = {}
-        for operation in self.operations:  # Those that take something are behind what makes it.
+        for operation in self.operations:  # The maker of a tensor comes before its consumers.
             is_gradient = begins in f"/{operation.name}"
             is_behind = any(tensor.op in found for tensor in operation.inputs)
             if is_gradient or (is_behind and not origins.is_made_in(operation, (), _APPLYING)):
@@ -234,7 +234,7 @@ def _forward(operations: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
     for operation in operations:
         if origins.is_of_backward_pass(operation.name):
             is_backward_pass_begun = True
-        # The optimizer comes after it; but so may another loss.
+        # The optimizer comes after the backward pass, and so may another loss.
         elif not is_backward_pass_begun or not origins.is_made_in(operation, (), _APPLYING):
             yield operation
 

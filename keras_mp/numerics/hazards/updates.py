@@ -9,7 +9,7 @@ from keras_mp import low_precision_weights
 from keras_mp.numerics.hazards.traced_step import Hazard, Suspect, TracedStep, count
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# Some updates are lost wherever anything is rounded.
+# Rounding loses some updates everywhere.
 _MOST_LOST = 0.1
 
 

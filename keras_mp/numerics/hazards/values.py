@@ -44,7 +44,7 @@ def not_finite(traced: TracedStep) -> Iterator[Suspect]:
         tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64),
     ]
 
-    # What comes after the gradients may compute with those, which overflow as is planned.
+    # Operations after the backward pass use gradients, which overflow as is planned.
     before = set(
         itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), traced.operations)
     )
@@ -68,7 +68,7 @@ def not_finite(traced: TracedStep) -> Iterator[Suspect]:
 def _first(
     operations: list[tf.Operation], counts: Mapping[Hashable, tuple[int, int]]
 ) -> tuple[tf.Operation, tf.Operation, tf.Operation, int, str] | None:
-    """The first operation of which NaN comes, and what it comes from.
+    """Finds the first operation that returns NaN, and its cause.
 
     Returns:
         None, or the operation where it began; the first one that computes with it; the one whose
@@ -78,7 +78,7 @@ def _first(
     def of(tensor: tf.Tensor) -> tuple[int, int]:
         return counts.get(tensor.ref(), (0, 0))
 
-    # Where an infinity began, and what computed with it first: of a constant, its taker.
+    # By operation, where an infinity began, and what computed with it first, if it is a constant.
     infinite: dict[tf.Operation, tuple[tf.Operation, tf.Operation]] = {}
     first = None
     for operation in operations:
@@ -170,7 +170,7 @@ def vanished_epsilon(traced: TracedStep) -> Iterator[Suspect]:
 
 
 def _division(traced: TracedStep, tensor: tf.Tensor) -> tf.Operation | None:
-    """What divides by a tensor, or by its root, or takes its logarithm."""
+    """Returns the operation that divides by a tensor or its root, or takes its logarithm."""
     found = traced.leads_to(tensor, _DIVIDE, ("Sqrt", "Identity", "Cast"), steps=3)
     if found is None or not found.type.endswith("Div"):
         return found
@@ -197,7 +197,7 @@ def long_sums(traced: TracedStep) -> Iterator[Suspect]:
             axes, keep = operation.inputs[1], operation.get_attr("keep_dims")
             reduce = tf.reduce_mean if operation.type == "Mean" else tf.reduce_sum
         exact, magnitude = (reduce(each, axes, keep) for each in (wide, tf.abs(wide)))
-        # What is infinite is the matter of `not_finite`, and of the loss scale in backward passes.
+        # `not_finite` reports infinities; the loss scale takes care of those in backward passes.
         smallest = 2.0**-24 if result.dtype == tf.float16 else 0.0
         beyond = tf.maximum(tf.abs(widened(result) - exact) - smallest, 0.0)
         errors = tf.math.divide_no_nan(beyond, magnitude)
@@ -225,7 +225,7 @@ def long_sums(traced: TracedStep) -> Iterator[Suspect]:
 
 
 def _length(source: tf.Tensor, result: tf.Tensor) -> int | None:
-    """How many numbers are added up for each result."""
+    """Returns how many numbers are added up for each result."""
     sizes = source.shape.num_elements(), result.shape.num_elements()
     return None if None in sizes or 0 in sizes else sizes[0] // sizes[1]
 
