@@ -1,9 +1,9 @@
-"""The same model, with the same weights, under another policy."""
+"""`convert`: the same model, with the same weights, under another policy."""
 
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -12,12 +12,14 @@ from keras_mp.layer_paths import layers_by_path
 from keras_mp.policy import policy_scope
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
 
+_Policy = TypeVar("_Policy")
+
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 # Loaded models and inputs may have another policy than the layers that compute.
 _NOT_COMPUTING = (tf.keras.Model, tf.keras.layers.InputLayer)
 
 
-def convert(model: tf.keras.Model, policy: Any) -> Any:
+def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
     """Makes a model that is the same but for its policy: train mixed, export float32.
 
     The new model is made from the config of the old one, with other policies in it, and gets its
@@ -72,23 +74,22 @@ def convert(model: tf.keras.Model, policy: Any) -> Any:
         ) from error
     layers = keras_api.flatten_layers(model)
     classes = {type(layer).__name__: type(layer) for layer in layers if not _is_known(layer)}
-    policy = _read(policy)
-    by_path = dict(policy) if isinstance(policy, Mapping) else None
-    if by_path is not None:
-        _check_paths(model, by_path)
-        # Layers that a constructor makes, without a dtype in a config, keep to the model's.
-        policy = by_path.get("", model.dtype_policy.name)
-    is_in_16_bits = not compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
-    dtypes = LOW_PRECISION_NAMES if is_in_16_bits and by_path is None else _FLOATING_NAMES
+    policies, dtypes = _read(policy), _FLOATING_NAMES
+    if isinstance(policies, Mapping):
+        _check_paths(model, policies)
+    else:
+        policies = {"": policies}
+        if not compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES):
+            dtypes = LOW_PRECISION_NAMES
     with (
-        policy_scope(policy) as scoped,
+        # Layers that a constructor makes, without a dtype in a config, keep to the model's.
+        policy_scope(policies.get("", model.dtype_policy.name)),
         tf.keras.utils.custom_object_scope(classes),
         keras_api.trusted_scope(),
     ):
         try:
             config = model.get_config()
-            asked_for = {"": scoped} if by_path is None else by_path
-            wanted = {path: _scoped(each) for path, each in asked_for.items()}
+            wanted = {path: _scoped(each) for path, each in policies.items()}
             serialized = {
                 path: tf.keras.utils.serialize_keras_object(each) for path, each in wanted.items()
             }
@@ -99,7 +100,7 @@ def convert(model: tf.keras.Model, policy: Any) -> Any:
             converted = type(model).from_config(config)
             if model.built and not converted.built:
                 converted.build_from_config(model.get_build_config())
-        except Exception as error:  # the classes of users raise what they like
+        except Exception as error:  # A class of the user's may raise anything.
             culprit, error = _culprit(model) or (model, error)
             what = "it" if culprit is model else f"its layer {culprit.name!r}"
             raise ValueError(
@@ -122,7 +123,7 @@ def convert(model: tf.keras.Model, policy: Any) -> Any:
 
 
 def _read(policy: Any) -> Any:
-    """Returns what is asked for: a policy, or a dict of them that a tool, or a JSON, may hold."""
+    """Returns a policy, or a dict of policies, which may be in the result of a tool or in JSON."""
     policy = getattr(policy, "policies", policy)
     if isinstance(policy, str) and policy.lstrip().startswith("{"):
         text = policy
@@ -131,8 +132,9 @@ def _read(policy: Any) -> Any:
             text = file.read()
     else:
         return policy
-    read = json.loads(text)
-    policies = read.get("policies", read) if isinstance(read, dict) else read
+    policies = json.loads(text)
+    if isinstance(policies, dict):
+        policies = policies.get("policies", policies)
     if not isinstance(policies, dict) or not all(isinstance(v, str) for v in policies.values()):
         raise ValueError(
             "Expected JSON with an object of paths of layers and names of policies, or what "
@@ -160,7 +162,7 @@ def paths_in_config(model: tf.keras.Model) -> set[str]:
     return {path for path, _ in _layer_configs(model.get_config())}
 
 
-def units_by_path(model: tf.keras.Model) -> dict[str, Any]:
+def units_by_path(model: tf.keras.Model) -> dict[str, tf.keras.layers.Layer]:
     """Returns the layers of a model that get a policy each, by their paths.
 
     A layer inside of one that is not a model goes with it, and so does one in a model whose config
@@ -170,7 +172,7 @@ def units_by_path(model: tf.keras.Model) -> dict[str, Any]:
         model: A model of `tf.keras` with a `get_config`.
     """
     in_config = paths_in_config(model)
-    units: dict[str, Any] = {}
+    units: dict[str, tf.keras.layers.Layer] = {}
     for path, layer in layers_by_path(model).items():
         is_model = isinstance(layer, tf.keras.Model)
         has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
@@ -180,14 +182,16 @@ def units_by_path(model: tf.keras.Model) -> dict[str, Any]:
 
 
 def _is_known(layer: tf.keras.layers.Layer) -> bool:
-    """Whether Keras finds the class by its name, as it does not in some of its applications."""
-    # Keras may use a name twice: `Add` is a layer and an operation.
+    """Whether Keras finds the class of a layer by its name."""
+    # Some of Keras's applications have classes of their own. `Add` is a layer and an operation.
     name, module = type(layer).__name__, type(layer).__module__
     is_public = isinstance(layer, tf.keras.Model) or hasattr(tf.keras.layers, name)
     return module.partition(".")[0] == keras_api.ROOT_PACKAGE and is_public
 
 
-def _culprit(layer: tf.keras.layers.Layer) -> tuple[Any, Exception] | None:
+def _culprit(
+    layer: tf.keras.layers.Layer,
+) -> tuple[tf.keras.layers.Layer, Exception] | None:
     """Returns the innermost layer that cannot be made from its config, and the error; or None."""
     try:
         type(layer).from_config(layer.get_config())
@@ -223,7 +227,9 @@ def _check_paths(model: tf.keras.Model, paths: Iterable[str]) -> None:
         )
 
 
-def _check_dtypes(model: tf.keras.Model, converted: Any, wanted: Mapping[str, Any]) -> None:
+def _check_dtypes(
+    model: tf.keras.Model, converted: tf.keras.Model, wanted: Mapping[str, Any]
+) -> None:
     """Refuses a model in which a layer in 16 bits is not in the dtype that was asked for."""
     paths = {id(layer): path for path, layer in layers_by_path(model).items()}
     pairs = zip(keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True)
@@ -241,7 +247,7 @@ def _check_dtypes(model: tf.keras.Model, converted: Any, wanted: Mapping[str, An
             )
 
 
-def _nearest(path: str, policies: Mapping[str, Any]) -> Any:
+def _nearest(path: str, policies: Mapping[str, _Policy]) -> _Policy | None:
     """Returns the policy of a layer, else of the innermost layer around it, else None."""
     while path and path not in policies:
         path = path.rpartition("/")[0]
@@ -253,7 +259,7 @@ def _scoped(policy: Any) -> Any:
         return scoped
 
 
-def _layer_configs(config: Any, path: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _layer_configs(config: object, path: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the paths and configs of layers in the config of a model, however deep."""
     if isinstance(config, dict):
         is_layer = {"trainable", "dtype"} <= config.keys()  # an input is not trainable
@@ -270,7 +276,7 @@ def _layer_configs(config: Any, path: str | None = None) -> Iterator[tuple[str, 
             yield from _layer_configs(value, path)
 
 
-def _compute_dtype(dtype: Any) -> str | None:
+def _compute_dtype(dtype: object) -> str | None:
     """Returns the compute dtype of a `dtype` in a config; None if that is no policy."""
     if isinstance(dtype, dict):
         dtype = dtype.get("config", {}).get("name")

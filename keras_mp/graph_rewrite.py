@@ -5,8 +5,8 @@ TensorFlow's own. What is added: the optimizer is wrapped in the loss scaling of
 cannot work is refused, and `report` says what was rewritten.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from absl import logging
@@ -20,6 +20,8 @@ from keras_mp.grappler.report import RewriteReport, RewrittenOperation
 from keras_mp.kernels import sums
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, find_loss_scale_optimizer, wrapper_of
 from keras_mp.support import messages
+
+_Optimizer: TypeAlias = tf.keras.optimizers.Optimizer | tf.compat.v1.train.Optimizer
 
 __all__ = [
     "RewriteReport",
@@ -118,7 +120,9 @@ def disable_mixed_precision_graph_rewrite() -> None:
     lists.keep_out(())
 
 
-def session_config(config: Any = None) -> Any:
+def session_config(
+    config: tf.compat.v1.ConfigProto | None = None,
+) -> tf.compat.v1.ConfigProto:
     """Returns a config with which a session rewrites its graphs.
 
     `tf.compat.v1.Session()` follows `enable_mixed_precision_graph_rewrite` by itself. One that is
@@ -152,7 +156,7 @@ def session_config(config: Any = None) -> Any:
 
 
 def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> RewriteReport:
-    """Says what the graph rewrite makes of a function, or of what a session runs.
+    """Returns what the graph rewrite makes of a function, or of operations for a session.
 
     The function is traced, as calling it would trace it, and does not run. From its graph, and all
     that the graph calls, TensorFlow's grappler then makes what will run.
@@ -328,7 +332,7 @@ def _refuse_policies() -> None:
         )
 
 
-def _refuse_second(optimizer: Any) -> None:
+def _refuse_second(optimizer: _Optimizer) -> None:
     foreign = passes.foreign_pass()
     dtype = passes.enabled_dtype()
     if foreign is not None:
@@ -351,7 +355,7 @@ def _refuse_second(optimizer: Any) -> None:
         )
 
 
-def _refuse_scaling(optimizer: Any) -> None:
+def _refuse_scaling(optimizer: _Optimizer) -> None:
     is_of_keras = isinstance(optimizer, keras_api.OPTIMIZER_BASES)
     in_keras = [find_loss_scale_optimizer(optimizer), is_of_keras and wrapper_of(optimizer)]
     if any(in_keras) or v1.scales_loss(optimizer):
@@ -361,7 +365,7 @@ def _refuse_scaling(optimizer: Any) -> None:
         )
 
 
-def _wrapper(optimizer: Any) -> type:
+def _wrapper(optimizer: _Optimizer) -> type:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return v1.LossScaleOptimizer
     if isinstance(optimizer, keras_api.OPTIMIZER_BASES):
@@ -374,7 +378,7 @@ def _wrapper(optimizer: Any) -> type:
 
 
 def _fastest() -> str:
-    """The dtype to which a rewrite pays off on this machine, "float16" if none does."""
+    """Returns the dtype to which a rewrite pays off on this machine, "float16" if none does."""
     if tf.config.get_visible_devices("GPU"):
         return "float16"  # The pass for bfloat16 is for CPUs.
     return "bfloat16" if hardware.best_policy() == "mixed_bfloat16" else "float16"
@@ -400,7 +404,7 @@ def _warn_if_it_is_in_vain(dtype: str) -> None:
 
 
 def _with_wrong_sums(dtype: str) -> set[str]:
-    """Operations that the pass would move to kernels that stop short of long sums."""
+    """Returns the operations that the pass would move to kernels that stop short of long sums."""
     if not sums.are_enabled():
         return set()
     found = lists.read(dtype)
@@ -414,10 +418,9 @@ def _with_wrong_sums(dtype: str) -> set[str]:
     }
 
 
-def _is_in_graph(fetch: Any) -> bool:
-    if isinstance(fetch, tf.Operation):
-        return True
-    return tf.is_tensor(fetch) and hasattr(fetch, "graph")
+def _is_in_graph(fetch: object) -> bool:
+    is_tensor = tf.is_tensor(fetch) and hasattr(fetch, "graph")
+    return is_tensor or isinstance(fetch, tf.Operation)
 
 
 def _check_training(model: tf.keras.Model, batch: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -431,10 +434,12 @@ def _check_training(model: tf.keras.Model, batch: Sequence[Any], kwargs: dict[st
         )
 
 
-def _step_of_training(model: tf.keras.Model, batch: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The step of `fit`, without the iterator that Keras puts around it."""
+def _step_of_training(
+    model: tf.keras.Model, batch: Sequence[Any]
+) -> tuple[Callable[..., object], tuple[Any, ...]]:
+    """Returns the step of `fit`, without the iterator that Keras puts around it, and its batch."""
 
-    def train_step(data: Any) -> Any:
+    def train_step(data: tuple[Any, ...]) -> object:
         return model.distribute_strategy.run(model.train_step, args=(data,))
 
     # A model of Keras 2 that was not told says None.

@@ -1,15 +1,16 @@
-"""What users call the layers and variables of a model: the names on the way down to them."""
+"""Paths of the layers and variables of a model: the names on the way down to them."""
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
 from keras_mp import keras_api
 
 
-def layers_by_path(model: tf.keras.layers.Layer) -> dict[str, Any]:
+def layers_by_path(
+    model: tf.keras.layers.Layer, inputs: bool = False
+) -> dict[str, tf.keras.layers.Layer]:
     """Returns the layers below a model, each once, by their paths.
 
     A path is the names from below the model down to the layer, with slashes between them, such as
@@ -18,9 +19,10 @@ def layers_by_path(model: tf.keras.layers.Layer) -> dict[str, Any]:
 
     Args:
         model: A model of `tf.keras`.
+        inputs: bool. Whether InputLayers, which compute nothing, are among them. Defaults to False.
 
     Returns:
-        dict, each layer before those inside of it. Inputs, which compute nothing, are not in it.
+        dict, each layer before those inside of it.
 
     Example:
 
@@ -31,10 +33,12 @@ def layers_by_path(model: tf.keras.layers.Layer) -> dict[str, Any]:
     """
     seen = {id(model)}
 
-    def below(layer: tf.keras.layers.Layer, path: str) -> Iterator[tuple[str, Any]]:
+    def below(
+        layer: tf.keras.layers.Layer, path: str
+    ) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
         names: dict[str, int] = {}
         for child in _children(layer):
-            if id(child) in seen:
+            if id(child) in seen or (isinstance(child, tf.keras.layers.InputLayer) and not inputs):
                 continue
             seen.add(id(child))
             names[child.name] = names.get(child.name, 0) + 1
@@ -46,7 +50,34 @@ def layers_by_path(model: tf.keras.layers.Layer) -> dict[str, Any]:
     return dict(below(model, ""))
 
 
-def variables_by_path(model: tf.keras.layers.Layer) -> dict[str, tuple[Any, Any]]:
+def output_layers(model: tf.keras.layers.Layer, subclassed: bool = False) -> set[int]:
+    """Returns the ids of the layers whose outputs are those of a model, and of those around them.
+
+    Args:
+        model: A model of `tf.keras`.
+        subclassed: bool. Whether all layers of a subclassed model are among them, since nothing
+            tells which of them make its outputs. Defaults to False: none is.
+    """
+    found: set[int] = set()
+    waiting = [model]
+    while waiting:
+        layer = waiting.pop()
+        outputs: Sequence[tf.keras.layers.Layer] = ()
+        if isinstance(layer, tf.keras.Sequential):
+            outputs = layer.layers[-1:]
+        elif isinstance(layer, tf.keras.Model):
+            known = keras_api.output_layers(layer)
+            outputs = (_children(layer) if subclassed else ()) if known is None else known
+        elif isinstance(layer, tf.keras.layers.Wrapper):
+            outputs = _children(layer)
+        waiting += [each for each in outputs if id(each) not in found]
+        found.update(map(id, outputs))
+    return found
+
+
+def variables_by_path(
+    model: tf.keras.layers.Layer,
+) -> dict[str, tuple[tf.Variable, tf.keras.layers.Layer]]:
     """Returns the trainable variables of a model, each once, by their paths.
 
     Args:
@@ -78,21 +109,23 @@ def paths_of_weights(model: tf.keras.Model) -> dict[int, str]:
     return paths
 
 
-def native_variable(weight: Any) -> tf.Variable:
-    """Returns the `tf.Variable` that a weight of Keras 3 has inside; another one is its own."""
+def native_variable(weight: tf.Variable) -> tf.Variable:
+    """Returns the `tf.Variable` inside of a weight of Keras 3; another weight is one itself."""
     inside = getattr(weight, "value", None)
     return inside if isinstance(inside, tf.Variable) else weight
 
 
-def _weights_by_path(model: tf.keras.layers.Layer) -> dict[str, tuple[Any, Any]]:
-    owners: dict[int, tuple[str, Any]] = {}
+def _weights_by_path(
+    model: tf.keras.layers.Layer,
+) -> dict[str, tuple[tf.Variable, tf.keras.layers.Layer]]:
+    owners: dict[int, tuple[str, tf.keras.layers.Layer]] = {}
     for path, layer in {"": model, **layers_by_path(model)}.items():
         # A layer that is in several others has its path from one of them only.
         inside = {id(weight) for child in _children(layer) for weight in child.weights}
         for weight in layer.weights:
             if id(weight) not in inside:
                 owners[id(weight)] = path and f"{path}/", layer
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[tf.Variable, tf.keras.layers.Layer]] = {}
     for weight in model.weights:
         path, layer = owners[id(weight)]
         name, count = path + _name_in(layer, weight), 1
@@ -102,8 +135,8 @@ def _weights_by_path(model: tf.keras.layers.Layer) -> dict[str, tuple[Any, Any]]
     return found
 
 
-def _name_in(layer: tf.keras.layers.Layer, weight: Any) -> str:
-    """The name of a weight, or, if it was given none, the attribute that it is."""
+def _name_in(layer: tf.keras.layers.Layer, weight: tf.Variable) -> str:
+    """Returns the name of a weight, or, if it was given none, of the attribute that it is."""
     # On Keras 2 a variable's name is a path of scopes.
     name = weight.name.partition(":")[0].rpartition("/")[2]
     if not re.fullmatch(r"[Vv]ariable(_\d+)?", name):
@@ -111,9 +144,8 @@ def _name_in(layer: tf.keras.layers.Layer, weight: Any) -> str:
     return next((each for each, value in vars(layer).items() if value is weight), name)
 
 
-def _children(layer: tf.keras.layers.Layer) -> list[Any]:
+def _children(layer: tf.keras.layers.Layer) -> list[tf.keras.layers.Layer]:
     # A Sequential of Keras 3 has a functional model inside, which is another view of it.
-    inside = layer.layers if isinstance(layer, tf.keras.Sequential) else None
-    children = keras_api.layers_inside(layer) if inside is None else inside
-    no_layers = (tf.keras.layers.InputLayer, tf.keras.metrics.Metric)
-    return [child for child in children if not isinstance(child, no_layers)]
+    is_sequential = isinstance(layer, tf.keras.Sequential)
+    children = layer.layers if is_sequential else keras_api.layers_inside(layer)
+    return [child for child in children if not isinstance(child, tf.keras.metrics.Metric)]

@@ -1,19 +1,17 @@
-"""A table of the dtypes in a model, and of what is worth a second look."""
+"""A table of the dtypes in a model, with notes on those that may be mistakes."""
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api, low_precision_weights
+from keras_mp import hardware, keras_api, layer_paths, low_precision_weights
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.support import text_tables
 
 _DIGITS = {"float16": 3, "bfloat16": 2}
 _UNKNOWN = "-"
-_WIDTH = 100
 
 # An output layer with a smaller share of the parameters takes too little time to be worth a note.
 _LARGE_SHARE = 0.1
@@ -68,9 +66,9 @@ def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None)
 
 
 def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
-    """Says so if none of the layers of a 16-bit model computes in 16 bits.
+    """Returns a warning if none of the layers of a 16-bit model computes in 16 bits.
 
-    What makes it one is its own policy, or the one that it was saved under: a class may save none,
+    A model is one by its own policy, or by the one that it was saved under: a class may save none,
     but the optimizer's config names it.
 
     Args:
@@ -111,10 +109,10 @@ class _Place(NamedTuple):
     Attributes:
         layer: the layer.
         depth: int. In how many layers it is, the model not counted.
-        is_output: bool. Whether what it returns is known to be an output of the model.
+        is_output: bool. Whether what it returns may be an output of the model.
     """
 
-    layer: Any
+    layer: tf.keras.layers.Layer
     depth: int
     is_output: bool
 
@@ -122,7 +120,11 @@ class _Place(NamedTuple):
 def _lines(model: tf.keras.Model) -> Iterator[str]:
     yield f"Model {model.name!r} ({type(model).__name__}), policy {model.dtype_policy.name}"
     yield ""
-    places = list(_places(model))
+    outputs = layer_paths.output_layers(model, subclassed=True)
+    places = [
+        _Place(layer, path.count("/"), id(layer) in outputs)
+        for path, layer in layer_paths.layers_by_path(model, inputs=True).items()
+    ]
     notes: dict[str, int] = {}
     rows: list[tuple[str, ...]] = [
         ("Layer", "Compute", "Variables", "Output", "Parameters", "Notes")
@@ -135,49 +137,18 @@ def _lines(model: tf.keras.Model) -> Iterator[str]:
     total, trainable = _parameters(model), _parameters(model, "trainable_weights")
     yield f"Parameters: {_number(total)}, trainable: {_number(trainable)}"
     for line in low_precision_weights.bytes_of_weights(model):
-        yield from _wrapped("", line)
+        yield from text_tables.wrapped(line)
     for note, mark in notes.items():
-        yield from _wrapped(f"[{mark}] ", note)
+        start = f"[{mark}] "
+        yield from text_tables.wrapped(start + note, " " * len(start))
     not_followed = policy_not_followed(model, getattr(model, "optimizer", None))
     if not_followed:
-        yield from _wrapped("", not_followed)
+        yield from text_tables.wrapped(not_followed)
     dtypes = {place.layer.compute_dtype for place in places} & _DIGITS.keys()
     for dtype in sorted(dtypes):
         reason = hardware.why_slow(dtype)
-        if reason is None:
-            yield f"This machine is fast in {dtype}."
-        else:
-            yield from _wrapped("", f"This machine is not fast in {dtype}: {reason}")
-
-
-def _places(model: tf.keras.Model) -> Iterator[_Place]:
-    """Yields the layers below a model, each before those inside of it, each once."""
-    seen = {id(model)}
-
-    def inside(layer: tf.keras.layers.Layer, depth: int, is_output: bool) -> Iterator[_Place]:
-        outputs = _output_layers(layer) if is_output else []
-        children = layer.layers if isinstance(layer, tf.keras.Model) else None
-        for child in keras_api.layers_inside(layer) if children is None else children:
-            if id(child) not in seen:
-                seen.add(id(child))
-                place = _Place(child, depth, any(child is output for output in outputs))
-                yield place
-                yield from inside(child, depth + 1, place.is_output)
-
-    return inside(model, 0, True)
-
-
-def _output_layers(layer: tf.keras.layers.Layer) -> list[Any]:
-    """Those of the layers inside of a layer whose outputs are its own."""
-    if isinstance(layer, tf.keras.Sequential):
-        return layer.layers[-1:]
-    if isinstance(layer, tf.keras.Model):
-        outputs = keras_api.output_layers(layer)
-        # Nothing tells those of a subclassed model.
-        return keras_api.layers_inside(layer) if outputs is None else outputs
-    if isinstance(layer, tf.keras.layers.Wrapper):
-        return keras_api.layers_inside(layer)
-    return []
+        about = f"not fast in {dtype}: {reason}" if reason else f"fast in {dtype}."
+        yield from text_tables.wrapped(f"This machine is {about}")
 
 
 def _cells(place: _Place) -> Iterable[str]:
@@ -234,19 +205,19 @@ def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
             f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
             "its own, or made under another global policy."
         ) + _about_other_policy(place, model)
-    # Keras has its own reasons, such as the ids that an embedding takes.
+    # Layers of Keras have reasons not to cast, such as the ids that an embedding takes.
     is_keras_own = type(layer).__module__.startswith(f"{keras_api.ROOT_PACKAGE}.")
     is_mixed = dtype != layer.variable_dtype
     if is_mixed and not is_keras_own and not getattr(layer, "autocast", True):
         yield "It takes its inputs as they come: it was made with autocast=False."
 
 
-def _size(layer: tf.keras.layers.Layer) -> Any:
+def _size(layer: tf.keras.layers.Layer) -> int | None:
     return getattr(layer, "units", None) or getattr(layer, "filters", None)
 
 
 def _size_costs_time(place: _Place, model: tf.keras.Model) -> bool:
-    """Whether another number of units or filters would make this machine faster."""
+    """Whether this machine would be faster with another number of units or filters."""
     layer, size = place.layer, _size(place.layer)
     is_odd = isinstance(size, int) and size % 8 and not keras_api.layers_inside(layer)
     if not is_odd or not hardware.has_tensor_cores(layer.compute_dtype):
@@ -266,8 +237,3 @@ def _about_other_policy(place: _Place, model: tf.keras.Model) -> str:
 
 def _is_floating(dtype: str | None) -> bool:
     return dtype is not None and tf.as_dtype(dtype).is_floating
-
-
-def _wrapped(start: str, text: str) -> list[str]:
-    indent = " " * len(start)
-    return textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=indent)

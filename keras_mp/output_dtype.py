@@ -20,7 +20,7 @@ def install() -> None:
     keras_call = owner.__call__
 
     @functools.wraps(keras_call)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: tf.keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         policy: Any = getattr(self, "dtype_policy", None)
         if getattr(policy, "output_dtype", None) is None:
             return keras_call(self, *args, **kwargs)

@@ -18,7 +18,7 @@ from keras_mp.grappler import optimize
 from keras_mp.grappler.passes import PASSES
 from keras_mp.support import onednn
 
-# The parts of the names of environment variables; the second ones are those of TensorFlow 1.
+# Parts of the names of environment variables; the second ones are those of TensorFlow 1.
 _NAMES = {
     "allow": ("ALLOWLIST", "WHITELIST"),
     "infer": ("INFERLIST", "GRAYLIST"),
@@ -29,7 +29,7 @@ LISTS = tuple(_NAMES)
 _PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 _LOG_PATH = f"{_PREFIX}LOG_PATH"
 
-# What the pass of float16 leaves alone without a suitable GPU, this one does for the same lists.
+# Without a suitable GPU the pass of float16 does nothing. This one has the same lists.
 _TRIED_WITH = {**PASSES, "float16": "auto_mixed_precision_cpu"}
 
 # An operation that is on no list, for the pass to find.
@@ -41,7 +41,7 @@ _environment: dict[str, str | None] = {}
 
 
 class _Changes:
-    """How the lists are to differ from TensorFlow's, in this process."""
+    """The differences of the lists from TensorFlow's, in this process."""
 
     changes: ClassVar[dict[str, frozenset[str]]] = {}
     kept_out: frozenset[str] = frozenset()
@@ -92,7 +92,7 @@ def read(dtype: str) -> dict[str, frozenset[str]]:
 
 
 def _graph_with_probe() -> tf.compat.v1.MetaGraphDef:
-    """A graph in which the pass has something to do; else it writes no lists."""
+    """Returns a graph in which the pass has something to do; else it writes no lists."""
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [8])
         tf.identity(getattr(tf.raw_ops, _PROBE)(x=x), name="result")
@@ -100,7 +100,7 @@ def _graph_with_probe() -> tf.compat.v1.MetaGraphDef:
 
 
 def change(changes: Mapping[str, Collection[str]]) -> None:
-    """Puts operations on lists, in place of what was changed here before.
+    """Puts operations on lists, and undoes what was changed here before.
 
     Args:
         changes: mapping of the name of a list, or "none", to names of operations, which are taken
@@ -112,7 +112,9 @@ def change(changes: Mapping[str, Collection[str]]) -> None:
 
 
 def keep_out(ops: Collection[str]) -> None:
-    """Takes operations off all lists, in place of those that were before; but not against `change`.
+    """Takes operations off all lists, but for those that `change` has put on one.
+
+    Those that were taken off before are put back.
 
     Args:
         ops: names of operations.
@@ -123,7 +125,7 @@ def keep_out(ops: Collection[str]) -> None:
 
 
 def kept_out() -> frozenset[str]:
-    """Operations that `keep_out` has taken off all lists, and `change` has put on none."""
+    """Returns the operations that `keep_out` has taken off, and `change` has put on no list."""
     return _Changes.kept_out.difference(*_Changes.changes.values())
 
 

@@ -23,7 +23,7 @@ _VERSIONS = {"cuda": ("cuda_version", (1000, 10)), "cudnn": ("cudnn_version", (1
 
 
 def compute_capability(device: str) -> str:
-    """Checks the description of a GPU.
+    """Returns the compute capability in the description of a GPU.
 
     Args:
         device: str, such as "GPU 7.0".
@@ -51,7 +51,7 @@ def compute_capability(device: str) -> str:
 def graph(
     config: tf.compat.v1.ConfigProto, given: tf.compat.v1.MetaGraphDef, device: str | None = None
 ) -> tf.compat.v1.GraphDef:
-    """Returns what grappler makes of a graph before it runs.
+    """Returns a graph as grappler leaves it, before it runs.
 
     Args:
         config: `ConfigProto`. Which passes are on.
@@ -74,7 +74,7 @@ def graph(
 def with_fetches(
     definition: tf.compat.v1.GraphDef, fetches: Sequence[str]
 ) -> tf.compat.v1.MetaGraphDef:
-    """Makes what grappler takes of a graph and the names of the nodes that are fetched."""
+    """Returns a graph as grappler takes it, with the names of the nodes that are fetched."""
     result = tf.compat.v1.MetaGraphDef(graph_def=definition)
     result.collection_def["train_op"].node_list.value.extend(fetches)
     return result
@@ -86,9 +86,9 @@ def _device(kind: str, **properties: Any) -> _device_properties.NamedDevice:
 
 
 def _placed(graph: tf.compat.v1.MetaGraphDef) -> tf.compat.v1.MetaGraphDef:
-    """A graph with its operations on the GPU, where TensorFlow has kernels for it.
+    """Returns a graph with its operations on the GPU, where TensorFlow has kernels for it.
 
-    TensorFlow places them before grappler runs. What the program has placed stays there.
+    TensorFlow places operations before grappler runs. Those that the program has placed stay.
     """
     result = tf.compat.v1.MetaGraphDef()
     result.CopyFrom(graph)

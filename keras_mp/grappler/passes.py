@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 class _Switch:
-    """The pass that was turned on here.
+    """The pass that is on, as far as it was turned on here.
 
     Attributes:
         dtype: "float16", "bfloat16", or None.
@@ -33,14 +33,14 @@ class _Switch:
 
 
 def enabled_dtype() -> str | None:
-    """The dtype to which graphs are rewritten, "float16" or "bfloat16"; None while they are not."""
+    """Returns the dtype that graphs are rewritten to, "float16" or "bfloat16", or None."""
     dtype = _Switch.dtype
     # TensorFlow's own functions may have turned it off.
     return dtype if dtype is not None and _options().get(PASSES[dtype]) else None
 
 
 def foreign_pass() -> str | None:
-    """Names what rewrites graphs and was not turned on here, or returns None."""
+    """Returns the name of a rewrite that was not turned on here, or None."""
     if enabled_dtype() is not None:
         return None
     if tf.__internal__.train.is_mixed_precision_graph_rewrite_enabled():
@@ -60,7 +60,8 @@ def turn_on(dtype: str) -> None:
         options = _options()
         _Switch.before = {name: options.get(name, False) for name in PASSES.values()}
         _Switch.dtype = dtype
-        _set({name: each == dtype for each, name in PASSES.items()})
+        options = {name: each == dtype for each, name in PASSES.items()}
+        tf.config.optimizer.set_experimental_options(options)
         # A session that comes with a config of its own turns on the pass for float16 by that.
         _of_sessions.set_mixed_precision_graph_rewrite_enabled(dtype == "float16")
 
@@ -68,7 +69,7 @@ def turn_on(dtype: str) -> None:
 def turn_off() -> None:
     """Sets the passes as they were before `turn_on`."""
     with _lock:
-        _set(_Switch.before)
+        tf.config.optimizer.set_experimental_options(_Switch.before)
         _Switch.dtype, _Switch.before = None, {}
         _of_sessions.set_mixed_precision_graph_rewrite_enabled(False)
 
@@ -77,7 +78,7 @@ def refuse_policy(what: str) -> None:
     """Refuses a mixed policy while the rewrite is on.
 
     Args:
-        what: str. What brings the policy.
+        what: str. The call or the model that brings the policy.
 
     Raises:
         ValueError: the rewrite is on.
@@ -92,16 +93,16 @@ def refuse_policy(what: str) -> None:
 
 
 def warn_if_compiled() -> None:
-    """Warns of a step that XLA compiles while the rewrite is on."""
+    """Warns if XLA compiles a step while the rewrite is on."""
     if host.is_compiled_by_xla():
         warn_if_not_rewritten("a step that XLA compiles (jit_compile=True)")
 
 
 def warn_if_not_rewritten(what: str) -> None:
-    """Warns, while the rewrite is on, of what it does not reach.
+    """Warns of code that the rewrite does not reach, while it is on.
 
     Args:
-        what: str. What is not rewritten, and why.
+        what: str. The code that is not rewritten, and why.
     """
     dtype = enabled_dtype()
     if dtype is not None:
@@ -111,7 +112,9 @@ def warn_if_not_rewritten(what: str) -> None:
         )
 
 
-def config_for_sessions(config: Any, dtype: str | None) -> Any:
+def config_for_sessions(
+    config: tf.compat.v1.ConfigProto | None, dtype: str | None
+) -> tf.compat.v1.ConfigProto:
     """Returns a `ConfigProto` with the pass for a dtype on, and the other off.
 
     Args:
@@ -138,7 +141,3 @@ def _toggle(rewriter: Any, is_on: bool) -> int:
 
 def _options() -> dict[str, Any]:
     return tf.config.optimizer.get_experimental_options()
-
-
-def _set(options: dict[str, bool]) -> None:
-    tf.config.optimizer.set_experimental_options(options)

@@ -18,9 +18,9 @@ from keras_mp.support.dtypes import FLOATING
 # The end of the names of casts that the passes put in.
 _SUFFIX = "AutoMixedPrecision"
 _DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
-_FLOATS = frozenset(dtype.as_datatype_enum for dtype in FLOATING)
+_FLOATS = {dtype.as_datatype_enum: dtype for dtype in FLOATING}
 
-# They bring values in and out, and compute nothing.
+# They bring numbers in and out, and compute none.
 _NO_COMPUTATIONS = op_table.ops(
     *("arguments", "constants", "results", "variables", "reads of variables", "calls"),
 )
@@ -48,7 +48,7 @@ class RewrittenOperation(NamedTuple):
 
 
 class RewriteReport(NamedTuple):
-    """What the graph rewrite made of a graph. `str` of it, and `print`, give a table.
+    """The result of rewriting a graph. `str` of it, and `print`, give a table.
 
     Attributes:
         of: str. The name of the function.
@@ -107,7 +107,7 @@ def report(
     compiled: bool = False,
     device: str | None = None,
 ) -> RewriteReport:
-    """Rewrites a graph as TensorFlow will, and says what the result is.
+    """Rewrites a graph as TensorFlow will, and reports the result.
 
     Args:
         graph: `MetaGraphDef`, as `of_function` and `of_fetches` make it.
@@ -152,16 +152,19 @@ def optimized(
     return optimize.graph(passes.config_for_sessions(None, dtype), graph, device)
 
 
-def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDef:
-    """Makes what grappler takes of a concrete function.
+def of_function(
+    function: tf.types.experimental.ConcreteFunction, shapes: bool = False
+) -> tf.compat.v1.MetaGraphDef:
+    """Returns the graph of a concrete function as grappler takes it.
 
     Args:
         function: `tf.types.experimental.ConcreteFunction`.
         shapes: bool. Whether nodes have the shapes of their outputs. Defaults to False.
     """
-    definition = function.graph.as_graph_def(add_shapes=shapes)
+    graph = function.graph  # pyright: ignore[reportAttributeAccessIssue]
+    definition = graph.as_graph_def(add_shapes=shapes)
     # As TensorFlow has the graph of a function when it rewrites it.
-    inputs = {tensor.op.name: i for i, tensor in enumerate(function.graph.inputs)}
+    inputs = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
     for node in definition.node:
         if node.name in inputs:
             # Not those of its operation: a small tensor that is captured is a constant here.
@@ -170,8 +173,8 @@ def of_function(function: Any, shapes: bool = False) -> tf.compat.v1.MetaGraphDe
             argument.attr["T"].type = node.attr["dtype"].type
             argument.attr["index"].i = inputs[node.name]
             node.CopyFrom(argument)
-    fetches = [operation.name for operation in function.graph.control_outputs]
-    for i, tensor in enumerate(function.graph.outputs):
+    fetches = [operation.name for operation in graph.control_outputs]
+    for i, tensor in enumerate(graph.outputs):
         result = definition.node.add(name=f"keras_mp_result_{i}", op="_Retval", input=[tensor.name])
         result.attr["T"].type = tensor.dtype.as_datatype_enum
         result.attr["index"].i = i
@@ -189,7 +192,7 @@ def is_compiled(function: Any) -> bool:
 
 
 def of_fetches(fetches: Sequence[Any]) -> tf.compat.v1.MetaGraphDef:
-    """Makes what grappler takes of what a session runs.
+    """Returns the graph that a session runs, as grappler takes it.
 
     Args:
         fetches: sequence of operations and tensors of one `tf.Graph`.
@@ -218,7 +221,7 @@ def _bodies(
 
 
 def _functions_for_xla(graph: tf.compat.v1.GraphDef) -> dict[str, Any]:
-    """The functions of a graph that XLA compiles, and those that they call, by name."""
+    """Returns the functions of a graph that XLA compiles, and those that they call, by name."""
     library = {function.signature.name: function for function in graph.library.function}
     found: dict[str, Any] = {}
     waiting = [name for name, each in library.items() if each.attr["_XlaMustCompile"].b]
@@ -237,25 +240,29 @@ def _computations(
     """Yields nodes that compute with floating-point numbers, and the dtypes of these."""
     for node in nodes:
         if node.op not in _NO_COMPUTATIONS:
-            types = _types(node).values()
-            dtypes = {tf.as_dtype(each).name for of_attribute in types for each in of_attribute}
+            listed = floating_dtypes(node).values()
+            dtypes = {dtype.name for of_attribute in listed for dtype in of_attribute}
             if dtypes:
                 yield node, sorted(dtypes)
 
 
-def _types(node: tf.compat.v1.NodeDef) -> dict[str, list[int]]:
-    """The floating-point types among a node's attributes."""
+def floating_dtypes(node: tf.compat.v1.NodeDef) -> dict[str, list[tf.DType]]:
+    """Returns the floating-point dtypes of a node by attribute.
+
+    Args:
+        node: `NodeDef`.
+    """
     found = {}
     for name, value in node.attr.items():
         types = [value.type] if value.WhichOneof("value") == "type" else value.list.type
-        types = [each for each in types if each in _FLOATS]
-        if types and not name.startswith("_"):
-            found[name] = types
+        dtypes = [_FLOATS[each] for each in types if each in _FLOATS]
+        if dtypes and not name.startswith("_"):
+            found[name] = dtypes
     return found
 
 
 class _Why:
-    """Says why operations were left as they are.
+    """The reasons why operations were left as they are.
 
     Args:
         body: the nodes among which they are.
@@ -298,7 +305,7 @@ class _Why:
         return f"after {denied}" if denied else "not among operations of the allow list"
 
     def _find_denied(self, name: str) -> str | None:
-        """The operation of the deny list behind which a node is, by way of other lists' nodes."""
+        """Returns the operation of the deny list that a node is behind, by way of other lists."""
         waiting, seen = [name], {name}
         while waiting:
             for source in self._nodes[waiting.pop()].input:
@@ -316,7 +323,7 @@ class _Why:
 
 def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str, device: str) -> bool:
     """Whether some attribute of a node can be of the dtype, with the others as they are."""
-    types = {name: each[0] for name, each in _types(node).items()}
+    types = {name: each[0].as_datatype_enum for name, each in floating_dtypes(node).items()}
     enum = tf.as_dtype(dtype).as_datatype_enum
     return any(
         registered_kernels.has_kernel(node.op, {**types, name: enum}, device) for name in types

@@ -1,4 +1,4 @@
-"""How fast this machine is with float16 and bfloat16, and a warning where it is slow.
+"""The speed of this machine in float16 and bfloat16, and a warning where it is slow.
 
 RFC 293, "Dtype policies overview": a warning where "mixed_float16" or "mixed_bfloat16" meets
 hardware that does not support it. For Nvidia GPUs and for TPUs there is a table. CPUs and
@@ -9,12 +9,12 @@ subpackage needs TensorFlow only.
 
 import threading
 
-from keras_mp.hardware import tables, verdicts
+from keras_mp.hardware import devices, fast_dtypes
 from keras_mp.hardware.stopwatch import Speeds
 from keras_mp.support import host, messages
 
 _lock = threading.Lock()
-# The dtypes of global policies that were set before anything could be measured.
+# The dtypes of global policies that wait for a measurement, and those that need no more warning.
 _waiting: set[str] = set()
 _settled: set[str] = set()
 
@@ -36,11 +36,11 @@ def best_policy() -> str:
 
     >>> keras_mp.set_global_policy(keras_mp.hardware.best_policy())
     """
-    return verdicts.best_policy()[0]
+    return fast_dtypes.best_policy()[0]
 
 
 def measure_later(dtype: str) -> None:
-    """Lets the next `warn_if_slow()` measure how fast a dtype is.
+    """Makes the next `warn_if_slow()` measure how fast a dtype is.
 
     `keras_mp.set_global_policy` calls it. That is often a program's first line, when devices may
     still be configured, and to measure initializes them.
@@ -57,7 +57,7 @@ def measure_later(dtype: str) -> None:
 
 
 def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
-    """Warns, once per process and dtype, where computing in `dtype` brings no speed here.
+    """Warns, once per process and dtype, if computing in `dtype` is slow on this machine.
 
     A `keras_mp.Policy` calls it with `measure=False`. `Model.compile`, `keras_mp.GradScaler` and
     `keras_mp.LossScaleOptimizer` call it for the dtypes of global policies, when they are made.
@@ -76,19 +76,19 @@ def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
 
     Source: RFC 293, "Dtype policies overview".
     """
-    if dtype is None and not _waiting:
-        return
     with _lock:
         asked = (_waiting if dtype is None else {_checked(dtype)}) - _settled
+    if not asked:
+        return
+    measured = None
+    if fast_dtypes.needs_speeds():
+        measured = fast_dtypes.speeds(measure)
+        if measured is None:
+            return
     for each in sorted(asked):
-        figures = None
-        if verdicts.wants_figures():
-            figures = verdicts.speeds(measure)
-            if figures is None:
-                continue
-        reason = verdicts.why_slow(each, figures)
+        reason = fast_dtypes.why_slow(each, measured)
         if reason is None and (not measure or host.in_v1_graph()):
-            continue  # Devices may still be hidden, or a graph of TensorFlow 1 be left.
+            continue  # The program may still hide devices, or leave a graph of TensorFlow 1.
         with _lock:
             is_first = each not in _settled
             _settled.add(each)
@@ -102,7 +102,7 @@ def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
 
 
 def why_slow(dtype: str) -> str | None:
-    """Says why computing in `dtype` is not fast on this machine.
+    """Returns the reason why computing in `dtype` is slow on this machine, or None.
 
     Args:
         dtype: str, "float16" or "bfloat16".
@@ -123,9 +123,8 @@ def why_slow(dtype: str) -> str | None:
     True
     """
     _checked(dtype)
-    return verdicts.why_slow(
-        dtype, verdicts.speeds(measure=True) if verdicts.wants_figures() else None
-    )
+    measured = fast_dtypes.speeds() if fast_dtypes.needs_speeds() else None
+    return fast_dtypes.why_slow(dtype, measured)
 
 
 def speeds(anew: bool = False) -> Speeds | None:
@@ -156,11 +155,11 @@ def speeds(anew: bool = False) -> Speeds | None:
     >>> list(speeds), list(speeds["convolution"])
     (['matrix product', 'convolution'], ['float32', 'bfloat16', 'float16'])
     """
-    return verdicts.speeds(measure=True, anew=anew)
+    return fast_dtypes.speeds(anew=anew)
 
 
 def has_tensor_cores(dtype: str) -> bool:
-    """Tells whether a GPU of this machine multiplies matrices of `dtype` in tensor cores.
+    """Whether a GPU of this machine multiplies matrices of `dtype` in tensor cores.
 
     Devices are listed, not initialized.
 
@@ -177,13 +176,12 @@ def has_tensor_cores(dtype: str) -> bool:
     ...     and keras_mp.hardware.why_slow("float16") is None)
     True
     """
-    needed = tables.COMPUTE_CAPABILITY[_checked(dtype)]
-    found = [gpu.capability for gpu in tables.gpus()]
-    return any(capability is not None and capability >= needed for capability in found)
+    needed = devices.COMPUTE_CAPABILITY[_checked(dtype)]
+    return any((gpu.capability or (0, 0)) >= needed for gpu in devices.gpus())
 
 
 def cpu_has_bfloat16() -> bool:
-    """Tells whether the CPU has instructions for bfloat16 (AVX512-BF16, AMX-BF16 or Arm BF16).
+    """Whether the CPU has instructions for bfloat16 (AVX512-BF16, AMX-BF16 or Arm BF16).
 
     That does not make it fast: see `speeds`.
 
@@ -192,11 +190,11 @@ def cpu_has_bfloat16() -> bool:
     >>> isinstance(keras_mp.hardware.cpu_has_bfloat16(), bool)
     True
     """
-    return tables.cpu_has("bfloat16")
+    return devices.cpu_has("bfloat16")
 
 
 def cpu_has_float16() -> bool:
-    """Tells whether the CPU has instructions for float16 (AVX512-FP16 or AMX-FP16).
+    """Whether the CPU has instructions for float16 (AVX512-FP16 or AMX-FP16).
 
     That does not make it fast: see `speeds`.
 
@@ -205,11 +203,11 @@ def cpu_has_float16() -> bool:
     >>> isinstance(keras_mp.hardware.cpu_has_float16(), bool)
     True
     """
-    return tables.cpu_has("float16")
+    return devices.cpu_has("float16")
 
 
 def cpu_takes_float16_rewrite() -> bool:
-    """Tells whether TensorFlow's graph rewrite goes to float16 on this CPU.
+    """Whether TensorFlow's graph rewrite goes to float16 on this CPU.
 
     It does where oneDNN is on and the CPU has AMX-FP16 or AVX-NE-CONVERT. It asks for no other
     float16 instructions, AVX512-FP16 among them.
@@ -221,10 +219,10 @@ def cpu_takes_float16_rewrite() -> bool:
 
     Source: TensorFlow, `auto_mixed_precision.cc` of grappler.
     """
-    return tables.takes_float16_rewrite()
+    return devices.takes_float16_rewrite()
 
 
 def _checked(dtype: str) -> str:
-    if dtype not in tables.COMPUTE_CAPABILITY:
+    if dtype not in devices.COMPUTE_CAPABILITY:
         raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
     return dtype

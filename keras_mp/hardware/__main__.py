@@ -1,4 +1,4 @@
-"""Measures how fast this machine is in each dtype, and says which policy suits it.
+"""Measures how fast this machine is in each dtype, and names the policy that suits it.
 
 python -m keras_mp.hardware
 python -m keras_mp.hardware --check
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from keras_mp import hardware
-from keras_mp.hardware import stopwatch, tables, verdicts
+from keras_mp.hardware import devices, fast_dtypes, stopwatch
 from keras_mp.kernels import slow
 from keras_mp.support import text_tables
 
@@ -22,7 +22,7 @@ _OUTPUT = "keras_mp_check.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, remembers what was measured, and prints it.
+    """Measures this machine, keeps the result for later programs, and prints it.
 
     Args:
         argv: Arguments of the command line; None for the process's own.
@@ -62,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _check(arguments.quick, output)
     if arguments.quick or arguments.output:
         parser.error("--quick and --output go with --check")
-    speeds = verdicts.speeds(measure=True, anew=True, remember=True)
+    speeds = fast_dtypes.speeds(anew=True, keep=True)
     for line in _lines(speeds):
         print(line)
     return 0
 
 
 def _check(quick: bool, output: pathlib.Path) -> int:
-    # It uses all of the package, and the rest of this subpackage needs TensorFlow only.
+    # The check uses all of the package; the rest of this subpackage needs TensorFlow only.
     from keras_mp import hardware_check
     from keras_mp.hardware_check import page
 
@@ -82,7 +82,7 @@ def _check(quick: bool, output: pathlib.Path) -> int:
 
 def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
     yield f"{_device()}; TensorFlow {tf.version.VERSION}"
-    units, used = (", ".join(names) or "none" for names in tables.cpu_units())
+    units, used = (", ".join(names) or "none" for names in devices.cpu_units())
     yield f"16-bit units of the CPU: {units}; used by TensorFlow's oneDNN: {used}"
     yield ""
     if speeds is None:
@@ -93,18 +93,18 @@ def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
     for dtype in ("bfloat16", "float16"):
         reason = hardware.why_slow(dtype)
         yield f"{dtype} is fast here." if reason is None else f"{dtype} is slow here: {reason}"
-    name, reason = verdicts.best_policy()
+    name, reason = fast_dtypes.best_policy()
     yield f"Best policy: {name}, since {reason}"
-    if speeds is not None and not tables.gpus():
+    if speeds is not None and not devices.gpus():
         yield from _slow_kernels()
 
 
 def _device() -> str:
-    gpus = tables.gpus()
-    if tables.has_tpu() or gpus:
-        return "TPU" if tables.has_tpu() else ", ".join(map(str, gpus))
+    gpus = devices.gpus()
+    if devices.has_tpu() or gpus:
+        return "TPU" if devices.has_tpu() else ", ".join(map(str, gpus))
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
-    return f"{tables.cpu_name()}, {threads} threads"
+    return f"{devices.cpu_name()}, {threads} threads"
 
 
 def _table(speeds: stopwatch.Speeds) -> Iterator[str]:

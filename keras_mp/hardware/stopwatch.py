@@ -1,13 +1,13 @@
-"""How fast a device trains with a matrix product and a convolution, in each dtype.
+"""Measures how fast a device trains with a matrix product and a convolution, in each dtype.
 
-What is timed is the forward pass and both gradients: a dtype can be as fast as float32 in the first
-and many times slower in the others. Convolutions that keras_mp computes in float32 inside, since
-that is faster, are timed so. This module needs TensorFlow only.
+The forward pass and both gradients are timed: a dtype can be as fast as float32 in the first and
+many times slower in the others. Convolutions that keras_mp computes in float32 inside, since that
+is faster, are timed so. This module needs TensorFlow only.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -20,12 +20,12 @@ MATRIX_PRODUCT, CONVOLUTION = OPERATIONS = ("matrix product", "convolution")
 
 Speeds = dict[str, dict[str, float]]
 
-# For each operation. A program that wants to train does not wait long.
+# For each operation. It delays the training of a program.
 _SECONDS = 0.15
 _FEWEST_TURNS = 3
-# float32 takes so long with a problem that is large enough to hide what a call costs in itself.
+# A problem that takes float32 so long hides the overhead of a call.
 _LARGE_ENOUGH = 0.002
-# There are CPUs on which a dtype is 90 times slower. Of that a small problem is enough.
+# There are CPUs on which a dtype is 90 times slower. There a small problem is enough.
 _MUCH_SLOWER = 16
 # A gradient takes as many floating-point operations as the forward pass, and there are two.
 _PASSES = 3
@@ -33,18 +33,20 @@ _PASSES = 3
 _IMAGE, _CHANNELS, _KERNEL = 32, 64, 3
 
 
-class _Problem(NamedTuple):
-    """Something to compute.
+class Problem(NamedTuple):
+    """A computation to time.
 
     Attributes:
-        operation: what computes the output and the gradients of the arguments.
+        compute: takes the arguments.
         arguments: float32 tensors.
-        count: number of floating-point operations that it takes.
+        count: int. The number of floating-point operations, or of numbers read and written.
+        unit: str. "GF/s" or "GB/s". Defaults to the former.
     """
 
-    operation: Callable[..., list[tf.Tensor]]
+    compute: Callable[..., Any]
     arguments: tuple[tf.Tensor, ...]
     count: int
+    unit: str = "GF/s"
 
 
 def measure(device: str) -> Speeds:
@@ -58,20 +60,19 @@ def measure(device: str) -> Speeds:
     Returns:
         dict of dicts: by operation and dtype, how many floating-point operations a second.
     """
-    problems = {MATRIX_PRODUCT: _matrix_products, CONVOLUTION: _convolutions}
     speeds = {}
     with tf.device(device):
-        for operation in OPERATIONS:
-            count, turns = _race(problems[operation]())
+        for operation, problems in zip(OPERATIONS, (_matrix_products, _convolutions), strict=True):
+            count, turns = _race(problems())
             seconds = fastest(turns) if device.startswith("GPU") else undisturbed(turns)
             speeds[operation] = {dtype: count / seconds[dtype] for dtype in DTYPES}
     return speeds
 
 
-def _matrix_products() -> Iterator[_Problem]:
+def _matrix_products() -> Iterator[Problem]:
     for size in (256, 512, 1024, 2048, 4096):
-        a, b = _random([size, size]), _random([size, size])
-        yield _Problem(_multiply, (a, b), _PASSES * 2 * size**3)
+        a, b = random([size, size]), random([size, size])
+        yield Problem(_multiply, (a, b), _PASSES * 2 * size**3)
 
 
 def _multiply(a: tf.Tensor, b: tf.Tensor) -> list[tf.Tensor]:
@@ -83,12 +84,12 @@ def _multiply(a: tf.Tensor, b: tf.Tensor) -> list[tf.Tensor]:
     ]
 
 
-def _convolutions() -> Iterator[_Problem]:
-    kernel = _random([_KERNEL, _KERNEL, _CHANNELS, _CHANNELS])
+def _convolutions() -> Iterator[Problem]:
+    kernel = random([_KERNEL, _KERNEL, _CHANNELS, _CHANNELS])
     for batch in (1, 4, 16, 64, 256):
-        images = _random([batch, _IMAGE, _IMAGE, _CHANNELS])
+        images = random([batch, _IMAGE, _IMAGE, _CHANNELS])
         count = _PASSES * 2 * batch * (_IMAGE * _KERNEL * _CHANNELS) ** 2
-        yield _Problem(_convolve, (images, kernel), count)
+        yield Problem(_convolve, (images, kernel), count)
 
 
 def _convolve(x: tf.Tensor, kernel: tf.Tensor) -> list[tf.Tensor]:
@@ -102,13 +103,14 @@ def _convolve(x: tf.Tensor, kernel: tf.Tensor) -> list[tf.Tensor]:
     ]
 
 
-def _random(shape: list[int]) -> tf.Tensor:
+def random(shape: list[int]) -> tf.Tensor:
+    """Returns random numbers, the same in each call."""
     # Stateless: a program draws the same numbers whether something was measured or not.
     return tf.random.stateless_normal(shape, seed=(0, 0))
 
 
-def _race(problems: Iterator[_Problem]) -> tuple[int, dict[str, list[Turn]]]:
-    """Lets the dtypes take turns with one of some growing problems.
+def _race(problems: Iterator[Problem]) -> tuple[int, dict[str, list[Turn]]]:
+    """Times the dtypes in turns, with one of some growing problems.
 
     Returns:
         The number of operations that it takes, and the turns of each dtype.
@@ -131,11 +133,11 @@ def _race(problems: Iterator[_Problem]) -> tuple[int, dict[str, list[Turn]]]:
 
 
 def _take_turns(
-    problem: _Problem, arguments: dict[str, list[tf.Tensor]], count: int
+    problem: Problem, arguments: dict[str, list[tf.Tensor]], count: int
 ) -> dict[str, list[Turn]]:
     def step(dtype: str) -> None:
-        # A device may return before it has computed; of a number that is read it has.
-        for result in problem.operation(*arguments[dtype]):
+        # A device may return before it has computed. A number that is read has been computed.
+        for result in problem.compute(*arguments[dtype]):
             result[0, 0].numpy()
 
     return clock.take({dtype: functools.partial(step, dtype) for dtype in DTYPES}, count)

@@ -1,4 +1,4 @@
-"""A check of this machine: what keras_mp promises, kept or broken, and how fast it is here.
+"""A check of this machine: whether keras_mp keeps its promises on it, and how fast it is.
 
 `python -m keras_mp.hardware --check` runs it. It is for machines on which keras_mp has not been run
 before, GPUs above all: one page to read and one JSON to send.
@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hardware_check import machine, promises, replicas, speeds, steps
-from keras_mp.hardware_check.promise import judge
+from keras_mp.hardware_check.promises import judge
 from keras_mp.support import messages
 
 
@@ -54,10 +54,10 @@ def _quiet() -> Iterator[None]:
     """Keeps warnings from the page."""
     logger = tf.get_logger()
     level = logger.level
-    logger.setLevel("ERROR")  # Each promise traces functions of its own, as it is meant to.
+    logger.setLevel("ERROR")  # TensorFlow warns of the many functions that promises trace.
     try:
         with warnings.catch_warnings():
-            # What is slow here is what the check is to find out.
+            # The check itself finds out what is slow here.
             warnings.simplefilter("ignore", messages.MixedPrecisionWarning)
             yield
     finally:

@@ -1,4 +1,4 @@
-"""What a report has to say of the machine."""
+"""A description of the machine for the report."""
 
 import importlib
 import os
@@ -11,27 +11,29 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
-from keras_mp.hardware import tables
+from keras_mp.hardware import devices
 
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def describe() -> dict[str, Any]:
-    """Describes devices, libraries and versions.
+    """Returns devices, libraries and versions.
 
     Returns:
         dict of str, numbers and lists. Nothing in it names a person or a host.
     """
     build = tf.sysconfig.get_build_info()
-    units, used = tables.cpu_units()
+    units, used = devices.cpu_units()
     keras = importlib.import_module(keras_api.ROOT_PACKAGE)
     return {
-        "gpus": [{"name": gpu.name, "compute_capability": gpu.capability} for gpu in tables.gpus()],
-        "tpu": tables.has_tpu(),
+        "gpus": [
+            {"name": gpu.name, "compute_capability": gpu.capability} for gpu in devices.gpus()
+        ],
+        "tpu": devices.has_tpu(),
         "driver": _driver(),
         "cuda": build.get("cuda_version"),
         "cudnn": build.get("cudnn_version"),
-        "cpu": tables.cpu_name(),
+        "cpu": devices.cpu_name(),
         "cpu_units": units,
         "cpu_units_of_onednn": used,
         "threads": tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count(),
@@ -45,7 +47,7 @@ def describe() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The version of Nvidia's driver, where Linux tells."""
+    """Returns the version of Nvidia's driver, where Linux tells it."""
     if not _DRIVER.exists():
         return None
     found = re.search(r"\s(\d+(\.\d+)+)\s", _DRIVER.read_text())

@@ -1,14 +1,13 @@
 """The models that the check trains, under the policy that is in force."""
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
 _CLASSES, _WORDS = 10, 1000
 
 
-def convolutional() -> Any:
+def convolutional() -> tf.keras.Model:
     """A small network of two convolutions for images of 16x16, with outputs in float32."""
     layers = tf.keras.layers
     return tf.keras.Sequential(
@@ -22,7 +21,7 @@ def convolutional() -> Any:
     )
 
 
-def make(name: str, size: int) -> tuple[Any, tf.Tensor, tf.Tensor]:
+def make(name: str, size: int) -> tuple[tf.keras.Model, tf.Tensor, tf.Tensor]:
     """Makes one of `MODELS`.
 
     Args:
@@ -44,16 +43,16 @@ def make(name: str, size: int) -> tuple[Any, tf.Tensor, tf.Tensor]:
     return tf.keras.Model(inputs, outputs), x, y
 
 
-def _dense(x: Any, units: int) -> Any:
+def _dense(x: tf.Tensor, units: int) -> tf.Tensor:
     for _ in range(4):
         x = tf.keras.layers.Dense(units, activation="relu")(x)
     return x
 
 
-def _residual(x: Any, filters: int) -> Any:
+def _residual(x: tf.Tensor, filters: int) -> tf.Tensor:
     layers = tf.keras.layers
 
-    def convolve(x: Any) -> Any:
+    def convolve(x: tf.Tensor) -> tf.Tensor:
         x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
         return layers.Activation("relu")(layers.BatchNormalization()(x))
 
@@ -63,7 +62,7 @@ def _residual(x: Any, filters: int) -> Any:
     return layers.GlobalAveragePooling2D()(x)
 
 
-def _transformer(x: Any, width: int) -> Any:
+def _transformer(x: tf.Tensor, width: int) -> tf.Tensor:
     layers = tf.keras.layers
     x = layers.Embedding(_WORDS, width)(x)
     for _ in range(2):
@@ -75,7 +74,7 @@ def _transformer(x: Any, width: int) -> Any:
 
 
 # Layers between inputs and logits, examples in a batch, and the shape of one.
-MODELS: dict[str, tuple[Callable[[Any, int], Any], int, list[int]]] = {
+MODELS: dict[str, tuple[Callable[[tf.Tensor, int], tf.Tensor], int, list[int]]] = {
     "dense": (_dense, 256, [512]),
     "residual": (_residual, 32, [32, 32, 3]),
     "transformer": (_transformer, 32, [64]),

@@ -1,6 +1,5 @@
 """The page that a check prints."""
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,11 +7,9 @@ from keras_mp.hardware.stopwatch import DTYPES
 from keras_mp.hardware_check.steps import VARIANTS
 from keras_mp.support import text_tables
 
-WIDTH = 100
-
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of the page, none longer than `WIDTH`.
+    """Yields the lines of the page, none longer than `text_tables.WIDTH`.
 
     Args:
         found: what `hardware_check.check` returned.
@@ -32,17 +29,18 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _machine(machine: Mapping[str, Any]) -> Iterator[str]:
-    versions = [machine[name] for name in ("system", "keras")]
-    yield from textwrap.wrap(
-        f"keras_mp {machine['keras_mp']}, TensorFlow {machine['tensorflow']}, {versions[1]}, "
-        f"Python {machine['python']}, {versions[0]}",
-        WIDTH,
+    yield from text_tables.wrapped(
+        f"keras_mp {machine['keras_mp']}, TensorFlow {machine['tensorflow']}, {machine['keras']}, "
+        f"Python {machine['python']}, {machine['system']}"
     )
     units, used = (
         ", ".join(machine[name]) or "none" for name in ("cpu_units", "cpu_units_of_onednn")
     )
     cpu = f"{machine['cpu']}, {machine['threads']} threads; 16-bit units: {units}; used: {used}"
-    yield from textwrap.wrap(f"CPU: {cpu}", WIDTH)
+    yield from text_tables.wrapped(f"CPU: {cpu}")
+    if not machine["gpus"]:
+        yield "No GPU was seen."
+        return
     for gpu in machine["gpus"]:
         capability = ".".join(map(str, gpu["compute_capability"] or ["unknown"]))
         yield f"GPU: {gpu['name']}, compute capability {capability}"
@@ -50,24 +48,15 @@ def _machine(machine: Mapping[str, Any]) -> Iterator[str]:
         f"{name} {machine[key] or 'unknown'}"
         for name, key in (("driver", "driver"), ("CUDA", "cuda"), ("cuDNN", "cudnn"))
     ]
-    if machine["gpus"]:
-        yield f"{', '.join(libraries)}; TensorFloat-32 {_on(machine['tensor_float_32'])}"
-    else:
-        yield "No GPU was seen."
-
-
-def _on(value: bool) -> str:
-    return "on" if value else "off"
+    tensor_float_32 = "on" if machine["tensor_float_32"] else "off"
+    yield f"{', '.join(libraries)}; TensorFloat-32 {tensor_float_32}"
 
 
 def _promises(promises: list[Mapping[str, Any]]) -> Iterator[str]:
     width = max(len(each["name"]) for each in promises)
     for each in promises:
         start = f"{'kept' if each['kept'] else 'BROKEN':6}  {each['name']:{width}}  "
-        indent = " " * len(start)
-        yield from textwrap.wrap(
-            start + each["figure"], WIDTH, subsequent_indent=indent, drop_whitespace=True
-        )
+        yield from text_tables.wrapped(start + each["figure"], " " * len(start))
     kept = sum(each["kept"] for each in promises)
     yield f"{kept} of {len(promises)} promises are kept."
 
@@ -76,9 +65,9 @@ def _kernels(kernels: list[Mapping[str, Any]]) -> Iterator[str]:
     for dtype in ("bfloat16", "float16"):
         of_dtype = [each for each in kernels if each["dtype"] == dtype]
         wrong = {each["op"]: None for each in of_dtype if each["own_is_wrong"]}
-        text = ", ".join(wrong) or "none"
-        yield from textwrap.wrap(
-            f"TensorFlow's own kernels that are wrong here in {dtype}: {text}.", WIDTH
+        names = ", ".join(wrong) or "none"
+        yield from text_tables.wrapped(
+            f"TensorFlow's own kernels that are wrong here in {dtype}: {names}."
         )
 
 

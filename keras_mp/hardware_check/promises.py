@@ -1,4 +1,4 @@
-"""What keras_mp promises, asked of the device that TensorFlow computes on.
+"""The promises of keras_mp, tried on the device that TensorFlow computes on.
 
 Each function returns whether a promise is kept, and what was found. They use what programs use.
 """
@@ -26,8 +26,41 @@ _WAYS: dict[str, Callable[..., Any]] = {
 _TOLERANCE = {"float16": 2**-9, "bfloat16": 2**-6}
 
 
+class Promise(NamedTuple):
+    """A promise on this machine.
+
+    Attributes:
+        name: str. What is promised.
+        kept: bool.
+        figure: str. What was found.
+    """
+
+    name: str
+    kept: bool
+    figure: str
+
+
+def judge(name: str, find: Callable[[], Found]) -> Promise:
+    """Tries a promise. It is not kept if it raises.
+
+    Args:
+        name: str. What is promised.
+        find: returns whether it is kept, and what was found.
+    """
+    try:
+        kept, figure = find()
+    except Exception as error:  # The other promises are tried, whatever this one raises.
+        return Promise(name, False, first_line(error))
+    return Promise(name, bool(kept), figure)
+
+
+def first_line(error: Exception) -> str:
+    """Returns the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
 class KernelFinding(NamedTuple):
-    """What a kernel makes of terms whose sum is known.
+    """The result of a kernel for terms whose sum is known.
 
     Attributes:
         op: str. The type of the operation.
@@ -65,7 +98,9 @@ def measure_kernels() -> list[KernelFinding]:
 def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> KernelFinding:
     arguments, expected = kernel.example(dtype, case), kernel.expected
 
-    def result_of(compute: Any) -> float | None:
+    def result_of(compute: Callable[..., tf.Tensor] | None) -> float | None:
+        if compute is None:
+            return None
         try:
             return float(replaced.last_value(compute(**arguments)))
         except (tf.errors.OpError, ValueError):
@@ -92,8 +127,10 @@ def _values(variables: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in listed]
 
 
-def _scaled_step(optimizer: Any, weights: tf.Variable) -> Callable[[tf.Tensor], None]:
-    """A step whose gradients, in float16 and scaled, are the loss scale times the factor."""
+def _scaled_step(
+    optimizer: keras_mp.LossScaleOptimizer, weights: tf.Variable
+) -> Callable[[tf.Tensor], None]:
+    """Returns a step whose scaled gradients, in float16, are the loss scale times the factor."""
 
     def step(factor: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
@@ -219,7 +256,7 @@ def _autocast(dtype: str) -> Found:
     x = tf.random.stateless_normal([64, 64], seed=(1, 2))
 
     @_WAYS["graph"]
-    def product() -> Any:
+    def product() -> tf.Tensor:
         with keras_mp.autocast(dtype):
             return tf.nn.softmax(tf.matmul(x, x))
 
@@ -266,7 +303,7 @@ def _training(dtype: str) -> Found:
     return found < right and abs(found - last) < 0.1 * right, figure
 
 
-# By name, what finds out.
+# By name, the function that tries it.
 PROMISES: dict[str, Callable[[], Found]] = {
     **{
         f"a step that overflows is skipped ({way})": functools.partial(_overflow_is_skipped, way)

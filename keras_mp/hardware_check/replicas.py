@@ -1,4 +1,4 @@
-"""What keras_mp promises of replicas, in a process of its own, whose devices it can divide.
+"""The promises of keras_mp about replicas, in a process of its own, whose devices it can divide.
 
 Two GPUs if there are, else one in two halves; without a GPU the CPU in two.
 """
@@ -6,13 +6,13 @@ Two GPUs if there are, else one in two halves; without a GPU the CPU in two.
 import json
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.hardware_check.promise import Promise, judge
+from keras_mp.hardware_check.promises import Promise, judge
 
 _MEGABYTES = 1024  # of each half of a GPU
 _LONGEST = 300  # seconds
@@ -20,7 +20,7 @@ _MADE = "replicas can be made"
 
 
 def judged_in_own_process() -> list[Promise]:
-    """Judges the promises in another process."""
+    """Tries the promises in another process."""
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST)
@@ -34,7 +34,7 @@ def judged_in_own_process() -> list[Promise]:
 
 
 def main() -> None:
-    """Judges the promises, and prints them as JSON."""
+    """Tries the promises, and prints the results as JSON."""
     strategy = _strategy()
     print(
         json.dumps(
@@ -59,8 +59,10 @@ def _strategy() -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy([f"{kind}:0", f"{kind}:1"], sum_on_one)
 
 
-def _step(strategy: tf.distribute.Strategy, optimizer: Any, weights: Any) -> Any:
-    """A step in which each replica has a factor of its own."""
+def _step(
+    strategy: tf.distribute.Strategy, optimizer: keras_mp.LossScaleOptimizer, weights: tf.Variable
+) -> Callable[[tf.Tensor], None]:
+    """Returns a step in which each replica has a factor of its own."""
 
     def of_replica(factors: tf.Tensor) -> None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -72,8 +74,10 @@ def _step(strategy: tf.distribute.Strategy, optimizer: Any, weights: Any) -> Any
     return tf.function(lambda factors: strategy.run(of_replica, args=(factors,)), autograph=False)
 
 
-def _trained(strategy: tf.distribute.Strategy, *factors: list[float]) -> tuple[list[Any], Any]:
-    """The weights of each replica after a step for each pair of factors, and the optimizer."""
+def _trained(
+    strategy: tf.distribute.Strategy, *factors: list[float]
+) -> tuple[list[list[float]], keras_mp.LossScaleOptimizer]:
+    """Returns each replica's weights after a step for each pair of factors, and the optimizer."""
     with strategy.scope():
         weights = tf.Variable(tf.constant([1.0, 2.0]))
         scale = keras_mp.DynamicLossScale(1024)

@@ -1,15 +1,15 @@
-"""How fast operations are, forward and backward, in each dtype."""
+"""Measures how fast operations are, forward and backward, in each dtype."""
 
-import statistics
-import time
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.hardware import tables
-from keras_mp.hardware.stopwatch import DTYPES
+from keras_mp.hardware import devices
+from keras_mp.hardware.stopwatch import DTYPES, Problem, random
+from keras_mp.support import turns
 
 _TURNS = 5
 _LONG_ENOUGH = 0.02  # seconds of a turn
@@ -20,24 +20,8 @@ _OF_CPUS = (1024, (8, 32, 64), 2**22)
 _OF_GPUS = (8192, (128, 56, 128), 2**26)
 
 
-class Problem(NamedTuple):
-    """Something to be timed.
-
-    Attributes:
-        compute: takes the arguments.
-        arguments: float32 tensors.
-        count: of floating-point operations, or of numbers that are read and written.
-        unit: str. "GF/s" or "GB/s".
-    """
-
-    compute: Callable[..., Any]
-    arguments: tuple[tf.Tensor, ...]
-    count: int
-    unit: str
-
-
 def measure(quick: bool) -> dict[str, dict[str, Any]]:
-    """Times operations as a program computes them that uses keras_mp.
+    """Times operations as a program that uses keras_mp computes them.
 
     Args:
         quick: bool. Takes small sizes, and one turn.
@@ -46,23 +30,23 @@ def measure(quick: bool) -> dict[str, dict[str, Any]]:
         dict of names and dicts: "unit" and, by dtype, how many a second.
     """
     kernels.install()
-    sizes = _QUICK if quick else _OF_GPUS if tables.gpus() else _OF_CPUS
+    sizes = _QUICK if quick else _OF_GPUS if devices.gpus() else _OF_CPUS
     return {name: _speeds(problem, quick) for name, problem in _problems(*sizes).items()}
 
 
 def _problems(size: int, image: tuple[int, int, int], numbers: int) -> dict[str, Problem]:
     batch, width, channels = image
-    matrix = _random([size, size])
-    images = _random([batch, width, width, channels])
-    filters = _random([3, 3, channels, channels])
-    each = _random([3, 3, channels, 1])
-    rows = _random([numbers // 256, 256])
+    matrix = random([size, size])
+    images = random([batch, width, width, channels])
+    filters = random([3, 3, channels, channels])
+    each = random([3, 3, channels, 1])
+    rows = random([numbers // 256, 256])
     product, convolution = 2 * size**3, 18 * batch * (width * channels) ** 2
     depthwise = convolution // channels
     problems = {
-        "matrix product": Problem(tf.matmul, (matrix, matrix), product, "GF/s"),
-        "convolution": Problem(_convolve, (images, filters), convolution, "GF/s"),
-        "depthwise convolution": Problem(_convolve_each, (images, each), depthwise, "GF/s"),
+        "matrix product": Problem(tf.matmul, (matrix, matrix), product),
+        "convolution": Problem(_convolve, (images, filters), convolution),
+        "depthwise convolution": Problem(_convolve_each, (images, each), depthwise),
     }
     backward = {
         f"{name}, backward": problem._replace(
@@ -90,7 +74,7 @@ def _convolve_each(x: tf.Tensor, filters: tf.Tensor) -> tf.Tensor:
 
 
 def _gradients(compute: Callable[..., tf.Tensor]) -> Callable[..., Any]:
-    """What takes the same arguments and computes the gradients of all of them."""
+    """Returns a function that computes the gradients of all arguments."""
 
     def backward(*arguments: tf.Tensor) -> Any:
         with tf.GradientTape() as tape:
@@ -101,39 +85,29 @@ def _gradients(compute: Callable[..., tf.Tensor]) -> Callable[..., Any]:
     return backward
 
 
-def _random(shape: list[int]) -> tf.Tensor:
-    return tf.random.stateless_normal(shape, seed=(0, 0))
-
-
 def _speeds(problem: Problem, quick: bool) -> dict[str, Any]:
-    """Lets the dtypes take turns; how many a second, or None where TensorFlow has no kernel."""
+    """Returns how many a second in each dtype, or None where TensorFlow has no kernel."""
     function = tf.function(problem.compute, autograph=False)
-    arguments, repeats = {}, {}
+    steps, repeats = {}, {}
     for dtype in DTYPES:
-        values = [tf.cast(value, dtype) for value in problem.arguments]
+        once = functools.partial(_run, function, [tf.cast(v, dtype) for v in problem.arguments])
         try:
-            _seconds(function, values, 1)  # Kernels are chosen and made when they first run.
-            once = _seconds(function, values, 1)
+            turns.take({dtype: once}, 1)  # Kernels are chosen and made when they first run.
+            seconds = turns.fastest(turns.take({dtype: once}, 1))[dtype]
         except (tf.errors.OpError, ValueError):
             continue
-        arguments[dtype] = values
-        repeats[dtype] = 1 if quick else max(1, int(_LONG_ENOUGH / once))
-    turns: dict[str, list[float]] = {dtype: [] for dtype in arguments}
-    for _ in range(1 if quick else _TURNS):
-        for dtype, values in arguments.items():
-            turns[dtype].append(_seconds(function, values, repeats[dtype]))
+        repeats[dtype] = 1 if quick else max(1, int(_LONG_ENOUGH / seconds))
+        steps[dtype] = functools.partial(once, repeats[dtype])
     speeds: dict[str, Any] = {"unit": problem.unit, **dict.fromkeys(DTYPES)}
-    for dtype, seconds in turns.items():
+    for dtype, seconds in turns.medians(turns.take(steps, 1 if quick else _TURNS)).items():
         size = tf.as_dtype(dtype).size if problem.unit == "GB/s" else 1
-        speeds[dtype] = problem.count * size / statistics.median(seconds)
+        speeds[dtype] = problem.count * size * repeats[dtype] / seconds
     return speeds
 
 
-def _seconds(function: Any, arguments: list[tf.Tensor], repeats: int) -> float:
-    start = time.perf_counter()
+def _run(function: Callable[..., Any], arguments: list[tf.Tensor], repeats: int = 1) -> None:
     for _ in range(repeats - 1):
         function(*arguments)
     result = function(*arguments)
-    # A device may return before it has computed; of a number that is read it has.
+    # A device may return before it has computed. A number that is read has been computed.
     tf.reshape(tf.nest.flatten(result)[-1], [-1])[0].numpy()
-    return (time.perf_counter() - start) / repeats

@@ -14,7 +14,7 @@ from keras_mp.numerics.comparison import Comparison, Finding
 from keras_mp.numerics.exponent_monitor import ExponentMonitor
 from keras_mp.numerics.exponents import Fate, Histogram, Window
 from keras_mp.numerics.first_bad_operation import FirstBadOperation
-from keras_mp.numerics.hazards.look import Hazard
+from keras_mp.numerics.hazards.traced_step import Hazard
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.not_finite import NotFiniteError

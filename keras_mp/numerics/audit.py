@@ -1,10 +1,11 @@
 """An audit of a model before it is trained: known hazards of 16 bits, found on one batch."""
 
+import itertools
 import json
 import os
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from keras_mp import keras_api
 from keras_mp.grappler import optimize
 from keras_mp.numerics import batches, hazards, origins, traces
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.hazards.look import Hazard, Look, Suspect
+from keras_mp.numerics.hazards.traced_step import Hazard, Suspect, TracedStep
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
@@ -25,7 +26,7 @@ _OURS = os.path.dirname(hazards.__file__)
 
 
 class Audit(NamedTuple):
-    """What an audit has found. `str` of it, and `print`, give a text.
+    """The findings of an audit. `str` of it, and `print`, give a text.
 
     Attributes:
         of: str. The name of the model.
@@ -49,22 +50,20 @@ class Audit(NamedTuple):
 
     @classmethod
     def of_batches(cls, found: "Sequence[Audit]") -> "Audit":
-        """Puts those of several batches together.
+        """Makes one of those of several batches.
 
         Args:
             found: one for each batch. A single one is returned as it is.
         """
         if len(found) == 1:
             return found[0]
-        firsts: dict[Any, Hazard] = {}
-        counts: Counter[Any] = Counter()
-        for audited in found:
-            for each in audited.findings:
-                firsts.setdefault((each.hazard, each.where, each.line), each)
-            counts.update({(each.hazard, each.where, each.line) for each in audited.findings})
+        firsts: dict[Hashable, Hazard] = {}
+        for each in itertools.chain.from_iterable(audited.findings for audited in found):
+            firsts.setdefault(each.place, each)
+        counts = Counter(place for a in found for place in {each.place for each in a.findings})
         findings = (
-            each._replace(why=f"{each.why} (On {counts[key]} of {len(found)} batches.)")
-            for key, each in firsts.items()
+            each._replace(why=f"{each.why} (On {counts[place]} of {len(found)} batches.)")
+            for place, each in firsts.items()
         )
         return cls(found[0].of, found[0].policy, tuple(findings), tuple(found))
 
@@ -76,9 +75,7 @@ class Audit(NamedTuple):
         return json.dumps(self._described())
 
     def _described(self) -> dict[str, Any]:
-        findings = [
-            {**each._asdict(), "line": each.line and list(each.line)} for each in self.findings
-        ]
+        findings = [each._asdict() for each in self.findings]
         described = {"of": self.of, "policy": self.policy, "findings": findings}
         if self.batches:
             described["batches"] = [each._described() for each in self.batches]
@@ -122,7 +119,7 @@ class Audit(NamedTuple):
 
 
 def _first_of(group: Sequence[Hazard], where: str) -> Hazard:
-    """The first of findings that are alike, with a name for the layers of all."""
+    """Returns the first of findings that are alike, with a name for the layers of all."""
     first = group[0]
     times = f"{len(group)} times. The first: " if len(group) > 1 else ""
     return first._replace(where=where, why=times + first.why)
@@ -204,7 +201,7 @@ def _not_finite(batch: Batch) -> Iterator[Hazard]:
 
 
 def _policy_of(model: tf.keras.Model) -> str:
-    """What most of its layers have: Keras loads a model under the global policy."""
+    """Returns the policy of most layers, as Keras loads the model itself under the global one."""
     layers = (each for each in keras_api.flatten_layers(model) if not keras_api.layers_inside(each))
     names = Counter(layer.dtype_policy.name for layer in layers if layer.weights)
     return names.most_common(1)[0][0] if names else model.dtype_policy.name
@@ -213,32 +210,33 @@ def _policy_of(model: tf.keras.Model) -> str:
 def _findings(
     model: tf.keras.Model, batch: Batch, device: str | None, progress: Progress
 ) -> Iterator[Hazard]:
-    traced: list[list[Suspect]] = []
+    suspects: list[Suspect] = []
     scopes: dict[str, str] = {}
 
-    def look(result: Any) -> Any:
-        seen = Look(model, batch, result, scopes, device)
-        suspects = [suspect for hazard in hazards.HAZARDS for suspect in hazard(seen)]
-        # A function that makes variables is traced twice, and it is the last one that is returned.
-        traced.append(suspects)
+    def inspect(result: object) -> list[list[tf.Tensor]]:
+        step = TracedStep(model, batch, result, scopes, device)
+        # A function that makes variables is traced twice. The last trace is the one that runs.
+        suspects[:] = [suspect for hazard in hazards.HAZARDS for suspect in hazard(step)]
         return [list(suspect.measured) for suspect in suspects]
 
     progress.begin("tracing the step")
-    step = traces.step_of(model, batch, scopes, look)
+    step = traces.step_of(model, batch, scopes, inspect)
     progress.begin("running it")
     measured = _run_and_restore(step, batch)
     said = set()
-    for suspect, values in zip(traced[-1], measured, strict=True):
+    for suspect, values in zip(suspects, measured, strict=True):
         finding = suspect.say(*(np.asarray(value) for value in values))
         # Several operations of one line are one finding.
-        about = finding and (finding.hazard, finding.where, finding.line)
-        if finding is not None and about not in said:
-            said.add(about)
+        if finding is not None and finding.place not in said:
+            said.add(finding.place)
             yield finding
 
 
-def _run_and_restore(step: Any, batch: Batch) -> Any:
-    before = [(variable, tf.identity(variable)) for variable in step.variables]
+def _run_and_restore(
+    step: tf.types.experimental.ConcreteFunction, batch: Batch
+) -> list[list[tf.Tensor]]:
+    variables = step.graph.variables  # pyright: ignore[reportAttributeAccessIssue]
+    before = [(variable, tf.identity(variable)) for variable in variables]
     try:
         return step(batch.data)
     finally:
@@ -252,7 +250,7 @@ def _is_made_here(error: Exception) -> bool:
 
 
 def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> Hazard | None:
-    """What an error is about that comes of dtypes that do not fit; None of any other."""
+    """Returns a finding about an error over dtypes that do not fit; None for other errors."""
     frames = traceback.extract_tb(error.__traceback__)
     # AutoGraph puts the user's lines before the message.
     of_dtypes = [text for text in str(error).splitlines() if any(d in text for d in _DTYPES)]
@@ -280,7 +278,7 @@ def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> 
 
 
 def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:
-    """Where programs use `tf.custom_gradient`, with the lines; nothing if the forward pass fails.
+    """Returns where programs use `tf.custom_gradient`; nothing if the forward pass fails.
 
     Gradients of TensorFlow have the dtype of what they are of. So where only the backward pass
     fails over dtypes, it is one of these that has another one.
@@ -288,17 +286,17 @@ def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:
     found: dict[str, Line] = {}
     scopes: dict[str, str] = {}
 
-    def look(result: Any) -> Any:
-        seen = Look(model, batch, result, scopes)
-        for operation in seen.forward:
+    def inspect(result: object) -> object:
+        step = TracedStep(model, batch, result, scopes)
+        for operation in step.forward:
             is_custom = "_gradient_op_type" in operation.node_def.attr
-            line = seen.line(operation) if is_custom else None
+            line = step.line(operation) if is_custom else None
             if line is not None:
-                found.setdefault(seen.where(operation), line)
+                found.setdefault(step.where(operation), line)
         return result
 
     try:
-        traces.step_of(model, batch, scopes, look, forward_only=True)
+        traces.step_of(model, batch, scopes, inspect, forward_only=True)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError):
         return {}
     return found

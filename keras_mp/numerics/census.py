@@ -1,11 +1,12 @@
-"""What a traced function really computes in: work, casts, reasons, before and after grappler.
+"""The dtypes that a traced function computes in: work, casts, reasons, before and after grappler.
 
 Nothing runs: all of it is read from the graph.
 """
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -24,7 +25,7 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 
-# They hand on what they get, and compute nothing.
+# They hand on the numbers that they get, and compute none.
 _NO_COMPUTATIONS = op_table.ops(
     *("arguments", "constants", "results", "variables", "reads of variables"),
     *("writes of variables", *op_table.SAME_NUMBERS, "shapes", "fills", "no numbers"),
@@ -69,7 +70,7 @@ class Operation(NamedTuple):
     kind: str
     work: int
     is_least: bool
-    sizes: works.Dimensions = ()
+    sizes: tuple[int | None, ...] = ()
 
 
 class Cast(NamedTuple):
@@ -103,7 +104,7 @@ class Cast(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """What is in a graph.
+    """The operations and casts of a graph.
 
     Attributes:
         operations: tuple of `Operation`.
@@ -129,7 +130,7 @@ class Graph(NamedTuple):
 
 
 class Census(NamedTuple):
-    """What a traced function computes in. `str` of it, and `print`, give sentences and tables.
+    """The dtypes that a traced function computes in. `print` of it gives sentences and tables.
 
     Attributes:
         of: str. The name of the function, or of the model.
@@ -152,7 +153,7 @@ class Census(NamedTuple):
 
     @property
     def runs(self) -> Graph:
-        """What runs: the optimized graph, where there is one."""
+        """The graph that runs: the optimized one, where there is one."""
         return self.optimized or self.traced
 
     def estimate(
@@ -183,8 +184,8 @@ class Census(NamedTuple):
             name: graph
             and {
                 "work": graph.work(),
-                "operations": [_as_dict(each) for each in graph.operations],
-                "casts": [_as_dict(each) for each in graph.casts],
+                "operations": [each._asdict() for each in graph.operations],
+                "casts": [each._asdict() for each in graph.casts],
             }
             for name, graph in graphs_of.items()
         }
@@ -206,7 +207,9 @@ class Census(NamedTuple):
         return self.to_text()
 
 
-def census(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> Census:
+def census(
+    function: Callable[..., object], *args: Any, device: str | None = None, **kwargs: Any
+) -> Census:
     """Counts what a function, or the training step of a model, computes in which dtype, and why.
 
     Floating-point work is that of matrix products and convolutions, forwards and backwards, where a
@@ -241,27 +244,27 @@ def census(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
     """
     if device is not None:
         optimize.compute_capability(device)
-    model, scopes = None, {}
-    if isinstance(function, tf.keras.Model):
-        model = function
-        if len(args) != 1 or kwargs:
-            raise TypeError(
-                "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
-                f"Received {len(args)} positional and {len(kwargs)} other arguments."
-            )
+    model = function if isinstance(function, tf.keras.Model) else None
+    if model is not None and (len(args) != 1 or kwargs):
+        raise TypeError(
+            "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
+            f"Received {len(args)} positional and {len(kwargs)} other arguments."
+        )
+    scopes: dict[str, str] = {}
     with Progress("census", parts=2) as progress:
         progress.begin("tracing")
         if model is not None:
-            concrete = _step_of(model, args[0], scopes)
-            name = traces.name_of_step(model)
+            concrete, name = _step_of(model, args[0], scopes), traces.name_of_step(model)
         else:
             concrete = traces.function_of(function, *args, **kwargs)
-            name = getattr(function, "__name__", None) or concrete.name.decode()
+            name = getattr(function, "__name__", None) or concrete.name.decode()  # pyright: ignore
         progress.begin("reading the graph")
         return _census(concrete, name, model, scopes, device)
 
 
-def _step_of(model: tf.keras.Model, batch: Any, scopes: dict[str, str]) -> Any:
+def _step_of(
+    model: tf.keras.Model, batch: Any, scopes: dict[str, str]
+) -> tf.types.experimental.ConcreteFunction:
     batch = batches.as_fit_takes_it(model, batch)
     try:
         return traces.step_of(model, batch, scopes)
@@ -279,56 +282,57 @@ def _census(
     device: str | None,
 ) -> Census:
     meta = rewrites.of_function(concrete, shapes=True)
-    reader = _Reader(concrete, model, scopes)
-    walked = graphs.walk(meta.graph_def)
-    traced = reader.read(walked.nodes)
+    reader = _Reader(concrete.graph, model, scopes)  # pyright: ignore
+    walk = graphs.Walk(meta.graph_def)
+    traced = reader.read(walk.nodes)
     if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
         return Census(name, traced, None, device)
     rewritten_to = passes.enabled_dtype()
     graph = rewrites.optimized(meta, rewritten_to, device)
     reader.rewritten_to = rewritten_to
-    return Census(name, traced, reader.read(graphs.walk(graph, walked).nodes), device)
+    return Census(name, traced, reader.read(graphs.Walk(graph, walk).nodes), device)
 
 
 class _Reader:
     """Reads nodes, with what is known of the function that they come from.
 
     Args:
-        concrete: `ConcreteFunction`.
+        graph: that of the function.
         model: the model whose step it is, or None.
         scopes: in which scopes its layers were called.
     """
 
-    def __init__(self, concrete: Any, model: tf.keras.Model | None, scopes: dict[str, str]) -> None:
-        self._made = {op.name: op for op in concrete.graph.get_operations()}
+    def __init__(
+        self, graph: tf.Graph, model: tf.keras.Model | None, scopes: dict[str, str]
+    ) -> None:
+        self._made = {op.name: op for op in graph.get_operations()}
         self._layers, self._is_model = origins.Layers(model, scopes), model is not None
         self._is_autocast = any(_is_autocast(name) for name in self._made)
-        # A kernel in the graph that was rewritten, and in which dtype it was before.
+        # By path, the dtypes before the graph was rewritten.
         self._before: dict[str, str] = {}
         self.rewritten_to: str | None = None
 
     def read(self, nodes: Sequence[Node]) -> Graph:
-        takers: dict[str, list[Any]] = defaultdict(list)
+        by_path = {node.path: node for node in nodes}
+        takers: dict[str, list[str]] = defaultdict(list)
         for node in nodes:
-            if node.is_in_main:
-                for source in node.sources:
-                    if source is not None:
-                        takers[source.name].append(node.proto)
+            for source in node.sources:
+                takers[source].append(node.path)
         operations, casts = [], []
         for node in nodes:
             if node.proto.op == "Cast":
                 if len(node.dtypes) == 2:
-                    takers_of = takers[node.proto.name] if node.is_in_main else ()
-                    casts.append(self._cast(node, takers_of))
+                    source = by_path.get(node.sources[0])
+                    casts.append(self._cast(node, source, takers[node.path]))
             elif node.dtypes and node.proto.op not in _NO_COMPUTATIONS:
                 operations.append(self._operation(node))
         return Graph(tuple(operations), tuple(casts))
 
     def _owner(self, path: str) -> str:
-        """The name of an operation that tells the layer of another one."""
+        """Returns the name of an operation whose layer is that of another one."""
         if self._layers.path(path):
             return path
-        # The backward pass of a function is one too, and has no scope of its layer, but it takes
+        # The backward pass of a function is a function without the scope of its layer, but it takes
         # what the function in the layer has kept for it.
         call = self._made.get(path.partition("/")[0])
         takes = () if call is None or call.type not in graphs.CALLS else call.inputs
@@ -352,7 +356,7 @@ class _Reader:
             work.kind if work else "",
             work.count * node.turns if work else 0,
             node.is_least,
-            works.multiplied_dimensions(node.proto, node.inputs, node.outputs),
+            works.multiplied_sizes(node.proto, node.inputs, node.outputs),
         )
 
     def _why(self, node: Node, dtype: str) -> str:
@@ -376,18 +380,13 @@ class _Reader:
             return f"the layer's code, against its policy {policy}"
         return f"{type(layer).__name__} computes so under {policy}"
 
-    def _cast(self, node: Node, takers: Sequence[Any]) -> Cast:
-        source, name = node.sources[0], node.path
-        after = ""
-        if source is not None:
-            after = self._layers.name(name.removesuffix(node.proto.name) + source.name)
-        before = next(filter(None, (self._layers.name(each.name) for each in takers)), "")
+    def _cast(self, node: Node, source: Node | None, takers: Sequence[str]) -> Cast:
+        name, own = node.path, self._layers.name(node.path)
+        after = "" if source is None else self._layers.name(source.path)
+        before = next(filter(None, map(self._layers.name, takers)), "")
         source_dtype, dtype = node.dtypes["SrcT"], node.dtypes["DstT"]
         size = tf.as_dtype(source_dtype).size + tf.as_dtype(dtype).size
-        count = 1
-        for dimension in node.outputs[0] if node.outputs and node.outputs[0] else ():
-            count *= dimension
-        own = self._layers.name(name)
+        shape = node.outputs[0] if node.outputs else None
         return Cast(
             node.proto.name,
             source_dtype,
@@ -396,10 +395,10 @@ class _Reader:
             before or own,
             self._line(name),
             self._why_cast(name, source, after, before),
-            size * count * node.turns,
+            size * math.prod(length or 0 for length in shape or ()) * node.turns,
         )
 
-    def _why_cast(self, name: str, source: Any, after: str, before: str) -> str:
+    def _why_cast(self, name: str, source: Node | None, after: str, before: str) -> str:
         made = self._made.get(name)
         if name.endswith("AutoMixedPrecision"):
             return "the graph rewrite"
@@ -407,7 +406,7 @@ class _Reader:
             return "autocast"
         if origins.is_of_backward_pass(name):
             return "backward pass of a cast"
-        if source is not None and source.op == "ReadVariableOp":
+        if source is not None and source.proto.op == "ReadVariableOp":
             return "a variable, cast to the policy of its layer"
         maker = None if made is None else origins.maker_of(made)
         if maker == "user":
@@ -425,7 +424,3 @@ class _Reader:
 
 def _is_autocast(name: str) -> bool:
     return name.rpartition("/")[2].startswith(lower_precision.NAME)
-
-
-def _as_dict(each: Any) -> dict[str, Any]:
-    return {**each._asdict(), "line": each.line and list(each.line)}

@@ -2,14 +2,19 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from keras_mp.numerics import tensor_cores
 from keras_mp.numerics import work as works
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
+if TYPE_CHECKING:
+    from keras_mp.numerics.census import Cast, Census, Graph, Operation
+
 NO_LAYER = "outside of layers"
+
+_Item = TypeVar("_Item", "Operation", "Cast")
 
 
 def sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
@@ -20,7 +25,7 @@ def sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     return dict(result.most_common())
 
 
-def lines(of: Any, most: int | None) -> Iterator[str]:
+def lines(of: "Census", most: int | None) -> Iterator[str]:
     """Yields the lines of a `Census`.
 
     Args:
@@ -54,11 +59,11 @@ def lines(of: Any, most: int | None) -> Iterator[str]:
 
 
 class Grouped(NamedTuple):
-    """What operations of equal layers have in common.
+    """Operations or casts of equal layers.
 
     Attributes:
         name: str. A name for all of the layers.
-        about: what else they have in common.
+        about: str. What else they have in common.
         amount: int. What is added up of them.
         count: int. How many they are.
     """
@@ -70,9 +75,9 @@ class Grouped(NamedTuple):
 
 
 def grouped(
-    items: Iterable[Any],
-    name: Callable[[Any], str],
-    about: Callable[[Any], tuple[str, ...]],
+    items: Iterable[_Item],
+    name: Callable[[_Item], str],
+    about: Callable[[_Item], tuple[str, ...]],
     amount: str,
     most: int | None,
 ) -> list[Grouped]:
@@ -85,7 +90,7 @@ def grouped(
         amount: str. The attribute that is added up.
         most: int; None to leave layers of different numbers apart.
     """
-    kinds: list[tuple[str, list[Any]]] = text_tables.merged(items, name, about)
+    kinds = text_tables.merged(items, name, about)
     if most is None:
         each_alone = text_tables.merged(items, lambda _: "", lambda each: (name(each), about(each)))
         kinds = [(name(group[0]), group) for _, group in each_alone]
@@ -97,7 +102,7 @@ def grouped(
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int | None) -> Iterator[str]:
-    """A table of groups, of which none is put together with another one again."""
+    """Yields the lines of a table of groups, each of which stays a row of its own."""
     if rows:
         ranked = [text_tables.RankedRow(tuple(row), (-i,), i) for i, row in enumerate(rows)]
         left = [i for i, title in enumerate(header) if title not in ("work", "bytes cast", "casts")]
@@ -105,7 +110,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int | Non
         yield ""
 
 
-def _sentences(of: Any) -> Iterator[str]:
+def _sentences(of: "Census") -> Iterator[str]:
     graph = of.runs
     work = graph.work()
     total = sum(work.values())
@@ -149,7 +154,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join([*shown[:3], *([f"{len(shown) - 3} more"] if len(shown) > 3 else [])])
 
 
-def _rows(title: str, graph: Any) -> Iterator[tuple[str, ...]]:
+def _rows(title: str, graph: "Graph") -> Iterator[tuple[str, ...]]:
     work, operations = graph.work(), graph.operations_by_dtype()
     products = sums((e.dtype, e.turns) for e in graph.operations if e.work)
     casts = sums((each.to, 1) for each in graph.casts)
@@ -165,27 +170,27 @@ def _rows(title: str, graph: Any) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _layer(operation: Any) -> str:
+def _layer(operation: "Operation") -> str:
     return operation.layer or NO_LAYER
 
 
-def _about(operation: Any) -> tuple[str, ...]:
+def _about(operation: "Operation") -> tuple[str, ...]:
     return operation.dtype, operation.why + " (a loop, counted once)" * operation.is_least
 
 
-def between(cast: Any) -> str:
-    """Names the layers that a cast is between, or the one that it is in."""
+def between(cast: "Cast") -> str:
+    """Returns the names of the layers that a cast is between, or of the one that it is in."""
     after, before = cast.after or NO_LAYER, cast.before or NO_LAYER
     return after if after == before else f"{after} > {before}"
 
 
 def place(where: str) -> str:
-    """Says in words what `between` names."""
+    """Returns in words what `between` names."""
     after, _, before = where.partition(" > ")
     return f"between {after} and {before}" if before else f"in {after}"
 
 
-def _about_cast(cast: Any) -> tuple[str, ...]:
+def _about_cast(cast: "Cast") -> tuple[str, ...]:
     return cast.source, cast.to, cast.why
 
 

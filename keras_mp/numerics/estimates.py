@@ -1,15 +1,17 @@
-"""How fast a function could be, by what it computes and how fast the device is."""
+"""An estimate of how fast a function could be, from its work and the speed of the device."""
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.numerics.census_text import NO_LAYER, between, place
-from keras_mp.support import text_tables
+from keras_mp.support import text_tables, turns
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+if TYPE_CHECKING:
+    from keras_mp.numerics.census import Graph, Operation
 
 _BYTES = 2**24
 
@@ -33,7 +35,7 @@ class Change(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """How long products and casts take, by the measured speeds of the device.
+    """The time that products and casts take, by the measured speeds of the device.
 
     Attributes:
         seconds: float. What products, convolutions and casts of a call take at least.
@@ -53,14 +55,16 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         head = (
-            f"Products and casts take at least {_milliseconds(self.seconds)} here; "
-            f"{_milliseconds(self.fastest)} with the fastest dtypes and no casts."
+            f"Products and casts take at least {milliseconds(self.seconds)} here; "
+            f"{milliseconds(self.fastest)} with the fastest dtypes and no casts."
         )
-        changes = (f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes)
+        changes = (f"  {milliseconds(each.seconds)}: {each.what}" for each in self.changes)
         return "\n".join([head, *(("What would bring most:",) if self.changes else ()), *changes])
 
 
-def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: float) -> Estimate:
+def estimate(
+    graph: "Graph", speeds: Mapping[str, Mapping[str, float]], bandwidth: float
+) -> Estimate:
     """Estimates the time of products and casts.
 
     Args:
@@ -70,7 +74,7 @@ def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: f
     """
     half = next((dtype for dtype in graph.work() if dtype in LOW_PRECISION_NAMES), "bfloat16")
 
-    def seconds(each: Any, dtype: str) -> float:
+    def seconds(each: "Operation", dtype: str) -> float:
         return each.work / speeds[each.kind].get(dtype, speeds[each.kind]["float32"])
 
     products = [each for each in graph.operations if each.work]
@@ -81,13 +85,13 @@ def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: f
     for each in products:
         other = half if each.dtype not in LOW_PRECISION_NAMES else "float32"
         where, what = f"the {each.kind}s of {each.layer or NO_LAYER}", f"compute {{}} in {other}"
-        # What 16 bits do not bring here, they bring nowhere in the model.
+        # If 16 bits are slower for this product, they are for all products of its kind.
         if each.dtype in LOW_PRECISION_NAMES:
             where = f"all {each.kind}s that are in {each.dtype} now"
         gains[what, where] += seconds(each, each.dtype) - seconds(each, other)
     places: dict[frozenset[str], str] = {}
     for each in graph.casts:
-        # With a cast goes the one of the backward pass, which is between the same layers.
+        # The cast of the backward pass is between the same layers, and goes with this one.
         ends = frozenset((each.after or NO_LAYER, each.before or NO_LAYER))
         where = places.setdefault(ends, place(between(each)))
         gains["leave out the casts {}", where] += each.bytes / bandwidth
@@ -101,13 +105,10 @@ def estimate(graph: Any, speeds: Mapping[str, Mapping[str, float]], bandwidth: f
 def bandwidth_of_casts() -> float:
     """Measures the bytes a second that a cast reads and writes, of the fastest of some."""
     source = tf.zeros([_BYTES // 4])
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        tf.cast(source, tf.bfloat16)[0].numpy()
-        times.append(time.perf_counter() - start)
-    return 1.5 * _BYTES / min(times)
+    cast = {"cast": lambda: tf.cast(source, tf.bfloat16)[0].numpy()}
+    return 1.5 * _BYTES / turns.fastest(turns.take(cast, 6))["cast"]
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Returns a time in words, such as "2.5 ms"."""
     return f"{seconds * 1000:.3g} ms"

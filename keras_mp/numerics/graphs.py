@@ -6,19 +6,19 @@ the same way. This module needs TensorFlow only.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry as _op_defs
 
+from keras_mp.grappler import report as rewrites
 from keras_mp.numerics import loops
 from keras_mp.numerics import work as works
-from keras_mp.numerics.work import Shape, Work
+from keras_mp.numerics.loops import Value
+from keras_mp.numerics.work import NodeDef, Shape, Work
 from keras_mp.support import op_table
-from keras_mp.support.dtypes import FLOATING
 
-FLOATS = {dtype.as_datatype_enum: dtype.name for dtype in FLOATING}
 # Their results have the shape of what comes in; grappler makes such nodes, and gives them no shape.
 _SAME_SHAPE = op_table.ops(
     *("casts", "identities", "identities without a gradient"),
@@ -27,8 +27,8 @@ _SAME_SHAPE = op_table.ops(
 _LOOPS = op_table.ops("loops")
 _BRANCHES = op_table.ops("conditions")
 CALLS = op_table.ops("calls")
-# What grappler puts into names where it puts functions in the place of their calls.
-_NUMBER = re.compile(r"/_\d+(?=/)")
+# Grappler puts this into names where it puts functions in the place of their calls.
+_INLINED = re.compile(r"/_\d+(?=/)|(?:^|(?<=/))Func/")
 
 
 class Node(NamedTuple):
@@ -41,65 +41,38 @@ class Node(NamedTuple):
         dtypes: dict. Its floating-point dtypes by attribute, such as {"T": "float32"}.
         inputs: shapes of its inputs.
         outputs: shapes of its outputs.
-        sources: the nodes that its inputs come from; None for an argument of a function.
+        sources: the paths of the nodes, or arguments, that its inputs come from.
         turns: int. How often it runs in one call.
         is_least: bool. Whether it is in a loop of unknown length. It is counted
             once then.
-        is_in_main: bool. Whether it is in the graph itself, not in a function that this calls.
     """
 
-    proto: Any
+    proto: NodeDef
     path: str
     dtypes: dict[str, str]
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
-    sources: tuple[Any, ...]
+    sources: tuple[str, ...]
     turns: int
     is_least: bool
-    is_in_main: bool
 
     @property
     def work(self) -> Work | None:
-        """What it computes each time, or None if it is neither a product nor a convolution."""
+        """The work of one run, or None if it is neither a product nor a convolution."""
         return works.of(self.proto, self.inputs, self.outputs)
 
 
-class Walked(NamedTuple):
-    """What is in a graph and in what it calls.
+class Walk:
+    """A graph and what it calls, as one call runs them.
+
+    Of a branch, it is the one with the most work that counts, and then the one with more nodes. The
+    body of a loop counts as often as the loop is known to turn, and once if nothing tells.
 
     Attributes:
         nodes: list of Node.
         loops: dict. By the path of a loop, how often it turns; None if nothing tells.
         branches: list of tuples. What the paths of the nodes in the branches of each condition
             begin with.
-    """
-
-    nodes: list[Node]
-    loops: dict[str, int | None]
-    branches: list[tuple[str, ...]]
-
-
-def floats_of(proto: Any) -> dict[str, str]:
-    """The floating-point dtypes of a node by attribute.
-
-    Args:
-        proto: `NodeDef`.
-    """
-    found = {}
-    for name, value in proto.attr.items():
-        if not name.startswith("_"):
-            types = [value.type] if value.WhichOneof("value") == "type" else value.list.type
-            floats = [FLOATS[each] for each in types if each in FLOATS]
-            if floats:
-                found[name] = floats[0]
-    return found
-
-
-def walk(graph: tf.compat.v1.GraphDef, before: Walked | None = None) -> Walked:
-    """Lists the nodes of a graph and of what it calls, as one call runs them.
-
-    Of a branch, it is the one with the most work that counts, and then the one with more nodes. The
-    body of a loop counts as often as the loop is known to turn, and once if nothing tells.
 
     Args:
         graph: `GraphDef` whose nodes have the attribute `_output_shapes`, as
@@ -107,68 +80,52 @@ def walk(graph: tf.compat.v1.GraphDef, before: Walked | None = None) -> Walked:
         before: the graph that grappler has made this one of. It has shapes that are lost here, and
             tells how often loops turn and which branches there are, where they are taken apart.
     """
-    library = {function.signature.name: function for function in graph.library.function}
-    before = before or Walked([], {}, [])
-    by_path = {node.path: node for node in before.nodes}
-    walk = _Walk(library, by_path, before.loops, {}, [])
-    nodes = list(_Body(walk, graph.node, _Outside({}, {}, "", 1, False, True)).nodes())
-    return Walked(_without_branches(nodes, before.branches), walk.loops, walk.branches)
+
+    def __init__(self, graph: tf.compat.v1.GraphDef, before: "Walk | None" = None) -> None:
+        self.library = {function.signature.name: function for function in graph.library.function}
+        self.nodes_before = {} if before is None else {node.path: node for node in before.nodes}
+        self.loops_before = {} if before is None else before.loops
+        self.loops: dict[str, int | None] = {}
+        self.branches: list[tuple[str, ...]] = []
+        nodes = list(_Body(self, graph.node, {}, {}).nodes())
+        self.nodes = nodes if before is None else _without_branches(nodes, before.branches)
 
 
-class _Walk(NamedTuple):
-    """What is known of all that is walked through.
+class _Body:
+    """The nodes of a graph, or of a function in it.
 
-    Attributes:
-        library: `FunctionDef`s by name.
-        before: nodes by path, of the graph that this one was made of.
-        loops_before: as in Walked, of that graph.
-        loops: as in Walked, filled on the way.
-        branches: the same.
-    """
-
-    library: Mapping[str, Any]
-    before: Mapping[str, Node]
-    loops_before: Mapping[str, int | None]
-    loops: dict[str, int | None]
-    branches: list[tuple[str, ...]]
-
-
-class _Outside(NamedTuple):
-    """What a graph or function gets from outside.
-
-    Attributes:
+    Args:
+        walk: what it is part of.
+        protos: the nodes.
         shapes: of its arguments, by name.
         values: the same, as far as they are known.
         prefix: str. What the paths of its nodes begin with.
         turns: int. How often it runs.
         is_least: bool. As in Node.
-        is_in_main: bool. As in Node.
     """
 
-    shapes: Mapping[str, Shape]
-    values: Mapping[str, Any]
-    prefix: str
-    turns: int
-    is_least: bool
-    is_in_main: bool
-
-
-class _Body:
-    """The nodes of a graph or function."""
-
-    def __init__(self, walk: _Walk, protos: Sequence[Any], outside: _Outside) -> None:
-        self._walk, self._protos, self._outside = walk, protos, outside
+    def __init__(
+        self,
+        walk: Walk,
+        protos: Sequence[NodeDef],
+        shapes: Mapping[str, Shape],
+        values: Mapping[str, Value],
+        prefix: str = "",
+        turns: int = 1,
+        is_least: bool = False,
+    ) -> None:
+        self.prefix = prefix
+        self._walk, self._protos, self._turns, self._is_least = walk, protos, turns, is_least
         self._by_name = {proto.name: proto for proto in protos}
         self._shapes: dict[str, tuple[Shape, ...]] = {
-            name: (shape,) for name, shape in outside.shapes.items()
+            name: (shape,) for name, shape in shapes.items()
         }
-        self._values: dict[str, Any] = {}
-        self._frames = loops.frames(protos, self._node_of)
+        self._values = {(name, 0): value for name, value in values.items()}
 
     def nodes(self) -> Iterator[Node]:
         """Yields them, and those of what they call."""
         for proto in self._protos:
-            turns, is_least = self._turns(proto)
+            turns, is_least = self._turns_of(proto)
             if not turns:
                 continue
             sources = _data(proto)
@@ -178,17 +135,16 @@ class _Body:
             yield Node(
                 proto,
                 self._path(proto.name),
-                floats_of(proto),
+                {name: each[0].name for name, each in rewrites.floating_dtypes(proto).items()},
                 tuple(inputs),
                 self._shapes_of(proto.name),
-                tuple(self._by_name.get(self._node_of(source)) for source in sources),
+                tuple(self._path(self._node_of(source)) for source in sources),
                 turns,
                 is_least,
-                self._outside.is_in_main,
             )
             yield from self._called(proto)
 
-    def _called(self, proto: Any) -> Iterator[Node]:
+    def _called(self, proto: NodeDef) -> Iterator[Node]:
         functions = {name: each.func.name for name, each in proto.attr.items() if each.func.name}
         if proto.op in _LOOPS:
             times = self._walk.loops[self._path(proto.name)] = self._times(proto)
@@ -196,17 +152,19 @@ class _Body:
         elif proto.op in CALLS:
             yield from self._inside(proto, functions["f"]).nodes()
         elif proto.op in _BRANCHES:
-            if "branches" in proto.attr:  # To ask for an attribute that is not there would make it.
+            if "branches" in proto.attr:  # Reading a missing attribute would add it.
                 several = enumerate(proto.attr["branches"].list.func)
                 named = {f"branch{i}": each.name for i, each in several}
             else:
                 named = {"then": functions["then_branch"], "else": functions["else_branch"]}
             bodies = [self._inside(proto, each, f"{name}/") for name, each in named.items()]
-            self._walk.branches.append(tuple(body._outside.prefix for body in bodies))
+            self._walk.branches.append(tuple(body.prefix for body in bodies))
             yield from max((list(body.nodes()) for body in bodies), key=_amount)
 
-    def _inside(self, proto: Any, name: str, prefix: str = "", times: int | None = 1) -> "_Body":
-        """The function that a node calls.
+    def _inside(
+        self, proto: NodeDef, name: str, prefix: str = "", times: int | None = 1
+    ) -> "_Body":
+        """Returns the function that a node calls.
 
         Args:
             proto: the node.
@@ -214,43 +172,42 @@ class _Body:
             prefix: str. What grappler puts before the names of its nodes, beside that of the node.
             times: int. How often the node calls it; None if that is not known.
         """
-        prefix = f"{self._path(proto.name)}/{prefix}"
-        turns, is_least = self._turns(proto)
         function = self._walk.library.get(name)
-        if function is None:
-            return _Body(self._walk, (), self._outside._replace(prefix=prefix))
-        arguments = [arg.name for arg in function.signature.input_arg]
+        arguments = [] if function is None else [arg.name for arg in function.signature.input_arg]
         sources = _data(proto)[1 if proto.op in _BRANCHES else 0 :]
-        outside = _Outside(
+        turns, is_least = self._turns_of(proto)
+        return _Body(
+            self._walk,
+            () if function is None else function.node_def,
             dict(zip(arguments, map(self._shape_at, sources))),
-            # In a loop they are others in each turn.
+            # In a loop they change with each turn.
             {} if proto.op in _LOOPS else dict(zip(arguments, map(self._value_at, sources))),
-            prefix,
+            f"{self._path(proto.name)}/{prefix}",
             turns * (1 if times is None else times),
             is_least or times is None,
-            False,
         )
-        return _Body(self._walk, function.node_def, outside)
 
-    def _turns(self, proto: Any) -> tuple[int, bool]:
-        """How often a node runs, and whether that is only known to be the least."""
-        turns, is_least = self._outside.turns, self._outside.is_least
-        for frame in self._frames.get(proto.name, ()):
-            times = self._walk.loops_before.get(self._path(frame))
-            turns, is_least = turns * (1 if times is None else times), is_least or times is None
+    def _turns_of(self, proto: NodeDef) -> tuple[int, bool]:
+        """Returns how often a node runs, and whether that is only known to be the least."""
+        turns, is_least, path = self._turns, self._is_least, self._path(proto.name)
+        for loop, times in self._walk.loops_before.items():
+            # Where grappler takes a loop apart, the names of its nodes stay.
+            is_inside = path.startswith((f"{loop}/body/", f"{loop}/cond/"))
+            if is_inside and loop not in self._walk.loops:
+                turns, is_least = turns * (1 if times is None else times), is_least or times is None
         return turns, is_least
 
-    def _times(self, loop: Any) -> int | None:
+    def _times(self, loop: NodeDef) -> int | None:
         condition, body = (
             self._walk.library[loop.attr[each].func.name] for each in ("cond", "body")
         )
         return loops.turns(condition, body, [self._value_at(source) for source in _data(loop)])
 
     def _path(self, name: str) -> str:
-        return _NUMBER.sub("", self._outside.prefix + name)
+        return _INLINED.sub("", self.prefix + name)
 
-    def _before(self, proto: Any) -> Node | None:
-        found = self._walk.before.get(self._path(proto.name))
+    def _before(self, proto: NodeDef) -> Node | None:
+        found = self._walk.nodes_before.get(self._path(proto.name))
         return found if found is not None and found.proto.op == proto.op else None
 
     def _node_of(self, source: str) -> str:
@@ -267,12 +224,13 @@ class _Body:
         found = self._shapes_of(name) if name in self._by_name or name in self._shapes else ()
         return found[index] if index < len(found) else None
 
-    def _find_shapes(self, proto: Any) -> tuple[Shape, ...]:
+    def _find_shapes(self, proto: NodeDef) -> tuple[Shape, ...]:
         if proto.op == "Const":
-            return (_dimensions(proto.attr["value"].tensor.tensor_shape),)
+            return (_known(tf.TensorShape(proto.attr["value"].tensor.tensor_shape)),)
         known = self._before(proto)
         if "_output_shapes" in proto.attr:
-            found = tuple(map(_dimensions, proto.attr["_output_shapes"].list.shape))
+            shapes = map(tf.TensorShape, proto.attr["_output_shapes"].list.shape)
+            found = tuple(map(_known, shapes))
             if known is None or len(known.outputs) != len(found):
                 return found
             return tuple(mine or other for mine, other in zip(found, known.outputs))
@@ -282,18 +240,19 @@ class _Body:
             return (self._shape_at(proto.input[0]),) * 2
         return ()
 
-    def _value_at(self, source: str) -> Any:
-        """The value of an input, as far as it may tell how often a loop turns, or None."""
-        if source not in self._values:
-            self._values[source] = None  # where a loop comes back
-            self._values[source] = self._find_value(*_parse(source, self._by_name))
-        return self._values[source]
+    def _value_at(self, source: str) -> Value:
+        """Returns the value of an input, if it is known and may tell how often a loop turns."""
+        output = _parse(source, self._by_name)
+        if output not in self._values:
+            self._values[output] = None  # where a loop comes back
+            self._values[output] = self._find_value(*output)
+        return self._values[output]
 
-    def _find_value(self, name: str, index: int) -> Any:
+    def _find_value(self, name: str, index: int) -> Value:
         if name not in self._by_name:
-            return self._outside.values.get(name)
+            return None
         proto = self._by_name[name]
-        if proto.op in _LOOPS:  # Its first result is how often it has turned.
+        if proto.op in _LOOPS:  # Its first result counts its turns.
             return self._times(proto) if index == 0 else None
         if proto.op in CALLS and (function := self._walk.library.get(proto.attr["f"].func.name)):
             result = function.signature.output_arg[index].name
@@ -321,12 +280,12 @@ def _amount(nodes: Sequence[Node]) -> tuple[int, int]:
     return sum(amounts), len(nodes)
 
 
-def _data(proto: Any) -> list[str]:
+def _data(proto: NodeDef) -> list[str]:
     return [source for source in proto.input if not source.startswith("^")]
 
 
-def _parse(source: str, by_name: Mapping[str, Any]) -> tuple[str, int]:
-    """The node, and which of its outputs, that an input comes from."""
+def _parse(source: str, by_name: Mapping[str, NodeDef]) -> tuple[str, int]:
+    """Returns the name of the node that an input comes from, and the index of its output."""
     name, *rest = source.removeprefix("^").split(":")
     if len(rest) < 2:  # of a graph, or an argument of a function
         return name, int(rest[0]) if rest else 0
@@ -336,6 +295,5 @@ def _parse(source: str, by_name: Mapping[str, Any]) -> tuple[str, int]:
     return name, int(index) + (outputs.index(output) if output in outputs else 0)
 
 
-def _dimensions(shape: Any) -> Shape:
-    sizes = tuple(dim.size for dim in shape.dim)
-    return None if shape.unknown_rank or -1 in sizes else sizes
+def _known(shape: tf.TensorShape) -> Shape:
+    return tuple(shape) if shape.is_fully_defined() else None

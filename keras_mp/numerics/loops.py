@@ -1,4 +1,4 @@
-"""How often a loop of a graph turns, as far as its protos tell, and what is in which loop.
+"""How often a loop of a graph turns, as far as its protos tell.
 
 The loops of recurrent layers count up to the number of steps, which is that of a shape. This module
 needs TensorFlow only.
@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.support import op_table
+from keras_mp.numerics.work import NodeDef
+
+# The value of a tensor, or None where it is not known.
+Value = np.ndarray | int | None
 
 
-def turns(condition: Any, body: Any, given: Sequence[Any]) -> int | None:
+def turns(condition: Any, body: Any, given: Sequence[Value]) -> int | None:
     """Returns how often a loop turns, if that is known, or else at most, or else None.
 
     Args:
@@ -28,8 +31,8 @@ def turns(condition: Any, body: Any, given: Sequence[Any]) -> int | None:
     return min(counts, default=None)
 
 
-def _limits(condition: Any, body: Any, given: Sequence[Any]) -> Iterator[Any]:
-    """How often a loop turns that goes on while what counts up is below a limit."""
+def _limits(condition: Any, body: Any, given: Sequence[Value]) -> Iterator[np.ndarray]:
+    """Yields how often a loop turns that goes on while what counts up is below a limit."""
     arguments = [arg.name for arg in condition.signature.input_arg]
     nodes = {node.name: node for node in condition.node_def}
     for node in _all_of(condition.ret[condition.signature.output_arg[0].name], nodes):
@@ -41,14 +44,15 @@ def _limits(condition: Any, body: Any, given: Sequence[Any]) -> Iterator[Any]:
             end = folded(nodes[limit]) if nodes[limit].op == "Const" else None
         else:
             end = given[arguments.index(limit)]
-        if end is not None and given[index] is not None:
-            step = _step(body, index, given)
-            if step is not None and all(np.ndim(each) == 0 for each in (end, step)) and step > 0:
-                yield np.ceil((end - given[index]) / step)
+        begin, step = given[index], _step(body, index, given)
+        if begin is None or end is None or step is None:
+            continue
+        if np.ndim(end) == np.ndim(step) == 0 and step > 0:
+            yield np.ceil((end - begin) / step)
 
 
-def _all_of(source: str, nodes: Mapping[str, Any]) -> Iterator[Any]:
-    """What has to hold, all of it, for a condition to do so."""
+def _all_of(source: str, nodes: Mapping[str, NodeDef]) -> Iterator[NodeDef]:
+    """Yields the nodes that have to be true, all of them, for a condition to be."""
     node = nodes.get(source.split(":")[0])
     if node is not None and node.op in ("Identity", "LogicalAnd"):
         for each in node.input:
@@ -58,8 +62,8 @@ def _all_of(source: str, nodes: Mapping[str, Any]) -> Iterator[Any]:
         yield node
 
 
-def _step(body: Any, index: int, given: Sequence[Any]) -> Any:
-    """By how much a value of a loop is more after a turn, or None if that is not known."""
+def _step(body: Any, index: int, given: Sequence[Value]) -> Value:
+    """Returns what a turn adds to a value of a loop, or None if that is not known."""
     nodes = {node.name: node for node in body.node_def}
     argument = body.signature.input_arg[index].name
     source = body.ret[body.signature.output_arg[index].name].split(":")[0]
@@ -80,46 +84,13 @@ def _step(body: Any, index: int, given: Sequence[Any]) -> Any:
     return given[at] if is_same else None
 
 
-def frames(protos: Sequence[Any], node_of: Callable[[str], str]) -> dict[str, tuple[str, ...]]:
-    """Returns in which loops nodes are, the outermost first, where grappler has taken them apart.
-
-    A loop has the name of its While. What is in it follows from where numbers enter and leave it,
-    since grappler moves out what is the same in each turn.
-
-    Args:
-        protos: the nodes of a graph, or of a function.
-        node_of: returns the name of the node that an input comes from.
-    """
-    if not any(proto.op in _ENTER for proto in protos):
-        return {}
-    takers: dict[str, list[Any]] = {}
-    for proto in protos:
-        for source in proto.input:
-            takers.setdefault(node_of(source), []).append(proto)
-    found: dict[str, tuple[str, ...]] = {}
-    waiting = [(proto, ()) for proto in protos if not proto.input]
-    # The arguments of a function are nodes that are not among its own.
-    arguments = takers.keys() - {proto.name for proto in protos}
-    waiting += [(proto, ()) for name in arguments for proto in takers[name]]
-    while waiting:
-        proto, around = waiting.pop()
-        if proto.name in found:
-            continue
-        if proto.op in _ENTER:
-            around = (*around, proto.attr["frame_name"].s.decode())
-        found[proto.name] = around
-        inside = around[:-1] if proto.op in _EXIT else around
-        waiting += [(taker, inside) for taker in takers.get(proto.name, ())]
-    return found
-
-
-def is_folded(proto: Any) -> bool:
+def is_folded(proto: NodeDef) -> bool:
     """Whether `folded` knows what a node computes."""
     return proto.op == "Const" or proto.op in _FOLDED
 
 
-def folded(proto: Any, *inputs: Any) -> Any:
-    """Returns the value of a node, of what the limits of loops are made of; None of any other.
+def folded(proto: NodeDef, *inputs: Value) -> Value:
+    """Returns the value of a node that the limit of a loop may depend on; None for other nodes.
 
     Args:
         proto: `NodeDef`.
@@ -132,10 +103,7 @@ def folded(proto: Any, *inputs: Any) -> Any:
     return _FOLDED[proto.op](proto, *inputs)
 
 
-_ENTER, _EXIT = op_table.ops("entries of frames"), op_table.ops("exits of frames")
-
-
-def _element(proto: Any, values: Any, begin: Any, *_: Any) -> Any:
+def _element(proto: NodeDef, values: np.ndarray, begin: np.ndarray, *_: Value) -> Value:
     return values[int(begin[0])] if proto.attr["shrink_axis_mask"].i == 1 else None
 
 

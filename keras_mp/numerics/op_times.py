@@ -13,7 +13,7 @@ from keras_mp.support import op_table
 CLASSES = ("products", "elementwise", "reductions", "casts", "update", "loops", "compiled", "rest")
 # The name scope of what belongs to the class "update".
 UPDATE = "update_of_weights"
-# What the profiler calls a run of what XLA has compiled.
+# The profiler's name for a run of code that XLA has compiled.
 XLA = "ExecuteAsyncOnStream"
 
 _KINDS = {
@@ -66,7 +66,7 @@ def class_of(event: str) -> str | None:
 
 @contextlib.contextmanager
 def profiled() -> Iterator[dict[str, float]]:
-    """Context manager that gives the seconds by class of operation, when it is left."""
+    """Returns a context manager that fills a dict of seconds by class of operation at its end."""
     from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace  # pyright: ignore
 
     seconds: dict[str, float] = dict.fromkeys(CLASSES, 0.0)

@@ -1,11 +1,13 @@
-"""Where an operation of a traced function comes from: its layer, the user's line, whose code."""
+"""The origin of an operation in a traced function: its layer, the user's line, whose code."""
 
 import functools
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+import tensorflow as tf
 
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.support import messages
@@ -18,7 +20,7 @@ _PACKAGES = {
     "tf_keras": "Keras",
     "keras_mp": "keras_mp",
 }
-# What Keras offers in the place of TensorFlow's functions: who calls it is who made the operation.
+# Keras's counterparts of TensorFlow's functions: the code that calls them makes the operation.
 _LIKE_TENSORFLOW = tuple(os.path.join("src", each) + os.sep for each in ("ops", "backend", "utils"))
 
 
@@ -34,24 +36,23 @@ class Layers:
             `traces.step_of` notes them.
     """
 
-    def __init__(self, model: Any = None, scopes: Mapping[str, str] | None = None) -> None:
-        self._layers = {} if model is None else {"": model, **layers_by_path(model)}
+    def __init__(
+        self, model: tf.keras.Model | None = None, scopes: Mapping[str, str] | None = None
+    ) -> None:
+        self._layers = {} if model is None else layers_by_path(model)
         self._scopes = scopes or {}
-        self._paths: dict[str, tuple[tuple[str, Any], ...]] = {}
+        self._found = functools.cache(self._find)
 
-    def path(self, name: str) -> tuple[tuple[str, Any], ...]:
+    def path(self, name: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
         """Returns the layers around an operation, the outermost first, each with its path.
 
         Args:
             name: str. The operation's name; one of the backward pass has its layer's name in it.
         """
-        scopes = name.rpartition("/")[0]
-        if scopes not in self._paths:
-            self._paths[scopes] = self._find(scopes)
-        return self._paths[scopes]
+        return self._found(name.rpartition("/")[0])
 
     @do_not_convert
-    def _find(self, scopes: str) -> tuple[tuple[str, Any], ...]:
+    def _find(self, scopes: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
         parts = [part for part in scopes.split("/") if part != _GRADIENT]
         # Grappler puts names of its own before that which an operation had.
         known = [
@@ -63,14 +64,14 @@ class Layers:
             for start in range(len(parts))
         ]
         around = dict.fromkeys(max(known, key=len, default=()))
-        return tuple((path, self._layers[path]) for path in around if path in self._layers and path)
+        return tuple((path, self._layers[path]) for path in around if path in self._layers)
 
     def name(self, name: str) -> str:
         """Returns the path of the layer of an operation, such as "encoder/dense"; "" for none."""
         path = self.path(name)
         return path[-1][0] if path else ""
 
-    def layer(self, name: str) -> Any:
+    def layer(self, name: str) -> tf.keras.layers.Layer | None:
         """Returns the innermost layer of an operation, or None."""
         path = self.path(name)
         return path[-1][1] if path else None
@@ -81,8 +82,8 @@ def is_of_backward_pass(name: str) -> bool:
     return _GRADIENT in name.split("/")
 
 
-def line_of(operation: Any) -> messages.Line | None:
-    """Returns the innermost line of a program, or of a layer that is not Keras's, for an operation.
+def line_of(operation: tf.Operation) -> messages.Line | None:
+    """Returns the innermost line, in a program or in a layer that is not Keras's, of an operation.
 
     Args:
         operation: `tf.Operation`.
@@ -92,11 +93,11 @@ def line_of(operation: Any) -> messages.Line | None:
     """
     for frame in _below_this_package(operation):
         if not is_library(frame.filename):
-            return messages.Line(frame.filename, frame.lineno)
+            return messages.Line(frame.filename, frame.lineno or 0)
     return None
 
 
-def maker_of(operation: Any) -> str:
+def maker_of(operation: tf.Operation) -> str:
     """Returns whose code made an operation: "TensorFlow", "Keras", "keras_mp" or "user".
 
     What Keras offers in place of TensorFlow's functions is looked through, as is TensorFlow.
@@ -114,7 +115,9 @@ def maker_of(operation: Any) -> str:
     return "TensorFlow"
 
 
-def is_made_in(operation: Any, files: Sequence[str], functions: Sequence[str] = ()) -> bool:
+def is_made_in(
+    operation: tf.Operation, files: Sequence[str], functions: Sequence[str] = ()
+) -> bool:
     """Whether an operation was made by one of these functions, or by what they call.
 
     Args:
@@ -129,8 +132,8 @@ def is_made_in(operation: Any, files: Sequence[str], functions: Sequence[str] = 
     )
 
 
-def _below_this_package(operation: Any) -> list[Any]:
-    """The frames of the operation, the innermost first, as far as what traced the function."""
+def _below_this_package(operation: tf.Operation) -> list[traceback.FrameSummary]:
+    """Returns the frames of an operation up to those that traced it, the innermost first."""
     frames = list(operation.traceback)
     for start in range(len(frames) - 1, -1, -1):
         if frames[start].filename.startswith(_HERE):

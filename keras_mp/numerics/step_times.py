@@ -1,7 +1,6 @@
-"""Where the time of a training step goes, and which changes make it shorter: each is tried."""
+"""The time of a training step by class of operation, and changes that make it shorter, tried."""
 
-import statistics
-import time
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,20 +10,20 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api, layer_paths
 from keras_mp.conversion import convert
 from keras_mp.numerics import batches, op_times
-from keras_mp.numerics.estimates import Change
+from keras_mp.numerics.estimates import Change, milliseconds
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
-from keras_mp.support import messages, text_tables
+from keras_mp.support import messages, text_tables, turns
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
 _WARM_UP, _PROFILED = 2, 3
-# What saves less is not told from noise.
+# A smaller share cannot be told from noise.
 _LEAST = 0.03
 
 
 class StepTimes(NamedTuple):
-    """How long a step takes, and what saves time. `str` of it, and `print`, give a table.
+    """The time of a step, and what saves time. `str` of it, and `print`, give a table.
 
     Attributes:
         of: str. The name of the model.
@@ -56,18 +55,18 @@ class StepTimes(NamedTuple):
     def __str__(self) -> str:
         total = sum(self.classes.values()) or 1.0
         rows = [
-            (name, _milliseconds(seconds), f"{seconds / total:.0%}")
+            (name, milliseconds(seconds), f"{seconds / total:.0%}")
             for name, seconds in sorted(self.classes.items(), key=lambda item: -item[1])
             if seconds
         ]
         lines = [
-            f"A step of {self.of!r} takes {_milliseconds(self.seconds)}. Its operations take, by "
+            f"A step of {self.of!r} takes {milliseconds(self.seconds)}. Its operations take, by "
             "class, in all threads together:",
             *text_tables.aligned(rows),
         ]
         if self.changes:
             lines.append("What saves most, each tried alone on a copy of the model:")
-            lines += [f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes]
+            lines += [f"  {milliseconds(each.seconds)}: {each.what}" for each in self.changes]
         else:
             lines.append(f"Nothing that was tried saves {100 * _LEAST:.0f} % or more.")
         failed = {what: error for what, error in self.tried.items() if isinstance(error, str)}
@@ -130,32 +129,30 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     data = batches.as_fit_takes_it(model, batch)
     candidates = list(_candidates(model))
     with Progress("step_times", parts=len(candidates) + 2) as progress, warnings.catch_warnings():
-        # They would be about copies.
+        # The warnings would be about copies.
         warnings.simplefilter("ignore", messages.MixedPrecisionWarning)
         progress.begin("the model as it is")
-        made: dict[str, Callable[[], Any]] = {"": _step_of(model, _Candidate(""), data)}
+        made = {"": _step_of(model, _Candidate(""), data)}
         tried: dict[str, float | str] = {}
         for candidate in candidates:
             progress.begin(candidate.what)
             try:
                 made[candidate.what] = _step_of(model, candidate, data)
-            except Exception as error:  # whatever a model of a user's does under another policy
+            except Exception as error:  # A user's model may raise anything under another policy.
                 tried[candidate.what] = batches.reason(error)
         progress.begin("taking turns")
-        seconds = _medians(made, steps)
+        seconds = turns.medians(turns.take(made, steps))
         with op_times.profiled() as classes:
             for _ in range(_PROFILED):
                 made[""]()
     now = seconds.pop("")
     tried.update(seconds)
-    gains = sorted((Change(what, now - each) for what, each in seconds.items()), key=_gain)
-    changes = tuple(each for each in gains if each.seconds >= _LEAST * now)
+    gains = (
+        Change(what, now - each) for what, each in seconds.items() if now - each >= _LEAST * now
+    )
+    changes = sorted(gains, key=lambda change: -change.seconds)
     per_step = {name: total / _PROFILED for name, total in classes.items()}
-    return StepTimes(model.name, now, per_step, tried, changes[:3])
-
-
-def _gain(change: Change) -> float:
-    return -change.seconds
+    return StepTimes(model.name, now, per_step, tried, tuple(changes[:3]))
 
 
 def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
@@ -187,9 +184,9 @@ def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
 
 def _step_of(
     model: tf.keras.Model, candidate: _Candidate, data: batches.Batch
-) -> Callable[[], Any]:
-    """Makes a copy of the model with the change, and what makes a step of it."""
-    copy = convert(model, candidate.policies or {})
+) -> Callable[[], object]:
+    """Returns a function that makes a step with a copy of the model, with the change."""
+    copy: Any = convert(model, candidate.policies or {})
     optimizer = keras_api.deserialize_optimizer(keras_api.serialize_optimizer(model.optimizer))
     if candidate.compiles_update:
         if isinstance(optimizer, OptimizerWrapper):
@@ -205,16 +202,14 @@ def _step_of(
     )
     _name_update(copy.optimizer)
 
-    def step() -> Any:
-        return copy.train_on_batch(data.x, data.y, sample_weight=data.sample_weight)
-
+    step = functools.partial(copy.train_on_batch, data.x, data.y, sample_weight=data.sample_weight)
     for _ in range(_WARM_UP):
         step()
     return step
 
 
-def _name_update(optimizer: Any) -> None:
-    """Lets the profiler tell the update of the weights from the rest."""
+def _name_update(optimizer: tf.keras.optimizers.Optimizer) -> None:
+    """Runs the update of the weights in a name scope, by which the profiler tells it."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     name = "apply" if hasattr(optimizer, "apply") else "apply_gradients"
@@ -225,18 +220,3 @@ def _name_update(optimizer: Any) -> None:
             return update(*args, **kwargs)
 
     vars(optimizer).update({name: in_scope})
-
-
-def _medians(made: Mapping[str, Callable[[], Any]], steps: int) -> dict[str, float]:
-    """Times steps in turns, so that what else the machine does falls on all of them."""
-    seconds: dict[str, list[float]] = {what: [] for what in made}
-    for _ in range(steps):
-        for what, step in made.items():
-            start = time.perf_counter()
-            step()
-            seconds[what].append(time.perf_counter() - start)
-    return {what: statistics.median(each) for what, each in seconds.items()}
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms"

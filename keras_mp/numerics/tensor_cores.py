@@ -1,17 +1,20 @@
-"""Which products the tensor cores of a GPU take, and which sizes they divide without a rest."""
+"""The products that the tensor cores of a GPU take, and the sizes that they are fastest with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from keras_mp import hardware
 from keras_mp.grappler import optimize
-from keras_mp.hardware import tables
-from keras_mp.numerics.work import Dimensions
+from keras_mp.hardware import devices
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# What is no multiple of it is filled up. (Nvidia, "Matrix Multiplication Background", "Requirements
-# to Use Tensor Cores": 16 bytes; with the A100, 128 are best.)
+if TYPE_CHECKING:
+    from keras_mp.numerics.census import Graph
+
+# Other sizes are filled up to a multiple. (Nvidia, "Matrix Multiplication Background",
+# "Requirements to Use Tensor Cores": 16 bytes; with the A100, 128 are best.)
 _MULTIPLE = 8
 # The first GPUs whose tensor cores take float32, of which they drop digits.
 _TENSOR_FLOAT_32 = 8, 0
@@ -29,7 +32,7 @@ def take(dtype: str, device: str | None) -> bool:
         return False
     if device is None:
         return hardware.has_tensor_cores(dtype)
-    return _is_at_least(device, tables.COMPUTE_CAPABILITY[dtype])
+    return _is_at_least(device, devices.COMPUTE_CAPABILITY[dtype])
 
 
 def _is_at_least(device: str, capability: tuple[int, int]) -> bool:
@@ -37,8 +40,8 @@ def _is_at_least(device: str, capability: tuple[int, int]) -> bool:
     return (int(major), int(minor)) >= capability
 
 
-def are_odd(sizes: Dimensions) -> bool:
-    """Whether one of the sizes of a product is no multiple of 8.
+def are_odd(sizes: Iterable[int | None]) -> bool:
+    """Whether one of the sizes of a product is not a multiple of 8.
 
     Args:
         sizes: rows, columns and what is summed over; None for what is not known.
@@ -46,7 +49,7 @@ def are_odd(sizes: Dimensions) -> bool:
     return any(size is not None and size % _MULTIPLE for size in sizes)
 
 
-def sentences(graph: tf.Graph, device: str) -> Iterator[str]:
+def sentences(graph: "Graph", device: str) -> Iterator[str]:
     """Says how much of a graph's products tensor cores take.
 
     Args:

@@ -1,4 +1,4 @@
-"""A training step of a model, or any function, as a graph: made, not run."""
+"""Traces a training step of a model, or any function, without running it."""
 
 import re
 from collections.abc import Callable
@@ -15,12 +15,12 @@ _OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
 
 
 def trains(model: tf.keras.Model) -> bool:
-    """Whether a model was compiled with an optimizer, so that there is a step to look at."""
+    """Whether a model was compiled with an optimizer, so that it has a training step."""
     return getattr(model, "optimizer", None) is not None
 
 
 def name_of_step(model: tf.keras.Model) -> str:
-    """Returns what `step_of` traces, in words."""
+    """Returns a name for the step that `step_of` traces."""
     step = "the training step" if trains(model) else "the forward pass"
     return f"{step} of {model.name!r}"
 
@@ -29,9 +29,9 @@ def step_of(
     model: tf.keras.Model,
     batch: Batch,
     scopes: dict[str, str],
-    look: Callable[[Any], Any] | None = None,
+    inspect: Callable[[Any], object] | None = None,
     forward_only: bool = False,
-) -> Any:
+) -> tf.types.experimental.ConcreteFunction:
     """Traces the training step of a compiled model, or the forward pass of another one.
 
     It is the model's own `train_step`, under its strategy, without XLA. Nothing runs; weights and
@@ -42,21 +42,21 @@ def step_of(
         batch: Batch.
         scopes: filled with the scopes of the graph in which layers are called, each with the path
             of the layer, which is "" for the model.
-        look: called in the graph, with what the step returns, when the step is complete. What it
-            returns is what the function returns.
+        inspect: called in the graph, with the results of the step, when the step is complete. The
+            function returns what it returns.
         forward_only: bool. Whether it is the forward pass in any case.
 
     Returns:
         `tf.types.experimental.ConcreteFunction` of `batch.data`.
     """
 
-    def note(path: str, output: tf.Tensor, arguments: Any) -> tf.Tensor:
+    def note(path: str, output: tf.Tensor, arguments: object) -> tf.Tensor:
         if scope := tf.get_current_name_scope():
             # A layer that calls `call` of another one, in its own scope, returns after it.
             scopes[scope] = path
         return output
 
-    def run(data: Any) -> Any:
+    def run(data: tuple[Any, ...]) -> object:
         # In the thread of a replica, which is that of its layers' calls.
         with watching.watching_outputs({"": model, **layers_by_path(model)}, note):
             if forward_only or not trains(model):
@@ -72,16 +72,18 @@ def step_of(
             build(model.trainable_variables)
 
     @tf.function
-    def step(data: Any) -> Any:
-        scopes.clear()  # of a trace before, in which variables were made
+    def step(data: tuple[Any, ...]) -> object:
+        scopes.clear()  # They may be those of an earlier trace, in which variables were made.
         result = strategy.run(run, args=(data,)) if is_distributed else run(data)
-        return result if look is None else look(result)
+        return result if inspect is None else inspect(result)
 
     with np.errstate(over="ignore"):  # NumPy warns of a constant that 16 bits do not hold.
         return step.get_concrete_function(batch.data)
 
 
-def function_of(function: Any, *args: Any, **kwargs: Any) -> Any:
+def function_of(
+    function: Callable[..., object], *args: Any, **kwargs: Any
+) -> tf.types.experimental.ConcreteFunction:
     """Traces a function, without running it.
 
     Args:

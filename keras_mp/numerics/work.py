@@ -1,26 +1,27 @@
-"""How many floating-point operations a matrix product or a convolution takes.
+"""Counts the floating-point operations of matrix products and convolutions.
 
-A multiplication and the addition of its result count as two, as in TensorFlow's profiler. What
-comes before and after the products (activations, sums, casts) is not counted here: it takes time by
-the bytes that it moves, not by what it computes. This module needs TensorFlow only.
+A multiplication and the addition of its result count as two, as in TensorFlow's profiler. Other
+operations (activations, sums, casts) are not counted: their time depends on the bytes that they
+move, not on what they compute. This module needs TensorFlow only.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
+
+import tensorflow as tf
 
 from keras_mp.hardware.stopwatch import CONVOLUTION, MATRIX_PRODUCT
 from keras_mp.support import op_table
 
-# Dimensions, or None for those of a tensor whose shape is not known.
-Shape = tuple[int, ...] | None
-# Dimensions, each None where it is not known.
-Dimensions = tuple[int | None, ...]
+NodeDef: TypeAlias = tf.compat.v1.NodeDef
+# The sizes of a tensor, each None where it is not known; or None where its rank is not.
+Shape = tuple[int | None, ...] | None
 _Known = Sequence[tuple[int, ...]]
 
 
 class Work(NamedTuple):
-    """What an operation computes.
+    """The work of an operation.
 
     Attributes:
         kind: "matrix product" or "convolution", as in `keras_mp.hardware.speeds`.
@@ -31,7 +32,7 @@ class Work(NamedTuple):
     count: int
 
 
-def of(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work | None:
+def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work | None:
     """Counts the floating-point operations of one operation.
 
     Args:
@@ -42,12 +43,10 @@ def of(node: Any, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work | N
     Returns:
         `Work`; None if it is neither a product nor a convolution, or if a shape is not known.
     """
-    if not is_counted(node.op):
-        return None
-    kind, count = COUNTED[_plain(node.op)]
     try:
+        kind, count = COUNTED[_plain(node.op)]
         return Work(kind, 2 * count(node, cast(_Known, inputs), cast(_Known, outputs)))
-    except (TypeError, IndexError):  # a shape is not known
+    except (KeyError, TypeError, IndexError):  # It is no product, or a shape is not known.
         return None
 
 
@@ -61,10 +60,10 @@ def _plain(op: str) -> str:
     return op.removeprefix("_Fused")
 
 
-def multiplied_dimensions(
-    node: Any, inputs: Sequence[Dimensions | None], outputs: Sequence[Dimensions | None]
-) -> Dimensions:
-    """The sizes that a tensor core divides into tiles: rows, columns and what is summed over.
+def multiplied_sizes(
+    node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> tuple[int | None, ...]:
+    """Returns the sizes that a tensor core divides into tiles: rows, columns, what is summed over.
 
     Args:
         node: `NodeDef`.
@@ -84,19 +83,19 @@ def multiplied_dimensions(
     return ()
 
 
-def _summed_over(node: Any, inputs: _Known) -> int:
+def _summed_over(node: NodeDef, inputs: _Known) -> int:
     return inputs[0][-2 if node.attr["transpose_a"].b else -1]
 
 
-def _matrix_product(node: Any, inputs: _Known, outputs: _Known) -> int:
+def _matrix_product(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
     return math.prod(outputs[0]) * _summed_over(node, inputs)
 
 
-def _batch_of_products(node: Any, inputs: _Known, outputs: _Known) -> int:
+def _batch_of_products(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
     return math.prod(outputs[0]) * inputs[0][-2 if node.attr["adj_x"].b else -1]
 
 
-def _einsum(node: Any, inputs: _Known, outputs: _Known) -> int:
+def _einsum(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
     terms = node.attr["equation"].s.decode().partition("->")[0].split(",")
     if len(terms) < 2:
         return 0
@@ -112,7 +111,7 @@ def _einsum(node: Any, inputs: _Known, outputs: _Known) -> int:
 
 
 def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[..., int]:
-    """Of an operation that goes along with, or against, a convolution that makes `image`.
+    """Returns a count for operations that go along with, or against, a convolution.
 
     Args:
         image: which tensor has the size of what the convolution makes: that of an input, or -1 for
@@ -121,7 +120,7 @@ def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[.
         depthwise: bool. Whether there is one kernel for each channel.
     """
 
-    def count(node: Any, inputs: _Known, outputs: _Known) -> int:
+    def count(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
         made = outputs[0] if image == -1 else inputs[image]
         window = outputs[0] if kernel == -1 else inputs[kernel]
         return math.prod(made) * math.prod(window[:-2] if depthwise else window[:-1])
@@ -129,7 +128,7 @@ def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[.
     return count
 
 
-# By operation: what it is, and half of how many floating-point operations it takes.
+# By operation: its kind, and a function that counts half of its floating-point operations.
 COUNTED = {
     **dict.fromkeys(
         op_table.ops("matrix products", "matrix products into another dtype"),

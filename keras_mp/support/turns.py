@@ -48,6 +48,13 @@ def fastest(turns: dict[str, list[Turn]]) -> dict[str, float]:
     return {name: min(turn.wall for turn in of_name) for name, of_name in turns.items()}
 
 
+def medians(turns: dict[str, list[Turn]]) -> dict[str, float]:
+    """Seconds of the median turn of each name."""
+    return {
+        name: statistics.median(turn.wall for turn in of_name) for name, of_name in turns.items()
+    }
+
+
 def undisturbed(turns: dict[str, list[Turn]]) -> dict[str, float]:
     """Returns the seconds that each would take on a CPU that has nothing else to do.
 
@@ -57,10 +64,9 @@ def undisturbed(turns: dict[str, list[Turn]]) -> dict[str, float]:
     Args:
         turns: the result of `take`.
     """
-    seconds = fastest(turns)
-    medians = {name: statistics.median(turn.wall for turn in turns[name]) for name in turns}
+    seconds, usual = fastest(turns), medians(turns)
     computed = {name: statistics.median(turn.cpu for turn in turns[name]) for name in turns}
-    is_calm = all(medians[name] < _CALM * seconds[name] for name in turns)
+    is_calm = all(usual[name] < _CALM * seconds[name] for name in turns)
     # Some systems count CPU time in steps that are longer than a turn.
     if is_calm or min(computed.values()) == 0:
         return seconds

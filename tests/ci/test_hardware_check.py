@@ -8,7 +8,8 @@ import keras_mp
 from keras_mp import hardware_check
 from keras_mp.hardware import __main__ as program
 from keras_mp.hardware_check import page, promises, replicas, speeds, steps
-from keras_mp.hardware_check.promise import Promise, judge
+from keras_mp.hardware_check.promises import Promise, judge
+from keras_mp.support import text_tables
 
 MACHINE = {
     "gpus": [{"name": "NVIDIA A100-SXM4-80GB", "compute_capability": [8, 0]}],
@@ -34,7 +35,7 @@ def test_all_that_is_promised_is_kept_here(tmp_path, capsys):
     # The last one has a path, which may be long.
     *lines, last = capsys.readouterr().out.splitlines()
     assert str(output) in last
-    assert max(map(len, lines)) <= page.WIDTH
+    assert max(map(len, lines)) <= text_tables.WIDTH
     kept = sum(line.startswith("kept  ") for line in lines)
     assert f"{kept} of {kept} promises are kept." in lines
 
@@ -127,7 +128,7 @@ def test_the_page_of_a_gpu():
         "steps": {"dense": of_model, "residual": "MemoryError: no memory"},
     }
     lines = list(page.lines(found))
-    assert max(map(len, lines)) <= page.WIDTH
+    assert max(map(len, lines)) <= text_tables.WIDTH
     text = "\n".join(lines)
     assert "GPU: NVIDIA A100-SXM4-80GB, compute capability 8.0" in text
     assert "driver 535.104.05, CUDA 12.5.1, cuDNN 9; TensorFloat-32 on" in text

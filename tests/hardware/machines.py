@@ -1,6 +1,6 @@
 """Machines whose speeds are known, for tests that must not depend on how fast this one is."""
 
-from keras_mp.hardware import remembered
+from keras_mp.hardware import cache
 
 # Two of those whose CPU has instructions for bfloat16 and for float16.
 XEON = {
@@ -16,5 +16,5 @@ EPYC = {
 def pretend(speeds, folder, monkeypatch):
     """Makes a cache folder say that somebody has measured this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    remembered.write(remembered.describe("CPU"), speeds)
-    assert remembered.read(remembered.describe("CPU")) == speeds
+    cache.write(cache.describe("CPU"), speeds, {})
+    assert cache.read(cache.describe("CPU")) == (speeds, {})

@@ -11,7 +11,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import hardware
 from keras_mp.hardware import __main__ as program
-from keras_mp.hardware import remembered, stopwatch, tables, verdicts
+from keras_mp.hardware import cache, devices, fast_dtypes, stopwatch
 from keras_mp.kernels import slow
 from tests.common import mirrored
 from tests.hardware.machines import EPYC, XEON, pretend
@@ -24,7 +24,7 @@ def fresh(monkeypatch):
     """A process in which nobody was warned and nothing was measured."""
     monkeypatch.setattr(hardware, "_settled", set())
     monkeypatch.setattr(hardware, "_waiting", set())
-    monkeypatch.setattr(verdicts, "_known", {})
+    monkeypatch.setattr(fast_dtypes, "_known", {})
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def machine(monkeypatch, fresh):
     """Sets what TensorFlow and the operating system say of the machine."""
 
     def describe(gpus=(), tpus=0, cpu_flags=""):
-        devices = {"GPU": list(range(len(gpus))), "TPU": list(range(tpus))}
-        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: devices[kind])
+        visible = {"GPU": list(range(len(gpus))), "TPU": list(range(tpus))}
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: visible[kind])
         details = [
             {"device_name": "A GPU", **({"compute_capability": cc} if cc else {})} for cc in gpus
         ]
         monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: details[gpu])
-        monkeypatch.setattr(remembered, "cpu_info", lambda: {"flags": f"fpu {cpu_flags}"})
+        monkeypatch.setattr(devices, "cpu_info", lambda: {"flags": f"fpu {cpu_flags}"})
 
     return describe
 
@@ -279,7 +279,7 @@ def test_what_is_remembered_of_kernels_is_not_timed_again(measured, monkeypatch,
     monkeypatch.setenv("KERAS_MP_CACHE", str(tmp_path))
     monkeypatch.setattr(slow, "ratios", lambda: {"Elu": {"float16": 5.0, "bfloat16": 0.5}})
     hardware.speeds()
-    monkeypatch.setattr(verdicts, "_known", {})
+    monkeypatch.setattr(fast_dtypes, "_known", {})
     assert hardware.speeds() == XEON
     assert asked == ["CPU:0"]
     assert slow._known == {("Elu", "float16"): 5.0, ("Elu", "bfloat16"): 0.5}
@@ -324,7 +324,7 @@ def test_switched_off_only_speeds_measures(measured, monkeypatch, tmp_path, quie
     assert hardware.best_policy() == "float32"
     assert not asked
     assert hardware.speeds() == XEON
-    assert remembered.read(remembered.describe("CPU")) == EPYC
+    assert cache.read(cache.describe("CPU")) == (EPYC, {})
 
 
 ONLY_PRODUCTS = {**XEON, "matrix product": EPYC["matrix product"]}
@@ -354,7 +354,7 @@ def test_the_best_policy(machine, measured, description, speeds, policy, reason)
     machine(**description)
     assert hardware.best_policy() == policy
     assert isinstance(hardware.best_policy(), str)
-    name, why = verdicts.best_policy()
+    name, why = fast_dtypes.best_policy()
     assert name == policy
     assert reason in why
     if description.get("gpus") == [None]:
@@ -420,7 +420,7 @@ def test_units_and_what_tensorflow_uses(machine, monkeypatch, flags, environment
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert tables.cpu_units() == (units, used)
+    assert devices.cpu_units() == (units, used)
 
 
 @pytest.mark.parametrize(
@@ -435,20 +435,20 @@ def test_which_cpus_take_the_rewrite_to_float16(machine, monkeypatch, flags, tak
     assert not hardware.cpu_takes_float16_rewrite()
 
 
-@pytest.mark.parametrize("cache", [None, "here"])
-def test_what_writes_a_file(measured, machine, monkeypatch, tmp_path, cache):
+@pytest.mark.parametrize("own", [None, "here"])
+def test_what_writes_a_file(measured, machine, monkeypatch, tmp_path, own):
     measured(XEON)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    if cache:
-        monkeypatch.setenv("KERAS_MP_CACHE", str(tmp_path / cache))
+    if own:
+        monkeypatch.setenv("KERAS_MP_CACHE", str(tmp_path / own))
     keras_mp.hardware.best_policy()
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="slower"):
         keras_mp.set_global_policy("mixed_bfloat16")
     model(None).compile("sgd", "mse")
-    assert [path.name for path in tmp_path.iterdir()] == ([cache] if cache else [])
+    assert [path.name for path in tmp_path.iterdir()] == ([own] if own else [])
     program.main([])
     [folder] = tmp_path.iterdir()
-    assert folder.name == (cache or "keras_mp")
+    assert folder.name == (own or "keras_mp")
     assert len(list(folder.iterdir())) == 1
 
 

@@ -24,7 +24,7 @@ def test_what_is_computed_is_what_is_counted():
     # Of the output and of two gradients.
     assert product.count == 3 * 2 * a.shape[0] * a.shape[1] * b.shape[1]
     x, kernel = image.arguments
-    out, *_ = image.operation(x, kernel)
+    out, *_ = image.compute(x, kernel)
     assert image.count == 3 * 2 * out.shape.num_elements() * math.prod(kernel.shape[:3])
 
 
@@ -40,7 +40,7 @@ def test_what_is_timed_is_the_output_and_both_gradients(problems, compute, is_sl
     monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: is_slow)
     problem = next(problems())
     arguments = [tf.cast(each, "bfloat16") for each in problem.arguments]
-    output, *gradients = problem.operation(*arguments)
+    output, *gradients = problem.compute(*arguments)
     with tf.GradientTape() as tape:
         tape.watch(arguments)
         y = compute(*arguments)
@@ -59,7 +59,7 @@ def test_a_problem_grows_until_it_is_large_enough_or_a_dtype_much_slower(monkeyp
             return {d: [Turn(seconds(problem.count, d), 0)] * count for d in stopwatch.DTYPES}
 
         monkeypatch.setattr(stopwatch, "_take_turns", take_turns)
-        problems = [stopwatch._Problem(tf.add, (tf.zeros([]),), size) for size in (1, 8, 64)]
+        problems = [stopwatch.Problem(tf.add, (tf.zeros([]),), size) for size in (1, 8, 64)]
         size, turns = stopwatch._race(iter(problems))
         return size, len(turns["float16"])
 

@@ -412,7 +412,7 @@ def test_shapes_that_are_not_known_count_nothing():
     assert found.traced.work() == {}
     assert dtypes_of(found.traced)["MatMul", "float32"] == 1
     assert work.of(tf.compat.v1.NodeDef(op="Relu"), [()], [()]) is None
-    assert graphs.walk(tf.compat.v1.GraphDef()).nodes == []
+    assert graphs.Walk(tf.compat.v1.GraphDef()).nodes == []
     assert str(found).splitlines()[1] == (
         "The shapes of 1 product are not known, so that they count nothing: outside of layers."
     )

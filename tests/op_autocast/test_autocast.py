@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.hardware import verdicts
+from keras_mp.hardware import fast_dtypes
 from keras_mp.op_autocast import context_manager as module
 from keras_mp.support import regions
 from tests.common import once
@@ -229,13 +229,13 @@ def test_errors(arguments, error, message):
 
 
 def test_a_dtype_that_is_fast_here(monkeypatch):
-    monkeypatch.setattr(verdicts, "best_policy", lambda: ("mixed_float16", ""))
+    monkeypatch.setattr(fast_dtypes, "best_policy", lambda: ("mixed_float16", ""))
     with keras_mp.autocast():
         assert keras_mp.autocast_state().dtype == tf.float16
 
 
 def test_where_no_dtype_is_fast_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(verdicts, "best_policy", lambda: ("float32", ""))
+    monkeypatch.setattr(fast_dtypes, "best_policy", lambda: ("float32", ""))
     module._warn_once.cache_clear()
     region = keras_mp.autocast()
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="leaves everything in float32"), region:
@@ -247,10 +247,10 @@ def test_where_no_dtype_is_fast_it_is_said_once(monkeypatch):
 def test_a_measurement_is_not_autocast(monkeypatch):
     found = []
     monkeypatch.setattr(
-        verdicts.stopwatch, "measure", lambda device: found.append(regions.current())
+        fast_dtypes.stopwatch, "measure", lambda device: found.append(regions.current())
     )
     with keras_mp.autocast("bfloat16"):
-        verdicts._measure("CPU:0")
+        fast_dtypes._measure("CPU:0")
     assert found == [None]
 
 

@@ -1,17 +1,17 @@
 """The hazards that `keras_mp.numerics.audit` looks for.
 
-Each is a function: it looks at a step that is being traced, a `Look`, and yields `Suspect`s, each
-with tensors to measure and a function that makes a `Hazard` of their values, or nothing. To add a
-hazard, write such a function, put it into `HAZARDS`, causes before what comes of them, and plant
-the defect in a model in the tests.
+Each is a function that takes a `TracedStep` and yields `Suspect`s. A suspect has tensors to
+measure, and a function that makes a `Hazard` of their values, or None. To add a hazard, write such
+a function, put it into `HAZARDS`, causes before their consequences, and plant the defect in a model
+in the tests.
 """
 
 from collections.abc import Callable, Iterator
 
 from keras_mp.numerics.hazards import dtypes, probabilities, step, updates, values
-from keras_mp.numerics.hazards.look import Look, Suspect
+from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
 
-HAZARDS: tuple[Callable[[Look], Iterator[Suspect]], ...] = (
+HAZARDS: tuple[Callable[[TracedStep], Iterator[Suspect]], ...] = (
     values.vanished_epsilon,
     values.not_finite,
     values.long_sums,

@@ -2,28 +2,24 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics import origins, tensor_cores, work
-from keras_mp.numerics.hazards.look import Hazard, Look, Suspect, widened
+from keras_mp.numerics.hazards.traced_step import Hazard, Suspect, TracedStep, shapes_of, widened
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
-# With less of a model's work, a layer is not worth a word.
+# Layers with a smaller share of the model's work are not reported.
 _LARGE_SHARE = 0.01
 _MOVES = op_table.ops("identities", "reshapes", "views")
 
 
-def layers_against_their_policy(look: Look) -> Iterator[Suspect]:
+def layers_against_their_policy(traced: TracedStep) -> Iterator[Suspect]:
     """A layer whose policy says 16 bits multiplies in float32."""
-    total, by_layer = _work_in_float32(look)
-    for count, operation in by_layer.values():
-        layer = look.layers.layer(operation.name)
-        if layer.compute_dtype not in LOW_PRECISION_NAMES or _is_output(look, operation):
-            continue
-        if count < _LARGE_SHARE * total:
+    for share, operation, layer in _layers_in_float32(traced):
+        if layer.compute_dtype not in LOW_PRECISION_NAMES:
             continue
         variable = next(filter(None, map(_variable_of, operation.inputs)), None)
         if variable is None:
@@ -38,73 +34,75 @@ def layers_against_their_policy(look: Look) -> Iterator[Suspect]:
                 "Make the variable with `add_weight`, which casts it where it is read, or wrap it "
                 "in keras_mp.autocast_variable."
             )
-        yield _about_work(look, operation, hazard, count / total, cure)
+        yield _about_work(traced, operation, layer, hazard, share, cure)
 
 
-def layers_of_another_policy(look: Look) -> Iterator[Suspect]:
+def layers_of_another_policy(traced: TracedStep) -> Iterator[Suspect]:
     """A layer inside of a 16-bit model was given float32, or got no policy."""
-    total, by_layer = _work_in_float32(look)
-    layers = {id(layer): layer for o, _ in look.products if (layer := look.layers.layer(o.name))}
-    in_half = [layer for layer in layers.values() if layer.compute_dtype in LOW_PRECISION_NAMES]
-    if len(in_half) < len(layers) / 2:
+    found = (traced.layers.layer(operation.name) for operation, _ in traced.products)
+    dtypes = {id(layer): layer.compute_dtype for layer in found if layer is not None}
+    in_16_bits = [dtype for dtype in dtypes.values() if dtype in LOW_PRECISION_NAMES]
+    if len(in_16_bits) < len(dtypes) / 2:
         return
-    for count, operation in by_layer.values():
-        layer = look.layers.layer(operation.name)
-        if layer.compute_dtype in LOW_PRECISION_NAMES or _is_output(look, operation):
-            continue
-        if count < _LARGE_SHARE * total:
-            continue
-        cure = (
-            "Make it under the policy of the model, without a dtype of its own, or pass "
-            "dtype=self.dtype_policy from the layer that makes it. If float32 is meant, let it be."
-        )
-        hazard = "a layer of another policy"
-        yield _about_work(look, operation, hazard, count / total, cure)
+    for share, operation, layer in _layers_in_float32(traced):
+        if layer.compute_dtype not in LOW_PRECISION_NAMES:
+            cure = (
+                "Make it under the policy of the model, without a dtype of its own, or pass "
+                "dtype=self.dtype_policy from the layer that makes it. If float32 is meant, let it "
+                "be."
+            )
+            yield _about_work(traced, operation, layer, "a layer of another policy", share, cure)
 
 
-def _work_in_float32(look: Look) -> tuple[int, dict[str, tuple[int, tf.Operation]]]:
-    """All work of the forward pass; by layer, that in float32, and what has most of it."""
-    total = sum(count for _, count in look.products)
+def _layers_in_float32(
+    traced: TracedStep,
+) -> Iterator[tuple[float, tf.Operation, tf.keras.layers.Layer]]:
+    """Yields layers with much work in float32, but for those that make the model's outputs.
+
+    Yields:
+        The share of the forward pass's work, the operation that has most of it, and the layer.
+    """
+    total = sum(count for _, count in traced.products)
     counts: Counter[str] = Counter()
     most: dict[str, tuple[int, tf.Operation]] = {}
-    for operation, count in look.products:
-        path = look.layers.name(operation.name)
+    for operation, count in traced.products:
+        path = traced.layers.name(operation.name)
         if path and operation.outputs[0].dtype == tf.float32:
             counts[path] += count
             most[path] = max(most.get(path, (0, operation)), (count, operation), key=lambda e: e[0])
-    return total, {path: (counts[path], most[path][1]) for path in counts}
+    for path, (_, operation) in most.items():
+        layer = traced.layers.layer(operation.name)
+        if layer is None or id(layer) in traced.output_layers:
+            continue
+        if counts[path] >= _LARGE_SHARE * total:
+            yield counts[path] / total, operation, layer
 
 
 def _about_work(
-    look: Look,
+    traced: TracedStep,
     operation: tf.Operation,
+    layer: tf.keras.layers.Layer,
     hazard: str,
     share: float,
     cure: str,
 ) -> Suspect:
-    policy = look.layers.layer(operation.name).dtype_policy.name
     why = (
         f"{share:.0%} of the multiplications of the forward pass run in float32 here; its policy "
-        f"is {policy}."
+        f"is {layer.dtype_policy.name}."
     )
-    return Suspect((), lambda: look.finding(operation, hazard, why, cure))
-
-
-def _is_output(look: Look, operation: tf.Operation) -> bool:
-    """Whether it is in a layer that makes the model's outputs, for which float32 is right."""
-    return id(look.layers.layer(operation.name)) in look.output_layers
+    return Suspect.certain(traced.finding(operation, hazard, why, cure))
 
 
 def _variable_of(tensor: tf.Tensor) -> tf.Operation | None:
-    """The read of the variable that a tensor is, if nothing has cast it."""
+    """Returns the read of a variable that a tensor comes from, if nothing has cast it."""
     while tensor.op.type in _MOVES:
         tensor = tensor.op.inputs[0]
     return tensor.op if tensor.op.type == "ReadVariableOp" else None
 
 
-def casts_there_and_back(look: Look) -> Iterator[Suspect]:
+def casts_there_and_back(traced: TracedStep) -> Iterator[Suspect]:
     """The program casts to another dtype and back, with nothing computed in between."""
-    for second in look.forward:
+    for second in traced.forward:
         if second.type != "Cast" or not second.outputs[0].dtype.is_floating:
             continue
         between = second.inputs[0]
@@ -125,12 +123,16 @@ def casts_there_and_back(look: Look) -> Iterator[Suspect]:
         measured = [tf.reduce_max(tf.abs(wide - rounded)), tf.reduce_max(tf.abs(wide))]
 
         def say(
-            error: Any, largest: Any, first: Any = first, second: Any = second, size: int = size
+            error: np.ndarray,
+            largest: np.ndarray,
+            first: tf.Operation = first,
+            second: tf.Operation = second,
+            size: int = size,
         ) -> Hazard:
             there, back = first.outputs[0].dtype, second.outputs[0].dtype
             moved = 2 * size * (there.size + back.size)
             loss = f", and rounds numbers up to {largest:.3g} by up to {error:.2g}" if error else ""
-            return look.finding(
+            return traced.finding(
                 second,
                 "a cast there and back",
                 f"{back.name} is cast to {there.name} and back with nothing computed in between: "
@@ -141,16 +143,14 @@ def casts_there_and_back(look: Look) -> Iterator[Suspect]:
         yield Suspect(measured, say)
 
 
-def float64(look: Look) -> Iterator[Suspect]:
+def float64(traced: TracedStep) -> Iterator[Suspect]:
     """The batch, or something that is computed, is in float64."""
-    parts = {"x": look.batch.x, "y": look.batch.y, "sample_weight": look.batch.sample_weight}
-    for name, part in parts.items():
+    for name, part in traced.batch._asdict().items():
         wide = [t for t in tf.nest.flatten(part) if t is not None and t.dtype == tf.float64]
         moved = sum(8 * (tensor.shape.num_elements() or 0) for tensor in wide)
         if wide:
-            yield Suspect(
-                (),
-                lambda name=name, moved=moved: Hazard(
+            yield Suspect.certain(
+                Hazard(
                     "data in float64",
                     f"the batch's {name}",
                     None,
@@ -158,15 +158,15 @@ def float64(look: Look) -> Iterator[Suspect]:
                     "and copied to the device, and cast there.",
                     "Cast it in the data pipeline: dataset.map(lambda x, y: (tf.cast(x, "
                     "tf.float32), y)).",
-                ),
+                )
             )
     computing = [
         operation
-        for operation in look.forward
+        for operation in traced.forward
         if operation.outputs
         and operation.outputs[0].dtype == tf.float64
         and operation.type not in ("Cast", "Placeholder", "Const", "ReadVariableOp", *_MOVES)
-        and look.layers.name(operation.name)
+        and traced.layers.name(operation.name)
     ]
     if computing:
         numbers = sum(o.outputs[0].shape.num_elements() or 0 for o in computing)
@@ -175,19 +175,19 @@ def float64(look: Look) -> Iterator[Suspect]:
             f"{numbers:,} numbers in float64, which most GPUs do at a small part of their speed."
         )
         cure = "Cast to self.compute_dtype, or to float32 where 16 bits are too few."
-        yield Suspect((), lambda: look.finding(computing[0], "a layer in float64", why, cure))
+        yield Suspect.certain(traced.finding(computing[0], "a layer in float64", why, cure))
 
 
-def dtypes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
+def dtypes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
     """Products are in 16 bits for which the GPU that was named has no tensor cores."""
-    if look.device is None:  # What this machine is slow at is said when a policy is made.
+    if traced.device is None:  # A policy itself warns where this machine is slow.
         return
-    total = sum(count for _, count in look.products)
+    total = sum(count for _, count in traced.products)
     refused = [
         (operation, count)
-        for operation, count in look.products
+        for operation, count in traced.products
         if operation.outputs[0].dtype in LOW_PRECISION
-        and not tensor_cores.take(operation.outputs[0].dtype.name, look.device)
+        and not tensor_cores.take(operation.outputs[0].dtype.name, traced.device)
     ]
     if not refused:
         return
@@ -195,31 +195,25 @@ def dtypes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
     dtype = operation.outputs[0].dtype.name
     why = (
         f"{sum(count for _, count in refused) / total:.0%} of the multiplications of the forward "
-        f"pass are in {dtype}, for which a {look.device} has no tensor cores."
+        f"pass are in {dtype}, for which a {traced.device} has no tensor cores."
     )
-    other = "mixed_float16" if tensor_cores.take("float16", look.device) else "float32"
+    other = "mixed_float16" if tensor_cores.take("float16", traced.device) else "float32"
     cure = f"Train under the policy {other} there, or on a newer GPU."
-    yield Suspect(
-        (), lambda: look.finding(operation, "a dtype that no tensor core takes", why, cure)
-    )
+    yield Suspect.certain(traced.finding(operation, "a dtype that no tensor core takes", why, cure))
 
 
-def shapes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
+def shapes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
     """Products in 16 bits have sizes that are no multiple of 8, on a GPU with tensor cores."""
-    total = sum(count for _, count in look.products)
-    by_layer: dict[str, tuple[int, tf.Operation, work.Dimensions]] = {}
-    for operation, count in look.products:
+    total = sum(count for _, count in traced.products)
+    by_layer: dict[str, tuple[int, tf.Operation, tuple[int | None, ...]]] = {}
+    for operation, count in traced.products:
         dtype = operation.outputs[0].dtype
-        if not tensor_cores.take(dtype.name, look.device):
+        if not tensor_cores.take(dtype.name, traced.device):
             continue
-        inputs, outputs = (
-            [tuple(t.shape) if t.shape.rank is not None else None for t in tensors]
-            for tensors in (operation.inputs, operation.outputs)
-        )
-        sizes = work.multiplied_dimensions(operation.node_def, inputs, outputs)
+        sizes = work.multiplied_sizes(operation.node_def, *shapes_of(operation))
         if not tensor_cores.are_odd(sizes):
             continue
-        path = look.layers.name(operation.name)
+        path = traced.layers.name(operation.name)
         before = by_layer.get(path, (0, operation, sizes))[0]
         by_layer[path] = (before + count, operation, sizes)
     for count, operation, sizes in by_layer.values():
@@ -230,9 +224,6 @@ def shapes_for_no_tensor_core(look: Look) -> Iterator[Suspect]:
             f"{' x '.join(map(str, sizes))}: tensor cores are fastest with multiples of 8."
         )
         cure = "Round units, filters, or the size of the batch up to a multiple of 8."
-        yield Suspect(
-            (),
-            lambda operation=operation, why=why, cure=cure: look.finding(
-                operation, "a shape that no tensor core likes", why, cure
-            ),
+        yield Suspect.certain(
+            traced.finding(operation, "a shape that no tensor core likes", why, cure)
         )

@@ -1,15 +1,21 @@
 """Softmax, sigmoid and losses in 16 bits."""
 
 from collections.abc import Iterator
-from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics.hazards.look import UNIT_ROUNDOFF, Hazard, Look, Suspect, widened
+from keras_mp.numerics.hazards.traced_step import (
+    UNIT_ROUNDOFF,
+    Hazard,
+    Suspect,
+    TracedStep,
+    widened,
+)
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# What stands between probabilities and the logarithm of a cross entropy.
+# Operations between probabilities and the logarithm of a cross entropy.
 _ON_THE_WAY = op_table.ops(
     *("casts", "identities", "reshapes", "maxima of two", "additions"),
     *("divisions", "divisions without NaN", "moves", "views"),
@@ -24,14 +30,14 @@ _CROSS_ENTROPIES = {
 }
 
 
-def softmax_before_a_logarithm(look: Look) -> Iterator[Suspect]:
+def softmax_before_a_logarithm(traced: TracedStep) -> Iterator[Suspect]:
     """A loss takes the logarithm of probabilities that 16 bits have rounded."""
-    for operation in look.in_half(("Softmax", "Sigmoid")):
+    for operation in traced.in_16_bits(("Softmax", "Sigmoid")):
         probabilities = operation.outputs[0]
-        if look.leads_to(probabilities, ("Log", "Log1p"), _ON_THE_WAY, steps=12) is None:
+        if traced.leads_to(probabilities, ("Log", "Log1p"), _ON_THE_WAY, steps=12) is None:
             continue
         logits, seen = widened(operation.inputs[0]), widened(probabilities)
-        is_true = _labels(look, seen)
+        is_true = _labels(traced, seen)
         if is_true is None:
             continue
         if operation.type == "Softmax":
@@ -43,11 +49,11 @@ def softmax_before_a_logarithm(look: Look) -> Iterator[Suspect]:
         errors = tf.abs(tf.math.log(tf.clip_by_value(of_label, _SMALLEST, 1.0)) - exact)
         worst = tf.reduce_max(tf.where(is_true, errors, 0.0))
 
-        def say(worst: Any, operation: tf.Operation = operation) -> Hazard | None:
+        def say(worst: np.ndarray, operation: tf.Operation = operation) -> Hazard | None:
             if worst < _TOO_FAR:
                 return None
             dtype = operation.outputs[0].dtype.name
-            return look.finding(
+            return traced.finding(
                 operation,
                 f"a {operation.type.lower()} in 16 bits",
                 f"The loss takes the logarithm of what a {operation.type.lower()} returns in "
@@ -59,10 +65,10 @@ def softmax_before_a_logarithm(look: Look) -> Iterator[Suspect]:
         yield Suspect([worst], say)
 
 
-def _labels(look: Look, probabilities: tf.Tensor) -> tf.Tensor | None:
-    """Where the labels of the batch say that a probability is that of the true class."""
+def _labels(traced: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None:
+    """Returns where a probability is that of the true class, by the labels of the batch."""
     shape = probabilities.shape
-    for labels in tf.nest.flatten(look.batch.y):
+    for labels in tf.nest.flatten(traced.batch.y):
         if labels is None or not (labels.dtype.is_floating or labels.dtype.is_integer):
             continue
         if labels.shape.num_elements() == shape.num_elements():
@@ -74,18 +80,18 @@ def _labels(look: Look, probabilities: tf.Tensor) -> tf.Tensor | None:
     return None
 
 
-def softmax_that_does_not_add_up(look: Look) -> Iterator[Suspect]:
+def softmax_that_does_not_add_up(traced: TracedStep) -> Iterator[Suspect]:
     """Probabilities do not add up to 1, since their sum was made in 16 bits."""
-    for operation in look.in_half(("Softmax",)):
+    for operation in traced.in_16_bits(("Softmax",)):
         probabilities = operation.outputs[0]
         total = tf.reduce_sum(widened(probabilities), -1)
         worst = tf.reduce_max(tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0))
 
-        def say(worst: Any, operation: tf.Operation = operation) -> Hazard | None:
+        def say(worst: np.ndarray, operation: tf.Operation = operation) -> Hazard | None:
             output = operation.outputs[0]
             if worst < 16 * UNIT_ROUNDOFF[output.dtype]:
                 return None
-            return look.finding(
+            return traced.finding(
                 operation,
                 "a softmax in 16 bits",
                 f"A softmax over {output.shape[-1]} values in {output.dtype.name} returns "
@@ -97,19 +103,21 @@ def softmax_that_does_not_add_up(look: Look) -> Iterator[Suspect]:
         yield Suspect([worst], say)
 
 
-def loss_in_16_bits(look: Look) -> Iterator[Suspect]:
+def loss_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
     """A cross entropy is computed in 16 bits."""
-    for operation in look.in_half(_CROSS_ENTROPIES):
+    for operation in traced.in_16_bits(_CROSS_ENTROPIES):
         logits, labels = operation.inputs
         labels = widened(labels) if labels.dtype in LOW_PRECISION else labels
         exact = _CROSS_ENTROPIES[operation.type](labels=labels, logits=widened(logits))
         measured = [tf.reduce_mean(widened(operation.outputs[0])), tf.reduce_mean(exact)]
 
-        def say(loss: Any, exact: Any, operation: tf.Operation = operation) -> Hazard | None:
+        def say(
+            loss: np.ndarray, exact: np.ndarray, operation: tf.Operation = operation
+        ) -> Hazard | None:
             dtype = operation.outputs[0].dtype
             if abs(loss - exact) <= 4 * UNIT_ROUNDOFF[dtype] * abs(exact):
                 return None
-            return look.finding(
+            return traced.finding(
                 operation,
                 "a loss in 16 bits",
                 f"The cross entropy is computed in {dtype.name}, where its mean is {loss:.6g}; in "

@@ -1,47 +1,44 @@
-"""Hazards of the step itself: what is done to a loss, to gradients and to weights."""
+"""Hazards of the step itself: of its loss, its gradients and the weights."""
 
+import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.numerics import origins, work
-from keras_mp.numerics.hazards.look import (
+from keras_mp.numerics import origins
+from keras_mp.numerics.hazards.traced_step import (
     Hazard,
-    Look,
     Suspect,
+    TracedStep,
     count,
     health,
+    not_finite_of,
     static_value,
     widened,
 )
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
-# What stands between a product in a loss function and the loss that is scaled.
+# Operations between a product in a loss function and the loss that is scaled.
 _ON_THE_WAY = op_table.ops(
     *("casts", "identities", "reshapes", "additions", "sums of tensors", "sums over axes")
 )
 _BELOW_ONE = op_table.ops("divisions", "divisions without NaN")
-# Those who scale a loss by hand take a power of two that is at least as large.
+# Programs that scale a loss by hand use a power of two that is at least as large.
 _LIKE_A_LOSS_SCALE = 64
 _STEP = "the training step"
-# Of float16. Below it numbers have fewer digits; a share of gradients may.
+# Of float16. Smaller numbers have fewer digits, which some gradients may have.
 _SMALLEST_NORMAL = 2.0**-14
 _MOST_SMALL = 0.1
 
 
-def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
+def gradients_that_vanish(traced: TracedStep) -> Iterator[Suspect]:
     """Gradients in float16 are too small for it, and nothing scales the loss."""
-    if look.scaling is not None or getattr(look.model, "optimizer", None) is None:
+    if traced.scaling is not None or getattr(traced.model, "optimizer", None) is None:
         return
-    products = [
-        operation.outputs[0]
-        for operation in look.operations
-        if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
-    ]
+    products = traced.backward_products
     # Where a kernel of float16 is slow, keras_mp computes in float32 and rounds.
     rounded = [
         user.outputs[0] for each in products for user in each.consumers() if user.type == "Cast"
@@ -52,10 +49,10 @@ def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
     sizes = [tf.abs(widened(gradient)) for gradient in gradients]
     measured = [
         tf.add_n([count((size > 0) & (size < _SMALLEST_NORMAL)) for size in sizes]),
-        tf.add_n([tf.math.count_nonzero(size) for size in sizes]),
+        tf.add_n([count(size > 0) for size in sizes]),
     ]
 
-    def say(small: Any, others: Any) -> Hazard | None:
+    def say(small: np.ndarray, others: np.ndarray) -> Hazard | None:
         if small < _MOST_SMALL * others:
             return None
         return Hazard(
@@ -71,11 +68,11 @@ def gradients_that_vanish(look: Look) -> Iterator[Suspect]:
     yield Suspect(measured, say)
 
 
-def loss_multiplied_by_a_number(look: Look) -> Iterator[Suspect]:
+def loss_multiplied_by_a_number(traced: TracedStep) -> Iterator[Suspect]:
     """The loss is multiplied by a number before it is multiplied by the loss scale."""
-    if look.scaling is None:
+    if traced.scaling is None:
         return
-    waiting, seen = list(look.scaling.inputs), set()
+    waiting, seen = list(traced.scaling.inputs), set()
     while waiting:
         operation = waiting.pop().op
         if operation in seen:
@@ -93,13 +90,15 @@ def loss_multiplied_by_a_number(look: Look) -> Iterator[Suspect]:
                 waiting.append(other)
                 factor = float(np.ravel(value)[0])
                 if factor >= _LIKE_A_LOSS_SCALE and np.log2(factor).is_integer():
-                    yield _about_factor(look, operation, other, factor)
+                    yield _about_factor(traced, operation, other, factor)
 
 
-def _about_factor(look: Look, operation: tf.Operation, loss: tf.Tensor, factor: float) -> Suspect:
+def _about_factor(
+    traced: TracedStep, operation: tf.Operation, loss: tf.Tensor, factor: float
+) -> Suspect:
 
-    def say(loss: Any, scale: Any) -> Hazard:
-        return look.finding(
+    def say(loss: np.ndarray, scale: np.ndarray) -> Hazard:
+        return traced.finding(
             operation,
             "a loss multiplied by a number",
             f"The loss, {loss:.4g} for this batch, is multiplied by {factor:g}, and then by the "
@@ -109,21 +108,23 @@ def _about_factor(look: Look, operation: tf.Operation, loss: tf.Tensor, factor: 
             "the learning rate.)",
         )
 
-    return Suspect([tf.reduce_mean(widened(loss)), look.scale], say)
+    return Suspect([tf.reduce_mean(widened(loss)), traced.scale], say)
 
 
-def clipping_before_unscaling(look: Look) -> Iterator[Suspect]:
+def clipping_before_unscaling(traced: TracedStep) -> Iterator[Suspect]:
     """Gradients are clipped while they are still multiplied by the loss scale."""
-    for operation in look.scaled:
+    for operation in traced.scaled:
         if not origins.is_made_in(operation, ("clip_ops.py",)):
             continue
         if origins.maker_of(operation) != "user":
             continue
-        gradient = next(tensor for tensor in operation.inputs if tensor.op in look.scaled)
+        gradient = next(tensor for tensor in operation.inputs if tensor.op in traced.scaled)
         largest = tf.reduce_max(tf.abs(widened(gradient)))
 
-        def say(largest: Any, scale: Any, operation: tf.Operation = operation) -> Hazard:
-            return look.finding(
+        def say(
+            largest: np.ndarray, scale: np.ndarray, operation: tf.Operation = operation
+        ) -> Hazard:
+            return traced.finding(
                 operation,
                 "clipping before unscaling",
                 f"Gradients are clipped while they are multiplied by the loss scale, {scale:g}: "
@@ -133,21 +134,21 @@ def clipping_before_unscaling(look: Look) -> Iterator[Suspect]:
                 "apply; or pass clipnorm, clipvalue or global_clipnorm to the optimizer.",
             )
 
-        yield Suspect([largest, look.scale], say)
+        yield Suspect([largest, traced.scale], say)
         return
 
 
-def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
+def accumulation_under_a_moving_scale(traced: TracedStep) -> Iterator[Suspect]:
     """Gradients that are still scaled are added up over steps, while the scale may move."""
-    for operation in look.scaled:
+    for operation in traced.scaled:
         if operation.type not in ("AssignAddVariableOp", "AssignVariableOp"):
             continue
         value = operation.inputs[1]
         if not value.shape.rank or origins.maker_of(operation) != "user":
             continue
 
-        def say(scale: Any, operation: tf.Operation = operation) -> Hazard:
-            return look.finding(
+        def say(scale: np.ndarray, operation: tf.Operation = operation) -> Hazard:
+            return traced.finding(
                 operation,
                 "gradient accumulation under a moving scale",
                 f"Gradients are added up while they are multiplied by the loss scale, {scale:g} "
@@ -158,19 +159,20 @@ def accumulation_under_a_moving_scale(look: Look) -> Iterator[Suspect]:
                 "until the sum is complete.",
             )
 
-        yield Suspect([look.scale], say)
+        yield Suspect([traced.scale], say)
         return
 
 
-def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
+def epsilon_of_the_optimizer(traced: TracedStep) -> Iterator[Suspect]:
     """The optimizer divides by a root plus an epsilon that is 0 in the dtype of its variables."""
-    optimizer = _inner(getattr(look.model, "optimizer", None))
+    optimizer = getattr(traced.model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     epsilon = getattr(optimizer, "epsilon", None)
     if not isinstance(epsilon, (int, float)):
         return
     variables = [
         v
-        for v in look.model.trainable_variables
+        for v in traced.model.trainable_variables
         if (dtype := tf.as_dtype(v.dtype)).is_floating
         and np.array(epsilon, dtype.as_numpy_dtype) == 0
     ]
@@ -178,10 +180,10 @@ def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
         return
     dtypes = {tf.as_dtype(v.dtype).name for v in variables}
     in_16_bits = not dtypes.isdisjoint(LOW_PRECISION_NAMES)
-    bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
-    size = sum(int(np.prod(v.shape)) for v in variables)
+    bad = not_finite_of(variables)
+    size = sum(math.prod(length or 0 for length in v.shape) for v in variables)
 
-    def say(bad: Any) -> Hazard | None:
+    def say(bad: np.ndarray) -> Hazard | None:
         if not (bad or in_16_bits):
             return None
         names = " and ".join(sorted(dtypes))
@@ -199,25 +201,27 @@ def epsilon_of_the_optimizer(look: Look) -> Iterator[Suspect]:
     yield Suspect([bad], say)
 
 
-def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
+def weights_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
     """One step makes weights infinite or NaN, since it is not skipped."""
-    variables = [v for v in look.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
-    optimizer = getattr(look.model, "optimizer", None)
-    in_half = any(o.outputs and o.outputs[0].dtype in LOW_PRECISION for o in look.forward)
-    if optimizer is None or not variables or not in_half or look.scaling is None:
+    variables = [v for v in traced.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
+    optimizer = getattr(traced.model, "optimizer", None)
+    in_16_bits = any(o.outputs and o.outputs[0].dtype in LOW_PRECISION for o in traced.forward)
+    if optimizer is None or not variables or not in_16_bits or traced.scaling is None:
         return
-    bad = tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
-    loss = widened(look.scaling.inputs[0])
+    bad = not_finite_of(variables)
+    loss = widened(traced.scaling.inputs[0])
     gradients = [
         health(operation.outputs[0])
-        for operation in look.operations
+        for operation in traced.operations
         if origins.is_of_backward_pass(operation.name)
         and operation.outputs
         and operation.outputs[0].dtype.is_floating
     ]
     of_gradients = tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64)
 
-    def say(bad: Any, scale: Any, loss: Any, of_gradients: Any) -> Hazard | None:
+    def say(
+        bad: np.ndarray, scale: np.ndarray, loss: np.ndarray, of_gradients: np.ndarray
+    ) -> Hazard | None:
         # Where all gradients are finite, it is the optimizer that makes the weights what they are.
         if not bad or not np.all(np.isfinite(loss)) or not of_gradients[2:].any():
             return None
@@ -231,21 +235,20 @@ def weights_that_are_lost(look: Look) -> Iterator[Suspect]:
             "fixed one.",
         )
 
-    yield Suspect([bad, look.scale, loss, of_gradients], say)
+    yield Suspect([bad, traced.scale, loss, of_gradients], say)
 
 
-def replicas_that_do_not_agree(look: Look) -> Iterator[Suspect]:
+def replicas_that_do_not_agree(traced: TracedStep) -> Iterator[Suspect]:
     """Keras's own wrapper looks at the gradients of one replica before it skips a step for all."""
-    optimizer = getattr(look.model, "optimizer", None)
-    replicas = look.model.distribute_strategy.num_replicas_in_sync
+    optimizer = getattr(traced.model, "optimizer", None)
+    replicas = traced.model.distribute_strategy.num_replicas_in_sync
     is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
     if replicas < 2 or not is_of_keras or type(optimizer).__module__.startswith("keras_mp"):
         return
     if not keras_api.APPLY_TAKES_SCALED_GRADIENTS:
         return  # Keras 2 asks all replicas.
-    yield Suspect(
-        (),
-        lambda: Hazard(
+    yield Suspect.certain(
+        Hazard(
             "a step that cannot be skipped",
             "the optimizer (Keras's own LossScaleOptimizer)",
             None,
@@ -253,9 +256,5 @@ def replicas_that_do_not_agree(look: Look) -> Iterator[Suspect]:
             f"are not finite. What is infinite on one of the other {replicas - 1} gets into the "
             "weights of all.",
             "Pass the inner optimizer to compile() under a policy of keras_mp.",
-        ),
+        )
     )
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)

@@ -1,33 +1,28 @@
 """The hazard of weights in 16 bits: updates that are too small for them."""
 
 from collections.abc import Iterator
-from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp import low_precision_weights
-from keras_mp.numerics import origins, work
-from keras_mp.numerics.hazards.look import Hazard, Look, Suspect, count
+from keras_mp.numerics.hazards.traced_step import Hazard, Suspect, TracedStep, count
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# Some updates are lost wherever anything is rounded.
+# Rounding loses some updates everywhere.
 _MOST_LOST = 0.1
 
 
-def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
+def updates_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
     """Weights in 16 bits do not move, though they have gradients."""
-    optimizer = getattr(look.model, "optimizer", None)
+    optimizer = getattr(traced.model, "optimizer", None)
     if optimizer is None or low_precision_weights.keeps_digits(optimizer):
         return
-    of_shapes = {
-        tuple(operation.outputs[0].shape): operation.outputs[0]
-        for operation in look.operations
-        if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
-    }
+    of_shapes = {tuple(gradient.shape): gradient for gradient in traced.backward_products}
     measured = []
-    for variable in look.model.trainable_variables:
+    for variable in traced.model.trainable_variables:
         gradient = of_shapes.get(tuple(variable.shape))
-        before = _value_before_the_step(look, variable)
+        before = _value_before_the_step(traced, variable)
         if tf.as_dtype(variable.dtype) not in LOW_PRECISION or gradient is None or before is None:
             continue
         has_gradient = tf.not_equal(gradient, 0)
@@ -36,11 +31,11 @@ def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
     if not measured:
         return
 
-    def say(counts: Any) -> Hazard | None:
+    def say(counts: np.ndarray) -> Hazard | None:
         lost, all_of_them = counts
         if lost < _MOST_LOST * all_of_them or not all_of_them:
             return None
-        dtype = low_precision_weights.dtype_of(look.model)
+        dtype = low_precision_weights.dtype_of(traced.model)
         constants = ", ".join(low_precision_weights.vanishing_constants(optimizer, dtype))
         why = f" In {dtype}, {constants}." if constants else ""
         return Hazard(
@@ -56,14 +51,14 @@ def updates_that_are_lost(look: Look) -> Iterator[Suspect]:
     yield Suspect([tf.add_n(measured)], say)
 
 
-def _value_before_the_step(look: Look, variable: Any) -> tf.Tensor | None:
-    """What the forward pass reads of a variable."""
+def _value_before_the_step(traced: TracedStep, variable: tf.Variable) -> tf.Tensor | None:
+    """Returns what the forward pass reads of a variable."""
     stored = tf.convert_to_tensor(variable)
     while stored.op.type == "Identity":
         stored = stored.op.inputs[0]
     if stored.op.type != "ReadVariableOp":
         return None
     [handle] = stored.op.inputs
-    reads = (op for op in look.forward if op.type == "ReadVariableOp" and op.inputs[0] is handle)
+    reads = (op for op in traced.forward if op.type == "ReadVariableOp" and op.inputs[0] is handle)
     first = next(reads, None)
     return None if first is None else first.outputs[0]

@@ -1,17 +1,17 @@
 """Values that 16 bits cannot hold: overflow, masks, epsilons, sums, labels."""
 
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import origins, work
-from keras_mp.numerics.hazards.look import (
+from keras_mp.numerics import origins
+from keras_mp.numerics.hazards.traced_step import (
     UNIT_ROUNDOFF,
     Hazard,
-    Look,
     Suspect,
+    TracedStep,
     count,
     health,
     static_value,
@@ -24,55 +24,51 @@ _DIVIDE = op_table.ops("divisions", "reciprocals") | {"Log"}
 _MOST_VARIANCE = 0.01
 
 
-def not_finite(look: Look) -> Iterator[Suspect]:
+def not_finite(traced: TracedStep) -> Iterator[Suspect]:
     """The loss is infinite or NaN; names the first such operation of the forward pass.
 
     A pooling with the maximum drops NaN, and so the loss may be finite. The gradients are not.
     """
-    operations = [o for o in look.forward if o.outputs and o.outputs[0].dtype.is_floating]
-    if not any(operation.outputs[0].dtype in LOW_PRECISION for operation in operations):
-        return
+    operations = [o for o in traced.forward if o.outputs and o.outputs[0].dtype.is_floating]
     outputs = [operation.outputs[0] for operation in operations]
-    results = [t for t in tf.nest.flatten(look.result) if tf.is_tensor(t) and t.dtype.is_floating]
-    results += [look.scaling.inputs[0]] if look.scaling is not None else []
+    if not any(output.dtype in LOW_PRECISION for output in outputs):
+        return
+    results = [t for t in tf.nest.flatten(traced.result) if tf.is_tensor(t) and t.dtype.is_floating]
+    results += [traced.scaling.inputs[0]] if traced.scaling is not None else []
     if not results:
         return
-    gradients = [
-        health(operation.outputs[0])
-        for operation in look.operations
-        if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
-    ]
+    gradients = [health(gradient) for gradient in traced.backward_products]
     measured = [
         tf.stack([health(result) for result in results]),
         tf.stack([health(output) for output in outputs]),
         tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64),
     ]
 
-    # What comes after the gradients may compute with those, which overflow as is planned.
-    names = [operation.name for operation in look.operations]
-    backward = next((n for n in names if origins.is_of_backward_pass(n)), None)
-    before = set(look.operations[: None if backward is None else names.index(backward)])
+    # Operations after the backward pass use gradients, which overflow as is planned.
+    before = set(
+        itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), traced.operations)
+    )
     is_before = np.array([operation in before for operation in operations])
 
-    def say(bad: Any, counts: Any, of_gradients: Any) -> Hazard | None:
+    def say(bad: np.ndarray, counts: np.ndarray, of_gradients: np.ndarray) -> Hazard | None:
         is_lost = bad[:, 2:].any()
         if not is_lost and not (counts[is_before, 4].any() and of_gradients[2:].any()):
             return None
         pairs = zip(counts[:, 2] + counts[:, 3], counts[:, 4])
         by_output = {output.ref(): pair for output, pair in zip(outputs, pairs)}
         found = _first(operations, by_output)
-        if found and found[0] in look.explained:
+        if found and found[0] in traced.explained:
             return None
         so = "so is the loss" if is_lost else "so are gradients, though the loss is not"
-        return found and _say_not_finite(look, *found, so)
+        return found and _say_not_finite(traced, *found, so)
 
     yield Suspect(measured, say)
 
 
 def _first(
-    operations: list[tf.Operation], counts: dict[Any, Any]
+    operations: list[tf.Operation], counts: Mapping[Hashable, tuple[int, int]]
 ) -> tuple[tf.Operation, tf.Operation, tf.Operation, int, str] | None:
-    """The first operation of which NaN comes, and what it comes from.
+    """Finds the first operation that returns NaN, and its cause.
 
     Returns:
         None, or the operation where it began; the first one that computes with it; the one whose
@@ -82,7 +78,7 @@ def _first(
     def of(tensor: tf.Tensor) -> tuple[int, int]:
         return counts.get(tensor.ref(), (0, 0))
 
-    # Where an infinity began, and what computed with it first: of a constant, its taker.
+    # By operation, where an infinity began, and what computed with it first, if it is a constant.
     infinite: dict[tf.Operation, tuple[tf.Operation, tf.Operation]] = {}
     first = None
     for operation in operations:
@@ -103,7 +99,7 @@ def _first(
 
 
 def _say_not_finite(
-    look: Look,
+    traced: TracedStep,
     origin: tf.Operation,
     user: tf.Operation,
     ended: tf.Operation,
@@ -118,8 +114,8 @@ def _say_not_finite(
         return None  # It would be so in float32, too.
     constant = static_value(origin.outputs[0])
     if constant is not None:
-        place = f" in {look.where(ended)}" if look.where(ended) != look.where(user) else ""
-        return look.finding(
+        place = f" in {traced.where(ended)}" if traced.where(ended) != traced.where(user) else ""
+        return traced.finding(
             user,
             "a constant that is infinite in 16 bits",
             f"A constant, such as the -1e9 of a mask, is {np.ravel(constant)[0]} in {dtype.name}, "
@@ -128,7 +124,7 @@ def _say_not_finite(
             f"lowest one, {dtype.min:.5g}, or tf.where on the result.",
         )
     largest = f", which ends at {dtype.max:,.0f}" if dtype == tf.float16 else ""
-    return look.finding(
+    return traced.finding(
         origin,
         "an overflow in the forward pass",
         f"{origin.type} in {dtype.name}{largest} is the first operation whose results are not "
@@ -138,25 +134,28 @@ def _say_not_finite(
     )
 
 
-def vanished_epsilon(look: Look) -> Iterator[Suspect]:
+def vanished_epsilon(traced: TracedStep) -> Iterator[Suspect]:
     """A constant that is to keep a division from failing is 0 in 16 bits."""
-    for operation in look.in_half(("Add", "AddV2", "Maximum")):
+    for operation in traced.in_16_bits(("Add", "AddV2", "Maximum")):
         for constant, other in (operation.inputs, tuple(operation.inputs)[::-1]):
             value = static_value(constant)
             if value is None or np.any(value):
                 continue
-            divides = _division(look, operation.outputs[0])
+            divides = _division(traced, operation.outputs[0])
             if divides is None:
                 continue
             measured = [count(tf.equal(operation.outputs[0], 0)), tf.reduce_min(widened(other))]
 
             def say(
-                zeros: Any, least: Any, operation: tf.Operation = operation, divides: Any = divides
+                zeros: np.ndarray,
+                least: np.ndarray,
+                operation: tf.Operation = operation,
+                divides: tf.Operation = divides,
             ) -> Hazard:
-                look.explained.add(divides)
+                traced.explained.add(divides)
                 dtype, n = operation.outputs[0].dtype, operation.outputs[0].shape.num_elements()
                 smallest = "6e-8" if dtype == tf.float16 else "9e-41"
-                return look.finding(
+                return traced.finding(
                     operation,
                     "an epsilon that is 0 in 16 bits",
                     f"The constant of {operation.type}, before {divides.type}, is 0 in "
@@ -170,9 +169,9 @@ def vanished_epsilon(look: Look) -> Iterator[Suspect]:
             yield Suspect(measured, say)
 
 
-def _division(look: Look, tensor: tf.Tensor) -> tf.Operation | None:
-    """What divides by a tensor, or by its root, or takes its logarithm."""
-    found = look.leads_to(tensor, _DIVIDE, ("Sqrt", "Identity", "Cast"), steps=3)
+def _division(traced: TracedStep, tensor: tf.Tensor) -> tf.Operation | None:
+    """Returns the operation that divides by a tensor or its root, or takes its logarithm."""
+    found = traced.leads_to(tensor, _DIVIDE, ("Sqrt", "Identity", "Cast"), steps=3)
     if found is None or not found.type.endswith("Div"):
         return found
     below = found.inputs[1]
@@ -181,9 +180,9 @@ def _division(look: Look, tensor: tf.Tensor) -> tf.Operation | None:
     return found if below is tensor else None
 
 
-def long_sums(look: Look) -> Iterator[Suspect]:
+def long_sums(traced: TracedStep) -> Iterator[Suspect]:
     """A sum in 16 bits is further from that of float32 than its result's rounding explains."""
-    for operation in look.in_half(("Sum", "Mean", "BiasAddGrad"), forward=False):
+    for operation in traced.in_16_bits(("Sum", "Mean", "BiasAddGrad"), forward=False):
         source, result = operation.inputs[0], operation.outputs[0]
         length = _length(source, result)
         if length is None or length < 2:
@@ -198,21 +197,21 @@ def long_sums(look: Look) -> Iterator[Suspect]:
             axes, keep = operation.inputs[1], operation.get_attr("keep_dims")
             reduce = tf.reduce_mean if operation.type == "Mean" else tf.reduce_sum
         exact, magnitude = (reduce(each, axes, keep) for each in (wide, tf.abs(wide)))
-        # What is infinite is the matter of `not_finite`, and of the loss scale in backward passes.
+        # `not_finite` reports infinities; the loss scale takes care of those in backward passes.
         smallest = 2.0**-24 if result.dtype == tf.float16 else 0.0
         beyond = tf.maximum(tf.abs(widened(result) - exact) - smallest, 0.0)
         errors = tf.math.divide_no_nan(beyond, magnitude)
         worst = tf.reduce_max(tf.where(tf.math.is_finite(errors), errors, 0.0))
 
         def say(
-            worst: Any, operation: tf.Operation = operation, length: int = length
+            worst: np.ndarray, operation: tf.Operation = operation, length: int = length
         ) -> Hazard | None:
             output = operation.outputs[0]
             roundoff = UNIT_ROUNDOFF[output.dtype]
             if worst <= 4 * roundoff:
                 return None
             is_loss = output.shape.rank == 0 and not origins.is_of_backward_pass(operation.name)
-            return look.finding(
+            return traced.finding(
                 operation,
                 "a loss in 16 bits" if is_loss else "a long sum in 16 bits",
                 f"{operation.type} adds up {length:,} numbers in {output.dtype.name}, and is up to "
@@ -226,20 +225,20 @@ def long_sums(look: Look) -> Iterator[Suspect]:
 
 
 def _length(source: tf.Tensor, result: tf.Tensor) -> int | None:
-    """How many numbers are added up for each result."""
+    """Returns how many numbers are added up for each result."""
     sizes = source.shape.num_elements(), result.shape.num_elements()
     return None if None in sizes or 0 in sizes else sizes[0] // sizes[1]
 
 
-def labels_beyond_the_outputs(look: Look) -> Iterator[Suspect]:
+def labels_beyond_the_outputs(traced: TracedStep) -> Iterator[Suspect]:
     """The model's outputs are in a dtype that cannot express the labels."""
-    wanted = [y for y in tf.nest.flatten(look.batch.y) if y is not None and y.dtype.is_floating]
+    wanted = [y for y in tf.nest.flatten(traced.batch.y) if y is not None and y.dtype.is_floating]
     if not wanted or not any(
-        operation.outputs[0].dtype in LOW_PRECISION for operation, _ in look.products
+        operation.outputs[0].dtype in LOW_PRECISION for operation, _ in traced.products
     ):
         return
-    outputs = look.model(look.batch.x, training=False)
-    for labels, output in zip(tf.nest.flatten(look.batch.y), tf.nest.flatten(outputs)):
+    outputs = traced.model(traced.batch.x, training=False)
+    for labels, output in zip(tf.nest.flatten(traced.batch.y), tf.nest.flatten(outputs)):
         if output.dtype not in LOW_PRECISION or not getattr(labels, "dtype", tf.int32).is_floating:
             continue
         if not labels.shape.is_compatible_with(output.shape):
@@ -249,7 +248,12 @@ def labels_beyond_the_outputs(look: Look) -> Iterator[Suspect]:
         lost = tf.reduce_mean(tf.square(labels - rounded)) / tf.math.reduce_variance(labels)
         measured = [lost, count(tf.math.is_inf(rounded)), tf.reduce_max(tf.abs(labels))]
 
-        def say(lost: Any, infinite: Any, largest: Any, dtype: Any = output.dtype) -> Any:
+        def say(
+            lost: np.ndarray,
+            infinite: np.ndarray,
+            largest: np.ndarray,
+            dtype: tf.DType = output.dtype,
+        ) -> Hazard | None:
             if not infinite and not lost > _MOST_VARIANCE:
                 return None
             is_lost = f"{lost:.1%} of the variance is lost"

@@ -1,22 +1,22 @@
-"""What hazards look at: the graph of one step, its layers, and the tensors of one batch."""
+"""The graph of one step, with its layers and the tensors of one batch, for hazards to inspect."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import layer_paths
 from keras_mp.numerics import origins, traces, work
 from keras_mp.numerics.batches import Batch
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.messages import Line
 
-# Half a unit in the last place of 1, that is what rounding explains.
+# Half a unit in the last place of 1: the largest error that rounding explains.
 UNIT_ROUNDOFF = {tf.float16: 2.0**-11, tf.bfloat16: 2.0**-8}
 
-# Functions of libraries that bring a loss to its scale, and those behind the gradients.
+# Functions of libraries that scale a loss, and those that run after the gradients.
 _SCALING = ("scale_loss", "get_scaled_loss")
 _APPLYING = (
     *("apply_gradients", "apply", "minimize", "unscale", "get_unscaled_gradients"),
@@ -49,13 +49,18 @@ class Hazard(NamedTuple):
     why: str
     cure: str
 
+    @property
+    def place(self) -> Hashable:
+        """The hazard, the layer and the line: equal for findings about the same thing."""
+        return self.hazard, self.where, self.line
+
     def __str__(self) -> str:
         at = f" ({self.line.file}:{self.line.number})" if self.line else ""
         return f"{self.hazard}, in {self.where}{at}\n    {self.why}\n    Cure: {self.cure}"
 
 
 class Suspect(NamedTuple):
-    """What may be a hazard, and what has to be measured to tell.
+    """A possible hazard, with the tensors that have to be measured to tell.
 
     Attributes:
         measured: tensors of the graph. They are computed for one batch, together with the step.
@@ -65,9 +70,14 @@ class Suspect(NamedTuple):
     measured: Sequence[tf.Tensor]
     say: Callable[..., Hazard | None]
 
+    @classmethod
+    def certain(cls, hazard: Hazard) -> "Suspect":
+        """Makes a suspect of a hazard that needs no measurement."""
+        return cls((), lambda: hazard)
 
-class Look:
-    """A step of a model that is being traced, for hazards to look at.
+
+class TracedStep:
+    """A step of a model that is being traced, for hazards to inspect.
 
     Attributes:
         model: the model.
@@ -89,14 +99,14 @@ class Look:
 
     def __init__(
         self,
-        model: Any,
+        model: tf.keras.Model,
         batch: Batch,
-        result: Any,
+        result: object,
         scopes: Mapping[str, str],
         device: str | None = None,
     ) -> None:
         self.model, self.batch, self.result = model, batch, result
-        # Operations of which a finding has said already why they fail.
+        # Operations whose failure another finding explains.
         self.explained: set[tf.Operation] = set()
         self.device = device
         self.layers = origins.Layers(model, scopes)
@@ -105,7 +115,7 @@ class Look:
         self.forward = list(_forward(self.operations))
 
     def where(self, operation: tf.Operation) -> str:
-        """Returns the path of an operation's layer, or what is outside of layers."""
+        """Returns the path of an operation's layer, or words for what is outside of layers."""
         return self.layers.name(operation.name) or "the training step, outside of layers"
 
     def finding(self, operation: tf.Operation, hazard: str, why: str, cure: str) -> Hazard:
@@ -113,7 +123,7 @@ class Look:
         return Hazard(hazard, self.where(operation), self.line(operation), why, cure)
 
     def line(self, operation: tf.Operation) -> Line | None:
-        """Returns the line of a program that made an operation; of a gradient, of what it is of."""
+        """Returns the program's line that made an operation, or that of which it is a gradient."""
         return origins.line_of(self.forward_of(operation))
 
     def forward_of(self, operation: tf.Operation) -> tf.Operation:
@@ -132,7 +142,7 @@ class Look:
     def _by_name(self) -> dict[str, tf.Operation]:
         return {operation.name: operation for operation in self.operations}
 
-    def in_half(self, types: Iterable[str], forward: bool = True) -> Iterator[tf.Operation]:
+    def in_16_bits(self, types: Iterable[str], forward: bool = True) -> Iterator[tf.Operation]:
         """Yields operations of some types that compute in 16 bits.
 
         Args:
@@ -144,40 +154,28 @@ class Look:
             if operation.type in types and operation.outputs[0].dtype in LOW_PRECISION:
                 yield operation
 
-    def work_of(self, operation: tf.Operation) -> work.Work | None:
-        """Counts what an operation of the graph computes, as `census` does."""
-        inputs, outputs = (
-            [
-                cast(tuple[int, ...], tuple(t.shape)) if t.shape.is_fully_defined() else None
-                for t in tensors
-            ]
-            for tensors in (operation.inputs, operation.outputs)
-        )
-        if operation.type not in work.COUNTED:
-            return None
-        return work.of(operation.node_def, inputs, outputs)
-
     @functools.cached_property
     def products(self) -> list[tuple[tf.Operation, int]]:
         """The products and convolutions of the forward pass, and how much each computes."""
-        found = ((operation, self.work_of(operation)) for operation in self.forward)
+        found = [(each, work.of(each.node_def, *shapes_of(each))) for each in self.forward]
         return [(operation, each.count) for operation, each in found if each is not None]
+
+    @functools.cached_property
+    def backward_products(self) -> list[tf.Tensor]:
+        """The gradients that products and convolutions of the backward pass return."""
+        return [
+            operation.outputs[0]
+            for operation in self.operations
+            if origins.is_of_backward_pass(operation.name) and work.is_counted(operation.type)
+        ]
 
     @functools.cached_property
     def output_layers(self) -> set[int]:
         """The `id`s of layers whose outputs are the model's, and of those around them."""
-        found: set[int] = set()
-        waiting = [self.model]
-        while waiting:
-            layer = waiting.pop()
-            outputs = keras_api.output_layers(layer) if isinstance(layer, tf.keras.Model) else None
-            for each in outputs or ():
-                if id(each) not in found:
-                    found.add(id(each))
-                    waiting.append(each)
+        found = layer_paths.output_layers(self.model)
         if not found and self.products:
             last, _ = self.products[-1]
-            found |= {id(layer) for _, layer in self.layers.path(last.name)}
+            found = {id(layer) for _, layer in self.layers.path(last.name)}
         return found
 
     @functools.cached_property
@@ -191,23 +189,23 @@ class Look:
     @property
     def scale(self) -> tf.Tensor:
         """The loss scale, where there is one, as float32."""
-        return widened(cast(tf.Operation, self.scaling).inputs[1])
+        assert self.scaling is not None
+        return widened(self.scaling.inputs[1])
 
     @functools.cached_property
-    def scaled(self) -> list[tf.Operation]:
-        """What is computed from scaled gradients before they are unscaled, in order."""
+    def scaled(self) -> dict[tf.Operation, None]:
+        """The operations on scaled gradients before they are unscaled, in order."""
         if self.scaling is None:
-            return []
-        # Of the scaled loss nothing but its gradient is taken.
+            return {}
+        # The scaled loss is used for its gradient only.
         begins = f"gradient_tape/{self.scaling.name}/"
         found: dict[tf.Operation, None] = {}
-        for operation in self.operations:  # Those that take something are behind what makes it.
+        for operation in self.operations:  # The maker of a tensor comes before its consumers.
+            is_gradient = begins in f"/{operation.name}"
             is_behind = any(tensor.op in found for tensor in operation.inputs)
-            if (
-                is_behind and not origins.is_made_in(operation, (), _APPLYING)
-            ) or begins in f"/{operation.name}":
+            if is_gradient or (is_behind and not origins.is_made_in(operation, (), _APPLYING)):
                 found[operation] = None
-        return list(found)
+        return found
 
     def leads_to(
         self, tensor: tf.Tensor, types: Iterable[str], through: Iterable[str], steps: int
@@ -236,13 +234,22 @@ def _forward(operations: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
     for operation in operations:
         if origins.is_of_backward_pass(operation.name):
             is_backward_pass_begun = True
-        # The optimizer comes after it; but so may another loss.
+        # The optimizer comes after the backward pass, and so may another loss.
         elif not is_backward_pass_begun or not origins.is_made_in(operation, (), _APPLYING):
             yield operation
 
 
-def static_value(tensor: tf.Tensor) -> Any:
-    """Returns the value of a constant, or of the cast of one, as a NumPy array, or None."""
+def shapes_of(operation: tf.Operation) -> tuple[list[work.Shape], list[work.Shape]]:
+    """Returns the shapes of the inputs and of the outputs of an operation."""
+
+    def shapes(tensors: Iterable[tf.Tensor]) -> list[work.Shape]:
+        return [None if t.shape.rank is None else tuple(t.shape) for t in tensors]
+
+    return shapes(operation.inputs), shapes(operation.outputs)
+
+
+def static_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """Returns the value of a constant, or of the cast of one, or None."""
     source = tensor
     while source.op.type in ("Cast", "Identity"):
         source = source.op.inputs[0]
@@ -253,21 +260,22 @@ def static_value(tensor: tf.Tensor) -> Any:
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
-    """Casts a tensor to float32, to measure something of it."""
+    """Returns a tensor in float32, to measure something of it."""
     return tf.cast(tensor, tf.float32)
 
 
 def count(condition: tf.Tensor) -> tf.Tensor:
-    """Counts where something is true."""
+    """Returns the number of values that are true."""
     return tf.math.count_nonzero(condition)
 
 
-def health(tensor: tf.Tensor) -> tf.Tensor:
-    """Looks at a tensor in one pass.
+def not_finite_of(variables: Iterable[tf.Variable]) -> tf.Tensor:
+    """Counts the values of variables that are infinite or NaN."""
+    return tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
 
-    Returns:
-        float64 tensor: an id, the size, and how many values are -inf, inf and NaN.
-    """
+
+def health(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a float64 tensor: an id, the size, and how many values are -inf, inf and NaN."""
     # The operation of `tf.debugging.experimental.enable_dump_debug_info`, mode CONCISE_HEALTH.
     return tf.raw_ops.DebugNumericSummaryV2(
         input=tensor, output_dtype=tf.float64, tensor_debug_mode=3

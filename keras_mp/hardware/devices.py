@@ -1,12 +1,12 @@
-"""What is known of a device without asking it to compute anything. Initializes nothing."""
+"""The devices of this machine, and tables of what they are fast at. Initializes nothing."""
 
 import os
+import pathlib
 import platform
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.hardware import remembered
 from keras_mp.support import onednn
 
 COMPUTE_CAPABILITY = {"float16": (7, 0), "bfloat16": (8, 0)}
@@ -35,6 +35,7 @@ _AVX10_LIMITS = {
     "AVX10_1_512_AMX_FP16": "AVX512_CORE_AMX_FP16",
 }
 _REWRITE_FLAGS = {"amx_fp16", "avx_ne_convert"}
+_CPU_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 
 
 class Gpu(NamedTuple):
@@ -68,15 +69,26 @@ def has_tpu() -> bool:
     return bool(tf.config.get_visible_devices("TPU"))
 
 
-def tell() -> bool:
-    """Whether the tables know the devices that are here; if not, they have to be timed."""
+def are_in_tables() -> bool:
+    """Whether all devices here are in the tables; if not, they have to be timed."""
     found = gpus()
     return has_tpu() or (bool(found) and all(gpu.capability is not None for gpu in found))
 
 
+def cpu_info() -> dict[str, str]:
+    """Returns the model and the flags of the first CPU on Linux, and nothing elsewhere."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    pairs = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    return {name: fields[name] for name in _CPU_FIELDS if name in fields}
+
+
 def cpu_name() -> str:
-    """The CPU's model, as far as the operating system tells."""
-    return remembered.cpu_info().get("model name") or platform.processor() or platform.machine()
+    """Returns the CPU's model, as far as the operating system tells."""
+    return cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_has(dtype: str) -> bool:
@@ -111,27 +123,27 @@ def takes_float16_rewrite() -> bool:
 
 
 def _flags() -> set[str]:
-    info = remembered.cpu_info()
+    info = cpu_info()
     return set((info.get("flags") or info.get("Features") or "").split())
 
 
 def why_slow(dtype: str) -> str | None:
-    """Returns what a dtype needs to be fast, if that is not here. CPUs are judged by flags.
+    """Returns what a dtype needs to be fast, or None if it is here. CPUs are judged by flags.
 
     Args:
         dtype: str, "float16" or "bfloat16".
     """
-    needed = COMPUTE_CAPABILITY[dtype]
     found = gpus()
-    if dtype == "bfloat16" and (has_tpu() or (not found and cpu_has("bfloat16"))):
+    if dtype == "float16":
+        needs = "float16 needs an Nvidia GPU of compute capability 7.0 or above"
+    elif has_tpu() or (not found and cpu_has("bfloat16")):
         return None
-    needs = (
-        f"{dtype} needs {'an Nvidia GPU' if dtype == 'float16' else 'a GPU'} of compute capability "
-        f"{needed[0]}.{needed[1]} or above"
-    )
-    if dtype == "bfloat16":
-        needs += ", a TPU or a CPU with native bfloat16 instructions"
+    else:
+        needs = (
+            "bfloat16 needs a GPU of compute capability 8.0 or above, a TPU or a CPU with native "
+            "bfloat16 instructions"
+        )
     if not found:
         return f"{needs}, and there is none."
-    slow = [str(gpu) for gpu in found if gpu.capability is None or gpu.capability < needed]
+    slow = [str(gpu) for gpu in found if (gpu.capability or (0, 0)) < COMPUTE_CAPABILITY[dtype]]
     return f"{needs}, and there is {', '.join(slow)}." if slow else None

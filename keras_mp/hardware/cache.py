@@ -1,7 +1,8 @@
-"""The file in which a machine's speeds are remembered, so that only the first program measures.
+"""The file that keeps a machine's speeds, so that only the first program measures.
 
-A file for each machine, as far as speeds depend on it: a home folder may be shared by many. What
-cannot be read, or is no such file, is as good as missing; where nothing can be written, nothing is.
+There is a file for each machine, as far as speeds depend on it: a home folder may be shared by
+many. A file that cannot be read, or has another format, counts as missing. Where nothing can be
+written, nothing is.
 """
 
 import contextlib
@@ -16,18 +17,18 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hardware import devices
 from keras_mp.hardware.stopwatch import DTYPES, OPERATIONS, Speeds
 from keras_mp.kernels.slow import Ratios
 
 # Of what is written. Before 2 only the forward pass was timed.
 _FORMAT = 2
-_CPU_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 # They say which kernels TensorFlow chooses.
 _ENVIRONMENT = ("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Describes all that speeds depend on, and initializes nothing.
+    """Returns all that speeds depend on, and initializes nothing.
 
     Args:
         device: str. What TensorFlow says of the device.
@@ -35,9 +36,10 @@ def describe(device: str) -> dict[str, Any]:
     Returns:
         dict of what JSON can hold.
     """
+    cpu = {"machine": platform.machine(), "processor": platform.processor(), **devices.cpu_info()}
     return {
         "device": device,
-        "cpu": {"machine": platform.machine(), "processor": platform.processor(), **cpu_info()},
+        "cpu": cpu,
         "cores": _cores(),
         "threads": tf.config.threading.get_intra_op_parallelism_threads(),
         "tensorflow": [tf.version.VERSION, tf.version.GIT_VERSION],
@@ -46,81 +48,46 @@ def describe(device: str) -> dict[str, Any]:
     }
 
 
-def cpu_info() -> dict[str, str]:
-    """Returns what Linux says of the first CPU: model and flags; nothing elsewhere."""
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return {}
-    pairs = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
-    fields = {name.strip(): value.strip() for name, _, value in pairs}
-    return {name: fields[name] for name in _CPU_FIELDS if name in fields}
-
-
-def read(machine: dict[str, Any]) -> Speeds | None:
-    """Returns the speeds of a machine, or None if they are not known.
+def read(machine: dict[str, Any]) -> tuple[Speeds, Ratios] | None:
+    """Returns the speeds of a machine and how slow its 16-bit kernels are, or None.
 
     Args:
         machine: what `describe` returned.
     """
-    stored = _stored(machine)
     try:
+        stored = json.loads(_path(machine).read_text())
+        if stored["machine"] != machine or stored["format"] != _FORMAT:
+            return None
         speeds = {
             operation: {dtype: float(stored["speeds"][operation][dtype]) for dtype in DTYPES}
             for operation in OPERATIONS
         }
-    except (ValueError, TypeError, LookupError):
+        kernels = {
+            op: {dtype: float(ratio) for dtype, ratio in by_dtype.items()}
+            for op, by_dtype in stored["kernels"].items()
+        }
+    except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError):
         return None
     numbers = [number for by_dtype in speeds.values() for number in by_dtype.values()]
     are_speeds = all(math.isfinite(number) and number > 0 for number in numbers)
-    return speeds if are_speeds else None
+    return (speeds, kernels) if are_speeds else None
 
 
-def read_kernels(machine: dict[str, Any]) -> Ratios:
-    """Returns how slow 16-bit kernels are, as far as it is known; empty where it is not.
-
-    Args:
-        machine: what `describe` returned.
-    """
-    try:
-        return {
-            op: {dtype: float(ratio) for dtype, ratio in by_dtype.items()}
-            for op, by_dtype in _stored(machine)["kernels"].items()
-        }
-    except (ValueError, TypeError, LookupError, AttributeError):
-        return {}
-
-
-def _stored(machine: dict[str, Any]) -> Any:
-    """What the file of a machine says, if it is of this format; else an empty dict."""
-    try:
-        stored = json.loads(_path(machine).read_text())
-        is_known = stored["machine"] == machine and stored["format"] == _FORMAT
-    except (OSError, RuntimeError, ValueError, TypeError, LookupError):
-        return {}
-    return stored if is_known else {}
-
-
-def write(machine: dict[str, Any], speeds: Speeds, kernels: Ratios | None = None) -> None:
-    """Remembers the speeds of a machine, if there is a place for it.
+def write(machine: dict[str, Any], speeds: Speeds, kernels: Ratios) -> None:
+    """Keeps the speeds of a machine, if there is a place for them.
 
     Args:
         machine: what `describe` returned.
-        speeds: what `read` is to return.
-        kernels: what `read_kernels` is to return. Defaults to None, which is nothing.
+        speeds: what `stopwatch.measure` returned.
+        kernels: what `kernels.slow.ratios` returned.
     """
+    found = {"format": _FORMAT, "machine": machine, "speeds": speeds, "kernels": kernels}
     with contextlib.suppress(OSError, RuntimeError):
         path = _path(machine)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all, whatever else is reading or writing.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             whole = pathlib.Path(folder) / path.name
-            found = {
-                "format": _FORMAT,
-                "machine": machine,
-                "speeds": speeds,
-                "kernels": kernels or {},
-            }
             whole.write_text(json.dumps(found, indent=1))
             whole.replace(path)
 
