@@ -1,23 +1,25 @@
 """How an optimizer wrapper is driven by one that wraps it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
+from keras_mp.step.optimizer_adapter import DelegatingAdapter, Pairs
 
 
-class WrapperAdapter(OptimizerAdapter):
-    """A wrapper that is wrapped itself."""
+class WrapperAdapter(DelegatingAdapter):
+    """A wrapper that is wrapped itself.
 
-    @property
-    def is_revived_without_state(self) -> bool:
-        return self.optimizer._adapter.is_revived_without_state
+    Args:
+        wrapper: An `OptimizerWrapper`.
+    """
 
-    @property
-    def takes_float32_gradients(self) -> bool:
-        return self.optimizer._adapter.takes_float32_gradients
+    # Which saves what Keras does not.
+    is_saved_by_keras = True
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__(wrapper, wrapper._adapter)
 
     @property
     def only_differentiates(self) -> bool:
@@ -46,17 +48,3 @@ class WrapperAdapter(OptimizerAdapter):
         return self.optimizer.apply_gradients(
             grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
         )
-
-
-def _ask_innermost(name: str) -> Callable[..., Any]:
-    def method(self: WrapperAdapter, *args: Any) -> Any:
-        return getattr(self.optimizer._adapter, name)(*args)
-
-    return method
-
-
-for _name in (
-    *("built_variables", "custom_aggregation", "is_overwritten"),
-    *("accumulates", "completes_step", "totals", "drop_accumulated"),
-):
-    setattr(WrapperAdapter, _name, _ask_innermost(_name))

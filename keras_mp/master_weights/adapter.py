@@ -9,14 +9,14 @@ import tensorflow as tf
 from keras_mp.master_weights import methods
 from keras_mp.master_weights.float32_view import Float32View, Updates
 from keras_mp.step import gradients, replicas
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.optimizer_adapter import DelegatingAdapter, OptimizerAdapter
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
 
 Pairs = Sequence[tuple[Any, Any]]
 
 
-class Float32Adapter(OptimizerAdapter):
+class Float32Adapter(DelegatingAdapter):
     """Drives an optimizer that sees each weight in 16 bits as a float32 variable.
 
     Weights in other dtypes it sees as they are.
@@ -43,11 +43,11 @@ class Float32Adapter(OptimizerAdapter):
         seed: int,
         track: Callable[[str, tf.Variable], None],
     ) -> None:
-        super().__init__(inner.optimizer)
+        super().__init__(inner.optimizer, inner)
         self._track = track
         self.beside: dict[str, tf.Variable] = {}
-        self._inner, self._method, self._slot_dtype, self._seed = inner, method, slot_dtype, seed
-        self.updates = Updates(self._steps)
+        self._method, self._slot_dtype, self._seed = method, slot_dtype, seed
+        self.updates = Updates(inner.steps_made)
         # All weights that the optimizer was built with, and the views of those in 16 bits, by the
         # id of the `tf.Variable`.
         self._weights: dict[int, Any] = {}
@@ -55,26 +55,9 @@ class Float32Adapter(OptimizerAdapter):
         self._numbers = 0
 
     @property
-    def is_revived_without_state(self) -> bool:
-        return self._inner.is_revived_without_state
-
-    @property
-    def is_saved_by_keras(self) -> bool:
-        return self._inner.is_saved_by_keras
-
-    def hyperparameters(self) -> frozenset[str]:
-        return self._inner.hyperparameters()
-
-    @property
     def is_built(self) -> bool:
         """Whether it has been built with any variables."""
         return bool(self._weights)
-
-    def steps_made(self) -> tf.Tensor | None:
-        return self._inner.steps_made()
-
-    def _steps(self) -> Any:
-        return self._inner.steps_made()
 
     def build(self, variables: Sequence[Any]) -> None:
         if host.in_v1_graph():
@@ -186,15 +169,6 @@ class Float32Adapter(OptimizerAdapter):
     def built_variables(self) -> Sequence[Any]:
         return list(self._weights.values()) or self._inner.built_variables()
 
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
-    ) -> list[tuple[Any, Any]]:
-        return self._inner.compute_gradients(loss, var_list, tape, grad_loss)
-
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
         aggregate = self._inner.custom_aggregation()
         if aggregate is None:
@@ -218,20 +192,8 @@ class Float32Adapter(OptimizerAdapter):
         weights = self._weights_of(view for _, view in pairs)
         return [(gradient, weight) for (gradient, _), weight in zip(pairs, weights, strict=True)]
 
-    def accumulates(self) -> bool:
-        return self._inner.accumulates()
-
-    def completes_step(self) -> tf.Tensor:
-        return self._inner.completes_step()
-
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         return self._with_weights(self._inner.totals(self._with_views(grads_and_vars)))
-
-    def drop_accumulated(self) -> None:
-        self._inner.drop_accumulated()
-
-    def is_overwritten(self, variable: Any) -> bool:
-        return self._inner.is_overwritten(variable)
 
 
 def native(variable: Any) -> Any:

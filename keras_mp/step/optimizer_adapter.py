@@ -5,6 +5,7 @@ The optimizers of `tf.keras` have their adapters in `keras_api`, all else in `ot
 
 import abc
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,3 +155,25 @@ class OptimizerAdapter(abc.ABC):
         """Whether what comes as the variable's gradient is its new value."""
         del variable
         return False
+
+
+class DelegatingAdapter(OptimizerAdapter):
+    """An adapter around another one, which it asks for all that a subclass does not override.
+
+    Args:
+        optimizer: What applies gradients.
+        inner: The other adapter.
+    """
+
+    def __init__(self, optimizer: Any, inner: OptimizerAdapter) -> None:
+        super().__init__(optimizer)
+        self._inner = inner
+
+
+for _name in (
+    *("is_revived_without_state", "is_saved_by_keras"),
+    *("takes_float32_gradients", "only_differentiates", "hyperparameters"),
+    *("built_variables", "compute_gradients", "custom_aggregation", "steps_made"),
+    *("accumulates", "completes_step", "totals", "drop_accumulated", "is_overwritten"),
+):
+    setattr(DelegatingAdapter, _name, property(operator.attrgetter(f"_inner.{_name}")))
