@@ -11,7 +11,6 @@ from keras_mp import keras_api
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, workers
 from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.decision import Given
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support.autograph import do_not_convert
 
@@ -116,7 +115,7 @@ class AllReduceOptimizer(OptimizerWrapper):
             return self.iterations
         self.build([variable for _, variable in pairs])
         workers.meet(self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype)
-        operation, _ = ScaledStep(self._adapter, None, self._reduce_dtype, Given()).make(
+        operation, _ = ScaledStep(self._adapter, reduce_dtype=self._reduce_dtype).make(
             pairs,
             aggregate=experimental_aggregate_gradients and not skip_gradients_aggregation,
             name=name,

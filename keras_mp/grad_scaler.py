@@ -16,7 +16,7 @@ from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, other_adapters, replicas, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.calls import NoCalls
-from keras_mp.step.decision import Guard
+from keras_mp.step.gradient_state import Guard
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.overflow_report import Overflow

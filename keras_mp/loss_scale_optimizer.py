@@ -21,8 +21,9 @@ from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, state_rollback
 from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.calls import NoCalls
-from keras_mp.step.decision import Given
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.step.loss_scales import DynamicLossScale
+from keras_mp.step.optimizer_adapter import Pairs
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaler import Scaler
@@ -372,7 +373,7 @@ class LossScaleOptimizer(
         """
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, var_list, tape, grad_loss, name)
-        with self._scaler.calls.whole_step() as given:
+        with self._scaler.calls.whole_step() as state_given:
             scaled_by, by_tape = self._scaler.loss_scale(), self._scales_on_tape()
             if by_tape:
                 pairs = self._gradients_by_tape(scaled_by, loss, var_list, tape, grad_loss)
@@ -382,7 +383,7 @@ class LossScaleOptimizer(
             pairs = gradients.checked_pairs(pairs)
             if not pairs:
                 return self.iterations
-            return self._step(pairs, given(scaled_by, not by_tape), aggregate=True, name=name)
+            return self._step(pairs, state_given(scaled_by, not by_tape), aggregate=True, name=name)
 
     @do_not_convert
     def compute_gradients(
@@ -483,8 +484,8 @@ class LossScaleOptimizer(
         if scaled:
             self._scaler.calls.begin_by_hand([g for g, _ in pairs])
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        with self._scaler.calls.apply(self, [v for _, v in pairs]) as given:
-            return self._step(pairs, given, aggregate=aggregate, name=name)
+        with self._scaler.calls.apply(self, [v for _, v in pairs]) as state:
+            return self._step(pairs, state, aggregate=aggregate, name=name)
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
         """Not on the TensorFlow backend: says what Keras says."""
@@ -565,12 +566,12 @@ class LossScaleOptimizer(
 
     @do_not_convert
     def _step(
-        self, pairs: list[tuple[Any, Any]], given: Given, *, aggregate: bool, name: str | None
+        self, pairs: Pairs, state: GradientState, *, aggregate: bool, name: str | None
     ) -> Any:
         passes.warn_if_compiled()
         self.build([variable for _, variable in pairs])
         operation, _ = self._scaler.step(
-            self._adapter, pairs, given, aggregate=aggregate, name=name, names=self._names_of
+            self._adapter, pairs, state, aggregate=aggregate, name=name, names=self._names_of
         )
         state_rollback.step_is_over()
         return self.iterations if operation is None else operation

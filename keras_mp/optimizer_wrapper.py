@@ -13,7 +13,6 @@ from tensorflow.python.saved_model.registration import register_serializable
 
 from keras_mp import keras_api
 from keras_mp.step import gradients
-from keras_mp.step.decision import Given
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support import validation
@@ -306,7 +305,7 @@ class OptimizerWrapper(
             return self._adapter.update(pairs, name)
         # What is compiled sums nothing.
         self.build([variable for _, variable in pairs])
-        operation, _ = ScaledStep(self._adapter, None, tf.float32, Given()).make(pairs, name=name)
+        operation, _ = ScaledStep(self._adapter).make(pairs, name=name)
         return self.iterations if operation is None else operation
 
 

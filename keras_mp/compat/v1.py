@@ -23,7 +23,7 @@ from keras_mp.compat.loss_scale_managers import (
 from keras_mp.compat.v1_calls import V1Calls
 from keras_mp.grappler import passes
 from keras_mp.step import gradients, replicas
-from keras_mp.step.decision import Given
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale
 from keras_mp.step.other_adapters import V1Optimizer
 from keras_mp.step.overflow_report import Overflow
@@ -234,7 +234,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         losses: list[tf.Tensor] = []
         scaled_by = self._scaler.loss_scale()
         pairs = _checked(self._scaled_gradients(loss, scaled_by, losses, var_list, **how))
-        return self._step(pairs, global_step, name, Given(True, scaled_by, losses=losses))
+        return self._step(pairs, global_step, name, GradientState(True, scaled_by, losses=losses))
 
     @do_not_convert
     def compute_gradients(
@@ -355,7 +355,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         pairs: list[tuple[Any, Any]],
         global_step: Any,
         name: str | None,
-        given: Given,
+        given: GradientState,
         *,
         aggregate: bool = True,
     ) -> Any:

@@ -28,7 +28,7 @@ class Updates:
         steps: returns how many steps were made, an int64 scalar tensor.
     """
 
-    def __init__(self, steps: Callable[[], tf.Tensor]) -> None:
+    def __init__(self, steps: Callable[[], tf.Tensor | None]) -> None:
         self.scratch = Scratch()
         self.seed: Any = None
         self._steps = steps

@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import call_states as states
-from keras_mp.step.decision import Given
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.support import host, messages
 
 LossScaleValue = Callable[[], tf.Tensor]
@@ -227,14 +227,14 @@ class NoCalls(Calls):
         return grads
 
     @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], Given]]:
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
         """As that of `OptimizerCalls`."""
-        yield lambda scaled_by, scaled: Given(losses=self.losses())
+        yield lambda scaled_by, scaled: GradientState(losses=self.losses())
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[Given]:
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Says that the gradients are not scaled."""
-        yield Given(losses=self.losses())
+        yield GradientState(losses=self.losses())
 
     def update(self) -> tuple[bool, Callable[[], None]]:
         """Ends the step, whatever was called."""

@@ -26,8 +26,8 @@ class OptimizerAdapter(abc.ABC):
         optimizer: What applies gradients.
 
     Attributes:
-        unscales_and_skips: Whether it takes scaled gradients and the verdict, in `apply_scaled`,
-            and skips a step by itself.
+        unscales_and_skips: Whether its `update` takes scaled gradients and the verdicts, and skips
+            a step by itself.
         takes_float32_gradients: Whether gradients in 16 bits are cast to float32 before they are
             unscaled, so that small ones stay.
         is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
@@ -98,6 +98,7 @@ class OptimizerAdapter(abc.ABC):
         name: str | None,
         *,
         scaled_by: tf.Tensor | None = None,
+        verdicts: Sequence[tf.Tensor] = (),
     ) -> Any:
         """Lets the optimizer apply gradients that are summed, compiled where that is asked for.
 
@@ -106,10 +107,13 @@ class OptimizerAdapter(abc.ABC):
             name: str. Name of the operation.
             scaled_by: float32 scalar tensor. By what the gradients are divided before. Defaults to
                 None, where they are not scaled.
+            verdicts: bool scalar tensors, for what skips a step by itself: it is to be made if all
+                are True.
 
         Returns:
             What `apply` returns; where it is compiled, the optimizer's count of steps.
         """
+        del verdicts
 
         def apply(pairs: Pairs) -> Any:
             return self.apply(pairs, name, aggregate=False)
@@ -122,10 +126,6 @@ class OptimizerAdapter(abc.ABC):
             unscaled = gradients.unscale([g for g, _ in grads_and_vars], scaled_by)
             grads_and_vars = list(zip(unscaled, (v for _, v in grads_and_vars), strict=True))
         return apply(grads_and_vars)
-
-    def apply_scaled(self, grads_and_vars: Pairs, loss_scale: tf.Tensor, finite: tf.Tensor) -> Any:
-        """Lets a scaling-safe optimizer make or skip the step."""
-        raise NotImplementedError
 
     def accumulates(self) -> bool:
         """Whether a step is made of the gradients of several calls of `apply`."""

@@ -15,7 +15,7 @@ from keras_mp.step import call_states as states
 from keras_mp.step import gradients, unclipped
 from keras_mp.step.call_states import ANYBODY
 from keras_mp.step.calls import Calls
-from keras_mp.step.decision import Given
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.support import host, messages
 
 
@@ -80,7 +80,7 @@ class OptimizerCalls(Calls):
         return unscaled
 
     @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], Given]]:
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
         """A context in which one call, `minimize`, makes a step from its loss to its end.
 
         It may come between the calls of another step, which goes on afterwards as if nothing had
@@ -93,13 +93,13 @@ class OptimizerCalls(Calls):
         mine = self._mine
         kept = mine.losses, mine.scaled_by, mine.results
         try:
-            yield lambda by, scaled: Given(scaled, by, lambda: not scaled, self.losses())
+            yield lambda by, scaled: GradientState(scaled, by, lambda: not scaled, self.losses())
         finally:
             mine.losses, mine.scaled_by, mine.results = kept
             mine.applied = frozenset()
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[Given]:
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Notes that the step is made, in the context; warns of missing calls.
 
         Args:
@@ -122,7 +122,9 @@ class OptimizerCalls(Calls):
         self._note(_ask(states.after_applying, facts, goes_on), ends=True)
         losses, mine.losses = self.losses(), ()
         is_divided = functools.partial(_ask, states.is_divided, facts, goes_on)
-        yield Given(scaled, scaled_by, is_divided, losses, mine.unscaled.pop(ANYBODY, list)())
+        yield GradientState(
+            scaled, scaled_by, is_divided, losses, mine.unscaled.pop(ANYBODY, list)()
+        )
 
     def _scale_of_step(self, facts: int | tf.Tensor) -> tf.Tensor:
         """What the loss of this step was multiplied by.

@@ -1,5 +1,6 @@
 """Adapters of what is no optimizer of Keras: TensorFlow 1's, Sonnet's, and functions."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,8 +109,18 @@ class ScalingSafe(OptimizerAdapter):
         self._apply_scaled = allow_conversion(optimizer.apply_scaled_gradients)
 
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
-        del name, aggregate
-        return self.apply_scaled(grads_and_vars, tf.constant(1.0), tf.constant(True))
+        del aggregate
+        return self.update(grads_and_vars, name)
 
-    def apply_scaled(self, grads_and_vars: Pairs, loss_scale: tf.Tensor, finite: tf.Tensor) -> Any:
+    def update(
+        self,
+        grads_and_vars: Pairs,
+        name: str | None,
+        *,
+        scaled_by: tf.Tensor | None = None,
+        verdicts: Sequence[tf.Tensor] = (),
+    ) -> Any:
+        del name
+        loss_scale = tf.constant(1.0) if scaled_by is None else scaled_by
+        finite = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
         return self._apply_scaled(list(grads_and_vars), loss_scale, finite)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_mp.step import overflows, replicas, workers
 from keras_mp.step.calls import Calls
-from keras_mp.step.decision import Given
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
@@ -66,7 +66,7 @@ class Scaler(Generic[AnyCalls]):
         self,
         adapter: OptimizerAdapter,
         pairs: Sequence[tuple[Any, Any]],
-        given: Given,
+        state: GradientState,
         *,
         aggregate: bool,
         name: str | None = None,
@@ -77,7 +77,7 @@ class Scaler(Generic[AnyCalls]):
         Args:
             adapter: applies the gradients; what it needs is built.
             pairs: sequence of (gradient, variable) pairs.
-            given: what is known of them.
+            state: `GradientState`, what is known of them.
             aggregate: bool. Whether the gradients are to be summed over replicas.
             name: str. Name of the operation.
             names: given variables, returns what users call them.
@@ -91,7 +91,7 @@ class Scaler(Generic[AnyCalls]):
             loss_scale=f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})",
             reduce_dtype=self.reduce_dtype.name,
         )
-        step = ScaledStep(adapter, self.handler, self.reduce_dtype, given, names)
+        step = ScaledStep(adapter, state, self.handler, self.reduce_dtype, names)
         return step.make(pairs, aggregate=aggregate, name=name)
 
     def steps_skipped(self) -> tf.Tensor:

@@ -13,7 +13,7 @@ from keras_mp.step import call_states as states
 from keras_mp.step import gradients, unclipped
 from keras_mp.step.call_states import ANYBODY, OTHERS, Call, of, of_any
 from keras_mp.step.calls import Calls, LossScaleValue
-from keras_mp.step.decision import Given, Guard
+from keras_mp.step.gradient_state import GradientState, Guard
 from keras_mp.step.numbered_optimizers import NumberedOptimizers
 from keras_mp.support import host, messages
 
@@ -100,7 +100,7 @@ class ScalerCalls(Calls):
         self._note_scale(self._loss_scale())
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[Given]:
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Notes that an optimizer makes a step, which is made in the context.
 
         One that raises an exception, or that is refused, was not made.
@@ -139,7 +139,7 @@ class ScalerCalls(Calls):
         applied = of(index, states.APPLIED)
         after = facts if scaled is True else facts & ~unnamed
         self._note(after | applied, certain & ~unnamed | applied)
-        given = Given(
+        given = GradientState(
             scaled,
             scaled_by,
             lambda: tf.logical_not(scaled) if tf.is_tensor(scaled) else not scaled,
