@@ -14,19 +14,18 @@ from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, other_adapters, replicas, state_rollback
-from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.calls import NoCalls
 from keras_mp.step.gradient_state import Guard
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.scaler_calls import ScalerCalls
+from keras_mp.step.scaler_properties import ScalerProperties
 from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
 
 
-class GradScaler(tf.Module):
+class GradScaler(ScalerProperties, tf.Module):
     """Scales losses, and unscales, judges and applies their gradients, for any optimizers.
 
     What a `keras_mp.LossScaleOptimizer` is for one optimizer of `tf.keras`, this is for several
@@ -89,6 +88,8 @@ class GradScaler(tf.Module):
     Overview".
     """
 
+    _given: LossScale | None
+
     def __init__(
         self,
         loss_scale: Any = "dynamic",
@@ -106,61 +107,23 @@ class GradScaler(tf.Module):
         self._skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
         scales = enabled and given is not None
         loss_scale = given if scales else FixedLossScale(1)
-        self._given = given
+        # Not as an attribute, which a checkpoint would hold, too.
+        vars(self)["_given"] = given
         self._scaler = Scaler(
             loss_scale,
             (ScalerCalls if scales else NoCalls)(loss_scale),
-            can_skip=(enabled and skip_nonfinite) or isinstance(loss_scale, DynamicLossScale),
-            reduce_dtype=reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16),
+            skip_nonfinite=enabled and skip_nonfinite,
+            reduce_dtype=reduce_dtype,
+            aggregate_in_float16=aggregate_in_float16,
             warn_after_skips=warn_after_skips,
             at_update=True,
         )
         hardware.warn_if_slow()
 
     @property
-    def loss_scale(self) -> LossScale:
-        """The `LossScale`. `scaler.loss_scale()` is its value, a float32 scalar tensor.
-
-        Where nothing is scaled it is a `FixedLossScale(1)`.
-        """
-        return self._scaler.loss_scale
-
-    @property
     def enabled(self) -> bool:
         """Whether it scales, or skips, anything."""
         return self._enabled
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
-        return self._skip_nonfinite
-
-    @property
-    def steps_skipped(self) -> tf.Tensor:
-        """How many calls of `step` applied nothing so far, an int64 scalar tensor."""
-        return self._scaler.steps_skipped()
-
-    @property
-    def last_overflow(self) -> Overflow | None:
-        """The gradients that were not finite in the last `step` that applied nothing; or None.
-
-        It is the `keras_mp.Overflow` of one optimizer, which the variables tell. Gradients count as
-        they were when `unscale` was called. In a graph it cannot be read.
-
-        Raises:
-            RuntimeError: it is read in a graph.
-        """
-        return self._scaler.last_overflow()
-
-    @property
-    def reduce_dtype(self) -> str:
-        """The dtype in which float32 gradients are summed over replicas."""
-        return self._scaler.reduce_dtype.name
-
-    @property
-    def warn_after_skips(self) -> int | None:
-        """The number of steps in a row with a skipped one after which to warn; None for never."""
-        return self._scaler.skipped.warn_after
 
     @do_not_convert
     def scale(self, losses: Any) -> Any:
@@ -296,7 +259,7 @@ class GradScaler(tf.Module):
             "loss_scale": loss_scale_lib.serialize(self._given),
             "enabled": self._enabled,
             "skip_nonfinite": self._skip_nonfinite,
-            "aggregate_in_float16": self._scaler.reduce_dtype == tf.float16,
+            "aggregate_in_float16": self.aggregate_in_float16,
             "reduce_dtype": self.reduce_dtype,
             "warn_after_skips": self.warn_after_skips,
             "name": self.name,
@@ -313,16 +276,6 @@ class GradScaler(tf.Module):
             A new scaler, in its initial state.
         """
         return cls(**config)
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        children = {
-            "loss_scale": self._scaler.loss_scale,
-            "steps_skipped": self._scaler.skipped.total,
-        }
-        if save_type == "savedmodel":  # which holds functions, and all that these use
-            functions = super()._trackable_children(save_type, **kwargs)  # pyright: ignore
-            children.update({**functions, **self._scaler.variables()})
-        return children
 
     def _note_tape(self) -> None:
         self._scaler.calls.by_tape()

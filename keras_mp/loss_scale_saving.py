@@ -150,21 +150,6 @@ class LossScaleSaving(WrapperSaving):
             return self.inner_optimizer
         return super()._lookup_dependency(name, *args, **kwargs)  # pyright: ignore
 
-    def _own_children(self) -> dict[str, Any]:
-        """What a checkpoint holds of the wrapper, beside the inner optimizer's own children."""
-        return {
-            "loss_scale": self._scaler.loss_scale,
-            "steps_skipped": self._scaler.skipped.total,
-        }
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        # Optimizers of tf_keras list their children once, which may have been before they were
-        # wrapped.
-        children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
-        if save_type == "savedmodel":  # which holds functions, and all that these use
-            children.update(self._scaler.variables())
-        return children
-
     def _state(self) -> dict[str, tf.Variable]:
         state = {"steps_skipped": self._scaler.skipped.total}
         if self.dynamic:

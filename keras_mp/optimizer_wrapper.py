@@ -216,13 +216,7 @@ class OptimizerWrapper(
         tape: tf.GradientTape | None = None,
         grad_loss: tf.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
-        """Computes gradients: the first half of `minimize`.
-
-        Args:
-            loss: scalar tensor, or a callable without arguments that returns one.
-            var_list: list of variables, one variable, or a callable that returns either.
-            tape: `tf.GradientTape` under which a tensor `loss` was computed.
-            grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
+        """Computes gradients: the first half of `minimize`, of which it takes the arguments.
 
         Returns:
             list of (gradient, variable) pairs.

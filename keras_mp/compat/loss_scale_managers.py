@@ -252,6 +252,8 @@ class ManagedLossScale(LossScale):
     <tf.Tensor: shape=(), dtype=float32, numpy=128.0>
     """
 
+    moves = True
+
     def __init__(self, manager: LossScaleManager) -> None:
         super().__init__(name="managed_loss_scale")
         self._manager = manager

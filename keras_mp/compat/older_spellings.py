@@ -4,7 +4,8 @@ RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place. And what che
 TensorFlow 2.2 and 2.3 call the inner optimizer.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -27,10 +28,16 @@ _LEFT_ALONE = {
 }
 
 
-class OlderAttributes:
-    """What tells of the loss scale under older names."""
+class OlderSpellings:
+    """What tells of the loss scale under older names, and the calls of graphs of TensorFlow 1."""
 
-    loss_scale: LossScale
+    if TYPE_CHECKING:
+        loss_scale: LossScale
+        inner_optimizer: Any
+        apply_gradients: Callable[[Iterable[tuple[Any, Any]]], Any]
+        get_scaled_loss: Callable[[tf.Tensor], tf.Tensor]
+        get_unscaled_gradients: Callable[[Iterable[Any]], list[Any]]
+        _scales_on_tape: Callable[[], bool]
 
     @property
     def loss_scale_factor(self) -> None:
@@ -88,6 +95,37 @@ class OlderAttributes:
         """The dynamic scale's variable; None for a fixed scale."""
         scale = self.loss_scale
         return scale.loss_scale if isinstance(scale, DynamicLossScale) else None
+
+    def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
+        """Gradients in a TensorFlow 1 graph (legacy optimizers): scales the loss and unscales them.
+
+        Args:
+            loss: float tensor. Not scaled.
+            params: list of variables.
+
+        Returns:
+            list of tensors.
+        """
+        if self._scales_on_tape():
+            raise TypeError(
+                "The optimizer has a way of its own to compute gradients, which in a graph of "
+                "TensorFlow 1 would see the loss scaled. Train in mixed_bfloat16, without loss "
+                f"scaling. Received: {self.inner_optimizer!r}"
+            )
+        scaled = self.inner_optimizer.get_gradients(self.get_scaled_loss(loss), params)
+        return self.get_unscaled_gradients(scaled)
+
+    def get_updates(self, loss: tf.Tensor, params: Any) -> list[Any]:
+        """A whole step in a TensorFlow 1 graph (legacy optimizers).
+
+        Args:
+            loss: float tensor. Not scaled.
+            params: list of variables.
+
+        Returns:
+            list of the operations that make the step.
+        """
+        return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
 
 
 def loss_scale_from_arguments(

@@ -20,15 +20,16 @@ from keras_mp.compat.loss_scale_managers import (
     ManagedLossScale,
     next_exponential_state,
 )
-from keras_mp.compat.v1_calls import V1Calls
+from keras_mp.compat.v1_calls import ComputedGradients
 from keras_mp.grappler import passes
 from keras_mp.step import gradients, replicas
+from keras_mp.step.calls import NoCalls
 from keras_mp.step.gradient_state import GradientState
-from keras_mp.step.loss_scales import DynamicLossScale, LossScale
+from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.other_adapters import V1Optimizer
-from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaler import Scaler
-from keras_mp.support import messages, validation
+from keras_mp.step.scaler_properties import ScalerProperties
+from keras_mp.support import messages
 from keras_mp.support.autograph import do_not_convert
 
 __all__ = [
@@ -64,7 +65,9 @@ def scales_loss(optimizer: Any) -> bool:
     return isinstance(optimizer, (LossScaleOptimizer, _TensorFlowWrapper)) or optimizer in _wrapped
 
 
-class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Optimizer):
+class LossScaleOptimizer(
+    ScalerProperties, tf.__internal__.tracking.DelegatingTrackableMixin, _Optimizer
+):
     """An optimizer of TensorFlow 1 that applies loss scaling, so that gradients do not underflow.
 
     `minimize`, and `compute_gradients` followed by `apply_gradients`, multiply the loss by the loss
@@ -144,15 +147,14 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         replicas.check_strategy()
         self._trackable = opt
         _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
-        validation.boolean("aggregate_in_float16", aggregate_in_float16)
         loss_scale = _loss_scale(loss_scale, loss_scale_manager)
         self._scaler = Scaler(
             loss_scale,
-            V1Calls(loss_scale),
-            can_skip=isinstance(loss_scale, (DynamicLossScale, ManagedLossScale)),
-            reduce_dtype=tf.float16 if aggregate_in_float16 else tf.float32,
+            NoCalls(loss_scale),
+            aggregate_in_float16=aggregate_in_float16,
             warn_after_skips=warn_after_skips,
         )
+        self._computed = ComputedGradients()
         _wrapped.add(opt)
         hardware.warn_if_slow()
 
@@ -160,32 +162,6 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
     def inner_optimizer(self) -> Any:
         """The optimizer that is wrapped. Read-only."""
         return self._trackable
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """The loss scale: call it for its value, a float32 scalar tensor."""
-        return self._scaler.loss_scale
-
-    @property
-    def steps_skipped(self) -> tf.Tensor:
-        """How many steps were skipped so far, an int64 scalar tensor."""
-        return self._scaler.steps_skipped()
-
-    @property
-    def last_step_skipped(self) -> tf.Tensor:
-        """Whether the last step was skipped, a bool scalar tensor."""
-        return self._scaler.last_step_skipped()
-
-    @property
-    def last_overflow(self) -> Overflow | None:
-        """The gradients that were not finite in the step that was skipped last; None if none was.
-
-        As that of `keras_mp.LossScaleOptimizer`. A graph of TensorFlow 1 does not look for them.
-
-        Raises:
-            RuntimeError: it is read in a graph.
-        """
-        return self._scaler.last_overflow()
 
     def get_name(self) -> str:
         """Returns the inner optimizer's name."""
@@ -271,7 +247,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        self._scaler.calls.computed()
+        self._computed.note(v for _, v in pairs)
         unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
@@ -299,9 +275,16 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             ValueError: no variable has a gradient, or the call is in a cross-replica context.
         """
         pairs = _checked(grads_and_vars)
-        with self._scaler.calls.apply(self, [variable for _, variable in pairs]) as given:
-            aggregate = not skip_gradients_aggregation
-            return self._step(pairs, global_step, name, given, aggregate=aggregate)
+        if not self._computed.may_include(v for _, v in pairs):
+            messages.warn(
+                "apply_gradients() was given gradients that compute_gradients() has not computed: "
+                "their loss was not scaled, and small ones may have vanished in float16. Do not use "
+                "tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
+                "compute_gradients() and then apply_gradients()."
+            )
+        state = GradientState(scaled_by=self._scaler.loss_scale())
+        aggregate = not skip_gradients_aggregation
+        return self._step(pairs, global_step, name, state, aggregate=aggregate)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Returns a slot of the inner optimizer, or None.
@@ -355,7 +338,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         pairs: list[tuple[Any, Any]],
         global_step: Any,
         name: str | None,
-        given: GradientState,
+        state: GradientState,
         *,
         aggregate: bool = True,
     ) -> Any:
@@ -366,22 +349,13 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
-        operation, _ = self._scaler.step(adapter, pairs, given, aggregate=aggregate, name=name)
+        operation, _ = self._scaler.step(adapter, pairs, state, aggregate=aggregate, name=name)
         if operation is None:
             return None
         train_op = tf.group(operation, name=name or self.get_name())
         # In place of what the inner optimizer has added, which is in a branch.
         train_ops[:] = [*before, train_op]
         return train_op
-
-    def _own_children(self) -> dict[str, Any]:
-        return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.skipped.total}
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
-        if save_type == "savedmodel":  # which holds functions, and all that these use
-            children.update(self._scaler.variables())
-        return children
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name == older_spellings.INNER_CHILD:  # as TensorFlow's own wrapper calls it

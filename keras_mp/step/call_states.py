@@ -39,7 +39,6 @@ def of_any(facts: int) -> int:
 # updated, so that it may be another part of the step that was applied.
 
 _UNSCALED, _APPLIED, _SPOILED = (of(ANYBODY, fact) for fact in (UNSCALED, APPLIED, SPOILED))
-COMPUTED = SCALED | _UNSCALED
 ALL_OF_ONE = range(of(ANYBODY, SPOILED) * 2)
 
 

@@ -121,8 +121,7 @@ class Calls:
         if self._is_mine(graph):
             return mine.certain, mine.facts
         if not self._are_variables_in_use():
-            facts = self._presumed(graph)
-            return facts, facts
+            return 0, 0
         if graph is None:
             facts = self._read()
             return facts, facts
@@ -131,10 +130,6 @@ class Calls:
 
     def _are_variables_in_use(self) -> bool:
         return self._has_variables and not host.in_v1_graph()
-
-    def _presumed(self, graph: tf.Graph) -> int:
-        """What is known where there is no variable, and the last call was not made here."""
-        return 0
 
     def _is_mine(self, graph: tf.Graph) -> bool:
         """Whether this thread made the last call here, and no function may have made one since."""

@@ -116,7 +116,7 @@ class OptimizerCalls(Calls):
         if not isinstance(facts, int):
             self._warn_at_run_time(facts, goes_on)
         elif states.misses_a_call(facts, goes_on):
-            messages.warn(self._missing_call(facts))
+            messages.warn(states.missing_call(facts))
             mine.applied = frozenset()
         scaled = _ask(states.is_scaled, facts, goes_on)
         self._note(_ask(states.after_applying, facts, goes_on), ends=True)
@@ -167,14 +167,11 @@ class OptimizerCalls(Calls):
                 return
             facts = self._read()
             if states.misses_a_call(facts, goes_on):
-                messages.warn(self._missing_call(facts))
+                messages.warn(states.missing_call(facts))
                 self._facts.assign(states.after_applying(facts, goes_on), read_value=False)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        messages.warn(self._missing_call(numbers[0]), line)
-
-    def _missing_call(self, facts: int) -> str:
-        return states.missing_call(facts)
+        messages.warn(states.missing_call(numbers[0]), line)
 
 
 def _ask(rule: Callable[..., Any], facts: int | tf.Tensor, *args: Any) -> Any:

@@ -42,7 +42,7 @@ class OutcomeHandler:
     ) -> None:
         self._loss_scale: Any = loss_scale
         self._skipped = skipped
-        self._moves = hasattr(loss_scale, "num_bad_steps")
+        self._moves = loss_scale.moves
         self._worst: Any = None
         with tf.init_scope():
             if self._moves:

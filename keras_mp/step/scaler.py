@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import tensorflow as tf
 
 from keras_mp.step import overflows, replicas, workers
+from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.calls import Calls
 from keras_mp.step.gradient_state import GradientState
 from keras_mp.step.loss_scales import LossScale
@@ -36,8 +37,10 @@ class Scaler(Generic[AnyCalls]):
     Args:
         loss_scale: `LossScale`.
         calls: as the attribute.
-        can_skip: bool. Whether steps are skipped whose gradients are not finite.
-        reduce_dtype: as the attribute.
+        skip_nonfinite: bool. Whether steps whose gradients are not finite are skipped with every
+            loss scale, rather than only with one that moves.
+        reduce_dtype: str, DType or None, as `reduce_dtype.from_arguments` takes it.
+        aggregate_in_float16: bool, or None, as well.
         warn_after_skips: int, or None for never.
         at_update: bool. Whether the scale moves when `OutcomeHandler.update` is called, rather
             than at once. Defaults to False.
@@ -48,13 +51,16 @@ class Scaler(Generic[AnyCalls]):
         loss_scale: LossScale,
         calls: AnyCalls,
         *,
-        can_skip: bool,
-        reduce_dtype: tf.DType,
+        skip_nonfinite: bool = False,
+        reduce_dtype: str | tf.DType | None = None,
+        aggregate_in_float16: bool | None = None,
         warn_after_skips: int | None,
         at_update: bool = False,
     ) -> None:
+        can_skip = skip_nonfinite or loss_scale.moves
         replicas.check_strategy(may_skip=can_skip)
-        self.loss_scale, self.calls, self.reduce_dtype = loss_scale, calls, reduce_dtype
+        self.loss_scale, self.calls = loss_scale, calls
+        self.reduce_dtype = reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16)
         self.skipped = SkippedSteps(
             validation.integer_or_none("warn_after_skips", warn_after_skips), calls.callback()
         )
