@@ -86,6 +86,28 @@ def get(loss_scale: Any) -> LossScale | None:
     )
 
 
+def required(loss_scale: Any, user: str, instead: str) -> LossScale:
+    """Converts to a `LossScale`, as `get` does, but refuses None.
+
+    Args:
+        loss_scale: as of `get`.
+        user: str. What needs a loss scale.
+        instead: str. What to use without one.
+
+    Returns:
+        A `LossScale`.
+
+    Raises:
+        ValueError: `loss_scale` is None.
+    """
+    result = get(loss_scale)
+    if result is None:
+        raise ValueError(
+            f"A {user} needs a loss scale; without one, use {instead}. Received: loss_scale=None"
+        )
+    return result
+
+
 def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
     """Returns a dict of Python values that `get` turns back into the loss scale.
 

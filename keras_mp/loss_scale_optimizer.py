@@ -241,12 +241,12 @@ class LossScaleOptimizer(
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        return self._scaled(loss, to_apply=False)
+        return self._begin(loss, to_apply=False)
 
     @do_not_convert
     def scale_loss(self, loss: Loss) -> Loss:
         """Multiplies the loss as `get_scaled_loss`; `apply_gradients` or `apply` then unscale."""
-        return self._scaled(loss, to_apply=True)
+        return self._begin(loss, to_apply=True)
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -289,7 +289,7 @@ class LossScaleOptimizer(
             return super().minimize(loss, var_list, tape, grad_loss, name)
         with self._scaler.calls.whole_step() as state_given:
             scaled_by = self._scaler.loss_scale()
-            scale = functools.partial(self._multiplied, scaled_by=scaled_by)
+            scale = functools.partial(self._multiply, scaled_by=scaled_by)
             on_tape = scaled_by if self._scales_on_tape() else None
             pairs = self._gradients(scale, on_tape, loss, var_list, tape, grad_loss)
             pairs = gradients.checked_pairs(pairs)
@@ -385,16 +385,16 @@ class LossScaleOptimizer(
         paths = {} if model is None or not model.built else paths_of_weights(model)
         return [paths.get(id(variable)) for variable in variables]
 
-    def _scaled(self, loss: Loss, to_apply: bool) -> Loss:
+    def _begin(self, loss: Loss, to_apply: bool) -> Loss:
         scaled_by = self._scaler.loss_scale()
-        scaled = self._multiplied(loss, None if callable(loss) else scaled_by)
+        scaled = self._multiply(loss, None if callable(loss) else scaled_by)
         self._scaler.calls.begin(scaled_by, to_apply=to_apply)
         return scaled
 
-    def _multiplied(self, loss: Loss, scaled_by: tf.Tensor | None) -> Loss:
+    def _multiply(self, loss: Loss, scaled_by: tf.Tensor | None) -> Loss:
         if callable(loss) and not tf.is_tensor(loss):
             users = allow_conversion(loss)
-            return do_not_convert(lambda: self._multiplied(users(), scaled_by))
+            return do_not_convert(lambda: self._multiply(users(), scaled_by))
         return self._scaler.calls.scale(loss, scaled_by)
 
     def _unscaled_early(
@@ -426,7 +426,7 @@ class LossScaleOptimizer(
         the inner optimizer has a way of its own to compute gradients, and sees no scaled loss.
         """
         if on_tape is not None:
-            scale = functools.partial(self._multiplied, scaled_by=tf.constant(1.0))
+            scale = functools.partial(self._multiply, scaled_by=tf.constant(1.0))
             tape = tf.GradientTape() if tape is None else tape
             tape = ScalingTape(tape, on_tape) if isinstance(tape, tf.GradientTape) else tape
         with tape if isinstance(tape, tf.GradientTape) else contextlib.nullcontext():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, get
+from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, required
 
 # What the inner optimizer is called in checkpoints of TensorFlow 2.2 and 2.3, where it is a child.
 INNER_CHILD = "base_optimizer"
@@ -142,13 +142,7 @@ def loss_scale_from_arguments(
     }
     older = {key: value for key, value in older.items() if value is not None}
     if not older:
-        result = get(loss_scale)
-        if result is None:
-            raise ValueError(
-                "A LossScaleOptimizer needs a loss scale; without one, use the inner optimizer "
-                "itself. Received: loss_scale=None"
-            )
-        return result
+        return required(loss_scale, "LossScaleOptimizer", "the inner optimizer itself")
     received = ", ".join(f"{k}={v!r}" for k, v in {"loss_scale": loss_scale, **older}.items())
     if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
         raise ValueError(

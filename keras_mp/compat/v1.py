@@ -278,8 +278,8 @@ class LossScaleOptimizer(
         if not self._computed.may_include(v for _, v in pairs):
             messages.warn(
                 "apply_gradients() was given gradients that compute_gradients() has not computed: "
-                "their loss was not scaled, and small ones may have vanished in float16. Do not use "
-                "tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
+                "their loss was not scaled, and small ones may have vanished in float16. Do not "
+                "use tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
                 "compute_gradients() and then apply_gradients()."
             )
         state = GradientState(scaled_by=self._scaler.loss_scale())
@@ -384,13 +384,7 @@ def _loss_scale(loss_scale: Any, manager: LossScaleManager | None) -> LossScale:
         loss_scale = manager
     if isinstance(loss_scale, LossScaleManager):
         return ManagedLossScale(loss_scale)
-    result = loss_scale_lib.get(loss_scale)
-    if result is None:
-        raise ValueError(
-            "A LossScaleOptimizer needs a loss scale; without one, use the inner optimizer itself. "
-            "Received: loss_scale=None"
-        )
-    return result
+    return loss_scale_lib.required(loss_scale, "LossScaleOptimizer", "the inner optimizer itself")
 
 
 def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -26,10 +26,8 @@ class KerasApi(Protocol):
             they are.
         BasePolicy: `tf.keras`'s own dtype policy class.
         LossFunctionWrapper: the loss that computes a function.
-        KerasLossScaleOptimizer: `tf.keras.mixed_precision.LossScaleOptimizer`.
         OPTIMIZER_BASES: the classes that Keras takes for an optimizer.
         CROSSENTROPY_NAMES: what `compile(loss=)` takes for the cross entropy that fits the shapes.
-        COMPILE_OWNER: the class on which `Model.compile` is defined.
         APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
             `apply_gradients`.
         KERAS_LAYOUT_CHILD: what is below an optimizer in checkpoints of Keras's own only, or None.
@@ -40,10 +38,8 @@ class KerasApi(Protocol):
     BaseLoss: ClassVar[type]
     BasePolicy: ClassVar[type]
     LossFunctionWrapper: ClassVar[type]
-    KerasLossScaleOptimizer: ClassVar[type]
     OPTIMIZER_BASES: ClassVar[tuple[type, ...]]
     CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
-    COMPILE_OWNER: ClassVar[type]
     APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
     KERAS_LAYOUT_CHILD: ClassVar[str | None]
 
@@ -83,15 +79,8 @@ class KerasApi(Protocol):
     ) -> Any:
         """Makes an optimizer of what `serialize_optimizer` returned."""
 
-    def flatten_layers(self, model: tf.keras.layers.Layer) -> list[Any]:
-        """Returns the model and all layers below it."""
-        ...
-
     def get_global_policy(self) -> Any:
         """Returns `tf.keras`'s global policy."""
-
-    def get_optimizer(self, identifier: Any) -> Any:
-        """Makes an optimizer of an instance, a name or a config."""
 
     def init_base_policy(self, policy: Any, name: Any) -> None:
         """Initializes the base class of a policy; a subclass calls it first."""
@@ -113,10 +102,6 @@ class KerasApi(Protocol):
 
         It has the names by which checkpoints of the latter know it.
         """
-
-    def layers_inside(self, layer: tf.keras.layers.Layer) -> list[Any]:
-        """Returns the layers right below a layer."""
-        ...
 
     def optimizer_adapter(self, optimizer: Any) -> OptimizerAdapter | None:
         """Returns the adapter of an optimizer of `tf.keras`, or None."""
@@ -168,16 +153,8 @@ class KerasApi(Protocol):
                 may return None.
         """
 
-    def serialize_optimizer(self, optimizer: Any) -> dict[str, Any]:
-        """Returns the config of an optimizer, with its class."""
-        ...
-
     def set_global_policy(self, policy: Any) -> None:
         """Sets `tf.keras`'s global policy; None follows floatx."""
-
-    def states(self, model: tf.keras.Model) -> list[Any]:
-        """Returns the variables of stateful layers, which are not among the model's weights."""
-        ...
 
     def steps_per_execution(self, model: tf.keras.Model) -> int:
         """Returns how many steps a call of `train_function` makes, in `fit`."""

@@ -26,7 +26,6 @@ from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
-KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 optimizer_adapter = keras2_adapters.optimizer_adapter
 # A wrapper is an instance of both bases, whichever family it wraps: Keras saves in `.keras` files
 # what the new ones have, and nothing of legacy ones.
@@ -34,7 +33,6 @@ OPTIMIZER_BASES: tuple[Any, ...] = (
     keras.optimizers.Optimizer,
     keras.optimizers.legacy.Optimizer,
 )
-COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = False
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
@@ -81,20 +79,6 @@ def compile_without_wrapping(
 
 def trusted_scope() -> Any:
     return _SafeModeScope(False)
-
-
-def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
-    return list(model._flatten_layers())
-
-
-def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
-    return list(layer._flatten_layers(include_self=False, recursive=False))
-
-
-def states(model: tf.keras.Model) -> list[Any]:
-    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
-    values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
-    return [value for value in values if hasattr(value, "assign")]
 
 
 def steps_per_execution(model: tf.keras.Model) -> int:
@@ -303,8 +287,6 @@ def _make_scopes_the_threads_own() -> None:
     replica_threads.inherit(lambda: _thread.policy, _entered)
 
 
-get_optimizer = keras.optimizers.get
-serialize_optimizer = keras.optimizers.serialize
 KERAS_LAYOUT_CHILD = None
 
 

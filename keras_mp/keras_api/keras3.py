@@ -35,7 +35,6 @@ BaseCallback = keras.callbacks.Callback
 BasePolicy = keras.mixed_precision.Policy
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
-COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = True
 
 patch_fit = keras3_workers.patch_fit
@@ -96,20 +95,6 @@ def compile_without_wrapping(
 
 def trusted_scope() -> Any:
     return _SafeModeScope(False)
-
-
-def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
-    return list(model._flatten_layers())
-
-
-def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
-    return list(layer._flatten_layers(include_self=False, recursive=False))
-
-
-def states(model: tf.keras.Model) -> list[Any]:
-    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
-    values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
-    return [value for value in values if hasattr(value, "assign")]
 
 
 def steps_per_execution(model: tf.keras.Model) -> int:
@@ -354,8 +339,6 @@ def quantized_policy(name: str) -> Any:
     return None if type(policy) is BasePolicy else policy
 
 
-get_optimizer = keras.optimizers.get
-serialize_optimizer = keras.optimizers.serialize
 deserialize_optimizer = keras.optimizers.deserialize
 KERAS_LAYOUT_CHILD = "dynamic_scale"
 

@@ -81,9 +81,6 @@ class _KerasAdapter(OptimizerAdapter):
         gradients = tape.gradient(loss, var_list, output_gradients=grad_loss)
         return list(zip(gradients, var_list))
 
-    def custom_aggregation(self) -> None:
-        return None
-
     def apply(
         self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
     ) -> Any:

@@ -6,7 +6,7 @@ RFC 293, "All-reducing in float16". This module needs TensorFlow only.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -14,6 +14,9 @@ from keras_mp.step.gradients import Gradient, cast_as, cast_float32, map_values
 from keras_mp.support import host
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
+
+T = TypeVar("T")
+State = TypeVar("State")
 
 # A pack of so many bytes is sent as soon as its gradients are there, while others are still
 # computed. By default TensorFlow makes one pack of all, which waits for the last gradient.
@@ -127,11 +130,11 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
 
 
 def decide_for_all_replicas(
-    decide: Callable[..., Any],
+    decide: Callable[..., T],
     verdicts: Sequence[tf.Tensor | None],
-    state: Any,
-    on_each: Callable[[Any], Any],
-) -> Any:
+    state: State,
+    on_each: Callable[[State], Any],
+) -> T:
     """Calls `decide` in a context where a `tf.cond` may update variables that replicas share.
 
     Under strategies that use `merge_call`, such as MirroredStrategy on CPUs, that is the
@@ -165,7 +168,9 @@ def decide_for_all_replicas(
     return context.merge_call(cross_replica, args=(list(verdicts), state))
 
 
-def once_for_all_replicas(function: Callable[[list[tf.Tensor]], Any], tensors: Any) -> Any:
+def once_for_all_replicas(
+    function: Callable[[list[tf.Tensor]], T], tensors: Sequence[tf.Tensor]
+) -> T:
     """Calls a function once in a context where it may update variables that replicas share.
 
     Args:
@@ -175,17 +180,14 @@ def once_for_all_replicas(function: Callable[[list[tf.Tensor]], Any], tensors: A
     Returns:
         What the function returns.
     """
-    if (
-        tf.distribute.in_cross_replica_context()
-        or tf.__internal__.distribute.strategy_supports_no_merge_call()
-    ):
+    if tf.distribute.in_cross_replica_context():
+        return function(list(tensors))
+
+    def decide(*given: Any) -> Any:
+        *tensors, _, _ = given
         return function(tensors)
 
-    @do_not_convert
-    def cross_replica(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> Any:
-        return function([strategy.experimental_local_results(t)[0] for t in tensors])
-
-    return tf.distribute.get_replica_context().merge_call(cross_replica, args=(tensors,))
+    return decide_for_all_replicas(decide, tensors, None, lambda state: state)
 
 
 def local_id() -> int:
