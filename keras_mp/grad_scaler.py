@@ -24,6 +24,8 @@ from keras_mp.step.scaler_properties import ScalerProperties
 from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
 
+NewScale = float | tf.Tensor | tf.Variable | LossScale
+
 
 class GradScaler(ScalerProperties, tf.Module):
     """Scales losses, and unscales, judges and applies their gradients, for any optimizers.
@@ -92,12 +94,12 @@ class GradScaler(ScalerProperties, tf.Module):
 
     def __init__(
         self,
-        loss_scale: Any = "dynamic",
+        loss_scale: loss_scale_lib.LossScaleArgument = "dynamic",
         *,
         enabled: bool = True,
         skip_nonfinite: bool = False,
         aggregate_in_float16: bool | None = None,
-        reduce_dtype: Any = None,
+        reduce_dtype: str | tf.DType | None = None,
         warn_after_skips: int | None = 50,
         name: str | None = None,
     ) -> None:
@@ -105,13 +107,12 @@ class GradScaler(ScalerProperties, tf.Module):
         given = loss_scale_lib.get(loss_scale)
         self._enabled = validation.boolean("enabled", enabled)
         self._skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
-        scales = enabled and given is not None
-        loss_scale = given if scales else FixedLossScale(1)
+        used = given if enabled and given is not None else FixedLossScale(1)
         # Not as an attribute, which a checkpoint would hold, too.
         vars(self)["_given"] = given
         self._scaler = Scaler(
-            loss_scale,
-            (ScalerCalls if scales else NoCalls)(loss_scale),
+            used,
+            (ScalerCalls if used is given else NoCalls)(used),
             skip_nonfinite=enabled and skip_nonfinite,
             reduce_dtype=reduce_dtype,
             aggregate_in_float16=aggregate_in_float16,
@@ -213,7 +214,7 @@ class GradScaler(ScalerProperties, tf.Module):
         return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
 
     @do_not_convert
-    def update(self, new_scale: Any = None) -> None:
+    def update(self, new_scale: NewScale | None = None) -> None:
         """Ends the training step: moves a dynamic scale, once for all optimizers.
 
         It backs off if an optimizer was skipped since the last call, and counts a good step, after
@@ -284,7 +285,7 @@ class GradScaler(ScalerProperties, tf.Module):
         guard.refuse()
         self._scaler.skipped.total.assign_add(1, read_value=False)
 
-    def _checked_scale(self, new_scale: Any) -> tf.Tensor | None:
+    def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:
         scale = self._scaler.loss_scale
         if isinstance(self._scaler.calls, NoCalls):
             return None

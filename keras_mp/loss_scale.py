@@ -28,6 +28,8 @@ __all__ = [
     "serialize",
 ]
 
+LossScaleArgument = LossScale | float | str | dict[str, Any] | None
+
 # `serialize(DynamicLossScale())`, which would make variables.
 DEFAULT_DYNAMIC = {
     "class_name": "DynamicLossScale",
@@ -43,7 +45,7 @@ DEFAULT_DYNAMIC = {
 }
 
 
-def get(loss_scale: Any) -> LossScale | None:
+def get(loss_scale: LossScaleArgument) -> LossScale | None:
     """Converts a number, a name, a config or another loss scale to a `LossScale`.
 
     Args:
@@ -86,7 +88,7 @@ def get(loss_scale: Any) -> LossScale | None:
     )
 
 
-def required(loss_scale: Any, user: str, instead: str) -> LossScale:
+def required(loss_scale: LossScaleArgument, user: str, instead: str) -> LossScale:
     """Converts to a `LossScale`, as `get` does, but refuses None.
 
     Args:

@@ -59,7 +59,7 @@ class LossScaleGradientTape(tf.GradientTape):
 
     def __init__(
         self,
-        loss_scale: Any,
+        loss_scale: loss_scale_lib.LossScaleArgument | GradScaler,
         max_retries: int = 16,
         persistent: bool = False,
         watch_accessed_variables: bool = True,

@@ -15,12 +15,13 @@ from keras_mp import all_reduce_optimizer, hardware, keras_api
 from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
 from keras_mp.layer_paths import paths_of_weights
+from keras_mp.loss_scale import LossScaleArgument
 from keras_mp.loss_scale_saving import LossScaleSaving
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, state_rollback
 from keras_mp.step.calls import NoCalls
 from keras_mp.step.gradient_state import GradientState
-from keras_mp.step.optimizer_adapter import Pairs
+from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.scaler_properties import ScalerProperties
@@ -28,14 +29,12 @@ from keras_mp.step.scaling_tape import ScalingTape
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 
-Loss = tf.Tensor | Callable[[], tf.Tensor]
-
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-def wrapper_of(optimizer: Any) -> "LossScaleOptimizer | None":
+def wrapper_of(optimizer: tf.keras.optimizers.Optimizer) -> "LossScaleOptimizer | None":
     """Returns the `LossScaleOptimizer` that wraps `optimizer`, or None.
 
     Args:
@@ -45,7 +44,7 @@ def wrapper_of(optimizer: Any) -> "LossScaleOptimizer | None":
     return None if reference is None else reference()
 
 
-def find_loss_scale_optimizer(optimizer: Any) -> Any:
+def find_loss_scale_optimizer(optimizer: tf.keras.optimizers.Optimizer | None) -> Any:
     """Returns what scales the loss among an optimizer and those that it wraps, or None.
 
     Args:
@@ -152,11 +151,11 @@ class LossScaleOptimizer(
 
     def __init__(
         self,
-        inner_optimizer: Any,
-        loss_scale: Any = "dynamic",
+        inner_optimizer: tf.keras.optimizers.Optimizer | str | dict[str, Any],
+        loss_scale: LossScaleArgument = "dynamic",
         aggregate_in_float16: bool | None = None,
         *,
-        reduce_dtype: Any = None,
+        reduce_dtype: str | tf.DType | None = None,
         name: str | None = None,
         warn_after_skips: int | None = 50,
         skip_nonfinite: bool = False,
@@ -268,7 +267,7 @@ class LossScaleOptimizer(
     def minimize(
         self,
         loss: Loss,
-        var_list: Any,
+        var_list: VarList,
         tape: tf.GradientTape | None = None,
         grad_loss: tf.Tensor | None = None,
         name: str | None = None,
@@ -302,7 +301,7 @@ class LossScaleOptimizer(
     def compute_gradients(
         self,
         loss: Loss,
-        var_list: Any,
+        var_list: VarList,
         tape: tf.GradientTape | None = None,
         grad_loss: tf.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
@@ -416,7 +415,7 @@ class LossScaleOptimizer(
         scale: Callable[[Loss], Loss],
         on_tape: tf.Tensor | None,
         loss: Loss,
-        var_list: Any,
+        var_list: VarList,
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:

@@ -1,5 +1,6 @@
 """How a `LossScaleOptimizer` is saved: its config, its state, and the layouts of checkpoints."""
 
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -29,7 +30,7 @@ class LossScaleSaving(WrapperSaving):
     reduce_dtype: str
     warn_after_skips: int | None
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Saves the loss scale's state, beside what the inner optimizer saves.
 
         Args:
@@ -40,7 +41,7 @@ class LossScaleSaving(WrapperSaving):
         for name, variable in self._state().items():
             store[name] = variable.numpy()
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
 
         Args:

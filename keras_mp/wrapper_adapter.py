@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.optimizer_adapter import DelegatingAdapter, Pairs
+from keras_mp.step.optimizer_adapter import Applied, DelegatingAdapter, Loss, Pairs, VarList
 
 
 class WrapperAdapter(DelegatingAdapter):
@@ -18,7 +18,7 @@ class WrapperAdapter(DelegatingAdapter):
     # Which saves what Keras does not.
     is_saved_by_keras = True
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: tf.keras.optimizers.Optimizer) -> None:
         super().__init__(wrapper, wrapper._adapter)
 
     @property
@@ -37,14 +37,14 @@ class WrapperAdapter(DelegatingAdapter):
 
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
         return self.optimizer.compute_gradients(loss, var_list, tape, grad_loss)
 
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         return self.optimizer.apply_gradients(
             grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
         )

@@ -26,6 +26,7 @@ from keras_mp.step import gradients, replicas
 from keras_mp.step.calls import NoCalls
 from keras_mp.step.gradient_state import GradientState
 from keras_mp.step.loss_scales import LossScale
+from keras_mp.step.optimizer_adapter import Loss
 from keras_mp.step.other_adapters import V1Optimizer
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.scaler_properties import ScalerProperties
@@ -116,8 +117,8 @@ class LossScaleOptimizer(
 
     def __init__(
         self,
-        opt: Any,
-        loss_scale: Any = "dynamic",
+        opt: tf.compat.v1.train.Optimizer,
+        loss_scale: loss_scale_lib.LossScaleArgument | LossScaleManager = "dynamic",
         *,
         loss_scale_manager: LossScaleManager | None = None,
         aggregate_in_float16: bool = True,
@@ -159,7 +160,7 @@ class LossScaleOptimizer(
         hardware.warn_if_slow()
 
     @property
-    def inner_optimizer(self) -> Any:
+    def inner_optimizer(self) -> tf.compat.v1.train.Optimizer:
         """The optimizer that is wrapped. Read-only."""
         return self._trackable
 
@@ -170,15 +171,15 @@ class LossScaleOptimizer(
     @do_not_convert
     def minimize(
         self,
-        loss: Any,
-        global_step: Any = None,
-        var_list: Any = None,
+        loss: Loss,
+        global_step: tf.Variable | None = None,
+        var_list: Iterable[Any] | None = None,
         gate_gradients: int = _Optimizer.GATE_OP,
-        aggregation_method: Any = None,
+        aggregation_method: int | None = None,
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
-        grad_loss: Any = None,
-    ) -> Any:
+        grad_loss: tf.Tensor | None = None,
+    ) -> tf.Operation | None:
         """Does a whole step: scales the loss, computes, unscales and applies the gradients.
 
         Args:
@@ -215,12 +216,12 @@ class LossScaleOptimizer(
     @do_not_convert
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any = None,
+        loss: Loss,
+        var_list: Iterable[Any] | None = None,
         gate_gradients: int = _Optimizer.GATE_OP,
-        aggregation_method: Any = None,
+        aggregation_method: int | None = None,
         colocate_gradients_with_ops: bool = False,
-        grad_loss: Any = None,
+        grad_loss: tf.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
         """Computes gradients of the scaled loss, and unscales them: the first half of `minimize`.
 
@@ -255,10 +256,10 @@ class LossScaleOptimizer(
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
-        global_step: Any = None,
+        global_step: tf.Variable | None = None,
         name: str | None = None,
         skip_gradients_aggregation: bool = False,
-    ) -> Any:
+    ) -> tf.Operation | None:
         """Sums gradients over replicas, and applies them or skips the step.
 
         Args:
@@ -286,7 +287,7 @@ class LossScaleOptimizer(
         aggregate = not skip_gradients_aggregation
         return self._step(pairs, global_step, name, state, aggregate=aggregate)
 
-    def get_slot(self, var: Any, name: str) -> Any:
+    def get_slot(self, var: tf.Variable, name: str) -> Any:
         """Returns a slot of the inner optimizer, or None.
 
         Args:
@@ -312,19 +313,20 @@ class LossScaleOptimizer(
 
     def _scaled_gradients(
         self,
-        loss: Any,
+        loss: Loss,
         scaled_by: tf.Tensor,
         losses: list[tf.Tensor],
-        var_list: Any,
-        grad_loss: Any,
+        var_list: Iterable[Any] | None,
+        grad_loss: tf.Tensor | None,
         **how: Any,
     ) -> list[tuple[Any, Any]]:
-        def scale(loss: Any) -> tf.Tensor:
+        def scale(loss: tf.Tensor) -> tf.Tensor:
             losses.append(tf.convert_to_tensor(loss))
             return gradients.scale_loss(loss, scaled_by)
 
+        given: Any = loss
         is_callable = callable(loss) and not tf.is_tensor(loss)
-        scaled = (lambda: scale(loss())) if is_callable else scale(loss)
+        scaled = (lambda: scale(given())) if is_callable else scale(given)
         if grad_loss is not None:
             grad_loss = tf.convert_to_tensor(grad_loss)
             if grad_loss.dtype.size < tf.float32.size:  # as the loss is widened
@@ -336,12 +338,12 @@ class LossScaleOptimizer(
     def _step(
         self,
         pairs: list[tuple[Any, Any]],
-        global_step: Any,
+        global_step: tf.Variable | None,
         name: str | None,
         state: GradientState,
         *,
         aggregate: bool = True,
-    ) -> Any:
+    ) -> tf.Operation | None:
         # Again, since the optimizer may have been made outside of the strategy's scope.
         replicas.check_strategy()
         passes.warn_if_compiled()
@@ -374,7 +376,10 @@ class LossScaleOptimizer(
 _HOOKS = ("compute_gradients", "apply_gradients")
 
 
-def _loss_scale(loss_scale: Any, manager: LossScaleManager | None) -> LossScale:
+def _loss_scale(
+    loss_scale: loss_scale_lib.LossScaleArgument | LossScaleManager,
+    manager: LossScaleManager | None,
+) -> LossScale:
     if manager is not None:
         if loss_scale != "dynamic":
             raise ValueError(

@@ -21,16 +21,16 @@ def _replaced(loop: Callable[..., Any], run: Callable[..., Any]) -> Callable[...
     @functools.wraps(loop)
     @do_not_convert
     def replaced(
-        inputs: Any,
-        init_h: Any,
-        init_c: Any,
-        kernel: Any,
-        recurrent_kernel: Any,
-        bias: Any,
-        mask: Any,
+        inputs: tf.Tensor,
+        init_h: tf.Tensor,
+        init_c: tf.Tensor,
+        kernel: tf.Tensor,
+        recurrent_kernel: tf.Tensor,
+        bias: tf.Tensor | None,
+        mask: tf.Tensor | None,
         time_major: bool,
         go_backwards: bool,
-        sequence_lengths: Any,
+        sequence_lengths: tf.Tensor | None,
         zero_output_for_mask: bool,
         return_sequences: bool,
     ) -> Any:

@@ -56,7 +56,7 @@ def register_policy(cls: type) -> type:
     return cls
 
 
-def init_base_policy(policy: Any, name: Any) -> None:
+def init_base_policy(policy: tf.keras.mixed_precision.Policy, name: str | None) -> None:
     BasePolicy.__init__(policy, name)
 
 
@@ -69,7 +69,7 @@ class _PolicyName(str):
     policy: Any
 
 
-def policy_name(policy: Any, name: str) -> str:
+def policy_name(policy: tf.keras.mixed_precision.Policy, name: str) -> str:
     _find_policies_by_name()
     result = _PolicyName(name)
     result.policy = policy
@@ -87,13 +87,13 @@ def _find_policies_by_name() -> None:
 
 
 def compile_without_wrapping(
-    keras_compile: Callable[..., Any], call: inspect.BoundArguments
-) -> Any:
+    keras_compile: Callable[..., None], call: inspect.BoundArguments
+) -> None:
     call.arguments["auto_scale_loss"] = False
     return keras_compile(*call.args, **call.kwargs)
 
 
-def trusted_scope() -> Any:
+def trusted_scope() -> contextlib.AbstractContextManager[Any]:
     return _SafeModeScope(False)
 
 
@@ -167,28 +167,28 @@ class AutoCastWeight(keras.Variable):
             return self.dtype
 
     @property
-    def value(self) -> Any:
+    def value(self) -> tf.Variable | tf.Tensor:
         """The variable; where it is cast, a tensor, which in a graph reads may share."""
         dtype, variable = autocast_dtype(), self.variable()
         if dtype is not None and isinstance(variable, tf.Variable):
             return casts.read(variable, dtype)
         return super().value
 
-    def variable(self) -> Any:
+    def variable(self) -> tf.Variable | tf.Tensor:
         """What is not cast: the `tf.Variable`, but for Keras's stateless and symbolic scopes."""
         with autocast_scope(None):
             return super().value
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: tf.Tensor) -> tf.Tensor:
         casts.refuse_if_held(self.variable())
         with autocast_scope(None):
             return super().assign(value)
 
-    def assign_add(self, value: Any) -> Any:
+    def assign_add(self, value: tf.Tensor) -> tf.Tensor:
         with autocast_scope(None):
             return super().assign_add(value)
 
-    def assign_sub(self, value: Any) -> Any:
+    def assign_sub(self, value: tf.Tensor) -> tf.Tensor:
         with autocast_scope(None):
             return super().assign_sub(value)
 
@@ -210,7 +210,9 @@ CROSSENTROPY_NAMES = ("crossentropy", "ce")
 class BaseLoss(keras.losses.Loss):
     """What `losses.Loss` is made of: Keras's own loss, without the casting of labels."""
 
-    def reduce(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+    def reduce(
+        self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None
+    ) -> tf.Tensor:
         """Does what Keras's own `__call__` does, which would cast labels to floats."""
         return _WithLabels(self, y_true)((), y_pred, sample_weight)
 
@@ -218,11 +220,11 @@ class BaseLoss(keras.losses.Loss):
 class _WithLabels(keras.losses.Loss):
     """A loss that has its labels already."""
 
-    def __init__(self, loss: Any, labels: Any) -> None:
+    def __init__(self, loss: Any, labels: tf.Tensor) -> None:
         super().__init__(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
         self._loss, self._labels = loss, labels
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         del y_true
         return self._loss.call(self._labels, y_pred)
 
@@ -272,7 +274,7 @@ def build_loss(model: tf.keras.Model, predictions: Any) -> None:
     del model, predictions
 
 
-def get_global_policy() -> Any:
+def get_global_policy() -> tf.keras.mixed_precision.Policy:
     # Not the public function, which would make a policy of floatx and keep it.
     current = _global_state.get_global_attribute("dtype_policy")
     if current is not _thread.holds and not (_thread.holds is None and _is_floatx(current)):
@@ -284,13 +286,13 @@ def get_global_policy() -> Any:
     return BasePolicy(keras.backend.floatx()) if _thread.holds is None else _thread.holds
 
 
-def _is_floatx(policy: Any) -> bool:
+def _is_floatx(policy: tf.keras.mixed_precision.Policy | None) -> bool:
     """Whether Keras has made a policy of floatx, as it is now or was before."""
     names = (keras.backend.floatx(), _thread.floatx)
     return policy is None or (type(policy) is BasePolicy and policy.name in names)
 
 
-def set_global_policy(policy: Any) -> None:
+def set_global_policy(policy: tf.keras.mixed_precision.Policy | None) -> None:
     if not _thread.is_of_scope:
         _process["policy"] = policy
         _process["version"] += 1
@@ -302,7 +304,7 @@ def thread_missed_global_policy() -> bool:
 
 
 @contextlib.contextmanager
-def policy_scope(policy: Any) -> Iterator[None]:
+def policy_scope(policy: tf.keras.mixed_precision.Policy | None) -> Iterator[None]:
     _let_replicas_inherit_scope()
     get_global_policy()  # What Keras's own function has set before the scope outlives it.
     was_of_scope, before = _thread.is_of_scope, _thread.holds
@@ -326,13 +328,13 @@ def _let_replicas_inherit_scope() -> None:
     replica_threads.inherit(state, entered)
 
 
-def _hold(policy: Any) -> None:
+def _hold(policy: tf.keras.mixed_precision.Policy | None) -> None:
     _thread.holds, _thread.floatx = policy, keras.backend.floatx()
     _thread.version = _process["version"]
     _global_state.set_global_attribute("dtype_policy", policy)
 
 
-def quantized_policy(name: str) -> Any:
+def quantized_policy(name: str) -> tf.keras.mixed_precision.Policy | None:
     if not re.search("._from_.", name):
         return None
     policy = keras.dtype_policies.get(name)
@@ -347,7 +349,7 @@ def track_variables(variables: Iterable[tf.Variable]) -> None:
     del variables  # It has no graphs of TensorFlow 1.
 
 
-def keras_layout(optimizer: Any) -> Any:
+def keras_layout(optimizer: tf.keras.optimizers.Optimizer) -> Any:
     layout: Any = tf.Module()
     layout.inner_optimizer = optimizer.inner_optimizer
     layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
@@ -359,7 +361,7 @@ _Wrappers = weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"]
 _ours, _keras_own = _Wrappers(), _Wrappers()
 
 
-def _is_in(wrappers: _Wrappers, optimizer: Any) -> bool:
+def _is_in(wrappers: _Wrappers, optimizer: tf.keras.optimizers.Optimizer) -> bool:
     reference = wrappers.get(optimizer)
     return reference is not None and reference() is not None
 
@@ -370,11 +372,13 @@ def convert_wrappers_to_legacy(
     del wrapper_class, convert_wrapper  # Keras 3 has no other optimizers.
 
 
-def is_in_keras_wrapper(optimizer: Any) -> bool:
+def is_in_keras_wrapper(optimizer: tf.keras.optimizers.Optimizer) -> bool:
     return _is_in(_keras_own, optimizer)
 
 
-def note_wrapper(optimizer: Any, wrapper: Any) -> None:
+def note_wrapper(
+    optimizer: tf.keras.optimizers.Optimizer, wrapper: tf.keras.optimizers.Optimizer
+) -> None:
     _ours[optimizer] = weakref.ref(wrapper)
 
 
@@ -383,7 +387,9 @@ def _watch_keras_wrapper() -> None:
     stock_init = KerasLossScaleOptimizer.__init__
 
     @functools.wraps(stock_init)
-    def __init__(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self: Any, inner_optimizer: tf.keras.optimizers.Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
         if _is_in(_ours, inner_optimizer):
             raise ValueError(
                 "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already (Model.compile "

@@ -22,8 +22,12 @@ def replace_resize() -> None:
     @functools.wraps(own)
     @do_not_convert
     def resize(
-        images: Any, size: Any, interpolation: str = "bilinear", *args: Any, **kwargs: Any
-    ) -> Any:
+        images: tf.Tensor,
+        size: tuple[int, int],
+        interpolation: str = "bilinear",
+        *args: Any,
+        **kwargs: Any,
+    ) -> tf.Tensor:
         resized = own(images, size, interpolation, *args, **kwargs)
         dtype = tf.as_dtype(images.dtype)
         if interpolation == "bilinear" and dtype in LOW_PRECISION and slow.is_enabled():

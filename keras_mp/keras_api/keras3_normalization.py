@@ -18,7 +18,9 @@ def replace_batch_normalization(run: Callable[..., Any]) -> None:
 
     @functools.wraps(own)
     @do_not_convert
-    def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    def call(
+        self: Any, inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None
+    ) -> tf.Tensor:
         found = None
         if training is True and mask is None and _is_plain(self, inputs):
             found = run(inputs, *_affine(self), self.epsilon)
@@ -34,7 +36,7 @@ def replace_batch_normalization(run: Callable[..., Any]) -> None:
     owner.call = call
 
 
-def _is_plain(layer: Any, inputs: Any) -> bool:
+def _is_plain(layer: tf.keras.layers.Layer, inputs: tf.Tensor) -> bool:
     """Whether the batch's own moments over all but the last axis are what it normalizes by."""
     return (
         type(layer) is keras.layers.BatchNormalization  # whose moments are not another class's
@@ -48,7 +50,7 @@ def _is_plain(layer: Any, inputs: Any) -> bool:
     )
 
 
-def _affine(layer: Any) -> tuple[tf.Tensor, tf.Tensor]:
+def _affine(layer: tf.keras.layers.Layer) -> tuple[tf.Tensor, tf.Tensor]:
     # The layer knows how many channels there are, also where its input does not.
     channels = layer.moving_mean.shape
     scale = keras.ops.cast(layer.gamma, "float32") if layer.scale else tf.ones(channels)

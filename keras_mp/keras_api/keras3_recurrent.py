@@ -19,7 +19,11 @@ def replace_lstm(run: Callable[..., Any]) -> None:
     @functools.wraps(inner_loop)
     @do_not_convert
     def replaced(
-        self: Any, sequences: Any, initial_state: Any, mask: Any, training: Any = False
+        self: Any,
+        sequences: tf.Tensor,
+        initial_state: list[tf.Tensor],
+        mask: tf.Tensor | None,
+        training: bool = False,
     ) -> Any:
         found = None
         if mask is None and _is_plain(self) and not _in_symbolic_scope():

@@ -28,7 +28,7 @@ keras = tf.keras
 _Step = Callable[[Any], Any]
 
 
-def _source_has(text: str, of: Any) -> bool:
+def _source_has(text: str, of: Callable[..., Any]) -> bool:
     try:
         return text in inspect.getsource(of)
     except OSError:  # there is no source
@@ -82,7 +82,7 @@ def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]
     return functools.partial(_execute, model, type(model)._make_function(model, step))
 
 
-def _execute(model: Any, function: Callable[[Any], Any], iterator: Any) -> Any:
+def _execute(model: tf.keras.Model, function: Callable[[Any], Any], iterator: Any) -> Any:
     """Runs `steps_per_execution` steps one by one: Keras's loop in a graph has no collectives."""
     count, outputs = model.steps_per_execution, None
     model.steps_per_execution = 1

@@ -130,7 +130,7 @@ def _kind(gradient: Gradient) -> str:
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
-def _parts(gradient: Gradient, variable: Any) -> list[tf.Tensor]:
+def _parts(gradient: Gradient, variable: tf.Variable) -> list[tf.Tensor]:
     """The tensors of a gradient, with all of their shapes that can be known: XLA asks for it."""
     if gradient is None:
         return []

@@ -6,7 +6,7 @@ The optimizers of `tf.keras` have their adapters in `keras_api`, all else in `ot
 import abc
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +14,11 @@ import tensorflow as tf
 from keras_mp.step import gradients
 from keras_mp.step.compiled_update import CompiledUpdates, Pairs
 from keras_mp.support import host
+
+Loss = tf.Tensor | Callable[[], tf.Tensor]
+VarList = tf.Variable | Iterable[Any] | Callable[[], Any]
+# What applying gradients returns: only TensorFlow 1 has to run an operation.
+Applied = tf.Operation | tf.Variable | None
 
 
 class OptimizerAdapter(abc.ABC):
@@ -71,8 +76,8 @@ class OptimizerAdapter(abc.ABC):
 
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
@@ -85,7 +90,7 @@ class OptimizerAdapter(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         """Lets the optimizer clip, decay and apply; `aggregate` says whether it reduces first."""
 
     @functools.cached_property
@@ -99,7 +104,7 @@ class OptimizerAdapter(abc.ABC):
         *,
         scaled_by: tf.Tensor | None = None,
         verdicts: Sequence[tf.Tensor] = (),
-    ) -> Any:
+    ) -> Applied:
         """Lets the optimizer apply gradients that are summed, compiled where that is asked for.
 
         Args:
@@ -115,7 +120,7 @@ class OptimizerAdapter(abc.ABC):
         """
         del verdicts
 
-        def apply(pairs: Pairs) -> Any:
+        def apply(pairs: Pairs) -> Applied:
             return self.apply(pairs, name, aggregate=False)
 
         if self.jit_compile and not host.is_compiled_by_xla():
@@ -151,7 +156,7 @@ class OptimizerAdapter(abc.ABC):
         """Forgets what was accumulated, in the place of the gradients that complete a step."""
         return
 
-    def is_overwritten(self, variable: Any) -> bool:
+    def is_overwritten(self, variable: tf.Variable) -> bool:
         """Whether what comes as the variable's gradient is its new value."""
         del variable
         return False

@@ -1,12 +1,12 @@
 """Adapters of what is no optimizer of Keras: TensorFlow 1's, Sonnet's, and functions."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
+from keras_mp.step.optimizer_adapter import Applied, OptimizerAdapter, Pairs
 from keras_mp.support import host
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 
@@ -41,7 +41,9 @@ class V1Optimizer(OptimizerAdapter):
         global_step: variable that a step which is made increments, or None.
     """
 
-    def __init__(self, optimizer: Any, global_step: Any = None) -> None:
+    def __init__(
+        self, optimizer: tf.compat.v1.train.Optimizer, global_step: tf.Variable | None = None
+    ) -> None:
         super().__init__(optimizer)
         self._global_step = global_step
 
@@ -65,7 +67,7 @@ class V1Optimizer(OptimizerAdapter):
             return None
         return tf.cast(tf.convert_to_tensor(self._global_step), tf.int64)
 
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         # Subclasses of the user's that override the method may not know of the argument.
         is_summed = tf.distribute.has_strategy() and not aggregate
         summed = {"skip_gradients_aggregation": True} if is_summed else {}
@@ -81,7 +83,7 @@ class TwoLists(OptimizerAdapter):
         super().__init__(optimizer)
         self._apply = allow_conversion(optimizer.apply)
 
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         del name, aggregate
         updates, parameters = [g for g, _ in grads_and_vars], [v for _, v in grads_and_vars]
         return self._apply(updates, parameters)
@@ -90,11 +92,11 @@ class TwoLists(OptimizerAdapter):
 class Function(OptimizerAdapter):
     """A function that is called with the list of (gradient, variable) pairs."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Callable[[list[tuple[Any, Any]]], Any]) -> None:
         super().__init__(optimizer)
         self._apply = allow_conversion(optimizer)
 
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         del name, aggregate
         return self._apply(list(grads_and_vars))
 
@@ -108,7 +110,7 @@ class ScalingSafe(OptimizerAdapter):
         super().__init__(optimizer)
         self._apply_scaled = allow_conversion(optimizer.apply_scaled_gradients)
 
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         del aggregate
         return self.update(grads_and_vars, name)
 
@@ -119,7 +121,7 @@ class ScalingSafe(OptimizerAdapter):
         *,
         scaled_by: tf.Tensor | None = None,
         verdicts: Sequence[tf.Tensor] = (),
-    ) -> Any:
+    ) -> Applied:
         del name
         loss_scale = tf.constant(1.0) if scaled_by is None else scaled_by
         finite = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])

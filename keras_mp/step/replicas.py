@@ -17,6 +17,7 @@ from keras_mp.support.autograph import do_not_convert
 
 T = TypeVar("T")
 State = TypeVar("State")
+Kwargs = dict[str, Any] | None
 
 # A pack of so many bytes is sent as soon as its gradients are there, while others are still
 # computed. By default TensorFlow makes one pack of all, which waits for the last gradient.
@@ -155,7 +156,9 @@ def decide_for_all_replicas(
         return decide(*verdicts, [state], lambda: on_each(state))
 
     @do_not_convert
-    def cross_replica(strategy: tf.distribute.Strategy, verdicts: Sequence[Any], all: Any) -> Any:
+    def cross_replica(
+        strategy: tf.distribute.Strategy, verdicts: Sequence[tf.Tensor], all: State
+    ) -> T:
         local = strategy.experimental_local_results
         call = functools.partial(
             strategy.extended.call_for_each_replica,
@@ -212,10 +215,18 @@ def alone() -> Iterator[None]:
         return
     number = local_id()
 
-    def merge_call(function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+    def merge_call(
+        function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> Any:
         return function(strategy, *args, **(kwargs or {}))
 
-    def update(var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+    def update(
+        var: tf.Variable,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: Kwargs = None,
+        group: bool = True,
+    ) -> T:
         del group
         of_replicas = strategy.experimental_local_results(var)
         mine = of_replicas[number] if len(of_replicas) > 1 else of_replicas[0]
@@ -264,7 +275,7 @@ def _cannot_be_gathered(gradient: Gradient) -> bool:
     return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
 
 
-def _bits_as(dtype: tf.DType, gradient: Any) -> Gradient:
+def _bits_as(dtype: tf.DType, gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
     if gradient.dtype == dtype:
         return gradient
     return map_values(lambda g: tf.bitcast(g, dtype), gradient)
