@@ -15,7 +15,6 @@ from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, other_adapters, replicas, state_rollback
 from keras_mp.step.calls import NoCalls
-from keras_mp.step.gradient_state import Guard
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.scaler import Scaler
@@ -206,11 +205,14 @@ class GradScaler(ScalerProperties, tf.Module):
             )
         adapter.build([variable for _, variable in pairs])
         with self._scaler.calls.apply(optimizer, [variable for _, variable in pairs]) as given:
-            guard = given.guard
-            if guard is not None:
-                given = given._replace(guard=Guard(guard.is_allowed, lambda: self._refuse(guard)))
-            _, finite = self._scaler.step(adapter, pairs, given, aggregate=aggregate)
-        applied = [each for each in (finite, guard and guard.is_allowed) if each is not None]
+
+            def refuse() -> None:
+                given.refuse()
+                self._scaler.skipped.total.assign_add(1, read_value=False)
+
+            state = given._replace(refuse=refuse)
+            _, finite = self._scaler.step(adapter, pairs, state, aggregate=aggregate)
+        applied = [each for each in (finite, state.is_allowed) if each is not None]
         return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
 
     @do_not_convert
@@ -280,10 +282,6 @@ class GradScaler(ScalerProperties, tf.Module):
 
     def _note_tape(self) -> None:
         self._scaler.calls.by_tape()
-
-    def _refuse(self, guard: Guard) -> None:
-        guard.refuse()
-        self._scaler.skipped.total.assign_add(1, read_value=False)
 
     def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:
         scale = self._scaler.loss_scale

@@ -261,7 +261,7 @@ class LossScaleOptimizer(
             TypeError: `grads` is not a flat list of gradients.
             ValueError: the gradients are unscaled already.
         """
-        return self._scaler.calls.unscale(self._widened(gradients.convert(grads)))
+        return self._scaler.calls.unscale(self._adapter.widened(gradients.convert(grads)))
 
     @do_not_convert
     def minimize(
@@ -400,15 +400,11 @@ class LossScaleOptimizer(
         self, pairs: Iterable[tuple[Any, Any]], scaled: bool
     ) -> list[tuple[Any, Any]]:
         pairs = list(pairs)
-        grads = self._widened([g for g, _ in pairs])
+        grads = self._adapter.widened([g for g, _ in pairs])
         if scaled:
             self._scaler.calls.begin_by_hand(grads)
         grads = self._scaler.calls.unscale_early(grads)
         return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
-
-    def _widened(self, grads: list[Any]) -> list[Any]:
-        """Gradients in float32 where the inner optimizer takes them, so that small ones stay."""
-        return gradients.to_float32(grads) if self._adapter.takes_float32_gradients else grads
 
     def _gradients(
         self,

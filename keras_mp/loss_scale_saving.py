@@ -101,11 +101,10 @@ class LossScaleSaving(WrapperSaving):
             An optimizer.
         """
         config = dict(config)
-        inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
-        if isinstance(inner, dict):
-            inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
+        if "optimizer" in config:
+            config["inner_optimizer"] = config.pop("optimizer")
         saved = config.pop("state", {})
-        optimizer = cls(inner, **config)
+        optimizer = super().from_config(config, custom_objects)
         optimizer.policy_in_file = saved.get("policy")
         for name, variable in optimizer._state().items():
             if name in saved:

@@ -46,7 +46,7 @@ def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[
     keras2_recurrent.replace_lstm(lstm)
 
 
-def init_base_policy(policy: tf.keras.mixed_precision.Policy, name: str | None) -> None:
+def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> None:
     # Keras's own class logs its word on the hardware; keras_mp has one for both Kerases.
     logger = tf.get_logger()
     logger.addFilter(_is_not_compatibility_check)
@@ -56,7 +56,7 @@ def init_base_policy(policy: tf.keras.mixed_precision.Policy, name: str | None) 
         logger.removeFilter(_is_not_compatibility_check)
 
 
-def policy_name(policy: tf.keras.mixed_precision.Policy, name: str) -> str:
+def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
     del policy  # Keras makes a layer of a config by all that the policy's config says.
     return name
 
@@ -70,7 +70,7 @@ def compile_without_wrapping(
 ) -> None:
     """Keras 2 wraps by the policy's name alone; only its private method knows how not to."""
 
-    def get_optimizer(optimizer: tf.keras.optimizers.Optimizer) -> tf.keras.optimizers.Optimizer:
+    def get_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         return tf.nest.map_structure(keras.optimizers.get, optimizer)
 
     with replaced(call.args[0], "_get_optimizer", get_optimizer):
@@ -81,12 +81,12 @@ def trusted_scope() -> contextlib.AbstractContextManager[Any]:
     return _SafeModeScope(False)
 
 
-def steps_per_execution(model: tf.keras.Model) -> int:
+def steps_per_execution(model: keras.Model) -> int:
     variable = model._steps_per_execution
     return 1 if variable is None else variable.numpy().item()
 
 
-def output_layers(model: tf.keras.Model) -> list[Any] | None:
+def output_layers(model: keras.Model) -> list[Any] | None:
     outputs = model.outputs
     if outputs is None:
         return None
@@ -101,7 +101,7 @@ class BaseCallback(keras.callbacks.Callback):
         self._supports_tf_logs = True
 
 
-def patch_fit(model: tf.keras.Model) -> None:
+def patch_fit(model: keras.Model) -> None:
     replicas.let_gather_bfloat16(model.distribute_strategy)  # All else works.
 
 
@@ -210,14 +210,14 @@ class _WideMetrics(_compile_utils.MetricsContainer):
         super().update_state(y_true, y_pred, sample_weight)
 
 
-def widen_predictions(model: tf.keras.Model) -> None:
+def widen_predictions(model: keras.Model) -> None:
     if type(model.compiled_loss) is _compile_utils.LossesContainer:
         model.compiled_loss.__class__ = _WideLosses
     if type(model.compiled_metrics) is _compile_utils.MetricsContainer:
         model.compiled_metrics.__class__ = _WideMetrics
 
 
-def build_loss(model: tf.keras.Model, predictions: Any) -> None:
+def build_loss(model: keras.Model, predictions: Any) -> None:
     if not model.compiled_loss.built:
         with model.distribute_strategy.scope():
             model.compiled_loss.build(predictions)
@@ -232,7 +232,7 @@ class _ThreadScope(threading.local):
 _thread = _ThreadScope()
 
 
-def get_global_policy() -> tf.keras.mixed_precision.Policy:
+def get_global_policy() -> keras.mixed_precision.Policy:
     return keras.mixed_precision.global_policy()
 
 
@@ -244,12 +244,12 @@ def thread_missed_global_policy() -> bool:
     return False
 
 
-def set_global_policy(policy: tf.keras.mixed_precision.Policy | None) -> None:
+def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
     keras.mixed_precision.set_global_policy(policy)
 
 
 @contextlib.contextmanager
-def policy_scope(policy: tf.keras.mixed_precision.Policy | None) -> Iterator[None]:
+def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
     if get_global_policy().name == "_infer":  # as in TensorFlow 1
         keras.mixed_precision.set_global_policy(policy)  # Raises, and says why.
     _make_scopes_the_threads_own()
@@ -268,14 +268,14 @@ def _make_scopes_the_threads_own() -> None:
     own_get, own_set = public.global_policy, public.set_global_policy
 
     @functools.wraps(own_get)
-    def global_policy() -> tf.keras.mixed_precision.Policy:
+    def global_policy() -> keras.mixed_precision.Policy:
         if _thread.policy is None:
             return own_get()
         (policy,) = _thread.policy
         return BasePolicy(keras.backend.floatx()) if policy is None else policy
 
     @functools.wraps(own_set)
-    def set_global_policy(policy: tf.keras.mixed_precision.Policy | None) -> None:
+    def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
         if _thread.policy is None:
             own_set(policy)
         elif policy is None or isinstance(policy, BasePolicy):
@@ -294,7 +294,7 @@ KERAS_LAYOUT_CHILD = None
 
 def deserialize_optimizer(
     config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-) -> tf.keras.optimizers.Optimizer:
+) -> keras.optimizers.Optimizer:
     # While an .h5 file is loaded, Keras looks for a class that was registered in no other place.
     class_name = config.get("registered_name") or config["class_name"]
     return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
@@ -305,7 +305,7 @@ def track_variables(variables: Iterable[tf.Variable]) -> None:
         _backend.track_variable(variable)
 
 
-def keras_layout(optimizer: tf.keras.optimizers.Optimizer) -> Any:
+def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer
 
 
@@ -316,8 +316,8 @@ def convert_wrappers_to_legacy(
 
     @functools.wraps(keras_convert)
     def convert_to_legacy_optimizer(
-        optimizer: tf.keras.optimizers.Optimizer,
-    ) -> tf.keras.optimizers.Optimizer:
+        optimizer: keras.optimizers.Optimizer,
+    ) -> keras.optimizers.Optimizer:
         if isinstance(optimizer, wrapper_class):
             inner = convert_to_legacy_optimizer(optimizer.inner_optimizer)
             return convert_wrapper(optimizer, inner)
@@ -328,12 +328,12 @@ def convert_wrappers_to_legacy(
         module.convert_to_legacy_optimizer = convert_to_legacy_optimizer
 
 
-def is_in_keras_wrapper(optimizer: tf.keras.optimizers.Optimizer) -> bool:
+def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
     return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False) is True
 
 
 def note_wrapper(
-    optimizer: tf.keras.optimizers.Optimizer, wrapper: tf.keras.optimizers.Optimizer
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
 ) -> None:
     del wrapper
     # Keras's own sets it to True, and refuses whatever is true.

@@ -56,7 +56,7 @@ def register_policy(cls: type) -> type:
     return cls
 
 
-def init_base_policy(policy: tf.keras.mixed_precision.Policy, name: str | None) -> None:
+def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> None:
     BasePolicy.__init__(policy, name)
 
 
@@ -69,7 +69,7 @@ class _PolicyName(str):
     policy: Any
 
 
-def policy_name(policy: tf.keras.mixed_precision.Policy, name: str) -> str:
+def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
     _find_policies_by_name()
     result = _PolicyName(name)
     result.policy = policy
@@ -97,11 +97,11 @@ def trusted_scope() -> contextlib.AbstractContextManager[Any]:
     return _SafeModeScope(False)
 
 
-def steps_per_execution(model: tf.keras.Model) -> int:
+def steps_per_execution(model: keras.Model) -> int:
     return model.steps_per_execution
 
 
-def output_layers(model: tf.keras.Model) -> list[Any] | None:
+def output_layers(model: keras.Model) -> list[Any] | None:
     outputs = getattr(model, "outputs", None)
     if outputs is None:
         return None
@@ -245,7 +245,7 @@ class _WideMetrics(_CompileMetrics):
         super().update_state(y_true, y_pred, sample_weight)
 
 
-def widen_predictions(model: tf.keras.Model) -> None:
+def widen_predictions(model: keras.Model) -> None:
     if type(model._compile_metrics) is _CompileMetrics:
         model._compile_metrics.__class__ = _WideMetrics
 
@@ -270,11 +270,11 @@ class _ThreadPolicy(threading.local):
 _thread = _ThreadPolicy()
 
 
-def build_loss(model: tf.keras.Model, predictions: Any) -> None:
+def build_loss(model: keras.Model, predictions: Any) -> None:
     del model, predictions
 
 
-def get_global_policy() -> tf.keras.mixed_precision.Policy:
+def get_global_policy() -> keras.mixed_precision.Policy:
     # Not the public function, which would make a policy of floatx and keep it.
     current = _global_state.get_global_attribute("dtype_policy")
     if current is not _thread.holds and not (_thread.holds is None and _is_floatx(current)):
@@ -286,13 +286,13 @@ def get_global_policy() -> tf.keras.mixed_precision.Policy:
     return BasePolicy(keras.backend.floatx()) if _thread.holds is None else _thread.holds
 
 
-def _is_floatx(policy: tf.keras.mixed_precision.Policy | None) -> bool:
+def _is_floatx(policy: keras.mixed_precision.Policy | None) -> bool:
     """Whether Keras has made a policy of floatx, as it is now or was before."""
     names = (keras.backend.floatx(), _thread.floatx)
     return policy is None or (type(policy) is BasePolicy and policy.name in names)
 
 
-def set_global_policy(policy: tf.keras.mixed_precision.Policy | None) -> None:
+def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
     if not _thread.is_of_scope:
         _process["policy"] = policy
         _process["version"] += 1
@@ -304,7 +304,7 @@ def thread_missed_global_policy() -> bool:
 
 
 @contextlib.contextmanager
-def policy_scope(policy: tf.keras.mixed_precision.Policy | None) -> Iterator[None]:
+def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
     _let_replicas_inherit_scope()
     get_global_policy()  # What Keras's own function has set before the scope outlives it.
     was_of_scope, before = _thread.is_of_scope, _thread.holds
@@ -328,13 +328,13 @@ def _let_replicas_inherit_scope() -> None:
     replica_threads.inherit(state, entered)
 
 
-def _hold(policy: tf.keras.mixed_precision.Policy | None) -> None:
+def _hold(policy: keras.mixed_precision.Policy | None) -> None:
     _thread.holds, _thread.floatx = policy, keras.backend.floatx()
     _thread.version = _process["version"]
     _global_state.set_global_attribute("dtype_policy", policy)
 
 
-def quantized_policy(name: str) -> tf.keras.mixed_precision.Policy | None:
+def quantized_policy(name: str) -> keras.mixed_precision.Policy | None:
     if not re.search("._from_.", name):
         return None
     policy = keras.dtype_policies.get(name)
@@ -349,7 +349,7 @@ def track_variables(variables: Iterable[tf.Variable]) -> None:
     del variables  # It has no graphs of TensorFlow 1.
 
 
-def keras_layout(optimizer: tf.keras.optimizers.Optimizer) -> Any:
+def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
     layout: Any = tf.Module()
     layout.inner_optimizer = optimizer.inner_optimizer
     layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
@@ -361,7 +361,7 @@ _Wrappers = weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"]
 _ours, _keras_own = _Wrappers(), _Wrappers()
 
 
-def _is_in(wrappers: _Wrappers, optimizer: tf.keras.optimizers.Optimizer) -> bool:
+def _is_in(wrappers: _Wrappers, optimizer: keras.optimizers.Optimizer) -> bool:
     reference = wrappers.get(optimizer)
     return reference is not None and reference() is not None
 
@@ -372,12 +372,12 @@ def convert_wrappers_to_legacy(
     del wrapper_class, convert_wrapper  # Keras 3 has no other optimizers.
 
 
-def is_in_keras_wrapper(optimizer: tf.keras.optimizers.Optimizer) -> bool:
+def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
     return _is_in(_keras_own, optimizer)
 
 
 def note_wrapper(
-    optimizer: tf.keras.optimizers.Optimizer, wrapper: tf.keras.optimizers.Optimizer
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
 ) -> None:
     _ours[optimizer] = weakref.ref(wrapper)
 
@@ -388,7 +388,7 @@ def _watch_keras_wrapper() -> None:
 
     @functools.wraps(stock_init)
     def __init__(
-        self: Any, inner_optimizer: tf.keras.optimizers.Optimizer, *args: Any, **kwargs: Any
+        self: Any, inner_optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
     ) -> None:
         if _is_in(_ours, inner_optimizer):
             raise ValueError(

@@ -36,7 +36,7 @@ def replace_batch_normalization(run: Callable[..., Any]) -> None:
     owner.call = call
 
 
-def _is_plain(layer: tf.keras.layers.Layer, inputs: tf.Tensor) -> bool:
+def _is_plain(layer: keras.layers.Layer, inputs: tf.Tensor) -> bool:
     """Whether the batch's own moments over all but the last axis are what it normalizes by."""
     return (
         type(layer) is keras.layers.BatchNormalization  # whose moments are not another class's
@@ -50,7 +50,7 @@ def _is_plain(layer: tf.keras.layers.Layer, inputs: tf.Tensor) -> bool:
     )
 
 
-def _affine(layer: tf.keras.layers.Layer) -> tuple[tf.Tensor, tf.Tensor]:
+def _affine(layer: keras.layers.Layer) -> tuple[tf.Tensor, tf.Tensor]:
     # The layer knows how many channels there are, also where its input does not.
     channels = layer.moving_mean.shape
     scale = keras.ops.cast(layer.gamma, "float32") if layer.scale else tf.ones(channels)

@@ -182,7 +182,7 @@ class Float32Adapter(DelegatingAdapter):
 
     def _with_views(self, pairs: Pairs) -> list[tuple[Any, Any]]:
         views = self.views(variable for _, variable in pairs)
-        in_float32 = gradients.to_float32([gradient for gradient, _ in pairs])
+        in_float32 = gradients.cast([g for g, _ in pairs], LOW_PRECISION, tf.float32)
         return [
             (gradient if view is variable else cast, view)
             for (gradient, variable), cast, view in zip(pairs, in_float32, views, strict=True)

@@ -8,18 +8,6 @@ import tensorflow as tf
 from keras_mp.step.gradients import Gradient
 
 
-class Guard(NamedTuple):
-    """Keeps a step from being made, whatever its gradients.
-
-    Attributes:
-        is_allowed: bool scalar tensor, the same on every replica.
-        refuse: called in the branch that is taken if it is False, once for all replicas.
-    """
-
-    is_allowed: tf.Tensor
-    refuse: Callable[[], None]
-
-
 class GradientState(NamedTuple):
     """The state of the gradients that a step is made of, as far as it is known.
 
@@ -34,7 +22,9 @@ class GradientState(NamedTuple):
             it would keep them in memory while the step is made.
         was_finite: bool scalar tensor. An earlier verdict on gradients of this replica, which may
             have been changed since; None if there was none.
-        guard: keeps the step from being made; None where no call can be wrong.
+        is_allowed: bool scalar tensor, the same on every replica. False keeps the step from being
+            made, whatever its gradients; None where no call can be wrong.
+        refuse: called in the branch that is taken if it is False, once for all replicas.
     """
 
     scaled: bool | tf.Tensor = False
@@ -43,12 +33,8 @@ class GradientState(NamedTuple):
     losses: Sequence[tf.Tensor] = ()
     unclipped: list[Gradient] | tuple[()] = ()
     was_finite: tf.Tensor | None = None
-    guard: Guard | None = None
-
-    @property
-    def is_allowed(self) -> tf.Tensor | None:
-        """Whether the step may be made, a bool scalar tensor; None where no call can be wrong."""
-        return None if self.guard is None else self.guard.is_allowed
+    is_allowed: tf.Tensor | None = None
+    refuse: Callable[[], None] = lambda: None
 
     def divisor(self) -> tf.Tensor | None:
         """What the gradients are still to be divided by, a float32 scalar; None if nothing."""

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_mp.step import gradients
 from keras_mp.step.compiled_update import CompiledUpdates, Pairs
 from keras_mp.support import host
+from keras_mp.support.dtypes import LOW_PRECISION
 
 Loss = tf.Tensor | Callable[[], tf.Tensor]
 VarList = tf.Variable | Iterable[Any] | Callable[[], Any]
@@ -131,6 +132,12 @@ class OptimizerAdapter(abc.ABC):
             unscaled = gradients.unscale([g for g, _ in grads_and_vars], scaled_by)
             grads_and_vars = list(zip(unscaled, (v for _, v in grads_and_vars), strict=True))
         return apply(grads_and_vars)
+
+    def widened(self, grads: list[gradients.Gradient]) -> list[gradients.Gradient]:
+        """Gradients as the optimizer takes them: if in float32, small ones stay when unscaled."""
+        if not self.takes_float32_gradients:
+            return grads
+        return gradients.cast(grads, LOW_PRECISION, tf.float32)
 
     def accumulates(self) -> bool:
         """Whether a step is made of the gradients of several calls of `apply`."""

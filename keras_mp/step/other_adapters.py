@@ -29,8 +29,12 @@ def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return V1Optimizer(optimizer)
     if callable(getattr(optimizer, "apply", None)):
-        return TwoLists(optimizer)
-    return Function(optimizer) if callable(optimizer) else None
+        # As Sonnet's optimizers have it, it takes two lists.
+        of_lists = allow_conversion(optimizer.apply)
+        return Function(
+            optimizer, lambda pairs: of_lists([g for g, _ in pairs], [v for _, v in pairs])
+        )
+    return Function(optimizer, allow_conversion(optimizer)) if callable(optimizer) else None
 
 
 class V1Optimizer(OptimizerAdapter):
@@ -76,25 +80,17 @@ class V1Optimizer(OptimizerAdapter):
         )
 
 
-class TwoLists(OptimizerAdapter):
-    """An object with a method `apply(updates, parameters)`, as Sonnet's optimizers have it."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._apply = allow_conversion(optimizer.apply)
-
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
-        del name, aggregate
-        updates, parameters = [g for g, _ in grads_and_vars], [v for _, v in grads_and_vars]
-        return self._apply(updates, parameters)
-
-
 class Function(OptimizerAdapter):
-    """A function that is called with the list of (gradient, variable) pairs."""
+    """Something with a function that applies gradients.
 
-    def __init__(self, optimizer: Callable[[list[tuple[Any, Any]]], Any]) -> None:
+    Args:
+        optimizer: What has the function, or is it.
+        apply: takes the list of (gradient, variable) pairs.
+    """
+
+    def __init__(self, optimizer: Any, apply: Callable[[list[tuple[Any, Any]]], Applied]) -> None:
         super().__init__(optimizer)
-        self._apply = allow_conversion(optimizer)
+        self._apply = apply
 
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         del name, aggregate

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_mp.step.gradients import Gradient, cast_as, cast_float32, map_values
+from keras_mp.step.gradients import Gradient, cast_as, map_values
+from keras_mp.step.gradients import cast as cast_gradients
 from keras_mp.support import host
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
@@ -89,7 +90,7 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     Source: RFC 293, "All-reducing in float16".
     """
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
-    cast: list[Any] = cast_float32(gradients, reduce_dtype)
+    cast: list[Any] = cast_gradients(gradients, [tf.float32], reduce_dtype)
     sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in cast]
     received: list[Gradient] = [None] * len(sent)
     # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.

@@ -99,8 +99,7 @@ class ScaledStep:
         if state.unclipped:
             state.unclipped.clear()
         new_values = self._take_new_values(grads, variables)
-        if adapter.takes_float32_gradients:
-            grads = gradients.to_float32(grads)
+        grads = adapter.widened(grads)
         # As one more gradient, an earlier verdict is summed and judged with the others.
         if state.was_finite is not None:
             grads.append(tf.where(state.was_finite, 0.0, float("nan")))
@@ -169,9 +168,9 @@ class ScaledStep:
             elif divisor is not scaled_by:
                 factor = scaled_by if divisor is None else scaled_by / divisor
                 packed, divisor = gradients.scale(packed, factor), scaled_by
-        given = packed if self.handler else gradients.cast_float16_to_float32(packed)
+        given = packed if self.handler else gradients.cast(packed, [tf.float16], tf.float32)
         given = workers.with_scale(given, scaled_by, divisor)
-        sent = gradients.cast_float32(given, reduce_dtype)
+        sent = gradients.cast(given, [tf.float32], reduce_dtype)
         summed = gradients.cast_as(replicas.all_reduce(sent, tf.float32), given)
         summed = workers.checked(summed, scaled_by)
         if self.handler:
@@ -249,7 +248,7 @@ class Decision:
 
     Attributes:
         finite: bool scalar tensor, the verdict; None where no step is skipped.
-        is_allowed: bool scalar tensor of the guard, or None.
+        is_allowed: as of the `GradientState`.
         steps: the step, of all replicas at hand.
         apply: lets each replica apply its gradients.
     """
@@ -302,13 +301,12 @@ class Decision:
         return tf.cond(is_good, good, lambda: self._unless_refused(skip))
 
     def _unless_refused(self, step: Callable[[], Any]) -> tf.Operation | None:
-        guard = self.steps[0].state.guard
-        if guard is None:
+        if self.is_allowed is None:
             return step()
 
         def refuse() -> tf.Operation | None:
             put_back = self._put_back()
-            guard.refuse()
+            self.steps[0].state.refuse()
             return _operation(put_back)
 
         return tf.cond(self.is_allowed, step, refuse)

@@ -4,6 +4,7 @@ PyTorch's AMP feature proposal, "Gradient scaling".
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from keras_mp.step import call_states as states
 from keras_mp.step import gradients, unclipped
 from keras_mp.step.call_states import ANYBODY, OTHERS, Call, of, of_any
 from keras_mp.step.calls import Calls, LossScaleValue
-from keras_mp.step.gradient_state import GradientState, Guard
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.step.numbered_optimizers import NumberedOptimizers
 from keras_mp.support import host, messages
 
@@ -116,7 +117,7 @@ class ScalerCalls(Calls):
         unnamed = of(ANYBODY, states.UNSCALED | states.JUST_UNSCALED | states.OVERFLOWED)
         unscaled = states.BY_TAPE | of(ANYBODY, states.UNSCALED) | of(index, states.UNSCALED)
         overflowed = of(ANYBODY, states.OVERFLOWED) | of(index, states.OVERFLOWED)
-        guard = None
+        is_allowed, refuse = None, lambda: None
         if isinstance(facts, int):
             _raise(Call.STEP, index, facts)
             scaled = not facts & unscaled
@@ -134,7 +135,7 @@ class ScalerCalls(Calls):
                 was_finite = tf.equal(facts & overflowed, 0)
                 is_allowed = tf.not_equal(facts & (states.SCALED | states.BY_TAPE), 0)
                 is_allowed &= tf.equal(facts & wrong, 0)
-            guard = Guard(is_allowed, lambda: self._refuse(index, facts))
+            refuse = functools.partial(self._refuse, index, facts)
         before = [self._mine.unscaled.pop(i, list)() for i in (ANYBODY, index)]
         applied = of(index, states.APPLIED)
         after = facts if scaled is True else facts & ~unnamed
@@ -146,7 +147,8 @@ class ScalerCalls(Calls):
             self.losses(),
             [*before[0], *before[1]],
             was_finite,
-            guard,
+            is_allowed,
+            refuse,
         )
         try:
             yield given
@@ -155,7 +157,7 @@ class ScalerCalls(Calls):
                 # Other threads may have noted steps of theirs meanwhile.
                 self._note(self._read() & ~(applied & ~facts) | facts & unnamed)
             raise
-        if guard is not None:
+        if is_allowed is not None:
             # The branch in which it is refused takes the variable of the facts.
             self._mine.uses = self._uses(host.current_graph())
 
