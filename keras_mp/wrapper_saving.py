@@ -131,7 +131,7 @@ class WrapperSaving:
 
     def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
         # A SavedModel says of which family an optimizer is, and only that takes its slots when it
-        # is loaded. Of a wrapper, which may be an instance of several bases, it says the inner's.
+        # is loaded. A wrapper may be an instance of several bases, so it says the inner one's.
         del kwargs
         innermost = self.inner_optimizer
         while hasattr(innermost, "inner_optimizer"):

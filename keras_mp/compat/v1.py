@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
+from keras_mp.compat.computed_gradients import ComputedGradients
 from keras_mp.compat.loss_scale_managers import (
     ExponentialUpdateLossScaleManager,
     FixedLossScaleManager,
@@ -20,7 +21,6 @@ from keras_mp.compat.loss_scale_managers import (
     ManagedLossScale,
     next_exponential_state,
 )
-from keras_mp.compat.v1_calls import ComputedGradients
 from keras_mp.grappler import passes
 from keras_mp.step import gradients, replicas
 from keras_mp.step.calls import NoCalls

@@ -110,13 +110,13 @@ class _LegacyAdapter(_Keras2Adapter):
 
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], Pairs] | None:
         optimizer = self.optimizer
-        stock = (
+        is_keras_own = (
             optimizer.gradient_aggregator is _optimizer_utils.all_reduce_sum_gradients
             and type(optimizer)._aggregate_gradients is _LegacyOptimizer._aggregate_gradients
             and type(optimizer)._transform_unaggregated_gradients
             is _LegacyOptimizer._transform_unaggregated_gradients
         )
-        if stock:
+        if is_keras_own:
             return None
         return lambda pairs: optimizer._aggregate_gradients(
             optimizer._transform_unaggregated_gradients(pairs)

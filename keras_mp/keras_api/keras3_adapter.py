@@ -137,13 +137,13 @@ def _let_the_wrapper_reduce(optimizer: keras.optimizers.Optimizer) -> None:
 
     Keras 3 sums inside `apply`, after clipping, and has no public way to leave that out.
     """
-    stock = optimizer._all_reduce_sum_gradients
-    if getattr(stock, "leaves_out_what_is_done", False):
+    own = optimizer._all_reduce_sum_gradients
+    if getattr(own, "leaves_out_what_is_done", False):
         return
 
-    @functools.wraps(stock)
+    @functools.wraps(own)
     def all_reduce_unless_done(grads_and_vars: Any) -> Any:
-        return list(grads_and_vars) if _reduction.is_done else stock(grads_and_vars)
+        return list(grads_and_vars) if _reduction.is_done else own(grads_and_vars)
 
     all_reduce_unless_done.leaves_out_what_is_done = True  # pyright: ignore[reportAttributeAccessIssue]
     vars(optimizer)["_all_reduce_sum_gradients"] = all_reduce_unless_done

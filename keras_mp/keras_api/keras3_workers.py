@@ -8,7 +8,7 @@ Under `MultiWorkerMirroredStrategy` Keras 3 goes wrong in three places, for ever
   It also takes the metrics of half a batch for half of the metrics.
 - Callbacks write the same files in all workers at once.
 
-Each is mended in the attributes of one model. What they call is Keras's own.
+Each is replaced in the attributes of one model. The replacements call Keras's own.
 """
 
 import functools
@@ -76,7 +76,7 @@ def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]
     @tf.autograph.experimental.do_not_convert
     def step(data: Any) -> Any:
         logs = _of_all_workers(model, step_function(data))
-        # Of an axis with one element Keras takes the mean over all replicas.
+        # Keras takes the mean of this axis over all replicas.
         return keras.tree.map_structure(lambda value: tf.expand_dims(value, 0), logs)
 
     return functools.partial(_execute, model, type(model)._make_function(model, step))

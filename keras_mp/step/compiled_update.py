@@ -109,7 +109,7 @@ def _why_not() -> str | None:
 
 def _why_not_compiled(function: Any, tensors: Sequence[tf.Tensor]) -> str | None:
     """Why XLA cannot compile a function; None if it can. Computes nothing."""
-    # Of a sparse gradient, any number of rows will do.
+    # A sparse gradient may have any number of rows.
     shapes = ([1 if size is None else size for size in tensor.shape] for tensor in tensors)
     specs = [tf.TensorSpec(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors)]
     with tf.init_scope():

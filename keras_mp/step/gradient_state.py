@@ -1,4 +1,4 @@
-"""What the calls of a step have left its gradients in: scaled or not, and by what."""
+"""The state in which the calls of a step have left its gradients: scaled or not, and by what."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

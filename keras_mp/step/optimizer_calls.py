@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_mp.step import call_states as states
 from keras_mp.step import gradients, unclipped
-from keras_mp.step.call_states import ANYBODY
+from keras_mp.step.call_states import UNNAMED
 from keras_mp.step.calls import Calls
 from keras_mp.step.gradient_state import GradientState
 from keras_mp.support import host, messages
@@ -64,7 +64,7 @@ class OptimizerCalls(Calls):
             unscaled = gradients.unscale(grads, self._scale_of_step(facts))
         self._note(_ask(states.after_unscaling, facts))
         self._remember_results(unscaled)
-        self._mine.unscaled[ANYBODY] = unclipped.remember(unscaled)
+        self._mine.unscaled[UNNAMED] = unclipped.remember(unscaled)
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
@@ -76,7 +76,7 @@ class OptimizerCalls(Calls):
         divisor = tf.where(is_scaled, self._scale_of_step(facts), 1.0)
         self._note(_ask(states.after_unscaling_early, facts))
         unscaled = gradients.unscale(grads, divisor)
-        self._mine.unscaled[ANYBODY] = unclipped.remember(unscaled)
+        self._mine.unscaled[UNNAMED] = unclipped.remember(unscaled)
         return unscaled
 
     @contextlib.contextmanager
@@ -123,7 +123,7 @@ class OptimizerCalls(Calls):
         losses, mine.losses = self.losses(), ()
         is_divided = functools.partial(_ask, states.is_divided, facts, goes_on)
         yield GradientState(
-            scaled, scaled_by, is_divided, losses, mine.unscaled.pop(ANYBODY, list)()
+            scaled, scaled_by, is_divided, losses, mine.unscaled.pop(UNNAMED, list)()
         )
 
     def _scale_of_step(self, facts: int | tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""What comes of a step beside the step itself: the scale moves, and a skipped one is counted.
+"""The outcome of a step: the scale moves, and a skipped step is counted.
 
 RFC 293, "LossScaleOptimizer Overview".
 """

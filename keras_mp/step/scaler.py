@@ -1,4 +1,4 @@
-"""A loss scale at work: its calls, its steps, and what comes of them.
+"""The engine of loss scaling: a loss scale with its calls, steps and skipped steps.
 
 RFC 293, "LossScaleOptimizer Overview". `LossScaleOptimizer`, `GradScaler` and the optimizer of
 TensorFlow 1 are faces of it.

@@ -1,4 +1,4 @@
-"""What the public classes that scale a loss have in common: they tell of their `Scaler`."""
+"""The properties that all public classes with a `Scaler` have."""
 
 from typing import Any
 
@@ -72,14 +72,14 @@ class ScalerProperties:
         """The gradients that were not finite in the step that was skipped last; None if none was.
 
         A `keras_mp.Overflow`: which step it was, each variable's Inf and NaN on each replica, also
-        of other workers, and whether the loss itself was finite. Its `str` is a table. What counts
-        are gradients before they are clipped: those of `get_unscaled_gradients`, or of `unscale` of
-        a `GradScaler`, if it was called. With a `GradScaler` it is about one optimizer, which the
-        variables tell.
+        of other workers, and whether the loss itself was finite. Its `str` is a table. Gradients
+        are counted as they were before the program clipped them: as `get_unscaled_gradients`, or
+        `unscale` of a `GradScaler`, returned them. A `GradScaler` reports one optimizer, which its
+        variables identify.
 
-        It is looked for when a step is skipped, not in good steps, and kept on the device until it
-        is read. It is no part of checkpoints. A fixed scale skips nothing, so it finds nothing; a
-        graph of TensorFlow 1 does not look.
+        Gradients are searched only when a step is skipped, and the result stays on the device until
+        it is read. It is not part of checkpoints. With a fixed scale no step is skipped, so there
+        is no report, and there is none of a graph of TensorFlow 1.
 
         Raises:
             RuntimeError: it is read in a graph.
