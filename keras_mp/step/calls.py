@@ -195,7 +195,7 @@ class Calls:
 
 
 class NoCalls(Calls):
-    """Calls that do nothing, for either public class where no loss is scaled."""
+    """Calls that do nothing: no loss is scaled, or its user keeps track of the calls."""
 
     _needs_variables = False
 

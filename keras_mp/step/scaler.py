@@ -16,7 +16,6 @@ from keras_mp.step.gradient_state import GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
-from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.support import validation
@@ -99,24 +98,6 @@ class Scaler(Generic[AnyCalls]):
         )
         step = ScaledStep(adapter, state, self.handler, self.reduce_dtype, names)
         return step.make(pairs, aggregate=aggregate, name=name)
-
-    def steps_skipped(self) -> tf.Tensor:
-        """How many steps were skipped so far, an int64 scalar tensor."""
-        self.collect_reports()
-        # A tensor: of a mirrored variable, Python would take any value for true.
-        return tf.convert_to_tensor(self.skipped.total)
-
-    def last_step_skipped(self) -> tf.Tensor:
-        """Whether the last step was skipped, a bool scalar tensor."""
-        self.collect_reports()
-        if self.handler is None:
-            return tf.constant(False)
-        return tf.convert_to_tensor(self.handler.skips_in_a_row) > 0
-
-    def last_overflow(self) -> Overflow | None:
-        """What was not finite in the step that was skipped last; None if none was."""
-        self.collect_reports()
-        return self.skipped.last_overflow()
 
     def collect_reports(self) -> None:
         """Says what functions that XLA compiled had to say."""

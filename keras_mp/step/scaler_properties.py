@@ -37,7 +37,10 @@ class ScalerProperties:
 
     @aggregate_in_float16.setter
     def aggregate_in_float16(self, value: bool) -> None:
-        self._scaler.reduce_dtype = reduce_dtypes.after_setting(self._scaler.reduce_dtype, value)
+        if validation.boolean("aggregate_in_float16", value):
+            self._scaler.reduce_dtype = tf.float16
+        elif self.aggregate_in_float16:
+            self._scaler.reduce_dtype = tf.float32
 
     @property
     def reduce_dtype(self) -> str:
@@ -57,7 +60,9 @@ class ScalerProperties:
 
         With a `GradScaler` each optimizer makes a step.
         """
-        return self._scaler.steps_skipped()
+        self._scaler.collect_reports()
+        # A tensor: of a mirrored variable, Python would take any value for true.
+        return tf.convert_to_tensor(self._scaler.skipped.total)
 
     @property
     def last_step_skipped(self) -> tf.Tensor:
@@ -65,7 +70,11 @@ class ScalerProperties:
 
         With a `GradScaler`: whether any optimizer was skipped before the last `update`.
         """
-        return self._scaler.last_step_skipped()
+        self._scaler.collect_reports()
+        handler = self._scaler.handler
+        if handler is None:
+            return tf.constant(False)
+        return tf.convert_to_tensor(handler.skips_in_a_row) > 0
 
     @property
     def last_overflow(self) -> Overflow | None:
@@ -92,7 +101,8 @@ class ScalerProperties:
         >>> overflow.step, overflow.variables, overflow.gradients[0].infs, overflow.loss_is_finite
         (1, ['v'], 1, False)
         """
-        return self._scaler.last_overflow()
+        self._scaler.collect_reports()
+        return self._scaler.skipped.last_overflow()
 
     @property
     def warn_after_skips(self) -> int | None:
