@@ -40,7 +40,7 @@ class ComputedGradients:
             if computed is None:
                 return bool(self._computed)
             applied = set(map(id, variables))
-            is_known = computed >= applied
+            is_known = not computed.isdisjoint(applied)
             computed -= applied
             return is_known or bool(self._open_graphs)
         self._open_graphs.discard(graph)
