@@ -120,7 +120,8 @@ class AllReduceOptimizer(OptimizerWrapper):
         if not pairs:
             return self.iterations
         self.build([variable for _, variable in pairs])
-        workers.meet(self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype)
+        if workers.are_several():
+            workers.meet(self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype)
         operation, _ = ScaledStep(self._adapter, reduce_dtype=self._reduce_dtype).make(
             pairs,
             aggregate=experimental_aggregate_gradients and not skip_gradients_aggregation,

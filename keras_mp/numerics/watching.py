@@ -217,7 +217,8 @@ def _shown(apply_gradients: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply_gradients)
     def shown(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
-        observers.show(pairs, False, None)
+        for observe in observers.of_this_thread():
+            observe(pairs, False, None)
         return apply_gradients(pairs, *args, **kwargs)
 
     return shown

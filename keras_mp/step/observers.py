@@ -32,15 +32,6 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
 
 
-def show(
-    pairs: Sequence[tuple[Any, Any]], scaled: bool | tf.Tensor, scaled_by: tf.Tensor | None
-) -> None:
-    """Shows the gradients of a step to the observers of this thread, if there are any.
-
-    Args:
-        pairs: sequence of (gradient, variable) pairs, not summed over replicas yet.
-        scaled: bool, or bool scalar tensor. Whether the gradients are still scaled.
-        scaled_by: float32 scalar tensor, what the loss was multiplied by, or None.
-    """
-    for observer in _thread.observers:
-        observer(pairs, scaled, scaled_by)
+def of_this_thread() -> tuple[Observer, ...]:
+    """Returns the observers of the steps that this thread makes."""
+    return _thread.observers

@@ -63,6 +63,7 @@ class ScaledStep:
         self.adapter, self.handler, self.names = adapter, handler, names
         self.state = GradientState() if state is None else state
         self._reduce_dtype = reduce_dtype
+        self.unclipped: list[Gradient] = []
         # Functions, since a good step needs none of it, and what is packed is unpacked in the
         # branch that needs it: it has fewer inputs then. None takes `self`, so that in eager
         # nothing outlives the step.
@@ -92,14 +93,16 @@ class ScaledStep:
             is skipped.
         """
         adapter, state = self.adapter, self.state
-        observers.show(pairs, state.scaled, state.scaled_by)
+        for observe in observers.of_this_thread():
+            observe(pairs, state.scaled, state.scaled_by)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         self.kept = state_rollback.keep(variables if self.handler else ())
-        self.unclipped = unclipped.changed_since(state.unclipped, grads)
         if state.unclipped:
+            self.unclipped = unclipped.changed_since(state.unclipped, grads)
             state.unclipped.clear()
         new_values = self._take_new_values(grads, variables)
-        grads = adapter.widened(grads)
+        if adapter.takes_float32_gradients:
+            grads = adapter.widened(grads)
         # As one more gradient, an earlier verdict is summed and judged with the others.
         if state.was_finite is not None:
             grads.append(tf.where(state.was_finite, 0.0, float("nan")))

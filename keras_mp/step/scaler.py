@@ -90,12 +90,13 @@ class Scaler(Generic[AnyCalls]):
         self.collect_reports()
         # Again, since the scaler may have been made outside of the strategy's scope.
         replicas.check_strategy(may_skip=self.handler is not None)
-        workers.meet(
-            self,
-            [gradient for gradient, _ in pairs],
-            loss_scale=f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})",
-            reduce_dtype=self.reduce_dtype.name,
-        )
+        if workers.are_several():
+            workers.meet(
+                self,
+                [gradient for gradient, _ in pairs],
+                loss_scale=f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})",
+                reduce_dtype=self.reduce_dtype.name,
+            )
         step = ScaledStep(adapter, state, self.handler, self.reduce_dtype, names)
         return step.make(pairs, aggregate=aggregate, name=name)
 
