@@ -89,6 +89,7 @@ class GradScaler(ScalerProperties, tf.Module):
     Overview".
     """
 
+    _scaler: Scaler[ScalerCalls | NoCalls]
     _given: LossScale | None
 
     def __init__(
@@ -248,7 +249,7 @@ class GradScaler(ScalerProperties, tf.Module):
             elif stepped is not True:
                 tf.cond(stepped, lambda: None, report)
 
-        known_later = [has_stepped] if tf.is_tensor(has_stepped) else []
+        known_later = [has_stepped] if isinstance(has_stepped, tf.Tensor) else []
         scale = [] if new_scale is None else [new_scale]
         replicas.once_for_all_replicas(move, [*known_later, *scale])
         state_rollback.step_is_over()

@@ -147,6 +147,7 @@ class LossScaleOptimizer(
     Source: RFC 293, "LossScaleOptimizer Overview".
     """
 
+    _scaler: Scaler[OptimizerCalls | NoCalls]
     _takes_scaled_gradients = True
 
     def __init__(

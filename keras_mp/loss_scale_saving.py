@@ -9,6 +9,7 @@ from keras_mp import keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
 from keras_mp.step.calls import NoCalls
+from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -22,7 +23,7 @@ class LossScaleSaving(WrapperSaving):
     """The part of a `LossScaleOptimizer` that saves and loads it."""
 
     _name: str | None
-    _scaler: Scaler
+    _scaler: Scaler[OptimizerCalls | NoCalls]
     _skip_nonfinite: bool
     aggregate_in_float16: bool
     dynamic: bool

@@ -115,6 +115,8 @@ class LossScaleOptimizer(
     Source: TensorFlow 1, `tf.contrib.mixed_precision.LossScaleOptimizer`.
     """
 
+    _scaler: Scaler[NoCalls]
+
     def __init__(
         self,
         opt: tf.compat.v1.train.Optimizer,

@@ -14,7 +14,7 @@ from keras_mp.support import validation
 class ScalerProperties:
     """The properties of a `Scaler`, and what checkpoints hold of it."""
 
-    _scaler: Scaler
+    _scaler: Scaler[Any]
     _skip_nonfinite = False
 
     @property
