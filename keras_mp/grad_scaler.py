@@ -250,8 +250,8 @@ class GradScaler(ScalerProperties, tf.Module):
                 tf.cond(stepped, lambda: None, report)
 
         known_later = [has_stepped] if isinstance(has_stepped, tf.Tensor) else []
-        scale = [] if new_scale is None else [new_scale]
-        replicas.once_for_all_replicas(move, [*known_later, *scale])
+        given = [] if new_scale is None else [new_scale]
+        replicas.once_for_all_replicas(move, [*known_later, *given])
         state_rollback.step_is_over()
 
     def get_config(self) -> dict[str, Any]:
@@ -285,21 +285,21 @@ class GradScaler(ScalerProperties, tf.Module):
         self._scaler.calls.by_tape()
 
     def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:
-        scale = self._scaler.loss_scale
+        loss_scale = self._scaler.loss_scale
         if isinstance(self._scaler.calls, NoCalls):
             return None
-        if not isinstance(scale, DynamicLossScale):
+        if not isinstance(loss_scale, DynamicLossScale):
             raise ValueError(
                 "Only a dynamic loss scale can be set. "
-                f"Received: new_scale={new_scale!r} with {scale!r}"
+                f"Received: new_scale={new_scale!r} with {loss_scale!r}"
             )
-        low, high = scale.min_loss_scale, scale.max_loss_scale
+        low, high = loss_scale.min_loss_scale, loss_scale.max_loss_scale
         if tf.is_tensor(new_scale) or isinstance(new_scale, (LossScale, tf.Variable)):
             new_scale = tf.cast(tf.convert_to_tensor(new_scale), tf.float64)  # pyright: ignore
             if not tf.executing_eagerly():
                 # Comparisons with NaN are False.
                 is_valid = tf.logical_and(new_scale >= low, new_scale <= high)
-                return tf.where(is_valid, tf.cast(new_scale, tf.float32), scale())
+                return tf.where(is_valid, tf.cast(new_scale, tf.float32), loss_scale())
             new_scale = new_scale.numpy().tolist()
         number = validation.number("new_scale", new_scale, at_least=low, at_most=high)
         return tf.constant(number, tf.float32)
