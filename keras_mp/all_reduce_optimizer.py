@@ -7,11 +7,12 @@ same for those that scale their loss.
 from collections.abc import Iterable
 from typing import Any
 
+import tensorflow as tf
+
 from keras_mp import keras_api
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, workers
 from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.decision import Given
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support.autograph import do_not_convert
 
@@ -58,7 +59,11 @@ class AllReduceOptimizer(OptimizerWrapper):
     """
 
     def __init__(
-        self, inner_optimizer: Any, reduce_dtype: Any = "bfloat16", *, jit_compile: bool = False
+        self,
+        inner_optimizer: tf.keras.optimizers.Optimizer | str | dict[str, Any],
+        reduce_dtype: str | tf.DType = "bfloat16",
+        *,
+        jit_compile: bool = False,
     ) -> None:
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
@@ -85,7 +90,7 @@ class AllReduceOptimizer(OptimizerWrapper):
         return self._reduce_dtype.name
 
     @reduce_dtype.setter
-    def reduce_dtype(self, value: Any) -> None:
+    def reduce_dtype(self, value: str | tf.DType) -> None:
         vars(self)["_reduce_dtype"] = reduce_dtypes.get(value, _CHOICES, _HINT)  # pyright: ignore
 
     @do_not_convert
@@ -115,8 +120,9 @@ class AllReduceOptimizer(OptimizerWrapper):
         if not pairs:
             return self.iterations
         self.build([variable for _, variable in pairs])
-        workers.meet(self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype)
-        operation, _ = ScaledStep(self._adapter, None, self._reduce_dtype, Given()).make(
+        if workers.are_several():
+            workers.meet(self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype)
+        operation, _ = ScaledStep(self._adapter, reduce_dtype=self._reduce_dtype).make(
             pairs,
             aggregate=experimental_aggregate_gradients and not skip_gradients_aggregation,
             name=name,

@@ -38,6 +38,8 @@ from keras_mp.step.state_rollback import training_step
 from keras_mp.support import messages, regions
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
+Compile = Callable[..., None]
+
 _lock = threading.Lock()
 
 
@@ -60,20 +62,20 @@ def _guard_other_keras(policy_class: type) -> None:
         _hook(owner, functools.partial(_refuse_other_keras, policy_class))
 
 
-def _hook(owner: type, replacement: Any) -> None:
+def _hook(owner: type, replacement: Callable[..., Any]) -> None:
     keras_compile = vars(owner)["compile"]
     if hasattr(keras_compile, "_keras_mp_hook"):
         return
 
     @functools.wraps(keras_compile)
-    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
         return replacement(keras_compile, self, *args, **kwargs)
 
     compile._keras_mp_hook = True  # pyright: ignore[reportAttributeAccessIssue]
     owner.compile = compile
 
 
-def _compile(policy_class: type, keras_compile: Any, *args: Any, **kwargs: Any) -> Any:
+def _compile(policy_class: type, keras_compile: Compile, *args: Any, **kwargs: Any) -> None:
     model = args[0]
     if passes.enabled_dtype() is None:
         return _compile_for_policy(policy_class, keras_compile, *args, **kwargs)
@@ -97,7 +99,9 @@ def _is_mixed(layer: tf.keras.layers.Layer) -> bool:
     return layer.compute_dtype in LOW_PRECISION_NAMES and layer.variable_dtype == "float32"
 
 
-def _compile_for_policy(policy_class: type, keras_compile: Any, *args: Any, **kwargs: Any) -> Any:
+def _compile_for_policy(
+    policy_class: type, keras_compile: Compile, *args: Any, **kwargs: Any
+) -> None:
     try:
         call = inspect.signature(keras_compile).bind(*args, **kwargs)
     except TypeError:
@@ -173,7 +177,9 @@ def _open_training_step(model: tf.keras.Model) -> None:
         vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
 
 
-def _train_step(model: tf.keras.Model, of_instance: Any, *args: Any, **kwargs: Any) -> Any:
+def _train_step(
+    model: tf.keras.Model, of_instance: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
     cls = type(model)
     train_step = of_instance or cls.train_step.__get__(model, cls)
     with training_step(model, keras_api.states(model)):
@@ -196,7 +202,9 @@ def _is_compiled_with_ours(model: tf.keras.Model, call: inspect.BoundArguments) 
 
 
 def _how_to_scale(
-    model: tf.keras.Model, policy: Any, before: LossScaleOptimizer | None
+    model: tf.keras.Model,
+    policy: tf.keras.mixed_precision.Policy | None,
+    before: LossScaleOptimizer | None,
 ) -> dict[str, Any] | None:
     """Returns how to scale a model's loss: as its policy says, else as before.
 
@@ -223,7 +231,9 @@ def _how_to_scale(
     }
 
 
-def _wrap(scaling: dict[str, Any], optimizer: Any) -> Any:
+def _wrap(
+    scaling: dict[str, Any], optimizer: tf.keras.optimizers.Optimizer
+) -> tf.keras.optimizers.Optimizer:
     optimizer = keras_api.get_optimizer(optimizer)
     own = find_loss_scale_optimizer(optimizer)
     if own is not None and not isinstance(own, LossScaleOptimizer):
@@ -335,8 +345,8 @@ def _warn_if_set_with_keras(
 
 
 def _refuse_other_keras(
-    policy_class: type, keras_compile: Any, model: tf.keras.Model, *args: Any, **kwargs: Any
-) -> Any:
+    policy_class: type, keras_compile: Compile, model: tf.keras.Model, *args: Any, **kwargs: Any
+) -> None:
     optimizer = kwargs.get("optimizer", args[0] if args else None)
     policy = keras_api.get_global_policy()
     if (isinstance(policy, policy_class) and policy.should_cast_variables) or any(

@@ -14,19 +14,19 @@ from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, other_adapters, replicas, state_rollback
-from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.calls import NoCalls
-from keras_mp.step.decision import Guard
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.scaler_calls import ScalerCalls
+from keras_mp.step.scaler_properties import ScalerProperties
 from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
 
+NewScale = float | tf.Tensor | tf.Variable | LossScale
 
-class GradScaler(tf.Module):
+
+class GradScaler(ScalerProperties, tf.Module):
     """Scales losses, and unscales, judges and applies their gradients, for any optimizers.
 
     What a `keras_mp.LossScaleOptimizer` is for one optimizer of `tf.keras`, this is for several
@@ -89,14 +89,17 @@ class GradScaler(tf.Module):
     Overview".
     """
 
+    _scaler: Scaler[ScalerCalls | NoCalls]
+    _given: LossScale | None
+
     def __init__(
         self,
-        loss_scale: Any = "dynamic",
+        loss_scale: loss_scale_lib.LossScaleArgument = "dynamic",
         *,
         enabled: bool = True,
         skip_nonfinite: bool = False,
         aggregate_in_float16: bool | None = None,
-        reduce_dtype: Any = None,
+        reduce_dtype: str | tf.DType | None = None,
         warn_after_skips: int | None = 50,
         name: str | None = None,
     ) -> None:
@@ -104,63 +107,24 @@ class GradScaler(tf.Module):
         given = loss_scale_lib.get(loss_scale)
         self._enabled = validation.boolean("enabled", enabled)
         self._skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
-        scales = enabled and given is not None
-        loss_scale = given if scales else FixedLossScale(1)
-        self._given = given
+        used = given if enabled and given is not None else FixedLossScale(1)
+        # Not as an attribute, which a checkpoint would hold, too.
+        vars(self)["_given"] = given
         self._scaler = Scaler(
-            loss_scale,
-            (ScalerCalls if scales else NoCalls)(loss_scale),
-            can_skip=(enabled and skip_nonfinite) or isinstance(loss_scale, DynamicLossScale),
-            reduce_dtype=reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16),
+            used,
+            (ScalerCalls if used is given else NoCalls)(used),
+            skip_nonfinite=enabled and skip_nonfinite,
+            reduce_dtype=reduce_dtype,
+            aggregate_in_float16=aggregate_in_float16,
             warn_after_skips=warn_after_skips,
             at_update=True,
         )
         hardware.warn_if_slow()
 
     @property
-    def loss_scale(self) -> LossScale:
-        """The `LossScale`. `scaler.loss_scale()` is its value, a float32 scalar tensor.
-
-        Where nothing is scaled it is a `FixedLossScale(1)`.
-        """
-        return self._scaler.loss_scale
-
-    @property
     def enabled(self) -> bool:
         """Whether it scales, or skips, anything."""
         return self._enabled
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
-        return self._skip_nonfinite
-
-    @property
-    def steps_skipped(self) -> tf.Tensor:
-        """How many calls of `step` applied nothing so far, an int64 scalar tensor."""
-        return self._scaler.steps_skipped()
-
-    @property
-    def last_overflow(self) -> Overflow | None:
-        """The gradients that were not finite in the last `step` that applied nothing; or None.
-
-        It is the `keras_mp.Overflow` of one optimizer, which the variables tell. Gradients count as
-        they were when `unscale` was called. In a graph it cannot be read.
-
-        Raises:
-            RuntimeError: it is read in a graph.
-        """
-        return self._scaler.last_overflow()
-
-    @property
-    def reduce_dtype(self) -> str:
-        """The dtype in which float32 gradients are summed over replicas."""
-        return self._scaler.reduce_dtype.name
-
-    @property
-    def warn_after_skips(self) -> int | None:
-        """The number of steps in a row with a skipped one after which to warn; None for never."""
-        return self._scaler.skipped.warn_after
 
     @do_not_convert
     def scale(self, losses: Any) -> Any:
@@ -242,15 +206,18 @@ class GradScaler(tf.Module):
             )
         adapter.build([variable for _, variable in pairs])
         with self._scaler.calls.apply(optimizer, [variable for _, variable in pairs]) as given:
-            guard = given.guard
-            if guard is not None:
-                given = given._replace(guard=Guard(guard.is_allowed, lambda: self._refuse(guard)))
-            _, finite = self._scaler.step(adapter, pairs, given, aggregate=aggregate)
-        applied = [each for each in (finite, guard and guard.is_allowed) if each is not None]
+
+            def refuse() -> None:
+                given.refuse()
+                self._scaler.skipped.total.assign_add(1, read_value=False)
+
+            state = given._replace(refuse=refuse)
+            _, finite = self._scaler.step(adapter, pairs, state, aggregate=aggregate)
+        applied = [each for each in (finite, state.is_allowed) if each is not None]
         return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
 
     @do_not_convert
-    def update(self, new_scale: Any = None) -> None:
+    def update(self, new_scale: NewScale | None = None) -> None:
         """Ends the training step: moves a dynamic scale, once for all optimizers.
 
         It backs off if an optimizer was skipped since the last call, and counts a good step, after
@@ -282,9 +249,9 @@ class GradScaler(tf.Module):
             elif stepped is not True:
                 tf.cond(stepped, lambda: None, report)
 
-        known_later = [has_stepped] if tf.is_tensor(has_stepped) else []
-        scale = [] if new_scale is None else [new_scale]
-        replicas.once_for_all_replicas(move, [*known_later, *scale])
+        known_later = [has_stepped] if isinstance(has_stepped, tf.Tensor) else []
+        given = [] if new_scale is None else [new_scale]
+        replicas.once_for_all_replicas(move, [*known_later, *given])
         state_rollback.step_is_over()
 
     def get_config(self) -> dict[str, Any]:
@@ -296,7 +263,7 @@ class GradScaler(tf.Module):
             "loss_scale": loss_scale_lib.serialize(self._given),
             "enabled": self._enabled,
             "skip_nonfinite": self._skip_nonfinite,
-            "aggregate_in_float16": self._scaler.reduce_dtype == tf.float16,
+            "aggregate_in_float16": self.aggregate_in_float16,
             "reduce_dtype": self.reduce_dtype,
             "warn_after_skips": self.warn_after_skips,
             "name": self.name,
@@ -314,41 +281,28 @@ class GradScaler(tf.Module):
         """
         return cls(**config)
 
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        children = {
-            "loss_scale": self._scaler.loss_scale,
-            "steps_skipped": self._scaler.skipped.total,
-        }
-        if save_type == "savedmodel":  # which holds functions, and all that these use
-            functions = super()._trackable_children(save_type, **kwargs)  # pyright: ignore
-            children.update({**functions, **self._scaler.variables()})
-        return children
-
     def _note_tape(self) -> None:
         self._scaler.calls.by_tape()
 
-    def _refuse(self, guard: Guard) -> None:
-        guard.refuse()
-        self._scaler.skipped.total.assign_add(1, read_value=False)
-
-    def _checked_scale(self, new_scale: Any) -> tf.Tensor | None:
-        scale = self._scaler.loss_scale
+    def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:
+        loss_scale = self._scaler.loss_scale
         if isinstance(self._scaler.calls, NoCalls):
             return None
-        if not isinstance(scale, DynamicLossScale):
+        if not isinstance(loss_scale, DynamicLossScale):
             raise ValueError(
                 "Only a dynamic loss scale can be set. "
-                f"Received: new_scale={new_scale!r} with {scale!r}"
+                f"Received: new_scale={new_scale!r} with {loss_scale!r}"
             )
-        low, high = scale.min_loss_scale, scale.max_loss_scale
+        low, high = loss_scale.min_loss_scale, loss_scale.max_loss_scale
         if tf.is_tensor(new_scale) or isinstance(new_scale, (LossScale, tf.Variable)):
             new_scale = tf.cast(tf.convert_to_tensor(new_scale), tf.float64)  # pyright: ignore
             if not tf.executing_eagerly():
                 # Comparisons with NaN are False.
                 is_valid = tf.logical_and(new_scale >= low, new_scale <= high)
-                return tf.where(is_valid, tf.cast(new_scale, tf.float32), scale())
+                return tf.where(is_valid, tf.cast(new_scale, tf.float32), loss_scale())
             new_scale = new_scale.numpy().tolist()
-        number = validation.number("new_scale", new_scale, at_least=low, at_most=high)
+        number: Any = new_scale
+        number = validation.number("new_scale", number, at_least=low, at_most=high)
         return tf.constant(number, tf.float32)
 
     def _check_mode(self) -> None:

@@ -28,6 +28,8 @@ __all__ = [
     "serialize",
 ]
 
+LossScaleArgument = LossScale | float | str | dict[str, Any] | None
+
 # `serialize(DynamicLossScale())`, which would make variables.
 DEFAULT_DYNAMIC = {
     "class_name": "DynamicLossScale",
@@ -43,7 +45,7 @@ DEFAULT_DYNAMIC = {
 }
 
 
-def get(loss_scale: Any) -> LossScale | None:
+def get(loss_scale: LossScaleArgument) -> LossScale | None:
     """Converts a number, a name, a config or another loss scale to a `LossScale`.
 
     Args:
@@ -84,6 +86,28 @@ def get(loss_scale: Any) -> LossScale | None:
         "Cannot interpret `loss_scale`. Expected None, 'dynamic', a number of at least 1 or a "
         f"keras_mp.LossScale. Received: loss_scale={loss_scale!r} (of type {type(loss_scale)})"
     )
+
+
+def required(loss_scale: LossScaleArgument, user: str, instead: str) -> LossScale:
+    """Converts to a `LossScale`, as `get` does, but refuses None.
+
+    Args:
+        loss_scale: as of `get`.
+        user: str. What needs a loss scale.
+        instead: str. What to use without one.
+
+    Returns:
+        A `LossScale`.
+
+    Raises:
+        ValueError: `loss_scale` is None.
+    """
+    result = get(loss_scale)
+    if result is None:
+        raise ValueError(
+            f"A {user} needs a loss scale; without one, use {instead}. Received: loss_scale=None"
+        )
+    return result
 
 
 def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grad_scaler import GradScaler
 from keras_mp.step import gradients, replicas
-from keras_mp.step.loss_scales import DynamicLossScale, LossScale
+from keras_mp.step.loss_scales import DynamicLossScale
 from keras_mp.step.schedule import LossScaleState
 from keras_mp.support import validation
 from keras_mp.support.autograph import do_not_convert
@@ -59,15 +59,20 @@ class LossScaleGradientTape(tf.GradientTape):
 
     def __init__(
         self,
-        loss_scale: Any,
+        loss_scale: loss_scale_lib.LossScaleArgument | GradScaler,
         max_retries: int = 16,
         persistent: bool = False,
         watch_accessed_variables: bool = True,
     ) -> None:
         # To compute again, it has to remember.
         super().__init__(persistent=True, watch_accessed_variables=watch_accessed_variables)
-        self._scaler = loss_scale if isinstance(loss_scale, GradScaler) else None
-        self._loss_scale = self._scaler.loss_scale if self._scaler else _scale(loss_scale)
+        self._scaler: GradScaler | None = None
+        if isinstance(loss_scale, GradScaler):
+            self._scaler, self._loss_scale = loss_scale, loss_scale.loss_scale
+        else:
+            self._loss_scale = loss_scale_lib.required(
+                loss_scale, "LossScaleGradientTape", "a tf.GradientTape"
+            )
         self._max_retries = validation.integer("max_retries", max_retries, at_least=0)
         self._is_kept = validation.boolean("persistent", persistent)
         self._watched_before: Sequence[tf.Variable] | None = None
@@ -188,32 +193,23 @@ class LossScaleGradientTape(tf.GradientTape):
         if self._max_retries:
             state = tf.while_loop(goes_on, again, state)
         retries, finite, *found = state
-        self._note(retries, finite, scale_after)
+        if isinstance(self._loss_scale, DynamicLossScale):
+            self._move(self._loss_scale, retries, finite, scale_after)
+        if self._scaler is not None:
+            self._scaler._note_tape()
         grads: list[Any] = [None] * len(first)
         for i, gradient in zip(positions, found, strict=True):
             grads[i] = gradient
         return grads
 
-    def _note(
-        self,
-        retries: tf.Tensor,
-        finite: tf.Tensor,
-        scale_after: Callable[[tf.Tensor], tf.Tensor],
-    ) -> None:
-        """Notes what the search has found."""
-        if isinstance(self._loss_scale, DynamicLossScale):
-            self._move(retries, finite, scale_after)
-        if self._scaler is not None:
-            self._scaler._note_tape()
-
     def _move(
         self,
+        scale: DynamicLossScale,
         retries: tf.Tensor,
         finite: tf.Tensor,
         scale_after: Callable[[tf.Tensor], tf.Tensor],
     ) -> None:
         """Moves the scale to where the gradients of all replicas were finite."""
-        scale: Any = self._loss_scale
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             retries, finite = _most_of_all_replicas(retries, finite, self._max_retries)
 
@@ -249,13 +245,3 @@ def _most_of_all_replicas(
 
 def _ignore(result: Any) -> None:
     """Makes a branch of what returns something."""
-
-
-def _scale(loss_scale: Any) -> LossScale:
-    scale = loss_scale_lib.get(loss_scale)
-    if scale is None:
-        raise ValueError(
-            "A LossScaleGradientTape needs a loss scale; without one, use a tf.GradientTape. "
-            "Received: loss_scale=None"
-        )
-    return scale

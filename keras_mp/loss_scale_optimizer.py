@@ -12,20 +12,19 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import all_reduce_optimizer, hardware, keras_api
-from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
 from keras_mp.layer_paths import paths_of_weights
+from keras_mp.loss_scale import LossScaleArgument
 from keras_mp.loss_scale_saving import LossScaleSaving
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, state_rollback
-from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.calls import NoCalls
-from keras_mp.step.decision import Given
-from keras_mp.step.loss_scales import DynamicLossScale
+from keras_mp.step.gradient_state import GradientState
+from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
-from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaler import Scaler
+from keras_mp.step.scaler_properties import ScalerProperties
 from keras_mp.step.scaling_tape import ScalingTape
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -35,7 +34,7 @@ _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
 )
 
 
-def wrapper_of(optimizer: Any) -> "LossScaleOptimizer | None":
+def wrapper_of(optimizer: tf.keras.optimizers.Optimizer) -> "LossScaleOptimizer | None":
     """Returns the `LossScaleOptimizer` that wraps `optimizer`, or None.
 
     Args:
@@ -45,7 +44,7 @@ def wrapper_of(optimizer: Any) -> "LossScaleOptimizer | None":
     return None if reference is None else reference()
 
 
-def find_loss_scale_optimizer(optimizer: Any) -> Any:
+def find_loss_scale_optimizer(optimizer: tf.keras.optimizers.Optimizer | None) -> Any:
     """Returns what scales the loss among an optimizer and those that it wraps, or None.
 
     Args:
@@ -70,7 +69,8 @@ def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
 
 @keras_api.register_serializable
 class LossScaleOptimizer(
-    older_spellings.OlderAttributes,
+    ScalerProperties,
+    older_spellings.OlderSpellings,
     LossScaleSaving,
     OptimizerWrapper,
     keras_api.KerasLossScaleOptimizer,
@@ -147,15 +147,16 @@ class LossScaleOptimizer(
     Source: RFC 293, "LossScaleOptimizer Overview".
     """
 
+    _scaler: Scaler[OptimizerCalls | NoCalls]
     _takes_scaled_gradients = True
 
     def __init__(
         self,
-        inner_optimizer: Any,
-        loss_scale: Any = "dynamic",
+        inner_optimizer: tf.keras.optimizers.Optimizer | str | dict[str, Any],
+        loss_scale: LossScaleArgument = "dynamic",
         aggregate_in_float16: bool | None = None,
         *,
-        reduce_dtype: Any = None,
+        reduce_dtype: str | tf.DType | None = None,
         name: str | None = None,
         warn_after_skips: int | None = 50,
         skip_nonfinite: bool = False,
@@ -201,8 +202,9 @@ class LossScaleOptimizer(
             _scaler=Scaler(
                 loss_scale,
                 (OptimizerCalls if scales else NoCalls)(loss_scale),
-                can_skip=skip_nonfinite or isinstance(loss_scale, DynamicLossScale),
-                reduce_dtype=reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16),
+                skip_nonfinite=skip_nonfinite,
+                reduce_dtype=reduce_dtype,
+                aggregate_in_float16=aggregate_in_float16,
                 warn_after_skips=warn_after_skips,
             ),
             policy_in_file=None,
@@ -226,85 +228,8 @@ class LossScaleOptimizer(
         """The name given to the constructor, or the inner optimizer's."""
         return self._name or super().name
 
-    @property
-    def loss_scale(self) -> loss_scale_lib.LossScale:
-        """The `LossScale`. `optimizer.loss_scale()` is its value, a float32 scalar tensor."""
-        return self._scaler.loss_scale
-
-    @property
-    def aggregate_in_float16(self) -> bool:
-        """Whether float32 gradients are summed over replicas as float16. May be set at any time."""
-        return self._scaler.reduce_dtype == tf.float16
-
-    @aggregate_in_float16.setter
-    def aggregate_in_float16(self, value: bool) -> None:
-        self._scaler.reduce_dtype = reduce_dtypes.after_setting(self._scaler.reduce_dtype, value)
-
-    @property
-    def reduce_dtype(self) -> str:
-        """The dtype in which float32 gradients are summed over replicas. May be set at any time.
-
-        A `tf.function` that was traced before it was set keeps the old one.
-        """
-        return self._scaler.reduce_dtype.name
-
-    @reduce_dtype.setter
-    def reduce_dtype(self, value: Any) -> None:
-        self._scaler.reduce_dtype = reduce_dtypes.get(value)
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
-        return self._skip_nonfinite
-
-    @property
-    def steps_skipped(self) -> tf.Tensor:
-        """How many steps were skipped so far, an int64 scalar tensor."""
-        return self._scaler.steps_skipped()
-
-    @property
-    def last_step_skipped(self) -> tf.Tensor:
-        """Whether the last step was skipped, a bool scalar tensor."""
-        return self._scaler.last_step_skipped()
-
-    @property
-    def last_overflow(self) -> Overflow | None:
-        """The gradients that were not finite in the step that was skipped last; None if none was.
-
-        A `keras_mp.Overflow`: which step it was, each variable's Inf and NaN on each replica, also
-        of other workers, and whether the loss itself was finite. Its `str` is a table. What counts
-        are gradients before they are clipped: those of `get_unscaled_gradients`, if it was called.
-
-        It is looked for when a step is skipped, not in good steps, and kept on the device until it
-        is read. It is no part of checkpoints. A fixed scale skips nothing, so it finds nothing.
-
-        Raises:
-            RuntimeError: it is read in a graph.
-
-        Example:
-
-        >>> optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable([1.0, 2.0], name="v")
-        >>> _ = optimizer.minimize(lambda: tf.reduce_sum(v * [1.0, float("inf")]), [v])
-        >>> overflow = optimizer.last_overflow
-        >>> overflow.step, overflow.variables, overflow.gradients[0].infs, overflow.loss_is_finite
-        (1, ['v'], 1, False)
-        """
-        return self._scaler.last_overflow()
-
-    @property
-    def warn_after_skips(self) -> int | None:
-        """The number of skipped steps in a row after which to warn; None for never.
-
-        A `tf.function` that was traced before it was set keeps the old number.
-        """
-        return self._scaler.skipped.warn_after
-
-    @warn_after_skips.setter
-    def warn_after_skips(self, value: int | None) -> None:
-        self._scaler.skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
-
     @do_not_convert
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: Loss) -> Loss:
         """Multiplies the loss by the loss scale. `get_unscaled_gradients` is its counterpart.
 
         Args:
@@ -316,22 +241,12 @@ class LossScaleOptimizer(
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        return self._scaled(loss, to_apply=False)
+        return self._begin(loss, to_apply=False)
 
     @do_not_convert
-    def scale_loss(self, loss: Any) -> Any:
-        """Multiplies the loss by the loss scale; `apply_gradients` or `apply` then unscale.
-
-        Args:
-            loss: float tensor, or a callable without arguments that returns one.
-
-        Returns:
-            The scaled loss, in float32 or wider; for a callable, a callable that returns it.
-
-        Raises:
-            TypeError: the loss is not a floating-point tensor.
-        """
-        return self._scaled(loss, to_apply=True)
+    def scale_loss(self, loss: Loss) -> Loss:
+        """Multiplies the loss as `get_scaled_loss`; `apply_gradients` or `apply` then unscale."""
+        return self._begin(loss, to_apply=True)
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -347,13 +262,13 @@ class LossScaleOptimizer(
             TypeError: `grads` is not a flat list of gradients.
             ValueError: the gradients are unscaled already.
         """
-        return self._scaler.calls.unscale(self._widened(gradients.convert(grads)))
+        return self._scaler.calls.unscale(self._adapter.widened(gradients.convert(grads)))
 
     @do_not_convert
     def minimize(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None = None,
         grad_loss: tf.Tensor | None = None,
         name: str | None = None,
@@ -372,78 +287,42 @@ class LossScaleOptimizer(
         """
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, var_list, tape, grad_loss, name)
-        with self._scaler.calls.whole_step() as given:
-            scaled_by, by_tape = self._scaler.loss_scale(), self._scales_on_tape()
-            if by_tape:
-                pairs = self._gradients_by_tape(scaled_by, loss, var_list, tape, grad_loss)
-            else:
-                scale = functools.partial(self._multiplied, scaled_by=scaled_by)
-                pairs = self._gradients(scale, loss, var_list, tape, grad_loss)
+        with self._scaler.calls.whole_step() as state_given:
+            scaled_by = self._scaler.loss_scale()
+            scale = functools.partial(self._multiply, scaled_by=scaled_by)
+            on_tape = scaled_by if self._scales_on_tape() else None
+            pairs = self._gradients(scale, on_tape, loss, var_list, tape, grad_loss)
             pairs = gradients.checked_pairs(pairs)
             if not pairs:
                 return self.iterations
-            return self._step(pairs, given(scaled_by, not by_tape), aggregate=True, name=name)
+            state = state_given(scaled_by, on_tape is None)
+            return self._step(pairs, state, aggregate=True, name=name)
 
     @do_not_convert
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None = None,
         grad_loss: tf.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
         """Computes gradients with the loss scaled, and unscales them: the first half of `minimize`.
 
-        Args:
-            loss: float tensor, or a callable without arguments that returns one. Not scaled.
-            var_list: list of variables, one variable, or a callable that returns either.
-            tape: `tf.GradientTape` under which a tensor `loss` was computed.
-            grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
+        It takes what `minimize` takes.
 
         Returns:
             list of (gradient, variable) pairs.
         """
-        calls = self._scaler.calls
-        if not self._scales_on_tape():
-            pairs = self._gradients(self.get_scaled_loss, loss, var_list, tape, grad_loss)
-            unscaled = self.get_unscaled_gradients([g for g, _ in pairs])
+        scaled_by = self._scaler.loss_scale() if self._scales_on_tape() else None
+        pairs = self._gradients(self.get_scaled_loss, scaled_by, loss, var_list, tape, grad_loss)
+        unscaled = [g for g, _ in pairs]
+        if scaled_by is None:
+            unscaled = self.get_unscaled_gradients(unscaled)
         else:
-            scaled_by = self._scaler.loss_scale()
-            pairs = self._gradients_by_tape(scaled_by, loss, var_list, tape, grad_loss)
+            calls = self._scaler.calls
             calls.begin(scaled_by, to_apply=False)
-            unscaled = calls.unscale(gradients.convert([g for g, _ in pairs]), by_tape=True)
+            unscaled = calls.unscale(gradients.convert(unscaled), by_tape=True)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
-
-    def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
-        """Gradients in a TensorFlow 1 graph (legacy optimizers): scales the loss and unscales them.
-
-        Args:
-            loss: float tensor. Not scaled.
-            params: list of variables.
-
-        Returns:
-            list of tensors.
-        """
-        if self._scales_on_tape():
-            raise TypeError(
-                "The optimizer has a way of its own to compute gradients, which in a graph of "
-                "TensorFlow 1 would see the loss scaled. Train in mixed_bfloat16, without loss "
-                f"scaling. Received: {self.inner_optimizer!r}"
-            )
-        scaled = self.inner_optimizer.get_gradients(self.get_scaled_loss(loss), params)
-        return self.get_unscaled_gradients(scaled)
-
-    def get_updates(self, loss: tf.Tensor, params: Any) -> list[Any]:
-        """A whole step in a TensorFlow 1 graph (legacy optimizers).
-
-        Args:
-            loss: float tensor. Not scaled.
-            params: list of variables.
-
-        Returns:
-            list of the operations that make the step.
-        """
-        return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
 
     @do_not_convert
     def apply_gradients(
@@ -483,12 +362,8 @@ class LossScaleOptimizer(
         if scaled:
             self._scaler.calls.begin_by_hand([g for g, _ in pairs])
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        with self._scaler.calls.apply(self, [v for _, v in pairs]) as given:
-            return self._step(pairs, given, aggregate=aggregate, name=name)
-
-    def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Not on the TensorFlow backend: says what Keras says."""
-        return self.inner_optimizer.stateless_apply(*args, **kwargs)
+        with self._scaler.calls.apply(self, [v for _, v in pairs]) as state:
+            return self._step(pairs, state, aggregate=aggregate, name=name)
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set the final values, where it has any: averages, for one.
@@ -510,67 +385,58 @@ class LossScaleOptimizer(
         paths = {} if model is None or not model.built else paths_of_weights(model)
         return [paths.get(id(variable)) for variable in variables]
 
-    def _scaled(self, loss: Any, to_apply: bool) -> Any:
+    def _begin(self, loss: Loss, to_apply: bool) -> Loss:
         scaled_by = self._scaler.loss_scale()
-        scaled = self._multiplied(loss, None if callable(loss) else scaled_by)
+        scaled = self._multiply(loss, None if callable(loss) else scaled_by)
         self._scaler.calls.begin(scaled_by, to_apply=to_apply)
         return scaled
 
-    def _multiplied(self, loss: Any, scaled_by: tf.Tensor | None) -> Any:
+    def _multiply(self, loss: Loss, scaled_by: tf.Tensor | None) -> Loss:
         if callable(loss) and not tf.is_tensor(loss):
             users = allow_conversion(loss)
-            return do_not_convert(lambda: self._multiplied(users(), scaled_by))
+            return do_not_convert(lambda: self._multiply(users(), scaled_by))
         return self._scaler.calls.scale(loss, scaled_by)
 
     def _unscaled_early(
         self, pairs: Iterable[tuple[Any, Any]], scaled: bool
     ) -> list[tuple[Any, Any]]:
         pairs = list(pairs)
-        grads = self._widened([g for g, _ in pairs])
+        grads = self._adapter.widened([g for g, _ in pairs])
         if scaled:
             self._scaler.calls.begin_by_hand(grads)
         grads = self._scaler.calls.unscale_early(grads)
         return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
-    def _widened(self, grads: list[Any]) -> list[Any]:
-        """Gradients in float32 where the inner optimizer takes them, so that small ones stay."""
-        return gradients.to_float32(grads) if self._adapter.takes_float32_gradients else grads
-
     def _gradients(
         self,
-        scale: Callable[[Any], Any],
-        loss: Any,
-        var_list: Any,
+        scale: Callable[[Loss], Loss],
+        on_tape: tf.Tensor | None,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
-        is_tape = isinstance(tape, tf.GradientTape)
-        with tape if is_tape else contextlib.nullcontext():
+        """Computes gradients of a loss that `scale` has scaled.
+
+        `on_tape` is None, or the loss scale by which the tape scales in its place, and unscales:
+        the inner optimizer has a way of its own to compute gradients, and sees no scaled loss.
+        """
+        if on_tape is not None:
+            scale = functools.partial(self._multiply, scaled_by=tf.constant(1.0))
+            tape = tf.GradientTape() if tape is None else tape
+            tape = ScalingTape(tape, on_tape) if isinstance(tape, tf.GradientTape) else tape
+        with tape if isinstance(tape, tf.GradientTape) else contextlib.nullcontext():
             loss = scale(loss)
         return super().compute_gradients(loss, var_list, tape, grad_loss)
 
-    def _gradients_by_tape(
-        self,
-        scaled_by: tf.Tensor,
-        loss: Any,
-        var_list: Any,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
-    ) -> list[tuple[Any, Any]]:
-        """Computes unscaled gradients where the inner optimizer has a way of its own to do so."""
-        scale = functools.partial(self._multiplied, scaled_by=tf.constant(1.0))
-        tape = tf.GradientTape() if tape is None else tape
-        scaling = ScalingTape(tape, scaled_by) if isinstance(tape, tf.GradientTape) else tape
-        return self._gradients(scale, loss, var_list, scaling, grad_loss)
-
     @do_not_convert
     def _step(
-        self, pairs: list[tuple[Any, Any]], given: Given, *, aggregate: bool, name: str | None
+        self, pairs: Pairs, state: GradientState, *, aggregate: bool, name: str | None
     ) -> Any:
         passes.warn_if_compiled()
         self.build([variable for _, variable in pairs])
         operation, _ = self._scaler.step(
-            self._adapter, pairs, given, aggregate=aggregate, name=name, names=self._names_of
+            self._adapter, pairs, state, aggregate=aggregate, name=name, names=self._names_of
         )
         state_rollback.step_is_over()
         return self.iterations if operation is None else operation

@@ -1,5 +1,6 @@
 """How a `LossScaleOptimizer` is saved: its config, its state, and the layouts of checkpoints."""
 
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -8,6 +9,7 @@ from keras_mp import keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
 from keras_mp.step.calls import NoCalls
+from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -21,7 +23,7 @@ class LossScaleSaving(WrapperSaving):
     """The part of a `LossScaleOptimizer` that saves and loads it."""
 
     _name: str | None
-    _scaler: Scaler
+    _scaler: Scaler[OptimizerCalls | NoCalls]
     _skip_nonfinite: bool
     aggregate_in_float16: bool
     dynamic: bool
@@ -29,7 +31,7 @@ class LossScaleSaving(WrapperSaving):
     reduce_dtype: str
     warn_after_skips: int | None
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Saves the loss scale's state, beside what the inner optimizer saves.
 
         Args:
@@ -40,7 +42,7 @@ class LossScaleSaving(WrapperSaving):
         for name, variable in self._state().items():
             store[name] = variable.numpy()
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
 
         Args:
@@ -100,11 +102,10 @@ class LossScaleSaving(WrapperSaving):
             An optimizer.
         """
         config = dict(config)
-        inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
-        if isinstance(inner, dict):
-            inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
+        if "optimizer" in config:
+            config["inner_optimizer"] = config.pop("optimizer")
         saved = config.pop("state", {})
-        optimizer = cls(inner, **config)
+        optimizer = super().from_config(config, custom_objects)
         optimizer.policy_in_file = saved.get("policy")
         for name, variable in optimizer._state().items():
             if name in saved:
@@ -149,21 +150,6 @@ class LossScaleSaving(WrapperSaving):
         if name == older_spellings.INNER_CHILD:
             return self.inner_optimizer
         return super()._lookup_dependency(name, *args, **kwargs)  # pyright: ignore
-
-    def _own_children(self) -> dict[str, Any]:
-        """What a checkpoint holds of the wrapper, beside the inner optimizer's own children."""
-        return {
-            "loss_scale": self._scaler.loss_scale,
-            "steps_skipped": self._scaler.skipped.total,
-        }
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        # Optimizers of tf_keras list their children once, which may have been before they were
-        # wrapped.
-        children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
-        if save_type == "savedmodel":  # which holds functions, and all that these use
-            children.update(self._scaler.variables())
-        return children
 
     def _state(self) -> dict[str, tf.Variable]:
         state = {"steps_skipped": self._scaler.skipped.total}

@@ -6,7 +6,7 @@ optimizers of `tf.keras` cannot train: in bfloat16, 0.999 is 1, and 1 + 2**-9 is
 
 import random
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import tensorflow as tf
@@ -167,7 +167,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
         for name, variable in self._adapter.beside.items():
             store[name] = tf.convert_to_tensor(variable).numpy()
 
-    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Loads variables that `save_own_variables` saved, here or of the inner optimizer alone.
 
         Args:

@@ -13,8 +13,7 @@ from tensorflow.python.saved_model.registration import register_serializable
 
 from keras_mp import keras_api
 from keras_mp.step import gradients
-from keras_mp.step.decision import Given
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -72,7 +71,9 @@ class OptimizerWrapper(
     Source: RFC 293, "OptimizerWrapper".
     """
 
-    def __init__(self, inner_optimizer: Any, jit_compile: bool = False) -> None:
+    def __init__(
+        self, inner_optimizer: tf.keras.optimizers.Optimizer, jit_compile: bool = False
+    ) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
         # counter and learning rate, which nothing would ever use.
         adapter = adapter_of(inner_optimizer)
@@ -105,7 +106,7 @@ class OptimizerWrapper(
         @functools.wraps(method)
         def apply_gradients(
             self: OptimizerWrapper,
-            grads_and_vars: Any,
+            grads_and_vars: Iterable[tuple[Any, Any]],
             *args: Any,
             scaled: bool = False,
             **kwargs: Any,
@@ -157,7 +158,7 @@ class OptimizerWrapper(
             if isinstance(optimizer, OptimizerWrapper):
                 _models[optimizer] = weakref.ref(model)
 
-    def _model(self) -> Any:
+    def _model(self) -> tf.keras.Model | None:
         reference = _models.get(self)
         return None if reference is None else reference()
 
@@ -182,8 +183,8 @@ class OptimizerWrapper(
     @do_not_convert
     def minimize(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None = None,
         grad_loss: tf.Tensor | None = None,
         name: str | None = None,
@@ -212,18 +213,12 @@ class OptimizerWrapper(
     @do_not_convert
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None = None,
         grad_loss: tf.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
-        """Computes gradients: the first half of `minimize`.
-
-        Args:
-            loss: scalar tensor, or a callable without arguments that returns one.
-            var_list: list of variables, one variable, or a callable that returns either.
-            tape: `tf.GradientTape` under which a tensor `loss` was computed.
-            grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
+        """Computes gradients: the first half of `minimize`, of which it takes the arguments.
 
         Returns:
             list of (gradient, variable) pairs.
@@ -306,7 +301,7 @@ class OptimizerWrapper(
             return self._adapter.update(pairs, name)
         # What is compiled sums nothing.
         self.build([variable for _, variable in pairs])
-        operation, _ = ScaledStep(self._adapter, None, tf.float32, Given()).make(pairs, name=name)
+        operation, _ = ScaledStep(self._adapter).make(pairs, name=name)
         return self.iterations if operation is None else operation
 
 
@@ -315,7 +310,7 @@ register_serializable("keras_mp", predicate=lambda value: isinstance(value, Opti
 )
 
 
-def chain(optimizer: Any) -> Iterator[Any]:
+def chain(optimizer: tf.keras.optimizers.Optimizer | None) -> Iterator[Any]:
     """Yields an optimizer and, as long as it is one that wraps another, the inner ones.
 
     Args:

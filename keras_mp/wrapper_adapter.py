@@ -1,23 +1,25 @@
 """How an optimizer wrapper is driven by one that wraps it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
+from keras_mp.step.optimizer_adapter import Applied, DelegatingAdapter, Loss, Pairs, VarList
 
 
-class WrapperAdapter(OptimizerAdapter):
-    """A wrapper that is wrapped itself."""
+class WrapperAdapter(DelegatingAdapter):
+    """A wrapper that is wrapped itself.
 
-    @property
-    def is_revived_without_state(self) -> bool:
-        return self.optimizer._adapter.is_revived_without_state
+    Args:
+        wrapper: An `OptimizerWrapper`.
+    """
 
-    @property
-    def takes_float32_gradients(self) -> bool:
-        return self.optimizer._adapter.takes_float32_gradients
+    # Which saves what Keras does not.
+    is_saved_by_keras = True
+
+    def __init__(self, wrapper: tf.keras.optimizers.Optimizer) -> None:
+        super().__init__(wrapper, wrapper._adapter)
 
     @property
     def only_differentiates(self) -> bool:
@@ -35,28 +37,14 @@ class WrapperAdapter(OptimizerAdapter):
 
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
         return self.optimizer.compute_gradients(loss, var_list, tape, grad_loss)
 
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         return self.optimizer.apply_gradients(
             grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
         )
-
-
-def _ask_innermost(name: str) -> Callable[..., Any]:
-    def method(self: WrapperAdapter, *args: Any) -> Any:
-        return getattr(self.optimizer._adapter, name)(*args)
-
-    return method
-
-
-for _name in (
-    *("built_variables", "custom_aggregation", "is_overwritten"),
-    *("accumulates", "completes_step", "totals", "drop_accumulated"),
-):
-    setattr(WrapperAdapter, _name, _ask_innermost(_name))

@@ -6,6 +6,8 @@ RFC 293, "LossScaleOptimizer __getattribute__ and __setattr__ delegation".
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from keras_mp import keras_api
 from keras_mp.wrapper_saving import WrapperSaving
 
@@ -55,7 +57,7 @@ class WrapperDelegation:
         return sorted(names - {"_trackable"})
 
     @property
-    def inner_optimizer(self) -> Any:
+    def inner_optimizer(self) -> tf.keras.optimizers.Optimizer:
         """The optimizer that is wrapped. Read-only."""
         return self._trackable
 
@@ -71,7 +73,7 @@ class WrapperDelegation:
         return self.inner_optimizer.iterations
 
     @iterations.setter
-    def iterations(self, value: Any) -> None:
+    def iterations(self, value: tf.Variable) -> None:
         self.inner_optimizer.iterations = value
 
     @property
@@ -80,7 +82,7 @@ class WrapperDelegation:
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
+    def learning_rate(self, value: float | tf.Tensor | Callable[..., Any]) -> None:
         self.inner_optimizer.learning_rate = value
 
     @property
@@ -89,7 +91,7 @@ class WrapperDelegation:
         return self.inner_optimizer.built
 
     @property
-    def variables(self) -> Any:
+    def variables(self) -> list[Any]:
         """The inner optimizer's variables, as a list that may also be called."""
         return _CallableList(self._inner_variables())
 
@@ -98,7 +100,7 @@ class WrapperDelegation:
         return variables() if callable(variables) else variables
 
     @property
-    def weights(self) -> Any:
+    def weights(self) -> list[Any]:
         """The inner optimizer's variables, under the older name."""
         return self.variables
 

@@ -1,6 +1,6 @@
 """How an optimizer wrapper is saved: its config, its weights, and what a SavedModel holds of it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,11 +80,11 @@ class WrapperSaving:
             inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
         return cls(inner, **config)
 
-    def _with_inner(self, inner_optimizer: Any) -> "Self":
+    def _with_inner(self, inner_optimizer: tf.keras.optimizers.Optimizer) -> "Self":
         """Returns a wrapper like this one, with its state, around another optimizer."""
         return type(self).from_config({**self.get_config(), "inner_optimizer": inner_optimizer})
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Saves the inner optimizer's variables, where Keras does not save them beside this.
 
         Args:
@@ -94,7 +94,7 @@ class WrapperSaving:
             for i, variable in enumerate(self._inner_variables()):
                 store[str(i)] = tf.convert_to_tensor(variable).numpy()
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
 
         Args:
@@ -131,7 +131,7 @@ class WrapperSaving:
 
     def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
         # A SavedModel says of which family an optimizer is, and only that takes its slots when it
-        # is loaded. Of a wrapper, which may be an instance of several bases, it says the inner's.
+        # is loaded. A wrapper may be an instance of several bases, so it says the inner one's.
         del kwargs
         innermost = self.inner_optimizer
         while hasattr(innermost, "inner_optimizer"):

@@ -534,6 +534,31 @@ def test_arguments_are_checked_and_come_back_from_the_config():
     assert float(copy.deepcopy(scaler).loss_scale()) == 64
 
 
+def test_it_has_the_properties_of_a_loss_scale_optimizer():
+    scaler, v = keras_mp.GradScaler(), tf.Variable(8.0)
+    scaler.reduce_dtype, scaler.warn_after_skips = "bfloat16", 3
+    assert (scaler.reduce_dtype, scaler.aggregate_in_float16, scaler.warn_after_skips) == (
+        "bfloat16",
+        False,
+        3,
+    )
+    scaler.aggregate_in_float16 = True
+    assert scaler.reduce_dtype == "float16"
+    for factor, is_skipped in ((np.inf, True), (0.5, False)):
+        with tf.GradientTape() as tape:
+            loss = scaler.scale(v * factor)
+        scaler.step(sgd(), [(tape.gradient(loss, v), v)])
+        scaler.update()
+        assert bool(scaler.last_step_skipped) == is_skipped
+
+
+def test_a_checkpoint_holds_nothing_of_a_loss_scale_that_is_not_used(tmp_path):
+    scaler = keras_mp.GradScaler(enabled=False)
+    path = tf.train.Checkpoint(scaler=scaler).save(str(tmp_path / "checkpoint"))
+    names = {name.partition("/.ATTRIBUTES")[0] for name, _ in tf.train.list_variables(path)}
+    assert names == {"_CHECKPOINTABLE_OBJECT_GRAPH", "save_counter", "scaler/steps_skipped"}
+
+
 def test_a_checkpoint_holds_the_state(tmp_path):
     def make():
         scaler = keras_mp.GradScaler(GROWING())

@@ -458,6 +458,9 @@ def clipping_optimizers():
         "legacy": lambda: legacy(0.5),
         "a wrapper": lambda: wrapped(tf.keras.optimizers.SGD(0.5, jit_compile=False)),
         "a wrapped one": lambda: keras_mp.OptimizerWrapper(new(0.5, jit_compile=False)),
+        "one with master weights": lambda: keras_mp.MasterWeightOptimizer(
+            new(0.5, jit_compile=False)
+        ),
     }
 
 

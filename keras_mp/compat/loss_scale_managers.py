@@ -45,7 +45,7 @@ class LossScaleManager(tf.Module, abc.ABC):
         """Returns the loss scale, a scalar tensor or variable of float32."""
 
     @abc.abstractmethod
-    def update_loss_scale(self, finite_grads: Any) -> Any:
+    def update_loss_scale(self, finite_grads: bool | tf.Tensor) -> Any:
         """Moves the loss scale after a step.
 
         Args:
@@ -83,7 +83,7 @@ class FixedLossScaleManager(LossScaleManager):
         """Returns the loss scale, a float32 scalar tensor."""
         return tf.constant(self._loss_scale, tf.float32)
 
-    def update_loss_scale(self, finite_grads: Any) -> Any:
+    def update_loss_scale(self, finite_grads: bool | tf.Tensor) -> Any:
         """Does nothing.
 
         Args:
@@ -208,7 +208,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         """Returns the loss scale, a float32 scalar variable."""
         return self.loss_scale
 
-    def update_loss_scale(self, finite_grads: Any) -> Any:
+    def update_loss_scale(self, finite_grads: bool | tf.Tensor) -> Any:
         """Moves the loss scale after a step.
 
         Args:
@@ -251,6 +251,8 @@ class ManagedLossScale(LossScale):
     >>> keras_mp.compat.v1.ManagedLossScale(manager)()
     <tf.Tensor: shape=(), dtype=float32, numpy=128.0>
     """
+
+    moves = True
 
     def __init__(self, manager: LossScaleManager) -> None:
         super().__init__(name="managed_loss_scale")

@@ -4,11 +4,12 @@ RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place. And what che
 TensorFlow 2.2 and 2.3 call the inner optimizer.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, get
+from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, required
 
 # What the inner optimizer is called in checkpoints of TensorFlow 2.2 and 2.3, where it is a child.
 INNER_CHILD = "base_optimizer"
@@ -27,10 +28,16 @@ _LEFT_ALONE = {
 }
 
 
-class OlderAttributes:
-    """What tells of the loss scale under older names."""
+class OlderSpellings:
+    """What tells of the loss scale under older names, and the calls of graphs of TensorFlow 1."""
 
-    loss_scale: LossScale
+    if TYPE_CHECKING:
+        loss_scale: LossScale
+        inner_optimizer: Any
+        apply_gradients: Callable[[Iterable[tuple[Any, Any]]], Any]
+        get_scaled_loss: Callable[[tf.Tensor], tf.Tensor]
+        get_unscaled_gradients: Callable[[Iterable[Any]], list[Any]]
+        _scales_on_tape: Callable[[], bool]
 
     @property
     def loss_scale_factor(self) -> None:
@@ -89,6 +96,37 @@ class OlderAttributes:
         scale = self.loss_scale
         return scale.loss_scale if isinstance(scale, DynamicLossScale) else None
 
+    def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
+        """Gradients in a TensorFlow 1 graph (legacy optimizers): scales the loss and unscales them.
+
+        Args:
+            loss: float tensor. Not scaled.
+            params: list of variables.
+
+        Returns:
+            list of tensors.
+        """
+        if self._scales_on_tape():
+            raise TypeError(
+                "The optimizer has a way of its own to compute gradients, which in a graph of "
+                "TensorFlow 1 would see the loss scaled. Train in mixed_bfloat16, without loss "
+                f"scaling. Received: {self.inner_optimizer!r}"
+            )
+        scaled = self.inner_optimizer.get_gradients(self.get_scaled_loss(loss), params)
+        return self.get_unscaled_gradients(scaled)
+
+    def get_updates(self, loss: tf.Tensor, params: Any) -> list[Any]:
+        """A whole step in a TensorFlow 1 graph (legacy optimizers).
+
+        Args:
+            loss: float tensor. Not scaled.
+            params: list of variables.
+
+        Returns:
+            list of the operations that make the step.
+        """
+        return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
+
 
 def loss_scale_from_arguments(
     loss_scale: Any,
@@ -104,13 +142,7 @@ def loss_scale_from_arguments(
     }
     older = {key: value for key, value in older.items() if value is not None}
     if not older:
-        result = get(loss_scale)
-        if result is None:
-            raise ValueError(
-                "A LossScaleOptimizer needs a loss scale; without one, use the inner optimizer "
-                "itself. Received: loss_scale=None"
-            )
-        return result
+        return required(loss_scale, "LossScaleOptimizer", "the inner optimizer itself")
     received = ", ".join(f"{k}={v!r}" for k, v in {"loss_scale": loss_scale, **older}.items())
     if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
         raise ValueError(

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
+from keras_mp.compat.computed_gradients import ComputedGradients
 from keras_mp.compat.loss_scale_managers import (
     ExponentialUpdateLossScaleManager,
     FixedLossScaleManager,
@@ -20,15 +21,16 @@ from keras_mp.compat.loss_scale_managers import (
     ManagedLossScale,
     next_exponential_state,
 )
-from keras_mp.compat.v1_calls import V1Calls
 from keras_mp.grappler import passes
 from keras_mp.step import gradients, replicas
-from keras_mp.step.decision import Given
-from keras_mp.step.loss_scales import DynamicLossScale, LossScale
+from keras_mp.step.calls import NoCalls
+from keras_mp.step.gradient_state import GradientState
+from keras_mp.step.loss_scales import LossScale
+from keras_mp.step.optimizer_adapter import Loss
 from keras_mp.step.other_adapters import V1Optimizer
-from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaler import Scaler
-from keras_mp.support import messages, validation
+from keras_mp.step.scaler_properties import ScalerProperties
+from keras_mp.support import messages
 from keras_mp.support.autograph import do_not_convert
 
 __all__ = [
@@ -64,7 +66,9 @@ def scales_loss(optimizer: Any) -> bool:
     return isinstance(optimizer, (LossScaleOptimizer, _TensorFlowWrapper)) or optimizer in _wrapped
 
 
-class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Optimizer):
+class LossScaleOptimizer(
+    ScalerProperties, tf.__internal__.tracking.DelegatingTrackableMixin, _Optimizer
+):
     """An optimizer of TensorFlow 1 that applies loss scaling, so that gradients do not underflow.
 
     `minimize`, and `compute_gradients` followed by `apply_gradients`, multiply the loss by the loss
@@ -111,10 +115,12 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
     Source: TensorFlow 1, `tf.contrib.mixed_precision.LossScaleOptimizer`.
     """
 
+    _scaler: Scaler[NoCalls]
+
     def __init__(
         self,
-        opt: Any,
-        loss_scale: Any = "dynamic",
+        opt: tf.compat.v1.train.Optimizer,
+        loss_scale: loss_scale_lib.LossScaleArgument | LossScaleManager = "dynamic",
         *,
         loss_scale_manager: LossScaleManager | None = None,
         aggregate_in_float16: bool = True,
@@ -144,48 +150,21 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         replicas.check_strategy()
         self._trackable = opt
         _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
-        validation.boolean("aggregate_in_float16", aggregate_in_float16)
         loss_scale = _loss_scale(loss_scale, loss_scale_manager)
         self._scaler = Scaler(
             loss_scale,
-            V1Calls(loss_scale),
-            can_skip=isinstance(loss_scale, (DynamicLossScale, ManagedLossScale)),
-            reduce_dtype=tf.float16 if aggregate_in_float16 else tf.float32,
+            NoCalls(loss_scale),
+            aggregate_in_float16=aggregate_in_float16,
             warn_after_skips=warn_after_skips,
         )
+        self._computed = ComputedGradients()
         _wrapped.add(opt)
         hardware.warn_if_slow()
 
     @property
-    def inner_optimizer(self) -> Any:
+    def inner_optimizer(self) -> tf.compat.v1.train.Optimizer:
         """The optimizer that is wrapped. Read-only."""
         return self._trackable
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """The loss scale: call it for its value, a float32 scalar tensor."""
-        return self._scaler.loss_scale
-
-    @property
-    def steps_skipped(self) -> tf.Tensor:
-        """How many steps were skipped so far, an int64 scalar tensor."""
-        return self._scaler.steps_skipped()
-
-    @property
-    def last_step_skipped(self) -> tf.Tensor:
-        """Whether the last step was skipped, a bool scalar tensor."""
-        return self._scaler.last_step_skipped()
-
-    @property
-    def last_overflow(self) -> Overflow | None:
-        """The gradients that were not finite in the step that was skipped last; None if none was.
-
-        As that of `keras_mp.LossScaleOptimizer`. A graph of TensorFlow 1 does not look for them.
-
-        Raises:
-            RuntimeError: it is read in a graph.
-        """
-        return self._scaler.last_overflow()
 
     def get_name(self) -> str:
         """Returns the inner optimizer's name."""
@@ -194,15 +173,15 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
     @do_not_convert
     def minimize(
         self,
-        loss: Any,
-        global_step: Any = None,
-        var_list: Any = None,
+        loss: Loss,
+        global_step: tf.Variable | None = None,
+        var_list: Iterable[Any] | None = None,
         gate_gradients: int = _Optimizer.GATE_OP,
-        aggregation_method: Any = None,
+        aggregation_method: int | None = None,
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
-        grad_loss: Any = None,
-    ) -> Any:
+        grad_loss: tf.Tensor | None = None,
+    ) -> tf.Operation | None:
         """Does a whole step: scales the loss, computes, unscales and applies the gradients.
 
         Args:
@@ -234,17 +213,17 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         losses: list[tf.Tensor] = []
         scaled_by = self._scaler.loss_scale()
         pairs = _checked(self._scaled_gradients(loss, scaled_by, losses, var_list, **how))
-        return self._step(pairs, global_step, name, Given(True, scaled_by, losses=losses))
+        return self._step(pairs, global_step, name, GradientState(True, scaled_by, losses=losses))
 
     @do_not_convert
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any = None,
+        loss: Loss,
+        var_list: Iterable[Any] | None = None,
         gate_gradients: int = _Optimizer.GATE_OP,
-        aggregation_method: Any = None,
+        aggregation_method: int | None = None,
         colocate_gradients_with_ops: bool = False,
-        grad_loss: Any = None,
+        grad_loss: tf.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
         """Computes gradients of the scaled loss, and unscales them: the first half of `minimize`.
 
@@ -271,7 +250,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        self._scaler.calls.computed()
+        self._computed.note(v for _, v in pairs)
         unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
@@ -279,10 +258,10 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
-        global_step: Any = None,
+        global_step: tf.Variable | None = None,
         name: str | None = None,
         skip_gradients_aggregation: bool = False,
-    ) -> Any:
+    ) -> tf.Operation | None:
         """Sums gradients over replicas, and applies them or skips the step.
 
         Args:
@@ -299,11 +278,18 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
             ValueError: no variable has a gradient, or the call is in a cross-replica context.
         """
         pairs = _checked(grads_and_vars)
-        with self._scaler.calls.apply(self, [variable for _, variable in pairs]) as given:
-            aggregate = not skip_gradients_aggregation
-            return self._step(pairs, global_step, name, given, aggregate=aggregate)
+        if not self._computed.may_include(v for _, v in pairs):
+            messages.warn(
+                "apply_gradients() was given gradients that compute_gradients() has not computed: "
+                "their loss was not scaled, and small ones may have vanished in float16. Do not "
+                "use tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
+                "compute_gradients() and then apply_gradients()."
+            )
+        state = GradientState(scaled_by=self._scaler.loss_scale())
+        aggregate = not skip_gradients_aggregation
+        return self._step(pairs, global_step, name, state, aggregate=aggregate)
 
-    def get_slot(self, var: Any, name: str) -> Any:
+    def get_slot(self, var: tf.Variable, name: str) -> Any:
         """Returns a slot of the inner optimizer, or None.
 
         Args:
@@ -329,19 +315,20 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
 
     def _scaled_gradients(
         self,
-        loss: Any,
+        loss: Loss,
         scaled_by: tf.Tensor,
         losses: list[tf.Tensor],
-        var_list: Any,
-        grad_loss: Any,
+        var_list: Iterable[Any] | None,
+        grad_loss: tf.Tensor | None,
         **how: Any,
     ) -> list[tuple[Any, Any]]:
-        def scale(loss: Any) -> tf.Tensor:
+        def scale(loss: tf.Tensor) -> tf.Tensor:
             losses.append(tf.convert_to_tensor(loss))
             return gradients.scale_loss(loss, scaled_by)
 
+        given: Any = loss
         is_callable = callable(loss) and not tf.is_tensor(loss)
-        scaled = (lambda: scale(loss())) if is_callable else scale(loss)
+        scaled = (lambda: scale(given())) if is_callable else scale(given)
         if grad_loss is not None:
             grad_loss = tf.convert_to_tensor(grad_loss)
             if grad_loss.dtype.size < tf.float32.size:  # as the loss is widened
@@ -353,12 +340,12 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
     def _step(
         self,
         pairs: list[tuple[Any, Any]],
-        global_step: Any,
+        global_step: tf.Variable | None,
         name: str | None,
-        given: Given,
+        state: GradientState,
         *,
         aggregate: bool = True,
-    ) -> Any:
+    ) -> tf.Operation | None:
         # Again, since the optimizer may have been made outside of the strategy's scope.
         replicas.check_strategy()
         passes.warn_if_compiled()
@@ -366,22 +353,13 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
         adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
-        operation, _ = self._scaler.step(adapter, pairs, given, aggregate=aggregate, name=name)
+        operation, _ = self._scaler.step(adapter, pairs, state, aggregate=aggregate, name=name)
         if operation is None:
             return None
         train_op = tf.group(operation, name=name or self.get_name())
         # In place of what the inner optimizer has added, which is in a branch.
         train_ops[:] = [*before, train_op]
         return train_op
-
-    def _own_children(self) -> dict[str, Any]:
-        return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.skipped.total}
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        children = {**super()._trackable_children(save_type, **kwargs), **self._own_children()}
-        if save_type == "savedmodel":  # which holds functions, and all that these use
-            children.update(self._scaler.variables())
-        return children
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name == older_spellings.INNER_CHILD:  # as TensorFlow's own wrapper calls it
@@ -400,7 +378,10 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, _Opt
 _HOOKS = ("compute_gradients", "apply_gradients")
 
 
-def _loss_scale(loss_scale: Any, manager: LossScaleManager | None) -> LossScale:
+def _loss_scale(
+    loss_scale: loss_scale_lib.LossScaleArgument | LossScaleManager,
+    manager: LossScaleManager | None,
+) -> LossScale:
     if manager is not None:
         if loss_scale != "dynamic":
             raise ValueError(
@@ -410,13 +391,7 @@ def _loss_scale(loss_scale: Any, manager: LossScaleManager | None) -> LossScale:
         loss_scale = manager
     if isinstance(loss_scale, LossScaleManager):
         return ManagedLossScale(loss_scale)
-    result = loss_scale_lib.get(loss_scale)
-    if result is None:
-        raise ValueError(
-            "A LossScaleOptimizer needs a loss scale; without one, use the inner optimizer itself. "
-            "Received: loss_scale=None"
-        )
-    return result
+    return loss_scale_lib.required(loss_scale, "LossScaleOptimizer", "the inner optimizer itself")
 
 
 def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -80,6 +80,29 @@ else:
     )
     globals().update({name: getattr(_module, name) for name in interface.NAMES})
 
+# What both Kerases have in the same place.
+COMPILE_OWNER = next(cls for cls in tf.keras.Model.__mro__ if "compile" in vars(cls))
+KerasLossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
+get_optimizer = tf.keras.optimizers.get
+serialize_optimizer = tf.keras.optimizers.serialize
+
+
+def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
+    """Returns the model and all layers below it."""
+    return list(model._flatten_layers())
+
+
+def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
+    """Returns the layers right below a layer."""
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def states(model: tf.keras.Model) -> list[Any]:
+    """Returns the variables of stateful layers, which are not among the model's weights."""
+    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
+    values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
+    return [value for value in values if hasattr(value, "assign")]
+
 
 def check_model(model: Any) -> None:
     """Raises a TypeError unless an argument is a model of `tf.keras`: not one of the other Keras.

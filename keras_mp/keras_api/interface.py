@@ -26,10 +26,8 @@ class KerasApi(Protocol):
             they are.
         BasePolicy: `tf.keras`'s own dtype policy class.
         LossFunctionWrapper: the loss that computes a function.
-        KerasLossScaleOptimizer: `tf.keras.mixed_precision.LossScaleOptimizer`.
         OPTIMIZER_BASES: the classes that Keras takes for an optimizer.
         CROSSENTROPY_NAMES: what `compile(loss=)` takes for the cross entropy that fits the shapes.
-        COMPILE_OWNER: the class on which `Model.compile` is defined.
         APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
             `apply_gradients`.
         KERAS_LAYOUT_CHILD: what is below an optimizer in checkpoints of Keras's own only, or None.
@@ -40,10 +38,8 @@ class KerasApi(Protocol):
     BaseLoss: ClassVar[type]
     BasePolicy: ClassVar[type]
     LossFunctionWrapper: ClassVar[type]
-    KerasLossScaleOptimizer: ClassVar[type]
     OPTIMIZER_BASES: ClassVar[tuple[type, ...]]
     CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
-    COMPILE_OWNER: ClassVar[type]
     APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
     KERAS_LAYOUT_CHILD: ClassVar[str | None]
 
@@ -66,8 +62,8 @@ class KerasApi(Protocol):
         """Makes the metrics that the loss of a compiled model updates."""
 
     def compile_without_wrapping(
-        self, keras_compile: Callable[..., Any], call: inspect.BoundArguments
-    ) -> Any:
+        self, keras_compile: Callable[..., None], call: inspect.BoundArguments
+    ) -> None:
         """Calls Keras's own `compile` with bound arguments, so that it wraps nothing."""
 
     def convert_wrappers_to_legacy(
@@ -80,23 +76,16 @@ class KerasApi(Protocol):
 
     def deserialize_optimizer(
         self, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> tf.keras.optimizers.Optimizer:
         """Makes an optimizer of what `serialize_optimizer` returned."""
 
-    def flatten_layers(self, model: tf.keras.layers.Layer) -> list[Any]:
-        """Returns the model and all layers below it."""
-        ...
-
-    def get_global_policy(self) -> Any:
+    def get_global_policy(self) -> tf.keras.mixed_precision.Policy:
         """Returns `tf.keras`'s global policy."""
 
-    def get_optimizer(self, identifier: Any) -> Any:
-        """Makes an optimizer of an instance, a name or a config."""
-
-    def init_base_policy(self, policy: Any, name: Any) -> None:
+    def init_base_policy(self, policy: tf.keras.mixed_precision.Policy, name: str | None) -> None:
         """Initializes the base class of a policy; a subclass calls it first."""
 
-    def is_in_keras_wrapper(self, optimizer: Any) -> bool:
+    def is_in_keras_wrapper(self, optimizer: tf.keras.optimizers.Optimizer) -> bool:
         """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, as far as that is known."""
         ...
 
@@ -108,17 +97,15 @@ class KerasApi(Protocol):
         """Whether a value is what layers of `tf.keras` have as weights."""
         ...
 
-    def keras_layout(self, optimizer: Any) -> Any:
+    def keras_layout(self, optimizer: tf.keras.optimizers.Optimizer) -> Any:
         """Returns a trackable of what a `LossScaleOptimizer` of ours shares with Keras's own.
 
         It has the names by which checkpoints of the latter know it.
         """
 
-    def layers_inside(self, layer: tf.keras.layers.Layer) -> list[Any]:
-        """Returns the layers right below a layer."""
-        ...
-
-    def optimizer_adapter(self, optimizer: Any) -> OptimizerAdapter | None:
+    def optimizer_adapter(
+        self, optimizer: tf.keras.optimizers.Optimizer
+    ) -> OptimizerAdapter | None:
         """Returns the adapter of an optimizer of `tf.keras`, or None."""
 
     def output_layers(self, model: tf.keras.Model) -> list[Any] | None:
@@ -127,14 +114,16 @@ class KerasApi(Protocol):
     def patch_fit(self, model: tf.keras.Model) -> None:
         """Lets several workers train a compiled model with `fit`."""
 
-    def policy_name(self, policy: Any, name: str) -> str:
+    def policy_name(self, policy: tf.keras.mixed_precision.Policy, name: str) -> str:
         """Returns the name of a policy that has more to it than the name says.
 
         A layer that Keras makes of a config gets the policy, and not Keras's own of that name.
         """
         ...
 
-    def policy_scope(self, policy: Any) -> AbstractContextManager[None]:
+    def policy_scope(
+        self, policy: tf.keras.mixed_precision.Policy | None
+    ) -> AbstractContextManager[None]:
         """Returns a context manager with another global policy.
 
         It holds in this thread, and in replicas that it starts. `set_global_policy` in it changes
@@ -142,10 +131,12 @@ class KerasApi(Protocol):
         """
         ...
 
-    def quantized_policy(self, name: str) -> Any:
+    def quantized_policy(self, name: str) -> tf.keras.mixed_precision.Policy | None:
         """Returns the quantized policy of that name, or None."""
 
-    def note_wrapper(self, optimizer: Any, wrapper: Any) -> None:
+    def note_wrapper(
+        self, optimizer: tf.keras.optimizers.Optimizer, wrapper: tf.keras.optimizers.Optimizer
+    ) -> None:
         """Keeps Keras's own `LossScaleOptimizer` from wrapping an optimizer that ours wraps."""
 
     def register_policy(self, cls: type) -> type:
@@ -168,16 +159,8 @@ class KerasApi(Protocol):
                 may return None.
         """
 
-    def serialize_optimizer(self, optimizer: Any) -> dict[str, Any]:
-        """Returns the config of an optimizer, with its class."""
-        ...
-
-    def set_global_policy(self, policy: Any) -> None:
+    def set_global_policy(self, policy: tf.keras.mixed_precision.Policy | None) -> None:
         """Sets `tf.keras`'s global policy; None follows floatx."""
-
-    def states(self, model: tf.keras.Model) -> list[Any]:
-        """Returns the variables of stateful layers, which are not among the model's weights."""
-        ...
 
     def steps_per_execution(self, model: tf.keras.Model) -> int:
         """Returns how many steps a call of `train_function` makes, in `fit`."""

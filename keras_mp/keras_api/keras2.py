@@ -26,7 +26,6 @@ from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
-KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 optimizer_adapter = keras2_adapters.optimizer_adapter
 # A wrapper is an instance of both bases, whichever family it wraps: Keras saves in `.keras` files
 # what the new ones have, and nothing of legacy ones.
@@ -34,7 +33,6 @@ OPTIMIZER_BASES: tuple[Any, ...] = (
     keras.optimizers.Optimizer,
     keras.optimizers.legacy.Optimizer,
 )
-COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = False
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
@@ -48,7 +46,7 @@ def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[
     keras2_recurrent.replace_lstm(lstm)
 
 
-def init_base_policy(policy: Any, name: Any) -> None:
+def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> None:
     # Keras's own class logs its word on the hardware; keras_mp has one for both Kerases.
     logger = tf.get_logger()
     logger.addFilter(_is_not_compatibility_check)
@@ -58,7 +56,7 @@ def init_base_policy(policy: Any, name: Any) -> None:
         logger.removeFilter(_is_not_compatibility_check)
 
 
-def policy_name(policy: Any, name: str) -> str:
+def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
     del policy  # Keras makes a layer of a config by all that the policy's config says.
     return name
 
@@ -68,41 +66,27 @@ def _is_not_compatibility_check(record: logging.LogRecord) -> bool:
 
 
 def compile_without_wrapping(
-    keras_compile: Callable[..., Any], call: inspect.BoundArguments
-) -> Any:
+    keras_compile: Callable[..., None], call: inspect.BoundArguments
+) -> None:
     """Keras 2 wraps by the policy's name alone; only its private method knows how not to."""
 
-    def get_optimizer(optimizer: Any) -> Any:
+    def get_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         return tf.nest.map_structure(keras.optimizers.get, optimizer)
 
     with replaced(call.args[0], "_get_optimizer", get_optimizer):
         return keras_compile(*call.args, **call.kwargs)
 
 
-def trusted_scope() -> Any:
+def trusted_scope() -> contextlib.AbstractContextManager[Any]:
     return _SafeModeScope(False)
 
 
-def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
-    return list(model._flatten_layers())
-
-
-def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
-    return list(layer._flatten_layers(include_self=False, recursive=False))
-
-
-def states(model: tf.keras.Model) -> list[Any]:
-    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
-    values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
-    return [value for value in values if hasattr(value, "assign")]
-
-
-def steps_per_execution(model: tf.keras.Model) -> int:
+def steps_per_execution(model: keras.Model) -> int:
     variable = model._steps_per_execution
     return 1 if variable is None else variable.numpy().item()
 
 
-def output_layers(model: tf.keras.Model) -> list[Any] | None:
+def output_layers(model: keras.Model) -> list[Any] | None:
     outputs = model.outputs
     if outputs is None:
         return None
@@ -117,7 +101,7 @@ class BaseCallback(keras.callbacks.Callback):
         self._supports_tf_logs = True
 
 
-def patch_fit(model: tf.keras.Model) -> None:
+def patch_fit(model: keras.Model) -> None:
     replicas.let_gather_bfloat16(model.distribute_strategy)  # All else works.
 
 
@@ -125,7 +109,7 @@ def autocast_dtype() -> tf.DType | None:
     return getattr(_autocast_variable._autocast_dtype, "dtype", None)
 
 
-def autocast_scope(dtype: tf.DType | None) -> Any:
+def autocast_scope(dtype: tf.DType | None) -> contextlib.AbstractContextManager[None]:
     return _autocast_variable.enable_auto_cast_variables(dtype)
 
 
@@ -174,7 +158,9 @@ class BaseLoss(keras.losses.Loss):
         """The dtype that `call` runs in."""
         return self._dtype
 
-    def reduce(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+    def reduce(
+        self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None
+    ) -> tf.Tensor:
         """Does what Keras's own `__call__` does."""
         return super().__call__(y_true, y_pred, sample_weight)
 
@@ -224,14 +210,14 @@ class _WideMetrics(_compile_utils.MetricsContainer):
         super().update_state(y_true, y_pred, sample_weight)
 
 
-def widen_predictions(model: tf.keras.Model) -> None:
+def widen_predictions(model: keras.Model) -> None:
     if type(model.compiled_loss) is _compile_utils.LossesContainer:
         model.compiled_loss.__class__ = _WideLosses
     if type(model.compiled_metrics) is _compile_utils.MetricsContainer:
         model.compiled_metrics.__class__ = _WideMetrics
 
 
-def build_loss(model: tf.keras.Model, predictions: Any) -> None:
+def build_loss(model: keras.Model, predictions: Any) -> None:
     if not model.compiled_loss.built:
         with model.distribute_strategy.scope():
             model.compiled_loss.build(predictions)
@@ -246,7 +232,7 @@ class _ThreadScope(threading.local):
 _thread = _ThreadScope()
 
 
-def get_global_policy() -> Any:
+def get_global_policy() -> keras.mixed_precision.Policy:
     return keras.mixed_precision.global_policy()
 
 
@@ -258,12 +244,12 @@ def thread_missed_global_policy() -> bool:
     return False
 
 
-def set_global_policy(policy: Any) -> None:
+def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
     keras.mixed_precision.set_global_policy(policy)
 
 
 @contextlib.contextmanager
-def policy_scope(policy: Any) -> Iterator[None]:
+def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
     if get_global_policy().name == "_infer":  # as in TensorFlow 1
         keras.mixed_precision.set_global_policy(policy)  # Raises, and says why.
     _make_scopes_the_threads_own()
@@ -282,14 +268,14 @@ def _make_scopes_the_threads_own() -> None:
     own_get, own_set = public.global_policy, public.set_global_policy
 
     @functools.wraps(own_get)
-    def global_policy() -> Any:
+    def global_policy() -> keras.mixed_precision.Policy:
         if _thread.policy is None:
             return own_get()
         (policy,) = _thread.policy
         return BasePolicy(keras.backend.floatx()) if policy is None else policy
 
     @functools.wraps(own_set)
-    def set_global_policy(policy: Any) -> None:
+    def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
         if _thread.policy is None:
             own_set(policy)
         elif policy is None or isinstance(policy, BasePolicy):
@@ -303,14 +289,12 @@ def _make_scopes_the_threads_own() -> None:
     replica_threads.inherit(lambda: _thread.policy, _entered)
 
 
-get_optimizer = keras.optimizers.get
-serialize_optimizer = keras.optimizers.serialize
 KERAS_LAYOUT_CHILD = None
 
 
 def deserialize_optimizer(
     config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-) -> Any:
+) -> keras.optimizers.Optimizer:
     # While an .h5 file is loaded, Keras looks for a class that was registered in no other place.
     class_name = config.get("registered_name") or config["class_name"]
     return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
@@ -321,7 +305,7 @@ def track_variables(variables: Iterable[tf.Variable]) -> None:
         _backend.track_variable(variable)
 
 
-def keras_layout(optimizer: Any) -> Any:
+def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer
 
 
@@ -331,7 +315,9 @@ def convert_wrappers_to_legacy(
     keras_convert = _optimizers.convert_to_legacy_optimizer
 
     @functools.wraps(keras_convert)
-    def convert_to_legacy_optimizer(optimizer: Any) -> Any:
+    def convert_to_legacy_optimizer(
+        optimizer: keras.optimizers.Optimizer,
+    ) -> keras.optimizers.Optimizer:
         if isinstance(optimizer, wrapper_class):
             inner = convert_to_legacy_optimizer(optimizer.inner_optimizer)
             return convert_wrapper(optimizer, inner)
@@ -342,11 +328,13 @@ def convert_wrappers_to_legacy(
         module.convert_to_legacy_optimizer = convert_to_legacy_optimizer
 
 
-def is_in_keras_wrapper(optimizer: Any) -> bool:
+def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
     return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False) is True
 
 
-def note_wrapper(optimizer: Any, wrapper: Any) -> None:
+def note_wrapper(
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
+) -> None:
     del wrapper
     # Keras's own sets it to True, and refuses whatever is true.
     optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.optimizers import utils as _optimizer_utils
 
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 
 keras = tf.keras
 
@@ -14,7 +14,7 @@ _Optimizer: Any = keras.optimizers.Optimizer
 _LegacyOptimizer: Any = keras.optimizers.legacy.Optimizer
 
 
-def optimizer_adapter(optimizer: Any) -> OptimizerAdapter | None:
+def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter | None:
     if isinstance(optimizer, _LegacyOptimizer):
         return _LegacyAdapter(optimizer)
     if isinstance(optimizer, _Optimizer):
@@ -59,8 +59,8 @@ class _KerasAdapter(_Keras2Adapter):
 
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
@@ -74,14 +74,12 @@ class _KerasAdapter(_Keras2Adapter):
         as_list = (lambda: flat(var_list())) if callable(var_list) else flat(var_list)
         return self.optimizer.compute_gradients(loss, as_list, tape=tape)
 
-    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], Pairs] | None:
         if type(self.optimizer).aggregate_gradients is _Optimizer.aggregate_gradients:
             return None
         return self.optimizer.aggregate_gradients
 
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         return self.optimizer.apply_gradients(
             grads_and_vars, **_named(name), skip_gradients_aggregation=not aggregate
         )
@@ -103,30 +101,28 @@ class _LegacyAdapter(_Keras2Adapter):
 
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
         return self.optimizer._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
 
-    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], list[tuple[Any, Any]]] | None:
+    def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], Pairs] | None:
         optimizer = self.optimizer
-        stock = (
+        is_keras_own = (
             optimizer.gradient_aggregator is _optimizer_utils.all_reduce_sum_gradients
             and type(optimizer)._aggregate_gradients is _LegacyOptimizer._aggregate_gradients
             and type(optimizer)._transform_unaggregated_gradients
             is _LegacyOptimizer._transform_unaggregated_gradients
         )
-        if stock:
+        if is_keras_own:
             return None
         return lambda pairs: optimizer._aggregate_gradients(
             optimizer._transform_unaggregated_gradients(pairs)
         )
 
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         if isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
             # A worker has one replica, so nothing is summed twice, and a legacy optimizer refuses
             # to leave it out.

@@ -35,7 +35,6 @@ BaseCallback = keras.callbacks.Callback
 BasePolicy = keras.mixed_precision.Policy
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
-COMPILE_OWNER = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
 APPLY_TAKES_SCALED_GRADIENTS = True
 
 patch_fit = keras3_workers.patch_fit
@@ -57,7 +56,7 @@ def register_policy(cls: type) -> type:
     return cls
 
 
-def init_base_policy(policy: Any, name: Any) -> None:
+def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> None:
     BasePolicy.__init__(policy, name)
 
 
@@ -70,7 +69,7 @@ class _PolicyName(str):
     policy: Any
 
 
-def policy_name(policy: Any, name: str) -> str:
+def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
     _find_policies_by_name()
     result = _PolicyName(name)
     result.policy = policy
@@ -88,35 +87,21 @@ def _find_policies_by_name() -> None:
 
 
 def compile_without_wrapping(
-    keras_compile: Callable[..., Any], call: inspect.BoundArguments
-) -> Any:
+    keras_compile: Callable[..., None], call: inspect.BoundArguments
+) -> None:
     call.arguments["auto_scale_loss"] = False
     return keras_compile(*call.args, **call.kwargs)
 
 
-def trusted_scope() -> Any:
+def trusted_scope() -> contextlib.AbstractContextManager[Any]:
     return _SafeModeScope(False)
 
 
-def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
-    return list(model._flatten_layers())
-
-
-def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
-    return list(layer._flatten_layers(include_self=False, recursive=False))
-
-
-def states(model: tf.keras.Model) -> list[Any]:
-    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
-    values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
-    return [value for value in values if hasattr(value, "assign")]
-
-
-def steps_per_execution(model: tf.keras.Model) -> int:
+def steps_per_execution(model: keras.Model) -> int:
     return model.steps_per_execution
 
 
-def output_layers(model: tf.keras.Model) -> list[Any] | None:
+def output_layers(model: keras.Model) -> list[Any] | None:
     outputs = getattr(model, "outputs", None)
     if outputs is None:
         return None
@@ -182,28 +167,28 @@ class AutoCastWeight(keras.Variable):
             return self.dtype
 
     @property
-    def value(self) -> Any:
+    def value(self) -> tf.Variable | tf.Tensor:
         """The variable; where it is cast, a tensor, which in a graph reads may share."""
         dtype, variable = autocast_dtype(), self.variable()
         if dtype is not None and isinstance(variable, tf.Variable):
             return casts.read(variable, dtype)
         return super().value
 
-    def variable(self) -> Any:
+    def variable(self) -> tf.Variable | tf.Tensor:
         """What is not cast: the `tf.Variable`, but for Keras's stateless and symbolic scopes."""
         with autocast_scope(None):
             return super().value
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: tf.Tensor) -> tf.Tensor:
         casts.refuse_if_held(self.variable())
         with autocast_scope(None):
             return super().assign(value)
 
-    def assign_add(self, value: Any) -> Any:
+    def assign_add(self, value: tf.Tensor) -> tf.Tensor:
         with autocast_scope(None):
             return super().assign_add(value)
 
-    def assign_sub(self, value: Any) -> Any:
+    def assign_sub(self, value: tf.Tensor) -> tf.Tensor:
         with autocast_scope(None):
             return super().assign_sub(value)
 
@@ -225,7 +210,9 @@ CROSSENTROPY_NAMES = ("crossentropy", "ce")
 class BaseLoss(keras.losses.Loss):
     """What `losses.Loss` is made of: Keras's own loss, without the casting of labels."""
 
-    def reduce(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+    def reduce(
+        self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None
+    ) -> tf.Tensor:
         """Does what Keras's own `__call__` does, which would cast labels to floats."""
         return _WithLabels(self, y_true)((), y_pred, sample_weight)
 
@@ -233,11 +220,11 @@ class BaseLoss(keras.losses.Loss):
 class _WithLabels(keras.losses.Loss):
     """A loss that has its labels already."""
 
-    def __init__(self, loss: Any, labels: Any) -> None:
+    def __init__(self, loss: Any, labels: tf.Tensor) -> None:
         super().__init__(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
         self._loss, self._labels = loss, labels
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         del y_true
         return self._loss.call(self._labels, y_pred)
 
@@ -258,7 +245,7 @@ class _WideMetrics(_CompileMetrics):
         super().update_state(y_true, y_pred, sample_weight)
 
 
-def widen_predictions(model: tf.keras.Model) -> None:
+def widen_predictions(model: keras.Model) -> None:
     if type(model._compile_metrics) is _CompileMetrics:
         model._compile_metrics.__class__ = _WideMetrics
 
@@ -283,11 +270,11 @@ class _ThreadPolicy(threading.local):
 _thread = _ThreadPolicy()
 
 
-def build_loss(model: tf.keras.Model, predictions: Any) -> None:
+def build_loss(model: keras.Model, predictions: Any) -> None:
     del model, predictions
 
 
-def get_global_policy() -> Any:
+def get_global_policy() -> keras.mixed_precision.Policy:
     # Not the public function, which would make a policy of floatx and keep it.
     current = _global_state.get_global_attribute("dtype_policy")
     if current is not _thread.holds and not (_thread.holds is None and _is_floatx(current)):
@@ -299,13 +286,13 @@ def get_global_policy() -> Any:
     return BasePolicy(keras.backend.floatx()) if _thread.holds is None else _thread.holds
 
 
-def _is_floatx(policy: Any) -> bool:
+def _is_floatx(policy: keras.mixed_precision.Policy | None) -> bool:
     """Whether Keras has made a policy of floatx, as it is now or was before."""
     names = (keras.backend.floatx(), _thread.floatx)
     return policy is None or (type(policy) is BasePolicy and policy.name in names)
 
 
-def set_global_policy(policy: Any) -> None:
+def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
     if not _thread.is_of_scope:
         _process["policy"] = policy
         _process["version"] += 1
@@ -317,7 +304,7 @@ def thread_missed_global_policy() -> bool:
 
 
 @contextlib.contextmanager
-def policy_scope(policy: Any) -> Iterator[None]:
+def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
     _let_replicas_inherit_scope()
     get_global_policy()  # What Keras's own function has set before the scope outlives it.
     was_of_scope, before = _thread.is_of_scope, _thread.holds
@@ -341,21 +328,19 @@ def _let_replicas_inherit_scope() -> None:
     replica_threads.inherit(state, entered)
 
 
-def _hold(policy: Any) -> None:
+def _hold(policy: keras.mixed_precision.Policy | None) -> None:
     _thread.holds, _thread.floatx = policy, keras.backend.floatx()
     _thread.version = _process["version"]
     _global_state.set_global_attribute("dtype_policy", policy)
 
 
-def quantized_policy(name: str) -> Any:
+def quantized_policy(name: str) -> keras.mixed_precision.Policy | None:
     if not re.search("._from_.", name):
         return None
     policy = keras.dtype_policies.get(name)
     return None if type(policy) is BasePolicy else policy
 
 
-get_optimizer = keras.optimizers.get
-serialize_optimizer = keras.optimizers.serialize
 deserialize_optimizer = keras.optimizers.deserialize
 KERAS_LAYOUT_CHILD = "dynamic_scale"
 
@@ -364,7 +349,7 @@ def track_variables(variables: Iterable[tf.Variable]) -> None:
     del variables  # It has no graphs of TensorFlow 1.
 
 
-def keras_layout(optimizer: Any) -> Any:
+def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
     layout: Any = tf.Module()
     layout.inner_optimizer = optimizer.inner_optimizer
     layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
@@ -376,7 +361,7 @@ _Wrappers = weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"]
 _ours, _keras_own = _Wrappers(), _Wrappers()
 
 
-def _is_in(wrappers: _Wrappers, optimizer: Any) -> bool:
+def _is_in(wrappers: _Wrappers, optimizer: keras.optimizers.Optimizer) -> bool:
     reference = wrappers.get(optimizer)
     return reference is not None and reference() is not None
 
@@ -387,11 +372,13 @@ def convert_wrappers_to_legacy(
     del wrapper_class, convert_wrapper  # Keras 3 has no other optimizers.
 
 
-def is_in_keras_wrapper(optimizer: Any) -> bool:
+def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
     return _is_in(_keras_own, optimizer)
 
 
-def note_wrapper(optimizer: Any, wrapper: Any) -> None:
+def note_wrapper(
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
+) -> None:
     _ours[optimizer] = weakref.ref(wrapper)
 
 
@@ -400,7 +387,9 @@ def _watch_keras_wrapper() -> None:
     stock_init = KerasLossScaleOptimizer.__init__
 
     @functools.wraps(stock_init)
-    def __init__(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self: Any, inner_optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
         if _is_in(_ours, inner_optimizer):
             raise ValueError(
                 "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already (Model.compile "

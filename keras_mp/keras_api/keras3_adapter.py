@@ -7,12 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 
 keras = tf.keras
 
 
-def optimizer_adapter(optimizer: Any) -> OptimizerAdapter | None:
+def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter | None:
     return _KerasAdapter(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
 
 
@@ -24,7 +24,7 @@ _reduction = _Reduction()
 
 
 class _KerasAdapter(OptimizerAdapter):
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(optimizer)
         self._refuse_second_scale()
         _let_the_wrapper_reduce(optimizer)
@@ -59,10 +59,10 @@ class _KerasAdapter(OptimizerAdapter):
 
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None,
-        grad_loss: Any,
+        grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
         if not callable(loss) and tape is None:
             raise ValueError(
@@ -77,16 +77,12 @@ class _KerasAdapter(OptimizerAdapter):
                 loss = loss()
         if callable(var_list):
             var_list = var_list()
-        var_list = tf.nest.flatten(var_list)
-        gradients = tape.gradient(loss, var_list, output_gradients=grad_loss)
-        return list(zip(gradients, var_list))
+        variables: list[Any] = tf.nest.flatten(var_list)
+        of_loss = None if grad_loss is None else [grad_loss]
+        gradients = tape.gradient([loss], variables, output_gradients=of_loss)
+        return list(zip(gradients, variables))
 
-    def custom_aggregation(self) -> None:
-        return None
-
-    def apply(
-        self, grads_and_vars: Sequence[tuple[Any, Any]], name: str | None, aggregate: bool
-    ) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         del name
         self._refuse_second_scale()
         _reduction.is_done = not aggregate
@@ -102,7 +98,7 @@ class _KerasAdapter(OptimizerAdapter):
         steps = self.optimizer.gradient_accumulation_steps
         return tf.equal((_native(self.optimizer._iterations) + 1) % steps, 0)
 
-    def totals(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
+    def totals(self, grads_and_vars: Pairs) -> Pairs:
         if not self.accumulates():
             return grads_and_vars
         accumulated = {id(_native(v)): (a.value, v) for v, a in self._accumulators()}
@@ -128,26 +124,26 @@ class _KerasAdapter(OptimizerAdapter):
         )
         return [(variable, a) for variable, a in pairs if a is not None]
 
-    def is_overwritten(self, variable: Any) -> bool:
+    def is_overwritten(self, variable: tf.Variable) -> bool:
         return getattr(variable, "overwrite_with_gradient", False)
 
 
-def _native(variable: Any) -> tf.Variable:
+def _native(variable: "tf.Variable | keras.Variable") -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def _let_the_wrapper_reduce(optimizer: Any) -> None:
+def _let_the_wrapper_reduce(optimizer: keras.optimizers.Optimizer) -> None:
     """Keeps a Keras 3 optimizer from summing gradients that its wrapper has summed already.
 
     Keras 3 sums inside `apply`, after clipping, and has no public way to leave that out.
     """
-    stock = optimizer._all_reduce_sum_gradients
-    if getattr(stock, "leaves_out_what_is_done", False):
+    own = optimizer._all_reduce_sum_gradients
+    if getattr(own, "leaves_out_what_is_done", False):
         return
 
-    @functools.wraps(stock)
+    @functools.wraps(own)
     def all_reduce_unless_done(grads_and_vars: Any) -> Any:
-        return list(grads_and_vars) if _reduction.is_done else stock(grads_and_vars)
+        return list(grads_and_vars) if _reduction.is_done else own(grads_and_vars)
 
     all_reduce_unless_done.leaves_out_what_is_done = True  # pyright: ignore[reportAttributeAccessIssue]
     vars(optimizer)["_all_reduce_sum_gradients"] = all_reduce_unless_done

@@ -41,7 +41,7 @@ def replace_lstm(run: Callable[..., Lstm | None]) -> None:
     owner.inner_loop = replaced
 
 
-def _is_plain(layer: tf.keras.layers.Layer) -> bool:
+def _is_plain(layer: keras.layers.Layer) -> bool:
     """Whether Keras would run it as cuDNN does, on a GPU, and nothing watches its cell."""
     cell = layer.cell
     activations = cell.activation, cell.recurrent_activation

@@ -8,7 +8,7 @@ Under `MultiWorkerMirroredStrategy` Keras 3 goes wrong in three places, for ever
   It also takes the metrics of half a batch for half of the metrics.
 - Callbacks write the same files in all workers at once.
 
-Each is mended in the attributes of one model. What they call is Keras's own.
+Each is replaced in the attributes of one model. The replacements call Keras's own.
 """
 
 import functools
@@ -28,7 +28,7 @@ keras = tf.keras
 _Step = Callable[[Any], Any]
 
 
-def _source_has(text: str, of: Any) -> bool:
+def _source_has(text: str, of: Callable[..., Any]) -> bool:
     try:
         return text in inspect.getsource(of)
     except OSError:  # there is no source
@@ -40,7 +40,7 @@ _BUILDS_WITH_MEAN = _source_has('"MEAN"', _trainer.TensorFlowTrainer._maybe_symb
 _REDUCES_AN_AXIS = _source_has('reduce("MEAN", v, axis=0)', _trainer.reduce_per_replica)
 
 
-def patch_fit(model: tf.keras.Model) -> None:
+def patch_fit(model: keras.Model) -> None:
     """Lets a compiled model be trained by several workers, if its strategy has some.
 
     Args:
@@ -76,13 +76,13 @@ def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]
     @tf.autograph.experimental.do_not_convert
     def step(data: Any) -> Any:
         logs = _of_all_workers(model, step_function(data))
-        # Of an axis with one element Keras takes the mean over all replicas.
+        # Keras takes the mean of this axis over all replicas.
         return keras.tree.map_structure(lambda value: tf.expand_dims(value, 0), logs)
 
     return functools.partial(_execute, model, type(model)._make_function(model, step))
 
 
-def _execute(model: Any, function: Callable[[Any], Any], iterator: Any) -> Any:
+def _execute(model: keras.Model, function: Callable[[Any], Any], iterator: Any) -> Any:
     """Runs `steps_per_execution` steps one by one: Keras's loop in a graph has no collectives."""
     count, outputs = model.steps_per_execution, None
     model.steps_per_execution = 1
@@ -97,7 +97,7 @@ def _execute(model: Any, function: Callable[[Any], Any], iterator: Any) -> Any:
     return outputs
 
 
-def _of_all_workers(model: tf.keras.Model, logs: Any) -> Any:
+def _of_all_workers(model: keras.Model, logs: Any) -> Any:
     """The model's metrics over all replicas' batches, if that is what a step has returned."""
     if not isinstance(logs, dict) or set(logs) != set(model.get_metrics_result()):
         return logs
@@ -109,7 +109,7 @@ def _of_all_workers(model: tf.keras.Model, logs: Any) -> Any:
         return model.get_metrics_result()
 
 
-def _fit(model: tf.keras.Model, *args: Any, **kwargs: Any) -> Any:
+def _fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
     """Lets only the chief write what all of them would."""
     fit = type(model).fit
     given = inspect.signature(fit).bind(model, *args, **kwargs).arguments

@@ -10,12 +10,12 @@ import tensorflow as tf
 from keras_mp.master_weights import methods
 from keras_mp.master_weights.float32_view import Float32View, Updates
 from keras_mp.step import gradients, replicas
-from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
+from keras_mp.step.optimizer_adapter import DelegatingAdapter, OptimizerAdapter, Pairs
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
 
 
-class Float32Adapter(OptimizerAdapter):
+class Float32Adapter(DelegatingAdapter):
     """Drives an optimizer that sees each weight in 16 bits as a float32 variable.
 
     Weights in other dtypes it sees as they are.
@@ -42,12 +42,10 @@ class Float32Adapter(OptimizerAdapter):
         seed: int,
         track: Callable[[str, tf.Variable], None],
     ) -> None:
-        super().__init__(inner.optimizer)
-        self.is_revived_without_state = inner.is_revived_without_state
-        self.is_saved_by_keras = inner.is_saved_by_keras
+        super().__init__(inner.optimizer, inner)
         self._track = track
         self.beside: dict[str, tf.Variable] = {}
-        self._inner, self._method, self._slot_dtype, self._seed = inner, method, slot_dtype, seed
+        self._method, self._slot_dtype, self._seed = method, slot_dtype, seed
         self.updates = Updates(inner.steps_made)
         # All weights that the optimizer was built with, and the views of those in 16 bits, by the
         # id of the `tf.Variable`.
@@ -172,7 +170,7 @@ class Float32Adapter(OptimizerAdapter):
 
     def _with_views(self, pairs: Pairs) -> list[tuple[Any, Any]]:
         views = self.views(variable for _, variable in pairs)
-        in_float32 = gradients.to_float32([gradient for gradient, _ in pairs])
+        in_float32 = gradients.cast([g for g, _ in pairs], LOW_PRECISION, tf.float32)
         return [
             (gradient if view is variable else cast, view)
             for (gradient, variable), cast, view in zip(pairs, in_float32, views, strict=True)
@@ -184,20 +182,6 @@ class Float32Adapter(OptimizerAdapter):
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         return self._with_weights(self._inner.totals(self._with_views(grads_and_vars)))
-
-
-def _as_inner(name: str) -> Callable[..., Any]:
-    def method(self: Float32Adapter, *args: Any) -> Any:
-        return getattr(self._inner, name)(*args)
-
-    return method
-
-
-for _name in (
-    *("hyperparameters", "compute_gradients", "steps_made", "is_overwritten"),
-    *("accumulates", "completes_step", "drop_accumulated"),
-):
-    setattr(Float32Adapter, _name, _as_inner(_name))
 
 
 def native(variable: Any) -> Any:

@@ -209,7 +209,8 @@ def _shown(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(apply_gradients)
     def shown(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
         pairs = list(grads_and_vars)
-        observers.show(pairs, lambda: None, None)
+        for observe in observers.of_this_thread():
+            observe(pairs, None, None)
         return apply_gradients(pairs, *args, **kwargs)
 
     return shown

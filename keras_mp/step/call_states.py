@@ -14,15 +14,15 @@ is scaled begins the next step. Its wrong calls are reported, and the step is ma
 
 import enum
 
-# Of all optimizers: a loss was scaled; applying unscales, as `get_unscaled_gradients` is not
-# called; a tape has scaled the loss, and unscaled its gradients.
+# Facts about all optimizers: a loss was scaled; applying unscales, since `get_unscaled_gradients`
+# is not called; a tape has scaled the loss, and unscaled its gradients.
 SCALED, TO_APPLY, BY_TAPE = 1, 2, 4
-# Of each optimizer: its gradients were unscaled; a step was made of them; something was wrong,
-# which was reported; they were unscaled since the last loss was scaled, too; one was not finite.
+# Facts about each optimizer: its gradients were unscaled; a step was made of them; something was
+# wrong, and reported; they were unscaled after the last loss was scaled; one was not finite.
 UNSCALED, APPLIED, SPOILED, JUST_UNSCALED, OVERFLOWED = 1, 2, 4, 8, 16
 # Whose gradients they are: of one that was not named, or the only one; of one of so many; of any
 # other. A step that was refused counts as one of the first.
-ANYBODY, MAX_OPTIMIZERS, OTHERS = 0, 10, 11
+UNNAMED, MAX_OPTIMIZERS, OTHERS = 0, 10, 11
 
 
 def of(index: int, facts: int) -> int:
@@ -38,9 +38,8 @@ def of_any(facts: int) -> int:
 # What follows is of one optimizer. `goes_on` says that other variables than just before are
 # updated, so that it may be another part of the step that was applied.
 
-_UNSCALED, _APPLIED, _SPOILED = (of(ANYBODY, fact) for fact in (UNSCALED, APPLIED, SPOILED))
-COMPUTED = SCALED | _UNSCALED
-ALL_OF_ONE = range(of(ANYBODY, SPOILED) * 2)
+_UNSCALED, _APPLIED, _SPOILED = (of(UNNAMED, fact) for fact in (UNSCALED, APPLIED, SPOILED))
+ALL_OF_ONE = range(of(UNNAMED, SPOILED) * 2)
 
 
 def has_begun(facts: int) -> bool:
@@ -125,7 +124,7 @@ class Call(enum.IntEnum):
 def wrong_if(index: int) -> int:
     """The facts of which none may be true where an optimizer makes a step."""
     once = 0 if index == OTHERS else of(index, APPLIED)
-    return once | of(ANYBODY, SPOILED) | of(index, SPOILED)
+    return once | of(UNNAMED, SPOILED) | of(index, SPOILED)
 
 
 def what_is_wrong(call: int, index: int, facts: int) -> str | None:

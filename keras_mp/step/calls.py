@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import call_states as states
-from keras_mp.step.decision import Given
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.support import host, messages
 
 LossScaleValue = Callable[[], tf.Tensor]
@@ -121,8 +121,7 @@ class Calls:
         if self._is_mine(graph):
             return mine.certain, mine.facts
         if not self._are_variables_in_use():
-            facts = self._presumed(graph)
-            return facts, facts
+            return 0, 0
         if graph is None:
             facts = self._read()
             return facts, facts
@@ -131,10 +130,6 @@ class Calls:
 
     def _are_variables_in_use(self) -> bool:
         return self._has_variables and not host.in_v1_graph()
-
-    def _presumed(self, graph: tf.Graph) -> int:
-        """What is known where there is no variable, and the last call was not made here."""
-        return 0
 
     def _is_mine(self, graph: tf.Graph) -> bool:
         """Whether this thread made the last call here, and no function may have made one since."""
@@ -200,7 +195,7 @@ class Calls:
 
 
 class NoCalls(Calls):
-    """Calls that do nothing, for either public class where no loss is scaled."""
+    """Calls that do nothing: no loss is scaled, or its user keeps track of the calls."""
 
     _needs_variables = False
 
@@ -227,14 +222,14 @@ class NoCalls(Calls):
         return grads
 
     @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], Given]]:
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
         """As that of `OptimizerCalls`."""
-        yield lambda scaled_by, scaled: Given(losses=self.losses())
+        yield lambda scaled_by, scaled: GradientState(losses=self.losses())
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[Given]:
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Says that the gradients are not scaled."""
-        yield Given(losses=self.losses())
+        yield GradientState(losses=self.losses())
 
     def update(self) -> tuple[bool, Callable[[], None]]:
         """Ends the step, whatever was called."""

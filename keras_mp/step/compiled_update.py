@@ -109,7 +109,7 @@ def _why_not() -> str | None:
 
 def _why_not_compiled(function: Any, tensors: Sequence[tf.Tensor]) -> str | None:
     """Why XLA cannot compile a function; None if it can. Computes nothing."""
-    # Of a sparse gradient, any number of rows will do.
+    # A sparse gradient may have any number of rows.
     shapes = ([1 if size is None else size for size in tensor.shape] for tensor in tensors)
     specs = [tf.TensorSpec(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors)]
     with tf.init_scope():
@@ -130,7 +130,7 @@ def _kind(gradient: Gradient) -> str:
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
-def _parts(gradient: Gradient, variable: Any) -> list[tf.Tensor]:
+def _parts(gradient: Gradient, variable: tf.Variable) -> list[tf.Tensor]:
     """The tensors of a gradient, with all of their shapes that can be known: XLA asks for it."""
     if gradient is None:
         return []

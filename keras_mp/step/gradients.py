@@ -6,14 +6,13 @@ RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only. A gra
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp.support import host
-from keras_mp.support.dtypes import LOW_PRECISION
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -219,43 +218,20 @@ def _count_one(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return tf.stack([[*counts, tf.cast(is_only_sum, COUNTS)]])
 
 
-def cast_float32(gradients: Sequence[Gradient], dtype: tf.DType) -> list[Gradient]:
-    """Casts float32 gradients to another dtype.
+def cast(
+    gradients: Sequence[Gradient], dtypes: Collection[tf.DType], dtype: tf.DType
+) -> list[Gradient]:
+    """Casts the gradients in some dtypes to another one.
 
     Args:
         gradients: sequence of gradients.
+        dtypes: collection of DType.
         dtype: DType.
-
-    Returns:
-        list of gradients; other dtypes are left as they are.
-    """
-    return _cast_those_of(tf.float32, gradients, dtype)
-
-
-def cast_float16_to_float32(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Casts float16 gradients to float32.
-
-    Args:
-        gradients: sequence of gradients.
-
-    Returns:
-        list of gradients; other dtypes are left as they are.
-    """
-    return _cast_those_of(tf.float16, gradients, tf.float32)
-
-
-def to_float32(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Makes float32 gradients of those in 16 bits, which loses nothing.
-
-    Args:
-        gradients: sequence of gradients.
 
     Returns:
         list of gradients; those in other dtypes as they are.
     """
-    return [
-        _cast(g, tf.float32) if g is not None and g.dtype in LOW_PRECISION else g for g in gradients
-    ]
+    return [_cast(g, dtype) if g is not None and g.dtype in dtypes else g for g in gradients]
 
 
 def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[Gradient]:
@@ -434,7 +410,3 @@ def _multiply(
 
 def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
     return map_values(lambda g: tf.cast(g, dtype), gradient)
-
-
-def _cast_those_of(dtype: tf.DType, gradients: Sequence[Gradient], to: tf.DType) -> list[Gradient]:
-    return [g if g is None or g.dtype != dtype else _cast(g, to) for g in gradients]

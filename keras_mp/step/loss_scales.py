@@ -45,6 +45,9 @@ class LossScale(tf.Module, abc.ABC):
     Source: RFC 293, "The new LossScale class".
     """
 
+    # Whether a step moves it, and is skipped if its gradients are not finite.
+    moves = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         CLASSES[cls.__name__] = cls
@@ -225,6 +228,8 @@ class DynamicLossScale(LossScale):
 
     Source: RFC 293, "The new LossScale class".
     """
+
+    moves = True
 
     def __init__(
         self,

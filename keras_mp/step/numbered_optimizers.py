@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from keras_mp.step.call_states import ANYBODY, MAX_OPTIMIZERS, OTHERS
+from keras_mp.step.call_states import MAX_OPTIMIZERS, OTHERS, UNNAMED
 from keras_mp.support import host
 
 
@@ -31,7 +31,7 @@ class NumberedOptimizers:
                 if len(living) > 1:
                     raise ValueError(_WHOSE.format([entry[0]() for entry in living.values()]))
                 self._was_left_out = True
-                return next(iter(living), ANYBODY)
+                return next(iter(living), UNNAMED)
             index = self._number(optimizer, living)
             graph = host.current_graph()
             if graph is not None and index != OTHERS:

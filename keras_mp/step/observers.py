@@ -35,17 +35,6 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
 
 
-def show(
-    pairs: Sequence[tuple[Any, Any]],
-    divisor: Callable[[], tf.Tensor | None],
-    scaled_by: tf.Tensor | None,
-) -> None:
-    """Shows the gradients of a step to the observers of this thread, if there are any.
-
-    Args:
-        pairs: sequence of (gradient, variable) pairs, not summed over replicas yet.
-        divisor: returns what they are still to be divided by, a float32 scalar tensor or None.
-        scaled_by: float32 scalar tensor, what the loss was multiplied by, or None.
-    """
-    for observer in _thread.observers:
-        observer(pairs, divisor(), scaled_by)
+def of_this_thread() -> tuple[Observer, ...]:
+    """Returns the observers of the steps that this thread makes."""
+    return _thread.observers

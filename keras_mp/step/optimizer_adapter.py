@@ -5,7 +5,8 @@ The optimizers of `tf.keras` have their adapters in `keras_api`, all else in `ot
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,12 @@ import tensorflow as tf
 from keras_mp.step import gradients
 from keras_mp.step.compiled_update import CompiledUpdates, Pairs
 from keras_mp.support import host
+from keras_mp.support.dtypes import LOW_PRECISION
+
+Loss = tf.Tensor | Callable[[], tf.Tensor]
+VarList = tf.Variable | Iterable[Any] | Callable[[], Any]
+# What applying gradients returns: only TensorFlow 1 has to run an operation.
+Applied = tf.Operation | tf.Variable | None
 
 
 class OptimizerAdapter(abc.ABC):
@@ -25,8 +32,8 @@ class OptimizerAdapter(abc.ABC):
         optimizer: What applies gradients.
 
     Attributes:
-        unscales_and_skips: Whether it takes scaled gradients and the verdict, in `apply_scaled`,
-            and skips a step by itself.
+        unscales_and_skips: Whether its `update` takes scaled gradients and the verdicts, and skips
+            a step by itself.
         takes_float32_gradients: Whether gradients in 16 bits are cast to float32 before they are
             unscaled, so that small ones stay.
         is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
@@ -70,8 +77,8 @@ class OptimizerAdapter(abc.ABC):
 
     def compute_gradients(
         self,
-        loss: Any,
-        var_list: Any,
+        loss: Loss,
+        var_list: VarList,
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
@@ -84,7 +91,7 @@ class OptimizerAdapter(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         """Lets the optimizer clip, decay and apply; `aggregate` says whether it reduces first."""
 
     @functools.cached_property
@@ -97,7 +104,8 @@ class OptimizerAdapter(abc.ABC):
         name: str | None,
         *,
         scaled_by: tf.Tensor | None = None,
-    ) -> Any:
+        verdicts: Sequence[tf.Tensor] = (),
+    ) -> Applied:
         """Lets the optimizer apply gradients that are summed, compiled where that is asked for.
 
         Args:
@@ -105,12 +113,15 @@ class OptimizerAdapter(abc.ABC):
             name: str. Name of the operation.
             scaled_by: float32 scalar tensor. By what the gradients are divided before. Defaults to
                 None, where they are not scaled.
+            verdicts: bool scalar tensors, for what skips a step by itself: it is to be made if all
+                are True.
 
         Returns:
             What `apply` returns; where it is compiled, the optimizer's count of steps.
         """
+        del verdicts
 
-        def apply(pairs: Pairs) -> Any:
+        def apply(pairs: Pairs) -> Applied:
             return self.apply(pairs, name, aggregate=False)
 
         if self.jit_compile and not host.is_compiled_by_xla():
@@ -122,9 +133,11 @@ class OptimizerAdapter(abc.ABC):
             grads_and_vars = list(zip(unscaled, (v for _, v in grads_and_vars), strict=True))
         return apply(grads_and_vars)
 
-    def apply_scaled(self, grads_and_vars: Pairs, loss_scale: tf.Tensor, finite: tf.Tensor) -> Any:
-        """Lets a scaling-safe optimizer make or skip the step."""
-        raise NotImplementedError
+    def widened(self, grads: list[gradients.Gradient]) -> list[gradients.Gradient]:
+        """Gradients as the optimizer takes them: if in float32, small ones stay when unscaled."""
+        if not self.takes_float32_gradients:
+            return grads
+        return gradients.cast(grads, LOW_PRECISION, tf.float32)
 
     def accumulates(self) -> bool:
         """Whether a step is made of the gradients of several calls of `apply`."""
@@ -150,7 +163,29 @@ class OptimizerAdapter(abc.ABC):
         """Forgets what was accumulated, in the place of the gradients that complete a step."""
         return
 
-    def is_overwritten(self, variable: Any) -> bool:
+    def is_overwritten(self, variable: tf.Variable) -> bool:
         """Whether what comes as the variable's gradient is its new value."""
         del variable
         return False
+
+
+class DelegatingAdapter(OptimizerAdapter):
+    """An adapter around another one, which it asks for all that a subclass does not override.
+
+    Args:
+        optimizer: What applies gradients.
+        inner: The other adapter.
+    """
+
+    def __init__(self, optimizer: Any, inner: OptimizerAdapter) -> None:
+        super().__init__(optimizer)
+        self._inner = inner
+
+
+for _name in (
+    *("is_revived_without_state", "is_saved_by_keras"),
+    *("takes_float32_gradients", "only_differentiates", "hyperparameters"),
+    *("built_variables", "compute_gradients", "custom_aggregation", "steps_made"),
+    *("accumulates", "completes_step", "totals", "drop_accumulated", "is_overwritten"),
+):
+    setattr(DelegatingAdapter, _name, property(operator.attrgetter(f"_inner.{_name}")))

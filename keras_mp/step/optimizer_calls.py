@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from keras_mp.step import call_states as states
 from keras_mp.step import gradients, unclipped
-from keras_mp.step.call_states import ANYBODY
+from keras_mp.step.call_states import UNNAMED
 from keras_mp.step.calls import Calls
-from keras_mp.step.decision import Given
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.support import host, messages
 
 
@@ -64,7 +64,7 @@ class OptimizerCalls(Calls):
             unscaled = gradients.unscale(grads, self._scale_of_step(facts))
         self._note(_ask(states.after_unscaling, facts))
         self._remember_results(unscaled)
-        self._mine.unscaled[ANYBODY] = unclipped.remember(unscaled)
+        self._mine.unscaled[UNNAMED] = unclipped.remember(unscaled)
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
@@ -76,11 +76,11 @@ class OptimizerCalls(Calls):
         divisor = tf.where(is_scaled, self._scale_of_step(facts), 1.0)
         self._note(_ask(states.after_unscaling_early, facts))
         unscaled = gradients.unscale(grads, divisor)
-        self._mine.unscaled[ANYBODY] = unclipped.remember(unscaled)
+        self._mine.unscaled[UNNAMED] = unclipped.remember(unscaled)
         return unscaled
 
     @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], Given]]:
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
         """A context in which one call, `minimize`, makes a step from its loss to its end.
 
         It may come between the calls of another step, which goes on afterwards as if nothing had
@@ -93,13 +93,13 @@ class OptimizerCalls(Calls):
         mine = self._mine
         kept = mine.losses, mine.scaled_by, mine.results
         try:
-            yield lambda by, scaled: Given(scaled, by, lambda: not scaled, self.losses())
+            yield lambda by, scaled: GradientState(scaled, by, lambda: not scaled, self.losses())
         finally:
             mine.losses, mine.scaled_by, mine.results = kept
             mine.applied = frozenset()
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[Given]:
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Notes that the step is made, in the context; warns of missing calls.
 
         Args:
@@ -116,13 +116,15 @@ class OptimizerCalls(Calls):
         if not isinstance(facts, int):
             self._warn_at_run_time(facts, goes_on)
         elif states.misses_a_call(facts, goes_on):
-            messages.warn(self._missing_call(facts))
+            messages.warn(states.missing_call(facts))
             mine.applied = frozenset()
         scaled = _ask(states.is_scaled, facts, goes_on)
         self._note(_ask(states.after_applying, facts, goes_on), ends=True)
         losses, mine.losses = self.losses(), ()
         is_divided = functools.partial(_ask, states.is_divided, facts, goes_on)
-        yield Given(scaled, scaled_by, is_divided, losses, mine.unscaled.pop(ANYBODY, list)())
+        yield GradientState(
+            scaled, scaled_by, is_divided, losses, mine.unscaled.pop(UNNAMED, list)()
+        )
 
     def _scale_of_step(self, facts: int | tf.Tensor) -> tf.Tensor:
         """What the loss of this step was multiplied by.
@@ -165,14 +167,11 @@ class OptimizerCalls(Calls):
                 return
             facts = self._read()
             if states.misses_a_call(facts, goes_on):
-                messages.warn(self._missing_call(facts))
+                messages.warn(states.missing_call(facts))
                 self._facts.assign(states.after_applying(facts, goes_on), read_value=False)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        messages.warn(self._missing_call(numbers[0]), line)
-
-    def _missing_call(self, facts: int) -> str:
-        return states.missing_call(facts)
+        messages.warn(states.missing_call(numbers[0]), line)
 
 
 def _ask(rule: Callable[..., Any], facts: int | tf.Tensor, *args: Any) -> Any:

@@ -1,11 +1,12 @@
 """Adapters of what is no optimizer of Keras: TensorFlow 1's, Sonnet's, and functions."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
+from keras_mp.step.optimizer_adapter import Applied, OptimizerAdapter, Pairs
 from keras_mp.support import host
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 
@@ -28,8 +29,12 @@ def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return V1Optimizer(optimizer)
     if callable(getattr(optimizer, "apply", None)):
-        return TwoLists(optimizer)
-    return Function(optimizer) if callable(optimizer) else None
+        # As Sonnet's optimizers have it, it takes two lists.
+        of_lists = allow_conversion(optimizer.apply)
+        return Function(
+            optimizer, lambda pairs: of_lists([g for g, _ in pairs], [v for _, v in pairs])
+        )
+    return Function(optimizer, allow_conversion(optimizer)) if callable(optimizer) else None
 
 
 class V1Optimizer(OptimizerAdapter):
@@ -40,7 +45,9 @@ class V1Optimizer(OptimizerAdapter):
         global_step: variable that a step which is made increments, or None.
     """
 
-    def __init__(self, optimizer: Any, global_step: Any = None) -> None:
+    def __init__(
+        self, optimizer: tf.compat.v1.train.Optimizer, global_step: tf.Variable | None = None
+    ) -> None:
         super().__init__(optimizer)
         self._global_step = global_step
 
@@ -64,7 +71,7 @@ class V1Optimizer(OptimizerAdapter):
             return None
         return tf.cast(tf.convert_to_tensor(self._global_step), tf.int64)
 
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         # Subclasses of the user's that override the method may not know of the argument.
         is_summed = tf.distribute.has_strategy() and not aggregate
         summed = {"skip_gradients_aggregation": True} if is_summed else {}
@@ -73,27 +80,19 @@ class V1Optimizer(OptimizerAdapter):
         )
 
 
-class TwoLists(OptimizerAdapter):
-    """An object with a method `apply(updates, parameters)`, as Sonnet's optimizers have it."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._apply = allow_conversion(optimizer.apply)
-
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
-        del name, aggregate
-        updates, parameters = [g for g, _ in grads_and_vars], [v for _, v in grads_and_vars]
-        return self._apply(updates, parameters)
-
-
 class Function(OptimizerAdapter):
-    """A function that is called with the list of (gradient, variable) pairs."""
+    """Something with a function that applies gradients.
 
-    def __init__(self, optimizer: Any) -> None:
+    Args:
+        optimizer: What has the function, or is it.
+        apply: takes the list of (gradient, variable) pairs.
+    """
+
+    def __init__(self, optimizer: Any, apply: Callable[[list[tuple[Any, Any]]], Applied]) -> None:
         super().__init__(optimizer)
-        self._apply = allow_conversion(optimizer)
+        self._apply = apply
 
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         del name, aggregate
         return self._apply(list(grads_and_vars))
 
@@ -107,9 +106,19 @@ class ScalingSafe(OptimizerAdapter):
         super().__init__(optimizer)
         self._apply_scaled = allow_conversion(optimizer.apply_scaled_gradients)
 
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Any:
-        del name, aggregate
-        return self.apply_scaled(grads_and_vars, tf.constant(1.0), tf.constant(True))
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
+        del aggregate
+        return self.update(grads_and_vars, name)
 
-    def apply_scaled(self, grads_and_vars: Pairs, loss_scale: tf.Tensor, finite: tf.Tensor) -> Any:
+    def update(
+        self,
+        grads_and_vars: Pairs,
+        name: str | None,
+        *,
+        scaled_by: tf.Tensor | None = None,
+        verdicts: Sequence[tf.Tensor] = (),
+    ) -> Applied:
+        del name
+        loss_scale = tf.constant(1.0) if scaled_by is None else scaled_by
+        finite = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
         return self._apply_scaled(list(grads_and_vars), loss_scale, finite)

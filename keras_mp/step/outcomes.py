@@ -1,4 +1,4 @@
-"""What comes of a step beside the step itself: the scale moves, and a skipped one is counted.
+"""The outcome of a step: the scale moves, and a skipped step is counted.
 
 RFC 293, "LossScaleOptimizer Overview".
 """
@@ -42,7 +42,7 @@ class OutcomeHandler:
     ) -> None:
         self._loss_scale: Any = loss_scale
         self._skipped = skipped
-        self._moves = hasattr(loss_scale, "num_bad_steps")
+        self._moves = loss_scale.moves
         self._worst: Any = None
         with tf.init_scope():
             if self._moves:

@@ -73,21 +73,3 @@ def from_arguments(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
             f"them. Received: reduce_dtype={reduce_dtype!r}, aggregate_in_float16={in_float16!r}"
         )
     return dtype
-
-
-def after_setting(reduce_dtype: tf.DType, aggregate_in_float16: Any) -> tf.DType:
-    """Returns the dtype after `aggregate_in_float16` is set; False keeps bfloat16.
-
-    Args:
-        reduce_dtype: DType before.
-        aggregate_in_float16: bool.
-
-    Returns:
-        A DType.
-
-    Raises:
-        TypeError: `aggregate_in_float16` is something else.
-    """
-    if validation.boolean("aggregate_in_float16", aggregate_in_float16):
-        return tf.float16
-    return tf.float32 if reduce_dtype == tf.float16 else reduce_dtype

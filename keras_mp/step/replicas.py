@@ -6,14 +6,19 @@ RFC 293, "All-reducing in float16". This module needs TensorFlow only.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_mp.step.gradients import Gradient, cast_as, cast_float32, map_values
+from keras_mp.step.gradients import Gradient, cast_as, map_values
+from keras_mp.step.gradients import cast as cast_gradients
 from keras_mp.support import host
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
+
+T = TypeVar("T")
+State = TypeVar("State")
+Kwargs = dict[str, Any] | None
 
 # A pack of so many bytes is sent as soon as its gradients are there, while others are still
 # computed. By default TensorFlow makes one pack of all, which waits for the last gradient.
@@ -85,7 +90,7 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     Source: RFC 293, "All-reducing in float16".
     """
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
-    cast: list[Any] = cast_float32(gradients, reduce_dtype)
+    cast: list[Any] = cast_gradients(gradients, [tf.float32], reduce_dtype)
     sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in cast]
     received: list[Gradient] = [None] * len(sent)
     # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.
@@ -127,11 +132,11 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
 
 
 def decide_for_all_replicas(
-    decide: Callable[..., Any],
+    decide: Callable[..., T],
     verdicts: Sequence[tf.Tensor | None],
-    state: Any,
-    on_each: Callable[[Any], Any],
-) -> Any:
+    state: State,
+    on_each: Callable[[State], Any],
+) -> T:
     """Calls `decide` in a context where a `tf.cond` may update variables that replicas share.
 
     Under strategies that use `merge_call`, such as MirroredStrategy on CPUs, that is the
@@ -152,7 +157,9 @@ def decide_for_all_replicas(
         return decide(*verdicts, [state], lambda: on_each(state))
 
     @do_not_convert
-    def cross_replica(strategy: tf.distribute.Strategy, verdicts: Sequence[Any], all: Any) -> Any:
+    def cross_replica(
+        strategy: tf.distribute.Strategy, verdicts: Sequence[tf.Tensor], all: State
+    ) -> T:
         local = strategy.experimental_local_results
         call = functools.partial(
             strategy.extended.call_for_each_replica,
@@ -165,7 +172,9 @@ def decide_for_all_replicas(
     return context.merge_call(cross_replica, args=(list(verdicts), state))
 
 
-def once_for_all_replicas(function: Callable[[list[tf.Tensor]], Any], tensors: Any) -> Any:
+def once_for_all_replicas(
+    function: Callable[[list[tf.Tensor]], T], tensors: Sequence[tf.Tensor]
+) -> T:
     """Calls a function once in a context where it may update variables that replicas share.
 
     Args:
@@ -175,17 +184,14 @@ def once_for_all_replicas(function: Callable[[list[tf.Tensor]], Any], tensors: A
     Returns:
         What the function returns.
     """
-    if (
-        tf.distribute.in_cross_replica_context()
-        or tf.__internal__.distribute.strategy_supports_no_merge_call()
-    ):
+    if tf.distribute.in_cross_replica_context():
+        return function(list(tensors))
+
+    def decide(*given: Any) -> Any:
+        *tensors, _, _ = given
         return function(tensors)
 
-    @do_not_convert
-    def cross_replica(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> Any:
-        return function([strategy.experimental_local_results(t)[0] for t in tensors])
-
-    return tf.distribute.get_replica_context().merge_call(cross_replica, args=(tensors,))
+    return decide_for_all_replicas(decide, tensors, None, lambda state: state)
 
 
 def local_id() -> int:
@@ -210,10 +216,18 @@ def alone() -> Iterator[None]:
         return
     number = local_id()
 
-    def merge_call(function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+    def merge_call(
+        function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> Any:
         return function(strategy, *args, **(kwargs or {}))
 
-    def update(var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+    def update(
+        var: tf.Variable,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: Kwargs = None,
+        group: bool = True,
+    ) -> T:
         del group
         of_replicas = strategy.experimental_local_results(var)
         mine = of_replicas[number] if len(of_replicas) > 1 else of_replicas[0]
@@ -262,7 +276,7 @@ def _cannot_be_gathered(gradient: Gradient) -> bool:
     return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
 
 
-def _bits_as(dtype: tf.DType, gradient: Any) -> Gradient:
+def _bits_as(dtype: tf.DType, gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
     if gradient.dtype == dtype:
         return gradient
     return map_values(lambda g: tf.bitcast(g, dtype), gradient)

@@ -1,4 +1,4 @@
-"""A loss scale at work: its calls, its steps, and what comes of them.
+"""The engine of loss scaling: a loss scale with its calls, steps and skipped steps.
 
 RFC 293, "LossScaleOptimizer Overview". `LossScaleOptimizer`, `GradScaler` and the optimizer of
 TensorFlow 1 are faces of it.
@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 import tensorflow as tf
 
 from keras_mp.step import overflows, replicas, workers
+from keras_mp.step import reduce_dtype as reduce_dtypes
 from keras_mp.step.calls import Calls
-from keras_mp.step.decision import Given
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler
-from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.support import validation
@@ -36,8 +36,10 @@ class Scaler(Generic[AnyCalls]):
     Args:
         loss_scale: `LossScale`.
         calls: as the attribute.
-        can_skip: bool. Whether steps are skipped whose gradients are not finite.
-        reduce_dtype: as the attribute.
+        skip_nonfinite: bool. Whether steps whose gradients are not finite are skipped with every
+            loss scale, rather than only with one that moves.
+        reduce_dtype: str, DType or None, as `reduce_dtype.from_arguments` takes it.
+        aggregate_in_float16: bool, or None, as well.
         warn_after_skips: int, or None for never.
         at_update: bool. Whether the scale moves when `OutcomeHandler.update` is called, rather
             than at once. Defaults to False.
@@ -48,13 +50,16 @@ class Scaler(Generic[AnyCalls]):
         loss_scale: LossScale,
         calls: AnyCalls,
         *,
-        can_skip: bool,
-        reduce_dtype: tf.DType,
+        skip_nonfinite: bool = False,
+        reduce_dtype: str | tf.DType | None = None,
+        aggregate_in_float16: bool | None = None,
         warn_after_skips: int | None,
         at_update: bool = False,
     ) -> None:
+        can_skip = skip_nonfinite or loss_scale.moves
         replicas.check_strategy(may_skip=can_skip)
-        self.loss_scale, self.calls, self.reduce_dtype = loss_scale, calls, reduce_dtype
+        self.loss_scale, self.calls = loss_scale, calls
+        self.reduce_dtype = reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16)
         self.skipped = SkippedSteps(
             validation.integer_or_none("warn_after_skips", warn_after_skips), calls.callback()
         )
@@ -66,7 +71,7 @@ class Scaler(Generic[AnyCalls]):
         self,
         adapter: OptimizerAdapter,
         pairs: Sequence[tuple[Any, Any]],
-        given: Given,
+        state: GradientState,
         *,
         aggregate: bool,
         name: str | None = None,
@@ -77,7 +82,7 @@ class Scaler(Generic[AnyCalls]):
         Args:
             adapter: applies the gradients; what it needs is built.
             pairs: sequence of (gradient, variable) pairs.
-            given: what is known of them.
+            state: `GradientState`, what is known of them.
             aggregate: bool. Whether the gradients are to be summed over replicas.
             name: str. Name of the operation.
             names: given variables, returns what users call them.
@@ -85,32 +90,15 @@ class Scaler(Generic[AnyCalls]):
         self.collect_reports()
         # Again, since the scaler may have been made outside of the strategy's scope.
         replicas.check_strategy(may_skip=self.handler is not None)
-        workers.meet(
-            self,
-            [gradient for gradient, _ in pairs],
-            loss_scale=f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})",
-            reduce_dtype=self.reduce_dtype.name,
-        )
-        step = ScaledStep(adapter, self.handler, self.reduce_dtype, given, names)
+        if workers.are_several():
+            workers.meet(
+                self,
+                [gradient for gradient, _ in pairs],
+                loss_scale=f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})",
+                reduce_dtype=self.reduce_dtype.name,
+            )
+        step = ScaledStep(adapter, state, self.handler, self.reduce_dtype, names)
         return step.make(pairs, aggregate=aggregate, name=name)
-
-    def steps_skipped(self) -> tf.Tensor:
-        """How many steps were skipped so far, an int64 scalar tensor."""
-        self.collect_reports()
-        # A tensor: of a mirrored variable, Python would take any value for true.
-        return tf.convert_to_tensor(self.skipped.total)
-
-    def last_step_skipped(self) -> tf.Tensor:
-        """Whether the last step was skipped, a bool scalar tensor."""
-        self.collect_reports()
-        if self.handler is None:
-            return tf.constant(False)
-        return tf.convert_to_tensor(self.handler.skips_in_a_row) > 0
-
-    def last_overflow(self) -> Overflow | None:
-        """What was not finite in the step that was skipped last; None if none was."""
-        self.collect_reports()
-        return self.skipped.last_overflow()
 
     def collect_reports(self) -> None:
         """Says what functions that XLA compiled had to say."""

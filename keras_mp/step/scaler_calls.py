@@ -4,6 +4,7 @@ PyTorch's AMP feature proposal, "Gradient scaling".
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ import tensorflow as tf
 
 from keras_mp.step import call_states as states
 from keras_mp.step import gradients, unclipped
-from keras_mp.step.call_states import ANYBODY, OTHERS, Call, of, of_any
+from keras_mp.step.call_states import OTHERS, UNNAMED, Call, of, of_any
 from keras_mp.step.calls import Calls, LossScaleValue
-from keras_mp.step.decision import Given, Guard
+from keras_mp.step.gradient_state import GradientState
 from keras_mp.step.numbered_optimizers import NumberedOptimizers
 from keras_mp.support import host, messages
 
@@ -37,7 +38,7 @@ class ScalerCalls(Calls):
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         certain, facts = self._so_far()
         known = facts if isinstance(facts, int) else certain
-        _raise(Call.SCALE, ANYBODY, known)
+        _raise(Call.SCALE, UNNAMED, known)
         goes_on = bool(known & states.SCALED)
         if goes_on:
             scaled_by = self._scale_of_step()
@@ -82,7 +83,7 @@ class ScalerCalls(Calls):
             else:
                 after = tf.where(finite, _int64(news), _int64(overflowed))
         if not isinstance(facts, int) and not certain & states.SCALED:
-            # Of gradients that are scaled here, `apply` will tell.
+            # `apply` checks gradients of a loss that is scaled here.
             wrong = states.BY_TAPE | of(index, states.JUST_UNSCALED | states.APPLIED)
             is_wrong = tf.not_equal(facts & (states.SCALED | wrong), states.SCALED)
             self._reports.watch()
@@ -95,12 +96,12 @@ class ScalerCalls(Calls):
     def by_tape(self) -> None:
         """Notes that a tape has scaled a loss, and unscaled the gradients."""
         certain, facts = self._so_far()
-        _raise(Call.TAPE, ANYBODY, facts if isinstance(facts, int) else certain)
+        _raise(Call.TAPE, UNNAMED, facts if isinstance(facts, int) else certain)
         self._note(facts | states.BY_TAPE, certain | states.BY_TAPE)
         self._note_scale(self._loss_scale())
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[Given]:
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Notes that an optimizer makes a step, which is made in the context.
 
         One that raises an exception, or that is refused, was not made.
@@ -113,10 +114,10 @@ class ScalerCalls(Calls):
         scaled_by, index = self._scale_of_step(), self._optimizers.index(optimizer)
         certain, facts = self._so_far()
         # What was unscaled for none in particular belongs to the first optimizer that steps.
-        unnamed = of(ANYBODY, states.UNSCALED | states.JUST_UNSCALED | states.OVERFLOWED)
-        unscaled = states.BY_TAPE | of(ANYBODY, states.UNSCALED) | of(index, states.UNSCALED)
-        overflowed = of(ANYBODY, states.OVERFLOWED) | of(index, states.OVERFLOWED)
-        guard = None
+        unnamed = of(UNNAMED, states.UNSCALED | states.JUST_UNSCALED | states.OVERFLOWED)
+        unscaled = states.BY_TAPE | of(UNNAMED, states.UNSCALED) | of(index, states.UNSCALED)
+        overflowed = of(UNNAMED, states.OVERFLOWED) | of(index, states.OVERFLOWED)
+        is_allowed, refuse = None, lambda: None
         if isinstance(facts, int):
             _raise(Call.STEP, index, facts)
             scaled = not facts & unscaled
@@ -134,19 +135,20 @@ class ScalerCalls(Calls):
                 was_finite = tf.equal(facts & overflowed, 0)
                 is_allowed = tf.not_equal(facts & (states.SCALED | states.BY_TAPE), 0)
                 is_allowed &= tf.equal(facts & wrong, 0)
-            guard = Guard(is_allowed, lambda: self._refuse(index, facts))
-        before = [self._mine.unscaled.pop(i, list)() for i in (ANYBODY, index)]
+            refuse = functools.partial(self._refuse, index, facts)
+        before = [self._mine.unscaled.pop(i, list)() for i in (UNNAMED, index)]
         applied = of(index, states.APPLIED)
         after = facts if scaled is True else facts & ~unnamed
         self._note(after | applied, certain & ~unnamed | applied)
-        given = Given(
+        given = GradientState(
             scaled,
             scaled_by,
             lambda: tf.logical_not(scaled) if tf.is_tensor(scaled) else not scaled,
             self.losses(),
             [*before[0], *before[1]],
             was_finite,
-            guard,
+            is_allowed,
+            refuse,
         )
         try:
             yield given
@@ -155,7 +157,7 @@ class ScalerCalls(Calls):
                 # Other threads may have noted steps of theirs meanwhile.
                 self._note(self._read() & ~(applied & ~facts) | facts & unnamed)
             raise
-        if guard is not None:
+        if is_allowed is not None:
             # The branch in which it is refused takes the variable of the facts.
             self._mine.uses = self._uses(host.current_graph())
 
@@ -173,12 +175,12 @@ class ScalerCalls(Calls):
         mine.losses, mine.scaled_by, mine.facts = (), None, None
         mine.unscaled.clear()
         if isinstance(facts, int):
-            return bool(facts & steps), lambda: _raise(Call.UPDATE, ANYBODY, facts)
+            return bool(facts & steps), lambda: _raise(Call.UPDATE, UNNAMED, facts)
         if certain & steps:
             return True, lambda: None
         self._reports.watch()
         has_stepped = tf.not_equal(facts & steps, 0)
-        return has_stepped, lambda: self._post(Call.UPDATE, ANYBODY, facts, tf.constant(True))
+        return has_stepped, lambda: self._post(Call.UPDATE, UNNAMED, facts, tf.constant(True))
 
     def _scale_of_step(self) -> tf.Tensor:
         """What the losses were multiplied by, a float32 scalar tensor."""
@@ -188,7 +190,7 @@ class ScalerCalls(Calls):
 
     def _refuse(self, index: int, facts: tf.Tensor) -> None:
         self._post(Call.STEP, index, facts, tf.constant(True))
-        self._facts.assign(facts | of(ANYBODY, states.APPLIED), read_value=False)
+        self._facts.assign(facts | of(UNNAMED, states.APPLIED), read_value=False)
 
     def _post(self, call: Call, index: int, facts: tf.Tensor, when: tf.Tensor) -> None:
         self._reports.post(tf.stack([_int64(call), _int64(index), facts]), when=when)

@@ -36,7 +36,7 @@ class ScalingTape(tf.GradientTape):
         scaled = tf.nest.map_structure(self._scaled, of_targets)
         return self._unscaled(super().gradient(target, sources, scaled, *args, **kwargs))
 
-    def _scaled(self, value: Any) -> Any:
+    def _scaled(self, value: tf.Tensor) -> tf.Tensor:
         return value * tf.cast(self._loss_scale, value.dtype)
 
     def _unscaled(self, computed: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rolls back what the forward pass has written to weights if the step is skipped.
+"""Rolls back what the forward pass has written to weights, if the step is skipped.
 
 Batch normalization moves its statistics while the loss is computed, before it is known that
 the step will be skipped. What was read before an assignment is the old buffer, which the assignment
@@ -166,8 +166,8 @@ def keep(trained: Iterable[Any]) -> Kept:
     Called in a replica context, before anything is applied.
 
     Args:
-        trained: iterable of the variables that the step trains. Of other trainable weights it is
-            not known whether the forward pass wrote them or another step did.
+        trained: iterable of the variables that the step trains. It is unknown whether the forward
+            pass or another step wrote other trainable weights.
     """
     if host.in_v1_graph():
         return Kept((), [])

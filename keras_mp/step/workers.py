@@ -45,7 +45,7 @@ def are_several(strategy: tf.distribute.Strategy | None = None) -> bool:
 
 
 def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
-    """Checks, at the first step of an owner, that all workers say the same of it.
+    """Checks, at the first step of an owner, that all of several workers say the same of it.
 
     They tell each other before their first sum: one of two dtypes would never end.
 
@@ -57,7 +57,7 @@ def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
     Raises:
         ValueError: something differs. All workers raise it.
     """
-    if not are_several() or owner in _met or host.in_v1_graph():
+    if owner in _met or host.in_v1_graph():
         return
     dtypes = collections.Counter(g.dtype.name for g in grads if g is not None)
     mine = {

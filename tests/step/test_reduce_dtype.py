@@ -1,6 +1,7 @@
 import pytest
 import tensorflow as tf
 
+import keras_mp
 from keras_mp.step import reduce_dtype
 from tests.common import once
 
@@ -45,8 +46,18 @@ def test_other_dtypes_are_refused():
         reduce_dtype.get("float16", ("bfloat16",), " Do so.")
 
 
-def test_bfloat16_is_not_float16_either():
-    for before in (tf.float16, tf.bfloat16, tf.float32):
-        assert reduce_dtype.after_setting(before, True) == tf.float16
-    assert reduce_dtype.after_setting(tf.float16, False) == tf.float32
-    assert reduce_dtype.after_setting(tf.bfloat16, False) == tf.bfloat16
+@pytest.mark.parametrize(
+    ("before", "after_true", "after_false"),
+    [
+        ("float16", "float16", "float32"),
+        ("bfloat16", "float16", "bfloat16"),
+        ("float32", "float16", "float32"),
+    ],
+)
+def test_setting_aggregate_in_float16(before, after_true, after_false):
+    for value, after in ((True, after_true), (False, after_false)):
+        scaler = keras_mp.GradScaler(64, reduce_dtype=before)
+        scaler.aggregate_in_float16 = value
+        assert scaler.reduce_dtype == after
+    with pytest.raises(TypeError, match="`aggregate_in_float16` must be a bool"):
+        scaler.aggregate_in_float16 = 1

@@ -1,0 +1,52 @@
+"""Which gradients `compute_gradients` has computed, for an optimizer of TensorFlow 1."""
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.support import host
+
+
+class ComputedGradients:
+    """Notes what `compute_gradients` has computed, to warn of gradients from elsewhere.
+
+    Python alone knows of it, which costs a step nothing. Gradients that another thread or function
+    may have computed are presumed to be right.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Those of which nothing was applied in the same graph, so that eager code may do so.
+        self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        # By thread, the ids of variables whose gradients were computed and not applied in eager.
+        self._computed: dict[int, set[int]] = {}
+
+    def note(self, variables: Iterable[Any]) -> None:
+        """Notes that gradients of these variables are computed."""
+        self._computed.setdefault(threading.get_ident(), set()).update(map(id, variables))
+        graph = host.current_graph()
+        if graph is not None:
+            self._graphs.add(graph)
+            self._open_graphs.add(graph)
+
+    def may_include(self, variables: Iterable[Any]) -> bool:
+        """Whether gradients of these variables, which are applied now, may be computed ones."""
+        graph = host.current_graph()
+        if graph is None:
+            computed = self._computed.get(threading.get_ident())
+            if computed is None:
+                return bool(self._computed)
+            applied = set(map(id, variables))
+            is_known = not computed.isdisjoint(applied)
+            computed -= applied
+            return is_known or bool(self._open_graphs)
+        self._open_graphs.discard(graph)
+        is_function = isinstance(graph, tf.__internal__.FuncGraph)
+        while graph is not None:
+            if graph in self._graphs:
+                return True
+            graph = getattr(graph, "outer_graph", None)
+        return is_function and bool(self._computed)

@@ -1,0 +1,130 @@
+"""The properties that all public classes with a `Scaler` have."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.step import reduce_dtype as reduce_dtypes
+from keras_mp.step.loss_scales import LossScale
+from keras_mp.step.overflow_report import Overflow
+from keras_mp.step.scaler import Scaler
+from keras_mp.support import validation
+
+
+class ScalerProperties:
+    """The properties of a `Scaler`, and what checkpoints hold of it."""
+
+    _scaler: Scaler[Any]
+    _skip_nonfinite = False
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The `LossScale`. Call it for its value, a float32 scalar tensor.
+
+        Where nothing is scaled it is a `FixedLossScale(1)`.
+        """
+        return self._scaler.loss_scale
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
+        return self._skip_nonfinite
+
+    @property
+    def aggregate_in_float16(self) -> bool:
+        """Whether float32 gradients are summed over replicas as float16. May be set at any time."""
+        return self._scaler.reduce_dtype == tf.float16
+
+    @aggregate_in_float16.setter
+    def aggregate_in_float16(self, value: bool) -> None:
+        if validation.boolean("aggregate_in_float16", value):
+            self._scaler.reduce_dtype = tf.float16
+        elif self.aggregate_in_float16:
+            self._scaler.reduce_dtype = tf.float32
+
+    @property
+    def reduce_dtype(self) -> str:
+        """The dtype in which float32 gradients are summed over replicas. May be set at any time.
+
+        A `tf.function` that was traced before it was set keeps the old one.
+        """
+        return self._scaler.reduce_dtype.name
+
+    @reduce_dtype.setter
+    def reduce_dtype(self, value: str | tf.DType) -> None:
+        self._scaler.reduce_dtype = reduce_dtypes.get(value)
+
+    @property
+    def steps_skipped(self) -> tf.Tensor:
+        """How many steps were skipped so far, an int64 scalar tensor.
+
+        With a `GradScaler` each optimizer makes a step.
+        """
+        self._scaler.collect_reports()
+        # A tensor: of a mirrored variable, Python would take any value for true.
+        return tf.convert_to_tensor(self._scaler.skipped.total)
+
+    @property
+    def last_step_skipped(self) -> tf.Tensor:
+        """Whether the last step was skipped, a bool scalar tensor.
+
+        With a `GradScaler`: whether any optimizer was skipped before the last `update`.
+        """
+        self._scaler.collect_reports()
+        handler = self._scaler.handler
+        if handler is None:
+            return tf.constant(False)
+        return tf.convert_to_tensor(handler.skips_in_a_row) > 0
+
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """The gradients that were not finite in the step that was skipped last; None if none was.
+
+        A `keras_mp.Overflow`: which step it was, each variable's Inf and NaN on each replica, also
+        of other workers, and whether the loss itself was finite. Its `str` is a table. Gradients
+        are counted as they were before the program clipped them: as `get_unscaled_gradients`, or
+        `unscale` of a `GradScaler`, returned them. A `GradScaler` reports one optimizer, which its
+        variables identify.
+
+        Gradients are searched only when a step is skipped, and the result stays on the device until
+        it is read. It is not part of checkpoints. With a fixed scale no step is skipped, so there
+        is no report, and there is none of a graph of TensorFlow 1.
+
+        Raises:
+            RuntimeError: it is read in a graph.
+
+        Example:
+
+        >>> optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable([1.0, 2.0], name="v")
+        >>> _ = optimizer.minimize(lambda: tf.reduce_sum(v * [1.0, float("inf")]), [v])
+        >>> overflow = optimizer.last_overflow
+        >>> overflow.step, overflow.variables, overflow.gradients[0].infs, overflow.loss_is_finite
+        (1, ['v'], 1, False)
+        """
+        self._scaler.collect_reports()
+        return self._scaler.skipped.last_overflow()
+
+    @property
+    def warn_after_skips(self) -> int | None:
+        """The number of skipped steps in a row after which to warn; None for never.
+
+        A `tf.function` that was traced before it was set keeps the old number.
+        """
+        return self._scaler.skipped.warn_after
+
+    @warn_after_skips.setter
+    def warn_after_skips(self, value: int | None) -> None:
+        self._scaler.skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
+
+    def _own_children(self) -> dict[str, Any]:
+        """What a checkpoint holds, beside the children of an optimizer that is wrapped."""
+        return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.skipped.total}
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        # Optimizers of tf_keras list their children once, which may have been before they were
+        # wrapped.
+        others = super()._trackable_children(save_type, **kwargs)  # pyright: ignore
+        children = {**others, **self._own_children()}
+        if save_type == "savedmodel":  # which holds functions, and all that these use
+            children.update(self._scaler.variables())
+        return children
