@@ -202,7 +202,9 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
         optimize.compute_capability(device)
         dtype = passes.enabled_dtype() or "float16"
     fetches: list[Any] = list(function) if isinstance(function, (list, tuple)) else [function]
-    if fetches and all(_is_in_graph(fetch) for fetch in fetches):
+    kinds = (tf.Operation, tf.Tensor, tf.Variable)
+    # An eager tensor is in no graph.
+    if fetches and all(isinstance(each, kinds) and hasattr(each, "graph") for each in fetches):
         if len({id(fetch.graph) for fetch in fetches}) > 1:
             raise ValueError(
                 f"Expected operations and tensors of one tf.Graph. Received: function={function!r}"
@@ -416,11 +418,6 @@ def _with_wrong_sums(dtype: str) -> set[str]:
         for op in rewritten & sums.KERNELS.keys()
         if any(sums.is_wrong(op, dtype, pattern) for pattern in patterns.get(op, (None,)))
     }
-
-
-def _is_in_graph(fetch: object) -> bool:
-    is_tensor = tf.is_tensor(fetch) and hasattr(fetch, "graph")
-    return is_tensor or isinstance(fetch, tf.Operation)
 
 
 def _check_training(model: tf.keras.Model, batch: Sequence[Any], kwargs: dict[str, Any]) -> None:

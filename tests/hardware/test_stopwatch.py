@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_mp.hardware import stopwatch
 from keras_mp.kernels import slow
-from keras_mp.support.turns import Turn
+from keras_mp.support.turns import Turn, medians
 
 
 def test_every_dtype_gets_a_speed_for_every_operation(monkeypatch):
@@ -86,6 +86,7 @@ def test_on_a_busy_machine_it_is_what_was_computed_that_tells():
     )
     assert stopwatch.undisturbed(busy) == pytest.approx({"float32": 1.0, "bfloat16": 3.0})
     assert stopwatch.fastest(busy) == {"float32": 1.0, "bfloat16": 8.0}
+    assert medians(busy) == {"float32": 3.0, "bfloat16": 9.0}
 
 
 def test_a_clock_of_cpu_time_that_stands_still_is_not_asked():
