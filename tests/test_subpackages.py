@@ -13,7 +13,7 @@ SUBPACKAGES = {
     "variables": {"variables", "support", "kernels"},
     "kernels": {"kernels", "support"},
     "step": {"step", "variables", "support"},
-    "master_weights": {"master_weights", "step", "support"},
+    "master_weights": {"master_weights", "step", "variables", "support"},
     "hardware": {"hardware", "kernels", "support"},
     "op_autocast": {"op_autocast", "hardware", "variables", "kernels", "support"},
     "grappler": {"grappler", "support"},
@@ -22,7 +22,7 @@ SUBPACKAGES = {
         *("numerics", "keras_api", "step", "variables", "op_autocast", "kernels", "grappler"),
         *("hardware", "support", "loss_scale", "loss_scale_optimizer", "losses", "layers"),
         *("policy", "conversion", "model_summary", "optimizer_wrapper", "layer_paths"),
-        "low_precision_weights",
+        *("low_precision_weights", "callbacks"),
     },
     # It uses the package as programs do.
     "hardware_check": {"hardware_check", "keras_api", "hardware", "kernels", "support"},

@@ -241,7 +241,11 @@ def _updates(name: str) -> Callable[..., object]:
         return self._update(name, *args, **kwargs)
 
     own = getattr(tf.Variable, name, None)
-    return update if own is None else functools.wraps(own)(update)
+    if own is not None:
+        return functools.wraps(own)(update)
+    update.__name__ = name
+    update.__doc__ = f"Calls `{name}` of the variable, in its true dtype."
+    return update
 
 
 for _name in (
