@@ -1,4 +1,4 @@
-"""What training in 16 bits does to the numbers, measured.
+"""Tools that measure the effects of 16 bits on the numbers of a training run.
 
 Each tool is a module of its own. What is gathered on the device stays there until it is read.
 """

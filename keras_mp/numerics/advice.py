@@ -13,7 +13,7 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 
 class Advice(NamedTuple):
-    """What `advise` returns: `str(advice)` has a line for each sentence.
+    """The result of `advise`: `str(advice)` has a line for each sentence.
 
     Attributes:
         sentences: list of str; empty if nothing is lost.
@@ -37,7 +37,7 @@ class Advice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What was measured, and how to name it in sentences.
+    """The measurements, and how to name them in sentences.
 
     Attributes:
         measured: `Report` or `WhatIf`.

@@ -25,7 +25,7 @@ from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import RandomNumbers
 from keras_mp.numerics.layer_distances import compare_layers
-from keras_mp.numerics.records import Layer, Record
+from keras_mp.numerics.records import LayerRecord, Record
 from keras_mp.numerics.runs import Runner, check_finite, check_same_calls
 from keras_mp.numerics.training_loss import GivenLoss, loss_of
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -233,7 +233,7 @@ def compare_records(run: Record, reference: Record) -> Comparison:
     )
 
 
-def _pairs(run: Record, reference: Record) -> list[tuple[Layer, Layer]]:
+def _pairs(run: Record, reference: Record) -> list[tuple[LayerRecord, LayerRecord]]:
     if [each.path for each in run.layers] == [each.path for each in reference.layers]:
         return list(zip(run.layers, reference.layers))
     others = {layer.path: layer for layer in reference.layers}

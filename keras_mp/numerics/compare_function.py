@@ -20,10 +20,10 @@ from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison import Comparison, Finding
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.explanations import explain, matches
-from keras_mp.numerics.layer_calls import Call, RandomNumbers, Variables, Watch, floating
+from keras_mp.numerics.layer_calls import LayerCall, RandomNumbers, Variables, Watch, floating
 from keras_mp.numerics.layer_distances import compare_layers
-from keras_mp.numerics.operations import Kept, KeptOperation
-from keras_mp.numerics.records import Layer
+from keras_mp.numerics.operations import KeptOperation, KeptOperations
+from keras_mp.numerics.records import LayerRecord
 from keras_mp.numerics.runs import Run, Runner
 from keras_mp.numerics.training_loss import signed_mean
 from keras_mp.op_autocast.context_manager import autocast
@@ -159,7 +159,7 @@ class _FunctionRunner(Runner):
         super().__init__(held, Batch(args), numbers=numbers)
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._function, self._under = function, under
-        self._kept = Kept()
+        self._kept = KeptOperations()
 
     def _run(self, batch: Batch, loss_scale: float, watch: Watch) -> Run:
         with operations.kept() as self._kept:
@@ -177,11 +177,11 @@ class _FunctionRunner(Runner):
         made = list(self._kept.operations)
         named = _numbered((f"{each.scope}/{each.type}".strip("/") for each in made), made)
         watch.calls += [
-            Call((i,), name, each.type, each, each.inputs, outputs=floating(each.outputs)[:1])
+            LayerCall((i,), name, each.type, each, each.inputs, outputs=floating(each.outputs)[:1])
             for i, (name, each) in enumerate(named.items())
         ]
         watch.calls += [
-            Call((len(made) + i,), f"result {i}", "result", None, (), outputs=[value])
+            LayerCall((len(made) + i,), f"result {i}", "result", None, (), outputs=[value])
             for i, value in enumerate(returned)
         ]
         is_loss = len(returned) == 1 and returned[0].shape.rank == 0
@@ -263,8 +263,8 @@ def _numbered(names: Iterable[str], values: Iterable[_Value]) -> dict[str, _Valu
 
 
 def _pairs(
-    run: Run, exact: Run, layers: Sequence[Layer], references: Sequence[Layer]
-) -> list[tuple[Layer, Layer]]:
+    run: Run, exact: Run, layers: Sequence[LayerRecord], references: Sequence[LayerRecord]
+) -> list[tuple[LayerRecord, LayerRecord]]:
     """Pairs the operations of two runs, and results, variables and arguments by name."""
     narrow, wide = (_operations(each) for each in (run, exact))
     pairs = [(layers[i], references[j]) for i, j in matches(narrow, wide)]
@@ -278,7 +278,11 @@ def _operations(run: Run) -> list[KeptOperation]:
 
 
 def _explained(
-    finding: Finding, pairs: Sequence[tuple[Layer, Layer]], run: Run, exact: Run, dtype: str
+    finding: Finding,
+    pairs: Sequence[tuple[LayerRecord, LayerRecord]],
+    run: Run,
+    exact: Run,
+    dtype: str,
 ) -> Finding:
     """Returns the finding with an explanation and the line of its operation."""
     is_forward = finding.direction == "forward"
@@ -295,9 +299,9 @@ def _explained(
     return dataclasses.replace(finding, what=reason.what, line=line)
 
 
-def _until(run: Run, path: str | None) -> Kept:
+def _until(run: Run, path: str | None) -> KeptOperations:
     """Returns the operations of a run, up to the one with that name if there is one."""
-    kept = copy.copy(cast(Kept, run.kept))
+    kept = copy.copy(cast(KeptOperations, run.kept))
     last = next((i for i, call in enumerate(run.calls, 1) if call.path == path), None)
     kept.operations = kept.operations[:last]
     return kept

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative, rms, underflow
 from keras_mp.numerics.layer_calls import is_floating, shape_of
-from keras_mp.numerics.operations import Kept, KeptOperation
+from keras_mp.numerics.operations import KeptOperation, KeptOperations
 from keras_mp.numerics.runs import array
 from keras_mp.support import op_table
 
@@ -41,7 +41,9 @@ class Explanation(NamedTuple):
     line: str | None
 
 
-def explain(narrow: Kept, wide: Kept, side: str, dtype: str) -> Explanation | None:
+def explain(
+    narrow: KeptOperations, wide: KeptOperations, side: str, dtype: str
+) -> Explanation | None:
     """Finds the first operation that does not do in 16 bits what it does in float32.
 
     Args:
@@ -101,7 +103,9 @@ def _apart(narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]) -> float:
     return max((relative(n, w) for n, w in _both(narrow, wide)), default=0.0)
 
 
-def _lost_inputs(op: KeptOperation, exact: KeptOperation, dtype: str, kept: Kept) -> str | None:
+def _lost_inputs(
+    op: KeptOperation, exact: KeptOperation, dtype: str, kept: KeptOperations
+) -> str | None:
     """Describes an input that 16 bits do not hold, unless an operation has computed it."""
     given = [(n, w) for n, w in zip(op.inputs, exact.inputs) if not kept.is_computed(n)]
     for n, w in _both(*zip(*given)) if given else ():

@@ -17,7 +17,7 @@ _TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
 
 
 class _Attached(NamedTuple):
-    """What the monitor uses while a `fit` runs.
+    """The objects that the monitor uses while a `fit` runs.
 
     Attributes:
         histograms: what counts.

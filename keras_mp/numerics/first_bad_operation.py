@@ -235,7 +235,7 @@ class FirstBadOperation:
         op_name: str | None = None,
         graph: tf.Graph | None = None,
     ) -> None:
-        """What TensorFlow calls back."""
+        """The callback for TensorFlow."""
         del attrs
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):

@@ -235,7 +235,7 @@ class ExponentHistograms:
 
 
 class _Step:
-    """What one step, or its trace, on one replica has shown so far.
+    """The values that one step, or its trace, has shown so far on one replica.
 
     Args:
         owner: the histograms, whose variables count.

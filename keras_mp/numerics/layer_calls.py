@@ -54,7 +54,7 @@ Change = Callable[[tf.Tensor], tf.Tensor]
 
 
 @dataclasses.dataclass
-class Call:
+class LayerCall:
     """One call of a layer, or of a loss or an operation.
 
     Attributes:
@@ -101,7 +101,7 @@ class Call:
         """The unit roundoff of that dtype."""
         return UNIT_ROUNDOFF[self.dtype]
 
-    def contains(self, other: "Call") -> bool:
+    def contains(self, other: "LayerCall") -> bool:
         """Whether the other call was made inside of this one."""
         around = other.position[: len(self.position)]
         return other.position != self.position and self.position == around
@@ -127,7 +127,7 @@ class Watch:
     """Watches the calls of layers.
 
     Attributes:
-        calls: list of Call, each when it ends: those inside of a layer come before its own.
+        calls: list of LayerCall, each when it ends: those inside of a layer come before its own.
 
     Args:
         numbers: RandomNumbers. Runs that are to be compared share them.
@@ -139,7 +139,7 @@ class Watch:
     def __init__(
         self, numbers: RandomNumbers, change: Change | None = None, start: Position = (0,)
     ) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[LayerCall] = []
         self._numbers = numbers
         self._change = change
         # The position of the next call, and how many times each call around it has drawn numbers.
@@ -165,7 +165,7 @@ class Watch:
             self._counts.pop()
         if self._change is not None:
             outputs = map_floating(self._change, outputs)
-        self.calls.append(Call(position, path, kind, layer, args, kwargs, floating(outputs)))
+        self.calls.append(LayerCall(position, path, kind, layer, args, kwargs, floating(outputs)))
         return outputs
 
     @contextlib.contextmanager

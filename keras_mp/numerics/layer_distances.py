@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_mp.numerics.comparison import ComparedLayer, Finding
 from keras_mp.numerics.distances import LIMIT, Distance, kind_of_gradient, rms, underflow
-from keras_mp.numerics.records import SIDES, Layer, Quantity
+from keras_mp.numerics.records import SIDES, LayerRecord, Quantity
 from keras_mp.numerics.runs import LOSS
 
 # A gradient of which so many numbers are zero only in 16 bits has underflowed.
@@ -16,7 +16,7 @@ _MANY_ZEROS = 0.05
 
 
 def compare_layers(
-    pairs: Sequence[tuple[Layer, Layer]],
+    pairs: Sequence[tuple[LayerRecord, LayerRecord]],
 ) -> tuple[list[ComparedLayer], list[Finding]]:
     """Compares two runs, and names the first layer that is too far.
 
@@ -46,12 +46,12 @@ def compare_layers(
 
 
 def distances(
-    layer: Layer, other: Layer, side: str, largest: Mapping[str, float]
+    layer: LayerRecord, other: LayerRecord, side: str, largest: Mapping[str, float]
 ) -> dict[str, Distance]:
     """Measures how far the quantities of a layer are apart, by their names.
 
     Args:
-        layer: Layer.
+        layer: LayerRecord.
         other: the same of the reference.
         side: "forward" or "backward".
         largest: what `largest_gradients` says of all gradients that are known.
@@ -77,7 +77,7 @@ def distances(
     return found
 
 
-def largest_gradients(layers: Iterable[Layer]) -> dict[str, float]:
+def largest_gradients(layers: Iterable[LayerRecord]) -> dict[str, float]:
     """Returns the root mean square of the largest gradient of each kind."""
     largest: dict[str, float] = {}
     for layer in layers:
@@ -87,7 +87,7 @@ def largest_gradients(layers: Iterable[Layer]) -> dict[str, float]:
     return largest
 
 
-def _what(layer: Layer, other: Layer, side: str, name: str) -> str:
+def _what(layer: LayerRecord, other: LayerRecord, side: str, name: str) -> str:
     if layer.path == LOSS and layer.kind != other.kind:
         return f"different losses: a {layer.kind}, and a {other.kind} in the reference"
     value: Quantity = getattr(layer, side)[name]

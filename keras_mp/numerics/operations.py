@@ -58,7 +58,7 @@ class KeptOperation(NamedTuple):
     scope: str
 
 
-class Kept:
+class KeptOperations:
     """Operations that ran, in their order.
 
     Attributes:
@@ -117,9 +117,9 @@ class Kept:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[Kept]:
+def kept() -> Iterator[KeptOperations]:
     """Keeps the operations of the block."""
-    seen = Kept()
+    seen = KeptOperations()
     with op_callbacks.observed(seen.keep):
         yield seen
 

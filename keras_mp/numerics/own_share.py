@@ -10,10 +10,10 @@ from keras_mp.numerics import operations, runs
 from keras_mp.numerics.comparison import ComparedLayer, Finding
 from keras_mp.numerics.distances import LIMIT, Distance, relative, rms
 from keras_mp.numerics.explanations import Explanation, explain
-from keras_mp.numerics.layer_calls import Call, Called, RandomNumbers
+from keras_mp.numerics.layer_calls import Called, LayerCall, RandomNumbers
 from keras_mp.numerics.layer_distances import distances, largest_gradients
 from keras_mp.numerics.noise import NOISE, NOISY_RUNS, Noise
-from keras_mp.numerics.records import SIDES, Layer
+from keras_mp.numerics.records import SIDES, LayerRecord
 from keras_mp.numerics.records import explain as explain_by_noise
 from keras_mp.numerics.runs import Replay, Run
 
@@ -47,8 +47,8 @@ class _Culprit(NamedTuple):
         text: what it does, where that is known already.
     """
 
-    call: Call
-    wide: Call
+    call: LayerCall
+    wide: LayerCall
     side: str
     distance: Distance
     text: str | None = None
@@ -96,7 +96,7 @@ def judge(
     return judged, [_finding(culprit, run, numbers) for culprit in first.values()]
 
 
-def _own(call: Call, wide: Call, run: Run, numbers: RandomNumbers) -> _Own:
+def _own(call: LayerCall, wide: LayerCall, run: Run, numbers: RandomNumbers) -> _Own:
     upstream = run.gradients[call.position]
     narrow = runs.replay(call, call.layer, upstream, numbers=numbers)
     pairs = zip(map(runs.array, call.outputs), map(runs.array, narrow.outputs))
@@ -106,7 +106,7 @@ def _own(call: Call, wide: Call, run: Run, numbers: RandomNumbers) -> _Own:
         # spoilt already.
         return _Own()
 
-    def in_float32(noise: Noise | None = None) -> Layer:
+    def in_float32(noise: Noise | None = None) -> LayerRecord:
         return _layer(
             call,
             runs.replay(call, wide.layer, upstream, numbers=numbers, dtype="float32", noise=noise),
@@ -131,12 +131,14 @@ def _own(call: Call, wide: Call, run: Run, numbers: RandomNumbers) -> _Own:
     )
 
 
-def _layer(call: Call, replay: Replay) -> Layer:
+def _layer(call: LayerCall, replay: Replay) -> LayerRecord:
     gradients = {name: runs.array(each) for name, each in replay.gradients.items()}
-    return Layer.of(call, replay.outputs, gradients)
+    return LayerRecord.of(call, replay.outputs, gradients)
 
 
-def _amplification(call: Call, wide: Call, row: ComparedLayer, amplification: float) -> str | None:
+def _amplification(
+    call: LayerCall, wide: LayerCall, row: ComparedLayer, amplification: float
+) -> str | None:
     """Describes how much a layer amplifies the distance of its inputs, if it does."""
     if amplification <= _AMPLIFIES or row.output is None:
         return None
@@ -149,7 +151,7 @@ def _amplification(call: Call, wide: Call, row: ComparedLayer, amplification: fl
     )
 
 
-def _off_before(call: Call, wide: Call) -> float:
+def _off_before(call: LayerCall, wide: LayerCall) -> float:
     """Returns how far the inputs of a call are apart in the two runs."""
     pairs = zip(call.inputs, wide.inputs)
     return max((relative(runs.array(n), runs.array(w)) for n, w in pairs), default=0.0)
@@ -171,7 +173,7 @@ def _of_other_weights(layer: Called, wide: Called) -> str | None:
 
 
 def _explanation(
-    call: Call, wide: Call, side: str, run: Run, numbers: RandomNumbers
+    call: LayerCall, wide: LayerCall, side: str, run: Run, numbers: RandomNumbers
 ) -> Explanation:
     upstream = run.gradients[call.position]
     with operations.kept() as narrow:

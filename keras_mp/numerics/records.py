@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, apart, kind_of_gradient
-from keras_mp.numerics.layer_calls import Call
+from keras_mp.numerics.layer_calls import LayerCall
 from keras_mp.numerics.noise import NOISY_RUNS, Noise
 from keras_mp.numerics.runs import Run, Runner, array, named_weights
 
@@ -47,7 +47,7 @@ class Quantity:
 
 
 @dataclasses.dataclass
-class Layer:
+class LayerRecord:
     """One call of a layer.
 
     Attributes:
@@ -68,8 +68,8 @@ class Layer:
 
     @classmethod
     def of(
-        cls, call: Call, outputs: Iterable[tf.Tensor], gradients: Mapping[str, np.ndarray]
-    ) -> "Layer":
+        cls, call: LayerCall, outputs: Iterable[tf.Tensor], gradients: Mapping[str, np.ndarray]
+    ) -> "LayerRecord":
         """Makes the layer of a call, of its outputs, and of gradients by name."""
         forward = {f"output {i}": Quantity.of(array(each)) for i, each in enumerate(outputs)}
         backward = {name: Quantity.of(each) for name, each in gradients.items()}
@@ -88,7 +88,7 @@ class Record:
 
     Attributes:
         name: str. What was run, and in which dtype.
-        layers: list of Layer, in the order in which the layers returned.
+        layers: list of LayerRecord, in the order in which the layers returned.
         loss: float.
         loss_scale: float. What the loss was multiplied by; gradients are divided by it again.
 
@@ -102,7 +102,7 @@ class Record:
     """
 
     name: str
-    layers: list[Layer]
+    layers: list[LayerRecord]
     loss: float
     loss_scale: float
 
@@ -157,11 +157,11 @@ class Record:
                         name: Quantity(file[f"{i}/{side}/{name}"], *numbers)
                         for name, numbers in layer[side].items()
                     }
-        layers = [Layer(**layer) for layer in described.pop("layers")]
+        layers = [LayerRecord(**layer) for layer in described.pop("layers")]
         return cls(**described, layers=layers)
 
 
-def layers_of(run: Run) -> list[Layer]:
+def layers_of(run: Run) -> list[LayerRecord]:
     """Returns a layer for each call of a run, and one for each weight that belongs to no call."""
     left = run.weight_gradients()
     names = {id(weight): name for name, weight in named_weights(run.model).items()}
@@ -177,15 +177,15 @@ def layers_of(run: Run) -> list[Layer]:
             name = names.pop(id(weight), None)
             if name in left:
                 gradients[name] = left.pop(name)
-        layers.append(Layer.of(call, call.outputs, gradients))
+        layers.append(LayerRecord.of(call, call.outputs, gradients))
     for name, gradient in left.items():
         dtype, kind = run.weights[name].dtype.name, kind_of_gradient(name)
         quantities = {name: Quantity.of(gradient)}
-        layers.append(Layer(name, kind, dtype, UNIT_ROUNDOFF[dtype], backward=quantities))
+        layers.append(LayerRecord(name, kind, dtype, UNIT_ROUNDOFF[dtype], backward=quantities))
     return layers
 
 
-def explain(layers: Sequence[Layer], moved: Sequence[Layer]) -> None:
+def explain(layers: Sequence[LayerRecord], moved: Sequence[LayerRecord]) -> None:
     """Raises what rounding explains to what noise has moved.
 
     Args:
@@ -204,7 +204,7 @@ def explain(layers: Sequence[Layer], moved: Sequence[Layer]) -> None:
             quantity.explained = max(quantity.explained, distance)
 
 
-def explained_layers(runner: Runner, run: Run, unit: float) -> list[Layer]:
+def explained_layers(runner: Runner, run: Run, unit: float) -> list[LayerRecord]:
     """Returns the layers of a run, with what rounding explains, which runs with noise measure.
 
     Args:

@@ -73,7 +73,7 @@ class Statistics(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was counted for one tensor of a model.
+    """The counts of one tensor of a model.
 
     Attributes:
         kind: "gradient" of a variable, "output" of a layer, "output gradient", "weight", or

@@ -38,7 +38,7 @@ _NOISE = 18
 
 
 class Report:
-    """What was counted in some steps.
+    """The counts of some steps.
 
     `report[kind, path]` is a row, `str(report)` is a table, and reports of one model add up with
     `+`.

@@ -14,8 +14,8 @@ from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import (
-    Call,
     Called,
+    LayerCall,
     Position,
     RandomNumbers,
     Variables,
@@ -24,7 +24,7 @@ from keras_mp.numerics.layer_calls import (
     map_floating,
 )
 from keras_mp.numerics.noise import Noise
-from keras_mp.numerics.operations import Kept
+from keras_mp.numerics.operations import KeptOperations
 from keras_mp.numerics.training_loss import Loss, first_scale, signed_mean, without_metrics
 from keras_mp.support import marks
 
@@ -36,8 +36,8 @@ class Run(NamedTuple):
 
     Attributes:
         model: what was run.
-        calls: list of Call, in the order in which they ended; the last one is that of the loss,
-            unless the user's own function computes it.
+        calls: list of LayerCall, in the order in which they ended; the last one is that of the
+            loss, unless a function of the user computes it.
         gradients: dict, of each call's position the gradients of its outputs, multiplied by the
             loss scale. None where an output has none.
         weights: dict, of each trainable weight its gradient, multiplied by the loss scale.
@@ -47,12 +47,12 @@ class Run(NamedTuple):
     """
 
     model: Any
-    calls: list[Call]
+    calls: list[LayerCall]
     gradients: dict[Position, list[tf.Tensor | None]]
     weights: dict[str, tf.Tensor]
     loss: float
     loss_scale: float
-    kept: Kept | None = None
+    kept: KeptOperations | None = None
 
     @property
     def dtype(self) -> str:
@@ -198,7 +198,7 @@ class Replay(NamedTuple):
 
 
 def replay(
-    call: Call,
+    call: LayerCall,
     layer: Called,
     upstream: Sequence[tf.Tensor | None],
     *,

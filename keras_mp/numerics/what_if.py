@@ -12,7 +12,7 @@ from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
 from keras_mp.numerics.exponents import Histogram, exponent_of
-from keras_mp.numerics.layer_calls import Call, RandomNumbers
+from keras_mp.numerics.layer_calls import LayerCall, RandomNumbers
 from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.noise import RMS_OF_JITTER, is_noise, jitter
 from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Row
@@ -245,12 +245,12 @@ def _amplification(
     return {path: far / max(taken[path], RMS_OF_JITTER) for path, far in distances.items()}
 
 
-def _is_of_layer(call: Call) -> bool:
+def _is_of_layer(call: LayerCall) -> bool:
     is_model = isinstance(call.layer, tf.keras.Model)
     return isinstance(call.layer, tf.keras.layers.Layer) and not is_model
 
 
-def _consumers(calls: Iterable[Call]) -> dict[str, set[str]]:
+def _consumers(calls: Iterable[LayerCall]) -> dict[str, set[str]]:
     """Returns the paths of the layers that take the outputs of each layer."""
     # Where nothing is cast, a layer gets the very tensor that another layer returned, or that an
     # operation of a functional model of Keras 3 has computed from it.
