@@ -167,10 +167,10 @@ def _tell_optimizers(model: tf.keras.Model, is_scaled: bool = False) -> None:
             optimizer.compiled_for(model)
             keras_api.patch_fit(model)
     if is_scaled or wrappers_among(getattr(model, "optimizer", None)):
-        _open_training_step(model)
+        _wrap_train_step(model)
 
 
-def _open_training_step(model: tf.keras.Model) -> None:
+def _wrap_train_step(model: tf.keras.Model) -> None:
     """Lets skipped steps of `fit` restore the state that the forward pass has changed."""
     of_instance = vars(model).get("train_step")
     if getattr(of_instance, "func", None) is not _train_step:

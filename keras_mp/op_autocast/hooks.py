@@ -47,7 +47,7 @@ class _Hook(NamedTuple):
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _key(own: Callable[..., Any]) -> Callable[..., object]:
+def _trace_per_region(own: Callable[..., Any]) -> Callable[..., object]:
     """Traces a function for each region, as it is traced for each device."""
 
     def make_function_context(*args: Any, **kwargs: Any) -> object:
@@ -112,7 +112,7 @@ _HOOKS = (
     _Hook(_pywrap_tfe, "TFE_Py_FastPathExecute", dispatch.in_eager),
     _Hook(_op_def_library, "_apply_op_helper", dispatch.in_graph),
     _Hook(_execute, "record_gradient", dispatch.on_tape),
-    _Hook(_function_context, "make_function_context", _key),
+    _Hook(_function_context, "make_function_context", _trace_per_region),
     _Hook(_imperative_grad, "imperative_grad", _without_region),
     _Hook(_gradients_util, "_GradientsHelper", _without_region),
     _Hook(_pfor.PFor, "convert", _without_region),
@@ -153,7 +153,7 @@ def entered(region: Region | None) -> Iterator[None]:
             _check()
         _count_regions(1)
     try:
-        with regions.entered(region):
+        with regions.in_force(region):
             yield
     finally:
         with _lock:
@@ -230,7 +230,7 @@ def _expect_all() -> None:
         differentiate = functools.partial(_gradients, where="in a function")
         function = tf.function(differentiate, autograph=False)
         results = [function(x)]
-        with regions.entered(_TRIAL):
+        with regions.in_force(_TRIAL):
             results += [_gradients(x, "in eager"), function(x)]
             nodes = function.get_concrete_function(x).function_def.node_def
         values = [[gradient.numpy().item() for gradient in result] for result in results]
@@ -240,7 +240,7 @@ def _expect_all() -> None:
         casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
         relus = [node for node in nodes if node.op == "Relu"]
         _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")
-    with tf.Graph().as_default(), regions.entered(_TRIAL):
+    with tf.Graph().as_default(), regions.in_force(_TRIAL):
         _gradients(tf.constant([[_X]]), "in a graph")
 
 

@@ -32,22 +32,22 @@ class CompiledUpdates:
         self._functions: dict[Any, Any] = {}
         self._said: set[str] = set()
 
-    def make(self, update: _Update, pairs: Pairs, scaled_by: tf.Tensor | None) -> bool:
+    def make(self, update: _Update, pairs: Pairs, divisor: tf.Tensor | None) -> bool:
         """Makes an update, unless it cannot be compiled, which it says once.
 
         Args:
             update: makes the update, given unscaled (gradient, variable) pairs.
             pairs: sequence of (gradient, variable) pairs, of variables that are built.
-            scaled_by: float32 scalar tensor by which the gradients are to be divided, or None.
+            divisor: float32 scalar tensor by which the gradients are to be divided, or None.
 
         Returns:
             Whether it was made.
         """
         reason = _why_not()
         if reason is None:
-            tensors = [] if scaled_by is None else [scaled_by]
+            tensors = [] if divisor is None else [divisor]
             tensors += [part for gradient, v in pairs for part in _parts(gradient, v)]
-            function, reason = self._function(update, pairs, tensors, scaled_by is not None)
+            function, reason = self._function(update, pairs, tensors, divisor is not None)
             if reason is None:
                 function(*tensors)
                 return True

@@ -103,7 +103,7 @@ class OptimizerAdapter(abc.ABC):
         grads_and_vars: Pairs,
         name: str | None,
         *,
-        scaled_by: tf.Tensor | None = None,
+        divisor: tf.Tensor | None = None,
         verdicts: Sequence[tf.Tensor] = (),
     ) -> Applied:
         """Lets the optimizer apply gradients that are summed, compiled where that is asked for.
@@ -111,7 +111,7 @@ class OptimizerAdapter(abc.ABC):
         Args:
             grads_and_vars: sequence of (gradient, variable) pairs.
             name: str. Name of the operation.
-            scaled_by: float32 scalar tensor. By what the gradients are divided before. Defaults to
+            divisor: float32 scalar tensor. By what the gradients are divided before. Defaults to
                 None, where they are not scaled.
             verdicts: bool scalar tensors, for what skips a step by itself: it is to be made if all
                 are True.
@@ -126,10 +126,10 @@ class OptimizerAdapter(abc.ABC):
 
         if self.jit_compile and not host.is_compiled_by_xla():
             self.build([variable for _, variable in grads_and_vars])
-            if self._compiled.make(apply, grads_and_vars, scaled_by):
+            if self._compiled.make(apply, grads_and_vars, divisor):
                 return getattr(self.optimizer, "iterations", None)
-        if scaled_by is not None:
-            unscaled = gradients.unscale([g for g, _ in grads_and_vars], scaled_by)
+        if divisor is not None:
+            unscaled = gradients.unscale([g for g, _ in grads_and_vars], divisor)
             grads_and_vars = list(zip(unscaled, (v for _, v in grads_and_vars), strict=True))
         return apply(grads_and_vars)
 

@@ -115,10 +115,10 @@ class ScalingSafe(OptimizerAdapter):
         grads_and_vars: Pairs,
         name: str | None,
         *,
-        scaled_by: tf.Tensor | None = None,
+        divisor: tf.Tensor | None = None,
         verdicts: Sequence[tf.Tensor] = (),
     ) -> Applied:
         del name
-        loss_scale = tf.constant(1.0) if scaled_by is None else scaled_by
+        loss_scale = tf.constant(1.0) if divisor is None else divisor
         finite = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
         return self._apply_scaled(list(grads_and_vars), loss_scale, finite)

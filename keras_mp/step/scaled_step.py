@@ -107,9 +107,11 @@ class ScaledStep:
         if state.was_finite is not None:
             grads.append(tf.where(state.was_finite, 0.0, float("nan")))
         sums = self._summed(grads, variables, aggregate)
-        is_seen = sums.are_packed or bool(new_values) or adapter.accumulates()
-        # One pass over the gradients less, where nothing else has to see them unscaled.
-        if not (adapter.unscales_and_skips or (adapter.jit_compile and not is_seen)):
+        # A compiled update unscales in its own pass over the gradients.
+        update_unscales = adapter.unscales_and_skips or (
+            adapter.jit_compile and not (sums.are_packed or new_values or adapter.accumulates())
+        )
+        if not update_unscales:
             sums = sums.unscaled()
         if new_values or adapter.accumulates():
             sums = _Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
@@ -120,7 +122,7 @@ class ScaledStep:
         def apply(step: ScaledStep) -> Any:
             pairs = list(zip(step.to_apply(), variables, strict=True))
             verdicts = [each for each in (step.finite, step.state.is_allowed) if each is not None]
-            return adapter.update(pairs, name, scaled_by=step.divisor, verdicts=verdicts)
+            return adapter.update(pairs, name, divisor=step.divisor, verdicts=verdicts)
 
         def decide(*what: Any) -> tf.Operation | None:
             return Decision(*what).carry_out()
@@ -202,9 +204,9 @@ class ScaledStep:
             self.finite = replicas.agree(self.finite)
         self.handler.watch()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Says that the step is made. What only a skipped one needs takes memory in eager."""
-        self.kept.let_go()
+        self.kept.release()
         if tf.executing_eagerly():
             self.unclipped.clear()
             self.sent = self.totals = None
@@ -317,7 +319,7 @@ class Decision:
     def _make(self) -> tf.Operation | None:
         for step in self.steps:
             if step.handler is not None:
-                step.let_go()
+                step.release()
         return _operation(self.apply())
 
     def _add(self) -> tf.Operation | None:

@@ -80,7 +80,7 @@ class Kept:
         ops = [tf.raw_ops.AssignVariableOp(resource=h, value=value) for h, value in self._old]
         return [op for op in ops if op is not None]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Says that the step is made: what is held in eager would be copied by an update."""
         if tf.executing_eagerly():
             self._old.clear()

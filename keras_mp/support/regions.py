@@ -44,7 +44,7 @@ def current() -> Region | None:
     return _thread.region
 
 
-def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
+def in_force(region: Region | None) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager that puts a region in force, or None, which stops autocasting.
 
     Args:
@@ -55,4 +55,4 @@ def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
 
 def none() -> contextlib.AbstractContextManager[None]:
     """Stops autocasting, for code that has chosen its dtypes."""
-    return entered(None)
+    return in_force(None)
