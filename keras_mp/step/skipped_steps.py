@@ -17,7 +17,7 @@ from keras_mp.step.overflows import STREAK, NonFiniteCounts, Overflows
 from keras_mp.step.state_rollback import Weight
 from keras_mp.support import host, messages
 
-# A warning names at most so many weights that are not finite.
+# A warning names at most this many weights that are not finite.
 _MOST_NAMES = 5
 
 
@@ -30,7 +30,7 @@ class SkippedSteps:
 
     Args:
         warn_after: int or None.
-        beside: what else reports from inside of graphs, or None (the default).
+        beside: another callback of the same graphs, or None (the default).
     """
 
     def __init__(self, warn_after: int | None, beside: host.HostCallback | None = None) -> None:
