@@ -100,7 +100,7 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
             converted = type(model).from_config(config)
             if model.built and not converted.built:
                 converted.build_from_config(model.get_build_config())
-        except Exception as error:  # A class of the user's may raise anything.
+        except Exception as error:  # A user's class may raise anything.
             culprit, error = _culprit(model) or (model, error)
             what = "it" if culprit is model else f"its layer {culprit.name!r}"
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The optimizer wrapper with which weights in 16 bits learn as those in float32 do.
+"""The optimizer wrapper that trains weights in 16 bits as if they were float32.
 
 RFC 293 keeps variables in float32. Large models are tuned with variables in 16 bits, which the
 optimizers of `tf.keras` cannot train: in bfloat16, 0.999 is 1, and 1 + 2**-9 is 1.

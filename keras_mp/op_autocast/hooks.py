@@ -1,9 +1,9 @@
 """The functions of TensorFlow that op autocast replaces: all of them, in one table.
 
-While a region is in force anywhere in the process, the functions of the table take the place of
-TensorFlow's own; when the last region ends, TensorFlow's own are back. So code outside of a region
-is what it was, and as fast. One hook stays: functions that are made later may use tensors that were
-computed in a region. So does the way in which threads of replicas inherit a region.
+While a region is in force in any thread of the process, the functions of the table replace
+TensorFlow's own. When the last region ends, TensorFlow's own are back, so code outside of regions
+is unchanged and as fast as before. One hook stays, since functions that are made later may use
+tensors that were computed in a region. Threads of replicas also go on inheriting regions.
 
 When the first region is entered, the hooks are checked. Where TensorFlow has moved something,
 regions refuse to be entered, and TensorFlow is left as it is. This module needs TensorFlow only.
@@ -34,12 +34,12 @@ from keras_mp.support.regions import Region
 
 
 class _Hook(NamedTuple):
-    """A function of TensorFlow's that is replaced.
+    """A function of TensorFlow that is replaced.
 
     Attributes:
         owner: module or class.
-        name: of the function in it.
-        make: takes TensorFlow's function and returns ours.
+        name: the name of the function in it.
+        make: function that takes TensorFlow's function and returns ours.
     """
 
     owner: Any
@@ -48,7 +48,7 @@ class _Hook(NamedTuple):
 
 
 def _trace_per_region(own: Callable[..., Any]) -> Callable[..., object]:
-    """Traces a function for each region, as it is traced for each device."""
+    """Makes each region a part of the key of traces, as the device is."""
 
     def make_function_context(*args: Any, **kwargs: Any) -> object:
         key, region = own(*args, **kwargs), regions.current()
@@ -136,7 +136,7 @@ _own: dict[Callable[..., object], Callable[..., object]] = {}
 
 @contextlib.contextmanager
 def entered(region: Region | None) -> Iterator[None]:
-    """Puts a region in force in this thread, and the hooks with it.
+    """Context manager that puts a region in force in this thread, and installs the hooks.
 
     Args:
         region: Region, or None, which stops autocasting and needs no hooks.

@@ -110,7 +110,7 @@ def epoch_or_integer(name: str, value: str | int) -> str | int:
 
     Args:
         name: str. The argument's name, for the message.
-        value: what was passed.
+        value: the argument.
 
     Returns:
         The value.
