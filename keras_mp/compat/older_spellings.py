@@ -97,7 +97,7 @@ class OlderSpellings:
         return scale.loss_scale if isinstance(scale, DynamicLossScale) else None
 
     def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
-        """Scales a loss, and returns unscaled gradients in a TensorFlow 1 graph (legacy optimizers).
+        """Returns the unscaled gradients of a loss in a TensorFlow 1 graph (legacy optimizers).
 
         Args:
             loss: float tensor. Not scaled.

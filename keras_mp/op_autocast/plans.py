@@ -32,7 +32,7 @@ class Plan(NamedTuple):
         policy: str. A key of `cast_policy.POLICIES`; those that change nothing have no plan.
         names: of all inputs, in their order.
         positions: of the inputs that share the dtype that a region changes.
-        others: the positions of other inputs, such as shapes and indices, with their dtypes or None.
+        others: the positions of other inputs, such as shapes and indices, and their dtypes or None.
         is_bounded: bool. Whether results are at most 1.
         is_view: bool. Whether the result counts as the value of a variable if the input does.
     """
