@@ -34,7 +34,7 @@ def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None)
     the model's policy, or if this machine is slow in the dtypes that the model computes in.
 
     Output dtypes are those that Keras found when it connected the layers. (Keras 3 believes that a
-    Lambda returns its compute dtype.) "-" stands for what is not known yet: a subclassed model has
+    Lambda returns its compute dtype.) "-" stands for unknown values: a subclassed model has
     no outputs that Keras knows of, and a model that is not built has no parameters.
 
     Args:

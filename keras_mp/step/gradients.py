@@ -135,8 +135,8 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     for (dtype, _), values in alike.items():
         if for_xla:
             # One loop for all of them. On CPUs XLA adds up one value after the other; and in
-            # float32 it would not see what is infinite in float16, since it leaves out a cast to
-            # float16 that is followed by one back.
+            # float32 it would not see values that are infinite in float16, since it leaves out a cast
+            # to float16 that is followed by one back.
             are_finite = functools.reduce(tf.logical_and, map(tf.math.is_finite, values))
             verdicts.append(tf.reduce_all(are_finite))
         elif dtype == tf.float16:  # whose sums may pass 65504

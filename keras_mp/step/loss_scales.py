@@ -191,7 +191,7 @@ class FixedLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """A loss scale that stays just below what makes gradients overflow.
+    """A loss scale that stays just below the one at which gradients overflow.
 
     It doubles after 2,000 steps with finite gradients and halves at a step with a non-finite one,
     which is skipped. The object holds the state; `LossScaleOptimizer` moves it. The exact rules are
@@ -210,8 +210,8 @@ class DynamicLossScale(LossScale):
         hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
             backs off (each of them is skipped in any case). Defaults to 1.
         min_loss_scale: float of at least `2**-126`. The floor. Defaults to 1.
-        max_loss_scale: float, at most `2**126`. The ceiling, which keeps the scale and what it is
-            divided by finite. Defaults to `2**126`.
+        max_loss_scale: float, at most `2**126`. The ceiling, at which the scale and its reciprocal
+            are still normal numbers. Defaults to `2**126`.
 
     Raises:
         TypeError: an argument is not a number.

@@ -93,7 +93,7 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     cast: list[Any] = cast_gradients(gradients, [tf.float32], reduce_dtype)
     sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in cast]
     received: list[Gradient] = [None] * len(sent)
-    # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.
+    # TensorFlow packs the tensors of one call, last ones first, and cannot pack different dtypes.
     for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
         positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
         summed = _summed([sent[i] for i in positions], options)

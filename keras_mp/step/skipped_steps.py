@@ -69,7 +69,7 @@ class SkippedSteps:
         Args:
             goes_on: bool scalar tensor. Whether the step before it was skipped too.
             loss_scale: float32 scalar tensor.
-            seen: what was not finite; None in a graph of TensorFlow 1, where it is not recorded.
+            seen: the counts; None in a graph of TensorFlow 1, where they are not recorded.
             weights: the known weights of the model, from every replica of this process.
             is_of_one: bool. Whether all steps counted here are made by one optimizer.
 

@@ -1,4 +1,4 @@
-"""Rolls back what the forward pass has written to weights, if the step is skipped.
+"""Rolls back the assignments of the forward pass to weights, if the step is skipped.
 
 Batch normalization moves its statistics while the loss is computed, before it is known that
 the step will be skipped. A value that is read before an assignment is the old buffer, which the

@@ -85,7 +85,7 @@ def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
 def with_scale(
     grads: list[Any], scaled_by: tf.Tensor | None, divisor: tf.Tensor | None
 ) -> list[Any]:
-    """Adds the loss scale to what a replica sends; `checked` takes it out of the sums.
+    """Adds the loss scale to the gradients of a replica; `checked` takes it out of the sums.
 
     Each replica has a place in a vector that is zero elsewhere. It sends the bytes of two numbers:
     those up to 255 are the same in every dtype that gradients travel in.
