@@ -179,8 +179,8 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
 
     Raises:
         RuntimeError: the graph rewrite is not on, and `device` is None.
-        ValueError: `device` is no such description, or TensorFlow was built without CUDA; a model
-            is not compiled, or operations are of several graphs.
+        ValueError: `device` is not such a description, or TensorFlow was built without CUDA; a
+            model is not compiled, or operations are of several graphs.
         TypeError: `function` is something else; a Python function has no graph. Or a model is
             passed without a batch.
 

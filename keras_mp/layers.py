@@ -141,7 +141,7 @@ class Layer(keras_api.BaseLayer):
 
     @contextlib.contextmanager
     def weights_cast_once(self) -> Iterator[None]:
-        """Inside, each weight of the layer is cast once, loops included.
+        """Context manager in which each weight of the layer is cast once, even in loops.
 
         This includes the weights of sublayers that are `keras_mp.layers.Layer`s. Use it in a `call`
         that reads its weights in a `tf.while_loop`, or many times in eager code. As with

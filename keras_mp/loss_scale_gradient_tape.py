@@ -146,11 +146,11 @@ class LossScaleGradientTape(tf.GradientTape):
         return tf.nest.pack_sequence_as(structure[0], grads)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Not scaled: use a `tf.GradientTape`."""
+        """Raises an error, since it would not be scaled: use a `tf.GradientTape`."""
         raise NotImplementedError("Only gradient() scales. Use a tf.GradientTape for jacobians.")
 
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Not scaled: use a `tf.GradientTape`."""
+        """Raises an error, since it would not be scaled: use a `tf.GradientTape`."""
         self.jacobian()
 
     def _widened(self, target: Any) -> tf.Tensor:

@@ -270,8 +270,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
                 with float32 variables has them.
 
         Raises:
-            ValueError: the optimizer has not been built yet, or they are not as many as its
-                variables.
+            ValueError: the optimizer has not been built yet, or their number is not that of
+                its variables.
         """
         views = self.as_float32(self._adapter.built_variables())
         for view, weight in zip(views, list(weights), strict=True):

@@ -102,7 +102,7 @@ def next_exponential_state(
     incr_ratio: float,
     decr_ratio: float,
 ) -> LossScaleState:
-    """The schedule of an `ExponentialUpdateLossScaleManager`, as one pure function.
+    """Returns the next state of an `ExponentialUpdateLossScaleManager`: its schedule.
 
     ::
 

@@ -230,7 +230,7 @@ class _WithLabels(keras.losses.Loss):
 
 
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
-    """`get_config` leaves some of them out: the axis, the delta, the dtype."""
+    """Returns all of them. `get_config` lacks some: the axis, the delta, the dtype."""
     own = {"name": loss.name, "reduction": loss.reduction, "dtype": loss.dtype}
     return {**loss._fn_kwargs, **own}
 

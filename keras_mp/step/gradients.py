@@ -134,9 +134,9 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     totals: dict[tf.DType, list[tf.Tensor]] = {}
     for (dtype, _), values in alike.items():
         if for_xla:
-            # One loop for all of them. On CPUs XLA adds up one value after the other; and in
-            # float32 it would not see values that are infinite in float16, since it leaves out a cast
-            # to float16 that is followed by one back.
+            # One loop for all of them. On CPUs XLA adds up one value after the other. In float32
+            # it would also miss values that are infinite in float16, since it leaves out a cast to
+            # float16 that is followed by one back.
             are_finite = functools.reduce(tf.logical_and, map(tf.math.is_finite, values))
             verdicts.append(tf.reduce_all(are_finite))
         elif dtype == tf.float16:  # whose sums may pass 65504
@@ -239,7 +239,7 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
 
     Args:
         gradients: sequence of gradients.
-        models: sequence of gradients, as many.
+        models: sequence of gradients of the same length.
 
     Returns:
         list of gradients.

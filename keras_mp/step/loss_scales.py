@@ -113,7 +113,7 @@ class LossScale(tf.Module, abc.ABC):
     def __format__(self, specification: str) -> str:
         current = _current_value(self)
         if current is None:
-            # In a graph there is no number to format; as TensorFlow does with its tensors.
+            # A graph has no number to format. TensorFlow's tensors are formatted in the same way.
             return format(self(), specification) if specification else repr(self)
         return format(current, specification)
 

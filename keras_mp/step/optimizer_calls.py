@@ -175,7 +175,7 @@ class OptimizerCalls(Calls):
 
 
 def _ask(rule: Callable[..., Any], facts: int | tf.Tensor, *args: Any) -> Any:
-    """Returns a function of a step's state, computed in Python or looked up in a graph."""
+    """Evaluates a function of a step's state, in Python or by a look-up in a graph."""
     if isinstance(facts, int):
         return rule(facts, *args)
     answers = tf.constant([rule(each, *args) for each in states.ALL_OF_ONE])

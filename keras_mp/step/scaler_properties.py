@@ -56,7 +56,7 @@ class ScalerProperties:
 
     @property
     def steps_skipped(self) -> tf.Tensor:
-        """How many steps were skipped so far, an int64 scalar tensor.
+        """The number of steps skipped so far, an int64 scalar tensor.
 
         With a `GradScaler` the steps of all optimizers count.
         """
@@ -88,7 +88,7 @@ class ScalerProperties:
 
         Gradients are searched only when a step is skipped, and the result stays on the device until
         it is read. It is not part of checkpoints. With a fixed scale no step is skipped, so there
-        is no report, and there is none of a graph of TensorFlow 1.
+        is no report. Graphs of TensorFlow 1 make no report either.
 
         Raises:
             RuntimeError: it is read in a graph.

@@ -39,7 +39,7 @@ def next_state(
     min_loss_scale: float,
     max_loss_scale: float,
 ) -> LossScaleState:
-    """The schedule of dynamic loss scaling, as one pure function.
+    """Returns the next state of a dynamic loss scale: its schedule, as one pure function.
 
     ::
 

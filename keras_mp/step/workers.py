@@ -45,7 +45,7 @@ def are_several(strategy: tf.distribute.Strategy | None = None) -> bool:
 
 
 def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
-    """Checks, at the first step of an owner, that all of several workers say the same of it.
+    """Checks, at the first step of an owner, that its facts are the same on all workers.
 
     They exchange facts before their first sum, since a sum of two dtypes would never end.
 
