@@ -1,7 +1,7 @@
 """The optimizer wrapper that sums gradients in bfloat16, where no loss is scaled.
 
 RFC 293, "All-reducing in float16", for runs in bfloat16 and float32. `LossScaleOptimizer` does the
-same for those that scale their loss.
+same for runs that scale the loss.
 """
 
 from collections.abc import Iterable
@@ -135,11 +135,11 @@ class AllReduceOptimizer(OptimizerWrapper):
 
 
 def refuse_inside(optimizer: Any, wrapper: str) -> None:
-    """Refuses an `AllReduceOptimizer` in what sums gradients itself, and would not let it.
+    """Refuses an `AllReduceOptimizer` inside of a wrapper that sums gradients itself.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or anything else.
-        wrapper: str. The name of what sums them.
+        wrapper: str. The name of the wrapper.
 
     Raises:
         TypeError: it is one, or wraps one.

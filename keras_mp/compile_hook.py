@@ -1,8 +1,8 @@
 """The one hook on `Model.compile`.
 
-RFC 293, "A policy's loss scale". `import keras_mp` installs the hook, so that a policy that was set
-with `tf.keras`'s own function is noticed, too. Models without a `keras_mp.Policy` and without a
-`keras_mp.LossScaleOptimizer` are compiled as before. A model that scales its loss gets a
+RFC 293, "A policy's loss scale". `import keras_mp` installs the hook, so that it also sees
+a policy that was set with `tf.keras`'s own function. Models without a `keras_mp.Policy` and without
+a `keras_mp.LossScaleOptimizer` are compiled as before. A model that scales its loss gets a
 `train_step` of its own, around the one of its class. `docs/changes_to_keras.md` lists everything
 that keras_mp changes.
 """
@@ -44,10 +44,10 @@ _lock = threading.Lock()
 
 
 def install(policy_class: type) -> None:
-    """Hooks `Model.compile`, once, and that of the other Keras once it has been imported.
+    """Hooks `Model.compile` once, and that of the other Keras if it is imported.
 
     Args:
-        policy_class: class of the policies whose models are to be given loss scaling.
+        policy_class: the class of policies that add loss scaling to their models.
     """
     with _lock:
         _hook(keras_api.COMPILE_OWNER, functools.partial(_compile, policy_class))
@@ -105,7 +105,7 @@ def _compile_for_policy(
     try:
         call = inspect.signature(keras_compile).bind(*args, **kwargs)
     except TypeError:
-        return keras_compile(*args, **kwargs)  # which says what is wrong
+        return keras_compile(*args, **kwargs)  # which raises an error with the reason
     model, policy = args[0], args[0].dtype_policy
     hardware.warn_if_slow()
     has_our_policy = isinstance(policy, policy_class)
@@ -144,7 +144,7 @@ def _compile_for_policy(
 
 
 def _wrap_optimizers(call: inspect.BoundArguments, wrap: Callable[[Any], Any]) -> None:
-    """Wraps the optimizer, or each of the optimizers, that a model is compiled with."""
+    """Wraps the optimizer, or each of the optimizers, in the arguments of `compile`."""
     optimizer = call.arguments["optimizer"]
     with call.args[0].distribute_strategy.scope():
         if isinstance(optimizer, (list, tuple)):
@@ -159,19 +159,19 @@ def _tell_optimizers(model: tf.keras.Model, is_scaled: bool = False) -> None:
 
     Args:
         model: the model.
-        is_scaled: bool. Whether its loss is scaled, also if its optimizers are not those that
-            `compile` was given. Defaults to False.
+        is_scaled: bool. Whether its loss is scaled, even if its optimizers are not those passed to
+            `compile`. Defaults to False.
     """
     for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
         if isinstance(optimizer, OptimizerWrapper):
             optimizer.compiled_for(model)
             keras_api.patch_fit(model)
     if is_scaled or wrappers_among(getattr(model, "optimizer", None)):
-        _open_training_step(model)
+        _wrap_train_step(model)
 
 
-def _open_training_step(model: tf.keras.Model) -> None:
-    """Lets skipped steps of `fit` restore the state that the forward pass has changed."""
+def _wrap_train_step(model: tf.keras.Model) -> None:
+    """Puts a `training_step` around the `train_step` of a model, which `fit` calls."""
     of_instance = vars(model).get("train_step")
     if getattr(of_instance, "func", None) is not _train_step:
         vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
@@ -218,7 +218,7 @@ def _how_to_scale(
     """
     if policy is not None and policy.scales_loss:
         return {"loss_scale": policy.loss_scale}
-    # Layers from a file need not follow the policy that was in force when they were loaded.
+    # Layers from a file may not follow the policy that was in force when they were loaded.
     has_a_say = policy is not None and (
         policy.compute_dtype == "float16" or not _float16_layers(model)
     )

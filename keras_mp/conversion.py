@@ -38,17 +38,17 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
 
     Args:
         model: A model of `tf.keras`: Sequential, functional, or a subclass with a `get_config`.
-        policy: What `set_global_policy` takes: a name, a dtype or a policy. Or a dict of paths of
-            layers and such policies; what `keras_mp.numerics.tune` or `advise` returned; or the
-            dict, or what `tune` returned, as JSON: a text, or a path that ends with ".json".
+        policy: As for `set_global_policy`: a name, a dtype or a policy. Or a dict of paths of
+            layers and such policies; the result of `keras_mp.numerics.tune` or `advise`; or the
+            dict, or the result of `tune`, as JSON: a text, or a path that ends with ".json".
 
     Returns:
         A new model of the same class.
 
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
-        ValueError: It cannot be made from its config, or its weights do not fit into what is made
-            from it; the message names the layer and has its error. Or no layer has one of the
+        ValueError: It cannot be made from its config, or its weights do not fit into the new
+            model; the message names the layer and has its error. Or no layer has one of the
             paths, or its config has no policy. Or the JSON has something else in it.
 
     Example:
@@ -100,7 +100,7 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
             converted = type(model).from_config(config)
             if model.built and not converted.built:
                 converted.build_from_config(model.get_build_config())
-        except Exception as error:  # A class of the user's may raise anything.
+        except Exception as error:  # A user's class may raise anything.
             culprit, error = _culprit(model) or (model, error)
             what = "it" if culprit is model else f"its layer {culprit.name!r}"
             raise ValueError(

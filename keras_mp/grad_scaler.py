@@ -53,7 +53,7 @@ class GradScaler(ScalerProperties, tf.Module):
     Args:
         loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, or a
             `keras_mp.LossScale`. None scales nothing, and skips nothing unless `skip_nonfinite`.
-        enabled: bool. False does what `loss_scale=None` does, whatever the other arguments are:
+        enabled: bool. False has the effect of `loss_scale=None`, whatever the other arguments are:
             the same calls, without loss scaling. Defaults to True.
         skip_nonfinite: bool. Skips steps with a fixed scale too, or without one: for training in
             bfloat16 or float32 in which one bad batch must not end it. Defaults to False.
@@ -108,7 +108,7 @@ class GradScaler(ScalerProperties, tf.Module):
         self._enabled = validation.boolean("enabled", enabled)
         self._skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
         used = given if enabled and given is not None else FixedLossScale(1)
-        # Not as an attribute, which a checkpoint would hold, too.
+        # Not an attribute, which checkpoints would contain.
         vars(self)["_given"] = given
         self._scaler = Scaler(
             used,
@@ -140,7 +140,7 @@ class GradScaler(ScalerProperties, tf.Module):
             The same structure of tensors, in float32 or wider; where nothing is scaled, `losses`.
 
         Raises:
-            TypeError: there is something else than a floating-point tensor.
+            TypeError: a loss is not a floating-point tensor.
         """
         self._check_mode()
         return self._scaler.calls.scale(losses)
@@ -149,13 +149,13 @@ class GradScaler(ScalerProperties, tf.Module):
     def unscale(self, grads: Iterable[Any], optimizer: Any = None) -> list[Any]:
         """Divides gradients by the loss scale, so that they can be looked at or clipped.
 
-        `step` takes them as they are then. If one is not finite the step is skipped, even if what
-        is done to it afterwards makes it finite.
+        `step` then takes them as they are. If one of them is not finite, the step is skipped, even
+        if it is made finite afterwards.
 
         Args:
             grads: iterable of tensors, `tf.IndexedSlices` (which stay sparse) and None.
-            optimizer: Whose gradients they are, as it will be passed to `step`. May be left out
-                where only one optimizer is used.
+            optimizer: The optimizer of the gradients, as it will be passed to `step`. May be left
+                out if only one optimizer is used.
 
         Returns:
             list of the gradients, each in the dtype it came in.
@@ -230,7 +230,7 @@ class GradScaler(ScalerProperties, tf.Module):
                 or not finite leaves the scale as it is. Ignored where nothing is scaled.
 
         Raises:
-            TypeError: `new_scale` is no number.
+            TypeError: `new_scale` is not a number.
             ValueError: no step was made since the last call, `new_scale` is out of bounds, or the
                 scale is a fixed one.
         """
@@ -271,10 +271,10 @@ class GradScaler(ScalerProperties, tf.Module):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "GradScaler":
-        """Makes a scaler from what `get_config` returned.
+        """Makes a scaler from a config.
 
         Args:
-            config: dict of constructor arguments.
+            config: dict of constructor arguments, the result of `get_config`.
 
         Returns:
             A new scaler, in its initial state.
@@ -320,7 +320,7 @@ _SCALING_OF_V1 = (
 
 
 def _adapter_of(optimizer: Any) -> OptimizerAdapter:
-    """Returns what drives an optimizer, or refuses it."""
+    """Returns the adapter of an optimizer, or refuses it."""
     if find_loss_scale_optimizer(optimizer) is not None or isinstance(optimizer, _SCALING_OF_V1):
         raise TypeError(
             "A GradScaler needs an optimizer without loss scaling: this one has a scale of its own "

@@ -1,8 +1,8 @@
 """TensorFlow 1.15's automatic mixed precision: the graph is rewritten, the program stays.
 
 TensorFlow 1.15, `tf.train.experimental.enable_mixed_precision_graph_rewrite`. The passes are
-TensorFlow's own. What is added: the optimizer is wrapped in the loss scaling of this package, what
-cannot work is refused, and `report` says what was rewritten.
+TensorFlow's own. This module adds loss scaling around the optimizer, errors for combinations that
+cannot work, and the `report` of the operations that were rewritten.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -125,8 +125,8 @@ def session_config(
 ) -> tf.compat.v1.ConfigProto:
     """Returns a config with which a session rewrites its graphs.
 
-    `tf.compat.v1.Session()` follows `enable_mixed_precision_graph_rewrite` by itself. One that is
-    given a config does with it what that says, but for float16, which TensorFlow adds.
+    `tf.compat.v1.Session()` follows `enable_mixed_precision_graph_rewrite` by itself. A session
+    with a config follows the config, except that TensorFlow adds float16.
 
     Args:
         config: `tf.compat.v1.ConfigProto`, which is not changed, or None (the default).
@@ -156,19 +156,19 @@ def session_config(
 
 
 def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> RewriteReport:
-    """Returns what the graph rewrite makes of a function, or of operations for a session.
+    """Reports the changes of the graph rewrite to a function, or to operations for a session.
 
     The function is traced, as calling it would trace it, and does not run. From its graph, and all
     that the graph calls, TensorFlow's grappler then makes what will run.
 
-    With `device` it says what TensorFlow would do on a GPU. None is needed: grappler is given one
-    of that compute capability, and TensorFlow's wheel knows its kernels. Neither does the rewrite
-    have to be on; the report is then about TensorFlow's own lists.
+    With `device` it describes the rewrite for a GPU. No GPU is needed: grappler gets the
+    description of one of that compute capability, and TensorFlow's wheel knows its kernels. The
+    rewrite need not be on either; the report is then about TensorFlow's own lists.
 
     Args:
         function: a `tf.function`, or a concrete one; a model of `tf.keras` that is compiled, for
             its step of training; or an operation or a tensor of a `tf.Graph`, or a list of these.
-        *args: what the function is called with, tensors or `tf.TensorSpec`s. For a model a batch,
+        *args: the arguments of the function, tensors or `tf.TensorSpec`s. For a model a batch,
             of arrays, tensors or `tf.TensorSpec`s: `x`, `y`, and sample weights if there are any.
         device: str. A GPU and its compute capability, such as "GPU 7.0". None (the default) stands
             for this machine.
@@ -179,8 +179,8 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
 
     Raises:
         RuntimeError: the graph rewrite is not on, and `device` is None.
-        ValueError: `device` is no such description, or TensorFlow was built without CUDA; a model
-            is not compiled, or operations are of several graphs.
+        ValueError: `device` is not such a description, or TensorFlow was built without CUDA; a
+            model is not compiled, or operations are of several graphs.
         TypeError: `function` is something else; a Python function has no graph. Or a model is
             passed without a batch.
 
@@ -268,16 +268,16 @@ def change_op_lists(
 ) -> None:
     """Puts operations on other lists, before the graph rewrite is turned on.
 
-    What was changed before is undone: without arguments the lists are TensorFlow's again. They are
+    Earlier changes are undone: without arguments the lists are TensorFlow's again. They are
     changed by TensorFlow's environment variables, which it reads each time that it rewrites a
-    graph; what a function runs that it has run before is kept.
+    graph. Functions that have run keep their graphs.
 
     Args:
         allow: names of operations for the list "allow". The lists are those of `op_lists`.
         infer: names of operations for "infer".
         deny: names of operations for "deny".
         clear: names of operations for "clear".
-        none: names of operations that are to be on no list, and so are never rewritten.
+        none: names of operations for no list, which are never rewritten.
 
     Raises:
         RuntimeError: the graph rewrite is on.
@@ -411,7 +411,7 @@ def _with_wrong_sums(dtype: str) -> set[str]:
         return set()
     found = lists.read(dtype)
     rewritten = found["allow"] | found["infer"] | found["clear"]
-    # Rows added together, and biases of both formats: what most kernels are wrong at.
+    # Sums of rows, and biases of both formats, in which most kernels are wrong.
     patterns = {"BiasAddGrad": ("NHWC", "NCHW"), "Sum": ((True, False),), "Mean": ((True, False),)}
     return {
         op
@@ -439,7 +439,7 @@ def _step_of_training(
     def train_step(data: tuple[Any, ...]) -> object:
         return model.distribute_strategy.run(model.train_step, args=(data,))
 
-    # A model of Keras 2 that was not told says None.
+    # Models of Keras 2 have None by default.
     function = tf.function(train_step, autograph=False, jit_compile=model.jit_compile or None)
 
     def tensor(value: Any) -> Any:

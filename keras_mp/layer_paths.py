@@ -14,8 +14,8 @@ def layers_by_path(
     """Returns the layers below a model, each once, by their paths.
 
     A path is the names from below the model down to the layer, with slashes between them, such as
-    "encoder/attention". Of those next to each other that have one name, the second gets a "#2" at
-    its end, and so on.
+    "encoder/attention". If neighbours have the same name, the second gets a "#2" at its end, and
+    so on.
 
     Args:
         model: A model of `tf.keras`.

@@ -64,7 +64,7 @@ class Layer(keras_api.BaseLayer):
         dtype: the same as `variable_dtype`.
 
     Raises:
-        ValueError: when a class is defined whose `keep_dtype` has a name that `call` does not.
+        ValueError: when a class is defined, if `keep_dtype` has a name that `call` does not have.
 
     Example:
 
@@ -87,7 +87,7 @@ class Layer(keras_api.BaseLayer):
         _adopt_call(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The class may have got another `call` meanwhile.
+        # The class may have another `call` by now.
         _adopt_call(type(self))
         super().__init__(*args, **kwargs)
 
@@ -141,7 +141,7 @@ class Layer(keras_api.BaseLayer):
 
     @contextlib.contextmanager
     def weights_cast_once(self) -> Iterator[None]:
-        """Inside, each weight of the layer is cast once, loops included.
+        """Context manager in which each weight of the layer is cast once, even in loops.
 
         This includes the weights of sublayers that are `keras_mp.layers.Layer`s. Use it in a `call`
         that reads its weights in a `tf.while_loop`, or many times in eager code. As with
@@ -290,7 +290,7 @@ def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
 
 
 def _cast(value: Any, dtype: tf.DType) -> Any:
-    """Casts the tensors in an argument, whose containers it copies."""
+    """Casts the tensors in an argument, and copies its containers."""
     if isinstance(value, _TENSORS):
         return marks.cast(value, dtype)
     if keras_api.is_weight(value):

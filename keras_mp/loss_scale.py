@@ -49,8 +49,8 @@ def get(loss_scale: LossScaleArgument) -> LossScale | None:
     """Converts a number, a name, a config or another loss scale to a `LossScale`.
 
     Args:
-        loss_scale: None, a `LossScale`, `"dynamic"`, a number of at least 1 (a fixed scale), what
-            `serialize` returned, or a `tf.compat.v1.mixed_precision` loss scale (which warns).
+        loss_scale: None, a `LossScale`, `"dynamic"`, a number of at least 1 (a fixed scale), the
+            result of `serialize`, or a `tf.compat.v1.mixed_precision` loss scale (which warns).
 
     Returns:
         A `LossScale`, or None for None.
@@ -93,8 +93,8 @@ def required(loss_scale: LossScaleArgument, user: str, instead: str) -> LossScal
 
     Args:
         loss_scale: as of `get`.
-        user: str. What needs a loss scale.
-        instead: str. What to use without one.
+        user: str. The name of the class that needs a loss scale, for the message.
+        instead: str. The alternative without one.
 
     Returns:
         A `LossScale`.

@@ -1,4 +1,4 @@
-"""A gradient tape that scales the loss, and computes again what overflows.
+"""A gradient tape that scales the loss, and computes overflowing gradients again.
 
 RFC 293, "LossScaleGradientTape". This module needs TensorFlow only.
 """
@@ -30,7 +30,7 @@ class LossScaleGradientTape(tf.GradientTape):
     finite `gradient` counts as a good step. With a `GradScaler`, `GradScaler.step` takes the
     gradients as they are, and skips those that nothing has helped; `GradScaler.update` counts.
 
-    It keeps what the forward pass has computed until `gradient` returns, as a persistent tape does.
+    It keeps the results of the forward pass until `gradient` returns, as a persistent tape does.
     Only `gradient` scales. In a `tf.function`, gradients of gradients that were computed again are
     NaN.
 
@@ -64,7 +64,7 @@ class LossScaleGradientTape(tf.GradientTape):
         persistent: bool = False,
         watch_accessed_variables: bool = True,
     ) -> None:
-        # To compute again, it has to remember.
+        # It has to be persistent, to compute gradients again.
         super().__init__(persistent=True, watch_accessed_variables=watch_accessed_variables)
         self._scaler: GradScaler | None = None
         if isinstance(loss_scale, GradScaler):
@@ -105,7 +105,7 @@ class LossScaleGradientTape(tf.GradientTape):
             sources: variable or tensor, or a nested structure of them.
             output_gradients: tensors, one for each of `target`, by which its gradients are
                 multiplied. Not scaled.
-            unconnected_gradients: what to return for sources on which `target` does not depend.
+            unconnected_gradients: the result for sources on which `target` does not depend.
 
         Returns:
             The structure of `sources`, of gradients or None.
@@ -146,15 +146,15 @@ class LossScaleGradientTape(tf.GradientTape):
         return tf.nest.pack_sequence_as(structure[0], grads)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Not scaled: use a `tf.GradientTape`."""
+        """Raises an error, since it would not be scaled: use a `tf.GradientTape`."""
         raise NotImplementedError("Only gradient() scales. Use a tf.GradientTape for jacobians.")
 
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Not scaled: use a `tf.GradientTape`."""
+        """Raises an error, since it would not be scaled: use a `tf.GradientTape`."""
         self.jacobian()
 
     def _widened(self, target: Any) -> tf.Tensor:
-        """Casts what cannot be multiplied by an ordinary loss scale, on the tape."""
+        """Casts a target that cannot be multiplied by an ordinary loss scale, on the tape."""
         target = tf.convert_to_tensor(target)
         if not target.dtype.is_floating or target.dtype.size >= tf.float32.size:
             return target
@@ -233,9 +233,9 @@ class LossScaleGradientTape(tf.GradientTape):
 def _most_of_all_replicas(
     retries: tf.Tensor, finite: tf.Tensor, at_most: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The most retries that any replica needed, and whether all were finite in the end."""
-    # Only sums and means are there: so each replica raises a flag. In int64: GPUs leave arithmetic
-    # in int32 to the host.
+    """Returns the most retries of any replica, and whether all were finite in the end."""
+    # Replicas can only sum, so each one raises a flag. In int64, since GPUs leave arithmetic in
+    # int32 to the host.
     retries = tf.where(finite, tf.cast(retries, tf.int64), at_most + 1)
     flags = tf.one_hot(retries, at_most + 2)
     raised = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flags) > 0
@@ -244,4 +244,4 @@ def _most_of_all_replicas(
 
 
 def _ignore(result: Any) -> None:
-    """Makes a branch of what returns something."""
+    """Drops a result, so that all branches return None."""

@@ -45,7 +45,7 @@ def wrapper_of(optimizer: tf.keras.optimizers.Optimizer) -> "LossScaleOptimizer 
 
 
 def find_loss_scale_optimizer(optimizer: tf.keras.optimizers.Optimizer | None) -> Any:
-    """Returns what scales the loss among an optimizer and those that it wraps, or None.
+    """Finds the one that scales the loss among an optimizer and those that it wraps.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or None.
@@ -58,10 +58,10 @@ def find_loss_scale_optimizer(optimizer: tf.keras.optimizers.Optimizer | None) -
 
 
 def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
-    """Returns those of our class that scale the loss of a model.
+    """Returns the optimizers of our class that scale the loss of a model.
 
     Args:
-        optimizers: An optimizer, None, or a structure of them: what a model was compiled with.
+        optimizers: An optimizer, None, or a structure of them, as a model was compiled with.
     """
     found = map(find_loss_scale_optimizer, tf.nest.flatten(optimizers))
     return [optimizer for optimizer in found if isinstance(optimizer, LossScaleOptimizer)]
@@ -308,7 +308,7 @@ class LossScaleOptimizer(
     ) -> list[tuple[Any, Any]]:
         """Computes gradients with the loss scaled, and unscales them: the first half of `minimize`.
 
-        It takes what `minimize` takes.
+        The arguments are those of `minimize`.
 
         Returns:
             list of (gradient, variable) pairs.
@@ -375,12 +375,12 @@ class LossScaleOptimizer(
         super().finalize_variable_values(var_list)
 
     def _scales_on_tape(self) -> bool:
-        """Whether the tape has to scale, since the inner optimizer is to see the loss unscaled."""
+        """Whether the tape has to scale, since the inner optimizer must see the loss unscaled."""
         calls = self._scaler.calls
         return not (self._adapter.only_differentiates or isinstance(calls, NoCalls))
 
     def _names_of(self, variables: Sequence[Any]) -> list[str | None]:
-        """The paths of variables in the model that is trained, None for others."""
+        """Returns the paths of variables in the model that is trained, None for others."""
         model = self._model()
         paths = {} if model is None or not model.built else paths_of_weights(model)
         return [paths.get(id(variable)) for variable in variables]
@@ -416,10 +416,10 @@ class LossScaleOptimizer(
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
-        """Computes gradients of a loss that `scale` has scaled.
+        """Computes gradients of a loss that `scale` multiplies.
 
-        `on_tape` is None, or the loss scale by which the tape scales in its place, and unscales:
-        the inner optimizer has a way of its own to compute gradients, and sees no scaled loss.
+        `on_tape` is None, or the loss scale for a tape that scales and unscales in place of
+        `scale`, for an inner optimizer that computes gradients in its own way.
         """
         if on_tape is not None:
             scale = functools.partial(self._multiply, scaled_by=tf.constant(1.0))
@@ -442,5 +442,5 @@ class LossScaleOptimizer(
         return self.iterations if operation is None else operation
 
 
-# What a subclass may override to have a say in `minimize`.
+# The methods that a subclass may override to change `minimize`.
 _HOOKS = ("apply_gradients", "compute_gradients", "get_scaled_loss", "get_unscaled_gradients")

@@ -1,4 +1,4 @@
-"""How a `LossScaleOptimizer` is saved: its config, its state, and the layouts of checkpoints."""
+"""Saving of a `LossScaleOptimizer`: its config, its state, and the layouts of checkpoints."""
 
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ class LossScaleSaving(WrapperSaving):
     warn_after_skips: int | None
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Saves the loss scale's state, beside what the inner optimizer saves.
+        """Saves the state of the loss scale and of the inner optimizer.
 
         Args:
             store: dict-like, of names and arrays.
@@ -43,10 +43,10 @@ class LossScaleSaving(WrapperSaving):
             store[name] = variable.numpy()
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
+        """Loads the variables of this optimizer, or of one that is not wrapped.
 
         Args:
-            store: dict-like, of names and arrays. What it does not hold stays as it is, with a
+            store: dict-like, of names and arrays. Variables that it lacks stay as they are, with a
                 warning.
 
         Raises:
@@ -113,7 +113,7 @@ class LossScaleSaving(WrapperSaving):
         return optimizer
 
     def keras_layout(self) -> Any:
-        """Returns what checkpoints of Keras's own `LossScaleOptimizer` hold, under their names.
+        """Returns the content of checkpoints of Keras's own `LossScaleOptimizer`, by their names.
 
         That of tf_keras lays its checkpoints out as this one does, which is itself returned there.
         That of Keras 3 does not, so its checkpoints are read, and written for it, by way of this.
@@ -138,8 +138,8 @@ class LossScaleSaving(WrapperSaving):
         return keras_api.keras_layout(self)
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # What checkpoints call the children that the two layouts share comes before what tells the
-        # layouts apart, and is not restored before all have been looked up.
+        # In checkpoints, the children that both layouts share precede those that differ. Nothing is
+        # restored before all have been looked up.
         if name == keras_api.KERAS_LAYOUT_CHILD:
             raise ValueError(
                 "This is a checkpoint of tf.keras's own LossScaleOptimizer, whose layout in Keras "
@@ -161,7 +161,7 @@ class LossScaleSaving(WrapperSaving):
         return state
 
     def _policy_of_model(self) -> str | None:
-        """The policy of the layers that compute in 16 bits; of the file where there is no model."""
+        """Returns the policy of the 16-bit layers of the model, or without a model of the file."""
         model = self._model()
         if model is None:
             return self.policy_in_file

@@ -226,7 +226,7 @@ _DOC = """`tf.keras.losses.{name}`, computed in `dtype`.
 
 
 def _signature(keras_class: type) -> inspect.Signature:
-    """The arguments of a loss of `tf.keras`, and `dtype`."""
+    """Returns the arguments of a loss of `tf.keras`, and `dtype`."""
     signature = inspect.signature(keras_class)
     others = [p for name, p in signature.parameters.items() if name != "dtype"]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -132,7 +132,7 @@ def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
         model: A model of `tf.keras`.
 
     Yields:
-        The method, and how many bytes a trained weight takes, its slots included.
+        The method, and the bytes that a trained weight takes, its slots included.
     """
     for keeper in _keepers(getattr(model, "optimizer", None)):
         kept = keeper.bytes_a_weight()
@@ -165,7 +165,7 @@ def vanishing_constants(optimizer: Any, dtype: str) -> Iterator[str]:
     """
     config: Mapping[str, Any] = optimizer.get_config()
     for name, value in config.items():
-        # A learning rate is multiplied by what makes up for it.
+        # A learning rate is multiplied by a factor that makes up for it.
         if isinstance(value, (float, np.floating)) and name != "learning_rate":
             rounded = float(tf.cast(tf.constant(value, tf.float32), dtype))
             if rounded in (0.0, 1.0) and rounded != float(value):

@@ -1,4 +1,4 @@
-"""The optimizer wrapper with which weights in 16 bits learn as those in float32 do.
+"""The optimizer wrapper that trains weights in 16 bits as if they were float32.
 
 RFC 293 keeps variables in float32. Large models are tuned with variables in 16 bits, which the
 optimizers of `tf.keras` cannot train: in bfloat16, 0.999 is 1, and 1 + 2**-9 is 1.
@@ -270,8 +270,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
                 with float32 variables has them.
 
         Raises:
-            ValueError: the optimizer has not been built yet, or they are not as many as its
-                variables.
+            ValueError: the optimizer has not been built yet, or their number is not that of
+                its variables.
         """
         views = self.as_float32(self._adapter.built_variables())
         for view, weight in zip(views, list(weights), strict=True):

@@ -29,12 +29,12 @@ def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None)
       say, unless a tenth of the model's parameters are in it);
     - a layer that does not follow the model's policy, or does not cast its inputs.
 
-    Below is said how a `MasterWeightOptimizer` keeps the digits of weights in 16 bits, and how many
-    bytes a weight takes, slots included; whether no layer follows the model's policy; and whether
-    this machine is fast in the dtypes that the model computes in.
+    Below the table are the method by which a `MasterWeightOptimizer` keeps the digits of weights in
+    16 bits, and the bytes that a weight takes, slots included; and warnings if no layer follows
+    the model's policy, or if this machine is slow in the dtypes that the model computes in.
 
     Output dtypes are those that Keras found when it connected the layers. (Keras 3 believes that a
-    Lambda returns its compute dtype.) "-" stands for what is not known yet: a subclassed model has
+    Lambda returns its compute dtype.) "-" stands for unknown values: a subclassed model has
     no outputs that Keras knows of, and a model that is not built has no parameters.
 
     Args:
@@ -73,10 +73,10 @@ def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
 
     Args:
         model: A model of `tf.keras`.
-        optimizers: An optimizer, None, or a structure of them: what it is compiled with.
+        optimizers: An optimizer, None, or a structure of them, as it is compiled with.
 
     Returns:
-        What is wrong, and the cure, or None.
+        The problem and the cure, or None.
     """
     if keras_api.output_layers(model) is not None:  # Then its config holds its layers' dtypes.
         return None
@@ -108,8 +108,8 @@ class _Place(NamedTuple):
 
     Attributes:
         layer: the layer.
-        depth: int. In how many layers it is, the model not counted.
-        is_output: bool. Whether what it returns may be an output of the model.
+        depth: int. The number of layers around it, the model not counted.
+        is_output: bool. Whether its result may be an output of the model.
     """
 
     layer: tf.keras.layers.Layer

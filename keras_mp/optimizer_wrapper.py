@@ -1,6 +1,6 @@
 """The base of optimizers that wrap another one.
 
-RFC 293, "OptimizerWrapper". What it looks like from outside is in `wrapper_delegation`.
+RFC 293, "OptimizerWrapper". Its attributes are in `wrapper_delegation`.
 """
 
 import functools
@@ -36,8 +36,8 @@ class OptimizerWrapper(
     A wrapper has the hyperparameters of the inner optimizer, which can be read and written, and its
     variables. A `tf.train.Checkpoint` of the wrapper is one of the inner optimizer.
 
-    Hyperparameters are, for `tf.keras.optimizers.legacy` optimizers, what they registered as such
-    and `clipnorm`, `clipvalue`, `global_clipnorm`; for all others the keys of their config.
+    The hyperparameters of `tf.keras.optimizers.legacy` optimizers are those that they registered,
+    and `clipnorm`, `clipvalue`, `global_clipnorm`; those of all others are the keys of the config.
     Everything else of the inner optimizer is reached through `inner_optimizer`: reading it here is
     an AttributeError that says so, and so is setting it. Methods that only an inner optimizer's
     class has are not delegated, since they would go around the wrapper.
@@ -48,10 +48,10 @@ class OptimizerWrapper(
 
     Args:
         inner_optimizer: An optimizer of `tf.keras`.
-        jit_compile: bool. Lets XLA compile the update: unscaling, what the inner optimizer does,
-            and what is kept beside weights in 16 bits become one function, in one pass over memory.
-            It rounds elsewhere in the last digit. Where it cannot be had, under a
-            `ParameterServerStrategy` for one, a warning says so once. Defaults to False.
+        jit_compile: bool. Lets XLA compile the update: unscaling, the work of the inner optimizer,
+            and the variables beside weights in 16 bits become one function, in one pass over
+            memory. Results differ in the last digit. If the update cannot be compiled, such as
+            under a `ParameterServerStrategy`, a warning says so once. Defaults to False.
 
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`.
@@ -111,7 +111,7 @@ class OptimizerWrapper(
             scaled: bool = False,
             **kwargs: Any,
         ) -> Any:
-            # Also where a LossScaleOptimizer further in would be the one to unscale.
+            # Even if a LossScaleOptimizer further in would unscale them later.
             users = allow_conversion(method)
             return users(self, self._unscaled_early(grads_and_vars, scaled), *args, **kwargs)
 
@@ -176,7 +176,7 @@ class OptimizerWrapper(
             self.inner_optimizer.finalize_variable_values(var_list)
 
     def get_slot_names(self) -> list[str]:
-        """Names of the inner optimizer's slots; only legacy optimizers have any."""
+        """Returns the names of the inner optimizer's slots; only legacy optimizers have any."""
         inner = self.inner_optimizer
         return inner.get_slot_names() if hasattr(inner, "get_slot_names") else []
 
@@ -199,7 +199,7 @@ class OptimizerWrapper(
             name: str. Name of the operation.
 
         Returns:
-            What `apply_gradients` returns.
+            The result of `apply_gradients`.
         """
         pairs = self.compute_gradients(loss, var_list, tape, grad_loss)
         return self.apply_gradients(pairs, name=name)
@@ -285,7 +285,7 @@ class OptimizerWrapper(
                 `LossScaleOptimizer` that is inside. Defaults to False.
 
         Returns:
-            What the inner optimizer returns.
+            The result of the inner optimizer.
 
         Raises:
             ValueError: the gradients are said to be scaled, and no optimizer inside scales any.
@@ -299,7 +299,7 @@ class OptimizerWrapper(
         pairs = gradients.checked_pairs(pairs)
         if not aggregate or tf.distribute.get_strategy().num_replicas_in_sync == 1:
             return self._adapter.update(pairs, name)
-        # What is compiled sums nothing.
+        # A compiled update sums nothing, so the gradients are summed before.
         self.build([variable for _, variable in pairs])
         operation, _ = ScaledStep(self._adapter).make(pairs, name=name)
         return self.iterations if operation is None else operation
@@ -311,7 +311,7 @@ register_serializable("keras_mp", predicate=lambda value: isinstance(value, Opti
 
 
 def chain(optimizer: tf.keras.optimizers.Optimizer | None) -> Iterator[Any]:
-    """Yields an optimizer and, as long as it is one that wraps another, the inner ones.
+    """Yields an optimizer, then its inner optimizer, and so on.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or None, which yields nothing.
@@ -322,7 +322,7 @@ def chain(optimizer: tf.keras.optimizers.Optimizer | None) -> Iterator[Any]:
 
 
 def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
-    """Tells how an optimizer of `tf.keras`, or a wrapper of one, is driven.
+    """Returns the adapter of an optimizer of `tf.keras`, or of a wrapper of one.
 
     Args:
         optimizer: Any.
@@ -344,7 +344,7 @@ keras_api.convert_wrappers_to_legacy(OptimizerWrapper, OptimizerWrapper._with_in
 
 
 def hint(optimizer: Any) -> str:
-    """A hint for an optimizer of the other Keras; empty for any other."""
+    """Returns a hint for an optimizer of the other Keras; empty for any other."""
     if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
         return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
     return ""

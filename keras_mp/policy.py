@@ -282,9 +282,9 @@ def set_global_policy(policy: Any) -> None:
 def policy_scope(policy: Any) -> Iterator[Any]:
     """Sets the global policy for a block, and restores the previous one even after an error.
 
-    It holds in this thread and in what runs for it: replicas, and functions that are traced in the
-    block. Other threads do not see it. In the block `set_global_policy` changes the policy of the
-    block only.
+    It holds in this thread and for the work of this thread: replicas, and functions that are
+    traced in the block. Other threads do not see it. In the block `set_global_policy` changes the
+    policy of the block only.
 
     Args:
         policy: As for `set_global_policy`.

@@ -1,4 +1,4 @@
-"""How an optimizer wrapper is driven by one that wraps it."""
+"""The adapter by which an optimizer wrapper calls another one inside of it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ class WrapperAdapter(DelegatingAdapter):
         wrapper: An `OptimizerWrapper`.
     """
 
-    # Which saves what Keras does not.
+    # The wrapper saves the variables that Keras does not save.
     is_saved_by_keras = True
 
     def __init__(self, wrapper: tf.keras.optimizers.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""A wrapper looks like the optimizer in it.
+"""The attributes of a wrapper, which are those of the inner optimizer.
 
 RFC 293, "LossScaleOptimizer __getattribute__ and __setattr__ delegation".
 """
@@ -12,12 +12,12 @@ from keras_mp import keras_api
 from keras_mp.wrapper_saving import WrapperSaving
 
 _ALIASES = {"lr": "learning_rate"}
-# What tf.train.Checkpoint calls on an optimizer that has slots.
+# The methods that tf.train.Checkpoint calls on an optimizer with slots.
 _CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
 
 
 class WrapperDelegation:
-    """The part of an `OptimizerWrapper` that shows what the inner optimizer has."""
+    """The part of an `OptimizerWrapper` that delegates to the inner optimizer."""
 
     # The name that TensorFlow's DelegatingTrackableMixin has for the inner optimizer.
     _trackable: Any
@@ -52,7 +52,7 @@ class WrapperDelegation:
             raise AttributeError(_only_inner(self, name))
 
     def __dir__(self) -> list[str]:
-        # Keras saves what it finds here, under its name: the inner optimizer is `inner_optimizer`.
+        # Keras saves all of these by name: the inner optimizer only once, as `inner_optimizer`.
         names = set(object.__dir__(self)) | self._hyperparameters | {"lr"}
         return sorted(names - {"_trackable"})
 
@@ -106,7 +106,7 @@ class WrapperDelegation:
 
 
 def names_of_wrappers(cls: type) -> set[str]:
-    """The names that wrapper classes define, which no hyperparameter can hide.
+    """Returns the names that wrapper classes define, which no hyperparameter can hide.
 
     Args:
         cls: type. A subclass of `OptimizerWrapper`, or itself.
@@ -116,7 +116,7 @@ def names_of_wrappers(cls: type) -> set[str]:
 
 
 class _CallableList(list):
-    """`optimizer.variables` and `optimizer.variables()`: the families spell it differently."""
+    """A list that may be called: some families have `variables()`, others `variables`."""
 
     def __call__(self) -> "_CallableList":
         return self
@@ -135,7 +135,7 @@ def _delegate(name: str) -> Callable[..., Any]:
 def delegate_rest(cls: type) -> None:
     """Delegates every public method that Keras's base classes have and the wrapper does not.
 
-    What a newer Keras adds there is so delegated as well.
+    This includes methods that a newer Keras adds there.
 
     Args:
         cls: `OptimizerWrapper`.

@@ -1,4 +1,4 @@
-"""How an optimizer wrapper is saved: its config, its weights, and what a SavedModel holds of it."""
+"""Saving of an optimizer wrapper: its config, its weights, and its part of a SavedModel."""
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -95,10 +95,10 @@ class WrapperSaving:
                 store[str(i)] = tf.convert_to_tensor(variable).numpy()
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Loads what `save_own_variables` saved, or what an optimizer that is not wrapped did.
+        """Loads the variables of this optimizer, or of one that is not wrapped.
 
         Args:
-            store: dict-like, of names and arrays. Where they are not as many as the inner
+            store: dict-like, of names and arrays. If their number is not that of the inner
                 optimizer's variables, these stay as they are, with a warning.
 
         Raises:
@@ -130,8 +130,8 @@ class WrapperSaving:
         return super()._trackable_children(save_type, **kwargs)  # pyright: ignore
 
     def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
-        # A SavedModel says of which family an optimizer is, and only that takes its slots when it
-        # is loaded. A wrapper may be an instance of several bases, so it says the inner one's.
+        # A SavedModel has the family of an optimizer, and only that family takes its slots at
+        # loading. A wrapper may be an instance of several bases, so it has the inner one's.
         del kwargs
         innermost = self.inner_optimizer
         while hasattr(innermost, "inner_optimizer"):
@@ -139,7 +139,7 @@ class WrapperSaving:
         revived = serialize_revived(innermost)
         if revived is not None:
             object_proto.user_object.CopyFrom(revived)
-        object_proto.registered_name = ""  # which would be looked up at loading, without us too
+        object_proto.registered_name = ""  # which loading would look up, even without keras_mp
 
 
 def check_shapes(variables: Iterable[Any], weights: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""How other systems, and older versions, spell what is here.
+"""The spellings of other systems and of older versions.
 
 `keras_mp.compat.v1` is for the optimizers of TensorFlow 1.
 """

@@ -1,4 +1,4 @@
-"""Which gradients `compute_gradients` has computed, for an optimizer of TensorFlow 1."""
+"""The record of `compute_gradients` of an optimizer of TensorFlow 1."""
 
 import threading
 import weakref
@@ -11,21 +11,21 @@ from keras_mp.support import host
 
 
 class ComputedGradients:
-    """Notes what `compute_gradients` has computed, to warn of gradients from elsewhere.
+    """Records the gradients that `compute_gradients` has computed, to warn of all others.
 
-    Python alone knows of it, which costs a step nothing. Gradients that another thread or function
-    may have computed are presumed to be right.
+    The record is in Python only, so it costs a step nothing. Gradients that another thread or
+    function may have computed are presumed to be right.
     """
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Those of which nothing was applied in the same graph, so that eager code may do so.
+        # Graphs that have not applied their gradients, so that eager code may do so.
         self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        # By thread, the ids of variables whose gradients were computed and not applied in eager.
+        # By thread, ids of variables with gradients that were computed, and not applied in eager.
         self._computed: dict[int, set[int]] = {}
 
     def note(self, variables: Iterable[Any]) -> None:
-        """Notes that gradients of these variables are computed."""
+        """Records that gradients of these variables are computed."""
         self._computed.setdefault(threading.get_ident(), set()).update(map(id, variables))
         graph = host.current_graph()
         if graph is not None:
@@ -33,7 +33,7 @@ class ComputedGradients:
             self._open_graphs.add(graph)
 
     def may_include(self, variables: Iterable[Any]) -> bool:
-        """Whether gradients of these variables, which are applied now, may be computed ones."""
+        """Whether gradients that are applied to these variables may be recorded ones."""
         graph = host.current_graph()
         if graph is None:
             computed = self._computed.get(threading.get_ident())

@@ -1,4 +1,4 @@
-"""Loss scale managers: what moved the loss scale in `tf.contrib.mixed_precision` of TensorFlow 1.
+"""Loss scale managers, which move the loss scale, of TensorFlow 1's `tf.contrib.mixed_precision`.
 
 This module needs TensorFlow only. `next_exponential_state` is the schedule, the managers hold its
 state, and `ManagedLossScale` lets a step move it.
@@ -102,7 +102,7 @@ def next_exponential_state(
     incr_ratio: float,
     decr_ratio: float,
 ) -> LossScaleState:
-    """The schedule of an `ExponentialUpdateLossScaleManager`, as one pure function.
+    """Returns the next state of an `ExponentialUpdateLossScaleManager`: its schedule.
 
     ::
 
@@ -240,7 +240,7 @@ class ManagedLossScale(LossScale):
     """The loss scale of a manager, which a step moves.
 
     Attributes:
-        num_bad_steps: int64 variable, how many steps were skipped in a row.
+        num_bad_steps: int64 variable, the number of steps skipped in a row.
 
     Args:
         manager: `LossScaleManager`.

@@ -1,7 +1,7 @@
-"""How TensorFlow 2.4-2.15 and Keras 3 spell arguments and attributes of LossScaleOptimizer.
+"""The arguments and attributes of LossScaleOptimizer in TensorFlow 2.4-2.15 and Keras 3.
 
-RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place. And what checkpoints of
-TensorFlow 2.2 and 2.3 call the inner optimizer.
+RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place. Also the name of the inner
+optimizer in checkpoints of TensorFlow 2.2 and 2.3.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, required
 
-# What the inner optimizer is called in checkpoints of TensorFlow 2.2 and 2.3, where it is a child.
+# The name of the inner optimizer, which is a child, in checkpoints of TensorFlow 2.2 and 2.3.
 INNER_CHILD = "base_optimizer"
 
-# Arguments that change nothing, and are in configs that older versions of Keras 3 wrote.
+# Arguments without effect in configs of older versions of Keras 3.
 _LEFT_ALONE = {
     "weight_decay": None,
     "clipnorm": None,
@@ -29,7 +29,7 @@ _LEFT_ALONE = {
 
 
 class OlderSpellings:
-    """What tells of the loss scale under older names, and the calls of graphs of TensorFlow 1."""
+    """The older names of loss scale attributes, and the methods for graphs of TensorFlow 1."""
 
     if TYPE_CHECKING:
         loss_scale: LossScale
@@ -41,7 +41,7 @@ class OlderSpellings:
 
     @property
     def loss_scale_factor(self) -> None:
-        """None. Keras 3's optimizers have one, which would scale once more."""
+        """None. That of Keras 3's optimizers would scale the loss again."""
         return None
 
     @loss_scale_factor.setter
@@ -97,7 +97,7 @@ class OlderSpellings:
         return scale.loss_scale if isinstance(scale, DynamicLossScale) else None
 
     def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
-        """Gradients in a TensorFlow 1 graph (legacy optimizers): scales the loss and unscales them.
+        """Returns the unscaled gradients of a loss in a TensorFlow 1 graph (legacy optimizers).
 
         Args:
             loss: float tensor. Not scaled.
@@ -116,7 +116,7 @@ class OlderSpellings:
         return self.get_unscaled_gradients(scaled)
 
     def get_updates(self, loss: tf.Tensor, params: Any) -> list[Any]:
-        """A whole step in a TensorFlow 1 graph (legacy optimizers).
+        """Makes a whole step in a TensorFlow 1 graph (legacy optimizers).
 
         Args:
             loss: float tensor. Not scaled.
@@ -134,7 +134,7 @@ def loss_scale_from_arguments(
     initial_scale: float | None,
     dynamic_growth_steps: int | None,
 ) -> LossScale:
-    """Brings the RFC's `loss_scale` and the older keywords together, or refuses."""
+    """Returns the loss scale of `loss_scale` and the older keywords; refuses contradictions."""
     older = {
         "dynamic": dynamic,
         "initial_scale": initial_scale,
@@ -171,7 +171,7 @@ def refuse_arguments_of_inner_optimizers(kwargs: dict[str, Any]) -> None:
         kwargs: dict of keyword arguments that the constructor does not know.
 
     Raises:
-        ValueError: there is one, and it says something.
+        ValueError: there is one that would have an effect.
     """
     strangers = {k: v for k, v in kwargs.items() if k not in _LEFT_ALONE or v != _LEFT_ALONE[k]}
     if strangers:
@@ -183,7 +183,7 @@ def refuse_arguments_of_inner_optimizers(kwargs: dict[str, Any]) -> None:
 
 
 def whole(number: Any) -> Any:
-    """Makes an int of a whole float: Keras's own classes take one, and their configs may hold one.
+    """Makes an int of a whole float, which Keras's own classes take and have in configs.
 
     Args:
         number: Any.

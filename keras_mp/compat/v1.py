@@ -49,7 +49,7 @@ _wrapped: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def scales_loss(optimizer: Any) -> bool:
-    """Tells whether an optimizer of TensorFlow 1 scales the loss, or is inside of one that does.
+    """Whether an optimizer of TensorFlow 1 scales the loss, or is inside of one that does.
 
     Args:
         optimizer: Any.
@@ -82,13 +82,13 @@ class LossScaleOptimizer(
     inner optimizer, with the loss scale's state beside it.
 
     Gradients have to come from `compute_gradients`: those of `tf.gradients` and `tf.GradientTape`
-    are not of a scaled loss. Where none can have, `apply_gradients` warns.
+    are not of a scaled loss. If none of them can come from there, `apply_gradients` warns.
 
     Args:
         opt: A `tf.compat.v1.train.Optimizer`.
         loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, a
             `keras_mp.LossScale`, one of `tf.compat.v1.mixed_precision`, or a `LossScaleManager`.
-        loss_scale_manager: `LossScaleManager`. What the argument was called in TensorFlow 1.
+        loss_scale_manager: `LossScaleManager`. TensorFlow 1's name of `loss_scale`.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
             where steps can be skipped. Defaults to True.
         warn_after_skips: int, or None for never. After how many skipped steps in a row to warn;
@@ -185,8 +185,8 @@ class LossScaleOptimizer(
         """Does a whole step: scales the loss, computes, unscales and applies the gradients.
 
         Args:
-            loss: float tensor, or a callable without arguments that returns one, as in eager it
-                has to be. Not scaled.
+            loss: float tensor, or a callable without arguments that returns one; in eager it has
+                to be a callable. Not scaled.
             global_step: variable that a step which is made increments, or None.
             var_list: list of variables. Defaults to the trainable ones of the graph, or to those
                 that `loss` reads.
@@ -331,7 +331,7 @@ class LossScaleOptimizer(
         scaled = (lambda: scale(given())) if is_callable else scale(given)
         if grad_loss is not None:
             grad_loss = tf.convert_to_tensor(grad_loss)
-            if grad_loss.dtype.size < tf.float32.size:  # as the loss is widened
+            if grad_loss.dtype.size < tf.float32.size:  # widened like the loss
                 grad_loss = tf.cast(grad_loss, tf.float32)
         return self.inner_optimizer.compute_gradients(
             scaled, var_list=var_list, grad_loss=grad_loss, **how
@@ -346,7 +346,7 @@ class LossScaleOptimizer(
         *,
         aggregate: bool = True,
     ) -> tf.Operation | None:
-        # Again, since the optimizer may have been made outside of the strategy's scope.
+        # Checked again, since the optimizer may have been made outside of the strategy's scope.
         replicas.check_strategy()
         passes.warn_if_compiled()
         adapter = V1Optimizer(self.inner_optimizer, global_step)
@@ -357,7 +357,7 @@ class LossScaleOptimizer(
         if operation is None:
             return None
         train_op = tf.group(operation, name=name or self.get_name())
-        # In place of what the inner optimizer has added, which is in a branch.
+        # In place of the operations that the inner optimizer has added, which are in a branch.
         train_ops[:] = [*before, train_op]
         return train_op
 
@@ -374,7 +374,7 @@ class LossScaleOptimizer(
         self.inner_optimizer._restore_slot_variable(*args, **kwargs)
 
 
-# What a subclass may override to have a say in `minimize`.
+# The methods that a subclass may override to change `minimize`.
 _HOOKS = ("compute_gradients", "apply_gradients")
 
 
@@ -395,7 +395,7 @@ def _loss_scale(
 
 
 def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Checks what is to be applied, and leaves out variables without a gradient."""
+    """Checks the pairs to apply, and leaves out variables without a gradient."""
     pairs = [(g, v) for g, v in gradients.checked_pairs(pairs) if g is not None]
     if not pairs:
         raise ValueError("No gradients provided for any variable. Received: []")

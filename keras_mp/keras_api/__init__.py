@@ -1,7 +1,7 @@
-"""Which Keras `tf.keras` is, decided once, at import.
+"""The Keras that `tf.keras` is, chosen once, at import.
 
-`keras3` and `keras2` offer the same names, which `interface` describes; `keras_api.NAME` and the
-like are those of the module that fits. Nothing outside this folder asks which Keras it is.
+`keras3` and `keras2` offer the same names, which `interface` describes. `keras_api` has the names
+of the one that is chosen. Nothing outside this folder asks which Keras it is.
 """
 
 import importlib
@@ -39,7 +39,7 @@ def _what_to_install() -> str:
 
 
 def _root_package() -> str:
-    """Returns "keras" (3) or "tf_keras" (2), after checking that we can work with it."""
+    """Returns "keras" (3) or "tf_keras" (2), after checking that keras_mp works with it."""
     if _minor(tf.__version__) < _OLDEST_TENSORFLOW:
         raise ImportError(
             "keras_mp needs TensorFlow {}.{} or later. ".format(*_OLDEST_TENSORFLOW)
@@ -80,7 +80,7 @@ else:
     )
     globals().update({name: getattr(_module, name) for name in interface.NAMES})
 
-# What both Kerases have in the same place.
+# Names that both Kerases have in the same place.
 COMPILE_OWNER = next(cls for cls in tf.keras.Model.__mro__ if "compile" in vars(cls))
 KerasLossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
 get_optimizer = tf.keras.optimizers.get
@@ -108,7 +108,7 @@ def check_model(model: Any) -> None:
     """Raises a TypeError unless an argument is a model of `tf.keras`: not one of the other Keras.
 
     Args:
-        model: Any. What was passed as `model`.
+        model: Any. The argument.
     """
     if not isinstance(model, tf.keras.Model):
         raise TypeError(
@@ -118,7 +118,7 @@ def check_model(model: Any) -> None:
 
 
 def switch_hint() -> str:
-    """Returns what to set so that `tf.keras` becomes the other Keras."""
+    """Returns the advice that makes `tf.keras` the other Keras."""
     if ROOT_PACKAGE == "keras":
         return "set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported"
     return "unset TF_USE_LEGACY_KERAS before TensorFlow is imported"

@@ -1,4 +1,4 @@
-"""What both Kerases offer to the rest of keras_mp: the one list of these names."""
+"""The one list of the names that both Kerases offer to the rest of keras_mp."""
 
 # Where Keras is missing, `tf.keras.Model` raises an error that does not say what to install.
 from __future__ import annotations
@@ -17,20 +17,18 @@ class KerasApi(Protocol):
     """The names that `keras2` and `keras3` define, and `keras_api` offers.
 
     Attributes:
-        BaseCallback: `tf.keras`'s own callback. No batch is waited for because it is there.
-        BaseLayer: `tf.keras`'s own layer, but its inputs are not cast, and `add_weight` takes the
-            name of arguments only, of which `autocast` must be there, and makes
-            `AutoCastVariable`s.
+        BaseCallback: `tf.keras`'s own callback, for which Keras does not wait for batches.
+        BaseLayer: `tf.keras`'s own layer, but its inputs are not cast, and `add_weight` makes
+            `AutoCastVariable`s; it takes keyword arguments only, and requires `autocast`.
         BaseLoss: `tf.keras`'s own loss, with a `dtype` that is a str, and `reduce(y_true, y_pred,
-            sample_weight)`, which does what Keras's own `__call__` does, but passes labels on as
-            they are.
+            sample_weight)`, which is Keras's own `__call__` without casts of the labels.
         BasePolicy: `tf.keras`'s own dtype policy class.
         LossFunctionWrapper: the loss that computes a function.
         OPTIMIZER_BASES: the classes that Keras takes for an optimizer.
-        CROSSENTROPY_NAMES: what `compile(loss=)` takes for the cross entropy that fits the shapes.
+        CROSSENTROPY_NAMES: the names in `compile(loss=)` of the cross entropy that fits the shapes.
         APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
             `apply_gradients`.
-        KERAS_LAYOUT_CHILD: what is below an optimizer in checkpoints of Keras's own only, or None.
+        KERAS_LAYOUT_CHILD: a child of optimizers in checkpoints of Keras's own only, or None.
     """
 
     BaseCallback: ClassVar[type]
@@ -77,7 +75,7 @@ class KerasApi(Protocol):
     def deserialize_optimizer(
         self, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> tf.keras.optimizers.Optimizer:
-        """Makes an optimizer of what `serialize_optimizer` returned."""
+        """Makes an optimizer of the result of `serialize_optimizer`."""
 
     def get_global_policy(self) -> tf.keras.mixed_precision.Policy:
         """Returns `tf.keras`'s global policy."""
@@ -90,17 +88,17 @@ class KerasApi(Protocol):
         ...
 
     def is_symbolic(self) -> bool:
-        """Whether Keras only asks for shapes."""
+        """Whether Keras computes shapes only."""
         ...
 
     def is_weight(self, value: Any) -> bool:
-        """Whether a value is what layers of `tf.keras` have as weights."""
+        """Whether a value is a weight as layers of `tf.keras` have them."""
         ...
 
     def keras_layout(self, optimizer: tf.keras.optimizers.Optimizer) -> Any:
-        """Returns a trackable of what a `LossScaleOptimizer` of ours shares with Keras's own.
+        """Returns a trackable of the parts that our `LossScaleOptimizer` shares with Keras's own.
 
-        It has the names by which checkpoints of the latter know it.
+        It has their names in checkpoints of the latter.
         """
 
     def optimizer_adapter(
@@ -115,9 +113,9 @@ class KerasApi(Protocol):
         """Lets several workers train a compiled model with `fit`."""
 
     def policy_name(self, policy: tf.keras.mixed_precision.Policy, name: str) -> str:
-        """Returns the name of a policy that has more to it than the name says.
+        """Returns the name of a policy that is not Keras's own of that name.
 
-        A layer that Keras makes of a config gets the policy, and not Keras's own of that name.
+        A layer that Keras makes of a config then gets the policy, and not Keras's own.
         """
         ...
 
@@ -150,13 +148,13 @@ class KerasApi(Protocol):
     def replace_slow_layers(
         self, lstm: Callable[..., Any], batch_normalization: Callable[..., Any]
     ) -> None:
-        """Replaces what is slow in layers of 16 bits, as far as no kernel of TensorFlow is.
+        """Replaces the slow parts of layers in 16 bits that are not kernels of TensorFlow.
 
         Args:
-            lstm: takes what `kernels.recurrent.lstm` takes, and runs the loop of an LSTM where
-                Keras would run that of cuDNN on a GPU. It may return None.
-            batch_normalization: takes what `kernels.normalization.batch_normalization` takes. It
-                may return None.
+            lstm: function with the arguments of `kernels.recurrent.lstm`, which runs the loop of an
+                LSTM where Keras would run that of cuDNN on a GPU. It may return None.
+            batch_normalization: function with the arguments of
+                `kernels.normalization.batch_normalization`. It may return None.
         """
 
     def set_global_policy(self, policy: tf.keras.mixed_precision.Policy | None) -> None:

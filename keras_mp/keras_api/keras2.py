@@ -27,8 +27,8 @@ from keras_mp.support.attributes import replaced
 keras = tf.keras
 
 optimizer_adapter = keras2_adapters.optimizer_adapter
-# A wrapper is an instance of both bases, whichever family it wraps: Keras saves in `.keras` files
-# what the new ones have, and nothing of legacy ones.
+# A wrapper is an instance of both bases, whichever family it wraps: `.keras` files have the
+# variables of new optimizers, and none of legacy ones.
 OPTIMIZER_BASES: tuple[Any, ...] = (
     keras.optimizers.Optimizer,
     keras.optimizers.legacy.Optimizer,
@@ -42,12 +42,12 @@ BasePolicy = keras.mixed_precision.Policy
 
 
 def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
-    del batch_normalization  # which Keras 2 has as one kernel
+    del batch_normalization  # one kernel in Keras 2
     keras2_recurrent.replace_lstm(lstm)
 
 
 def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> None:
-    # Keras's own class logs its word on the hardware; keras_mp has one for both Kerases.
+    # Keras's own class logs a message about the hardware; keras_mp has one for both Kerases.
     logger = tf.get_logger()
     logger.addFilter(_is_not_compatibility_check)
     try:
@@ -57,7 +57,7 @@ def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> 
 
 
 def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
-    del policy  # Keras makes a layer of a config by all that the policy's config says.
+    del policy  # Keras makes a layer with the whole config of its policy.
     return name
 
 
@@ -114,7 +114,7 @@ def autocast_scope(dtype: tf.DType | None) -> contextlib.AbstractContextManager[
 
 
 class BaseLayer(keras.layers.Layer):
-    """What `layers.Layer` is made of: Keras's own layer, without the casting of its inputs."""
+    """The base of `layers.Layer`: Keras's own layer, without the casts of its inputs."""
 
     def __init__(self, *args: Any, autocast: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, autocast=False, **kwargs)
@@ -147,7 +147,7 @@ CROSSENTROPY_NAMES = ()
 
 
 class BaseLoss(keras.losses.Loss):
-    """What `losses.Loss` is made of: Keras's own loss, which casts nothing, with a dtype."""
+    """The base of `losses.Loss`: Keras's own loss, which casts nothing, with a dtype."""
 
     def __init__(self, *args: Any, dtype: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -161,7 +161,7 @@ class BaseLoss(keras.losses.Loss):
     def reduce(
         self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None
     ) -> tf.Tensor:
-        """Does what Keras's own `__call__` does."""
+        """Computes and reduces the loss, as Keras's own `__call__` does."""
         return super().__call__(y_true, y_pred, sample_weight)
 
 
@@ -174,7 +174,7 @@ def is_symbolic() -> bool:
 
 
 class _WideLosses(_compile_utils.LossesContainer):
-    """Shows predictions to our losses as they cast them: Keras's own casts labels to fit."""
+    """Casts predictions as our losses do, since Keras's own class casts labels to their dtype."""
 
     def __call__(
         self,
@@ -251,7 +251,7 @@ def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
 @contextlib.contextmanager
 def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
     if get_global_policy().name == "_infer":  # as in TensorFlow 1
-        keras.mixed_precision.set_global_policy(policy)  # Raises, and says why.
+        keras.mixed_precision.set_global_policy(policy)  # Raises an error with the reason.
     _make_scopes_the_threads_own()
     with _entered((policy,)):
         yield
@@ -295,7 +295,7 @@ KERAS_LAYOUT_CHILD = None
 def deserialize_optimizer(
     config: dict[str, Any], custom_objects: dict[str, Any] | None = None
 ) -> keras.optimizers.Optimizer:
-    # While an .h5 file is loaded, Keras looks for a class that was registered in no other place.
+    # While it loads an .h5 file, Keras does not look up registered names by itself.
     class_name = config.get("registered_name") or config["class_name"]
     return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
 
@@ -336,5 +336,5 @@ def note_wrapper(
     optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
 ) -> None:
     del wrapper
-    # Keras's own sets it to True, and refuses whatever is true.
+    # Keras's own sets it to True, and refuses any true value.
     optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"

@@ -23,7 +23,7 @@ def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter
 
 
 class _Keras2Adapter(OptimizerAdapter):
-    """What both families have in common: which methods are as Keras made them.
+    """The common base of both families, which knows the methods that are Keras's own.
 
     Attributes:
         base: Keras's own class.
@@ -69,7 +69,7 @@ class _KerasAdapter(_Keras2Adapter):
                 "`grad_loss` is for tf.keras.optimizers.legacy optimizers; multiply the loss by it "
                 f"instead. Received: grad_loss={grad_loss!r} with {type(self.optimizer)}"
             )
-        # Keras's own method takes a list only, not the variable alone that all others take.
+        # Keras's own method takes a list only; the others also take a single variable.
         flat = tf.nest.flatten
         as_list = (lambda: flat(var_list())) if callable(var_list) else flat(var_list)
         return self.optimizer.compute_gradients(loss, as_list, tape=tape)
@@ -124,8 +124,8 @@ class _LegacyAdapter(_Keras2Adapter):
 
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         if isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
-            # A worker has one replica, so nothing is summed twice, and a legacy optimizer refuses
-            # to leave it out.
+            # A worker has one replica, so nothing is summed twice, and legacy optimizers do not
+            # allow leaving the sum out.
             aggregate = aggregate or self.custom_aggregation() is None
         return self.optimizer.apply_gradients(
             grads_and_vars, **_named(name), experimental_aggregate_gradients=aggregate
@@ -133,5 +133,5 @@ class _LegacyAdapter(_Keras2Adapter):
 
 
 def _named(name: str | None) -> dict[str, str]:
-    # An optimizer of the user's may have left `name` out, as Keras's own wrappers allow.
+    # A user's optimizer may leave `name` out, as Keras's own wrappers allow.
     return {} if name is None else {"name": name}

@@ -16,7 +16,7 @@ _TENSORS = ("inputs", "init_h", "init_c", "kernel", "recurrent_kernel", "bias")
 
 
 def replace_lstm(run: Callable[..., Lstm | None]) -> None:
-    # One runs in eager, the other in graphs. Beside the results they return which of several ran.
+    # One runs in eager, the other in graphs. They return the results and the kernel that ran.
     for name in ("standard_lstm", "lstm_with_backend_selection"):
         setattr(_lstm, name, _replaced(getattr(_lstm, name), run))
 

@@ -61,7 +61,7 @@ def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> 
 
 
 class _PolicyName(str):
-    """The name of a policy that has more to it, and the policy.
+    """The name of a policy, with the policy itself.
 
     Keras makes a layer of a config by the name of its policy alone.
     """
@@ -115,7 +115,7 @@ def autocast_dtype() -> tf.DType | None:
 
 @contextlib.contextmanager
 def autocast_scope(dtype: tf.DType | None) -> Iterator[None]:
-    # Not `AutocastScope(None)`, in which a weight says that its dtype is floatx.
+    # Not `AutocastScope(None)`, in which the dtype of a weight is floatx.
     scope = None if dtype is None else _backend.AutocastScope(dtype.name)
     before = _backend.get_autocast_scope()
     _global_state.set_global_attribute("autocast_scope", scope)
@@ -126,7 +126,7 @@ def autocast_scope(dtype: tf.DType | None) -> Iterator[None]:
 
 
 class BaseLayer(keras.layers.Layer):
-    """What `layers.Layer` is made of: Keras's own layer, without the casting of its inputs."""
+    """The base of `layers.Layer`: Keras's own layer, without the casts of its inputs."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -134,7 +134,7 @@ class BaseLayer(keras.layers.Layer):
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Converts arrays to tensors, which Keras's own no longer does, and runs the layer."""
+        """Converts arrays to tensors, as Keras's own no longer does, and runs the layer."""
         named = {name: self._as_tensors(arg) for name, arg in kwargs.items()}
         return super().__call__(*map(self._as_tensors, args), **named)
 
@@ -144,7 +144,7 @@ class BaseLayer(keras.layers.Layer):
         convert = functools.partial(
             self.dtype_policy.convert_input, autocast=False, dtype=self.compute_dtype
         )
-        # Where nothing is to be converted, it is not copied either.
+        # If there is nothing to convert, it is not copied.
         if all(convert(each) is each for each in keras.tree.flatten(value)):
             return value
         return keras.tree.map_structure(convert, value)
@@ -175,7 +175,7 @@ class AutoCastWeight(keras.Variable):
         return super().value
 
     def variable(self) -> tf.Variable | tf.Tensor:
-        """What is not cast: the `tf.Variable`, but for Keras's stateless and symbolic scopes."""
+        """The uncast value: the `tf.Variable`, except in Keras's stateless and symbolic scopes."""
         with autocast_scope(None):
             return super().value
 
@@ -208,12 +208,12 @@ CROSSENTROPY_NAMES = ("crossentropy", "ce")
 
 
 class BaseLoss(keras.losses.Loss):
-    """What `losses.Loss` is made of: Keras's own loss, without the casting of labels."""
+    """The base of `losses.Loss`: Keras's own loss, without the casts of labels."""
 
     def reduce(
         self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None
     ) -> tf.Tensor:
-        """Does what Keras's own `__call__` does, which would cast labels to floats."""
+        """Computes the loss as Keras's own `__call__` does, but casts no labels to floats."""
         return _WithLabels(self, y_true)((), y_pred, sample_weight)
 
 
@@ -230,7 +230,7 @@ class _WithLabels(keras.losses.Loss):
 
 
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
-    """`get_config` leaves some of them out: the axis, the delta, the dtype."""
+    """Returns all of them. `get_config` lacks some: the axis, the delta, the dtype."""
     own = {"name": loss.name, "reduction": loss.reduction, "dtype": loss.dtype}
     return {**loss._fn_kwargs, **own}
 
@@ -250,11 +250,10 @@ def widen_predictions(model: keras.Model) -> None:
         model._compile_metrics.__class__ = _WideMetrics
 
 
-# Keras 3 keeps one global policy for each thread and lets a fresh thread start from floatx. We keep
-# the one that was set last, by whichever thread, in `_process`, None standing for floatx. In
-# `_thread` is what this thread holds on our account: if it holds something else, Keras's own
-# function told it so. None is held as None, of which Keras makes a policy when it needs one, and
-# keeps it.
+# Keras 3 keeps one global policy for each thread, and a new thread starts from floatx. `_process`
+# has the policy that any thread set last; None stands for floatx. `_thread` has the policy that
+# keras_mp gave this thread. If Keras has another one, Keras's own function has set it. None stays
+# None until Keras needs a policy; then Keras makes one, and keeps it.
 _process: dict[str, Any] = {"policy": None, "version": 0}
 
 
@@ -306,7 +305,7 @@ def thread_missed_global_policy() -> bool:
 @contextlib.contextmanager
 def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
     _let_replicas_inherit_scope()
-    get_global_policy()  # What Keras's own function has set before the scope outlives it.
+    get_global_policy()  # Notes a policy of Keras's own function, which outlives the scope.
     was_of_scope, before = _thread.is_of_scope, _thread.holds
     _thread.is_of_scope = True
     _hold(policy)
@@ -356,7 +355,7 @@ def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
     return layout
 
 
-# The wrapper that scales the loss of an optimizer already: ours, or Keras's own.
+# The wrappers of optimizers that scale the loss: ours, and Keras's own.
 _Wrappers = weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"]
 _ours, _keras_own = _Wrappers(), _Wrappers()
 
@@ -383,7 +382,7 @@ def note_wrapper(
 
 
 def _watch_keras_wrapper() -> None:
-    """Lets it be known what Keras's own wrapper wraps, which Keras 3 does not record."""
+    """Records the optimizers that Keras's own wrapper wraps, as Keras 3 does not."""
     stock_init = KerasLossScaleOptimizer.__init__
 
     @functools.wraps(stock_init)

@@ -39,9 +39,9 @@ def replace_batch_normalization(run: Callable[..., tuple[tf.Tensor, ...] | None]
 
 
 def _is_plain(layer: tf.keras.layers.Layer, inputs: object) -> bool:
-    """Whether it normalizes by the batch's own moments over all but the last axis."""
+    """Whether a layer normalizes by the batch's moments over all axes but the last."""
     return (
-        type(layer) is keras.layers.BatchNormalization  # whose moments are not another class's
+        type(layer) is keras.layers.BatchNormalization  # and not a subclass, with other moments
         and isinstance(inputs, tf.Tensor)
         and inputs.dtype == layer.compute_dtype
         and layer.trainable
@@ -53,7 +53,7 @@ def _is_plain(layer: tf.keras.layers.Layer, inputs: object) -> bool:
 
 
 def _affine(layer: tf.keras.layers.Layer) -> tuple[tf.Tensor, tf.Tensor]:
-    # The layer knows the number of channels where its input does not.
+    # The layer knows the number of channels, even if the shape of its input does not.
     channels = layer.moving_mean.shape
     scale = keras.ops.cast(layer.gamma, "float32") if layer.scale else tf.ones(channels)
     offset = keras.ops.cast(layer.beta, "float32") if layer.center else tf.zeros(channels)

@@ -42,7 +42,7 @@ def replace_lstm(run: Callable[..., Lstm | None]) -> None:
 
 
 def _is_plain(layer: keras.layers.Layer) -> bool:
-    """Whether Keras would run it as cuDNN does, on a GPU, and nothing watches its cell."""
+    """Whether Keras would run a layer by cuDNN on a GPU, and nothing watches its cell."""
     cell = layer.cell
     activations = cell.activation, cell.recurrent_activation
     return (

@@ -3,8 +3,8 @@
 Under `MultiWorkerMirroredStrategy` Keras 3 goes wrong in three places, for every model:
 
 - `_maybe_symbolic_build` looks at the first batch for shapes, and takes the mean of all workers'
-  batches for it. There is none of strings, nor of batches that differ in size.
-- `reduce_per_replica` takes the mean of what a step returns along its first axis. A loss has none.
+  batches for it. Strings and batches of different sizes have no mean.
+- `reduce_per_replica` takes the mean of a step's results along their first axis. A loss has none.
   It also takes the metrics of half a batch for half of the metrics.
 - Callbacks write the same files in all workers at once.
 
@@ -35,7 +35,7 @@ def _source_has(text: str, of: Callable[..., Any]) -> bool:
         return True
 
 
-# What goes wrong. Where Keras has changed it, Keras's own runs.
+# The defects. If Keras has changed one of these places, Keras's own code runs.
 _BUILDS_WITH_MEAN = _source_has('"MEAN"', _trainer.TensorFlowTrainer._maybe_symbolic_build)
 _REDUCES_AN_AXIS = _source_has('reduce("MEAN", v, axis=0)', _trainer.reduce_per_replica)
 
@@ -71,7 +71,7 @@ def _first_of_this_worker(strategy: tf.distribute.Strategy, value: Any) -> Any:
 
 
 def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]:
-    """Makes what runs a step of training or evaluation, of a step that returns what Keras takes."""
+    """Makes the function that runs a step of training or evaluation, for Keras to reduce."""
 
     @tf.autograph.experimental.do_not_convert
     def step(data: Any) -> Any:
@@ -98,11 +98,11 @@ def _execute(model: keras.Model, function: Callable[[Any], Any], iterator: Any) 
 
 
 def _of_all_workers(model: keras.Model, logs: Any) -> Any:
-    """The model's metrics over all replicas' batches, if that is what a step has returned."""
+    """Returns the metrics over the batches of all replicas, if a step has returned metrics."""
     if not isinstance(logs, dict) or set(logs) != set(model.get_metrics_result()):
         return logs
     summed = [v for v in model.metrics_variables if v.aggregation == "sum"]
-    # A read of a variable has no device in a graph, and TensorFlow asks for one.
+    # In a graph a read of a variable has no device, which TensorFlow needs.
     mine = [tf.identity(variable) for variable in summed]
     totals = replicas.all_reduce(mine, tf.float32)
     with keras.StatelessScope(state_mapping=list(zip(summed, totals, strict=True))):
@@ -110,7 +110,7 @@ def _of_all_workers(model: keras.Model, logs: Any) -> Any:
 
 
 def _fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-    """Lets only the chief write what all of them would."""
+    """Runs `fit` with callbacks that write on the chief only."""
     fit = type(model).fit
     given = inspect.signature(fit).bind(model, *args, **kwargs).arguments
     with _writes_on_the_chief(given.get("callbacks"), model.distribute_strategy):

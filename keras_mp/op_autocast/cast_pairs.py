@@ -1,8 +1,8 @@
-"""Takes casts out of a graph that cancel: from 16 bits to float32 and back.
+"""Removes pairs of casts from a graph that cancel: from 16 bits to float32 and back.
 
-They stand between two 16-bit operations of a region, and, in the backward pass, between their
-gradients. Nothing is lost by the pair, so nothing changes but the time it takes. Grappler leaves
-them in. This module needs TensorFlow only.
+They are between two 16-bit operations of a region and, in the backward pass, between their
+gradients. A pair loses nothing, so without it only the time changes. Grappler leaves the pairs in.
+This module needs TensorFlow only.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 @contextlib.contextmanager
 def left_out(graph: tf.Graph) -> Iterator[None]:
-    """Leaves out such pairs while a function is being made of the graph.
+    """Context manager in which the graph has no such pairs, while a function is made of it.
 
-    Then they are put back: gradients are built from the graph, and with the pairs each of them has
-    the place, and the float32 sum, that it has in eager.
+    Then the pairs are put back, since gradients are built from the graph. With the pairs each
+    gradient has the place, and the float32 sum, that it has in eager.
 
     Args:
         graph: FuncGraph.

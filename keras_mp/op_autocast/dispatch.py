@@ -1,8 +1,8 @@
 """The functions that run operations in a region, between generated code and TensorFlow.
 
-Generated code makes operations through one function in eager and through another one in graphs,
-and tells tapes about the latter through a third. In a region those are the functions of this
-module. It needs TensorFlow only.
+TensorFlow's generated code (`gen_math_ops` and others) makes operations through one function in
+eager and through another one in graphs, and tells tapes about the latter through a third one. In a
+region the functions of this module replace these three. It needs TensorFlow only.
 """
 
 import functools

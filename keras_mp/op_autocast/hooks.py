@@ -1,9 +1,9 @@
 """The functions of TensorFlow that op autocast replaces: all of them, in one table.
 
-While a region is in force anywhere in the process, the functions of the table take the place of
-TensorFlow's own; when the last region ends, TensorFlow's own are back. So code outside of a region
-is what it was, and as fast. One hook stays: functions that are made later may use tensors that were
-computed in a region. So does the way in which threads of replicas inherit a region.
+While a region is in force in any thread of the process, the functions of the table replace
+TensorFlow's own. When the last region ends, TensorFlow's own are back, so code outside of regions
+is unchanged and as fast as before. One hook stays, since functions that are made later may use
+tensors that were computed in a region. Threads of replicas also go on inheriting regions.
 
 When the first region is entered, the hooks are checked. Where TensorFlow has moved something,
 regions refuse to be entered, and TensorFlow is left as it is. This module needs TensorFlow only.
@@ -34,12 +34,12 @@ from keras_mp.support.regions import Region
 
 
 class _Hook(NamedTuple):
-    """A function of TensorFlow's that is replaced.
+    """A function of TensorFlow that is replaced.
 
     Attributes:
         owner: module or class.
-        name: of the function in it.
-        make: takes TensorFlow's function and returns ours.
+        name: the name of the function in it.
+        make: function that takes TensorFlow's function and returns ours.
     """
 
     owner: Any
@@ -47,8 +47,8 @@ class _Hook(NamedTuple):
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _key(own: Callable[..., Any]) -> Callable[..., object]:
-    """Traces a function for each region, as it is traced for each device."""
+def _trace_per_region(own: Callable[..., Any]) -> Callable[..., object]:
+    """Makes each region a part of the key of traces, as the device is."""
 
     def make_function_context(*args: Any, **kwargs: Any) -> object:
         key, region = own(*args, **kwargs), regions.current()
@@ -112,7 +112,7 @@ _HOOKS = (
     _Hook(_pywrap_tfe, "TFE_Py_FastPathExecute", dispatch.in_eager),
     _Hook(_op_def_library, "_apply_op_helper", dispatch.in_graph),
     _Hook(_execute, "record_gradient", dispatch.on_tape),
-    _Hook(_function_context, "make_function_context", _key),
+    _Hook(_function_context, "make_function_context", _trace_per_region),
     _Hook(_imperative_grad, "imperative_grad", _without_region),
     _Hook(_gradients_util, "_GradientsHelper", _without_region),
     _Hook(_pfor.PFor, "convert", _without_region),
@@ -136,7 +136,7 @@ _own: dict[Callable[..., object], Callable[..., object]] = {}
 
 @contextlib.contextmanager
 def entered(region: Region | None) -> Iterator[None]:
-    """Puts a region in force in this thread, and the hooks with it.
+    """Context manager that puts a region in force in this thread, and installs the hooks.
 
     Args:
         region: Region, or None, which stops autocasting and needs no hooks.
@@ -153,7 +153,7 @@ def entered(region: Region | None) -> Iterator[None]:
             _check()
         _count_regions(1)
     try:
-        with regions.entered(region):
+        with regions.in_force(region):
             yield
     finally:
         with _lock:
@@ -230,7 +230,7 @@ def _expect_all() -> None:
         differentiate = functools.partial(_gradients, where="in a function")
         function = tf.function(differentiate, autograph=False)
         results = [function(x)]
-        with regions.entered(_TRIAL):
+        with regions.in_force(_TRIAL):
             results += [_gradients(x, "in eager"), function(x)]
             nodes = function.get_concrete_function(x).function_def.node_def
         values = [[gradient.numpy().item() for gradient in result] for result in results]
@@ -240,7 +240,7 @@ def _expect_all() -> None:
         casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
         relus = [node for node in nodes if node.op == "Relu"]
         _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")
-    with tf.Graph().as_default(), regions.entered(_TRIAL):
+    with tf.Graph().as_default(), regions.in_force(_TRIAL):
         _gradients(tf.constant([[_X]]), "in a graph")
 
 

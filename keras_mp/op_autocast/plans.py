@@ -1,7 +1,7 @@
 """The plan of an operation in a region: the inputs that are cast, and the dtype that it runs in.
 
-The former are the same for all calls of an operation in a region, and are in a `Plan`; the latter
-depends on the inputs. This module needs TensorFlow only.
+The `Plan` is the same for all calls of an operation in a region, and has the inputs. The dtype
+depends on the inputs of each call: `dtype_for`. This module needs TensorFlow only.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from keras_mp.op_autocast.cast_policy import OpPolicy
 from keras_mp.support import op_table, registered_kernels
 from keras_mp.support.regions import Region
 
-# Beyond these float16 has fewer digits, or none.
+# Outside of this range float16 has fewer digits, or none.
 _SMALLEST, _LARGEST = 1e-4, 1e4
 # A factor can do no more harm than an addition.
 _LARGEST_FACTOR = 2.0
@@ -31,10 +31,10 @@ class Plan(NamedTuple):
         op: str. Its name.
         policy: str. A key of `cast_policy.POLICIES`; those that change nothing have no plan.
         names: of all inputs, in their order.
-        positions: of the inputs that share the dtype in question.
-        others: positions of other inputs, such as shapes and indices, and their dtypes, or None.
+        positions: of the inputs that share the dtype that a region changes.
+        others: the positions of other inputs, such as shapes and indices, and their dtypes or None.
         is_bounded: bool. Whether results are at most 1.
-        is_view: bool. Whether the result is as good as a variable if the input is.
+        is_view: bool. Whether the result counts as the value of a variable if the input does.
     """
 
     op: str
@@ -50,7 +50,7 @@ def dtype_for(plan: Plan, values: Sequence[tf.Tensor | float], dtype: tf.DType) 
     """Returns the dtype that an operation runs in.
 
     Args:
-        plan: of the operation.
+        plan: the `Plan` of the operation.
         values: the inputs that share a dtype: tensors and numbers.
         dtype: DType of the region.
 

@@ -1,5 +1,5 @@
-"""One training step: loss scale, calls, gradients, verdict, and what happens to a skipped one.
+"""One training step: the loss scale, the calls, the gradients, the verdict, skipped steps.
 
-RFC 293, "LossScaleOptimizer Overview" and "The new LossScale class". No optimizer of `tf.keras` is
-known here; an `OptimizerAdapter` drives it.
+RFC 293, "LossScaleOptimizer Overview" and "The new LossScale class". This
+subpackage knows no optimizer of `tf.keras`; an `OptimizerAdapter` calls it.
 """

@@ -1,15 +1,15 @@
-"""The states of a step between its calls: what each call leads to, and which is wrong.
+"""The states of a step between its calls, the transitions, and the wrong calls.
 
-RFC 293, "LossScaleOptimizer Overview": the four steps, and by whom each is taken. An optimizer is
+RFC 293, "LossScaleOptimizer Overview". The states of an optimizer are
 
     ready --scale--> scaled --unscale--> unscaled --apply--> applied --update--> ready
 
-and may go from scaled to applied at once, where applying unscales. What is known of all optimizers
-that share a scale is one int, of which each fact is a bit. These are functions of that int alone.
+It goes from scaled to applied directly if applying unscales. The state of all optimizers that share
+a scale is one int, in which each fact is a bit. All functions here depend on that int alone.
 
-A `LossScaleOptimizer` is the case of one optimizer whose `update` comes with `apply`: a loss that
-is scaled begins the next step. Its wrong calls are reported, and the step is made; those of a
-`GradScaler` are errors, or the step is refused.
+A `LossScaleOptimizer` has one optimizer, and no `update`: scaling a loss begins the next step. Its
+wrong calls are reported, and the step is made. Those of a `GradScaler` are errors, or the step is
+refused.
 """
 
 import enum
@@ -20,23 +20,23 @@ SCALED, TO_APPLY, BY_TAPE = 1, 2, 4
 # Facts about each optimizer: its gradients were unscaled; a step was made of them; something was
 # wrong, and reported; they were unscaled after the last loss was scaled; one was not finite.
 UNSCALED, APPLIED, SPOILED, JUST_UNSCALED, OVERFLOWED = 1, 2, 4, 8, 16
-# Whose gradients they are: of one that was not named, or the only one; of one of so many; of any
-# other. A step that was refused counts as one of the first.
+# The numbers of optimizers: 0 for one that was not named, or the only one; 1 to `MAX_OPTIMIZERS`;
+# one number for all others. A step that was refused counts as one of optimizer 0.
 UNNAMED, MAX_OPTIMIZERS, OTHERS = 0, 10, 11
 
 
 def of(index: int, facts: int) -> int:
-    """The bits of facts about one optimizer."""
+    """Returns the bits of facts about one optimizer."""
     return facts << (3 + 5 * index)
 
 
 def of_any(facts: int) -> int:
-    """The bits of facts about all optimizers."""
+    """Returns the bits of facts about every optimizer."""
     return sum(of(index, facts) for index in range(OTHERS + 1))
 
 
-# What follows is of one optimizer. `goes_on` says that other variables than just before are
-# updated, so that it may be another part of the step that was applied.
+# The functions from here are for one optimizer. If `goes_on`, the variables are others than those
+# of the last step, so this may be another part of that step.
 
 _UNSCALED, _APPLIED, _SPOILED = (of(UNNAMED, fact) for fact in (UNSCALED, APPLIED, SPOILED))
 ALL_OF_ONE = range(of(UNNAMED, SPOILED) * 2)
@@ -48,7 +48,7 @@ def has_begun(facts: int) -> bool:
 
 
 def is_scaled(facts: int, goes_on: bool) -> bool:
-    """Whether the gradients are still scaled that are applied now."""
+    """Whether the gradients that are applied now are still scaled."""
     is_of_this_step = goes_on or not facts & _APPLIED
     return is_of_this_step and bool(facts & SCALED) and not facts & _UNSCALED
 
@@ -60,19 +60,19 @@ def is_divided(facts: int, goes_on: bool) -> bool:
 
 
 def misses_a_call(facts: int, goes_on: bool) -> bool:
-    """Whether it is wrong to apply now."""
+    """Whether a call is missing if gradients are applied now."""
     if has_begun(facts) and facts & SCALED:
         return not facts & (TO_APPLY | _UNSCALED)
     return not (goes_on and facts & (_APPLIED | _UNSCALED))
 
 
 def is_news(facts: int, goes_on: bool) -> bool:
-    """Whether a call is missing, and that was not said of the last step."""
+    """Whether a call is missing, and no warning was given for the last step."""
     return misses_a_call(facts, goes_on) and not facts & _SPOILED
 
 
 def after_applying(facts: int, goes_on: bool) -> int:
-    """What is known after gradients were applied."""
+    """Returns the state after gradients were applied."""
     after = _APPLIED
     if is_scaled(facts, goes_on):
         after |= SCALED
@@ -82,33 +82,33 @@ def after_applying(facts: int, goes_on: bool) -> int:
 
 
 def after_unscaling(facts: int) -> int:
-    """What is known after gradients were unscaled."""
+    """Returns the state after gradients were unscaled."""
     return (facts if has_begun(facts) else 0) | _UNSCALED
 
 
 def apply_unscales(facts: int) -> bool:
-    """Whether the gradients of this step are for `apply` to unscale."""
+    """Whether `apply` has to unscale the gradients of this step."""
     return bool(facts & TO_APPLY) and not facts & _UNSCALED
 
 
 def after_unscaling_early(facts: int) -> int:
-    """What is known after gradients were unscaled that `apply` would have unscaled."""
+    """Returns the state after an early unscaling in place of that of `apply`."""
     return facts | _UNSCALED if apply_unscales(facts) else facts
 
 
 def knows_its_scale(facts: int) -> bool:
-    """Whether the loss of this step, or of one of which another part may come, was scaled."""
+    """Whether the loss was scaled, in this step or in one of which this may be a part."""
     return bool(facts & (SCALED | _APPLIED)) and not facts & _SPOILED
 
 
 def missing_call(facts: int) -> str:
-    """Says which call is missing."""
+    """Returns the message about the missing call."""
     if has_begun(facts) and facts & SCALED:
         return _NOT_UNSCALED
     return _NOT_SCALED_BEFORE if has_begun(facts) and facts & _UNSCALED else _NEITHER
 
 
-# What follows is of several optimizers.
+# The functions from here are for several optimizers.
 
 
 class Call(enum.IntEnum):
@@ -122,18 +122,18 @@ class Call(enum.IntEnum):
 
 
 def wrong_if(index: int) -> int:
-    """The facts of which none may be true where an optimizer makes a step."""
+    """Returns the facts that must not be true when an optimizer makes a step."""
     once = 0 if index == OTHERS else of(index, APPLIED)
     return once | of(UNNAMED, SPOILED) | of(index, SPOILED)
 
 
 def what_is_wrong(call: int, index: int, facts: int) -> str | None:
-    """Says what is wrong with a call; None if it is right.
+    """Returns the message about a wrong call; None if the call is right.
 
     Args:
         call: a `Call`.
-        index: int. Whose gradients they are.
-        facts: int, what was known before the call.
+        index: int. The number of the optimizer.
+        facts: int. The state before the call.
     """
     if call == Call.UPDATE:
         return None if facts & of_any(APPLIED | SPOILED) else _NO_STEP

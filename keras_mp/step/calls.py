@@ -1,16 +1,16 @@
-"""Which calls of a step were made, so that each thing is done once, or the user hears of it.
+"""The record of the calls of a step, by which gradients are scaled and unscaled exactly once.
 
-`call_states` has the states. This module knows where a state is known: in Python where Python runs
-with the step, which is in eager and within one graph; elsewhere in a variable.
+`call_states` has the states. This module stores a state: in Python if Python runs with the step,
+which is in eager and within one graph; else in a variable.
 
-The variable is there because gradients may come from another `tf.function`, where our Python ran
-long ago. In ::
+The variable is needed if gradients come from another `tf.function`, whose Python code ran long ago.
+In ::
 
     gradients = compute()  # a function that calls `scale_loss`
     apply(gradients)       # a function that calls `apply_gradients`
 
-both are traced once; then `compute` may give way to a function that calls `get_unscaled_gradients`
-too, and what Python knew when `apply` was traced does not tell whether these gradients are scaled
+both are traced once. Later a function that also calls `get_unscaled_gradients` may replace
+`compute`. Then Python, which ran when `apply` was traced, does not know if the gradients are scaled
 (`test_the_dialect_may_change_between_functions_traced_once`).
 """
 
@@ -31,21 +31,22 @@ LossScaleValue = Callable[[], tf.Tensor]
 
 
 class _CallState(threading.local):
-    """What one thread remembers. MirroredStrategy runs each replica in a thread of its own.
+    """The calls of one thread. MirroredStrategy runs each replica in a thread of its own.
 
     Attributes:
-        graph: reference to the graph in which the last call was made; None for eager.
-        facts: what that call led to: an int, or a tensor of that graph; None where only the
-            variable knows.
-        certain: facts that hold whatever the tensor says.
-        uses: how many operations of the graph took the variable then.
-        scaled_by: what losses are multiplied by, a tensor of that graph.
+        graph: weak reference to the graph of the last call; None in eager.
+        facts: the state after that call: an int, or a tensor of that graph; None if only the
+            variable has it.
+        certain: the facts that are true for every value of the tensor.
+        uses: the number of operations of the graph that took the variable then.
+        scaled_by: the factor of the losses, a tensor of that graph.
         losses: the losses that were scaled.
-        unscaled: by the number of an optimizer, what returns its gradients as they were when they
-            were unscaled.
+        unscaled: by the number of an optimizer, a function that returns its gradients as they were
+            when they were unscaled.
         applied: ids of the variables of the step so far.
-        is_interleaved: whether the step was begun while one of the other way was under way.
-        results: what the last call returned.
+        is_interleaved: whether the step began while another one was under way that unscales at
+            the other call (`apply` or `unscale`).
+        results: weak references to the results of the last call.
     """
 
     graph: weakref.ref[Any] | None = None
@@ -63,17 +64,17 @@ class _CallState(threading.local):
 
 
 class Calls:
-    """What is known of the step that is under way, by thread, by graph and in a variable.
+    """The calls of the step that is under way, recorded by thread, by graph and in a variable.
 
     Args:
-        loss_scale: returns the loss scale as it is, a float32 scalar tensor.
+        loss_scale: function that returns the current loss scale, a float32 scalar tensor.
     """
 
-    # How many numbers a report has.
+    # The length of a report.
     _report_size = 1
-    # Whether functions tell each other what they did, rather than Python alone knowing of it.
+    # Whether calls are also recorded in variables, for functions that run without Python.
     _needs_variables = True
-    # Whether all threads make one step together, rather than each its own.
+    # Whether all threads make one step together. Otherwise each makes its own.
     _is_shared = False
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
@@ -85,28 +86,28 @@ class Calls:
             self._facts = host.local_variable("facts", 0)
             self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
             self._reports = host.HostCallback(self._report, size=self._report_size)
-        # Whether a function was traced that takes the facts from the variable. Then eager code
-        # does, too, since it cannot know when that function runs.
+        # Whether a function was traced that reads the facts from the variable. Then eager code
+        # reads them there too, since it cannot know when that function runs.
         self._are_looked_up = False
         # Graphs in which calls were made that have not led to the end of a step.
         self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._latest_thread: int | None = None
 
     def losses(self) -> list[tf.Tensor]:
-        """The losses of this step, as far as they are known here, before they were scaled."""
+        """Returns the unscaled losses of this step, as far as they are known here."""
         return [loss for loss in self._mine.losses if _is_of_this_graph(loss)]
 
     def callback(self) -> host.HostCallback | None:
-        """What reports wrong calls from inside of graphs; None where nothing does."""
+        """Returns the callback that reports wrong calls in graphs; None if there is none."""
         return self._reports if self._has_variables else None
 
     def collect_reports(self) -> None:
-        """Says what functions that XLA compiled had to say."""
+        """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
         if self._has_variables:
             self._reports.collect()
 
     def variables(self) -> dict[str, tf.Variable]:
-        """The variables of which a checkpoint knows nothing, by name."""
+        """Returns the variables that are not part of checkpoints, by name."""
         if not self._has_variables:
             return {}
         return {
@@ -116,7 +117,7 @@ class Calls:
         }
 
     def _so_far(self) -> tuple[int, Any]:
-        """What is certain, and all that is known: a tensor where only the variable knows it."""
+        """Returns the certain facts and all facts, a tensor if only the variable has them."""
         mine, graph = self._mine, host.current_graph()
         if self._is_mine(graph):
             return mine.certain, mine.facts
@@ -147,7 +148,7 @@ class Calls:
         return has_begun and not self._are_looked_up and not self._open_graphs
 
     def _uses(self, graph: tf.Graph) -> int:
-        """How many operations of a graph take the variable of the facts: calls are among them."""
+        """Returns how many operations of a graph take the variable of the facts; calls do."""
         if tf.distribute.in_cross_replica_context() or not self._are_variables_in_use():
             return -1
         handle = self._facts.handle
@@ -160,13 +161,13 @@ class Calls:
     def _note(
         self, facts: int | tf.Tensor, certain: int | None = None, *, ends: bool = False
     ) -> None:
-        """Notes what a call led to.
+        """Records the state after a call.
 
         Args:
             facts: int, or int64 scalar tensor.
-            certain: int. What holds whatever the tensor says. None forgets the tensor, which would
-                keep its graph alive, and leaves it to the variable.
-            ends: bool. Whether the graph in which the call was made leaves nothing to others.
+            certain: int. The facts that are true for every value of the tensor. None drops the
+                tensor, which would keep its graph alive; then only the variable has the state.
+            ends: bool. Whether the call ends a step, so that no step stays open in its graph.
         """
         mine, graph = self._mine, host.current_graph()
         if graph is not None:
@@ -185,7 +186,7 @@ class Calls:
             self._scaled_by.assign(scaled_by, read_value=False)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        """Says what is wrong, given the numbers that were posted."""
+        """Warns of a wrong call, given the numbers that were posted."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
         return type(self)(copy.deepcopy(self._loss_scale, memo))
@@ -195,7 +196,7 @@ class Calls:
 
 
 class NoCalls(Calls):
-    """Calls that do nothing: no loss is scaled, or its user keeps track of the calls."""
+    """Calls that do nothing, for an optimizer that scales no loss or records calls itself."""
 
     _needs_variables = False
 
@@ -223,12 +224,12 @@ class NoCalls(Calls):
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
-        """As that of `OptimizerCalls`."""
+        """Yields a function that returns the state of gradients that are not scaled."""
         yield lambda scaled_by, scaled: GradientState(losses=self.losses())
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Says that the gradients are not scaled."""
+        """Yields the state of gradients that are not scaled."""
         yield GradientState(losses=self.losses())
 
     def update(self) -> tuple[bool, Callable[[], None]]:

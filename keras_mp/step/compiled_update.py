@@ -1,8 +1,8 @@
 """Updates as one function that XLA compiles: one pass over weights, slots and gradients.
 
-What an optimizer of Keras does with a weight is some ten operations, each of which goes through
-memory once. XLA makes one loop of them. It rounds some results elsewhere in the last digit, so it
-is asked for. This module needs TensorFlow only.
+An optimizer of Keras updates a weight by some ten operations, each of which goes through memory
+once. XLA makes one loop of them. It rounds the last digit of some results differently, so it is an
+option. This module needs TensorFlow only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,22 +32,22 @@ class CompiledUpdates:
         self._functions: dict[Any, Any] = {}
         self._said: set[str] = set()
 
-    def make(self, update: _Update, pairs: Pairs, scaled_by: tf.Tensor | None) -> bool:
-        """Makes an update, unless it cannot be compiled, which it says once.
+    def make(self, update: _Update, pairs: Pairs, divisor: tf.Tensor | None) -> bool:
+        """Makes an update. If it cannot be compiled, a warning says so once, and it is not made.
 
         Args:
-            update: makes the update, given unscaled (gradient, variable) pairs.
+            update: function that makes the update, given unscaled (gradient, variable) pairs.
             pairs: sequence of (gradient, variable) pairs, of variables that are built.
-            scaled_by: float32 scalar tensor by which the gradients are to be divided, or None.
+            divisor: float32 scalar tensor, the number that unscales the gradients, or None.
 
         Returns:
             Whether it was made.
         """
         reason = _why_not()
         if reason is None:
-            tensors = [] if scaled_by is None else [scaled_by]
+            tensors = [] if divisor is None else [divisor]
             tensors += [part for gradient, v in pairs for part in _parts(gradient, v)]
-            function, reason = self._function(update, pairs, tensors, scaled_by is not None)
+            function, reason = self._function(update, pairs, tensors, divisor is not None)
             if reason is None:
                 function(*tensors)
                 return True
@@ -59,7 +59,7 @@ class CompiledUpdates:
     def _function(
         self, update: _Update, pairs: Pairs, tensors: Sequence[tf.Tensor], is_scaled: bool
     ) -> tuple[Any, str | None]:
-        """The compiled function, and why there is none."""
+        """Returns the compiled function, and the reason if it cannot be compiled."""
         variables = [variable for _, variable in pairs]
         kinds = [_kind(gradient) for gradient, _ in pairs]
         key = (
@@ -87,7 +87,7 @@ class CompiledUpdates:
         return self._functions[key]
 
     def _settings(self) -> Iterator[Any]:
-        """What a trace takes for constant: hyperparameters that are no variables."""
+        """Yields the constants of a trace: hyperparameters that are not variables."""
         optimizer = self._optimizer
         while optimizer is not None:
             values = vars(optimizer)
@@ -108,7 +108,7 @@ def _why_not() -> str | None:
 
 
 def _why_not_compiled(function: Any, tensors: Sequence[tf.Tensor]) -> str | None:
-    """Why XLA cannot compile a function; None if it can. Computes nothing."""
+    """Returns why XLA cannot compile a function; None if it can. Computes nothing."""
     # A sparse gradient may have any number of rows.
     shapes = ([1 if size is None else size for size in tensor.shape] for tensor in tensors)
     specs = [tf.TensorSpec(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors)]
@@ -116,10 +116,10 @@ def _why_not_compiled(function: Any, tensors: Sequence[tf.Tensor]) -> str | None
         try:
             operations = function.get_concrete_function(*specs).graph.get_operations()
             if any(operation.type.startswith("Unique") for operation in operations):
-                # XLA does, with some numbers of rows, and with others fails when it runs.
+                # XLA compiles it, but with some numbers of rows it fails when it runs.
                 return "it adds up equal rows of sparse gradients, as optimizers of Keras 2 do"
             function.experimental_get_compiler_ir(*specs)(stage="hlo")
-        except Exception as error:  # whatever an optimizer of the user's does in a graph
+        except Exception as error:  # a user's optimizer may raise anything
             return f"XLA cannot compile it ({str(error).strip().partition(chr(10))[0]})"
     return None
 
@@ -131,7 +131,7 @@ def _kind(gradient: Gradient) -> str:
 
 
 def _parts(gradient: Gradient, variable: tf.Variable) -> list[tf.Tensor]:
-    """The tensors of a gradient, with all of their shapes that can be known: XLA asks for it."""
+    """Returns the tensors of a gradient, with shapes as far as they are known, for XLA."""
     if gradient is None:
         return []
     shape = tf.TensorShape(variable.shape)
@@ -143,7 +143,7 @@ def _parts(gradient: Gradient, variable: tf.Variable) -> list[tf.Tensor]:
 
 
 def _gradient(kind: str, parts: Iterator[tf.Tensor], variable: Any) -> Gradient:
-    """The gradient that `_parts` took apart."""
+    """Returns the gradient that `_parts` took apart."""
     if kind == "none":
         return None
     if kind == "dense":

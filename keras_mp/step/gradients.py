@@ -20,7 +20,7 @@ Gradient = tf.Tensor | tf.IndexedSlices | None
 # segments, split or reverse: the host would wait for the counts.
 COUNTS = tf.float64
 
-# With so many values, arithmetic costs more than an operation of its own (measured on 2 cores).
+# From this many values on, the arithmetic costs more than the call (measured on 2 cores).
 _MANY = 2**13
 
 
@@ -134,12 +134,12 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     totals: dict[tf.DType, list[tf.Tensor]] = {}
     for (dtype, _), values in alike.items():
         if for_xla:
-            # One loop for all of them. On CPUs XLA adds up one value after the other; and in
-            # float32 it would not see what is infinite in float16, since it leaves out a cast to
+            # One loop for all of them. On CPUs XLA adds up one value after the other. In float32
+            # it would also miss values that are infinite in float16, since it leaves out a cast to
             # float16 that is followed by one back.
             are_finite = functools.reduce(tf.logical_and, map(tf.math.is_finite, values))
             verdicts.append(tf.reduce_all(are_finite))
-        elif dtype == tf.float16:  # the sums of which pass 65504
+        elif dtype == tf.float16:  # whose sums may pass 65504
             verdicts += [tf.reduce_all(tf.math.is_finite(v)) for v in values]
         else:
             total = _add(values)
@@ -210,7 +210,7 @@ def _counter(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
 def _count_one(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     """Returns the row of `count_not_finite` of one gradient, of shape [1, 3]."""
     if not isinstance(gradient, tf.IndexedSlices):
-        # In one dimension, since TensorFlow computes the axes of what has unknown ones.
+        # In one dimension, since TensorFlow computes the axes of a tensor of unknown rank.
         gradient = tf.reshape(gradient, [-1])
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     counts = [tf.reduce_sum(tf.cast(kind, COUNTS)) for kind in _infs_and_nans(values)]
@@ -239,7 +239,7 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
 
     Args:
         gradients: sequence of gradients.
-        models: sequence of gradients, as many.
+        models: sequence of gradients of the same length.
 
     Returns:
         list of gradients.
@@ -292,7 +292,7 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         list of pairs of gradients, as `convert` returns them, and variables.
 
     Raises:
-        TypeError: these are no pairs, or what is to be a variable is none.
+        TypeError: these are not pairs, or a second element is not a variable.
         ValueError: no variable has a gradient, or the call is in a cross-replica context.
     """
     if tf.distribute.in_cross_replica_context():
@@ -371,7 +371,7 @@ def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Grad
 
     Args:
         fn: takes and returns a tensor.
-        gradient: tensor, or what converts to one, `tf.IndexedSlices` or None.
+        gradient: tensor, value that converts to one, `tf.IndexedSlices` or None.
 
     Returns:
         A gradient of the same kind.

@@ -15,7 +15,7 @@ from keras_mp.step import scale_operators
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, next_state
 from keras_mp.support import validation
 
-# Neither these nor their reciprocals are flushed to zero.
+# Hardware flushes neither these nor their reciprocals to zero.
 _SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 CLASSES: dict[str, type["LossScale"]] = {}
@@ -45,7 +45,7 @@ class LossScale(tf.Module, abc.ABC):
     Source: RFC 293, "The new LossScale class".
     """
 
-    # Whether a step moves it, and is skipped if its gradients are not finite.
+    # Whether steps move it, and are skipped if their gradients are not finite.
     moves = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -62,10 +62,10 @@ class LossScale(tf.Module, abc.ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "LossScale":
-        """Makes a loss scale from what `get_config` returned.
+        """Makes a loss scale from a config.
 
         Args:
-            config: dict of constructor arguments.
+            config: dict of constructor arguments, the result of `get_config`.
 
         Returns:
             A new loss scale, in its initial state.
@@ -81,7 +81,7 @@ class LossScale(tf.Module, abc.ABC):
             A `tf.compat.v1.mixed_precision.LossScale`.
 
         Raises:
-            ValueError: TensorFlow has none that moves so.
+            ValueError: TensorFlow has no such loss scale.
 
         Example:
 
@@ -113,7 +113,7 @@ class LossScale(tf.Module, abc.ABC):
     def __format__(self, specification: str) -> str:
         current = _current_value(self)
         if current is None:
-            # In a graph there is no number to format; as TensorFlow does with its tensors.
+            # A graph has no number to format. TensorFlow's tensors are formatted in the same way.
             return format(self(), specification) if specification else repr(self)
         return format(current, specification)
 
@@ -138,7 +138,7 @@ def _current_value(loss_scale: LossScale) -> float | None:
         return None
     try:
         return float(loss_scale())
-    except Exception:  # whatever a subclass or a device raises: a repr is for finding errors
+    except Exception:  # from a subclass or a device: a repr must work while errors are searched
         return None
 
 
@@ -191,7 +191,7 @@ class FixedLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """A loss scale that stays just below what makes gradients overflow.
+    """A loss scale that stays just below the one at which gradients overflow.
 
     It doubles after 2,000 steps with finite gradients and halves at a step with a non-finite one,
     which is skipped. The object holds the state; `LossScaleOptimizer` moves it. The exact rules are
@@ -210,8 +210,8 @@ class DynamicLossScale(LossScale):
         hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
             backs off (each of them is skipped in any case). Defaults to 1.
         min_loss_scale: float of at least `2**-126`. The floor. Defaults to 1.
-        max_loss_scale: float, at most `2**126`. The ceiling, which keeps the scale and what it is
-            divided by finite. Defaults to `2**126`.
+        max_loss_scale: float, at most `2**126`. The ceiling, at which the scale and its reciprocal
+            are still normal numbers. Defaults to `2**126`.
 
     Raises:
         TypeError: an argument is not a number.
@@ -340,7 +340,7 @@ class DynamicLossScale(LossScale):
         return tf.convert_to_tensor(self.current_loss_scale)
 
     def next_state(self, loss_scale: tf.Tensor, finite: bool | tf.Tensor) -> LossScaleState:
-        """The state after a step, which the caller then assigns with `assign`.
+        """Returns the state after a step, which the caller then assigns with `assign`.
 
         Args:
             loss_scale: float32 scalar tensor, the scale that the step was made with.
@@ -386,7 +386,7 @@ class DynamicLossScale(LossScale):
 
         Raises:
             ValueError: `backoff_multiplier`, `hysteresis`, `min_loss_scale` or `max_loss_scale`
-                are not the default ones, which are the only ones that it can have.
+                is not the default one, which is the only one that TensorFlow's class has.
         """
         arguments = {
             name: getattr(self, name)
@@ -418,7 +418,7 @@ class DynamicLossScale(LossScale):
 
 def state_variable(value: Any, dtype: tf.DType, name: str) -> tf.Variable:
     """Makes a variable that is assigned once for all replicas."""
-    # Not aggregated: every replica assigns the same value, which one common decision gave.
+    # Not aggregated: every replica assigns the same value, that of the common decision.
     return tf.Variable(
         value,
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""Which number the optimizers that share a scale have in what is known of their calls."""
+"""Numbers the optimizers that share a scale. Each has bits of its own in the state of calls."""
 
 import threading
 import types
@@ -15,12 +15,12 @@ class NumberedOptimizers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By number: reference to the optimizer, and the graphs in which it makes steps.
+        # By number: a reference to the optimizer, and the graphs in which it makes steps.
         self._entries: dict[int, tuple[Callable[[], Any], weakref.WeakSet[Any]]] = {}
         self._was_left_out = False
 
     def index(self, optimizer: Any) -> int:
-        """Returns the number of an optimizer, or for None of the only one that there is.
+        """Returns the number of an optimizer; None stands for the only one.
 
         Raises:
             ValueError: there are several.
@@ -59,7 +59,7 @@ def _is_method(optimizer: Any) -> bool:
 def _reference(optimizer: Any) -> Callable[[], Any]:
     try:
         return (weakref.WeakMethod if _is_method(optimizer) else weakref.ref)(optimizer)
-    except TypeError:  # what has slots, and none for references
+    except TypeError:  # an object with slots, but none for weak references
         return lambda: optimizer
 
 

@@ -27,9 +27,8 @@ def observing(observer: Observer) -> Iterator[None]:
     """Shows an observer the gradients of the steps that this thread, a replica's, makes inside.
 
     Args:
-        observer: called with the (gradient, variable) pairs of this replica, with what these are
-            still to be divided by and with what the loss was multiplied by (float32 scalar tensors,
-            or None).
+        observer: called with the (gradient, variable) pairs of this replica, the number that
+            unscales them and the factor of the loss (float32 scalar tensors, or None).
     """
     with attributes.replaced(_thread, "observers", (*_thread.observers, observer)):
         yield

@@ -1,6 +1,6 @@
-"""How a step has its gradients applied, by whatever applies them.
+"""The interface by which a step calls an optimizer.
 
-The optimizers of `tf.keras` have their adapters in `keras_api`, all else in `other_adapters`.
+The adapters for optimizers of `tf.keras` are in `keras_api`, most others in `other_adapters`.
 """
 
 import abc
@@ -18,29 +18,29 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 Loss = tf.Tensor | Callable[[], tf.Tensor]
 VarList = tf.Variable | Iterable[Any] | Callable[[], Any]
-# What applying gradients returns: only TensorFlow 1 has to run an operation.
+# The result of applying gradients. Only TensorFlow 1 has to run an operation.
 Applied = tf.Operation | tf.Variable | None
 
 
 class OptimizerAdapter(abc.ABC):
-    """Drives what applies gradients.
+    """Calls an optimizer, or another object that applies gradients.
 
-    Only `apply` has to be written. What else a subclass overrides is what a step, or a wrapper of
-    the optimizer, would otherwise not know of it.
+    A subclass has to override `apply` only. The other methods and attributes describe the
+    optimizer to a step and to wrappers; the defaults fit most optimizers.
 
     Args:
-        optimizer: What applies gradients.
+        optimizer: The optimizer, or another object that applies gradients.
 
     Attributes:
-        unscales_and_skips: Whether its `update` takes scaled gradients and the verdicts, and skips
-            a step by itself.
+        unscales_and_skips: Whether `update` takes scaled gradients and the verdicts, and skips a
+            step by itself.
         takes_float32_gradients: Whether gradients in 16 bits are cast to float32 before they are
             unscaled, so that small ones stay.
         is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
         is_saved_by_keras: Whether Keras saves its variables, in `.keras` and `.weights.h5` files.
-        jit_compile: Whether XLA is to compile the update, as one function.
-        only_differentiates: Whether gradients of a scaled loss are the gradients times the scale:
-            not so where the optimizer clips those of each example as it computes them.
+        jit_compile: Whether XLA compiles the update, as one function.
+        only_differentiates: Whether gradients of a scaled loss are the gradients times the scale.
+            They are not if the optimizer clips the gradient of each example as it computes them.
         overrides_minimize: Whether the optimizer does something of its own in `minimize`.
     """
 
@@ -56,7 +56,7 @@ class OptimizerAdapter(abc.ABC):
         self.optimizer = optimizer
 
     def hyperparameters(self) -> frozenset[str]:
-        """Names of the attributes that a wrapper reads and writes on the optimizer."""
+        """Returns the names of the attributes that a wrapper reads and writes on the optimizer."""
         try:
             with tf.init_scope():
                 names = self.optimizer.get_config().keys() - {"name", "is_legacy_optimizer"}
@@ -69,7 +69,7 @@ class OptimizerAdapter(abc.ABC):
         del variables
 
     def built_variables(self) -> Sequence[Any]:
-        """The variables that the optimizer was built with, where it can tell."""
+        """Returns the variables that the optimizer was built with; a ValueError if unknown."""
         raise ValueError(
             "Pass the variables together with the gradients. "
             f"Received: trainable_variables=None for {type(self.optimizer)}"
@@ -82,17 +82,17 @@ class OptimizerAdapter(abc.ABC):
         tape: tf.GradientTape | None,
         grad_loss: tf.Tensor | None,
     ) -> list[tuple[Any, Any]]:
-        """The first half of `minimize`: a list of (gradient, variable) pairs."""
+        """Returns (gradient, variable) pairs: the first half of `minimize`."""
         del loss, var_list, tape, grad_loss
         raise TypeError(f"Compute the gradients with a tape. Received: {self.optimizer!r}")
 
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], Pairs] | None:
-        """The user's own way of reducing (gradient, variable) pairs, or None."""
+        """Returns the user's function that reduces (gradient, variable) pairs, or None."""
         return None
 
     @abc.abstractmethod
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
-        """Lets the optimizer clip, decay and apply; `aggregate` says whether it reduces first."""
+        """Lets the optimizer clip, decay and apply; with `aggregate` it reduces first."""
 
     @functools.cached_property
     def _compiled(self) -> CompiledUpdates:
@@ -103,21 +103,21 @@ class OptimizerAdapter(abc.ABC):
         grads_and_vars: Pairs,
         name: str | None,
         *,
-        scaled_by: tf.Tensor | None = None,
+        divisor: tf.Tensor | None = None,
         verdicts: Sequence[tf.Tensor] = (),
     ) -> Applied:
-        """Lets the optimizer apply gradients that are summed, compiled where that is asked for.
+        """Lets the optimizer apply summed gradients; with `jit_compile`, XLA compiles this.
 
         Args:
             grads_and_vars: sequence of (gradient, variable) pairs.
             name: str. Name of the operation.
-            scaled_by: float32 scalar tensor. By what the gradients are divided before. Defaults to
-                None, where they are not scaled.
-            verdicts: bool scalar tensors, for what skips a step by itself: it is to be made if all
-                are True.
+            divisor: float32 scalar tensor. The number that unscales the gradients. Defaults to
+                None, for unscaled ones.
+            verdicts: bool scalar tensors. An optimizer that skips steps by itself makes the step
+                if all are True.
 
         Returns:
-            What `apply` returns; where it is compiled, the optimizer's count of steps.
+            The result of `apply`; of a compiled update, the optimizer's count of steps.
         """
         del verdicts
 
@@ -126,15 +126,15 @@ class OptimizerAdapter(abc.ABC):
 
         if self.jit_compile and not host.is_compiled_by_xla():
             self.build([variable for _, variable in grads_and_vars])
-            if self._compiled.make(apply, grads_and_vars, scaled_by):
+            if self._compiled.make(apply, grads_and_vars, divisor):
                 return getattr(self.optimizer, "iterations", None)
-        if scaled_by is not None:
-            unscaled = gradients.unscale([g for g, _ in grads_and_vars], scaled_by)
+        if divisor is not None:
+            unscaled = gradients.unscale([g for g, _ in grads_and_vars], divisor)
             grads_and_vars = list(zip(unscaled, (v for _, v in grads_and_vars), strict=True))
         return apply(grads_and_vars)
 
     def widened(self, grads: list[gradients.Gradient]) -> list[gradients.Gradient]:
-        """Gradients as the optimizer takes them: if in float32, small ones stay when unscaled."""
+        """Casts gradients to float32 if the optimizer takes it: unscaled, small ones stay."""
         if not self.takes_float32_gradients:
             return grads
         return gradients.cast(grads, LOW_PRECISION, tf.float32)
@@ -144,36 +144,36 @@ class OptimizerAdapter(abc.ABC):
         return False
 
     def completes_step(self) -> tf.Tensor:
-        """Whether the next gradients are the last of a step, a bool scalar."""
+        """Whether the next gradients are the last of a step, a bool scalar tensor."""
         return tf.constant(True)
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
-        """What a step would be made of: gradients with what was accumulated before them.
+        """Returns the gradients of a whole step: those given plus those accumulated before.
 
-        After the pairs that are given come those of which only something was accumulated.
+        The given pairs come first, then those of variables with accumulated gradients only.
         """
         return grads_and_vars
 
     def steps_made(self) -> tf.Tensor | None:
-        """How many steps were made so far, an int64 scalar, or None where none are counted."""
+        """Returns the number of steps made so far, an int64 scalar; None if it is not counted."""
         iterations = getattr(self.optimizer, "iterations", None)
         return None if iterations is None else tf.cast(tf.convert_to_tensor(iterations), tf.int64)
 
     def drop_accumulated(self) -> None:
-        """Forgets what was accumulated, in the place of the gradients that complete a step."""
+        """Drops accumulated gradients, in place of applying those that complete a step."""
         return
 
     def is_overwritten(self, variable: tf.Variable) -> bool:
-        """Whether what comes as the variable's gradient is its new value."""
+        """Whether the gradient of the variable is its new value instead."""
         del variable
         return False
 
 
 class DelegatingAdapter(OptimizerAdapter):
-    """An adapter around another one, which it asks for all that a subclass does not override.
+    """An adapter around another one, to which it delegates unless a subclass overrides.
 
     Args:
-        optimizer: What applies gradients.
+        optimizer: The optimizer.
         inner: The other adapter.
     """
 

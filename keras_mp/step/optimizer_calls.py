@@ -1,6 +1,6 @@
 """The calls of a `LossScaleOptimizer`.
 
-RFC 293, "LossScaleOptimizer Overview": the four steps, and by whom each is taken.
+RFC 293, "LossScaleOptimizer Overview": the four steps, by the user and by the optimizer.
 """
 
 import contextlib
@@ -20,17 +20,18 @@ from keras_mp.support import host, messages
 
 
 class OptimizerCalls(Calls):
-    """The calls of a `LossScaleOptimizer`. What is missing is reported, and the step is made.
+    """The calls of a `LossScaleOptimizer`. A missing call is reported, and the step is made.
 
-    If one thread made all calls of a step here, its own record decides, not the variable.
+    If one thread made all calls of a step in one graph, or in eager, its own record is used and
+    not the variable.
     """
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Notes that the loss is scaled, which begins a step.
+        """Records that the loss is scaled. This begins a step.
 
         Args:
             scaled_by: float32 scalar tensor.
-            to_apply: bool. Whether `apply` is to unscale, rather than `unscale`.
+            to_apply: bool. True if `apply` unscales, False if `unscale` does.
         """
         mine = self._mine
         before = mine.facts if isinstance(mine.facts, int) else 0
@@ -42,12 +43,12 @@ class OptimizerCalls(Calls):
         self._note_scale(scaled_by)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Notes that the user has multiplied the loss of these gradients by the loss scale."""
+        """Records that the user has multiplied the loss of these gradients by the loss scale."""
         self._refuse_results(grads, "apply_gradients(scaled=True)")
         self.begin(self._loss_scale(), to_apply=True)
 
     def scale(self, loss: Any, scaled_by: tf.Tensor | None = None) -> tf.Tensor:
-        """Multiplies a loss, by the current loss scale if not by another."""
+        """Multiplies a loss by `scaled_by`, or by the current loss scale."""
         self._refuse_results([loss], "get_scaled_loss")
         scaled_by = self._loss_scale() if scaled_by is None else scaled_by
         scaled = gradients.scale_loss(loss, scaled_by)
@@ -56,7 +57,7 @@ class OptimizerCalls(Calls):
         return scaled
 
     def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
-        """Divides gradients by what the loss was multiplied by, if the tape did not do so."""
+        """Divides gradients by the loss scale of the step, unless the tape has done so."""
         self._refuse_results(grads, "get_unscaled_gradients")
         _, facts = self._so_far()
         unscaled = list(grads)
@@ -68,7 +69,7 @@ class OptimizerCalls(Calls):
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
-        """Divides gradients that `apply` would, before others see them."""
+        """Unscales gradients that `apply` would unscale, before a wrapper sees them."""
         _, facts = self._so_far()
         is_scaled = _ask(states.apply_unscales, facts)
         if is_scaled is False:
@@ -81,14 +82,13 @@ class OptimizerCalls(Calls):
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
-        """A context in which one call, `minimize`, makes a step from its loss to its end.
+        """Context manager in which one call, `minimize`, makes a whole step.
 
-        It may come between the calls of another step, which goes on afterwards as if nothing had
-        been.
+        It may come between the calls of another step, which it does not affect.
 
         Yields:
-            What tells of the gradients, given what the loss was multiplied by, and whether they
-            still are.
+            A function that returns the `GradientState`, given the factor of the loss, and whether
+            the gradients are still scaled by it.
         """
         mine = self._mine
         kept = mine.losses, mine.scaled_by, mine.results
@@ -100,11 +100,11 @@ class OptimizerCalls(Calls):
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Notes that the step is made, in the context; warns of missing calls.
+        """Context manager in which the step is made. Records it, and warns of missing calls.
 
         Args:
-            optimizer: the optimizer.
-            variables: iterable of what the gradients are applied to.
+            optimizer: not used.
+            variables: iterable of the variables that the gradients are applied to.
         """
         del optimizer
         mine, applied = self._mine, frozenset(id(v) for v in variables)
@@ -127,9 +127,9 @@ class OptimizerCalls(Calls):
         )
 
     def _scale_of_step(self, facts: int | tf.Tensor) -> tf.Tensor:
-        """What the loss of this step was multiplied by.
+        """Returns the factor by which the loss of this step was multiplied.
 
-        The loss scale may have moved since: other steps were made, or a part of this one.
+        The loss scale may have moved since then, by other steps or by a part of this one.
         """
         mine = self._mine
         if mine.scaled_by is not None and self._is_mine(host.current_graph()):
@@ -143,7 +143,7 @@ class OptimizerCalls(Calls):
         self._mine.results = tuple(weakref.ref(r) for r in results if r is not None)
 
     def _refuse_results(self, values: Iterable[Any], method: str) -> None:
-        """Refuses to do once more what the last call has done."""
+        """Refuses results of the last call, which would be scaled or unscaled twice."""
         results = {id(ref()) for ref in self._mine.results}
         if any(value is not None and id(value) in results for value in values):
             raise ValueError(
@@ -158,7 +158,7 @@ class OptimizerCalls(Calls):
         self._reports.post(facts[tf.newaxis], when=_ask(states.is_news, facts, goes_on))
 
     def _warn_while_tracing(self, goes_on: bool) -> None:
-        """Says now what is known now, since a compiled function cannot say it when it runs."""
+        """Warns while tracing, since a compiled function cannot warn when it runs."""
         last = self._mine.facts
         if not isinstance(last, int) or states.has_begun(last):
             return
@@ -175,7 +175,7 @@ class OptimizerCalls(Calls):
 
 
 def _ask(rule: Callable[..., Any], facts: int | tf.Tensor, *args: Any) -> Any:
-    """What a function of a step's state returns: in Python, or looked up in a graph."""
+    """Evaluates a function of a step's state, in Python or by a look-up in a graph."""
     if isinstance(facts, int):
         return rule(facts, *args)
     answers = tf.constant([rule(each, *args) for each in states.ALL_OF_ONE])

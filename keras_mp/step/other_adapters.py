@@ -1,4 +1,4 @@
-"""Adapters of what is no optimizer of Keras: TensorFlow 1's, Sonnet's, and functions."""
+"""Adapters for optimizers of TensorFlow 1 and Sonnet, and for functions."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from keras_mp.support.autograph import allow_conversion, do_not_convert
 
 
 def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
-    """Returns what drives something that is no optimizer of Keras.
+    """Returns the adapter of an object that is not an optimizer of Keras.
 
     Args:
         optimizer: A `tf.compat.v1.train.Optimizer`, an object with a method `apply(updates,
-            parameters)`, or a function that takes the list of (gradient, variable) pairs. What has
-            a method `apply_scaled_gradients` is left to do a scaling-safe step by itself.
+            parameters)`, or a function that takes the list of (gradient, variable) pairs. An object
+            with a method `apply_scaled_gradients` makes or skips steps by itself.
 
     Returns:
         An `OptimizerAdapter`, or None for anything else.
@@ -29,7 +29,7 @@ def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return V1Optimizer(optimizer)
     if callable(getattr(optimizer, "apply", None)):
-        # As Sonnet's optimizers have it, it takes two lists.
+        # Like that of Sonnet's optimizers, it takes two lists.
         of_lists = allow_conversion(optimizer.apply)
         return Function(
             optimizer, lambda pairs: of_lists([g for g, _ in pairs], [v for _, v in pairs])
@@ -42,7 +42,7 @@ class V1Optimizer(OptimizerAdapter):
 
     Args:
         optimizer: The optimizer.
-        global_step: variable that a step which is made increments, or None.
+        global_step: variable that each step increments, unless it is skipped; or None.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class V1Optimizer(OptimizerAdapter):
         self._global_step = global_step
 
     def build(self, variables: Sequence[Any]) -> None:
-        # Where Python runs with the step, `apply` does it. A graph of TensorFlow 1 would name slots
-        # after the branch in which they are made, and each replica would make its own.
+        # If Python runs with the step, `apply` makes the slots. A graph of TensorFlow 1 would name
+        # them after the branch in which they are made, and each replica would make its own.
         meets = not tf.__internal__.distribute.strategy_supports_no_merge_call()
         if not host.in_v1_graph() and not (tf.distribute.has_strategy() and meets):
             return
@@ -72,7 +72,7 @@ class V1Optimizer(OptimizerAdapter):
         return tf.cast(tf.convert_to_tensor(self._global_step), tf.int64)
 
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
-        # Subclasses of the user's that override the method may not know of the argument.
+        # A user's subclass that overrides the method may lack the argument.
         is_summed = tf.distribute.has_strategy() and not aggregate
         summed = {"skip_gradients_aggregation": True} if is_summed else {}
         return self.optimizer.apply_gradients(
@@ -81,10 +81,10 @@ class V1Optimizer(OptimizerAdapter):
 
 
 class Function(OptimizerAdapter):
-    """Something with a function that applies gradients.
+    """A function that applies gradients, or an object with such a function.
 
     Args:
-        optimizer: What has the function, or is it.
+        optimizer: The function, or the object.
         apply: takes the list of (gradient, variable) pairs.
     """
 
@@ -115,10 +115,10 @@ class ScalingSafe(OptimizerAdapter):
         grads_and_vars: Pairs,
         name: str | None,
         *,
-        scaled_by: tf.Tensor | None = None,
+        divisor: tf.Tensor | None = None,
         verdicts: Sequence[tf.Tensor] = (),
     ) -> Applied:
         del name
-        loss_scale = tf.constant(1.0) if scaled_by is None else scaled_by
+        loss_scale = tf.constant(1.0) if divisor is None else divisor
         finite = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
         return self._apply_scaled(list(grads_and_vars), loss_scale, finite)

@@ -15,26 +15,26 @@ from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.step.state_rollback import Weight
 from keras_mp.support import host
 
-# The worst outcome since the last `update`: all steps were made; gradients were added up of which
-# no step was made yet; a step was skipped.
+# The worst outcome since the last `update`: all steps were made; gradients were accumulated for a
+# step that is not complete; a step was skipped.
 _GOOD, _UNFINISHED, _BAD = 0, 1, 2
 
 
 class OutcomeHandler:
     """Moves the loss scale and counts skipped steps, at once or at `update`.
 
-    `good`, `bad` and `accumulated` are called in the branch that such a step takes, once for all
-    replicas of a process. They return the operations that they make, and a good step costs as
-    little as it can: at once, what moves the scale; until `update`, nothing.
+    `good`, `bad` and `accumulated` are called in the branch of such a step, once for all replicas
+    of a process. They return their operations. A good step is cheap: it moves the scale, or costs
+    nothing if `update` does so.
 
     Attributes:
-        skips_in_a_row: int64 variable, how many steps were skipped since one was not.
+        skips_in_a_row: int64 variable, the number of steps skipped since the last good one.
 
     Args:
-        loss_scale: is moved, if it counts bad steps: a dynamic one, or one of a manager.
-        skipped: is told of steps that are skipped.
-        at_update: bool. Several optimizers share the scale, which `update` moves by the worst of
-            their outcomes. Defaults to False: each outcome moves it at once.
+        loss_scale: the `LossScale`. A dynamic one and that of a manager are moved.
+        skipped: the `SkippedSteps`.
+        at_update: bool. Whether `update` moves the scale, by the worst outcome of the optimizers
+            that share it. Defaults to False: each outcome moves it at once.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class OutcomeHandler:
                 self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
 
     def watch(self) -> None:
-        """Prepares for the others, outside of any branch."""
+        """Prepares for the other methods. Called outside of any branch."""
         self._skipped.watch()
 
     def good(self) -> list[Any]:
@@ -61,11 +61,11 @@ class OutcomeHandler:
         return self._move(True)[0] if self._worst is None else []
 
     def bad(self, seen: NonFiniteCounts | None, weights: Sequence[Weight]) -> list[Any]:
-        """Handles a step whose gradients are not: counts it, and the scale backs off.
+        """Handles a step whose gradients are not finite: counts it, and the scale backs off.
 
         Args:
-            seen: what was not finite, on all replicas; None in a graph of TensorFlow 1.
-            weights: the weights of the model, from every replica at hand, as far as they are known.
+            seen: the counts of all replicas; None in a graph of TensorFlow 1.
+            weights: the known weights of the model, from every replica of this process.
         """
         goes_on = tf.convert_to_tensor(self.skips_in_a_row) > 0
         if self._worst is not None:
@@ -78,7 +78,7 @@ class OutcomeHandler:
         return [*self._move_after_skip(), *counted]
 
     def accumulated(self) -> list[Any]:
-        """The gradients were added to those of the calls before, and no step was made yet."""
+        """Handles gradients that were accumulated for a step that is not complete."""
         if self._worst is None:
             return []
         worst = tf.maximum(self._worst, tf.constant(_UNFINISHED, tf.int64))
@@ -90,13 +90,13 @@ class OutcomeHandler:
         report: Callable[[], None],
         new_scale: tf.Tensor | None = None,
     ) -> None:
-        """Moves the scale by the worst outcome since the last call. Once for all replicas.
+        """Moves the scale by the worst outcome since the last call. Called once for all replicas.
 
         Args:
             has_stepped: bool, or bool scalar tensor. Whether a step was made, or skipped.
-            report: called, in the branch that is taken then, if there was none.
-            new_scale: float32 scalar tensor, to which a dynamic scale is set in place of being
-                moved, or None.
+            report: function that is called if there was none, in the branch for that case.
+            new_scale: float32 scalar tensor. The new value of a dynamic scale; None moves it by the
+                outcome.
         """
         outcome = tf.convert_to_tensor(self._worst)
         if has_stepped is not True:
@@ -124,19 +124,19 @@ class OutcomeHandler:
             self._loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))
 
     def variables(self) -> dict[str, tf.Variable]:
-        """The variables of which a checkpoint knows nothing, by name."""
+        """Returns the variables that are not part of checkpoints, by name."""
         own = {} if self._moves else {"skips_in_a_row": self.skips_in_a_row}
         return own if self._worst is None else {**own, "worst_verdict": self._worst}
 
     def _move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
-        """Returns what moves the scale, and how many steps were skipped in a row."""
+        """Moves the scale. Returns the operations, and the number of steps skipped in a row."""
         if self._moves:
             return self._loss_scale.move(finite)
         in_a_row = tf.constant(0, tf.int64) if finite else self.skips_in_a_row + 1
         return [self.skips_in_a_row.assign(in_a_row, read_value=False)], in_a_row
 
     def _move_without_branches(self, outcome: tf.Tensor) -> None:
-        """Moves a dynamic scale: in a compiled function, numbers are cheaper than a condition."""
+        """Moves a dynamic scale by selections, which XLA computes faster than a branch."""
         scale = self._loss_scale
         state = scale.loss_scale, scale.num_good_steps, scale.num_bad_steps
         before = LossScaleState(*map(tf.convert_to_tensor, state))
@@ -154,4 +154,4 @@ class OutcomeHandler:
 
 
 def _ignore(result: Any) -> None:
-    """Makes a branch of what returns something."""
+    """Drops a result, so that all branches return None."""

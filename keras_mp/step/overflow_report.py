@@ -50,8 +50,8 @@ class OverflowedGradient:
         variable: str. The variable's path in the model that the optimizer was compiled for, such
             as "encoder/dense/kernel". Where no model is known, as in a training loop of your own,
             it is the path that Keras 3 gives a weight, or else the variable's name.
-        place: on which replica. None where each replica's gradient was finite, and what was made of
-            them was not: their sum, or the sum with gradients that were accumulated before.
+        place: the replica. None if the gradient of each replica was finite, but their sum, or the
+            sum with gradients that were accumulated before, was not.
         infs: int. How many values are infinite.
         nans: int. How many are NaN.
         size: int. How many values the variable has; None if that is not known.

@@ -48,14 +48,14 @@ _T = TypeVar("_T")
 
 
 class NonFiniteCounts(NamedTuple):
-    """What was not finite in a step that is skipped, on all replicas.
+    """The counts of values that are not finite in a skipped step, on all replicas.
 
     Attributes:
         variables: list of the variables whose gradients were computed.
         counts: `COUNTS` tensor of shape [rows, 1 + variables, 3]. Each replica has a row; with
-            `has_total`, a last row counts in what was tested. A row begins with the loss, -1 if
-            it is not known. `gradients.count_not_finite` says what is counted.
-        has_total: bool. Whether something else was tested than what single replicas have computed.
+            `has_total`, a last row is for the gradients that were tested. A row begins with the
+            loss, -1 if it is unknown. `gradients.count_not_finite` defines the three numbers.
+        has_total: bool. Whether the gradients that were tested are not those of single replicas.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         names: takes variables and returns the users' names for them, None for unknown ones.
     """
@@ -73,7 +73,7 @@ class NonFiniteCounts(NamedTuple):
 
 
 class ReplicaValues(NamedTuple):
-    """What a replica has computed for a step that is skipped.
+    """The values of a replica in a skipped step, in which Inf and NaN are counted.
 
     Attributes:
         losses: its losses; empty if they are not known.
@@ -89,7 +89,7 @@ class ReplicaValues(NamedTuple):
 def count_not_finite(
     of_replicas: Sequence[ReplicaValues], totals: Sequence[gradients.Gradient] | None
 ) -> tf.Tensor:
-    """Counts what is not finite. Called in the branch that skips.
+    """Counts values that are not finite. Called in the branch that skips.
 
     Args:
         of_replicas: the values of all replicas of this process, or of the one that calls this.
@@ -136,7 +136,7 @@ def _row_of_replica(
     unclipped: Sequence[gradients.Gradient],
     sent: Sequence[gradients.Gradient],
 ) -> tf.Tensor:
-    """Counts what is not finite in what a replica has computed."""
+    """Counts values that are not finite among those of a replica."""
     before = [*unclipped, *[None] * (len(sent) - len(unclipped))] if unclipped else []
     counts = gradients.count_not_finite([*losses, *before, *sent])
     if not before and len(losses) == 1 and losses[0].shape.rank == 0:
@@ -153,12 +153,12 @@ def _row_of_replica(
 
 @host.shared_operation
 def _row_of_totals(totals: Sequence[gradients.Gradient]) -> tf.Tensor:
-    """Counts what is not finite in what was tested."""
+    """Counts values that are not finite in the gradients that were tested."""
     return tf.concat([tf.zeros([1, 3], COUNTS), gradients.count_not_finite(totals)], 0)
 
 
 class _Record:
-    """What happened to the gradients of a list of variables in skipped steps.
+    """The record of the gradients of a list of variables in skipped steps.
 
     Attributes:
         names: the names of the variables.
@@ -295,8 +295,8 @@ class Overflows:
         """Records a skipped step. Called in the branch that skips.
 
         Args:
-            seen: what was not finite in the step.
-            streak: `COUNTS` tensor of shape [STREAK]: what the last call returned, at first zeros.
+            seen: the counts of the step.
+            streak: `COUNTS` tensor of shape [STREAK], the result of the last call, at first zeros.
             goes_on: bool scalar tensor. Whether the step before it was skipped too.
             loss_scale: float32 scalar tensor.
             total: int64 scalar tensor. How many steps were skipped so far, this one among them.
@@ -359,7 +359,7 @@ class Overflows:
         """Returns a sentence about the gradients that most often were not finite, or "".
 
         Args:
-            streak: what `record` returned.
+            streak: the result of `record`.
         """
         affected, *pairs = streak[4:]
         texts = []

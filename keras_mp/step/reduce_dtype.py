@@ -26,7 +26,7 @@ def get(reduce_dtype: Any, choices: tuple[str, ...] = _CHOICES, hint: str = "") 
         A DType.
 
     Raises:
-        TypeError: it is no dtype.
+        TypeError: it is not a dtype.
         ValueError: it is another dtype.
     """
     try:
@@ -47,7 +47,7 @@ def get(reduce_dtype: Any, choices: tuple[str, ...] = _CHOICES, hint: str = "") 
 
 
 def from_arguments(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
-    """Returns the dtype that two arguments say together.
+    """Returns the dtype that two arguments specify together.
 
     Args:
         reduce_dtype: str, DType, or None, which leaves it to the other argument.

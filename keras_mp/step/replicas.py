@@ -20,7 +20,7 @@ T = TypeVar("T")
 State = TypeVar("State")
 Kwargs = dict[str, Any] | None
 
-# A pack of so many bytes is sent as soon as its gradients are there, while others are still
+# A pack of this many bytes is sent as soon as its gradients are there, while others are still
 # computed. By default TensorFlow makes one pack of all, which waits for the last gradient.
 _BYTES_PER_PACK = 2**22
 
@@ -53,7 +53,7 @@ def check_strategy(may_skip: bool = True) -> None:
         may_skip: bool. Whether a step may be skipped. If not, a ParameterServerStrategy works.
 
     Raises:
-        ValueError: the current strategy is such a one.
+        ValueError: the current strategy is one of these.
     """
     strategy = tf.distribute.get_strategy()
     if not tf.distribute.has_strategy() or isinstance(strategy, _SUPPORTED_STRATEGIES):
@@ -93,7 +93,7 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     cast: list[Any] = cast_gradients(gradients, [tf.float32], reduce_dtype)
     sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in cast]
     received: list[Gradient] = [None] * len(sent)
-    # TensorFlow packs what one call reduces, last ones first, and cannot pack different dtypes.
+    # TensorFlow packs the tensors of one call, last ones first, and cannot pack different dtypes.
     for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
         positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
         summed = _summed([sent[i] for i in positions], options)
@@ -110,8 +110,8 @@ def _summed(
     if not host.in_v1_graph():
         return context.all_reduce(add, gradients, options)
 
-    # There, what `all_reduce` does for gradients of sums looks variables up by their names, which
-    # those of replicas are not found by.
+    # In these graphs `all_reduce` looks variables up by name, for the gradients of sums, and does
+    # not find those of replicas.
     def reduce(strategy: tf.distribute.Strategy, *values: Any) -> Any:
         return strategy.extended.batch_reduce_to(add, [(each, each) for each in values], options)
 
@@ -151,7 +151,7 @@ def decide_for_all_replicas(
         on_each: takes the state of the replica that it runs on.
 
     Returns:
-        What `decide` returns.
+        The result of `decide`.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         return decide(*verdicts, [state], lambda: on_each(state))
@@ -182,7 +182,7 @@ def once_for_all_replicas(
         tensors: list of tensors, the same on every replica.
 
     Returns:
-        What the function returns.
+        The result of the function.
     """
     if tf.distribute.in_cross_replica_context():
         return function(list(tensors))
@@ -195,7 +195,7 @@ def once_for_all_replicas(
 
 
 def local_id() -> int:
-    """The number of this replica among those of this process; 0 where there are no replicas."""
+    """Returns the number of this replica in this process; 0 without replicas."""
     context = tf.distribute.get_replica_context()
     if context is None or not tf.distribute.has_strategy():
         return 0
@@ -205,10 +205,10 @@ def local_id() -> int:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Context manager in which this replica updates its own variables and meets no others.
+    """Context manager in which this replica updates its own variables and waits for no others.
 
-    It is for functions of a replica's own, in which TensorFlow lets no replicas meet. Each replica
-    makes the same update.
+    It is for a function that belongs to one replica, in which TensorFlow does not let replicas
+    communicate. Each replica makes the same update.
     """
     context, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
     if context is None or not tf.distribute.has_strategy():
@@ -270,7 +270,7 @@ def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
 
 
 def _cannot_be_gathered(gradient: Gradient) -> bool:
-    """Whether a gradient is sparse and bfloat16, which the operation that gathers rows lacks."""
+    """Whether a gradient is sparse and bfloat16, a dtype that rows cannot be gathered in."""
     if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != tf.bfloat16:
         return False
     return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)

@@ -1,4 +1,4 @@
-"""A loss scale in arithmetic: operators, and what TensorFlow makes a tensor of it with."""
+"""The operators of a loss scale, and its conversion to a tensor."""
 
 import operator
 from typing import Any
@@ -23,7 +23,7 @@ def _give_operator(cls: type, name: str) -> None:
     fn = getattr(operator, name)
 
     def operate(self: Any, *others: Any) -> Any:
-        # As when the tensor comes first: the scale takes its dtype.
+        # The scale takes the dtype of the tensor, as it does if the tensor comes first.
         dtype = others[0].dtype if others and tf.is_tensor(others[0]) else None
         return fn(tf.convert_to_tensor(self, dtype), *others)
 

@@ -1,7 +1,7 @@
 """One step with scaled gradients: sum them, judge them, unscale them, apply them or skip the step.
 
-RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". What comes of the verdict
-beside the step itself is left to an `OutcomeHandler`.
+RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". An `OutcomeHandler` moves the
+scale and counts skipped steps.
 """
 
 import dataclasses
@@ -30,25 +30,27 @@ class ScaledStep:
     """A step of a replica.
 
     Attributes:
-        adapter: applies the gradients.
-        state: what is known of the gradients.
-        handler: is told of the outcome; None where no step is skipped.
-        names: given variables, returns what users call them, or None where it does not know.
-        kept: what has to be put back if the step is skipped.
-        unclipped: the gradients as they were when they were unscaled, if they were changed since.
-        variables: those that a step would be made of.
-        sent: returns what the replica gave to be summed; where nothing is, what is judged.
-        totals: returns what is judged, where that is something else than `sent`.
-        to_apply: returns the gradients that are applied.
-        divisor: float32 scalar tensor that they are still to be divided by; None if nothing.
-        finite: bool scalar tensor, the verdict; None where no step is skipped.
+        adapter: the `OptimizerAdapter`, which applies the gradients.
+        state: the `GradientState` of the gradients.
+        handler: the `OutcomeHandler`; None if no step is ever skipped.
+        names: takes variables and returns the users' names for them, None for unknown ones.
+        kept: the values to restore if the step is skipped.
+        unclipped: the gradients as they were when they were unscaled; empty if they were not
+            changed since then.
+        variables: the variables of the gradients that are tested.
+        sent: function that returns the gradients as sent to the all-reduce; without an all-reduce,
+            those that are tested.
+        totals: function that returns the gradients that are tested; None if these are `sent`.
+        to_apply: function that returns the gradients that are applied.
+        divisor: float32 scalar tensor, the number that unscales them; None if they are unscaled.
+        finite: bool scalar tensor, the verdict; None if no step is ever skipped.
 
     Args:
-        adapter: `OptimizerAdapter`; what it needs is built.
-        state: `GradientState`. Defaults to that of gradients whose loss nothing scales.
+        adapter: `OptimizerAdapter`, built.
+        state: `GradientState`. Defaults to that of gradients that were never scaled.
         handler: `OutcomeHandler`, or None (the default).
-        reduce_dtype: DType. In which float32 gradients are summed over replicas; as float16 only
-            where they are scaled and a step may be skipped. Defaults to float32.
+        reduce_dtype: DType in which float32 gradients are summed over replicas. float16 is used
+            only if they are scaled and a step may be skipped. Defaults to float32.
         names: as the attribute, or None (the default).
     """
 
@@ -64,9 +66,9 @@ class ScaledStep:
         self.state = GradientState() if state is None else state
         self._reduce_dtype = reduce_dtype
         self.unclipped: list[Gradient] = []
-        # Functions, since a good step needs none of it, and what is packed is unpacked in the
-        # branch that needs it: it has fewer inputs then. None takes `self`, so that in eager
-        # nothing outlives the step.
+        # Functions, since a good step does not call them, and a branch that unpacks gradients
+        # itself has fewer inputs. None of them uses `self`, so that in eager nothing outlives
+        # the step.
         self.sent: Callable[[], list[Gradient]] | None = None
         self.totals: Callable[[], list[Gradient]] | None = None
         self.to_apply: Callable[[], list[Gradient]] = list
@@ -103,13 +105,15 @@ class ScaledStep:
         new_values = self._take_new_values(grads, variables)
         if adapter.takes_float32_gradients:
             grads = adapter.widened(grads)
-        # As one more gradient, an earlier verdict is summed and judged with the others.
+        # An earlier verdict is one more gradient, a mark, which is summed and tested with them.
         if state.was_finite is not None:
             grads.append(tf.where(state.was_finite, 0.0, float("nan")))
         sums = self._summed(grads, variables, aggregate)
-        is_seen = sums.are_packed or bool(new_values) or adapter.accumulates()
-        # One pass over the gradients less, where nothing else has to see them unscaled.
-        if not (adapter.unscales_and_skips or (adapter.jit_compile and not is_seen)):
+        # A compiled update unscales in its own pass over the gradients.
+        update_unscales = adapter.unscales_and_skips or (
+            adapter.jit_compile and not (sums.are_packed or new_values or adapter.accumulates())
+        )
+        if not update_unscales:
             sums = sums.unscaled()
         if new_values or adapter.accumulates():
             sums = _Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
@@ -120,7 +124,7 @@ class ScaledStep:
         def apply(step: ScaledStep) -> Any:
             pairs = list(zip(step.to_apply(), variables, strict=True))
             verdicts = [each for each in (step.finite, step.state.is_allowed) if each is not None]
-            return adapter.update(pairs, name, scaled_by=step.divisor, verdicts=verdicts)
+            return adapter.update(pairs, name, divisor=step.divisor, verdicts=verdicts)
 
         def decide(*what: Any) -> tf.Operation | None:
             return Decision(*what).carry_out()
@@ -129,9 +133,9 @@ class ScaledStep:
         return replicas.decide_for_all_replicas(decide, verdicts, self, apply), self.finite
 
     def _take_new_values(self, grads: list[Gradient], variables: list[Any]) -> dict[int, Gradient]:
-        """Takes out of `grads` what are no gradients, but new values of their variables.
+        """Moves new values of variables, which are not gradients, out of `grads`.
 
-        They never were scaled, so where gradients were divided that is undone for them.
+        They were never scaled. If they were divided with the gradients, that is undone.
         """
         values = {}
         for i, variable in enumerate(variables):
@@ -144,7 +148,7 @@ class ScaledStep:
         return values
 
     def _summed(self, grads: list[Gradient], variables: list[Any], aggregate: bool) -> "_Sums":
-        """Sums gradients over replicas, and what comes after those of the variables."""
+        """Sums gradients over replicas, and the marks that follow those of the variables."""
         divisor = self.state.divisor()
         as_given = _Sums(grads, divisor)
         count = len(variables)
@@ -166,7 +170,7 @@ class ScaledStep:
         if reduce_dtype == tf.float16:
             if self.handler is None or scaled_by is None:
                 # Small values vanish if they are not scaled, and a sum that overflows is harmless
-                # only where a step can be skipped.
+                # only if the step can be skipped.
                 reduce_dtype = tf.float32
             elif divisor is not scaled_by:
                 factor = scaled_by if divisor is None else scaled_by / divisor
@@ -178,12 +182,12 @@ class ScaledStep:
         summed = workers.checked(summed, scaled_by)
         if self.handler:
             self.sent = lambda: unpack(sent[: len(packed)])[:count]
-        # An adapter that unscales takes wider sums than it gave.
+        # An adapter that unscales gets the sums in their wider dtypes.
         dtypes_of = summed if self.adapter.unscales_and_skips else packed
         return _Sums(summed, divisor, lambda sums: unpack(gradients.cast_as(sums, dtypes_of)))
 
     def _judge(self, sums: "_Sums", variables: list[Any], aggregate: bool) -> None:
-        """Asks whether all gradients and marks are finite, on all replicas."""
+        """Tests whether all gradients and marks are finite, on all replicas."""
         if self.handler is None:
             return
         # Unscaled gradients are finite where scaled ones are, and the other way round.
@@ -202,15 +206,15 @@ class ScaledStep:
             self.finite = replicas.agree(self.finite)
         self.handler.watch()
 
-    def let_go(self) -> None:
-        """Says that the step is made. What only a skipped one needs takes memory in eager."""
-        self.kept.let_go()
+    def release(self) -> None:
+        """Releases the values that only a skipped step needs, which take memory in eager."""
+        self.kept.release()
         if tf.executing_eagerly():
             self.unclipped.clear()
             self.sent = self.totals = None
 
     def replica_values(self) -> overflows.ReplicaValues:
-        """What is looked at if the step is skipped."""
+        """Returns the values in which a skipped step counts Inf and NaN."""
         sent = [] if self.sent is None else self.sent()
         return overflows.ReplicaValues(self.state.losses, self.unclipped, sent)
 
@@ -220,9 +224,9 @@ class _Sums:
     """Gradients, summed over replicas where there are several.
 
     Attributes:
-        values: the gradients, as `unpack` takes them.
-        divisor: float32 scalar tensor. What they are still to be divided by; None if nothing.
-        unpack: returns one gradient for each that was given; None where there is nothing to do.
+        values: the gradients, packed if there is an `unpack`.
+        divisor: float32 scalar tensor, the number that unscales them; None if they are unscaled.
+        unpack: function that returns the single gradients; None if they are not packed.
     """
 
     values: list[Gradient]
@@ -239,7 +243,7 @@ class _Sums:
     def unscaled(self) -> "_Sums":
         if self.divisor is None:
             return self
-        # As they are packed: one operation for many small gradients.
+        # Unscaled while they are packed: one operation for many small gradients.
         return _Sums(gradients.unscale(self.values, self.divisor), None, self.unpack)
 
 
@@ -247,13 +251,13 @@ class _Sums:
 class Decision:
     """The decision on a step, once for all replicas: it is made, skipped, or refused.
 
-    Each branch moves only what such a step moves: a good one has not much to do.
+    Each branch does only its own work, so that a good step has little to do.
 
     Attributes:
-        finite: bool scalar tensor, the verdict; None where no step is skipped.
-        is_allowed: as of the `GradientState`.
-        steps: the step, of all replicas at hand.
-        apply: lets each replica apply its gradients.
+        finite: bool scalar tensor, the verdict; None if no step is ever skipped.
+        is_allowed: that of the `GradientState`.
+        steps: the `ScaledStep`s of all replicas at hand.
+        apply: function that lets each replica apply its gradients.
     """
 
     finite: tf.Tensor | None
@@ -262,16 +266,16 @@ class Decision:
     apply: Callable[[], Any]
 
     def carry_out(self) -> tf.Operation | None:
-        """Returns the operation that makes or skips the step, in a TensorFlow 1 graph."""
+        """Carries out the decision, in a TensorFlow 1 graph as the operation that it returns."""
         adapter = self.steps[0].adapter
         if adapter.unscales_and_skips:
-            # It makes or skips the step by itself, which is noted here.
+            # The optimizer makes or skips the step itself. Here only the outcome is handled.
             applied = _operation(self.apply())
             return _operation([applied, self._choose(lambda: None, lambda: None)])
         if self.finite is None or not adapter.accumulates():
             return self._choose(self._make, adapter.drop_accumulated)
-        # Only what is made of all gradients that were accumulated is a step. If some are not
-        # finite, it is skipped when it is complete.
+        # A step is made of all gradients that were accumulated. If some of them are not finite, it
+        # is skipped when it is complete.
         return tf.cond(
             adapter.completes_step(),
             lambda: self._choose(self._make, adapter.drop_accumulated),
@@ -317,11 +321,11 @@ class Decision:
     def _make(self) -> tf.Operation | None:
         for step in self.steps:
             if step.handler is not None:
-                step.let_go()
+                step.release()
         return _operation(self.apply())
 
     def _add(self) -> tf.Operation | None:
-        """Lets the optimizer add the gradients to those before; all are judged in the end."""
+        """Lets the optimizer accumulate the gradients, which the complete step tests."""
         operations = [_operation(self.apply())]
         if any(step.kept for step in self.steps):
             put_back = tf.cond(
@@ -335,7 +339,7 @@ class Decision:
         return [operation for step in self.steps for operation in step.kept.put_back()]
 
     def _seen(self) -> overflows.NonFiniteCounts | None:
-        """What was not finite, on all replicas. Called in the branch that skips."""
+        """Counts Inf and NaN on all replicas. Called in the branch that skips."""
         if host.in_v1_graph():
             return None
         first = self.steps[0]
@@ -348,14 +352,14 @@ class Decision:
 
 
 def _replicas_may_meet() -> bool:
-    """Whether what comes next is done by several replicas or workers, each for itself."""
+    """Whether several replicas or workers run this code, each for itself."""
     if not tf.distribute.has_strategy():
         return False
     return not tf.distribute.in_cross_replica_context() or workers.are_several()
 
 
 def _operation(result: Any) -> tf.Operation | None:
-    """What both branches of `tf.cond` return: an operation, which only TensorFlow 1 has to run."""
+    """Returns the result of a branch of `tf.cond`: an operation in TensorFlow 1, else None."""
     if not host.in_v1_graph():
         return None
     of_replicas = tf.distribute.get_strategy().experimental_local_results(result)

@@ -1,7 +1,7 @@
-"""The engine of loss scaling: a loss scale with its calls, steps and skipped steps.
+"""The core of loss scaling: a loss scale with its calls, steps and skipped steps.
 
 RFC 293, "LossScaleOptimizer Overview". `LossScaleOptimizer`, `GradScaler` and the optimizer of
-TensorFlow 1 are faces of it.
+TensorFlow 1 have one each.
 """
 
 from collections.abc import Sequence
@@ -28,21 +28,21 @@ class Scaler(Generic[AnyCalls]):
 
     Attributes:
         loss_scale: the `LossScale`.
-        calls: notes each call, and does what it asks for.
-        reduce_dtype: DType. In which float32 gradients are summed over replicas.
-        skipped: counts the steps that are skipped.
-        handler: is told of outcomes; None where no step is skipped.
+        calls: the `Calls`, which record each call, and scale and unscale.
+        reduce_dtype: DType in which float32 gradients are summed over replicas.
+        skipped: the `SkippedSteps`.
+        handler: the `OutcomeHandler`; None if no step is ever skipped.
 
     Args:
         loss_scale: `LossScale`.
         calls: as the attribute.
-        skip_nonfinite: bool. Whether steps whose gradients are not finite are skipped with every
-            loss scale, rather than only with one that moves.
+        skip_nonfinite: bool. Whether steps with gradients that are not finite are skipped with
+            every loss scale, not only with one that moves.
         reduce_dtype: str, DType or None, as `reduce_dtype.from_arguments` takes it.
-        aggregate_in_float16: bool, or None, as well.
+        aggregate_in_float16: bool or None, also as `reduce_dtype.from_arguments` takes it.
         warn_after_skips: int, or None for never.
-        at_update: bool. Whether the scale moves when `OutcomeHandler.update` is called, rather
-            than at once. Defaults to False.
+        at_update: bool. Whether the scale moves when `OutcomeHandler.update` is called. Defaults
+            to False: each step moves it.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Scaler(Generic[AnyCalls]):
         """Makes a step, as `ScaledStep.make` does.
 
         Args:
-            adapter: applies the gradients; what it needs is built.
+            adapter: the `OptimizerAdapter`, built.
             pairs: sequence of (gradient, variable) pairs.
-            state: `GradientState`, what is known of them.
+            state: the `GradientState` of the gradients.
             aggregate: bool. Whether the gradients are to be summed over replicas.
             name: str. Name of the operation.
-            names: given variables, returns what users call them.
+            names: takes variables and returns the users' names for them, None for unknown ones.
         """
         self.collect_reports()
-        # Again, since the scaler may have been made outside of the strategy's scope.
+        # Checked again, since the scaler may have been made outside of the strategy's scope.
         replicas.check_strategy(may_skip=self.handler is not None)
         if workers.are_several():
             workers.meet(
@@ -101,11 +101,11 @@ class Scaler(Generic[AnyCalls]):
         return step.make(pairs, aggregate=aggregate, name=name)
 
     def collect_reports(self) -> None:
-        """Says what functions that XLA compiled had to say."""
+        """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
         self.calls.collect_reports()
         self.skipped.collect_reports()
 
     def variables(self) -> dict[str, tf.Variable]:
-        """The variables of which a checkpoint knows nothing, by name."""
+        """Returns the variables that are not part of checkpoints, by name."""
         of_handler = {} if self.handler is None else self.handler.variables()
         return {**self.skipped.variables(), **self.calls.variables(), **of_handler}

@@ -22,8 +22,8 @@ from keras_mp.support import host, messages
 class ScalerCalls(Calls):
     """The calls of a `GradScaler`, which all threads share.
 
-    A wrong call is an error where Python knows, which is in eager and while a function is traced.
-    What only run time can know is a warning, and the step in question is not made.
+    A wrong call is an error if Python can tell, which is in eager and while a function is traced.
+    If only run time can tell, it is a warning, and the step is not made.
     """
 
     _report_size = 3
@@ -34,7 +34,7 @@ class ScalerCalls(Calls):
         self._optimizers = NumberedOptimizers()
 
     def scale(self, losses: Any) -> Any:
-        """Multiplies a structure of losses: by the same number all between two updates."""
+        """Multiplies a structure of losses, by the same number between two updates."""
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         certain, facts = self._so_far()
         known = facts if isinstance(facts, int) else certain
@@ -56,12 +56,12 @@ class ScalerCalls(Calls):
         return tf.nest.pack_sequence_as(losses, scaled)
 
     def unscale(self, grads: Sequence[Any], optimizer: Any, can_skip: bool) -> list[Any]:
-        """Divides gradients by what the losses were multiplied by.
+        """Divides gradients by the factor of the losses.
 
         Args:
             grads: sequence of gradients.
-            optimizer: whose they are; None for the only one.
-            can_skip: bool. Whether it counts if they are finite.
+            optimizer: the optimizer of the gradients; None for the only one.
+            can_skip: bool. Whether a step can be skipped, so that they are tested.
         """
         unscaled = gradients.unscale(grads, self._scale_of_step())
         index = self._optimizers.index(optimizer)
@@ -94,7 +94,7 @@ class ScalerCalls(Calls):
         return unscaled
 
     def by_tape(self) -> None:
-        """Notes that a tape has scaled a loss, and unscaled the gradients."""
+        """Records that a tape has scaled a loss, and unscaled the gradients."""
         certain, facts = self._so_far()
         _raise(Call.TAPE, UNNAMED, facts if isinstance(facts, int) else certain)
         self._note(facts | states.BY_TAPE, certain | states.BY_TAPE)
@@ -102,18 +102,18 @@ class ScalerCalls(Calls):
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Notes that an optimizer makes a step, which is made in the context.
+        """Context manager in which an optimizer makes a step. Records the step.
 
-        One that raises an exception, or that is refused, was not made.
+        A step that raises an exception, or that is refused, does not count.
 
         Args:
             optimizer: the optimizer.
-            variables: iterable of what the gradients are applied to.
+            variables: not used.
         """
         del variables
         scaled_by, index = self._scale_of_step(), self._optimizers.index(optimizer)
         certain, facts = self._so_far()
-        # What was unscaled for none in particular belongs to the first optimizer that steps.
+        # Gradients that were unscaled without an optimizer are those of the first one to step.
         unnamed = of(UNNAMED, states.UNSCALED | states.JUST_UNSCALED | states.OVERFLOWED)
         unscaled = states.BY_TAPE | of(UNNAMED, states.UNSCALED) | of(index, states.UNSCALED)
         overflowed = of(UNNAMED, states.OVERFLOWED) | of(index, states.OVERFLOWED)
@@ -127,7 +127,7 @@ class ScalerCalls(Calls):
             self._reports.watch()
             wrong = states.wrong_if(index)
             if certain & states.SCALED and not certain & unscaled:
-                # What another function has unscaled before is refused.
+                # Gradients that another function has unscaled are refused.
                 scaled, was_finite = True, None
                 is_allowed = tf.equal(facts & (states.SCALED | unscaled | wrong), states.SCALED)
             else:
@@ -162,11 +162,11 @@ class ScalerCalls(Calls):
             self._mine.uses = self._uses(host.current_graph())
 
     def update(self) -> tuple[bool | tf.Tensor, Callable[[], None]]:
-        """Notes that all steps were made.
+        """Records that all steps were made.
 
         Returns:
-            tuple of whether there was one, a bool or bool scalar tensor, and of a function that
-            says that there was none.
+            tuple of whether a step was made, a bool or bool scalar tensor, and of a function that
+            reports that none was.
         """
         certain, facts = self._so_far()
         steps = of_any(states.APPLIED | states.SPOILED)
@@ -183,7 +183,7 @@ class ScalerCalls(Calls):
         return has_stepped, lambda: self._post(Call.UPDATE, UNNAMED, facts, tf.constant(True))
 
     def _scale_of_step(self) -> tf.Tensor:
-        """What the losses were multiplied by, a float32 scalar tensor."""
+        """Returns the factor of the losses, a float32 scalar tensor."""
         if self._mine.scaled_by is not None and self._is_mine(host.current_graph()):
             return self._mine.scaled_by
         return tf.convert_to_tensor(self._scaled_by)
@@ -196,7 +196,7 @@ class ScalerCalls(Calls):
         self._reports.post(tf.stack([_int64(call), _int64(index), facts]), when=when)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        # What is right by itself was refused since another function had unscaled its gradients.
+        # A right call was refused if another function had unscaled the gradients.
         what = states.what_is_wrong(*numbers) or states.UNSCALED_ELSEWHERE
         messages.warn(f"The step was not made: {what}" if numbers[0] == Call.STEP else what, line)
 

@@ -12,7 +12,7 @@ from keras_mp.support import validation
 
 
 class ScalerProperties:
-    """The properties of a `Scaler`, and what checkpoints hold of it."""
+    """The properties of a `Scaler`, and its children in checkpoints."""
 
     _scaler: Scaler[Any]
     _skip_nonfinite = False
@@ -21,7 +21,7 @@ class ScalerProperties:
     def loss_scale(self) -> LossScale:
         """The `LossScale`. Call it for its value, a float32 scalar tensor.
 
-        Where nothing is scaled it is a `FixedLossScale(1)`.
+        Without loss scaling it is a `FixedLossScale(1)`.
         """
         return self._scaler.loss_scale
 
@@ -56,12 +56,12 @@ class ScalerProperties:
 
     @property
     def steps_skipped(self) -> tf.Tensor:
-        """How many steps were skipped so far, an int64 scalar tensor.
+        """The number of steps skipped so far, an int64 scalar tensor.
 
-        With a `GradScaler` each optimizer makes a step.
+        With a `GradScaler` the steps of all optimizers count.
         """
         self._scaler.collect_reports()
-        # A tensor: of a mirrored variable, Python would take any value for true.
+        # A tensor, since a mirrored variable of any value is true in Python.
         return tf.convert_to_tensor(self._scaler.skipped.total)
 
     @property
@@ -88,7 +88,7 @@ class ScalerProperties:
 
         Gradients are searched only when a step is skipped, and the result stays on the device until
         it is read. It is not part of checkpoints. With a fixed scale no step is skipped, so there
-        is no report, and there is none of a graph of TensorFlow 1.
+        is no report. Graphs of TensorFlow 1 make no report either.
 
         Raises:
             RuntimeError: it is read in a graph.
@@ -117,12 +117,11 @@ class ScalerProperties:
         self._scaler.skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
 
     def _own_children(self) -> dict[str, Any]:
-        """What a checkpoint holds, beside the children of an optimizer that is wrapped."""
+        """Returns the children in checkpoints, besides those of a wrapped optimizer."""
         return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.skipped.total}
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        # Optimizers of tf_keras list their children once, which may have been before they were
-        # wrapped.
+        # Optimizers of tf_keras list their children once, perhaps before they are wrapped.
         others = super()._trackable_children(save_type, **kwargs)  # pyright: ignore
         children = {**others, **self._own_children()}
         if save_type == "savedmodel":  # which holds functions, and all that these use

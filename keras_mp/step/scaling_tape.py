@@ -1,7 +1,7 @@
 """A tape that scales the loss by itself, for optimizers that do more than differentiate it.
 
-An optimizer that clips the gradient of each example where it computes gradients has to see what it
-sees in float32. Given an unscaled loss and this tape, it does. This module needs TensorFlow only.
+An optimizer that clips the gradient of each example as it computes them needs unscaled gradients.
+With an unscaled loss and this tape it gets them. This module needs TensorFlow only.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from keras_mp.step import gradients
 
 
 class ScalingTape(tf.GradientTape):
-    """Another tape, but it differentiates scaled targets and unscales what it returns.
+    """A tape that differentiates scaled targets, and unscales the gradients that it returns.
 
     Args:
-        tape: `tf.GradientTape`, with which it shares what is recorded.
+        tape: `tf.GradientTape`, which shares its recording with this one.
         loss_scale: float32 scalar tensor.
     """
 
-    # Not in the state that both share.
+    # A slot, since both tapes share one `__dict__`.
     __slots__ = ("_loss_scale",)
 
     def __init__(self, tape: tf.GradientTape, loss_scale: tf.Tensor) -> None:

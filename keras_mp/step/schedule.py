@@ -39,7 +39,7 @@ def next_state(
     min_loss_scale: float,
     max_loss_scale: float,
 ) -> LossScaleState:
-    """The schedule of dynamic loss scaling, as one pure function.
+    """Returns the next state of a dynamic loss scale: its schedule, as one pure function.
 
     ::
 
@@ -104,7 +104,7 @@ def next_state(
 
 
 def _where(condition: tf.Tensor, value: Callable[[], tf.Tensor], otherwise: tf.Tensor) -> tf.Tensor:
-    # Eager code computes what it takes, and no more.
+    # Eager code computes only the value that it takes.
     if tf.executing_eagerly():
         return value() if condition else otherwise
     return tf.where(condition, value(), otherwise)

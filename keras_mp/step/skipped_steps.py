@@ -17,7 +17,7 @@ from keras_mp.step.overflows import STREAK, NonFiniteCounts, Overflows
 from keras_mp.step.state_rollback import Weight
 from keras_mp.support import host, messages
 
-# A warning names at most so many weights that are not finite.
+# A warning names at most this many weights that are not finite.
 _MOST_NAMES = 5
 
 
@@ -30,7 +30,7 @@ class SkippedSteps:
 
     Args:
         warn_after: int or None.
-        beside: what else reports from inside of graphs, or None (the default).
+        beside: another callback of the same graphs, or None (the default).
     """
 
     def __init__(self, warn_after: int | None, beside: host.HostCallback | None = None) -> None:
@@ -69,7 +69,7 @@ class SkippedSteps:
         Args:
             goes_on: bool scalar tensor. Whether the step before it was skipped too.
             loss_scale: float32 scalar tensor.
-            seen: what was not finite; None in a graph of TensorFlow 1, where it is not recorded.
+            seen: the counts; None in a graph of TensorFlow 1, where they are not recorded.
             weights: the known weights of the model, from every replica of this process.
             is_of_one: bool. Whether all steps counted here are made by one optimizer.
 

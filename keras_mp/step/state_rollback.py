@@ -1,10 +1,10 @@
-"""Rolls back what the forward pass has written to weights, if the step is skipped.
+"""Rolls back the assignments of the forward pass to weights, if the step is skipped.
 
 Batch normalization moves its statistics while the loss is computed, before it is known that
-the step will be skipped. What was read before an assignment is the old buffer, which the assignment
-replaces, so that keeping it costs no copy. In a graph each weight is read where the step begins;
-when gradients are applied, the graph tells which weights were written since, and reads that are
-not needed are pruned. In eager it is not known what is written, so all is kept until the verdict.
+the step will be skipped. A value that is read before an assignment is the old buffer, which the
+assignment replaces, so keeping it costs no copy. In a graph each weight is read where the step
+begins. When gradients are applied, the graph shows which weights were written since then; the other
+reads are pruned. In eager this is unknown, so all values are kept until the verdict.
 
 This module needs TensorFlow only; it asks a model for its `weights`.
 """
@@ -27,7 +27,7 @@ class Weight(NamedTuple):
     Attributes:
         variable: the variable.
         handle: its handle.
-        dtype: in which its value is kept.
+        dtype: DType of the stored value.
         is_trained: bool. Whether an optimizer changes it.
     """
 
@@ -50,18 +50,18 @@ def name_of(variable: Any) -> str:
     """Returns the name that the user knows: Keras 3 has paths, which tell layers apart.
 
     Args:
-        variable: a variable of any kind. Outside of replicas, TensorFlow reads a distributed one
-            that is asked for what it lacks, which would become a part of the graph.
+        variable: a variable of any kind. Outside of replicas, a distributed one would be read, in
+            the graph, if it were asked for an attribute that it lacks.
     """
     first, *_ = tf.distribute.get_strategy().experimental_local_results(variable)
     return getattr(first, "path", None) or first.name.partition(":")[0]
 
 
 class Kept:
-    """What a replica has to put back if the step is skipped.
+    """The values that a replica restores if the step is skipped.
 
     Attributes:
-        weights: all that the step is about: those that are trained and those that were remembered.
+        weights: the weights of the step: those that it trains, and those that were remembered.
 
     Args:
         weights: sequence of Weight.
@@ -76,12 +76,12 @@ class Kept:
         return bool(self._old)
 
     def put_back(self) -> list[tf.Operation]:
-        """Gives the weights the values that they had; in any context, also of all replicas."""
+        """Restores the values. Works in any context, also for all replicas."""
         ops = [tf.raw_ops.AssignVariableOp(resource=h, value=value) for h, value in self._old]
         return [op for op in ops if op is not None]
 
-    def let_go(self) -> None:
-        """Says that the step is made: what is held in eager would be copied by an update."""
+    def release(self) -> None:
+        """Releases the values in eager, where an update copies a value that is held."""
         if tf.executing_eagerly():
             self._old.clear()
 
@@ -161,7 +161,7 @@ def training_step(*models: Any) -> Iterator[None]:
 
 
 def keep(trained: Iterable[Any]) -> Kept:
-    """Returns what has to be put back if the step that is about to be made is skipped.
+    """Returns the values to restore if the step that is about to be made is skipped.
 
     Called in a replica context, before anything is applied.
 
@@ -179,17 +179,17 @@ def keep(trained: Iterable[Any]) -> Kept:
 
 
 def step_is_over() -> None:
-    """Notes that a step was made or skipped: from here on a new one is under way."""
+    """Begins a new step, after one was made or skipped."""
     if _thread.step is not None:
         _thread.step.begin()
 
 
 class _Step:
-    """What is known about the weights since a step began.
+    """A step that is under way: its weights, and their values when it began.
 
     Attributes:
-        graph: where it began; None is eager.
-        weights: what is remembered, by the id of the handle.
+        graph: the graph in which it began; None in eager.
+        weights: the remembered weights, by the id of the handle.
 
     Args:
         variables: iterable of variables, and whether each is trained.
@@ -198,9 +198,9 @@ class _Step:
     def __init__(self, variables: Iterable[tuple[Any, bool]]) -> None:
         self.graph = host.current_graph()
         self.weights: dict[int, Weight] = {}
-        # What was read in eager, by the id of the handle.
+        # The values that were read in eager, by the id of the handle.
         self._values: dict[int, tf.Tensor] = {}
-        # By graph, how many operations it had when the step began there.
+        # The number of operations that each graph had when the step began there.
         self._starts: dict[Any, int] = {}
         if self.graph is not None:
             self._starts[self.graph] = len(self.graph.get_operations())
@@ -224,7 +224,7 @@ class _Step:
         weights = {key: w for key, w in self.weights.items() if key in trained or not w.is_trained}
         if tf.executing_eagerly():
             values = self._values
-            # What an update finds held it copies. The rest is for the steps of other optimizers.
+            # An update copies values that are held. The rest is for the steps of other optimizers.
             self._values = {key: value for key, value in values.items() if key not in trained}
             return [(w.handle, values[key]) for key, w in weights.items() if key in values]
         histories = [
@@ -254,11 +254,11 @@ class _Step:
 
 
 class _History:
-    """What was done to variables in a graph, in its order.
+    """The operations on variables in a graph, in their order.
 
     Args:
         graph: the graph.
-        start: int, which operation is the first to look at.
+        start: int. The number of the first operation to look at.
     """
 
     def __init__(self, graph: tf.Graph, start: int) -> None:
@@ -280,7 +280,7 @@ class _History:
 def _before_first_write(
     histories: Sequence[_History], handle: tf.Tensor
 ) -> tuple[tf.Tensor | None, bool]:
-    """What was read from a variable before it was written, or None; and whether it was written."""
+    """Returns the value read before the first write, or None, and whether there was a write."""
     value = None
     for history in histories:
         for op, writes in history.uses(handle):
@@ -293,7 +293,7 @@ def _before_first_write(
 
 def _by_handle(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
     weights = {}
-    with scope.autocast_scope(None):  # where variables say what they are
+    with scope.autocast_scope(None):  # in which variables show the dtype of their values
         for variable, is_trained in variables:
             handle = getattr(variable, "handle", None)
             if handle is not None:  # as in a variable of Keras 3 that is not built yet
@@ -303,9 +303,9 @@ def _by_handle(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
 
 
 def _variables(models: Any) -> list[tuple[Any, bool]]:
-    """The variables of models, layers and modules, and whether they are trained; not of metrics.
+    """Returns the variables of models, layers and modules, and whether they are trained.
 
-    A variable that is given by itself is a state of the user's.
+    Those of metrics are left out. A variable that is given by itself counts as not trained.
     """
     if hasattr(type(models), "weights"):
         try:

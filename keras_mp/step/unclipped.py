@@ -17,12 +17,12 @@ def remember(grads: Sequence[gradients.Gradient]) -> Callable[[], list[gradients
         grads: sequence of gradients of the graph that is being built, or of eager code.
 
     Returns:
-        A function that returns them where they can be used, and elsewhere an empty list.
+        A function that returns them in the same graph, or in eager; elsewhere an empty list.
     """
     graph = host.current_graph()
     if graph is None:
         return lambda: list(grads) if host.current_graph() is None else []
-    # A graph keeps its tensors, but not what sparse gradients are made of them.
+    # A graph keeps its tensors alive, but not the sparse gradients that consist of them.
     parts = [tuple(map(_weak, _parts(gradient))) for gradient in grads]
     reference = weakref.ref(graph)
 

@@ -1,4 +1,4 @@
-"""Workers that have to train alike: what they tell each other, and the errors where they differ.
+"""Checks that all workers train alike: they exchange facts, and errors show the differences.
 
 Workers sum gradients while these are scaled, each divides by its own scale, and each asks for sums
 in its own dtype. If these differ, weights drift apart, or a sum never ends. Programs of one worker
@@ -19,14 +19,14 @@ import tensorflow as tf
 from keras_mp.step.gradients import Gradient, map_values
 from keras_mp.support import host
 
-# What else has to be the same on all workers, by what an error calls it. Other modules add to it.
+# More facts that have to be the same on all workers, by name. Other modules add theirs.
 FACTS: dict[str, Callable[[], str]] = {}
 
 _STRATEGIES = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
 )
-# All workers send as many bytes, whatever they have to say. Longer texts end with their hash.
+# All workers send this many bytes. Longer texts end with their hash.
 _BYTES = 4096
 # TensorFlow counts its own groups from 1.
 _GROUP_KEY = 293_000_000
@@ -45,14 +45,14 @@ def are_several(strategy: tf.distribute.Strategy | None = None) -> bool:
 
 
 def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
-    """Checks, at the first step of an owner, that all of several workers say the same of it.
+    """Checks, at the first step of an owner, that its facts are the same on all workers.
 
-    They tell each other before their first sum: one of two dtypes would never end.
+    They exchange facts before their first sum, since a sum of two dtypes would never end.
 
     Args:
-        owner: what makes steps; it is remembered by a weak reference.
+        owner: the object that makes steps. A weak reference to it is kept.
         grads: the gradients of the step.
-        **facts: what has to be the same; as text.
+        **facts: the facts that have to be the same. They are compared as text.
 
     Raises:
         ValueError: something differs. All workers raise it.
@@ -66,7 +66,7 @@ def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
         "gradients": ", ".join(f"{count} of {name}" for name, count in sorted(dtypes.items())),
     }
     told = _exchange(mine)
-    # Also those that this worker has nothing to say on: an optimizer that scales no loss.
+    # Facts that this worker lacks count too: its optimizer may scale no loss.
     names = dict.fromkeys(name for facts in told for name in facts)
     different = [name for name in names if len({str(facts.get(name)) for facts in told}) > 1]
     if different:
@@ -85,7 +85,7 @@ def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
 def with_scale(
     grads: list[Any], scaled_by: tf.Tensor | None, divisor: tf.Tensor | None
 ) -> list[Any]:
-    """Adds the loss scale to what a replica sends; `checked` takes it out of the sums.
+    """Adds the loss scale to the gradients of a replica; `checked` takes it out of the sums.
 
     Each replica has a place in a vector that is zero elsewhere. It sends the bytes of two numbers:
     those up to 255 are the same in every dtype that gradients travel in.
@@ -93,8 +93,8 @@ def with_scale(
     Args:
         grads: the gradients that are sent.
         scaled_by: float32 scalar tensor, or None where nothing scales a loss.
-        divisor: float32 scalar tensor. What the sums are to be divided by, which is not the scale
-            where the program has scaled no loss; None if nothing.
+        divisor: float32 scalar tensor. The number that unscales the sums, which is not the scale if
+            the program has scaled no loss; None if there is none.
     """
     if scaled_by is None or not are_several():
         return grads
@@ -109,7 +109,7 @@ def checked(sums: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
     """Returns the sums of gradients, once all replicas were found to scale alike.
 
     Args:
-        sums: what came of the gradients of `with_scale`.
+        sums: the sums of the gradients of `with_scale`.
         scaled_by: as for `with_scale`.
 
     Raises:
@@ -139,12 +139,12 @@ def _of_each_worker(scales: tf.Tensor) -> list[Any]:
 
 
 def _count(strategy: Any) -> int:
-    """How many workers there are, given that all have as many devices."""
+    """Returns the number of workers, all of which have the same number of devices."""
     return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
 
 def _exchange(mine: dict[str, str]) -> list[dict[str, str]]:
-    """Returns what each worker says, in their order."""
+    """Returns the facts of each worker, in their order."""
     strategy: Any = tf.distribute.get_strategy()
     said = json.dumps([strategy.cluster_resolver.task_id or 0, _shortened(mine)]).encode()
     numbers = np.frombuffer(said.ljust(_BYTES), np.int32)

@@ -1,4 +1,4 @@
-"""Attributes that an object has for a while. This module needs nothing but Python."""
+"""Temporary attributes of objects. This module needs nothing but Python."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ _NOTHING = object()
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Gives an object an attribute inside of the block.
 
-    It goes past `__setattr__`, by which Keras and layers of keras_mp track their attributes. An
+    It bypasses `__setattr__`, by which Keras and layers of keras_mp track their attributes. An
     attribute of a `threading.local` is replaced for this thread.
 
     Args:
         owner: object with a `__dict__`.
         name: str.
-        value: the attribute's value meanwhile.
+        value: the value inside of the block.
 
     Example:
 

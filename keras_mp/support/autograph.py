@@ -1,4 +1,4 @@
-"""Tells AutoGraph which functions to convert: it takes seconds for code without control flow.
+"""Tells AutoGraph which functions to convert, since it takes seconds even without control flow.
 
 This module needs TensorFlow only.
 """
@@ -17,7 +17,7 @@ def do_not_convert(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         function: A function, method or `functools.partial` without control flow that depends on
-            tensors. It may also be one that is passed to TensorFlow to be called.
+            tensors. TensorFlow may be the one to call it.
 
     Returns:
         The function.
@@ -31,7 +31,7 @@ def do_not_convert(function: Callable[..., Any]) -> Callable[..., Any]:
     >>> float(tf.function(lambda x: twice(x))(tf.constant(1.0)))
     2.0
     """
-    # No public name: AutoGraph marks functions that it has made itself like this.
+    # Not a public name: AutoGraph marks functions that it has made in this way.
     function.autograph_info__ = {}
     return function
 

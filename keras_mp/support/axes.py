@@ -7,11 +7,11 @@ if TYPE_CHECKING:
 
 
 def given_or_new(ax: "Axes | None", tool: str, size: tuple[float, float]) -> "Axes":
-    """Returns the axes that a picture is drawn into.
+    """Returns the axes for a picture.
 
     Args:
-        ax: those that the user has given, if any.
-        tool: str. The module that draws.
+        ax: the axes of the user, or None.
+        tool: str. The module that draws, for the error.
         size: the width and the height of a new figure, in inches.
 
     Returns:

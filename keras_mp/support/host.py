@@ -1,7 +1,7 @@
-"""Tells Python, from inside a graph, about an event that is rare.
+"""Calls of Python from inside of a graph, for rare events.
 
-This module needs TensorFlow only. Where there is no event, it costs nothing, but for one comparison
-a step in functions around one that XLA compiles.
+This module needs TensorFlow only. Without an event it costs nothing, except for one comparison in
+each step in functions around one that XLA compiles.
 """
 
 import functools
@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_mp.support import messages, op_callbacks
 
 # The collection, in a graph that XLA compiles, of the callbacks that the graph around it looks
-# into, with the replicas in which it does.
+# into, with their replicas.
 _LOOKED_INTO = "keras_mp_looked_into"
 
 
@@ -21,19 +21,19 @@ class HostCallback:
     """Carries a few numbers from a graph to a Python function.
 
     Eager code and ordinary graphs call the function at once. A graph that XLA compiles cannot call
-    Python, so there the numbers are left in a variable, the buffer, which is looked at by the
-    function around the compiled one, if there is one (`Model.fit` of Keras 3 has one), the next
-    time it runs, and by `collect`.
+    Python, so it leaves the numbers in a variable, the buffer. The function around the compiled
+    one, if there is one (as in `Model.fit` of Keras 3), looks there the next time it runs, and so
+    does `collect`.
 
     Attributes:
-        buffer: int64 variable. First whether something was left, then the numbers.
+        buffer: int64 variable. First 1 if numbers were left, else 0; then the numbers.
 
     Args:
-        read: takes the numbers, a list of int, and the line of the program that they are about, or
-            None where XLA compiled the function.
-        size: int. How many numbers.
-        beside: another one, or None (the default). The function around a compiled one looks into
-            both at once: on a GPU, it waits for each look.
+        read: function that takes the numbers, a list of int, and the line of the program that they
+            are about, or None if XLA compiled the function.
+        size: int. The number of numbers.
+        beside: another callback, or None (the default). The function around a compiled one looks
+            into both at once, since it waits for each look on a GPU.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class HostCallback:
         self._together.append(self)
 
     def post(self, numbers: tf.Tensor, when: tf.Tensor) -> None:
-        """Sends numbers in the event.
+        """Sends numbers if the event has happened.
 
         Args:
             numbers: int64 tensor of shape [size].
-            when: bool scalar tensor. Whether this is the event.
+            when: bool scalar tensor. Whether it has happened.
         """
         if is_compiled_by_xla():
-            # A selection, not a branch: XLA makes no branch of one that calls no Python.
+            # A selection, since XLA would make one of a branch that calls no Python.
             left = tf.concat([[1], numbers], 0)
             self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
         else:
             tf.cond(when, lambda: self._tell(numbers, messages.users_line()), lambda: None)
 
     def watch(self) -> None:
-        """Makes sure that numbers that `post` leaves are found. Called outside of the branch."""
+        """Prepares for numbers that `post` leaves in the buffer. Called outside of the branch."""
         if not is_compiled_by_xla():
             return
         self._is_watched = True
@@ -84,7 +84,7 @@ class HostCallback:
             inner, graph = graph, graph.outer_graph
 
     def collect(self) -> None:
-        """Delivers numbers that are waiting. Free where no function was compiled by XLA."""
+        """Delivers the numbers in the buffer. Costs nothing if XLA has compiled no function."""
         if self._is_watched and tf.executing_eagerly():
             _look_into([self])
 
@@ -92,7 +92,7 @@ class HostCallback:
         _call_python(lambda received: self._read(received, line), numbers)
 
     def _deliver(self, left: tf.Tensor) -> None:
-        # In the graph, so that it runs before anything else is left there.
+        # In the graph, so that it runs before other numbers are left there.
         self.buffer.assign(tf.zeros_like(left), read_value=False)
 
         def read(received: list[int]) -> None:
@@ -115,7 +115,7 @@ def _look_into(callbacks: Sequence[HostCallback]) -> None:
 
 
 def _replica_id() -> int | None:
-    """Returns the number of the replica that is traced; None where there is none."""
+    """Returns the number of the replica that is traced; None without replicas."""
     context = tf.distribute.get_replica_context()
     return context and tf.get_static_value(context.replica_id_in_sync_group)
 
@@ -150,10 +150,10 @@ def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Vari
 
 
 def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes one operation of a function: each operation of a branch that is not taken has a cost.
+    """Makes one operation of a function, since even a branch that is not taken costs by operation.
 
     Args:
-        function: takes and returns structures of tensors, and may assign to variables.
+        function: function of structures of tensors, which may assign to variables.
 
     Returns:
         The same in eager; in a graph, a function that makes one operation each time it is called.
@@ -169,7 +169,7 @@ def shared_operation(
     A trace for arguments of some shapes and dtypes is kept for as long as the process runs.
 
     Args:
-        function: takes and returns structures of tensors, and depends on nothing else but whether
+        function: function of structures of tensors, which depends on nothing else except whether
             XLA compiles it.
         signature: sequence of TensorSpec, one for each argument, which is traced in place of the
             arguments' own shapes and dtypes. Defaults to none.
@@ -183,7 +183,7 @@ def shared_operation(
     def call(*args: Any) -> Any:
         if tf.executing_eagerly():
             return function(*args)
-        # An observer of the first caller would stay in the trace that all others run.
+        # Observers of the first caller would stay in the trace that all others run.
         with op_callbacks.unobserved():
             return operations[is_compiled_by_xla()](*args)
 

@@ -20,7 +20,7 @@ def copy(source: Any, result: Any) -> Any:
     if hasattr(source, "_keras_mask"):
         result._keras_mask = source._keras_mask
     if hasattr(source, "_keras_logits"):
-        # Losses and metrics of cross entropy look for it.
+        # Losses and metrics of cross entropy look for this attribute.
         result._keras_logits = tf.cast(source._keras_logits, result.dtype)
     return result
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 _PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras")
 _AUTOGRAPH = "__autograph_generated_file"
 
-# Python's default filter notes here which warnings it has shown.
+# The registry in which Python's default filter notes the warnings that it has shown.
 _registry: dict[Any, Any] = {}
 
 

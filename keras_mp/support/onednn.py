@@ -4,5 +4,5 @@ import os
 
 
 def is_on() -> bool:
-    """Whether the environment leaves oneDNN on, as it is by default."""
+    """Whether the environment leaves oneDNN on, which is the default."""
     return os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower() not in ("0", "false")

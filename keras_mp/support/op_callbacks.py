@@ -1,6 +1,6 @@
-"""TensorFlow's callbacks after each operation: adding one, and doing without.
+"""TensorFlow's callbacks after each operation: adding one, and switching all off.
 
-What calls back in a graph may add operations to it, as `tf.debugging.enable_check_numerics` does.
+A callback in a graph may add operations to it, as `tf.debugging.enable_check_numerics` does.
 This module needs TensorFlow only.
 """
 
@@ -14,11 +14,11 @@ from tensorflow.python.framework import op_callbacks as _op_callbacks
 
 @contextlib.contextmanager
 def observed(callback: Callable[..., Any]) -> Iterator[None]:
-    """Calls back after each operation of this thread, and of replicas that it starts.
+    """Adds a callback after each operation of this thread, and of replicas that it starts.
 
     Args:
-        callback: as `tf.debugging`'s own tools have it: it gets the operation's type, inputs,
-            attributes and outputs, in a graph also `op_name=` and `graph=`.
+        callback: function like those of `tf.debugging`. Its arguments are the operation's type,
+            inputs, attributes and outputs, in a graph also `op_name=` and `graph=`.
     """
     _op_callbacks.add_op_callback(callback)
     try:
@@ -29,7 +29,7 @@ def observed(callback: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Calls nothing back: neither what `observed` has added nor `tf.debugging`'s tools."""
+    """Switches off all callbacks, those of `observed` and those of `tf.debugging`."""
     context: Any = _context.context()
     before = context.invoking_op_callbacks
     context.invoking_op_callbacks = True

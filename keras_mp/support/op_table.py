@@ -1,7 +1,7 @@
-"""TensorFlow's operations by their kinds. Each operation stands here once; all of it is data.
+"""TensorFlow's operations by their kinds. Each operation is here once. All of it is data.
 
-The consequences are decided elsewhere: the dtype that an operation runs in within a region of
-`autocast` (`op_autocast/cast_policy.py`), and which operations count as computations, as sums, as
+Other modules decide by kind: the dtype of an operation in a region of `autocast`
+(`op_autocast/cast_policy.py`), and the operations that count as computations, as sums or as
 divisions. This module imports nothing.
 """
 
@@ -167,7 +167,7 @@ def gradients_of(op: str) -> tuple[str, ...]:
 
 
 _GRAD = ops("gradients", "gradients of biases")
-# Where they are not called as the operation is, with "Grad" behind.
+# The gradients that are not named like the operation, with "Grad" at the end.
 _GRADIENTS = {
     "Conv2D": ("Conv2DBackpropInput", "Conv2DBackpropFilter"),
     "Conv2DBackpropInput": ("Conv2D", "Conv2DBackpropFilter"),

@@ -16,7 +16,7 @@ from keras_mp.support.autograph import do_not_convert
 
 # The outputs, and other tensors that are kept for the gradient.
 Computed = tuple[list[tf.Tensor], list[tf.Tensor]]
-# Takes the gradients of the outputs, the inputs, the outputs, and the tensors that were kept.
+# A function of the gradients of the outputs, the inputs, the outputs, and the kept tensors.
 Gradient = Callable[..., list[tf.Tensor | None]]
 
 
@@ -30,11 +30,11 @@ def compute(
 
     Args:
         name: str. The name of the gradient.
-        function: takes the inputs; returns a list of outputs, and one of other tensors that the
-            gradient needs.
-        gradient: takes a list of the gradients of the outputs, and the lists of the inputs, the
-            outputs and the tensors that are kept; returns the gradients of the inputs. A function
-            of a module, which uses no other tensors.
+        function: function of the inputs that returns a list of outputs, and a list of other tensors
+            that the gradient needs.
+        gradient: function at the top level of a module, which uses no other tensors than its
+            arguments. These are a list of the gradients of the outputs, and the lists of the
+            inputs, the outputs and the kept tensors. It returns the gradients of the inputs.
         inputs: sequence of tensors.
 
     Returns:

@@ -12,13 +12,13 @@ _PATIENCE, _PERIOD = 5.0, 1.0
 
 
 class Progress:
-    """Shows on stderr what a tool is doing, from the sixth second on; nothing if no terminal.
+    """Shows the progress of a tool on stderr, from the sixth second on, if that is a terminal.
 
-    A context manager around the work, which calls `begin` for each part of it.
+    It is a context manager around the work, which calls `begin` for each part.
 
     Args:
-        tool: str. What the line begins with.
-        parts: int. How many parts the work has, or None if nothing is known of that.
+        tool: str. The name of the tool, with which the line begins.
+        parts: int. The number of parts of the work; None if it is unknown.
 
     Example:
 
@@ -40,12 +40,12 @@ class Progress:
         """Begins the next part.
 
         Args:
-            part: str. What it is.
+            part: str. Its name.
         """
         self._part, self._number = part, self._number + 1
 
     def text(self) -> str:
-        """Returns the line, as it would be shown now."""
+        """Returns the line as of now."""
         seconds = time.monotonic() - self._started
         of = "" if self._parts is None else f" of {self._parts}"
         return f"{self._tool}: {self._part} ({self._number}{of}), {seconds:.0f} s"

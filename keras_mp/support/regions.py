@@ -1,7 +1,7 @@
 """The region of `autocast` that is in force in this thread. `op_autocast` acts on it.
 
-It is here, below all subpackages, so that code that chooses its dtypes itself can leave it. This
-module needs TensorFlow only.
+It is below all subpackages, so that any code that chooses its dtypes itself can leave the region.
+This module needs TensorFlow only.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from keras_mp.support.attributes import replaced
 
 
 class Region(NamedTuple):
-    """The arguments of `keras_mp.autocast` that are in force.
+    """A region: the arguments of `keras_mp.autocast`.
 
     Attributes:
         dtype: DType, bfloat16 or float16.
         allow: names of operations that run in it in any case.
         deny: names of operations that do not.
-        gradients_only: bool. Whether results are those of float32, and only the gradients of what
-            would run in 16 bits are computed there.
+        gradients_only: bool. Whether operations run in float32, and only the gradients of those
+            that would run in 16 bits are computed in 16 bits.
     """
 
     dtype: tf.DType
@@ -44,15 +44,15 @@ def current() -> Region | None:
     return _thread.region
 
 
-def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager that puts a region in force, or None, which stops autocasting.
+def in_force(region: Region | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that sets the region of this thread, without any hooks.
 
     Args:
-        region: Region or None.
+        region: Region, or None, which stops autocasting.
     """
     return replaced(_thread, "region", region)
 
 
 def none() -> contextlib.AbstractContextManager[None]:
-    """Stops autocasting, for code that has chosen its dtypes."""
-    return entered(None)
+    """Returns a context manager that stops autocasting, for code that has chosen its dtypes."""
+    return in_force(None)

@@ -18,11 +18,11 @@ _State = TypeVar("_State")
 def inherit(
     state: Callable[[], _State], entered: Callable[[_State], AbstractContextManager[None]]
 ) -> None:
-    """Lets replicas inherit a state of the thread that starts them, from now on.
+    """Lets replicas inherit a state of the thread that starts them, from this call on.
 
     Args:
-        state: returns the state of the current thread.
-        entered: takes a state, and returns the context manager in which a thread has it.
+        state: function that returns the state of the current thread.
+        entered: function of a state that returns a context manager, in which a thread has it.
     """
     own = _MirroredReplicaThread.start
 

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-# How many rows are printed by default, and how many characters a line has at most.
+# The number of rows by default, and of characters in a line at most.
 MOST, WIDTH = 10, 100
 
 # Texts are not cut to fewer characters.
@@ -24,8 +24,8 @@ class RankedRow(NamedTuple):
 
     Attributes:
         cells: tuple of str.
-        rank: how bad it is, as numbers: of two rows the one with the larger tuple is worse.
-        alike: what rows of equal layers have in common, besides their names.
+        rank: tuple of numbers: the row with the larger tuple is worse.
+        alike: a value that is the same for rows of equal layers.
     """
 
     cells: tuple[str, ...]
@@ -38,8 +38,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> Iter
 
     Args:
         rows: the cells of each line, the header's first.
-        left: ints. Which columns are aligned to the left; the others are to the right. Defaults to
-            the first.
+        left: ints. The columns that are aligned to the left; the others are to the right. Defaults
+            to the first.
 
     Example:
 
@@ -67,15 +67,15 @@ def shortened(
 ) -> Iterator[str]:
     """Yields the lines of a table of the worst rows, which is at most 100 characters wide.
 
-    Rows of equal layers are one, with the cells of the worst of them. Columns in which nothing
-    stands are left out, and what is too wide in columns of texts is cut in the middle.
+    Rows of equal layers become one, with the cells of the worst of them. Empty columns are left
+    out, and wide texts are cut in the middle.
 
     Args:
         header: the titles of the columns.
         rows: sequence of `RankedRow`s.
-        most: int, how many rows are shown at most; None for all of them as they are, of any width.
-        left: ints. Which columns have texts, which are aligned to the left. Defaults to the first.
-        name: int. Which column has the paths. Defaults to the first.
+        most: int, the highest number of rows; None for all of them as they are, of any width.
+        left: ints. The columns of texts, which are aligned to the left. Defaults to the first.
+        name: int. The column of paths. Defaults to the first.
 
     Example:
 
@@ -124,8 +124,8 @@ def worst(
 
     Args:
         items: sequence.
-        rank: called with each; of two, the one with the larger result is worse.
-        most: int. How many there may be.
+        rank: function of an item; the one with the larger result is worse.
+        most: int. The highest number of items.
     """
     places = sorted(range(len(items)), key=lambda i: rank(items[i]), reverse=True)[:most]
     return [items[i] for i in sorted(places)]
@@ -135,8 +135,8 @@ def more(count: int, what: str = "row") -> Iterator[str]:
     """Yields a line that says how many rows are missing, if any are.
 
     Args:
-        count: int.
-        what: str. What they are, one of them. Defaults to "row".
+        count: int. The number of missing rows.
+        what: str. The word for one of them. Defaults to "row".
     """
     if count:
         yield f"... and {count} more {what}{'s' * (count > 1)}: to_text(rows=None)"
@@ -150,9 +150,9 @@ def merged(
     """Groups items whose names differ in numbers only, as those of repeated blocks do.
 
     Args:
-        items: what is to be put together, the first of each group first.
-        name: called with each; returns its name.
-        alike: called with each; returns what those have in common that belong together.
+        items: iterable of items. Groups come in the order of their first items.
+        name: function of an item that returns its name.
+        alike: function of an item that returns a value, which is the same within a group.
 
     Returns:
         list of tuples of a name for all of a group, and the group.
@@ -174,13 +174,13 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
     Args:
         text: str, of one line.
-        indent: str. What the lines after the first begin with. Defaults to nothing.
+        indent: str. The beginning of the lines after the first. Defaults to an empty one.
     """
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 def fitted(text: str, width: int) -> str:
-    """Cuts a text in the middle, to so many characters at most."""
+    """Cuts a text in the middle, to `width` characters at most."""
     if len(text) <= width:
         return text
     end = 2 * (width - 3) // 3

@@ -1,4 +1,4 @@
-"""Times functions that take turns, so that other load slows all of them alike."""
+"""Times functions in turns, so that other load slows all of them alike."""
 
 import statistics
 import time
@@ -49,7 +49,7 @@ def fastest(turns: dict[str, list[Turn]]) -> dict[str, float]:
 
 
 def medians(turns: dict[str, list[Turn]]) -> dict[str, float]:
-    """Seconds of the median turn of each name."""
+    """Returns the seconds of the median turn of each name."""
     return {
         name: statistics.median(turn.wall for turn in of_name) for name, of_name in turns.items()
     }

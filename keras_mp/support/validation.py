@@ -26,7 +26,7 @@ def number(
         The value as a float.
 
     Raises:
-        TypeError: it is not a number (a bool is none).
+        TypeError: it is not a number (or is a bool).
         ValueError: it is NaN or out of bounds.
     """
     if not _is_a(numbers.Real, value):
@@ -68,7 +68,7 @@ def integer(name: str, value: int, below: int = 2**63, at_least: int = 1) -> int
         The value as an int.
 
     Raises:
-        TypeError: it is not a whole number (a bool is none).
+        TypeError: it is not a whole number (or is a bool).
         ValueError: it is out of bounds.
     """
     if not _is_a(numbers.Integral, value):
@@ -110,7 +110,7 @@ def epoch_or_integer(name: str, value: str | int) -> str | int:
 
     Args:
         name: str. The argument's name, for the message.
-        value: what was passed.
+        value: the argument.
 
     Returns:
         The value.

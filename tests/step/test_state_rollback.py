@@ -173,8 +173,8 @@ class Counting(tf.keras.Sequential):
 
 def test_train_step_of_ones_own(monkeypatch):
     traces, models = [], []
-    for hook in (compile_hook._open_training_step, lambda model: None):
-        monkeypatch.setattr(compile_hook, "_open_training_step", hook)
+    for hook in (compile_hook._wrap_train_step, lambda model: None):
+        monkeypatch.setattr(compile_hook, "_wrap_train_step", hook)
         Counting.traces = 0
         model = fit(make_model(Counting), *data(4, bad=[1, 3]))
         model.fit(*data(4), batch_size=4, verbose=0)
@@ -351,9 +351,11 @@ def test_nothing_is_held_in_eager_while_a_step_is_made(monkeypatch):
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
     optimizer.build(model.trainable_variables)
     held, sizes = [], []
-    keep, let_go = state_rollback.keep, state_rollback.Kept.let_go
+    keep, release = state_rollback.keep, state_rollback.Kept.release
     monkeypatch.setattr(state_rollback, "keep", lambda v: held.append(keep(v)) or held[-1])
-    monkeypatch.setattr(state_rollback.Kept, "let_go", lambda k: sizes.append(bool(k)) or let_go(k))
+    monkeypatch.setattr(
+        state_rollback.Kept, "release", lambda k: sizes.append(bool(k)) or release(k)
+    )
     own_loop(model, optimizer)(*map(tf.constant, data(1)))
     assert sizes == [True]
     assert not held[0]
