@@ -219,6 +219,13 @@ def test_inside_of_a_loss_scale_optimizer(name, replicas, mode):
     assert_trains_as_in_float32(6, name=name, mode=mode, replicas=replicas, wrap=wrap)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_inside_of_a_loss_scale_optimizer_on_two_replicas(name):
+    # The update is in a branch. SGD of Keras 2 adds a variable to the weight in it.
+    wrap = keras_mp.LossScaleOptimizer
+    assert_trains_as_in_float32(6, name=name, mode="function", replicas=2, wrap=wrap)
+
+
 @pytest.mark.parametrize("name", ADAMS)
 def test_inside_of_an_all_reduce_optimizer(name):
     wrap = keras_mp.AllReduceOptimizer

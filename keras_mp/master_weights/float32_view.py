@@ -186,7 +186,9 @@ class Float32View(VariableWrapper):
 
     def _after(self, delta: tf.Tensor) -> tf.Tensor:
         """The value, read no sooner than it is needed: it takes memory."""
-        with tf.control_dependencies([delta] if tf.is_tensor(delta) else []):
+        # `tf.is_tensor` is true for variables too. SGD of Keras 2 adds its momentum, on replicas a
+        # distributed variable, on which operations of a branch cannot depend.
+        with tf.control_dependencies([delta] if isinstance(delta, tf.Tensor) else []):
             return self.value()
 
     def _updated(
