@@ -134,6 +134,15 @@ class AllReduceOptimizer(OptimizerWrapper):
         return {**super().get_config(), "reduce_dtype": self.reduce_dtype}
 
 
+def sums_gradients(optimizer: Any) -> bool:
+    """Whether an optimizer is an `AllReduceOptimizer`, or wraps one.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or anything else.
+    """
+    return any(isinstance(each, AllReduceOptimizer) for each in chain(optimizer))
+
+
 def refuse_inside(optimizer: Any, wrapper: str) -> None:
     """Refuses an `AllReduceOptimizer` inside of a wrapper that sums gradients itself.
 
@@ -144,7 +153,7 @@ def refuse_inside(optimizer: Any, wrapper: str) -> None:
     Raises:
         TypeError: it is one, or wraps one.
     """
-    if any(isinstance(each, AllReduceOptimizer) for each in chain(optimizer)):
+    if sums_gradients(optimizer):
         raise TypeError(
             f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
             f"would never do so. Pass `reduce_dtype` to the {wrapper}, and to it the optimizer "

@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import (
+    all_reduce_optimizer,
     hardware,
     keras_api,
     losses,
@@ -128,6 +129,8 @@ def _compile_for_policy(
     if has_our_policy and policy.variable_dtype in LOW_PRECISION_NAMES:
         _wrap_optimizers(call, functools.partial(low_precision_weights.keep_digits, model))
     scaling = _how_to_scale(model, policy if has_our_policy else None, before)
+    if _sums_itself(model, call.arguments["optimizer"]):
+        scaling = None
     if scaling is not None and call.arguments.get("auto_scale_loss", True):
         _wrap_optimizers(call, functools.partial(_wrap, scaling))
     if has_our_policy:
@@ -229,6 +232,22 @@ def _how_to_scale(
         "reduce_dtype": before.reduce_dtype,
         "warn_after_skips": before.warn_after_skips,
     }
+
+
+def _sums_itself(model: tf.keras.Model, optimizers: Any) -> bool:
+    """Whether an `AllReduceOptimizer` trains a model whose layers do not follow its policy.
+
+    So it is where a file is loaded under another policy: Keras does not save that of the model.
+    """
+    if not any(map(all_reduce_optimizer.sums_gradients, tf.nest.flatten(optimizers))):
+        return False
+    layers = [
+        layer
+        for layer in keras_api.flatten_layers(model)
+        if layer.built and not keras_api.layers_inside(layer) and layer.weights
+    ]
+    in_float16 = [layer for layer in layers if layer.compute_dtype == "float16"]
+    return model.compute_dtype == "float16" and bool(layers) and not in_float16
 
 
 def _wrap(

@@ -182,6 +182,10 @@ def test_fit_and_save(name, tmp_path):
         assert int(value(optimizer.iterations)) == 4
         for a, b in zip(optimizer.variables, model.optimizer.variables, strict=True):
             np.testing.assert_array_equal(value(a), value(b))
+        # The model itself follows the policy that is in force, and its layers do not.
+        with keras_mp.policy_scope("mixed_float16"):
+            loaded = tf.keras.models.load_model(path)
+        assert isinstance(loaded.optimizer, keras_mp.AllReduceOptimizer)
     # A checkpoint is one of the inner optimizer.
     tf.train.Checkpoint(optimizer=model.optimizer).save(str(tmp_path / "checkpoint"))
     inner = make_optimizer(name)
