@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.kernels import convolutions, sums
+from keras_mp.support import attributes
 
 X = tf.TensorSpec([8, 16])
 # The ends of the names of steps that XLA compiles, and of those on two replicas.
@@ -180,14 +181,10 @@ def _histograms_step(optimizer: Any, watches: bool) -> Any:
 @contextlib.contextmanager
 def _replacing(all_kernels: bool) -> Iterator[None]:
     """Replaces all kernels that may be wrong, or none, whatever those of this machine are."""
-    tables = (sums._TABLE, convolutions._TABLE)
-    for table in tables:
-        table._asks = lambda *_: all_kernels
-    try:
+    with contextlib.ExitStack() as stack:
+        for table in (sums._TABLE, convolutions._TABLE):
+            stack.enter_context(attributes.replaced(table, "_asks", lambda *_: all_kernels))
         yield
-    finally:
-        for table in tables:
-            table._asks = None
 
 
 def _kernels_step(dtype: str, replaced: bool) -> Any:
