@@ -39,7 +39,8 @@ def installed():
 @pytest.fixture
 def wrong(monkeypatch):
     """Not every CPU has bfloat16 units; here each is taken to be wrong."""
-    monkeypatch.setattr(replaced, "_ask", lambda op, example, dtype, *_: dtype == tf.bfloat16)
+    table = convolutions._TABLE
+    monkeypatch.setattr(table, "_asks", lambda op, kernel, dtype, *_: dtype == tf.bfloat16)
 
 
 def case(name, dtype="bfloat16"):

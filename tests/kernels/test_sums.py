@@ -147,7 +147,7 @@ def test_results_are_right_whatever_a_kernel_answers(op, dtype, case, answer, mo
         modes += ["eager", "graph"]
     if not modes:
         pytest.skip("TensorFlow's kernel is wrong on this machine.")
-    monkeypatch.setattr(replaced, "_ask", lambda *_: answer)
+    monkeypatch.setattr(sums._TABLE, "_asks", lambda *_: answer)
     for mode in modes:
         assert is_right(*last_value(op, dtype, case, mode))
 
