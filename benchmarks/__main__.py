@@ -1,4 +1,4 @@
-"""Runs the benchmarks, side by side with Keras's own classes; writes JSON and a PNG.
+"""Runs the benchmarks, side by side with Keras's own classes, and writes JSON.
 
 python -m benchmarks [names]
 """
@@ -10,17 +10,11 @@ import sys
 
 from benchmarks import (
     autocast,
-    casts,
     common,
-    curves,
     defects,
     faults,
-    figure,
     fit,
     gpu_kernels,
-    guards,
-    heads,
-    imports,
     kernels,
     layers,
     losses,
@@ -28,16 +22,12 @@ from benchmarks import (
     memory,
     numerics,
     overhead,
-    reductions,
-    rounding,
     soak,
     step,
     sums,
     third_party,
     third_party_numerics,
     tracing,
-    verdict,
-    wire,
 )
 
 BENCHMARKS = {
@@ -46,22 +36,13 @@ BENCHMARKS = {
     "fit": fit.run,
     "memory": memory.run,
     "losses": losses.run,
-    "heads": heads.run,
     "lstm": lstm.run,
     "tracing": tracing.run,
-    "imports": imports.run,
-    "casts": casts.run,
-    "rounding": rounding.run,
     "step": step.run,
-    "curves": curves.run,
-    "reductions": reductions.run,
     "sums": sums.run,
     "kernels": kernels.run,
     "layers": layers.run,
     "gpu_kernels": gpu_kernels.run,
-    "guards": guards.run,
-    "verdict": verdict.run,
-    "wire": wire.run,
     "numerics": numerics.run,
     "defects": defects.run,
     "faults": faults.run,
@@ -77,21 +58,17 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(BENCHMARKS), help=" ".join(BENCHMARKS))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("benchmarks.json"))
     parser.add_argument("--turns", type=int, default=soak.TURNS, help="of `soak`")
-    parser.add_argument("--small", action="store_true", help="smaller models in `step`, `curves`")
+    parser.add_argument("--small", action="store_true", help="smaller models in `step`")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"unknown benchmarks {sorted(unknown)}; there are {sorted(BENCHMARKS)}")
     machine = common.machine()
     print(f"On {machine}.")
-    small = {"small": arguments.small}
-    options = {"soak": {"turns": arguments.turns}, "step": small, "curves": small}
+    options = {"soak": {"turns": arguments.turns}, "step": {"small": arguments.small}}
     results = {name: BENCHMARKS[name](**options.get(name, {})) for name in arguments.names}
     arguments.output.write_text(json.dumps({"machine": machine, **results}, indent=1))
     print(f"\nAll figures are in {arguments.output}.")
-    picture = arguments.output.with_suffix(".png")
-    if figure.draw(results, machine, picture):
-        print(f"Their picture is {picture}.")
     return 0
 
 

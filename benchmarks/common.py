@@ -82,7 +82,6 @@ def in_own_process(
     *arguments: str,
     keras: str = "Keras 3",
     prefix: tuple = (),
-    measures_kernels: bool = False,
 ) -> Any:
     """Runs `python -m module arguments` and returns what its last line says, as JSON.
 
@@ -93,14 +92,11 @@ def in_own_process(
         *arguments: of the command line.
         keras: str. "Keras 3" or "tf_keras".
         prefix: strings before `python`, such as another command that runs it.
-        measures_kernels: bool. Whether keras_mp times kernels, as it does in programs, and puts
-            others in the place of slow ones. Defaults to False, which saves time and memory where
-            nothing but wrappers are compared.
     """
     done = subprocess.run(
         [*prefix, sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=environment(keras, measures_kernels),
+        env=environment(keras),
         stdout=subprocess.PIPE,
         check=True,
         text=True,
@@ -108,14 +104,13 @@ def in_own_process(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def environment(keras: str, measures_kernels: bool = False) -> dict[str, str]:
+def environment(keras: str) -> dict[str, str]:
     """The environment of a benchmark's process: one of the Kerases, on CPUs, quiet."""
     return {
         **os.environ,
         "TF_USE_LEGACY_KERAS": KERASES[keras],
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
-        "KERAS_MP_MEASURE": str(int(measures_kernels)),
     }
 
 

@@ -75,20 +75,20 @@ def defects() -> dict[str, Defect]:
         "an epsilon of 1e-8 in a variance",
         *("MobileNet", "conv1_relu", models.EpsilonInAVariance),
         audit="an epsilon that is 0",
-        compare="a constant of 1e-08 that goes in is 0",
+        compare="a constant of 1e-08, which is 0",
         stops="Rsqrt",
     )
     in_a_layer(
         "an epsilon of 1e-12 in a norm",
         *("VGG16", "block4_pool", models.EpsilonInANorm),
         audit="an epsilon that is 0",
-        compare="a constant of 1e-12 that goes in is 0",
+        compare="a constant of 1e-12, which is 0",
     )
     in_a_layer(
         "an epsilon of 1e-9 in a logarithm",
         *("MobileNetV2", "block_1_expand_relu", models.EpsilonInALogarithm),
         audit="an epsilon that is 0",
-        compare="a constant of 1e-09 that goes in is 0",
+        compare="a constant of 1e-09, which is 0",
     )
     in_a_layer(
         "a maximum with 1e-10 before a division",
@@ -138,13 +138,13 @@ def defects() -> dict[str, Defect]:
         "a mask of -1e9 over whole rows",
         *("VGG16", "block3_pool", models.MaskedRows),
         audit="a constant that is infinite",
-        compare="that goes in is infinite in float16",
+        compare="which is infinite in float16",
     )
     in_a_layer(
         "a constant of 1e5",
         *("MobileNet", "conv_pw_3_relu", models.LargeConstant),
         audit="a constant that is infinite",
-        compare="that goes in is infinite in float16",
+        compare="which is infinite in float16",
     )
     in_a_layer(
         "squares of small numbers",
@@ -159,7 +159,7 @@ def defects() -> dict[str, Defect]:
     in_a_layer(
         "a gradient times 1e-9",
         *("MobileNet", "conv_pw_5_relu", models.GradientThatVanishes),
-        compare="a constant of 1e-09 that goes in is 0",
+        compare="a constant of 1e-09, which is 0",
     )
     in_a_layer(
         "a gradient that is infinite in between",
@@ -339,13 +339,16 @@ def defects() -> dict[str, Defect]:
 def look(tool: str, model: Any, batch: tuple[Any, Any]) -> list[Finding]:
     """Asks one of the tools."""
     from keras_mp import numerics
+    from keras_mp.numerics.audit import audit
+    from keras_mp.numerics.compare import compare
+    from keras_mp.numerics.first_bad_operation import FirstBadOperation
 
     if tool == AUDIT:
-        return [Finding(f.where, f.hazard) for f in numerics.audit(model, batch).findings]
+        return [Finding(f.where, f.hazard) for f in audit(model, batch).findings]
     if tool == COMPARE:
-        return [Finding(f.path, f.what) for f in numerics.compare(model, *batch).findings]
+        return [Finding(f.path, f.what) for f in compare(model, *batch).findings]
     try:
-        with numerics.FirstBadOperation(model):
+        with FirstBadOperation(model):
             model.fit(*batch, batch_size=len(batch[0]), verbose=0)
     except numerics.NotFiniteError as error:
         return [Finding(error.operation.layer, error.operation.operation)]

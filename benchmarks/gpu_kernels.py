@@ -73,7 +73,8 @@ def step(function: Any, *arguments: Any, skipped: bool = False, replicas: int = 
             skipped one.
         *arguments: arguments or `tf.TensorSpec`s of the function.
         skipped: bool. Looks at a step that is skipped. Defaults to False.
-        replicas: int. With several, the CPU devices of the function stand for GPUs. Defaults to 1.
+        replicas: int. With several, the CPU devices of the function from number 1 on stand for
+            GPUs. Defaults to 1.
 
     Returns:
         A `Step`.
@@ -94,7 +95,7 @@ def step(function: Any, *arguments: Any, skipped: bool = False, replicas: int = 
 
 def _gpu_of(captured: tf.Tensor) -> str:
     """The GPU in whose memory a variable would be."""
-    return f"GPU:{tf.DeviceSpec.from_string(captured.device).device_index or 0}"
+    return f"GPU:{max(0, (tf.DeviceSpec.from_string(captured.device).device_index or 0) - 1)}"
 
 
 class _Walk:
@@ -117,7 +118,8 @@ class _Walk:
         spec = tf.DeviceSpec.from_string(name)
         if spec.device_type is None:
             return default
-        return f"GPU:{spec.device_index}" if self._replicas > 1 else HOST
+        index = spec.device_index or 0
+        return f"GPU:{index - 1}" if self._replicas > 1 and index else HOST
 
     def body(
         self,
@@ -333,7 +335,7 @@ def measure() -> dict[str, dict]:
     """Places the steps of `benchmarks.gpu_steps`."""
     from benchmarks import gpu_steps
 
-    common.replicas(2)  # for the steps that make a strategy
+    common.replicas(3)  # for the steps that make a strategy: the first one is the host
     steps = {name: good_and_skipped(kind) for name, kind in gpu_steps.STEPS.items()}
     found: dict[str, dict] = {}
     for name, kind in gpu_steps.STEPS.items():

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from benchmarks import common
-from keras_mp.kernels import slow
-from keras_mp.support import turns
+from keras_mp import kernels
+from keras_mp.hardware import tuning
+from keras_mp.support import reach, turns
 
 _TURNS = 9
 # By name: the dtype, and whose kernels.
@@ -116,16 +117,21 @@ OPERATIONS = {
 
 
 def run() -> dict:
-    """Times all operations; prints a table and returns the milliseconds."""
-    slow.install()
+    """Times all operations; prints tables, and returns the milliseconds.
+
+    The last table is this machine's column of `keras_mp/kernels/measured.py`.
+    """
+    kernels.install()
+    times = tuning.measure()
     found = {name: _measure(operation) for name, operation in OPERATIONS.items()}
     for part in ("forward", "forward and backward"):
-        rows = [[name, *_cells(of[part])] for name, of in found.items()]
+        rows = [[name, *_cells(by_part[part])] for name, by_part in found.items()]
         common.print_table(
             f"{part.capitalize()}: milliseconds in float32, and multiples of them",
             ["", *_VARIANTS],
             rows,
         )
+    print(f"\n{tuning.machine()}\n{tuning.column(times)}")
     return found
 
 
@@ -161,12 +167,12 @@ def _step(
     @tf.function
     def step(*x: tf.Tensor) -> Any:
         # What is traced keeps it.
-        slow.enable_float32_where_faster(whose == "keras_mp")
-        if not backward:
-            return compute(*x)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = compute(*x)
+        with reach.entered(tf.as_dtype(dtype) if whose == "keras_mp" else None):
+            if not backward:
+                return compute(*x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = compute(*x)
         # A gradient that depends on the output, as in a model, so that nothing is left out.
         return tape.gradient(y, x, output_gradients=y)
 

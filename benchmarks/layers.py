@@ -81,9 +81,7 @@ def run() -> dict:
     """Measures both Kerases, and prints a table for each."""
     results = {}
     for keras in common.KERASES:
-        results[keras] = common.in_own_process(
-            "benchmarks.layers", keras=keras, measures_kernels=True
-        )
+        results[keras] = common.in_own_process("benchmarks.layers", keras=keras)
         rows = [
             [name, *(common.ratio(seconds, policy, "float32") for policy in _POLICIES[1:])]
             for name, seconds in results[keras].items()

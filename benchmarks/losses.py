@@ -18,57 +18,58 @@ _CHARACTERS, _WINDOW = 20_480, 32
 
 
 def _loss_of_fit(
-    make: Callable[[str, str], Any], data: tuple[Any, Any], optimizer: Any, how: dict, **fit: Any
+    make: Callable[[str], Any],
+    data: tuple[Any, Any],
+    optimizer: Any,
+    variant: str,
+    seed: int,
+    **fit: Any,
 ) -> float:
     """The loss after `fit`. All variants begin with the same weights, and see the same batches.
 
     Args:
-        make: makes the model under a policy of Keras, and its last layer under another.
+        make: makes the model under a policy of Keras.
         data: inputs and labels.
         optimizer: of Keras.
-        how: variant and seed; `policy` defaults to the variant's, and `head`, the policy of the
-            last layer, to the others'.
+        variant: one of VARIANTS.
+        seed: of weights, and of the order of batches.
         **fit: arguments of `fit`.
     """
     import tensorflow as tf
 
     import keras_mp
 
-    variant, seed = how["variant"], how["seed"]
     tf.keras.utils.set_random_seed(seed)
-    initial = [tf.cast(weight, tf.bfloat16) for weight in make("float32", "float32").get_weights()]
-    policy = how.get("policy", master_weights.policy(variant))
-    model = make(policy, how.get("head", policy))
+    initial = [tf.cast(weight, tf.bfloat16) for weight in make("float32").get_weights()]
+    model = make(master_weights.policy(variant))
     model.set_weights([tf.cast(weight, tf.float32).numpy() for weight in initial])
     loss = keras_mp.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = master_weights.wrapped(optimizer, variant, seed)
-    if policy == "mixed_float16":
-        optimizer = keras_mp.LossScaleOptimizer(optimizer)
     model.compile(optimizer, loss, jit_compile=False)
     tf.keras.utils.set_random_seed(seed)
     model.fit(*data, batch_size=32, verbose=0, **fit)
     return float(model.evaluate(*data, batch_size=256, verbose=0))
 
 
-def digits(**how: Any) -> float:
+def digits(variant: str, seed: int) -> float:
     """An MLP on scikit-learn's digits."""
     import sklearn.datasets
     import tensorflow as tf
 
-    def make(policy: str, head: str) -> Any:
+    def make(policy: str) -> Any:
         layers = [
             tf.keras.layers.Dense(128, activation="relu", dtype=policy),
             tf.keras.layers.Dense(128, activation="relu", dtype=policy),
-            tf.keras.layers.Dense(10, dtype=head),
+            tf.keras.layers.Dense(10, dtype=policy),
         ]
         return tf.keras.Sequential([tf.keras.Input((64,)), *layers])
 
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     optimizer = tf.keras.optimizers.AdamW(3e-4)
-    return _loss_of_fit(make, (images / 16, labels), optimizer, how, epochs=25)
+    return _loss_of_fit(make, (images / 16, labels), optimizer, variant, seed, epochs=25)
 
 
-def language_model(**how: Any) -> float:
+def language_model(variant: str, seed: int) -> float:
     """A causal transformer on the characters of Python's help."""
     import numpy as np
     import tensorflow as tf
@@ -76,7 +77,7 @@ def language_model(**how: Any) -> float:
     text = "".join(pydoc_data.topics.topics.values())[:_CHARACTERS].encode("ascii", "replace")
     tokens = np.frombuffer(text, np.uint8).reshape(-1, _WINDOW).astype("int32")
 
-    def make(policy: str, head: str) -> Any:
+    def make(policy: str) -> Any:
         layers, width = tf.keras.layers, 48
         inputs = tf.keras.Input([_WINDOW - 1], dtype="int32")
         x = layers.Embedding(128, width, dtype=policy)(inputs)
@@ -88,31 +89,31 @@ def language_model(**how: Any) -> float:
             hidden = layers.Dense(2 * width, activation="gelu", dtype=policy)(normal)
             x = layers.Add(dtype=policy)([x, layers.Dense(width, dtype=policy)(hidden)])
         x = layers.LayerNormalization(dtype=policy)(x)
-        return tf.keras.Model(inputs, layers.Dense(128, dtype=head)(x))
+        return tf.keras.Model(inputs, layers.Dense(128, dtype=policy)(x))
 
     optimizer = tf.keras.optimizers.Adam(2e-3)
-    return _loss_of_fit(make, (tokens[:, :-1], tokens[:, 1:]), optimizer, how, epochs=6)
+    return _loss_of_fit(make, (tokens[:, :-1], tokens[:, 1:]), optimizer, variant, seed, epochs=6)
 
 
-def regression(**how: Any) -> float:
+def regression(variant: str, seed: int) -> float:
     """A linear regression, the best weights of which have 12 bits; mean of the last 200 losses."""
     import numpy as np
     import tensorflow as tf
 
-    generator = np.random.default_rng(how["seed"])
+    generator = np.random.default_rng(seed)
     solution = np.round(generator.uniform(1, 2, [8, 64]) * 2**11) / 2**11
     x = tf.constant(generator.normal(size=[256, 8]), tf.float32)
     y = tf.matmul(x, tf.constant(solution, tf.float32))
-    dtype, in_bfloat16, _ = master_weights.VARIANTS[how["variant"]]
+    dtype, in_bfloat16, _ = master_weights.VARIANTS[variant]
     v = tf.Variable(tf.ones([8, 64], dtype))
-    optimizer = master_weights.wrapped(tf.keras.optimizers.SGD(0.002, momentum=0.5), **how)
+    optimizer = master_weights.wrapped(tf.keras.optimizers.SGD(0.002, momentum=0.5), variant, seed)
     optimizer.build([v])
 
     @tf.function
     def step() -> tf.Tensor:
         with tf.GradientTape() as tape:
-            seen = tf.cast(v, tf.bfloat16) if in_bfloat16 else v
-            error = tf.matmul(x, tf.cast(seen, tf.float32)) - y
+            operand = tf.cast(v, tf.bfloat16) if in_bfloat16 else v
+            error = tf.matmul(x, tf.cast(operand, tf.float32)) - y
             loss = tf.reduce_mean(tf.reduce_sum(error**2, 1))
         optimizer.apply_gradients([(tape.gradient(loss, v), v)])
         return loss

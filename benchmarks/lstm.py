@@ -23,7 +23,6 @@ def _seconds(batch: int, time: int, units: int) -> dict[str, list[float]]:
     import tensorflow as tf
 
     import keras_mp
-    from keras_mp.kernels import slow
 
     x = tf.random.normal([batch, time, units])
 
@@ -39,9 +38,9 @@ def _seconds(batch: int, time: int, units: int) -> dict[str, list[float]]:
                 loss = tf.reduce_mean(tf.square(tf.cast(model(x), tf.float32)))
             return tape.gradient(loss, weights)
 
-        slow.enable_float32_where_faster(ours)
+        keras_mp.enable_float32_where_faster(ours)
         step()  # A function keeps what it was traced with.
-        slow.enable_float32_where_faster()
+        keras_mp.enable_float32_where_faster()
         return lambda: step()[0].numpy()
 
     steps = {"float32": step_of("float32", ours=False)}
@@ -57,9 +56,7 @@ def run() -> dict:
     results: dict[str, dict] = {}
     rows, variants = [], []
     for keras in common.KERASES:
-        results[keras] = common.in_own_process(
-            "benchmarks.lstm", keras=keras, measures_kernels=True
-        )
+        results[keras] = common.in_own_process("benchmarks.lstm", keras=keras)
         for shape, seconds in results[keras].items():
             variants = list(seconds)
             milliseconds = [f"{1e3 * statistics.median(seconds[v]):,.0f}" for v in variants]

@@ -71,9 +71,7 @@ def run_statistics() -> dict:
         for outcome in ("made", "skipped"):
             added = {}
             for package in ("Keras", "keras_mp"):
-                result = common.in_own_process(
-                    "benchmarks.memory", package, outcome, keras=keras, measures_kernels=True
-                )
+                result = common.in_own_process("benchmarks.memory", package, outcome, keras=keras)
                 added[package] = result["peak"] - result["before"]
                 results.setdefault(keras, {}).setdefault(outcome, {})[package] = result
             megabytes = [f"{each / 1e6:.0f} MB" for each in added.values()]

@@ -39,8 +39,8 @@ class Cell:
     def __str__(self) -> str:
         clip = ", global_clipnorm" if self.clip else ""
         minimize = ", minimize" if self.minimize else ""
-        of = f"{self.count} of {self.size}x{self.size}"
-        return f"{self.mode}, {self.optimizer}{clip}{minimize}, {of}"
+        sizes = f"{self.count} of {self.size}x{self.size}"
+        return f"{self.mode}, {self.optimizer}{clip}{minimize}, {sizes}"
 
 
 # The whole grid would take hours, most of them to trace and compile. What takes longest has fewer

@@ -1,4 +1,4 @@
-"""What the tools of `keras_mp.numerics` print of two sound models: the page docs/screens.md.
+"""What the tools of `keras_mp.numerics` print of two sound models: the end of docs/numerics.md.
 
 python -m benchmarks.screens [PATH]
 """
@@ -15,20 +15,21 @@ import tensorflow as tf
 import keras_mp
 from benchmarks import common
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "screens.md"
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "numerics.md"
 BATCH, BLOCKS, WORDS, LENGTH, CLASSES = 8, 4, 500, 32, 10
 
 # Of the lines of docs/*.md.
 _WIDTH = 120
 
-_HEAD = """# Output of the tools
+_TITLE = "## Output of the tools"
+_HEAD = """{title}
 
 The models are MobileNetV2 on images of 64 x 64, and a transformer of {blocks} blocks, both under
 `mixed_float16`, with random weights and one batch of {batch} random samples. Equal layers of
 repeated blocks share one row, with the numbers of the worst; `to_text(rows=None)` of each result
 prints every row.
 
-`python -m benchmarks.screens` writes this page. Here: {machine}.
+`python -m benchmarks.screens` writes this section. Here: {machine}.
 """
 
 
@@ -94,34 +95,40 @@ def screens(name: str) -> Iterator[Screen]:
     with keras_mp.policy_scope("mixed_float16"):
         model, x, y = MODELS[name]()
         model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    yield Screen(name, "audit(model, (x, y))", str(numerics.audit(model, (x, y))))
-    yield Screen(name, "census(model, (x, y))", str(numerics.census(model, (x, y))))
-    yield Screen(name, "compare(model, x, y)", str(numerics.compare(model, x, y)))
-    result = numerics.what_if(model, x, y, dtypes="float16")
-    yield Screen(name, 'what_if(model, x, y, dtypes="float16")', str(result))
-    yield Screen(name, "advise(result)", str(numerics.advise(result)))
-    monitor = numerics.ExponentMonitor(every=1)
-    model.fit(x, y, batch_size=BATCH, callbacks=[monitor], verbose=0)
-    yield Screen(name, "ExponentMonitor(every=1), report()", str(monitor.report()))
+    scales = [2.0**exponent for exponent in range(0, 25, 3)]
+    checked = numerics.check(model, (x, y), scales=scales)
+    yield Screen(name, "check(model, (x, y), scales=[...])", str(checked))
+    yield Screen(name, "check(model, (x, y), scales=[...]).comparison", str(checked.comparison))
+    yield Screen(name, "check(model, (x, y), scales=[...]).what_if", str(checked.what_if))
+    yield Screen(name, "check(model, (x, y), scales=[...]).advice()", str(checked.advice()))
+    profiled = numerics.profile(model, (x, y), steps=0)
+    yield Screen(name, "profile(model, (x, y), steps=0)", str(profiled))
+    watching = numerics.watch(every=1)
+    model.fit(x, y, batch_size=BATCH, callbacks=[watching], verbose=0)
+    yield Screen(name, "watch(every=1), report()", str(watching.report()))
 
 
-def page() -> Iterator[str]:
-    """Yields the lines of the page."""
+def section() -> Iterator[str]:
+    """Yields the lines of the section."""
     keras = tf.keras.__version__
     machine = f"{common.machine()}, Keras {keras}"
-    paragraphs = _HEAD.format(batch=BATCH, blocks=BLOCKS, machine=machine).split("\n\n")
+    paragraphs = _HEAD.format(title=_TITLE, batch=BATCH, blocks=BLOCKS, machine=machine).split(
+        "\n\n"
+    )
     yield "\n\n".join(textwrap.fill(each, _WIDTH) for each in paragraphs) + "\n"
     for name in MODELS:
-        yield f"## {name}\n"
+        yield f"### {name}\n"
         for screen in screens(name):
-            yield f"### `{screen.call}`\n"
+            yield f"#### `{screen.call}`\n"
             yield f"```\n{screen.text}\n```\n"
 
 
 def main() -> int:
-    """Writes the page."""
+    """Writes the section, which is the last of the page."""
     path = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
-    path.write_text("\n".join(page()).rstrip() + "\n")
+    text = path.read_text() if path.exists() else ""
+    before, _, _ = text.partition(_TITLE)
+    path.write_text(before + "\n".join(section()).rstrip() + "\n")
     return 0
 
 

@@ -29,11 +29,11 @@ class Soak(NamedTuple):
 
     Attributes:
         turn: makes a turn.
-        made: those models that turns have made and that still live.
+        living: those models that turns have made and that still live.
     """
 
     turn: Callable[[], Any]
-    made: weakref.WeakSet
+    living: weakref.WeakSet
 
 
 def _steps(in_function: bool) -> Soak:
@@ -99,7 +99,7 @@ def _fit(is_ours: bool) -> Soak:
         import keras_mp
 
         policy = keras_mp.Policy("mixed_float16")
-    made: weakref.WeakSet = weakref.WeakSet()
+    living: weakref.WeakSet = weakref.WeakSet()
     x, y = tf.ones([4, 8]), tf.ones([4, 1])
 
     def turn():
@@ -112,9 +112,9 @@ def _fit(is_ours: bool) -> Soak:
             tf.keras.mixed_precision.set_global_policy(before)
         model.compile("sgd", "mse")
         model.fit(x, y, verbose=0)
-        made.add(model)
+        living.add(model)
 
-    return Soak(turn, made)
+    return Soak(turn, living)
 
 
 def _model(policy: Any) -> Any:
@@ -132,14 +132,14 @@ def _convert() -> Soak:
 
     import keras_mp
 
-    made: weakref.WeakSet = weakref.WeakSet()
+    living: weakref.WeakSet = weakref.WeakSet()
     model = _model("float32")
 
     def turn():
         tf.keras.backend.clear_session()
-        made.add(keras_mp.convert(model, "mixed_bfloat16"))
+        living.add(keras_mp.convert(model, "mixed_bfloat16"))
 
-    return Soak(turn, made)
+    return Soak(turn, living)
 
 
 def _region() -> Soak:
@@ -191,7 +191,7 @@ def measure(kind: str, turns: int) -> dict[str, float]:
             soak.turn()
         found.append(_look())
     grown = {name: _slope([each[name] for each in found]) / block for name in found[0]}
-    return {"turns": block * LOOKS, **grown, "alive": len(soak.made)}
+    return {"turns": block * LOOKS, **grown, "alive": len(soak.living)}
 
 
 def _look() -> dict[str, float]:

@@ -40,7 +40,6 @@ def make_step(
     import tensorflow as tf
 
     import keras_mp
-    from keras_mp.kernels import slow
     from keras_mp.numerics import op_times
 
     own = tf.keras.mixed_precision
@@ -69,11 +68,6 @@ def make_step(
             optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return value
 
-    if keras != "float32":
-        # What keras_mp puts in the place of slow kernels is not Keras's own.
-        slow.enable_float32_where_faster(False)
-        step.get_concrete_function(x, y)
-        slow.enable_float32_where_faster()
     return lambda: step(x, y).numpy()
 
 
@@ -100,21 +94,16 @@ def measure(name: str, size: str) -> dict[str, Any]:
     return {"seconds": seconds, "classes": classes}
 
 
-def of_models(module: str, size: str) -> dict[str, dict[str, Any]]:
-    """What a module measures of each model, in a process of its own, by Keras and model."""
-    return {
+def run(small: bool = False) -> dict:
+    """Measures each model on both Kerases, and prints two tables."""
+    size = "small" if small else "full"
+    results = {
         keras: {
-            name: common.in_own_process(module, name, size, keras=keras, measures_kernels=True)
+            name: common.in_own_process("benchmarks.step", name, size, keras=keras)
             for name in step_models.SIZES[size]
         }
         for keras in common.KERASES
     }
-
-
-def run(small: bool = False) -> dict:
-    """Measures each model on both Kerases, and prints two tables."""
-    size = "small" if small else "full"
-    results = of_models("benchmarks.step", size)
     rows, parts, order = [], [], []
     for keras, models in results.items():
         for name, found in models.items():

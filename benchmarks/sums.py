@@ -227,18 +227,19 @@ def errors(case: Callable[[Any], Any], dtype: str, mode: str) -> float | None:
 
 def measure() -> dict[str, dict[str, dict[str, dict[str, float | None]]]]:
     """Errors by sum, dtype, variant and mode."""
-    import keras_mp
-    from keras_mp.kernels import sums
+    import tensorflow as tf
 
-    sums.install()
+    from keras_mp import kernels
+    from keras_mp.support import reach
+
+    kernels.install()
     results: dict[str, Any] = {}
     for name, case in cases().items():
         results[name] = {dtype: {} for dtype in EQUAL}
         for dtype in EQUAL:
             for variant in ("TensorFlow", "keras_mp"):
-                keras_mp.enable_float32_sums(variant == "keras_mp")
-                results[name][dtype][variant] = {m: errors(case, dtype, m) for m in MODES}
-    keras_mp.enable_float32_sums()
+                with reach.entered(tf.as_dtype(dtype) if variant == "keras_mp" else None):
+                    results[name][dtype][variant] = {m: errors(case, dtype, m) for m in MODES}
     return results
 
 
@@ -259,7 +260,6 @@ def train() -> dict[str, list[float]]:
         ("Keras mixed_bfloat16", "mixed_bfloat16"),
         ("keras_mp mixed_bfloat16", "mixed_bfloat16"),
     ):
-        keras_mp.enable_float32_sums(variant != "Keras mixed_bfloat16")
         tf.keras.utils.set_random_seed(0)
         ours = variant.startswith("keras_mp")
         make_policy = keras_mp.Policy if ours else tf.keras.mixed_precision.Policy
@@ -273,7 +273,6 @@ def train() -> dict[str, list[float]]:
         history = model.fit(x, y, BATCH, STEPS, shuffle=False, verbose=0)
         losses[variant] = history.history["loss"]
     tf.keras.mixed_precision.set_global_policy("float32")
-    keras_mp.enable_float32_sums()
     return losses
 
 

@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 
-from benchmarks import common, third_party_models, third_party_programs
+from benchmarks import common, one_line, third_party_models, third_party_programs
 
 STEPS, MORE_STEPS, LEARNING_RATE = 12, 3, 3e-3
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -192,7 +192,7 @@ def run() -> dict:
         ["", "", "last loss", "skipped", "from float32", "loaded", "converted", "verdict"],
         rows,
     )
-    return {**results, "programs": third_party_programs.run()}
+    return {**results, "one line": one_line.run(), "programs": third_party_programs.run()}
 
 
 def _columns(result):

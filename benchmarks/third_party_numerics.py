@@ -100,7 +100,7 @@ def _with_model(make: Callable[[], Example], dtype: str, tool: Callable[[Example
 def _compare(example: Example) -> dict:
     import tensorflow as tf
 
-    from keras_mp.numerics import compare
+    from keras_mp.numerics.compare import compare
 
     def loss_of_its_own(model: Any, x: Any, y: Any) -> Any:
         del y
@@ -117,7 +117,7 @@ def _compare(example: Example) -> dict:
 
 
 def _audit(example: Example) -> dict:
-    from keras_mp.numerics import audit
+    from keras_mp.numerics.audit import audit
 
     found = audit(example.model, example.batch).findings
     return {"findings": [f"{each.where}: {each.hazard}. {each.why}" for each in found]}
@@ -125,14 +125,14 @@ def _audit(example: Example) -> dict:
 
 def run() -> dict:
     """Looks at all models on both Kerases, and prints a table, and what was found."""
-    results, rows, said = {}, [], []
+    results, rows, lines = {}, [], []
     for keras in common.KERASES:
         results[keras] = common.in_own_process(
             "benchmarks.third_party_numerics", keras, keras=keras
         )
         for name, of_model in results[keras].items():
             rows.append([keras, name, *_columns(of_model)])
-            said += [
+            lines += [
                 f"{keras}, {name}, {what}: {text}"
                 for what, result in of_model.items()
                 for text in result.get("findings", [result.get("error")])
@@ -144,7 +144,7 @@ def run() -> dict:
         ["", "", "calls", *heads],
         rows,
     )
-    print(*said, sep="\n")
+    print(*lines, sep="\n")
     return results
 
 

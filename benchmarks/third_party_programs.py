@@ -413,9 +413,9 @@ def _dqn(variant):
     from tf_agents.trajectories import time_step, trajectory
 
     layers = tf.keras.layers
-    seen = tensor_spec.TensorSpec([8], tf.float32)
+    observation_spec = tensor_spec.TensorSpec([8], tf.float32)
     agent = dqn_agent.DqnAgent(
-        time_step.time_step_spec(seen),
+        time_step.time_step_spec(observation_spec),
         tensor_spec.BoundedTensorSpec([], tf.int32, 0, 1),
         sequential.Sequential([layers.Dense(8), layers.Dense(2, dtype="float32")]),
         _adam(),
@@ -535,8 +535,8 @@ def _reason(error):
     text = re.sub(r"\x1b\[\d*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     raised = [line.partition(": ")[2] for line in lines if re.match(r"\w+Error: ", line)]
-    said = [line for line in lines if not line.startswith("Exception encountered")]
-    return (raised or said or lines or [""])[0]
+    reasons = [line for line in lines if not line.startswith("Exception encountered")]
+    return (raised or reasons or lines or [""])[0]
 
 
 def run() -> dict:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from keras_mp import callbacks, compile_hook, hardware, layers, loss_scale, losses, regularizers
 from keras_mp._version import __version__
 from keras_mp.all_reduce_optimizer import AllReduceOptimizer
+from keras_mp.kernels.slow import enable_float32_where_faster
 from keras_mp.kernels.sums import enable_float32_sums
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer
@@ -65,6 +66,7 @@ __all__ = [
     "convert",
     "disable_mixed_precision_graph_rewrite",
     "enable_float32_sums",
+    "enable_float32_where_faster",
     "enable_mixed_precision_graph_rewrite",
     "global_policy",
     "graph_rewrite",

@@ -11,15 +11,14 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.step import gradients, workers
-from keras_mp.step import reduce_dtype as reduce_dtypes
+from keras_mp.step import gradients, replicas, workers
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support.autograph import do_not_convert
 
 _CHOICES = ("bfloat16", "float32")
 _HINT = (
-    " In float16 gradients have to be scaled: that is what LossScaleOptimizer(optimizer, "
-    "reduce_dtype='float16') does."
+    " Gradients in float16 have to be scaled: use LossScaleOptimizer(optimizer, "
+    "reduce_dtype='float16')."
 )
 
 
@@ -91,7 +90,7 @@ class AllReduceOptimizer(OptimizerWrapper):
 
     @reduce_dtype.setter
     def reduce_dtype(self, value: str | tf.DType) -> None:
-        vars(self)["_reduce_dtype"] = reduce_dtypes.get(value, _CHOICES, _HINT)  # pyright: ignore
+        vars(self)["_reduce_dtype"] = replicas.to_reduce_dtype(value, _CHOICES, _HINT)  # pyright: ignore
 
     @do_not_convert
     def apply_gradients(
@@ -121,7 +120,9 @@ class AllReduceOptimizer(OptimizerWrapper):
             return self.iterations
         self.build([variable for _, variable in pairs])
         if workers.are_several():
-            workers.meet(self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype)
+            workers.check_alike(
+                self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype
+            )
         operation, _ = ScaledStep(self._adapter, reduce_dtype=self._reduce_dtype).make(
             pairs,
             aggregate=experimental_aggregate_gradients and not skip_gradients_aggregation,
@@ -156,6 +157,6 @@ def refuse_inside(optimizer: Any, wrapper: str) -> None:
     if sums_gradients(optimizer):
         raise TypeError(
             f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
-            f"would never do so. Pass `reduce_dtype` to the {wrapper}, and to it the optimizer "
-            f"inside. Received: {optimizer!r}"
+            f"would never do so. Pass `reduce_dtype` to the {wrapper}, and let it wrap the inner "
+            f"optimizer directly. Received: {optimizer!r}"
         )

@@ -44,9 +44,9 @@ def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
         function
     ):
         raise TypeError(
-            "`as_float32` is for functions and regularizers. A loss of your own that subclasses "
-            "`keras_mp.losses.Loss` computes in float32; a metric passed to `compile` sees float32 "
-            f"predictions. Received: {function!r} (of type {type(function)})"
+            "`as_float32` is for functions and regularizers. A loss that subclasses "
+            "`keras_mp.losses.Loss` computes in float32; a metric that is passed to `compile` "
+            f"gets float32 predictions. Received: {function!r} (of type {type(function)})"
         )
 
     @functools.wraps(function)

@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from keras_mp import keras_api
+from keras_mp import keras_api, policy
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.support import messages, validation
@@ -30,10 +30,11 @@ class LossScaleMonitor(keras_api.BaseCallback):
     If steps were skipped between two reads, `absl.logging` shows a line at the level "info": it
     names the gradients that were not finite in the last of them.
 
-    `evaluate` and `predict` log nothing. If a model trains without loss scaling, there is a
-    warning, and its logs stay as they are. If a model has several optimizers, the first that scales
-    the loss is shown. The `LossScaleOptimizer` of `tf.keras` is not shown, since it does not count
-    skipped steps.
+    `evaluate` and `predict` log nothing. If a model trains without loss scaling, its logs stay as
+    they are, so a program with a flag for the dtype can always have this callback. There is a
+    warning if a layer computes in float16, which needs loss scaling. If a model has several
+    optimizers, the first that scales the loss is shown. The `LossScaleOptimizer` of `tf.keras` is
+    not shown, since it does not count skipped steps; there is a warning.
 
     Args:
         update_freq: `"epoch"` (the default), or an int, the number of batches between reads.
@@ -78,13 +79,16 @@ class LossScaleMonitor(keras_api.BaseCallback):
         self._next_read = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Warns if the model trains without loss scaling.
+        """Warns if the model computes in float16 and trains without loss scaling.
 
         Args:
             logs: not used.
         """
         self._latest = {}
-        if _scaling(self.model.optimizer) is None:
+        optimizer = self.model.optimizer
+        layers = keras_api.flatten_layers(self.model)
+        in_float16 = any(layer.compute_dtype == "float16" for layer in layers)
+        if _scaling(optimizer) is None and (in_float16 or _is_kerass_own(optimizer)):
             messages.warn(
                 f"LossScaleMonitor has nothing to show: the model {self.model.name!r} is trained "
                 f"without a keras_mp.LossScaleOptimizer. {_CURE} "
@@ -159,7 +163,9 @@ def write_loss_scale(
     It writes them as scalars of these names to the default writer of `tf.summary`. In a
     `tf.function` nothing waits for the device. Like everything in `tf.summary`, it needs the
     package tensorboard, does not run in functions that XLA compiles, and belongs outside
-    `strategy.run`. Without loss scaling there is a warning, and nothing is written.
+    `strategy.run`. Without loss scaling nothing is written. There is a warning if the global policy
+    is "mixed_float16", which needs loss scaling, or if the optimizer is the `LossScaleOptimizer` of
+    `tf.keras`, which does not count skipped steps.
 
     Args:
         optimizer: A `keras_mp.LossScaleOptimizer`, or an optimizer that wraps one.
@@ -188,10 +194,12 @@ def write_loss_scale(
         )
     scaling = _scaling(optimizer)
     if scaling is None:
-        messages.warn(
-            "write_loss_scale has nothing to write: the optimizer is not a "
-            f"keras_mp.LossScaleOptimizer. {_CURE} Received: optimizer={optimizer!r}"
-        )
+        in_float16 = policy.global_policy().compute_dtype == "float16"
+        if in_float16 or _is_kerass_own(optimizer):
+            messages.warn(
+                "write_loss_scale has nothing to write: the optimizer is not a "
+                f"keras_mp.LossScaleOptimizer. {_CURE} Received: optimizer={optimizer!r}"
+            )
         return
     if step is None:
         step = tf.summary.experimental.get_step()
@@ -202,14 +210,18 @@ def write_loss_scale(
 
 
 _CURE = (
-    "Only float16 needs one: leave this out for other dtypes, or wrap the optimizer, as "
-    'Model.compile does under keras_mp.set_global_policy("mixed_float16").'
+    "float16 needs one: wrap the optimizer in it, as Model.compile does under "
+    'keras_mp.set_global_policy("mixed_float16").'
 )
 
 
 def _update(logs: dict[str, Any] | None, values: dict[str, float | int]) -> None:
     if logs is not None:
         logs.update(values)
+
+
+def _is_kerass_own(optimizer: Any) -> bool:
+    return isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
 
 
 def _scaling(optimizers: tf.keras.optimizers.Optimizer | None) -> LossScaleOptimizer | None:

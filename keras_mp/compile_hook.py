@@ -23,6 +23,7 @@ from keras_mp import (
     keras_api,
     losses,
     low_precision_weights,
+    model_steps,
     model_summary,
     regularizers,
 )
@@ -35,7 +36,7 @@ from keras_mp.loss_scale_optimizer import (
     wrappers_among,
 )
 from keras_mp.optimizer_wrapper import OptimizerWrapper
-from keras_mp.step.state_rollback import training_step
+from keras_mp.step.loss_scales import LossScale
 from keras_mp.support import messages, regions
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -91,7 +92,8 @@ def _compile(policy_class: type, keras_compile: Compile, *args: Any, **kwargs: A
         passes.warn_if_not_rewritten(f"the model {model.name!r}, which runs eagerly")
     elif model.jit_compile:
         passes.warn_if_not_rewritten(
-            f"the model {model.name!r}, which XLA compiles (compile(jit_compile=False) ends that)"
+            f"the model {model.name!r}, which XLA compiles (unless you pass jit_compile=False to "
+            "`compile`)"
         )
     return result
 
@@ -129,9 +131,10 @@ def _compile_for_policy(
     if has_our_policy and policy.variable_dtype in LOW_PRECISION_NAMES:
         _wrap_optimizers(call, functools.partial(low_precision_weights.keep_digits, model))
     scaling = _how_to_scale(model, policy if has_our_policy else None, before)
-    if _sums_itself(model, call.arguments["optimizer"]):
+    is_to_scale = call.arguments.get("auto_scale_loss", True)
+    if not is_to_scale or _sums_itself(model, call.arguments["optimizer"]):
         scaling = None
-    if scaling is not None and call.arguments.get("auto_scale_loss", True):
+    if scaling is not None:
         _wrap_optimizers(call, functools.partial(_wrap, scaling))
     if has_our_policy:
         result = keras_api.compile_without_wrapping(keras_compile, call)
@@ -139,7 +142,10 @@ def _compile_for_policy(
         result = keras_compile(*call.args, **call.kwargs)
     keras_api.widen_predictions(model)
     keras_api.patch_fit(model)
-    _tell_optimizers(model, is_scaled=has_our_policy and policy.scales_loss)
+    if has_our_policy and policy.low_precision_dtype is not None:
+        model_steps.let_dtypes_mix(model, policy.low_precision_dtype)
+    is_scaled = has_our_policy and policy.scales_loss
+    _tell_optimizers(model, is_scaled, scaling["loss_scale"] if scaling is not None else None)
     if not has_our_policy or policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
     low_precision_weights.warn_if_updates_are_lost(model)
@@ -157,36 +163,32 @@ def _wrap_optimizers(call: inspect.BoundArguments, wrap: Callable[[Any], Any]) -
     call.arguments["optimizer"] = optimizer
 
 
-def _tell_optimizers(model: tf.keras.Model, is_scaled: bool = False) -> None:
+def _tell_optimizers(
+    model: tf.keras.Model, is_scaled: bool = False, loss_scale: LossScale | None = None
+) -> None:
     """Tells the optimizers of a model that Keras has compiled it.
 
     Args:
         model: the model.
         is_scaled: bool. Whether its loss is scaled, even if its optimizers are not those passed to
             `compile`. Defaults to False.
+        loss_scale: the `LossScale` with which, or None for the one of its optimizer, if any.
     """
-    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
+    optimizers = getattr(model, "optimizer", None)
+    for optimizer in tf.nest.flatten(optimizers):
         if isinstance(optimizer, OptimizerWrapper):
             optimizer.compiled_for(model)
             keras_api.patch_fit(model)
-    if is_scaled or wrappers_among(getattr(model, "optimizer", None)):
-        _wrap_train_step(model)
-
-
-def _wrap_train_step(model: tf.keras.Model) -> None:
-    """Puts a `training_step` around the `train_step` of a model, which `fit` calls."""
-    of_instance = vars(model).get("train_step")
-    if getattr(of_instance, "func", None) is not _train_step:
-        vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
-
-
-def _train_step(
-    model: tf.keras.Model, of_instance: Callable[..., Any] | None, *args: Any, **kwargs: Any
-) -> Any:
-    cls = type(model)
-    train_step = of_instance or cls.train_step.__get__(model, cls)
-    with training_step(model, keras_api.states(model)):
-        return train_step(*args, **kwargs)
+    wrappers = wrappers_among(optimizers)
+    if not wrappers and not is_scaled:
+        return
+    if wrappers:
+        loss_scale = wrappers[0].loss_scale
+    elif loss_scale is not None:
+        with model.distribute_strategy.scope():
+            loss_scale = copy.deepcopy(loss_scale)
+    is_float16 = model.compute_dtype == "float16" or _float16_layers(model)
+    model_steps.scale(model, loss_scale if is_float16 else None)
 
 
 def _has_lost_its_policy(model: tf.keras.Model, call: inspect.BoundArguments) -> bool:
@@ -200,8 +202,10 @@ def _is_compiled_with_ours(model: tf.keras.Model, call: inspect.BoundArguments) 
     """Whether the model was or is to be compiled with an optimizer or a loss of keras_mp."""
     optimizers = [call.arguments.get("optimizer"), getattr(model, "optimizer", None)]
     of_call, of_model = call.arguments.get("loss"), getattr(model, "loss", None)
-    given = [*tf.nest.flatten(of_call), *tf.nest.flatten(of_model)]
-    return bool(wrappers_among(optimizers)) or any(isinstance(each, losses.Loss) for each in given)
+    all_losses = [*tf.nest.flatten(of_call), *tf.nest.flatten(of_model)]
+    return bool(wrappers_among(optimizers)) or any(
+        isinstance(each, losses.Loss) for each in all_losses
+    )
 
 
 def _how_to_scale(
@@ -231,6 +235,7 @@ def _how_to_scale(
         "loss_scale": loss_scale_lib.get(loss_scale_lib.serialize(before.loss_scale)),
         "reduce_dtype": before.reduce_dtype,
         "warn_after_skips": before.warn_after_skips,
+        "raise_after_skips": before.raise_after_skips,
     }
 
 
@@ -257,9 +262,9 @@ def _wrap(
     own = find_loss_scale_optimizer(optimizer)
     if own is not None and not isinstance(own, LossScaleOptimizer):
         messages.warn(
-            "The model is compiled with tf.keras's own LossScaleOptimizer, which is left as it is. "
-            "keras_mp.LossScaleOptimizer is safer: it judges gradients of all replicas, keeps the "
-            "scale between a floor and a ceiling and leaves `iterations` alone on a skipped step. "
+            "The model is compiled with tf.keras's own LossScaleOptimizer, which is left as it "
+            "is. keras_mp.LossScaleOptimizer is safer: it checks the gradients of all replicas, "
+            "keeps the scale within bounds, and does not advance `iterations` in a skipped step. "
             "Pass the inner optimizer to compile() to get it."
         )
     if optimizer is None or own is not None:
@@ -312,9 +317,10 @@ def _warn_if_made_in_another_thread(model: tf.keras.Model) -> bool:
     made_with, policy = model.dtype_policy.name, keras_api.get_global_policy().name
     if made_with != policy:
         messages.warn(
-            f"The model {model.name!r} was made with the policy {made_with!r}, not with the global "
-            f"one, {policy!r}: Keras 3 keeps a global policy for each thread, and this thread has "
-            "not asked for ours. Call keras_mp.global_policy() in it before making the model."
+            f"The model {model.name!r} was made with the policy {made_with!r}, not with the "
+            f"global one, {policy!r}: Keras 3 keeps a global policy for each thread, and this "
+            "thread does not have it yet. Call keras_mp.global_policy() in this thread before you "
+            "create the model."
         )
     return made_with != policy
 
@@ -335,10 +341,10 @@ def _warn_if_set_too_late(model: tf.keras.Model) -> None:
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
     if policy.compute_dtype in LOW_PRECISION_NAMES and not dtypes & {*LOW_PRECISION_NAMES}:
         messages.warn(
-            f"The model {model.name!r} computes in {model.compute_dtype}, since it was made before "
-            f"the global policy was set to {policy.name!r}: a layer keeps the policy that it was "
-            f'made with. Move the line keras_mp.set_global_policy("{policy.name}") up, above '
-            "those that make the model. (A model that is to stay as it is can be made under "
+            f"The model {model.name!r} computes in {model.compute_dtype}, since it was made "
+            f"before the global policy was set to {policy.name!r}: a layer keeps the policy under "
+            f'which it was created. Move the line keras_mp.set_global_policy("{policy.name}") up, '
+            "above those that make the model. (A model that is to stay as it is can be made under "
             f'keras_mp.policy_scope("{model.dtype_policy.name}").)'
         )
 

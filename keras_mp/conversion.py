@@ -33,13 +33,13 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
 
     With a dict, only the layers with these paths get other policies, and the layers inside of
     them. A path is the names on the way down to a layer, such as "encoder/dense"; the path ""
-    stands for all layers that no other one names. `keras_mp.numerics.tune` and `advise` give such
+    stands for all layers that no other one names. `keras_mp.numerics.tune` and `advice` give such
     dicts, which `convert` also takes as JSON.
 
     Args:
         model: A model of `tf.keras`: Sequential, functional, or a subclass with a `get_config`.
         policy: As for `set_global_policy`: a name, a dtype or a policy. Or a dict of paths of
-            layers and such policies; the result of `keras_mp.numerics.tune` or `advise`; or the
+            layers and such policies; what `keras_mp.numerics.tune` or `advice()` returned; or the
             dict, or the result of `tune`, as JSON: a text, or a path that ends with ".json".
 
     Returns:
@@ -73,7 +73,7 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
             f"converted. Keras said: {error}"
         ) from error
     layers = keras_api.flatten_layers(model)
-    classes = {type(layer).__name__: type(layer) for layer in layers if not _is_known(layer)}
+    classes = _by_unique_name(type(layer) for layer in layers if not _is_known(layer))
     policies, dtypes = _read(policy), _FLOATING_NAMES
     if isinstance(policies, Mapping):
         _check_paths(model, policies)
@@ -93,33 +93,53 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
             serialized = {
                 path: tf.keras.utils.serialize_keras_object(each) for path, each in wanted.items()
             }
-            for path, layer_config in _layer_configs(config):
+            by_path, functions = layers_by_path(model), {}
+            names = {cls: name for name, cls in classes.items()}
+            for path, layer_config, serialized_layer in _layer_configs(config):
+                layer: Any = by_path.get(path)
+                if type(layer) in names:
+                    # Other classes may have the name that Keras gave it.
+                    serialized_layer.update(registered_name=names[type(layer)])
+                if isinstance(layer, tf.keras.layers.Lambda):
+                    functions |= keras_api.name_functions(layer, layer_config)
                 dtype = _nearest(path, serialized)
                 if dtype is not None and _compute_dtype(layer_config["dtype"]) in dtypes:
                     layer_config["dtype"] = dtype
-            converted = type(model).from_config(config)
+            # On Keras 3 a scope hides the one around it.
+            with tf.keras.utils.custom_object_scope({**classes, **functions}):
+                converted = type(model).from_config(config)
             if model.built and not converted.built:
                 converted.build_from_config(model.get_build_config())
         except Exception as error:  # A user's class may raise anything.
             culprit, error = _culprit(model) or (model, error)
             what = "it" if culprit is model else f"its layer {culprit.name!r}"
             raise ValueError(
-                f"The model {model.name!r} cannot be converted, since {what} cannot be made anew "
+                f"The model {model.name!r} cannot be converted, since {what} cannot be recreated "
                 f"from a config: give the class {type(culprit).__name__} a `get_config` with all "
                 "arguments of the constructor, or build the model yourself under the other policy "
                 f"and use `set_weights`. Received: {type(error).__name__}: {error}"
             ) from error
-    shapes = [tuple(weight.shape) for weight in weights]
-    remade_shapes = [tuple(weight.shape) for weight in converted.weights]
+    shapes = [tuple(weight.shape) for weight in keras_api.variables(model)]
+    remade_shapes = [tuple(weight.shape) for weight in keras_api.variables(converted)]
     if shapes != remade_shapes:
         raise ValueError(
-            f"The model {model.name!r} cannot be converted: what is made from its config has other "
-            "weights. Layers that the constructor does not make have to be in the config. "
+            f"The model {model.name!r} cannot be converted: a model created from its config has "
+            "other weights. Layers that the constructor does not create must be in the config. "
             f"Expected shapes {shapes}. Received: {remade_shapes}"
         )
     _check_dtypes(model, converted, wanted)
+    _keep_names(model, converted)
     converted.set_weights(weights)
     return converted
+
+
+def _keep_names(model: tf.keras.Model, converted: tf.keras.Model) -> None:
+    """Gives layers their names again, which those have lost whose config has no name."""
+    for layer, copy in zip(
+        layers_by_path(model).values(), layers_by_path(converted).values(), strict=True
+    ):
+        if copy.name != layer.name:
+            keras_api.rename(copy, layer.name)
 
 
 def _read(policy: Any) -> Any:
@@ -137,8 +157,8 @@ def _read(policy: Any) -> Any:
         policies = policies.get("policies", policies)
     if not isinstance(policies, dict) or not all(isinstance(v, str) for v in policies.values()):
         raise ValueError(
-            "Expected JSON with an object of paths of layers and names of policies, or what "
-            f"`keras_mp.numerics.tune(...).to_json()` returned. Received: {text[:200]}"
+            "Expected a JSON object that maps paths of layers to names of policies, or the result "
+            f"of `keras_mp.numerics.tune(...).to_json()`. Received: {text[:200]}"
         )
     return policies
 
@@ -159,7 +179,7 @@ def paths_in_config(model: tf.keras.Model) -> set[str]:
     Args:
         model: A model of `tf.keras` with a `get_config`.
     """
-    return {path for path, _ in _layer_configs(model.get_config())}
+    return {path for path, *_ in _layer_configs(model.get_config())}
 
 
 def units_by_path(model: tf.keras.Model) -> dict[str, tf.keras.layers.Layer]:
@@ -220,9 +240,9 @@ def _check_paths(model: tf.keras.Model, paths: Iterable[str]) -> None:
     made_inside = sorted(set(paths) - in_configs)
     if made_inside:
         raise ValueError(
-            f"The layers {made_inside} of the model {model.name!r} are made by the layer or model "
-            "that they are in, so its config holds no policy of theirs. Name that one, or have its "
-            f"class take one for them. Expected some of {sorted(in_configs)}. "
+            f"The layers {made_inside} of the model {model.name!r} are created by the layer or "
+            "model that contains them, whose config has no policies for them. Name that layer, or "
+            f"let its class take policies for them. Expected some of {sorted(in_configs)}. "
             f"Received: {list(paths)}"
         )
 
@@ -240,10 +260,10 @@ def _check_dtypes(
             continue
         if new.compute_dtype != policy.compute_dtype:
             raise ValueError(
-                f"The model {model.name!r} cannot be converted, since its layer {old.name!r} stays "
-                f"in {new.compute_dtype}: let its class {type(old).__name__} pass the `dtype` that "
-                "it is made with on to its base class, and to the layers that it makes. "
-                f"Received: {policy.name!r}"
+                f"The model {model.name!r} cannot be converted, since its layer {old.name!r} "
+                f"stays in {new.compute_dtype}: let its class {type(old).__name__} pass its "
+                "argument `dtype` to its base class, and to the layers that it creates. Received: "
+                f"{policy.name!r}"
             )
 
 
@@ -259,8 +279,22 @@ def _scoped(policy: Any) -> Any:
         return scoped
 
 
-def _layer_configs(config: object, path: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the paths and configs of layers in the config of a model, however deep."""
+def _by_unique_name(classes: Iterable[type]) -> dict[str, type]:
+    """Returns classes by names: their own, if no other of these classes has it."""
+    named: dict[str, type] = {}
+    for cls in dict.fromkeys(classes):
+        name = cls.__name__
+        named[name if name not in named else f"{name} ({len(named)})"] = cls
+    return named
+
+
+def _layer_configs(
+    config: object, path: str | None = None, around: dict[str, Any] | None = None
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yields the paths and configs of layers in the config of a model, however deep.
+
+    With each comes the dict around the config, which names the class; empty if there is none.
+    """
     if isinstance(config, dict):
         is_layer = {"trainable", "dtype"} <= config.keys()  # an input is not trainable
         if is_layer or {"name", "layers"} <= config.keys():  # a model of Keras 2 has no dtype
@@ -268,9 +302,9 @@ def _layer_configs(config: object, path: str | None = None) -> Iterator[tuple[st
             # constructor of the class does not call the rest of its arguments `kwargs`.
             path = "" if path is None else f"{path}/{config.get('name', '')}".lstrip("/")
         if is_layer:
-            yield path or "", config
-        for value in config.values():
-            yield from _layer_configs(value, path)
+            yield path or "", config, {} if around is None else around
+        for key, value in config.items():
+            yield from _layer_configs(value, path, config if key == "config" else None)
     elif isinstance(config, list | tuple):
         for value in config:
             yield from _layer_configs(value, path)

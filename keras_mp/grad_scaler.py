@@ -13,14 +13,13 @@ from keras_mp import all_reduce_optimizer, hardware, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
-from keras_mp.step import gradients, other_adapters, replicas, state_rollback
+from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
 from keras_mp.step.calls import NoCalls
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.step.scaler import Scaler
+from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.step.scaler_calls import ScalerCalls
-from keras_mp.step.scaler_properties import ScalerProperties
-from keras_mp.support import host, validation
+from keras_mp.support import host, selection, validation
 from keras_mp.support.autograph import do_not_convert
 
 NewScale = float | tf.Tensor | tf.Variable | LossScale
@@ -51,7 +50,7 @@ class GradScaler(ScalerProperties, tf.Module):
     `update` is called once for all of them.
 
     Args:
-        loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, or a
+        loss_scale: `"dynamic"` (the default), a positive number for a fixed scale, or a
             `keras_mp.LossScale`. None scales nothing, and skips nothing unless `skip_nonfinite`.
         enabled: bool. False has the effect of `loss_scale=None`, whatever the other arguments are:
             the same calls, without loss scaling. Defaults to True.
@@ -66,6 +65,9 @@ class GradScaler(ScalerProperties, tf.Module):
         warn_after_skips: int, or None for never. After how many steps in a row in which an
             optimizer was skipped to warn, and to say whether the loss itself is non-finite or only
             its gradients. Defaults to 50.
+        raise_after_skips: int, or None for never (the default). After how many skipped steps in a
+            row to end training with a RuntimeError; in a function it comes as a `tf.errors.OpError`
+            with the same text, and where XLA compiles the step, as late as a warning would.
         name: str. Name of the module.
 
     Raises:
@@ -90,7 +92,7 @@ class GradScaler(ScalerProperties, tf.Module):
     """
 
     _scaler: Scaler[ScalerCalls | NoCalls]
-    _given: LossScale | None
+    _configured: LossScale | None
 
     def __init__(
         self,
@@ -101,22 +103,24 @@ class GradScaler(ScalerProperties, tf.Module):
         aggregate_in_float16: bool | None = None,
         reduce_dtype: str | tf.DType | None = None,
         warn_after_skips: int | None = 50,
+        raise_after_skips: int | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name or "grad_scaler")
-        given = loss_scale_lib.get(loss_scale)
+        configured = loss_scale_lib.get(loss_scale)
         self._enabled = validation.boolean("enabled", enabled)
         self._skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
-        used = given if enabled and given is not None else FixedLossScale(1)
+        used = configured if enabled and configured is not None else FixedLossScale(1)
         # Not an attribute, which checkpoints would contain.
-        vars(self)["_given"] = given
+        vars(self)["_configured"] = configured
         self._scaler = Scaler(
             used,
-            (ScalerCalls if used is given else NoCalls)(used),
+            (ScalerCalls if used is configured else NoCalls)(used),
             skip_nonfinite=enabled and skip_nonfinite,
             reduce_dtype=reduce_dtype,
             aggregate_in_float16=aggregate_in_float16,
             warn_after_skips=warn_after_skips,
+            raise_after_skips=raise_after_skips,
             at_update=True,
         )
         hardware.warn_if_slow()
@@ -167,7 +171,7 @@ class GradScaler(ScalerProperties, tf.Module):
         """
         self._check_mode()
         return self._scaler.calls.unscale(
-            gradients.convert(grads), optimizer, self._scaler.handler is not None
+            gradients.convert(grads), optimizer, may_skip=self._scaler.handler is not None
         )
 
     @do_not_convert
@@ -205,13 +209,13 @@ class GradScaler(ScalerProperties, tf.Module):
                 f"grads_and_vars={pairs!r}"
             )
         adapter.build([variable for _, variable in pairs])
-        with self._scaler.calls.apply(optimizer, [variable for _, variable in pairs]) as given:
+        with self._scaler.calls.apply(optimizer, [variable for _, variable in pairs]) as call:
 
             def refuse() -> None:
-                given.refuse()
+                call.refuse()
                 self._scaler.skipped.total.assign_add(1, read_value=False)
 
-            state = given._replace(refuse=refuse)
+            state = call._replace(refuse=refuse)
             _, finite = self._scaler.step(adapter, pairs, state, aggregate=aggregate)
         applied = [each for each in (finite, state.is_allowed) if each is not None]
         return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
@@ -238,20 +242,18 @@ class GradScaler(ScalerProperties, tf.Module):
         if new_scale is not None:
             new_scale = self._checked_scale(new_scale)
         handler = self._scaler.handler
-        has_stepped, report = self._scaler.calls.update()
-        if new_scale is not None:
-            report = lambda: None  # noqa: E731
+        has_stepped, report = self._scaler.calls.update(begins_anew=new_scale is not None)
 
         def move(tensors: list[tf.Tensor]) -> None:
             stepped = tensors.pop(0) if tf.is_tensor(has_stepped) else has_stepped
             if handler is not None:
                 handler.update(stepped, report, *tensors)
             elif stepped is not True:
-                tf.cond(stepped, lambda: None, report)
+                selection.choose(stepped, lambda: None, report)
 
         known_later = [has_stepped] if isinstance(has_stepped, tf.Tensor) else []
-        given = [] if new_scale is None else [new_scale]
-        replicas.once_for_all_replicas(move, [*known_later, *given])
+        scales = [] if new_scale is None else [new_scale]
+        replicas.once_for_all_replicas(move, [*known_later, *scales])
         state_rollback.step_is_over()
 
     def get_config(self) -> dict[str, Any]:
@@ -260,12 +262,12 @@ class GradScaler(ScalerProperties, tf.Module):
         The state of the loss scale is not among them: it is in checkpoints.
         """
         return {
-            "loss_scale": loss_scale_lib.serialize(self._given),
+            "loss_scale": loss_scale_lib.serialize(self._configured),
             "enabled": self._enabled,
             "skip_nonfinite": self._skip_nonfinite,
             "aggregate_in_float16": self.aggregate_in_float16,
             "reduce_dtype": self.reduce_dtype,
-            "warn_after_skips": self.warn_after_skips,
+            **self._config_of_skips(),
             "name": self.name,
         }
 
@@ -281,8 +283,9 @@ class GradScaler(ScalerProperties, tf.Module):
         """
         return cls(**config)
 
-    def _note_tape(self) -> None:
-        self._scaler.calls.by_tape()
+    @property
+    def _calls(self) -> ScalerCalls | NoCalls:
+        return self._scaler.calls
 
     def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:
         loss_scale = self._scaler.loss_scale
@@ -323,16 +326,16 @@ def _adapter_of(optimizer: Any) -> OptimizerAdapter:
     """Returns the adapter of an optimizer, or refuses it."""
     if find_loss_scale_optimizer(optimizer) is not None or isinstance(optimizer, _SCALING_OF_V1):
         raise TypeError(
-            "A GradScaler needs an optimizer without loss scaling: this one has a scale of its own "
-            "and would scale twice. Pass the one inside of it, which is its `inner_optimizer`, and "
-            f"use that one alone. Received: optimizer={optimizer!r}"
+            "A GradScaler needs an optimizer without loss scaling: this one has a loss scale of "
+            "its own, and the loss would be scaled twice. Pass its `inner_optimizer`, and use "
+            f"only that. Received: optimizer={optimizer!r}"
         )
     all_reduce_optimizer.refuse_inside(optimizer, "GradScaler")
     adapter, hint = None, optimizer_wrapper.hint(optimizer)
     if not callable(getattr(optimizer, "apply_scaled_gradients", None)):
         adapter = optimizer_wrapper.adapter_of(optimizer)
     if adapter is None and not hint:
-        adapter = other_adapters.other_adapter(optimizer)
+        adapter = optimizer_adapter.other_adapter(optimizer)
     if adapter is None:
         raise TypeError(
             "Expected an optimizer of `tf.keras`, a tf.compat.v1.train.Optimizer, an object with a "

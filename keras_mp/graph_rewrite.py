@@ -53,7 +53,7 @@ def enable_mixed_precision_graph_rewrite(
 
     Args:
         optimizer: An optimizer of `tf.keras` of any family, or a `tf.compat.v1.train.Optimizer`.
-        loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, or a
+        loss_scale: `"dynamic"` (the default), a positive number for a fixed scale, or a
             `keras_mp.LossScale`; with an optimizer of `tf.compat.v1` all that
             `keras_mp.compat.v1.LossScaleOptimizer` takes. bfloat16 needs none, and it is not used.
         dtype: "float16", which TensorFlow rewrites to on Nvidia GPUs of compute capability 7.0 and
@@ -293,15 +293,15 @@ def change_op_lists(
     if passes.enabled_dtype() is not None:
         raise RuntimeError(
             "The lists cannot be changed while the graph rewrite is on: functions that have run "
-            "keep the graph that they have, and others would not. Change them before "
+            "keep their graphs, and other functions would use the new lists. Change them before "
             "enable_mixed_precision_graph_rewrite(), or after "
             "disable_mixed_precision_graph_rewrite() for functions that are new."
         )
     changes = {"allow": allow, "infer": infer, "deny": deny, "clear": clear, "none": none}
     named: list[str] = []
-    for of, ops in changes.items():
+    for name, ops in changes.items():
         if isinstance(ops, str):
-            raise TypeError(f"`{of}` must be a list of names. Received: {of}={ops!r}")
+            raise TypeError(f"`{name}` must be a list of names. Received: {name}={ops!r}")
         named += ops
     unknown = [op for op in named if not (hasattr(tf.raw_ops, op) or op.startswith("_"))]
     twice = sorted({op for op in named if named.count(op) > 1})
@@ -317,8 +317,8 @@ def _enabled(what: str) -> str:
     dtype = passes.enabled_dtype()
     if dtype is None:
         raise RuntimeError(
-            f"{what}() is about the graph rewrite, which is not on. Call "
-            "keras_mp.enable_mixed_precision_graph_rewrite() before."
+            f"{what}() needs the graph rewrite, which is off. Call "
+            "keras_mp.enable_mixed_precision_graph_rewrite() first."
         )
     return dtype
 
@@ -329,8 +329,8 @@ def _refuse_policies() -> None:
         raise ValueError(
             "The graph rewrite and a mixed policy of tf.keras do the same by different means: use "
             f"one of them. The global policy is {policy.name!r}. Call "
-            "keras_mp.set_global_policy(None) before, or leave the graph rewrite out, which is "
-            "better: a policy works in eager code and with XLA too."
+            "keras_mp.set_global_policy(None) first; or, better, do without the graph rewrite: a "
+            "policy works in eager code and with XLA too."
         )
 
 
@@ -339,9 +339,8 @@ def _refuse_second(optimizer: _Optimizer) -> None:
     dtype = passes.enabled_dtype()
     if foreign is not None:
         raise ValueError(
-            f"Graphs are rewritten already, by {foreign}. Turn that off, which scales no loss or "
-            "scales it in another way. "
-            f"Received: optimizer={optimizer!r}"
+            f"Graphs are rewritten already, by {foreign}. Turn that off: it does not scale the "
+            f"loss, or scales it in another way. Received: optimizer={optimizer!r}"
         )
     if dtype is not None:
         wrap = (
@@ -352,8 +351,8 @@ def _refuse_second(optimizer: _Optimizer) -> None:
         )
         raise ValueError(
             f"The graph rewrite is on already, for {dtype}: {wrap}, or call "
-            "keras_mp.disable_mixed_precision_graph_rewrite() before. "
-            f"Received: optimizer={optimizer!r}"
+            "keras_mp.disable_mixed_precision_graph_rewrite() first. Received: "
+            f"optimizer={optimizer!r}"
         )
 
 
@@ -362,8 +361,8 @@ def _refuse_scaling(optimizer: _Optimizer) -> None:
     in_keras = [find_loss_scale_optimizer(optimizer), is_of_keras and wrapper_of(optimizer)]
     if any(in_keras) or v1.scales_loss(optimizer):
         raise ValueError(
-            "The optimizer scales the loss already: pass the one inside. "
-            f"Received: optimizer={optimizer!r}"
+            "The optimizer already scales the loss: pass its inner optimizer. Received: "
+            f"optimizer={optimizer!r}"
         )
 
 

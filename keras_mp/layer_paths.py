@@ -31,16 +31,18 @@ def layers_by_path(
     >>> list(layers_by_path(tf.keras.Sequential([tf.keras.Input([1]), inner])))
     ['inner', 'inner/dense']
     """
-    seen = {id(model)}
+    visited = {id(model)}
 
     def below(
         layer: tf.keras.layers.Layer, path: str
     ) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
         names: dict[str, int] = {}
         for child in _children(layer):
-            if id(child) in seen or (isinstance(child, tf.keras.layers.InputLayer) and not inputs):
+            if id(child) in visited or (
+                isinstance(child, tf.keras.layers.InputLayer) and not inputs
+            ):
                 continue
-            seen.add(id(child))
+            visited.add(id(child))
             names[child.name] = names.get(child.name, 0) + 1
             count = f"#{names[child.name]}" if names[child.name] > 1 else ""
             child_path = f"{path}{child.name}{count}"
@@ -122,11 +124,11 @@ def _weights_by_path(
     for path, layer in {"": model, **layers_by_path(model)}.items():
         # A layer that is in several others has its path from one of them only.
         inside = {id(weight) for child in _children(layer) for weight in child.weights}
-        for weight in layer.weights:
+        for weight in keras_api.variables(layer):
             if id(weight) not in inside:
                 owners[id(weight)] = path and f"{path}/", layer
     found: dict[str, tuple[tf.Variable, tf.keras.layers.Layer]] = {}
-    for weight in model.weights:
+    for weight in keras_api.variables(model):
         path, layer = owners[id(weight)]
         name, count = path + _name_in(layer, weight), 1
         while (unique := f"{name}#{count}" if count > 1 else name) in found:

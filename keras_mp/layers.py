@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, variables
-from keras_mp.support import marks, messages
+from keras_mp import keras_api, raw_inputs, variables
+from keras_mp.op_autocast import promotion
+from keras_mp.support import marks, messages, validation
 from keras_mp.support.dtypes import FLOATING
 from keras_mp.variables import type_errors
 from keras_mp.variables.scope import share_scope
@@ -30,6 +31,7 @@ _CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdi
 _NAME_FIRST = ("name", "shape", "dtype", "initializer", "regularizer", "trainable", "constraint")
 _SHAPE_FIRST = ("shape", "initializer", "dtype")
 
+_PROMOTED = contextlib.nullcontext()
 _warned_of: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -47,17 +49,25 @@ class Layer(keras_api.BaseLayer):
     `Dense(10, dtype=self.dtype_policy)`.
 
     A bare `tf.Variable` attribute does not cast itself: in a mixed layer a `MixedPrecisionWarning`
-    says so, once for each class. An error about dtypes inside `call` is raised again as a
+    says so, once for each class. Where 16-bit and float32 tensors meet, TensorFlow's operations
+    compute in float32. What is refused all the same, or with `strict_dtypes`, is raised again as a
     `TypeError` that names the layer, the line, both dtypes and the likely cure.
 
     Args:
         *args: for Keras 2, whose layers take `trainable`, `name` and `dtype` by position.
+        strict_dtypes: bool. True raises an error where a 16-bit tensor meets a float32 one inside
+            `call`. Defaults to False: the operation is computed in float32, which is slower.
         **kwargs: those of `tf.keras.layers.Layer`: `name`, `dtype` (a policy or its name),
             `trainable`, `autocast` (False casts no argument) and others.
 
     Attributes:
         keep_dtype: names of arguments of `call` that are passed on as they are, not cast and not
             copied; a class sets it. By default none.
+        reads_raw: bool or None. True makes it a layer for numbers as they come from the world:
+            whatever its 16-bit policy, it is a float32 layer, whose arguments are not rounded
+            first, and its result is rounded once. False is for a layer whose `call` assigns to its
+            weights, and which computes in 16 bits all the same. A class sets it. Defaults to None:
+            True for a layer whose `call` assigns to its weights.
         dtype_policy: the layer's dtype policy.
         compute_dtype: str. The dtype of computations and outputs.
         variable_dtype: str. The dtype of weights.
@@ -81,12 +91,16 @@ class Layer(keras_api.BaseLayer):
     """
 
     keep_dtype: Collection[str] = ()
+    reads_raw: bool | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _adopt_call(cls)
+        if cls.reads_raw:
+            raw_inputs.let_read_raw(cls)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, strict_dtypes: bool = False, **kwargs: Any) -> None:
+        vars(self)["_strict_dtypes"] = validation.boolean("strict_dtypes", strict_dtypes)
         # The class may have another `call` by now.
         _adopt_call(type(self))
         super().__init__(*args, **kwargs)
@@ -119,8 +133,8 @@ class Layer(keras_api.BaseLayer):
         Source: RFC 293, "Layer variables".
         """
         order = _NAME_FIRST if args and isinstance(args[0], str | None) else _SHAPE_FIRST
-        given = dict(zip(order, args))
-        if len(args) > len(order) or given.keys() & kwargs.keys():
+        positional = dict(zip(order, args))
+        if len(args) > len(order) or positional.keys() & kwargs.keys():
             raise TypeError(
                 f"add_weight takes {', '.join(order)} by position, each of them once. "
                 f"Received: {args} and {kwargs}"
@@ -131,7 +145,7 @@ class Layer(keras_api.BaseLayer):
                 "`experimental_autocast` is the older name of `autocast`; pass one of them. "
                 f"Received: {autocast=}, {experimental_autocast=}"
             )
-        return super().add_weight(autocast=casts.pop() if casts else True, **given, **kwargs)
+        return super().add_weight(autocast=casts.pop() if casts else True, **positional, **kwargs)
 
     @property
     def losses(self) -> list[tf.Tensor]:
@@ -164,7 +178,9 @@ class Layer(keras_api.BaseLayer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, and warns of a variable that does not cast itself."""
-        if name == "call":
+        # Keras 2 replaces `call` while it saves, and sets its own again.
+        is_own = getattr(value, "__self__", None) is self and hasattr(value, "_runs_in_the_policy")
+        if name == "call" and not (is_own or keras_api.is_call_for_saving(value)):
             value = types.MethodType(_run_in_the_policy(_unbound(value)), self)
         is_bare = any(self._is_bare(v) for v in _variables_in(value))
         super().__setattr__(name, value)
@@ -212,8 +228,8 @@ class Layer(keras_api.BaseLayer):
         call = signature.bind(self, *args, **kwargs)
         for name, value in list(call.arguments.items())[1:]:
             if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                kept = {key: each for key, each in value.items() if key in self.keep_dtype}
-                call.arguments[name] = {**_cast(value, dtype), **kept}
+                unchanged = {key: each for key, each in value.items() if key in self.keep_dtype}
+                call.arguments[name] = {**_cast(value, dtype), **unchanged}
             elif name not in self.keep_dtype:
                 call.arguments[name] = _cast(value, dtype)
         return call.args[1:], call.kwargs
@@ -264,7 +280,7 @@ def _run_in_the_policy(call: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(call)
     def run(self: Layer, *args: Any, **kwargs: Any) -> object:
-        with self._scope():
+        with self._scope(), promotion.refused() if self._strict_dtypes else _PROMOTED:
             args, kwargs = self._cast_arguments(args, kwargs, signature)
             try:
                 return call(self, *args, **kwargs)
@@ -292,11 +308,11 @@ def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
 def _cast(value: Any, dtype: tf.DType) -> Any:
     """Casts the tensors in an argument, and copies its containers."""
     if isinstance(value, _TENSORS):
-        return marks.cast(value, dtype)
+        return raw_inputs.cast_input(value, dtype)
     if keras_api.is_weight(value):
         return marks.cast(tf.convert_to_tensor(value), dtype)
     if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, "f4", "f8"):
-        return tf.cast(tf.convert_to_tensor(np.asarray(value)), dtype)
+        return raw_inputs.cast_input(tf.convert_to_tensor(np.asarray(value)), dtype)
     if isinstance(value, dict):
         before = list(value.values())
     elif isinstance(value, list | tuple):
@@ -313,9 +329,9 @@ def _cast(value: Any, dtype: tf.DType) -> Any:
         return _copy_with(value, after)
     except Exception as error:
         raise TypeError(
-            f"An argument of type {type(value)} has to be copied so that a tensor in it can be "
-            "cast, and refuses that. Name the argument in the `keep_dtype` of the layer's class. "
-            f"Received: {value}"
+            f"An argument of type {type(value)} has to be copied, so that a tensor in it can be "
+            "cast, but cannot be copied. Name the argument in the `keep_dtype` of the layer's "
+            f"class. Received: {value}"
         ) from error
 
 

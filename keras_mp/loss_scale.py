@@ -15,7 +15,7 @@ from keras_mp.step.loss_scales import (
     FixedLossScale,
     LossScale,
 )
-from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, next_state
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE, MIN_LOSS_SCALE, LossScaleState, next_state
 from keras_mp.support import messages
 
 __all__ = [
@@ -39,7 +39,7 @@ DEFAULT_DYNAMIC = {
         "multiplier": 2.0,
         "backoff_multiplier": 0.5,
         "hysteresis": 1,
-        "min_loss_scale": 1.0,
+        "min_loss_scale": MIN_LOSS_SCALE,
         "max_loss_scale": LARGEST,
     },
 }
@@ -49,8 +49,8 @@ def get(loss_scale: LossScaleArgument) -> LossScale | None:
     """Converts a number, a name, a config or another loss scale to a `LossScale`.
 
     Args:
-        loss_scale: None, a `LossScale`, `"dynamic"`, a number of at least 1 (a fixed scale), the
-            result of `serialize`, or a `tf.compat.v1.mixed_precision` loss scale (which warns).
+        loss_scale: None, a `LossScale`, `"dynamic"`, a positive number (a fixed scale), the result
+            of `serialize`, or a `tf.compat.v1.mixed_precision` loss scale (which warns).
 
     Returns:
         A `LossScale`, or None for None.
@@ -73,7 +73,7 @@ def get(loss_scale: LossScaleArgument) -> LossScale | None:
             return DynamicLossScale()
         raise ValueError(
             "The only string that names a loss scale is 'dynamic'. "
-            f"Expected None, 'dynamic', a number of at least 1 or a keras_mp.LossScale. "
+            f"Expected None, 'dynamic', a positive number or a keras_mp.LossScale. "
             f"Received: loss_scale={loss_scale!r}"
         )
     if isinstance(loss_scale, dict):
@@ -83,7 +83,7 @@ def get(loss_scale: LossScaleArgument) -> LossScale | None:
     if isinstance(loss_scale, numbers.Real):
         return FixedLossScale(loss_scale)  # pyright: ignore[reportArgumentType]
     raise TypeError(
-        "Cannot interpret `loss_scale`. Expected None, 'dynamic', a number of at least 1 or a "
+        "Cannot interpret `loss_scale`. Expected None, 'dynamic', a positive number or a "
         f"keras_mp.LossScale. Received: loss_scale={loss_scale!r} (of type {type(loss_scale)})"
     )
 
@@ -126,17 +126,27 @@ def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
     """
     if loss_scale is None:
         return None
-    return {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()}
+    return {"class_name": _name_in_files(type(loss_scale)), "config": loss_scale.get_config()}
+
+
+def _name_in_files(cls: type) -> str:
+    """Returns the name of a class in configs: with its module, but for those of keras_mp."""
+    is_ours = cls.__module__.startswith("keras_mp.")
+    return cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _deserialize(config: dict[str, Any]) -> LossScale:
     name = config.get("class_name")
-    if name not in CLASSES:
+    classes = {_name_in_files(cls): cls for cls in CLASSES.values()}
+    # A class may have moved to another module since, or the file does not name its module.
+    moved = [cls for cls in classes.values() if cls.__name__ == str(name).rpartition(".")[2]]
+    if name not in classes and len(moved) != 1:
         raise ValueError(
-            f"Unknown loss scale class. Expected one of {sorted(CLASSES)} (import the module that "
+            f"Unknown loss scale class. Expected one of {sorted(classes)} (import the module that "
             f"defines your own class before loading). Received: {config!r}"
         )
-    return CLASSES[name].from_config(config["config"])
+    cls = classes[name] if name in classes else moved[0]
+    return cls.from_config(config["config"])
 
 
 def _from_compat_v1(old: Any) -> LossScale:
@@ -151,4 +161,4 @@ def _from_compat_v1(old: Any) -> LossScale:
         f"tf.compat.v1.mixed_precision.{name} was converted to keras_mp.{name}: its state starts "
         f"afresh. Pass a keras_mp.{name} to silence this."
     )
-    return CLASSES[name].from_config(old.get_config())
+    return get({"class_name": name, "config": old.get_config()})  # pyright: ignore

@@ -3,6 +3,7 @@
 RFC 293, "LossScaleGradientTape". This module needs TensorFlow only.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grad_scaler import GradScaler
-from keras_mp.step import gradients, replicas
+from keras_mp.step import finiteness, gradients, replicas
 from keras_mp.step.loss_scales import DynamicLossScale
-from keras_mp.step.schedule import LossScaleState
+from keras_mp.step.schedule import MIN_LOSS_SCALE, LossScaleState
 from keras_mp.support import validation
 from keras_mp.support.autograph import do_not_convert
 
@@ -124,6 +125,8 @@ class LossScaleGradientTape(tf.GradientTape):
                 "LossScaleGradientTape.gradient() is called in a replica context: inside the "
                 "function that is passed to `strategy.run`."
             )
+        if self._scaler is not None:
+            self._scaler._calls.refuse_tape_beside_scale()
         targets = [self._widened(each) for each in tf.nest.flatten(target)]
         if output_gradients is None:
             factors = [tf.ones_like(each) for each in targets]
@@ -140,9 +143,9 @@ class LossScaleGradientTape(tf.GradientTape):
             structure[:] = [of_sources]
             return gradients.unscale(tf.nest.flatten(of_sources), scale)
 
-        grads = self._search(compute, gradients.all_finite(targets))
-        if not self._is_kept:
-            self._forget()
+        with self._paused():
+            grads = self._search(compute, targets)
+        self._is_over()
         return tf.nest.pack_sequence_as(structure[0], grads)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +166,18 @@ class LossScaleGradientTape(tf.GradientTape):
         with self:
             return tf.cast(target, tf.float32)
 
-    def _forget(self) -> None:
+    def _paused(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager in which gradients are computed.
+
+        What is computed there is not to be differentiated, unless the tape is asked again.
+        """
+        is_recording = self._is_entered and not self._is_kept
+        return self.stop_recording() if is_recording else contextlib.nullcontext()
+
+    def _is_over(self) -> None:
+        """Forgets what was recorded, unless the tape is asked again."""
+        if self._is_kept:
+            return
         self._watched_before = super().watched_variables()
         if self._is_entered:
             self.reset()
@@ -171,10 +185,11 @@ class LossScaleGradientTape(tf.GradientTape):
             with self:
                 self.reset()
 
-    def _search(self, compute: Callable[[tf.Tensor], list[Any]], is_worth_it: tf.Tensor) -> list:
+    def _search(self, compute: Callable[[tf.Tensor], list[Any]], targets: list[tf.Tensor]) -> list:
         """Computes gradients at the highest scale, from the current one down, that works."""
+        loss_is_finite = finiteness.all_finite(targets)
         start = self._loss_scale()
-        floor = getattr(self._loss_scale, "min_loss_scale", 1.0)
+        floor = getattr(self._loss_scale, "min_loss_scale", MIN_LOSS_SCALE)
         first = compute(start)
         positions = [i for i, gradient in enumerate(first) if gradient is not None]
 
@@ -183,20 +198,22 @@ class LossScaleGradientTape(tf.GradientTape):
 
         def goes_on(retries: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tf.Tensor:
             is_left = (retries < self._max_retries) & (scale_after(retries) > floor)
-            return is_worth_it & tf.logical_not(finite) & is_left
+            return loss_is_finite & tf.logical_not(finite) & is_left
 
         def again(retries: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tuple:
             again = compute(scale_after(retries + 1))
-            return retries + 1, gradients.all_finite(again), *(again[i] for i in positions)
+            for i in positions:
+                _set_shapes(again[i], first[i])
+            return retries + 1, finiteness.all_finite(again), *(again[i] for i in positions)
 
-        state = (tf.constant(0), gradients.all_finite(first), *(first[i] for i in positions))
+        state = (tf.constant(0), finiteness.all_finite(first), *(first[i] for i in positions))
         if self._max_retries:
             state = tf.while_loop(goes_on, again, state)
         retries, finite, *found = state
         if isinstance(self._loss_scale, DynamicLossScale):
-            self._move(self._loss_scale, retries, finite, scale_after)
+            self._move(self._loss_scale, retries, finite, loss_is_finite, scale_after)
         if self._scaler is not None:
-            self._scaler._note_tape()
+            self._scaler._calls.by_tape(targets)
         grads: list[Any] = [None] * len(first)
         for i, gradient in zip(positions, found, strict=True):
             grads[i] = gradient
@@ -207,14 +224,17 @@ class LossScaleGradientTape(tf.GradientTape):
         scale: DynamicLossScale,
         retries: tf.Tensor,
         finite: tf.Tensor,
+        loss_is_finite: tf.Tensor,
         scale_after: Callable[[tf.Tensor], tf.Tensor],
     ) -> None:
         """Moves the scale to where the gradients of all replicas were finite."""
-        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
-            retries, finite = _most_of_all_replicas(retries, finite, self._max_retries)
+        if replicas.are_several():
+            retries, finite, loss_is_finite = _worst_of_all_replicas(
+                retries, finite, loss_is_finite, self._max_retries
+            )
 
         def move(tensors: list[tf.Tensor]) -> None:
-            was_lowered, finite, lowered = tensors
+            was_lowered, finite, loss_is_finite, lowered = tensors
 
             def go_on() -> None:
                 zero = tf.constant(0, tf.int64)
@@ -222,25 +242,38 @@ class LossScaleGradientTape(tf.GradientTape):
 
             def count() -> None:
                 if self._scaler is None:  # which counts by itself
-                    good, bad = (lambda f=f: _ignore(scale.move(f)) for f in (True, False))
-                    tf.cond(finite, good, bad)
+                    tf.cond(
+                        finite,
+                        lambda: _ignore(scale.move(True)),
+                        lambda: _ignore(scale.move(False, loss_is_finite)),
+                    )
 
             tf.cond(finite & was_lowered, go_on, count)
 
-        replicas.once_for_all_replicas(move, [retries > 0, finite, scale_after(retries)])
+        verdicts = [retries > 0, finite, loss_is_finite]
+        replicas.once_for_all_replicas(move, [*verdicts, scale_after(retries)])
 
 
-def _most_of_all_replicas(
-    retries: tf.Tensor, finite: tf.Tensor, at_most: int
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the most retries of any replica, and whether all were finite in the end."""
+def _worst_of_all_replicas(
+    retries: tf.Tensor, finite: tf.Tensor, loss_is_finite: tf.Tensor, at_most: int
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns the most retries of any replica, and whether all gradients and losses were finite."""
     # Replicas can only sum, so each one raises a flag. In int64, since GPUs leave arithmetic in
     # int32 to the host.
-    retries = tf.where(finite, tf.cast(retries, tf.int64), at_most + 1)
-    flags = tf.one_hot(retries, at_most + 2)
+    kind = tf.where(loss_is_finite, tf.constant(at_most + 1, tf.int64), at_most + 2)
+    flags = tf.one_hot(tf.where(finite, tf.cast(retries, tf.int64), kind), at_most + 3)
     raised = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flags) > 0
     numbers = tf.range(at_most + 1, dtype=tf.int64)
-    return tf.reduce_max(tf.where(raised[:-1], numbers, 0)), ~raised[-1]
+    most = tf.reduce_max(tf.where(raised[:-2], numbers, 0))
+    return most, ~tf.reduce_any(raised[-2:]), ~raised[-1]
+
+
+def _set_shapes(gradient: Any, known: Any) -> None:
+    """Gives a gradient the static shape of the same one outside of a loop, where more is known."""
+    parts = [tf.nest.flatten(each, expand_composites=True) for each in (gradient, known)]
+    for part, known_part in zip(*parts):
+        if not tf.executing_eagerly():
+            part.set_shape(known_part.shape)
 
 
 def _ignore(result: Any) -> None:

@@ -6,7 +6,7 @@ RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -14,18 +14,14 @@ import tensorflow as tf
 from keras_mp import all_reduce_optimizer, hardware, keras_api
 from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
-from keras_mp.layer_paths import paths_of_weights
 from keras_mp.loss_scale import LossScaleArgument
 from keras_mp.loss_scale_saving import LossScaleSaving
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, state_rollback
-from keras_mp.step.calls import NoCalls
-from keras_mp.step.gradient_state import GradientState
+from keras_mp.step.calls import GradientState, NoCalls
 from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
-from keras_mp.step.scaler import Scaler
-from keras_mp.step.scaler_properties import ScalerProperties
-from keras_mp.step.scaling_tape import ScalingTape
+from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 
@@ -98,7 +94,7 @@ class LossScaleOptimizer(
 
     Args:
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
-        loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, or a
+        loss_scale: `"dynamic"` (the default), a positive number for a fixed scale, or a
             `keras_mp.LossScale`. None scales nothing, and takes `skip_nonfinite`.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
             in half the bytes. Needs a scale that skips overflowing steps: with a fixed one, they
@@ -110,6 +106,8 @@ class LossScaleOptimizer(
         name: str. Defaults to the inner optimizer's name.
         warn_after_skips: int, or None for never. After how many skipped steps in a row to warn, and
             to say whether the loss itself is non-finite or only its gradients. Defaults to 50.
+        raise_after_skips: int. After how many skipped steps in a row to raise a RuntimeError, in a
+            function a `tf.errors.OpError`. Defaults to None, for never.
         skip_nonfinite: bool. Skips steps with a fixed scale too, or without one: for training in
             bfloat16 or float32 in which one bad batch must not end it. Defaults to False.
         jit_compile: bool. Lets XLA compile the update, as of `OptimizerWrapper`. Defaults to False.
@@ -159,6 +157,7 @@ class LossScaleOptimizer(
         reduce_dtype: str | tf.DType | None = None,
         name: str | None = None,
         warn_after_skips: int | None = 50,
+        raise_after_skips: int | None = None,
         skip_nonfinite: bool = False,
         jit_compile: bool = False,
         dynamic: bool | None = None,
@@ -206,6 +205,7 @@ class LossScaleOptimizer(
                 reduce_dtype=reduce_dtype,
                 aggregate_in_float16=aggregate_in_float16,
                 warn_after_skips=warn_after_skips,
+                raise_after_skips=raise_after_skips,
             ),
             policy_in_file=None,
         )
@@ -241,12 +241,12 @@ class LossScaleOptimizer(
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        return self._begin(loss, to_apply=False)
+        return self._scaled(loss, to_apply=False)
 
     @do_not_convert
     def scale_loss(self, loss: Loss) -> Loss:
         """Multiplies the loss as `get_scaled_loss`; `apply_gradients` or `apply` then unscale."""
-        return self._begin(loss, to_apply=True)
+        return self._scaled(loss, to_apply=True)
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -286,16 +286,17 @@ class LossScaleOptimizer(
             `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
         """
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
-            return super().minimize(loss, var_list, tape, grad_loss, name)
+            with self._scaler.calls.as_before_an_exception():
+                return super().minimize(loss, var_list, tape, grad_loss, name)
         with self._scaler.calls.whole_step() as state_given:
             scaled_by = self._scaler.loss_scale()
-            scale = functools.partial(self._multiply, scaled_by=scaled_by)
-            on_tape = scaled_by if self._scales_on_tape() else None
-            pairs = self._gradients(scale, on_tape, loss, var_list, tape, grad_loss)
+            scale = functools.partial(self._scaled, scaled_by=scaled_by)
+            scaled_by_tape = scaled_by if self._scales_on_tape() else None
+            pairs = self._gradients(scale, scaled_by_tape, loss, var_list, tape, grad_loss)
             pairs = gradients.checked_pairs(pairs)
             if not pairs:
                 return self.iterations
-            state = state_given(scaled_by, on_tape is None)
+            state = state_given(scaled_by, scaled_by_tape is None)
             return self._step(pairs, state, aggregate=True, name=name)
 
     @do_not_convert
@@ -314,14 +315,16 @@ class LossScaleOptimizer(
             list of (gradient, variable) pairs.
         """
         scaled_by = self._scaler.loss_scale() if self._scales_on_tape() else None
-        pairs = self._gradients(self.get_scaled_loss, scaled_by, loss, var_list, tape, grad_loss)
-        unscaled = [g for g, _ in pairs]
-        if scaled_by is None:
-            unscaled = self.get_unscaled_gradients(unscaled)
-        else:
-            calls = self._scaler.calls
-            calls.begin(scaled_by, to_apply=False)
-            unscaled = calls.unscale(gradients.convert(unscaled), by_tape=True)
+        calls = self._scaler.calls
+        with calls.as_before_an_exception():
+            scale = self.get_scaled_loss
+            pairs = self._gradients(scale, scaled_by, loss, var_list, tape, grad_loss)
+            unscaled = [g for g, _ in pairs]
+            if scaled_by is None:
+                unscaled = self.get_unscaled_gradients(unscaled)
+            else:
+                calls.begin(scaled_by, to_apply=False)
+                unscaled = calls.unscale(gradients.convert(unscaled), by_tape=True)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
     @do_not_convert
@@ -359,11 +362,13 @@ class LossScaleOptimizer(
         pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
             return self.iterations
-        if scaled:
-            self._scaler.calls.begin_by_hand([g for g, _ in pairs])
+        calls = self._scaler.calls
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        with self._scaler.calls.apply(self, [v for _, v in pairs]) as state:
-            return self._step(pairs, state, aggregate=aggregate, name=name)
+        with calls.as_before_an_exception() if scaled else contextlib.nullcontext():
+            if scaled:
+                calls.begin_by_hand([g for g, _ in pairs])
+            with calls.apply(self, [v for _, v in pairs]) as state:
+                return self._step(pairs, state, aggregate=aggregate, name=name)
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set the final values, where it has any: averages, for one.
@@ -379,23 +384,21 @@ class LossScaleOptimizer(
         calls = self._scaler.calls
         return not (self._adapter.only_differentiates or isinstance(calls, NoCalls))
 
-    def _names_of(self, variables: Sequence[Any]) -> list[str | None]:
-        """Returns the paths of variables in the model that is trained, None for others."""
-        model = self._model()
-        paths = {} if model is None or not model.built else paths_of_weights(model)
-        return [paths.get(id(variable)) for variable in variables]
-
-    def _begin(self, loss: Loss, to_apply: bool) -> Loss:
-        scaled_by = self._scaler.loss_scale()
-        scaled = self._multiply(loss, None if callable(loss) else scaled_by)
-        self._scaler.calls.begin(scaled_by, to_apply=to_apply)
+    def _scaled(
+        self, loss: Loss, scaled_by: tf.Tensor | None = None, to_apply: bool | None = None
+    ) -> Loss:
+        """Scales a loss, now or when it is called; unless `to_apply` is None, it begins a step."""
+        if callable(loss) and not tf.is_tensor(loss):
+            user_loss = allow_conversion(loss)
+            return do_not_convert(lambda: self._scaled(user_loss(), scaled_by, to_apply))
+        scaled_by = self._scaler.loss_scale() if scaled_by is None else scaled_by
+        scaled = self._scaler.calls.scale(loss, scaled_by)
+        if to_apply is not None:
+            self._scaler.calls.begin(scaled_by, to_apply=to_apply)
         return scaled
 
-    def _multiply(self, loss: Loss, scaled_by: tf.Tensor | None) -> Loss:
-        if callable(loss) and not tf.is_tensor(loss):
-            users = allow_conversion(loss)
-            return do_not_convert(lambda: self._multiply(users(), scaled_by))
-        return self._scaler.calls.scale(loss, scaled_by)
+    def _as_before_an_exception(self) -> contextlib.AbstractContextManager[None]:
+        return self._scaler.calls.as_before_an_exception()
 
     def _unscaled_early(
         self, pairs: Iterable[tuple[Any, Any]], scaled: bool
@@ -410,7 +413,7 @@ class LossScaleOptimizer(
     def _gradients(
         self,
         scale: Callable[[Loss], Loss],
-        on_tape: tf.Tensor | None,
+        scaled_by_tape: tf.Tensor | None,
         loss: Loss,
         var_list: VarList,
         tape: tf.GradientTape | None,
@@ -418,13 +421,17 @@ class LossScaleOptimizer(
     ) -> list[tuple[Any, Any]]:
         """Computes gradients of a loss that `scale` multiplies.
 
-        `on_tape` is None, or the loss scale for a tape that scales and unscales in place of
+        `scaled_by_tape` is None, or the loss scale for a tape that scales and unscales in place of
         `scale`, for an inner optimizer that computes gradients in its own way.
         """
-        if on_tape is not None:
-            scale = functools.partial(self._multiply, scaled_by=tf.constant(1.0))
+        if scaled_by_tape is not None:
+            scale = functools.partial(self._scaled, scaled_by=tf.constant(1.0))
             tape = tf.GradientTape() if tape is None else tape
-            tape = ScalingTape(tape, on_tape) if isinstance(tape, tf.GradientTape) else tape
+            tape = (
+                gradients.ScalingTape(tape, scaled_by_tape)
+                if isinstance(tape, tf.GradientTape)
+                else tape
+            )
         with tape if isinstance(tape, tf.GradientTape) else contextlib.nullcontext():
             loss = scale(loss)
         return super().compute_gradients(loss, var_list, tape, grad_loss)

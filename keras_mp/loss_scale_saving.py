@@ -1,6 +1,6 @@
 """Saving of a `LossScaleOptimizer`: its config, its state, and the layouts of checkpoints."""
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -29,7 +29,7 @@ class LossScaleSaving(WrapperSaving):
     dynamic: bool
     policy_in_file: str | None
     reduce_dtype: str
-    warn_after_skips: int | None
+    _config_of_skips: Callable[[], dict[str, Any]]
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Saves the state of the loss scale and of the inner optimizer.
@@ -77,7 +77,7 @@ class LossScaleSaving(WrapperSaving):
             "loss_scale": self._config_of_scale(),
             "aggregate_in_float16": self.aggregate_in_float16,
             "reduce_dtype": self.reduce_dtype,
-            "warn_after_skips": self.warn_after_skips,
+            **self._config_of_skips(),
             "skip_nonfinite": self._skip_nonfinite,
         }
         with tf.init_scope():
@@ -143,7 +143,7 @@ class LossScaleSaving(WrapperSaving):
         if name == keras_api.KERAS_LAYOUT_CHILD:
             raise ValueError(
                 "This is a checkpoint of tf.keras's own LossScaleOptimizer, whose layout in Keras "
-                "3 is not that of other optimizers. Restore it with "
+                "3 differs from that of other optimizers. Restore it with "
                 "`tf.train.Checkpoint(optimizer=optimizer.keras_layout()).restore(path)`. Nothing "
                 "was restored."
             )

@@ -145,8 +145,8 @@ class _CrossEntropy(_BuiltIn):
             if self._arguments["from_logits"]:
                 self._warn(
                     f"{type(self).__name__}(from_logits=True) was given probabilities, the output "
-                    f"of a {self._activation.lower()}. The loss is computed from what went into "
-                    "it. Leave out `from_logits`, or the activation."
+                    f"of a {self._activation.lower()}. The loss is computed from the logits, "
+                    "which are its input. Leave out `from_logits`, or the activation."
                 )
             logits = fusion.cast(fusion.finite(logits), self.dtype)
             return self._of_logits.call(y_true, logits)
@@ -159,11 +159,11 @@ class _CrossEntropy(_BuiltIn):
             or (not self._has_warned and fusion.lost_to_float16(y_true, y_pred, result))
         ):
             self._warn(
-                f"{type(self).__name__} was given probabilities that were computed in float16 and "
-                "have lost the small ones, and could not find the logits that they were made of. "
-                "Let the model return logits and pass from_logits=True to the loss, or give the "
-                f'layer with the {self._activation.lower()} dtype="float32", and put nothing '
-                "between it and the loss."
+                f"{type(self).__name__} was given probabilities that were computed in float16, in "
+                "which small ones are lost, and could not find their logits. Let the model return "
+                "logits and pass from_logits=True to the loss, or give the layer with the "
+                f'{self._activation.lower()} dtype="float32", and put nothing between it and the '
+                "loss."
             )
         return result
 
@@ -236,7 +236,7 @@ def _signature(keras_class: type) -> inspect.Signature:
 
 def _make(name: str) -> type[Loss]:
     keras_class, base = getattr(tf.keras.losses, name), _BASES.get(name, _BuiltIn)
-    made = type(
+    loss_class = type(
         name,
         (base, keras_class),
         {
@@ -246,7 +246,7 @@ def _make(name: str) -> type[Loss]:
             "_keras_class": keras_class,
         },
     )
-    return keras_api.register_serializable(made)
+    return keras_api.register_serializable(loss_class)
 
 
 # All built-in losses of both Kerases. Those that the running `tf.keras` has are made below.
@@ -401,7 +401,7 @@ def _standardize_dtype(dtype: str | tf.DType | None) -> str:
     standard = dtypes.parse(getattr(dtype, "compute_dtype", dtype))
     if standard not in dtypes.FLOATING:
         raise ValueError(
-            "`dtype` of a loss must be one of floating point. Expected 'float32', 'float64', "
+            "The `dtype` of a loss must be a floating-point dtype. Expected 'float32', 'float64', "
             f"'bfloat16' or 'float16'. Received: dtype={dtype!r}"
         )
     return standard.name

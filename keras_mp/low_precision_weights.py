@@ -121,8 +121,13 @@ def float32_values(model: tf.keras.Model) -> list[np.ndarray]:
     Args:
         model: A model of `tf.keras`, built.
     """
-    weights = as_seen(getattr(model, "optimizer", None), model.weights)
-    return [tf.convert_to_tensor(weight).numpy() for weight in weights]
+    weights = as_seen(getattr(model, "optimizer", None), keras_api.variables(model))
+    values = iter(tf.convert_to_tensor(weight).numpy() for weight in weights)
+    result = []
+    for weight in model.weights:
+        is_variable = keras_api.is_weight(weight)
+        result += [next(values)] if is_variable else map(np.asarray, weight.get_tensors())
+    return result
 
 
 def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
@@ -135,11 +140,11 @@ def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
         The method, and the bytes that a trained weight takes, its slots included.
     """
     for keeper in _keepers(getattr(model, "optimizer", None)):
-        kept = keeper.bytes_a_weight()
+        size = keeper.bytes_a_weight()
         yield (
             f"{type(keeper.inner_optimizer).__name__} sees float32 weights: method "
             f"{keeper.method!r}, slots in {keeper.slot_dtype}"
-            + ("." if kept is None else f", {kept:.2f} bytes a weight.")
+            + ("." if size is None else f", {size:.2f} bytes a weight.")
         )
 
 

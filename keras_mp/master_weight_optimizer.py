@@ -186,14 +186,14 @@ class MasterWeightOptimizer(OptimizerWrapper):
             self._adapter.beside[name].assign(store[name][()])
 
     def _refuse_other_method(self, name: str) -> None:
-        kept = _KEPT.fullmatch(name)
+        match = _KEPT.fullmatch(name)
         of_method = {"split": ("remainder", "carry"), "copy": ("copy",)}.get(self._method)
-        if kept and of_method is not None and kept[1] not in of_method:
+        if match and of_method is not None and match[1] not in of_method:
             raise ValueError(
-                "What was saved kept the digits of its float32 weights by another method. Load it "
-                "with an optimizer of that method, and pass its `float32_weights()` on to "
+                "The file keeps the digits of float32 weights by another method. Load it with an "
+                "optimizer of that method, and pass the result of its `float32_weights()` to "
                 f"`assign_float32_weights` of this one. Expected {of_method}, of "
-                f"method={self._method!r}. Received: {kept[1]!r}"
+                f"method={self._method!r}. Received: {match[1]!r}"
             )
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -214,10 +214,10 @@ class MasterWeightOptimizer(OptimizerWrapper):
             and self._adapter.beside
         ):
             raise ValueError(
-                "tf.keras would make slots in 16 bits of those of a legacy optimizer when it loads "
-                "the SavedModel, and fail. To serve the model, leave the optimizer out "
-                "(`model.save(path, include_optimizer=False)`, `model.export(path)`); to train on, "
-                f"use a tf.train.Checkpoint. Received: {self!r}"
+                "When tf.keras loads the SavedModel, it would create the slots of a legacy "
+                "optimizer in 16 bits, and fail. To serve the model, leave the optimizer out "
+                "(`model.save(path, include_optimizer=False)`, `model.export(path)`); to train "
+                f"on, use a tf.train.Checkpoint. Received: {self!r}"
             )
         return {**super()._trackable_children(save_type, **kwargs), **self._adapter.beside}
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api, layer_paths, low_precision_weights
+from keras_mp import hardware, keras_api, layer_call, layer_paths, low_precision_weights
+from keras_mp.hardware import fast_dtypes
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.support import text_tables
 
@@ -23,15 +24,17 @@ def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None)
     Layers inside of others are indented. Numbers in the last column refer to the notes below the
     table, which are about:
 
-    - a softmax in float16 or bfloat16 whose probabilities are an output of the model;
+    - a softmax in float16 or bfloat16 whose probabilities the model returns in that dtype, as with
+      a policy of Keras or one with `model_outputs=None`;
     - units or filters of a 16-bit layer that are not a multiple of 8, where this machine has
       tensor cores, which are fastest with those (not of an output layer, a head for a few classes
       say, unless a tenth of the model's parameters are in it);
     - a layer that does not follow the model's policy, or does not cast its inputs.
 
     Below the table are the method by which a `MasterWeightOptimizer` keeps the digits of weights in
-    16 bits, and the bytes that a weight takes, slots included; and warnings if no layer follows
-    the model's policy, or if this machine is slow in the dtypes that the model computes in.
+    16 bits, and the bytes that a weight takes, slots included; a warning if no layer follows the
+    model's policy; the table that says which kernels are slow; and whether the dtypes that the
+    model computes in are fast on this machine.
 
     Output dtypes are those that Keras found when it connected the layers. (Keras 3 believes that a
     Lambda returns its compute dtype.) "-" stands for unknown values: a subclassed model has
@@ -145,10 +148,13 @@ def _lines(model: tf.keras.Model) -> Iterator[str]:
     if not_followed:
         yield from text_tables.wrapped(not_followed)
     dtypes = {place.layer.compute_dtype for place in places} & _DIGITS.keys()
+    if dtypes:
+        in_use = hardware.table_in_use()
+        yield from text_tables.wrapped(f"Slow kernels and dtypes according to {in_use}.")
+    if any(map(hardware.why_slow, dtypes)):
+        yield "Where the time goes: print(keras_mp.numerics.profile(model, (x, y)))"
     for dtype in sorted(dtypes):
-        reason = hardware.why_slow(dtype)
-        about = f"not fast in {dtype}: {reason}" if reason else f"fast in {dtype}."
-        yield from text_tables.wrapped(f"This machine is {about}")
+        yield from text_tables.wrapped(fast_dtypes.verdict(dtype))
 
 
 def _cells(place: _Place) -> Iterable[str]:
@@ -191,7 +197,8 @@ def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
         isinstance(layer, tf.keras.layers.Softmax)
         or getattr(layer, "activation", None) is tf.keras.activations.softmax
     )
-    if place.is_output and is_softmax and dtype in _DIGITS:
+    is_rounded = place.is_output and is_softmax and dtype in _DIGITS
+    if is_rounded and not layer_call.returns_float32(model, layer.dtype_policy):
         yield (
             f"A softmax output in {dtype}: probabilities have about {_DIGITS[dtype]} digits"
             + (", and those below 3e-8 are 0" if dtype == "float16" else "")
@@ -209,7 +216,7 @@ def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
     is_keras_own = type(layer).__module__.startswith(f"{keras_api.ROOT_PACKAGE}.")
     is_mixed = dtype != layer.variable_dtype
     if is_mixed and not is_keras_own and not getattr(layer, "autocast", True):
-        yield "It takes its inputs as they come: it was made with autocast=False."
+        yield "It does not cast its inputs: it was created with autocast=False."
 
 
 def _size(layer: tf.keras.layers.Layer) -> int | None:
@@ -229,7 +236,7 @@ def _size_costs_time(place: _Place, model: tf.keras.Model) -> bool:
 def _about_other_policy(place: _Place, model: tf.keras.Model) -> str:
     is_narrow = place.layer.compute_dtype in _DIGITS
     if is_narrow and model.compute_dtype not in _DIGITS:
-        return " Or the model was loaded from a file, in which Keras does not keep its own policy."
+        return " Or the model is from a file, in which Keras does not store the policy of a model."
     if place.is_output and not is_narrow and model.compute_dtype in _DIGITS:
         return " That is right for an output."
     return ""

@@ -3,6 +3,7 @@
 RFC 293, "OptimizerWrapper". Its attributes are in `wrapper_delegation`.
 """
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.saved_model.registration import register_serializable
 
 from keras_mp import keras_api
+from keras_mp.layer_paths import paths_of_weights
 from keras_mp.step import gradients
 from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
 from keras_mp.step.scaled_step import ScaledStep
@@ -85,8 +87,8 @@ class OptimizerWrapper(
             )
         if adapter.overrides_minimize:
             raise TypeError(
-                "The optimizer overrides `minimize`, which a wrapper makes of `compute_gradients` "
-                "and `apply_gradients`: what it does there would be left out. Override one of "
+                "The optimizer overrides `minimize`, but a wrapper calls `compute_gradients` and "
+                "`apply_gradients` instead, so the override would have no effect. Override one of "
                 "these, or train without a wrapper: in mixed_bfloat16, which needs no loss scale. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
@@ -112,8 +114,11 @@ class OptimizerWrapper(
             **kwargs: Any,
         ) -> Any:
             # Even if a LossScaleOptimizer further in would unscale them later.
-            users = allow_conversion(method)
-            return users(self, self._unscaled_early(grads_and_vars, scaled), *args, **kwargs)
+            user_method = allow_conversion(method)
+            with self._as_before_an_exception():
+                return user_method(
+                    self, self._unscaled_early(grads_and_vars, scaled), *args, **kwargs
+                )
 
         cls.apply_gradients = do_not_convert(apply_gradients)
 
@@ -161,6 +166,12 @@ class OptimizerWrapper(
     def _model(self) -> tf.keras.Model | None:
         reference = _models.get(self)
         return None if reference is None else reference()
+
+    def _names_of(self, variables: Sequence[Any]) -> list[str | None]:
+        """Returns the paths of variables in the model that is trained, None for others."""
+        model = self._model()
+        paths = {} if model is None or not model.built else paths_of_weights(model)
+        return [paths.get(id(variable)) for variable in variables]
 
     def _variables_of_model(self) -> Sequence[Any]:
         model = self._model()
@@ -264,6 +275,11 @@ class OptimizerWrapper(
             )
         return pairs
 
+    def _as_before_an_exception(self) -> contextlib.AbstractContextManager[None]:
+        inner = self.inner_optimizer
+        is_wrapper = isinstance(inner, OptimizerWrapper)
+        return inner._as_before_an_exception() if is_wrapper else contextlib.nullcontext()
+
     @do_not_convert
     def apply_gradients(
         self,
@@ -290,10 +306,13 @@ class OptimizerWrapper(
         Raises:
             ValueError: the gradients are said to be scaled, and no optimizer inside scales any.
         """
-        if scaled:
-            grads_and_vars = self._unscaled_early(grads_and_vars, scaled)
-        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        pairs = list(grads_and_vars)
+        with self._as_before_an_exception() if scaled else contextlib.nullcontext():
+            if scaled:
+                grads_and_vars = self._unscaled_early(grads_and_vars, scaled)
+            is_summed = skip_gradients_aggregation or not experimental_aggregate_gradients
+            return self._apply(list(grads_and_vars), name, not is_summed)
+
+    def _apply(self, pairs: list[tuple[Any, Any]], name: str | None, aggregate: bool) -> Any:
         if not self.jit_compile:
             return self._adapter.apply(pairs, name, aggregate)
         pairs = gradients.checked_pairs(pairs)

@@ -5,17 +5,16 @@ RFC 293, "Dtype policies overview", "The global policy" and "A policy's loss sca
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import compile_hook, hardware, keras_api, kernels
+from keras_mp import compile_hook, hardware, keras_api, layer_call
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp import output_dtype as output_dtype_lib
 from keras_mp._version import __version__
 from keras_mp.grappler import passes
-from keras_mp.kernels import normalization, recurrent
+from keras_mp.kernels import slow
 from keras_mp.step import workers
 from keras_mp.support import dtypes, messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -32,24 +31,29 @@ class Policy(keras_api.BasePolicy):
 
     `tf.keras.Model.compile`, which `import keras_mp` hooks, gives a model that has a
     `keras_mp.Policy` an optimizer wrapped in `keras_mp.LossScaleOptimizer`, with a copy of the
-    policy's loss scale. The first policy that computes in 16 bits switches float32 sums on
-    (`keras_mp.enable_float32_sums`).
+    policy's loss scale. Layers with a policy that computes in 16 bits add up 16-bit numbers in
+    float32 where TensorFlow's kernels would lose terms (`keras_mp.enable_float32_sums`).
 
     Args:
         name: str or dtype. `"mixed_float16"` or `"mixed_bfloat16"` (16-bit computations, float32
             variables), or a dtype in any form that `tf.as_dtype` takes, for both.
         loss_scale: `"auto"` (the default: `"dynamic"` for `"mixed_float16"` and None for every
-            other name), None (no loss scaling), `"dynamic"`, a number of at least 1 (a fixed
+            other name), None (no loss scaling), `"dynamic"`, a positive number (a fixed
             scale), or a `keras_mp.LossScale`.
         output_dtype: None (the default: the compute dtype), or, for `"mixed_float16"` and
             `"mixed_bfloat16"`, `"float32"`. A layer with the latter computes what a float32 layer
             computes, to the last bit, and is one to Keras: its `compute_dtype` is `"float32"`. But
             the gradients of its matrix products and convolutions, two thirds of the work, are
             computed in 16 bits. It is meant for the head of a model.
+        model_outputs: `"float32"` (the default) or None. A model that no other layer calls returns
+            float32 in the place of 16 bits: to the program, to `train_step` and `predict`, and from
+            an exported signature. If a matrix product, a softmax or a sigmoid makes an output, it
+            is what the last layer returns with `output_dtype="float32"`. None returns the numbers
+            as the last layer computes them.
 
     Raises:
-        TypeError: `name`, `loss_scale` or `output_dtype` is of a wrong type.
-        ValueError: no such policy, a loss scale out of range, or an output dtype that the policy
+        TypeError: `name`, `loss_scale`, `output_dtype` or `model_outputs` is of a wrong type.
+        ValueError: no such policy, a loss scale out of range, or a dtype of outputs that the policy
             does not have.
 
     Example:
@@ -63,6 +67,10 @@ class Policy(keras_api.BasePolicy):
     True
     >>> keras_mp.Policy("mixed_bfloat16", output_dtype="float32")
     <Policy "mixed_bfloat16", output_dtype="float32">
+    >>> with keras_mp.policy_scope("mixed_bfloat16"):
+    ...     model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    >>> model.layers[0](tf.ones([1, 1])).dtype, model(tf.ones([1, 1])).dtype
+    (tf.bfloat16, tf.float32)
 
     Source: RFC 293, "Dtype policies overview"; `output_dtype` is a word of JMP (`jmp.Policy`).
     """
@@ -72,10 +80,17 @@ class Policy(keras_api.BasePolicy):
         name: str | tf.DType | None,
         loss_scale: str | float | loss_scale_lib.LossScale | None = "auto",
         output_dtype: str | tf.DType | None = None,
+        model_outputs: str | tf.DType | None = "float32",
     ) -> None:
-        self._output_dtype = None
+        self._output_dtype = self._variables_in = self._low_precision_dtype = None
+        self._is_of_float32 = False
+        self._variants: dict[tuple[bool, bool], Policy] = {}
+        self._model_outputs = _standardize_model_outputs(model_outputs)
         keras_api.init_base_policy(self, _standardize_name(name))
         self._output_dtype = self._standardize_output_dtype(output_dtype)
+        computes_in = _MIXED.get(super().name, super().name)
+        is_low = computes_in in LOW_PRECISION_NAMES
+        self._low_precision_dtype = tf.as_dtype(computes_in) if is_low else None
         if isinstance(loss_scale, str) and loss_scale == "auto":
             loss_scale = "dynamic" if self.name == "mixed_float16" else None
         if isinstance(loss_scale, str) and loss_scale == "dynamic":
@@ -86,13 +101,12 @@ class Policy(keras_api.BasePolicy):
         else:
             self._loss_scale = loss_scale_lib.get(loss_scale)
             self._loss_scale_config = loss_scale_lib.serialize(self._loss_scale)
-        self._is_complete = True
+        if "_is_complete" not in vars(self):  # A subclass completes itself.
+            self._is_complete = True
         if self.name in _MIXED:
-            hardware.warn_if_slow(_MIXED[self.name], measure=False)
+            hardware.warn_if_slow(_MIXED[self.name])
         if self.low_precision_dtype is not None:
-            _install_kernels()
-        if self.output_dtype is not None:
-            output_dtype_lib.install()
+            layer_call.install(Policy)
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale | None:
@@ -104,13 +118,37 @@ class Policy(keras_api.BasePolicy):
     @property
     def name(self) -> str:
         """The name that the policy was made with."""
-        name = super().name
-        return name if self._output_dtype is None else keras_api.policy_name(self, name)
+        return keras_api.policy_name(self, super().name)
 
     @property
     def compute_dtype(self) -> str | None:
         """The dtype in which Keras's layers compute; `"float32"` if that is the output dtype."""
+        if self._is_of_float32:
+            return "float32"
         return super().compute_dtype if self._output_dtype is None else self._output_dtype
+
+    @property
+    def variable_dtype(self) -> str | None:
+        """The dtype of weights."""
+        return super().variable_dtype if self._variables_in is None else self._variables_in
+
+    def in_float32(self, computes: bool = True, variables: bool = False) -> "Policy":
+        """Returns the policy as it is for a layer that computes in float32 and rounds its result.
+
+        It is equal to this one, so that the layer is saved with it.
+
+        Args:
+            computes: bool. Whether the layer computes in float32. Defaults to True.
+            variables: bool. Whether its variables are float32 in any case. Defaults to False.
+        """
+        if self.low_precision_dtype is None or self.compute_dtype == "float32":
+            return self
+        if (computes, variables) not in self._variants:
+            other: Any = object.__new__(type(self))
+            has = {"_is_of_float32": computes, "_variables_in": "float32" if variables else None}
+            vars(other).update(vars(self), **has)
+            self._variants[computes, variables] = other
+        return self._variants[computes, variables]
 
     @property
     def output_dtype(self) -> str | None:
@@ -118,10 +156,14 @@ class Policy(keras_api.BasePolicy):
         return self._output_dtype
 
     @property
+    def model_outputs(self) -> str | None:
+        """`"float32"`, the dtype of a model's outputs; None: that of the last layer's."""
+        return self._model_outputs
+
+    @property
     def low_precision_dtype(self) -> tf.DType | None:
         """The 16-bit DType in which layers compute, or gradients of their products; or None."""
-        name = _MIXED.get(self.name, self.name)
-        return tf.as_dtype(name) if name in LOW_PRECISION_NAMES else None
+        return self._low_precision_dtype
 
     @property
     def scales_loss(self) -> bool:
@@ -136,14 +178,16 @@ class Policy(keras_api.BasePolicy):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal policy.
 
-        An automatic loss scale and no output dtype are left out, so that the config is one of
-        Keras's own class.
+        An automatic loss scale and what is not said about outputs are left out, so that the config
+        is one of Keras's own class.
         """
-        config: dict[str, Any] = {"name": self.name}
+        config: dict[str, Any] = {"name": super().name}
         if not self._has_automatic_scale:
             config["loss_scale"] = self._loss_scale_config
         if self.output_dtype is not None:
             config["output_dtype"] = self.output_dtype
+        if self.model_outputs is None:
+            config["model_outputs"] = None
         return config
 
     @classmethod
@@ -151,8 +195,7 @@ class Policy(keras_api.BasePolicy):
         """Makes a policy from a config of this class or of Keras's own.
 
         Args:
-            config: dict with the key `name`, `loss_scale` unless it is `"auto"`, and
-                `output_dtype` unless it is None.
+            config: dict with the key `name`, and other arguments that differ from their defaults.
             custom_objects: not used; TensorFlow passes it.
 
         Returns:
@@ -161,8 +204,13 @@ class Policy(keras_api.BasePolicy):
         del custom_objects
         return cls(**config)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _that_completes(cls.__init__)
+
     def __setattr__(self, name: str, value: object) -> None:
-        if "_is_complete" in vars(self):
+        if vars(self).get("_is_complete"):
             raise AttributeError(
                 "A policy does not change; make another one. "
                 f"Received: {name}={value!r} for {self!r}"
@@ -178,7 +226,8 @@ class Policy(keras_api.BasePolicy):
         return self.get_config() == other.get_config()
 
     def __hash__(self) -> int:
-        return hash((self.name, self.output_dtype, repr(self._loss_scale_config)))
+        of_outputs = self.output_dtype, self.model_outputs
+        return hash((str(self.name), of_outputs, repr(self._loss_scale_config)))
 
     def __copy__(self) -> "Policy":
         return self
@@ -222,7 +271,24 @@ class Policy(keras_api.BasePolicy):
             parts.append(f"loss_scale={loss_scale!r}")
         if self.output_dtype is not None:
             parts.append(f'output_dtype="{self.output_dtype}"')
+        if self.model_outputs is None:
+            parts.append("model_outputs=None")
         return f"<Policy {', '.join(parts)}>"
+
+
+def _that_completes(init: Callable[..., None]) -> Callable[..., None]:
+    """Lets the constructor of a subclass set attributes, until the outermost one returns."""
+
+    @functools.wraps(init)
+    def __init__(self: Policy, *args: Any, **kwargs: Any) -> None:
+        is_outermost = "_is_complete" not in vars(self)
+        if is_outermost:
+            self._is_complete = False
+        init(self, *args, **kwargs)
+        if is_outermost:
+            self._is_complete = True
+
+    return __init__
 
 
 def global_policy() -> Any:
@@ -245,6 +311,7 @@ def global_policy() -> Any:
 
 
 workers.FACTS["global policy"] = lambda: repr(global_policy())
+workers.FACTS["kernels in float32 (see keras_mp.hardware.use_table)"] = slow.fact_for_workers
 workers.FACTS["version of keras_mp"] = lambda: __version__
 
 
@@ -273,8 +340,6 @@ def set_global_policy(policy: Any) -> None:
     Source: RFC 293, "The global policy".
     """
     policy = _checked(policy)
-    if policy is not None and policy.name in _MIXED:
-        hardware.measure_later(_MIXED[policy.name])
     keras_api.set_global_policy(policy)
 
 
@@ -340,6 +405,16 @@ def _standardize_name(name: str | tf.DType | None) -> str | None:
     return dtype.name
 
 
+def _standardize_model_outputs(model_outputs: str | tf.DType | None) -> str | None:
+    if model_outputs is None or dtypes.parse(model_outputs) == tf.float32:
+        return model_outputs and "float32"
+    kind = ValueError if isinstance(model_outputs, str | tf.DType) else TypeError
+    raise kind(
+        "`model_outputs` must be 'float32' or None. "
+        f"Received: model_outputs={model_outputs!r} (of type {type(model_outputs)})"
+    )
+
+
 def _to_policy(policy: Any) -> Any:
     if isinstance(policy, Policy):
         return policy
@@ -348,9 +423,3 @@ def _to_policy(policy: Any) -> Any:
         return Policy(policy.name) if type(policy) is keras_api.BasePolicy else policy
     quantized = keras_api.quantized_policy(policy) if isinstance(policy, str) else None
     return Policy(policy) if quantized is None else quantized
-
-
-@functools.cache
-def _install_kernels() -> None:
-    kernels.install()
-    keras_api.replace_slow_layers(recurrent.lstm, normalization.batch_normalization)

@@ -86,6 +86,15 @@ class WrapperDelegation:
         self.inner_optimizer.learning_rate = value
 
     @property
+    def optimizers(self) -> Any:
+        """The optimizers in Keras 3's `MultiOptimizer`, each with a learning rate of its own.
+
+        Raises:
+            AttributeError: the inner optimizer has no others inside.
+        """
+        return self.inner_optimizer.optimizers
+
+    @property
     def built(self) -> bool:
         """Whether the inner optimizer has made its variables."""
         return self.inner_optimizer.built
@@ -151,6 +160,6 @@ def delegate_rest(cls: type) -> None:
 def _only_inner(wrapper: WrapperDelegation, name: str) -> str:
     return (
         f"{type(wrapper).__name__} has no attribute {name!r}, only its inner optimizer has: use "
-        f"`optimizer.inner_optimizer.{name}`. What the wrapper passes on are hyperparameters, here "
+        f"`optimizer.inner_optimizer.{name}`. The wrapper only passes on hyperparameters, here "
         f"{sorted(wrapper._hyperparameters | {'learning_rate'})}."
     )

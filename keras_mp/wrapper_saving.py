@@ -113,9 +113,10 @@ class WrapperSaving:
                 variable.assign(weight)
         elif saved:
             messages.warn(
-                "The optimizer's variables were not loaded: build it before, with "
-                "`model.optimizer.build(model.trainable_variables)`, if it is not of another kind, "
-                f"or for another model. Expected {len(variables)} variables. Received: {len(saved)}"
+                "The optimizer's variables were not loaded. If the file has an optimizer of the "
+                "same kind, for the same model, build the optimizer first: "
+                f"`model.optimizer.build(model.trainable_variables)`. Expected {len(variables)} "
+                f"variables. Received: {len(saved)}"
             )
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
@@ -156,6 +157,6 @@ def check_shapes(variables: Iterable[Any], weights: Sequence[Any]) -> None:
     received = [tuple(np.shape(weight)) for weight in weights]
     if expected != received:
         raise ValueError(
-            "The weights are those of an optimizer of another kind, or for another model. "
-            f"Nothing was set. Expected the shapes {expected}. Received: {received}"
+            "The weights are from another kind of optimizer, or for another model. Nothing was "
+            f"set. Expected the shapes {expected}. Received: {received}"
         )

@@ -1,17 +1,21 @@
 """Runs the tests on both Kerases, one after the other: a process can hold only one `tf.keras`.
 
-python -m tests [--quick] [--all-cases] [--keras {2,3}] [files, folders, tests] [pytest's options]
+python -m tests [--quick] [--all-cases] [--keras {2,3}] [--table] [files, folders, tests]
+    [pytest's options]
 
 Without a selection all tests run, except `tests/ci`; on Keras 2 a parametrized test has its first
-and its last case then, unless `--all-cases` is given. pytest-xdist distributes the test files over
-one process more than there are cores, since some tests wait for processes of their own.
+and its last case then, unless `--all-cases` is given. pytest-xdist distributes tests over one
+process more than there are cores, since some wait for processes of their own.
 """
 
 import argparse
+import collections
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
+from xml.etree import ElementTree
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _KERASES = {"Keras 3": "0", "Keras 2": "1"}
@@ -33,32 +37,70 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="unit tests of the core only")
     parser.add_argument("--all-cases", action="store_true", help="on Keras 2 as well")
     parser.add_argument("--keras", choices=["2", "3"], help="one of the Kerases only")
+    parser.add_argument("--table", action="store_true", help="how long files take, in Markdown")
     options, arguments = parser.parse_known_args(arguments)
     default = _QUICK if options.quick else _ALL
     selected = [each for each in arguments if (_ROOT / each.split("::")[0]).exists()]
     is_one_file = len(selected) == 1 and (_ROOT / selected[0].split("::")[0]).is_file()
     processes = 0 if is_one_file else min(os.cpu_count() + 1, 8)
-    command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "loadfile"]
-    outcomes = {}
+    # Whoever has nothing left to do takes tests from another.
+    command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "worksteal"]
+    outcomes, seconds = {}, {}
     for keras, is_legacy in _KERASES.items():
         if options.keras not in (None, keras[-1]):
             continue
         print(f"Tests with {keras} (TF_USE_LEGACY_KERAS={is_legacy})", flush=True)
-        environment = {"TF_USE_LEGACY_KERAS": is_legacy, "TF_CPP_MIN_LOG_LEVEL": "2"}
-        given = arguments if selected else [*default, *arguments]
+        environment = {
+            **{"TF_USE_LEGACY_KERAS": is_legacy, "TF_CPP_MIN_LOG_LEVEL": "2"},
+            # Each process would compile all tests, and those that tests start the package.
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
+        extra = arguments if selected else [*default, *arguments]
         # Of the code that both share, one of them sees every case.
-        takes_fewer = not (selected or options.all_cases) and keras == "Keras 2"
-        outcomes[keras] = subprocess.run(
-            [*command, *given, *(["--fewer-cases"] if takes_fewer else [])],
-            cwd=_ROOT,
-            env=os.environ | environment,
-        ).returncode
+        if keras == "Keras 2" and not (selected or options.all_cases):
+            extra = [*extra, "--fewer-cases"]
+        with tempfile.TemporaryDirectory() as folder:
+            report = pathlib.Path(folder) / "report.xml"
+            outcomes[keras] = subprocess.run(
+                [*command, *extra, *([f"--junit-xml={report}"] if options.table else [])],
+                cwd=_ROOT,
+                env=os.environ | environment,
+            ).returncode
+            if report.exists():
+                seconds[keras] = _seconds(report)
+    if seconds:
+        print(_table(seconds))
     # pytest returns 5 where a selection has no tests for one Keras.
     failed = [keras for keras, status in outcomes.items() if status not in (0, 5)]
     if 0 not in outcomes.values():
         failed = failed or ["no tests at all"]
     print(f"Failed with: {', '.join(failed)}" if failed else f"{' and '.join(outcomes)} passed.")
     return bool(failed)
+
+
+def _seconds(report: pathlib.Path) -> dict[str, list[float]]:
+    """How long each test of each file took, with its fixtures."""
+    seconds = collections.defaultdict(list)
+    for case in ElementTree.parse(report).iter("testcase"):
+        seconds[case.get("classname")].append(float(case.get("time")))
+    return seconds
+
+
+def _table(seconds: dict[str, dict[str, list[float]]]) -> str:
+    """The files that take longest: all of their tests, and the longest of them."""
+    total = {keras: sum(map(sum, files.values())) for keras, files in seconds.items()}
+    lines = [
+        "| seconds | " + " | ".join(f"{keras} | longest test" for keras in seconds) + " |",
+        "| -- |" + " -- | -- |" * len(seconds),
+        "| all | " + " | ".join(f"{each:.0f} | " for each in total.values()) + " |",
+    ]
+    files = {file for each in seconds.values() for file in each}
+    of_file = {f: [seconds[keras].get(f, [0.0]) for keras in seconds] for f in files}
+    for file, times in sorted(of_file.items(), key=lambda each: -sum(map(sum, each[1])))[:20]:
+        name = file.replace(".", "/").removeprefix("tests/").replace("test_", "")
+        columns = (f"{sum(each):.0f} | {max(each):.1f}" for each in times)
+        lines.append(f"| `{name}` | {' | '.join(columns)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,22 @@ def state(optimizer: Any) -> list[np.ndarray]:
     return [v.numpy() for v in (variables() if callable(variables) else variables)]
 
 
+class Mixes(tf.keras.layers.Layer):
+    """A layer of Keras that computes a function."""
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def ours(caught):
+    """The warnings of keras_mp: TensorFlow and numpy warn, too, which depends on their versions."""
+    return [each for each in caught if each.category is keras_mp.MixedPrecisionWarning]
+
+
 def value(variable: Any) -> np.ndarray:
     """The value of a variable, mirrored or not."""
     return tf.convert_to_tensor(variable).numpy()
@@ -120,3 +136,21 @@ needs_cuda = pytest.mark.skipif(
     not tf.sysconfig.get_build_info().get("is_cuda_build"),
     reason="This TensorFlow was built without CUDA.",
 )
+
+
+@tf.keras.utils.register_keras_serializable("keras_mp_tests")
+class Times(tf.keras.layers.Layer):
+    """Multiplies in its compute dtype. Keras's `Rescaling` is for raw data, and does not."""
+
+    def __init__(self, factor, **kwargs):
+        super().__init__(**kwargs)
+        self.factor = factor
+
+    def call(self, x):
+        return x * tf.cast(self.factor, x.dtype)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        return {**super().get_config(), "factor": self.factor}

@@ -35,6 +35,7 @@ _CALLS = ["tests/step/test_step_calls.py", "tests/step/test_scaler_calls.py"]
 _VARIABLES = ["tests/variables/test_casts.py", "tests/variables", "tests/layers"]
 _TESTS = {
     "keras_mp/step/gradients.py": ["tests/step/test_gradients.py", *_STEP, "tests/replicas"],
+    "keras_mp/step/finiteness.py": ["tests/step/test_gradients.py", *_STEP, "tests/replicas"],
     "keras_mp/step/replicas.py": ["tests/step/test_replicas.py", *_STEP, "tests/replicas"],
     "keras_mp/step/loss_scales.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
@@ -153,9 +154,9 @@ def judge(mutant: Mutant | None) -> str:
         _, status = os.waitpid(pid, 0)
         if os.WIFSIGNALED(status):
             return f"died of signal {os.WTERMSIG(status)}"
-        told = pathlib.Path(folder) / ("failed" if mutant else "log")
+        listing = pathlib.Path(folder) / ("failed" if mutant else "log")
         # Without a test that failed it is the import of keras_mp.
-        return "" if not status else told.read_text() if told.exists() else "conftest.py"
+        return "" if not status else listing.read_text() if listing.exists() else "tests/plugin.py"
 
 
 def _be_tested(mutant: Mutant | None, folder: pathlib.Path) -> None:

@@ -29,7 +29,7 @@ _PRIVATE_PACKAGES = re.compile(r"(keras\.src|tf_keras\.src|tensorflow\.(python|c
 _LIBRARIES = ("keras", "tf_keras", "tensorflow")
 _NAME = re.compile(r"_[A-Za-z]\w*|[A-Za-z]\w*__")
 # namedtuple documents them.
-_PUBLIC = {"_asdict", "_fields", "_make"}
+_PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
 # What is for the Keras that is not there cannot be imported.
 _OTHER_ADAPTER = {"keras": "keras2", "tf_keras": "keras3"}[keras_api.ROOT_PACKAGE]
 

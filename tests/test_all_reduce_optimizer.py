@@ -112,7 +112,7 @@ def test_the_dtype_can_be_set(name):
     optimizer = keras_mp.AllReduceOptimizer(sgd(name))
     optimizer.reduce_dtype = "float32"
     assert optimizer.reduce_dtype == "float32"
-    with pytest.raises(ValueError, match=r"that is what LossScaleOptimizer\(optimizer, reduce_dty"):
+    with pytest.raises(ValueError, match=r"use LossScaleOptimizer\(optimizer, reduce_dty"):
         optimizer.reduce_dtype = tf.float16
     with pytest.raises(TypeError, match="Received: reduce_dtype=None"):
         keras_mp.AllReduceOptimizer(sgd(name), None)

@@ -16,7 +16,7 @@ from absl import logging
 
 import keras_mp
 from keras_mp.callbacks import LossScaleMonitor, write_loss_scale
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, once
 
 K = tf.keras
 NAMES = ["loss_scale", "steps_skipped"]
@@ -74,6 +74,7 @@ class Recorder(K.callbacks.Callback):
         self.epochs.append(dict(logs))
 
 
+@once
 def test_the_last_overflow_of_each_epoch_is_kept_and_logged(caplog):
     monitor, model = LossScaleMonitor(), linear()
     verbosity = logging.get_verbosity()
@@ -132,6 +133,7 @@ def test_everything_that_reads_logs_shows_them(tmp_path, capsys, update_freq):
         assert monitor.history["step"] == [0, 3, 4, 7, 8, 11, 12]
 
 
+@once
 def test_the_order_is_the_users(capsys):
     recorder, monitor = Recorder(), LossScaleMonitor(1)
     callbacks = [recorder, monitor]
@@ -189,10 +191,14 @@ class CountingScale(keras_mp.DynamicLossScale):
         return super().__call__()
 
 
+@once
 @pytest.mark.parametrize(("update_freq", "reads"), [("epoch", 1 + 3), (2, 1 + 3 * (2 + 1))])
 def test_the_device_is_asked_no_more_often_than_promised(monkeypatch, update_freq, reads):
     monkeypatch.setattr(CountingScale, "reads", 0)
-    optimizer = keras_mp.LossScaleOptimizer(K.optimizers.SGD(0.0), CountingScale())
+    # Without the warning, which is foreseen from the scale.
+    optimizer = keras_mp.LossScaleOptimizer(
+        K.optimizers.SGD(0.0), CountingScale(), warn_after_skips=None
+    )
     model = linear(optimizer, run_eagerly=False)
     fit(model, [LossScaleMonitor(update_freq)])
     assert CountingScale.reads == reads
@@ -244,6 +250,7 @@ def test_replicas():
     assert monitor.history["step"] == [0, 2, 4, 6, 8, 10, 12]
 
 
+@once
 def test_compiled_by_a_policy_on_real_data():
     x, y = digits()
     keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale="dynamic"))
@@ -278,6 +285,7 @@ def test_a_second_fit_goes_on_and_another_model_begins_anew():
     assert monitor.history == {"step": [0, 4], "loss_scale": [64, 32], "steps_skipped": [0, 1]}
 
 
+@once
 def test_an_interrupted_run_starts_where_it_was_restored(tmp_path):
     class Interrupt(K.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -293,6 +301,7 @@ def test_an_interrupted_run_starts_where_it_was_restored(tmp_path):
     assert monitor.history["steps_skipped"] == SKIPPED
 
 
+@once
 def test_two_monitors():
     every_epoch, every_batch = LossScaleMonitor(), LossScaleMonitor(1)
     history = fit(linear(), [every_epoch, every_batch]).history
@@ -333,18 +342,32 @@ def test_of_several_optimizers_the_first_that_scales():
     assert monitor.history["loss_scale"] == [2]
 
 
-@pytest.mark.parametrize("kind", ["float32", "stock"])
-def test_without_loss_scaling_it_warns_and_changes_nothing(kind):
+@pytest.mark.parametrize("kind", ["float16", "stock"])
+def test_without_loss_scaling_in_float16_it_warns_and_changes_nothing(kind):
     optimizer = K.optimizers.SGD(0.0)
     if kind == "stock":
         optimizer = K.mixed_precision.LossScaleOptimizer(optimizer)
-    monitor = LossScaleMonitor(1)
+    else:
+        keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale=None))
+    model, monitor = linear(optimizer), LossScaleMonitor(1)
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="nothing to show.*Received") as caught:
-        history = fit(linear(optimizer), [monitor], x=ONES)
+        history = fit(model, [monitor], x=ONES)
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert history.history.keys() == {"loss"}
     assert monitor.history["step"] == []
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_a_program_with_a_flag_for_the_dtype_may_always_have_it(policy):
+    keras_mp.set_global_policy(policy)
+    model = K.Sequential([K.Input([1]), K.layers.Dense(1)])
+    optimizer = K.optimizers.SGD(0.0)
+    model.compile(optimizer, "mse")
+    monitor = LossScaleMonitor(1)
+    assert fit(model, [monitor], x=ONES).history.keys() == {"loss"}  # Warnings are errors.
+    assert monitor.history["step"] == []
+    write_loss_scale(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -382,6 +405,7 @@ def test_own_loop(tmp_path, in_function, make):
     }
 
 
+@once
 def test_own_loop_with_a_step_of_its_own(tmp_path):
     step = tf.Variable(10, dtype=tf.int64)
     tf.summary.experimental.set_step(step)
@@ -394,6 +418,7 @@ def test_own_loop_with_a_step_of_its_own(tmp_path):
     assert scalars(tmp_path / "given")["steps_skipped"] == {7: 1}
 
 
+@once
 def test_own_loop_with_replicas(tmp_path):
     strategy = mirrored(2)
     with strategy.scope():
@@ -416,6 +441,7 @@ def test_own_loop_with_replicas(tmp_path):
 
 
 def test_own_loop_without_loss_scaling(tmp_path):
+    keras_mp.set_global_policy("mixed_float16")
     with tf.summary.create_file_writer(str(tmp_path)).as_default() as writer:
         with pytest.warns(keras_mp.MixedPrecisionWarning, match="nothing to write"):
             write_loss_scale(K.optimizers.SGD())

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import compile_hook, keras_api
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, unscaled, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, unscaled, value
 
 Stock = tf.keras.mixed_precision.LossScaleOptimizer
 
@@ -387,6 +387,7 @@ def test_float16_layers_in_a_float32_model_are_warned_about(own_policy):
             model.compile(keras_mp.LossScaleOptimizer("sgd"), loss="mse")
 
 
+@once
 def test_mobilenet():
     keras_mp.set_global_policy("mixed_float16")
     shape = (32, 32, 3)

@@ -151,7 +151,8 @@ def test_integers_are_left_alone():
     model = K.Model(inputs, K.layers.Dense(1)(K.layers.Flatten()(embedded)))
     converted = keras_mp.convert(model, "mixed_float16")
     ids = np.array([[1, 1999, 0]])
-    assert converted(ids).dtype == tf.float16
+    assert converted.compute_dtype == converted.layers[-1].compute_dtype == "float16"
+    assert converted(ids).dtype == tf.float32
     np.testing.assert_allclose(converted(ids), model(ids), atol=1e-2)
 
 
@@ -262,7 +263,28 @@ def test_a_layer_that_only_an_application_of_keras_has():
     convnext = importlib.import_module(f"{keras_api.ROOT_PACKAGE}.src.applications.convnext")
     inputs = K.Input([4])
     model = K.Model(inputs, convnext.LayerScale(0.5, 4, name="scale")(inputs))
-    assert keras_mp.convert(model, "mixed_bfloat16")(tf.ones([1, 4])).dtype == tf.bfloat16
+    converted = keras_mp.convert(model, "mixed_bfloat16")
+    assert converted.layers[-1](tf.ones([1, 4])).dtype == tf.bfloat16
+
+
+def named_alike(factor):
+    class Block(K.layers.Layer):
+        def call(self, x):
+            return x * factor
+
+    return Block
+
+
+def test_classes_of_one_name():
+    first, second = named_alike(2.0), named_alike(3.0)
+    inner = K.Sequential([K.Input([1]), second(), first()])
+    model = K.Sequential([K.Input([1]), first(), K.layers.Dense(1), inner, second()])
+    converted = keras_mp.convert(model, "mixed_bfloat16")
+    for old, new in zip(
+        keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True
+    ):
+        assert type(old) is type(new)
+        assert type(old).__name__ != "Block" or new.compute_dtype == "bfloat16"
 
 
 @pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 makes an unbuilt model of one.")
@@ -357,3 +379,24 @@ def test_inputs_in_16_bits_stay_as_they_are():
     outputs = tf.keras.layers.Dense(1, dtype="mixed_bfloat16")(inputs)
     converted = keras_mp.convert(tf.keras.Model(inputs, outputs), "float32")
     assert converted.layers[-1].compute_dtype == "float32"
+
+
+def named_function(x):
+    return tf.nn.relu(x)
+
+
+def test_lambdas_that_use_tensorflow():
+    def nested(x):
+        return named_function(x) * 2.0
+
+    i = tf.keras.Input((2,))
+    x = tf.keras.layers.Lambda(lambda x: tf.nn.relu(x) + 1)(i)
+    x = tf.keras.layers.Lambda(nested, output_shape=lambda shape: shape)(x)
+    x = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Lambda(named_function)])(x)
+    model = tf.keras.Model(i, tf.keras.layers.Dense(3)(x))
+    batch = np.array([[0.5, -1.0]], "float32")
+    converted = keras_mp.convert(model, "mixed_bfloat16")
+    assert converted.layers[-1].compute_dtype == "bfloat16"
+    np.testing.assert_allclose(converted(batch), model(batch), atol=0.1)
+    again = keras_mp.convert(converted, "float32")
+    np.testing.assert_array_equal(again(batch), model(batch))

@@ -143,7 +143,6 @@ FACTORS = [[1.0, 1.0], [1.0, np.inf], [np.nan, np.nan], [-np.inf, 0.5], [0.5, 0.
     ("kind", "mode"),
     [
         *((kind, MODES[i % 2]) for i, kind in enumerate(KINDS)),
-        (FAMILIES[0], "function"),
         (FAMILIES[0], "jit"),
         ("two lists", "jit"),
     ],
@@ -165,6 +164,7 @@ def test_every_kind_of_optimizer_equals_float32(kind, mode):
         assert [int(optimizer.iterations) for optimizer in ours.optimizers] == [4, 4]
 
 
+@once
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_a_scaling_safe_optimizer_is_handed_scale_and_verdict(mode):
     scaler, safe, v = keras_mp.GradScaler(64), Safe(0.5), tf.Variable(1.0)
@@ -201,6 +201,7 @@ FAULTS = st.tuples(
 )
 
 
+@once
 @hypothesis.settings(
     max_examples=12,
     deadline=None,
@@ -277,6 +278,7 @@ def spoilable():
     return two, control, start, step
 
 
+@once
 @pytest.mark.parametrize("mode", MODES)
 def test_accumulated_gradients_are_of_one_scale(mode):
     scaler = keras_mp.GradScaler(keras_mp.DynamicLossScale(2.0**10, increment_period=1))
@@ -308,6 +310,7 @@ def test_what_is_scaled_before_an_update_is_scaled_by_one_number():
     assert float(v) == 1 - 3 * 0.125
 
 
+@once
 @pytest.mark.parametrize("mode", MODES)
 def test_what_overflowed_before_it_was_clipped_is_skipped(mode):
     scaler, v, optimizer = keras_mp.GradScaler(), tf.Variable([1.0, 2.0]), sgd()
@@ -393,7 +396,7 @@ def test_update_with_a_new_scale():
     for new in (None, tf.constant(3.0)):
         scaler.step(sgd(), [(tape_gradient(scaler, v, 0.0), v)])
         scaler.update(new)
-    for wrong in (2.0**127, 0.5, np.nan, np.inf):
+    for wrong in (2.0**127, 2.0**-25, np.nan, np.inf):
         for new in (wrong, tf.constant(wrong), tf.Variable(wrong)):
             with pytest.raises(ValueError, match="new_scale"):
                 scaler.update(new)
@@ -409,7 +412,7 @@ def test_update_with_a_new_scale():
 def test_what_is_no_scale_leaves_it_as_it_is_in_a_function(mode):
     scaler = keras_mp.GradScaler(keras_mp.DynamicLossScale(64, max_loss_scale=128))
     update = placed(mode, scaler.update)
-    for wrong in (np.nan, np.inf, 0.0, 0.5, 256.0):
+    for wrong in (np.nan, np.inf, 0.0, 2.0**-25, 256.0):
         update(tf.constant(wrong))
         assert float(scaler.loss_scale()) == 64
     update(tf.constant(128.0))
@@ -586,6 +589,7 @@ def test_a_checkpoint_holds_the_state(tmp_path):
     assert float(v) == 0
 
 
+@once
 def test_a_saved_model_of_a_train_step_runs(tmp_path):
     module = tf.Module()
     module.v, module.scaler = tf.Variable(8.0), keras_mp.GradScaler(GROWING())
@@ -607,6 +611,7 @@ def test_a_saved_model_of_a_train_step_runs(tmp_path):
     assert float(module.v) == 7
 
 
+@once
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_a_bad_replica_skips_one_optimizer_everywhere(mode):
     strategy = mirrored(2)
@@ -650,6 +655,7 @@ def test_a_bad_replica_skips_one_optimizer_everywhere(mode):
     assert int(scaler.steps_skipped) == 2
 
 
+@once
 @pytest.mark.parametrize("kind", ["v1", "function", "safe", "two lists"])
 def test_replicas_without_keras(kind):
     strategy = mirrored(2)
@@ -679,6 +685,7 @@ def test_replicas_without_keras(kind):
     assert int(scaler.steps_skipped) == 1
 
 
+@once
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_a_skipped_step_puts_back_what_the_forward_pass_wrote(mode):
     normalizations = [tf.keras.layers.BatchNormalization(momentum=0.5) for _ in range(2)]
@@ -717,6 +724,7 @@ def test_a_skipped_step_puts_back_what_the_forward_pass_wrote(mode):
         np.testing.assert_array_equal(layer.moving_mean.numpy(), np.add(mean, [2.0, 3.5]) / 2)
 
 
+@once
 @pytest.mark.parametrize("mode", MODES)
 def test_warns_after_many_steps_in_a_row_and_tells_why(mode):
     scaler = keras_mp.GradScaler(GROWING(), warn_after_skips=3)
@@ -789,6 +797,7 @@ def test_an_optimizer_that_accumulates_by_itself(mode):
     assert int(scaler.steps_skipped) == 1
 
 
+@once
 def test_no_warning_comes_from_right_programs():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,7 +7,17 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, state, value
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    digits,
+    make_optimizer,
+    mirrored,
+    once,
+    pairs,
+    state,
+    value,
+)
 
 keras_3_only = pytest.mark.skipif(not IS_KERAS_3, reason="Only Keras 3 accumulates and overwrites.")
 legacy_only = pytest.mark.skipif(IS_KERAS_3, reason="Legacy optimizers are of Keras 2.")
@@ -42,8 +52,10 @@ def step_function(optimizer, v, mode, calls="keras_3"):
 
 
 @keras_3_only
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc"])
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [("eager", "keras_3"), ("function", "minimize"), ("function", "rfc"), ("jit", "keras_3")],
+)
 def test_accumulated_gradients_are_one_step_with_one_verdict(mode, calls):
     inf, nan = np.inf, np.nan
     windows = [[1, 2, 3], [nan, 1, 1], [4, 5, 6], [1, inf, 1], [1, 1, nan], [7, 8, 9], [inf] * 3]
@@ -112,9 +124,10 @@ def test_accumulation_in_fit():
 
 
 @keras_3_only
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc", "nobody", "by hand"])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "calls", "split"),
+    pairs(MODES, ["minimize", "keras_3", "rfc", "nobody", "by hand"], [False, True]),
+)
 def test_what_comes_as_a_gradient_but_is_a_new_value_is_not_unscaled(mode, calls, split):
     # Layers that were quantized to float8 pass the next scale of a tensor off as a gradient.
     quantization = tf.keras.Variable([1.0, 2.0], name="scale")
@@ -208,8 +221,13 @@ class OwnTrainStep(tf.keras.Model):
 
 
 @keras_3_only
-@pytest.mark.parametrize("loop", ["fit", "accumulating fit", "train_step", "function", "jit"])
-@pytest.mark.parametrize("scales_loss", [True, False])
+@pytest.mark.parametrize(
+    ("loop", "scales_loss"),
+    [
+        *(("fit", True), ("fit", False), ("accumulating fit", True), ("train_step", False)),
+        *(("function", False), ("jit", True)),
+    ],
+)
 def test_a_layer_in_float8_trains_as_with_the_optimizers_of_keras(loop, scales_loss):
     def sgd():
         steps = 2 if loop == "accumulating fit" else None
@@ -225,8 +243,10 @@ def test_a_layer_in_float8_trains_as_with_the_optimizers_of_keras(loop, scales_l
             warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
         actual = float8_weights(optimizer, loop, scales_loss)
     assert sum("amax_history" in path for path in actual) == 3
+    # XLA of TensorFlow 2.16 adds up in another order if a scale is multiplied.
+    rtol = 2**-20 if loop == "jit" else 0
     for path, array in expected.items():
-        np.testing.assert_array_equal(actual[path], array, err_msg=path)
+        np.testing.assert_allclose(actual[path], array, rtol, err_msg=path)
 
 
 def make_model():
@@ -385,7 +405,8 @@ def test_an_optimizer_with_its_own_aggregation():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_float16_rows_that_overflow_only_when_they_are_added_up(name):
     # The inner optimizer adds up the rows of one index, in float16 as the variable is.
-    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.5), keras_mp.DynamicLossScale(1))
+    scale = keras_mp.DynamicLossScale(1, min_loss_scale=1)
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.5), scale)
     table = tf.Variable(tf.ones([3, 1], tf.float16))
     optimizer.build([table])
 
@@ -464,6 +485,7 @@ def clipping_optimizers():
     }
 
 
+@once
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("calls", ["minimize", "two halves", "tape"])
 @pytest.mark.parametrize("kind", list(clipping_optimizers()))
@@ -549,5 +571,60 @@ def test_gradients_of_a_graph_cannot_be_clipped_for_each_example():
     with tf.Graph().as_default():
         v = tf.Variable(1.0)
         optimizer = keras_mp.LossScaleOptimizer(Gradients(0.5), 8)
-        with pytest.raises(TypeError, match="would see the loss scaled"):
+        with pytest.raises(TypeError, match="would see the scaled loss"):
             optimizer.get_gradients(v * 2, [v])
+
+
+@keras_3_only
+@pytest.mark.parametrize("made_at_build", [False, True])
+@pytest.mark.parametrize("wrap", [keras_mp.LossScaleOptimizer, keras_mp.OptimizerWrapper])
+def test_several_optimizers_in_one_sum_once(wrap, made_at_build):
+    if not hasattr(tf.keras.optimizers, "MultiOptimizer"):
+        pytest.skip("This Keras has no MultiOptimizer.")
+    strategy = mirrored(2)
+    with strategy.scope():
+        kernel, bias = (tf.keras.Variable(tf.ones([2]), name=name) for name in ("kernel", "bias"))
+        sgd, momentum = tf.keras.optimizers.SGD(0.2), tf.keras.optimizers.SGD(0.2, momentum=0.5)
+        chosen = tf.keras.optimizers.OptimizerMap(sgd, {"bias": momentum})
+        if made_at_build:
+
+            def chosen(v):
+                return momentum if v.name == "bias" else sgd
+
+        optimizer = wrap(tf.keras.optimizers.MultiOptimizer(chosen))
+        optimizer.build([kernel, bias])
+
+    @tf.function
+    def step():
+        def on_replica():
+            with tf.GradientTape() as tape:
+                loss = 0.5 * tf.reduce_sum(kernel.value + bias.value)
+                if wrap is keras_mp.LossScaleOptimizer:
+                    loss = optimizer.scale_loss(loss)
+            variables = [kernel.value, bias.value]
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), [kernel, bias]))
+
+        strategy.run(on_replica)
+
+    step()
+    for variable in (kernel, bias):
+        np.testing.assert_allclose(value(variable), 0.8, rtol=1e-6)
+
+
+@keras_3_only
+def test_a_learning_rate_scheduler_finds_the_optimizers_inside():
+    if not hasattr(tf.keras.optimizers, "MultiOptimizer"):
+        pytest.skip("This Keras has no MultiOptimizer.")
+    sgd, adam = tf.keras.optimizers.SGD(0.5), tf.keras.optimizers.Adam(0.5)
+    chosen = tf.keras.optimizers.OptimizerMap(sgd, {".*bias": adam})
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile(tf.keras.optimizers.MultiOptimizer(chosen), "mse")
+    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    scheduler = tf.keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    x = np.ones([4, 2], "float32")
+    model.fit(x, x[:, :1], verbose=0, callbacks=[scheduler])
+    assert [float(each.learning_rate) for each in (sgd, adam)] == [0.25, 0.25]
+    assert model.optimizer.optimizers == model.optimizer.inner_optimizer.optimizers
+    plain = keras_mp.OptimizerWrapper(tf.keras.optimizers.SGD(0.5))
+    assert not hasattr(plain, "optimizers")

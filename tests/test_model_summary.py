@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hardware, keras_api
+from keras_mp.kernels import tables
 
 K = tf.keras
 L = K.layers
@@ -28,7 +29,7 @@ def table(model):
     return rows, notes, [lines[0], *after.split("\n")]
 
 
-_NOTE = r"\[(\d+)\] (.*?)(?=\n\[|\nThis|\Z)"
+_NOTE = r"\[(\d+)\] (.*?)(?=\n\[|\nSlow|\Z)"
 
 
 def notes_of(model):
@@ -38,6 +39,10 @@ def notes_of(model):
         layer.split(" (")[0].strip(): " ".join(notes[mark] for mark in cells[4].split())
         for layer, cells in rows.items()
     }
+
+
+# Models return what their layers do.
+UNCHANGED = keras_mp.Policy("mixed_float16", model_outputs=None)
 
 
 def head(**kwargs):
@@ -52,7 +57,7 @@ def functional():
 
 
 def test_the_table_of_a_nested_model():
-    keras_mp.set_global_policy("mixed_float16")
+    keras_mp.set_global_policy(UNCHANGED)
     rows, notes, others = table(functional())
     assert list(rows.items()) == [
         ("x (InputLayer)", ["-", "-", "float32", "0", ""]),
@@ -68,13 +73,16 @@ def test_the_table_of_a_nested_model():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_the_note_about_the_machine(monkeypatch, dtype, is_fast):
-    monkeypatch.setattr(hardware, "why_slow", lambda d: None if is_fast else f"No {d} here.")
+@pytest.mark.parametrize(
+    ("time", "verdict"), [(0.5, "is fast"), (0.92, "brings no gain"), (1.8, "is slow")]
+)
+def test_the_note_about_the_machine(monkeypatch, dtype, time, verdict):
+    times = {op: {dtype: time} for op in ("matrix product", "convolution")}
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [])
     keras_mp.set_global_policy(f"mixed_{dtype}")
-    *_, last = table(functional())[2]
-    expected = "is fast in {}." if is_fast else "is not fast in {0}: No {0} here."
-    assert last == "This machine " + expected.format(dtype)
+    with tables.on_trial(times):
+        notes = table(functional())[2]
+    assert f"{dtype} {verdict} here: {dtype} matrix products take" in str(notes)
 
 
 def test_a_float32_model_is_not_remarked_on():
@@ -103,9 +111,19 @@ def ends_in(*layers):
     ],
 )
 def test_which_softmax_is_an_output(make, is_noted):
-    keras_mp.set_global_policy("mixed_bfloat16")
+    keras_mp.set_global_policy(UNCHANGED)
     found = [name for name, text in notes_of(make()).items() if "A softmax output" in text]
     assert bool(found) == is_noted
+
+
+def test_a_softmax_that_the_model_returns_in_float32_is_not_remarked_on():
+    keras_mp.set_global_policy("mixed_float16")
+    model = ends_in(L.Dense(8, "softmax"))
+    assert not any("A softmax output" in text for text in notes_of(model).values())
+    with keras_mp.policy_scope("float32"):
+        K.mixed_precision.set_global_policy("mixed_float16")
+        model = ends_in(L.Dense(8, "softmax"))
+    assert any("A softmax output" in text for text in notes_of(model).values())
 
 
 def test_the_softmax_inside_of_attention_is_no_output():
@@ -195,7 +213,7 @@ class Subclassed(K.Model):
 
 
 def test_a_subclassed_model_before_and_after_it_is_built():
-    keras_mp.set_global_policy("mixed_float16")
+    keras_mp.set_global_policy(UNCHANGED)
     model = Subclassed()
     rows, notes, others = table(model)
     unknown = ["float16", "float32", "-", "-"]
@@ -243,7 +261,7 @@ def test_text():
 
 
 def test_several_outputs():
-    keras_mp.set_global_policy("mixed_float16")
+    keras_mp.set_global_policy(UNCHANGED)
     inputs = K.Input([8])
     wide = L.Dense(8, "softmax", dtype="float32", name="wide")(inputs)
     narrow = L.Dense(8, "softmax", name="narrow")(inputs)
@@ -260,8 +278,8 @@ def test_a_trained_and_loaded_model(tmp_path):
     model.save(tmp_path / "model.keras")
     keras_mp.set_global_policy(None)
     rows, notes, _ = table(K.models.load_model(tmp_path / "model.keras"))
-    assert rows["last (Dense)"] == ["float16", "float32", "float16", "90", "[1] [2]"]
-    assert notes["[2]"].endswith("Keras does not keep its own policy.")
+    assert rows["last (Dense)"] == ["float16", "float32", "float16", "90", "[1]"]
+    assert notes["[1]"].endswith("Keras does not store the policy of a model.")
 
 
 def test_prints_by_default(capsys):

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, mirrored
+from tests.common import IS_KERAS_3, mirrored, pairs
 
 L = tf.keras.layers
 DTYPES = ["bfloat16", "float16"]
@@ -53,9 +53,7 @@ def outputs_and_gradients(make, shape, mode, dtype):
     return run(x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "mode", "dtype"), pairs(LAYERS, MODES, DTYPES))
 def test_outputs_are_those_of_float32_and_gradients_those_of_16_bits(name, mode, dtype):
     make, shape = LAYERS[name]
     expected, exact = outputs_and_gradients(make, shape, mode, "float32")

@@ -19,8 +19,8 @@ def test_what_is_not_shown_can_be_imported():
 
 def test_what_is_imported_later_is_what_editors_are_told():
     tree = ast.parse(inspect.getsource(keras_mp))
-    told = next(node for node in tree.body if isinstance(node, ast.If))
-    names = {alias.name: node.module for node in told.body for alias in node.names}
+    branch = next(node for node in tree.body if isinstance(node, ast.If))
+    names = {alias.name: node.module for node in branch.body for alias in node.names}
     modules = {n: m if m == "keras_mp" else m.removeprefix("keras_mp.") for n, m in names.items()}
     assert keras_mp._LATER == {n: n if m == "keras_mp" else m for n, m in modules.items()}
 

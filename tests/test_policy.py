@@ -68,7 +68,7 @@ def test_loss_scale_argument():
     assert automatic.loss_scale is automatic.loss_scale
 
 
-@pytest.mark.parametrize("bad", [0, 0.5, True, "fixed", float("nan")])
+@pytest.mark.parametrize("bad", [0, -0.5, True, "fixed", float("nan")])
 def test_bad_loss_scales_are_refused(bad):
     with pytest.raises((TypeError, ValueError), match="Received"):
         keras_mp.Policy("mixed_float16", loss_scale=bad)
@@ -308,7 +308,7 @@ def test_later_changes_reach_threads_that_ask_again():
 @pytest.fixture(name="threads")
 def two_threads():
     with futures.ThreadPoolExecutor(1) as a, futures.ThreadPoolExecutor(1) as b:
-        yield [lambda fn, *args, of=each: of.submit(fn, *args).result() for each in (a, b)]
+        yield [lambda fn, *args, pool=each: pool.submit(fn, *args).result() for each in (a, b)]
 
 
 def name_and_layers_dtype():
@@ -407,7 +407,7 @@ def test_a_model_made_in_a_thread_that_did_not_ask(asks):
     if IS_KERAS_3 and not asks:
         assert dtype == "float32"
         assert len(messages) == 1
-        assert "Call keras_mp.global_policy() in it" in messages[0]
+        assert "Call keras_mp.global_policy() in this thread" in messages[0]
     else:
         assert (dtype, messages) == ("float16", [])
 
@@ -504,3 +504,20 @@ def test_a_map_of_policies_round_trips():
     assert again["model/logits"] == keras_mp.Policy("float32")
     assert again.default_policy == keras_mp.Policy("mixed_float16", loss_scale=8)
     assert tf.keras.layers.Dense(1, dtype=again).compute_dtype == "float16"
+
+
+@pytest.mark.parametrize("whose", ["ours", "Keras's"])
+def test_files_and_clones_keep_whose_policy_it_is(whose, tmp_path):
+    """Only layers with ours are in the reach of what keras_mp replaces."""
+    K = tf.keras
+    own = getattr(K, "DTypePolicy", None) or K.mixed_precision.Policy
+    policy = keras_mp.Policy("mixed_bfloat16") if whose == "ours" else own("mixed_bfloat16")
+    model = K.Sequential([K.Input([3]), K.layers.Dense(2, dtype=policy)])
+    models = [K.models.clone_model(model)]
+    for path in (tmp_path / "model.keras", tmp_path / "model.h5"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras warns of HDF5.
+            model.save(path)
+            models.append(K.models.load_model(path))
+    for each in models:
+        assert isinstance(each.layers[-1].dtype_policy, keras_mp.Policy) == (whose == "ours")

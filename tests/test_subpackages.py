@@ -1,10 +1,14 @@
-"""Imports go one way, as docs/structure.md draws them."""
+"""Imports go one way, as docs/structure.md says."""
 
 import ast
 import pathlib
+import re
 
 import pytest
 
+from tests.common import once
+
+pytestmark = once
 ROOT = pathlib.Path(__file__).parent.parent / "keras_mp"
 
 # What each subpackage may import of the package. Those that need TensorFlow only name no Keras.
@@ -22,7 +26,7 @@ SUBPACKAGES = {
         *("numerics", "keras_api", "step", "variables", "op_autocast", "kernels", "grappler"),
         *("hardware", "support", "loss_scale", "loss_scale_optimizer", "losses", "layers"),
         *("policy", "conversion", "model_summary", "optimizer_wrapper", "layer_paths"),
-        *("low_precision_weights", "callbacks"),
+        *("low_precision_weights", "callbacks", "raw_inputs", "model_steps"),
     },
     # It uses the package as programs do.
     "hardware_check": {"hardware_check", "keras_api", "hardware", "kernels", "support"},
@@ -60,7 +64,15 @@ def test_every_subpackage_is_checked():
     assert subpackages == {*SUBPACKAGES, "compat"}
 
 
+def test_the_page_has_the_imports():
+    page = (ROOT.parent / "docs" / "structure.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE))
+    for subpackage in SUBPACKAGES.keys() - {"numerics"}:
+        listed = set(re.findall(r"`(\w+)`", rows[subpackage]))
+        assert listed == SUBPACKAGES[subpackage] - {subpackage}, subpackage
+
+
 def test_nothing_but_the_package_itself_imports_its_tools():
     paths = [path for path in ROOT.rglob("*.py") if ROOT / "numerics" not in path.parents]
-    users = [path for path in paths if any(".numerics" in name for name in imported(path))]
-    assert set(users) <= {ROOT / "__init__.py", ROOT / "__main__.py"}
+    importers = [path for path in paths if any(".numerics" in name for name in imported(path))]
+    assert set(importers) <= {ROOT / "__init__.py", ROOT / "__main__.py"}

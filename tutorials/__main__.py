@@ -37,7 +37,11 @@ def main() -> int:
         start = time.perf_counter()
         notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
         stored = copy.deepcopy(notebook)
-        _run(notebook)
+        try:
+            _run(notebook)
+        except nbclient.exceptions.CellExecutionError as error:
+            failed.append(f"{name}: {error}")  # The others are run all the same.
+            continue
         if arguments.check:
             failed += [f"{name}: {what}" for what in differences(stored, notebook)]
         else:

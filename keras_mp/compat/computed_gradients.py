@@ -39,14 +39,20 @@ class ComputedGradients:
             computed = self._computed.get(threading.get_ident())
             if computed is None:
                 return bool(self._computed)
-            applied = set(map(id, variables))
-            is_known = not computed.isdisjoint(applied)
-            computed -= applied
-            return is_known or bool(self._open_graphs)
-        self._open_graphs.discard(graph)
+            return not computed.isdisjoint(map(id, variables)) or bool(self._open_graphs)
         is_function = isinstance(graph, tf.__internal__.FuncGraph)
         while graph is not None:
             if graph in self._graphs:
                 return True
             graph = getattr(graph, "outer_graph", None)
         return is_function and bool(self._computed)
+
+    def applied(self, variables: Iterable[Any]) -> None:
+        """Records that gradients of these variables were applied."""
+        graph = host.current_graph()
+        if graph is not None:
+            self._open_graphs.discard(graph)
+            return
+        computed = self._computed.get(threading.get_ident())
+        if computed is not None:
+            computed.difference_update(map(id, variables))

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.loss_scales import LARGEST, LossScale, state_variable
+from keras_mp.step.loss_scales import LARGEST, SMALLEST, LossScale, state_variable
 from keras_mp.step.schedule import LossScaleState
 from keras_mp.support import host, validation
 
@@ -60,7 +60,7 @@ class FixedLossScaleManager(LossScaleManager):
     """Keeps the loss scale as it is.
 
     Args:
-        loss_scale: int or float, from 1 to 2**126.
+        loss_scale: int or float, from 2**-126 to 2**126.
 
     Raises:
         TypeError: `loss_scale` is not a number.
@@ -77,7 +77,9 @@ class FixedLossScaleManager(LossScaleManager):
 
     def __init__(self, loss_scale: float) -> None:
         super().__init__()
-        self._loss_scale = validation.number("loss_scale", loss_scale, at_least=1, at_most=LARGEST)
+        self._loss_scale = validation.number(
+            "loss_scale", loss_scale, at_least=SMALLEST, at_most=LARGEST
+        )
 
     def get_loss_scale(self) -> tf.Tensor:
         """Returns the loss scale, a float32 scalar tensor."""
@@ -144,7 +146,8 @@ def next_exponential_state(
     bad = state.num_bad_steps + tf.where(finite, 0, 1)
     grows = tf.logical_and(finite, good >= incr_every_n_steps)
     shrinks = tf.logical_and(tf.logical_not(finite), bad >= decr_every_n_nan_or_inf)
-    grown, shrunk = scale * incr_ratio, tf.maximum(scale * decr_ratio, 1.0)
+    grown = scale * incr_ratio
+    shrunk = tf.maximum(scale * decr_ratio, tf.minimum(scale, 1.0))
     moved = tf.where(tf.logical_and(grows, tf.math.is_finite(grown)), grown, scale)
     ends = tf.logical_or(grows, shrinks)
     return LossScaleState(
@@ -159,7 +162,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
     have the names and dtypes that they had in TensorFlow 1, so checkpoints of that time load.
 
     Args:
-        init_loss_scale: int or float, from 1 to 2**126. Where the scale starts.
+        init_loss_scale: int or float, from 2**-126 to 2**126. Where the scale starts.
         incr_every_n_steps: int, at least 1. Good steps in a row after which the scale grows.
         decr_every_n_nan_or_inf: int, at least 1. Bad steps after which it shrinks; good ones may
             lie between. Defaults to 2.
@@ -191,7 +194,9 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         decr_ratio: float = 0.8,
     ) -> None:
         super().__init__()
-        initial = validation.number("init_loss_scale", init_loss_scale, at_least=1, at_most=LARGEST)
+        initial = validation.number(
+            "init_loss_scale", init_loss_scale, at_least=SMALLEST, at_most=LARGEST
+        )
         self._incr_every_n_steps = validation.integer(
             "incr_every_n_steps", incr_every_n_steps, below=2**31
         )
@@ -268,20 +273,24 @@ class ManagedLossScale(LossScale):
         """Returns the current scale, a float32 scalar tensor."""
         return tf.cast(self._manager.get_loss_scale(), tf.float32)
 
-    def move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
+    def move(
+        self, finite: bool, loss_is_finite: bool | tf.Tensor = False
+    ) -> tuple[list[Any], tf.Tensor]:
         """Lets the manager move the scale, as a step does.
 
         Args:
             finite: bool. Whether all gradients were finite.
+            loss_is_finite: not used.
 
         Returns:
             tuple of a list of operations and of the number of steps skipped in a row, an int64
             scalar tensor.
         """
-        in_a_row = tf.constant(0, tf.int64) if finite else self.num_bad_steps + 1
+        del loss_is_finite
+        num_bad_steps = tf.constant(0, tf.int64) if finite else self.num_bad_steps + 1
         moved = self._manager.update_loss_scale(tf.constant(finite))
-        counted = self.num_bad_steps.assign(in_a_row, read_value=False)
-        return [each for each in (moved, counted) if each is not None], in_a_row
+        counted = self.num_bad_steps.assign(num_bad_steps, read_value=False)
+        return [each for each in (moved, counted) if each is not None], num_bad_steps
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"manager": ...}`."""

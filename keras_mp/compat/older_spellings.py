@@ -108,9 +108,9 @@ class OlderSpellings:
         """
         if self._scales_on_tape():
             raise TypeError(
-                "The optimizer has a way of its own to compute gradients, which in a graph of "
-                "TensorFlow 1 would see the loss scaled. Train in mixed_bfloat16, without loss "
-                f"scaling. Received: {self.inner_optimizer!r}"
+                "The optimizer overrides how gradients are computed, and would see the scaled "
+                "loss in a graph of TensorFlow 1. Train in mixed_bfloat16, without loss scaling. "
+                f"Received: {self.inner_optimizer!r}"
             )
         scaled = self.inner_optimizer.get_gradients(self.get_scaled_loss(loss), params)
         return self.get_unscaled_gradients(scaled)
@@ -146,16 +146,16 @@ def loss_scale_from_arguments(
     received = ", ".join(f"{k}={v!r}" for k, v in {"loss_scale": loss_scale, **older}.items())
     if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
         raise ValueError(
-            f"Give `loss_scale`, or the older {', '.join(older)}, not both. Received: {received}"
+            f"Pass `loss_scale`, or the older {', '.join(older)}, not both. Received: {received}"
         )
     if not isinstance(older.get("dynamic", True), bool):
         raise TypeError(f"`dynamic` must be a bool. Received: {received}")
     if older.get("dynamic", True):
-        given = {
+        arguments = {
             "initial_loss_scale": initial_scale,
             "increment_period": whole(dynamic_growth_steps),
         }
-        return DynamicLossScale(**{k: v for k, v in given.items() if v is not None})
+        return DynamicLossScale(**{k: v for k, v in arguments.items() if v is not None})
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
             "With dynamic=False, `initial_scale` is the fixed scale and must be given, and "

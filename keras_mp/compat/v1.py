@@ -23,13 +23,10 @@ from keras_mp.compat.loss_scale_managers import (
 )
 from keras_mp.grappler import passes
 from keras_mp.step import gradients, replicas
-from keras_mp.step.calls import NoCalls
-from keras_mp.step.gradient_state import GradientState
+from keras_mp.step.calls import GradientState, NoCalls
 from keras_mp.step.loss_scales import LossScale
-from keras_mp.step.optimizer_adapter import Loss
-from keras_mp.step.other_adapters import V1Optimizer
-from keras_mp.step.scaler import Scaler
-from keras_mp.step.scaler_properties import ScalerProperties
+from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
+from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import messages
 from keras_mp.support.autograph import do_not_convert
 
@@ -86,7 +83,7 @@ class LossScaleOptimizer(
 
     Args:
         opt: A `tf.compat.v1.train.Optimizer`.
-        loss_scale: `"dynamic"` (the default), a number of at least 1 for a fixed scale, a
+        loss_scale: `"dynamic"` (the default), a positive number for a fixed scale, a
             `keras_mp.LossScale`, one of `tf.compat.v1.mixed_precision`, or a `LossScaleManager`.
         loss_scale_manager: `LossScaleManager`. TensorFlow 1's name of `loss_scale`.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
@@ -133,13 +130,13 @@ class LossScaleOptimizer(
             )
         if isinstance(opt, (LossScaleOptimizer, _TensorFlowWrapper)):
             raise TypeError(
-                "The optimizer scales the loss already, which would be scaled twice. Pass the one "
-                f"inside. Received: opt={opt!r}"
+                "The optimizer already scales the loss, which would be scaled twice. Pass its "
+                f"inner optimizer. Received: opt={opt!r}"
             )
         if opt in _wrapped:
             raise ValueError(
-                "The optimizer is wrapped by a LossScaleOptimizer already. Use that one, or make a "
-                f"new optimizer. Received: opt={opt!r}"
+                "The optimizer is already wrapped by a LossScaleOptimizer. Use that wrapper, or "
+                f"create a new optimizer. Received: opt={opt!r}"
             )
         if not type(opt).compute_gradients.__module__.startswith("tensorflow."):
             messages.warn(
@@ -250,8 +247,8 @@ class LossScaleOptimizer(
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        self._computed.note(v for _, v in pairs)
         unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
+        self._computed.note(v for _, v in pairs)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
     @do_not_convert
@@ -280,14 +277,16 @@ class LossScaleOptimizer(
         pairs = _checked(grads_and_vars)
         if not self._computed.may_include(v for _, v in pairs):
             messages.warn(
-                "apply_gradients() was given gradients that compute_gradients() has not computed: "
-                "their loss was not scaled, and small ones may have vanished in float16. Do not "
-                "use tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
+                "apply_gradients() received gradients that compute_gradients() did not compute: "
+                "their loss was not scaled, and small gradients may have vanished in float16. Do "
+                "not use tf.gradients or tf.GradientTape with this optimizer: call `minimize`, or "
                 "compute_gradients() and then apply_gradients()."
             )
         state = GradientState(scaled_by=self._scaler.loss_scale())
         aggregate = not skip_gradients_aggregation
-        return self._step(pairs, global_step, name, state, aggregate=aggregate)
+        operation = self._step(pairs, global_step, name, state, aggregate=aggregate)
+        self._computed.applied(v for _, v in pairs)
+        return operation
 
     def get_slot(self, var: tf.Variable, name: str) -> Any:
         """Returns a slot of the inner optimizer, or None.
@@ -326,9 +325,9 @@ class LossScaleOptimizer(
             losses.append(tf.convert_to_tensor(loss))
             return gradients.scale_loss(loss, scaled_by)
 
-        given: Any = loss
+        value: Any = loss
         is_callable = callable(loss) and not tf.is_tensor(loss)
-        scaled = (lambda: scale(given())) if is_callable else scale(given)
+        scaled = (lambda: scale(value())) if is_callable else scale(value)
         if grad_loss is not None:
             grad_loss = tf.convert_to_tensor(grad_loss)
             if grad_loss.dtype.size < tf.float32.size:  # widened like the loss
@@ -385,7 +384,7 @@ def _loss_scale(
     if manager is not None:
         if loss_scale != "dynamic":
             raise ValueError(
-                "Give `loss_scale` or `loss_scale_manager`, not both. Received: "
+                "Pass `loss_scale` or `loss_scale_manager`, not both. Received: "
                 f"loss_scale={loss_scale!r}, loss_scale_manager={manager!r}"
             )
         loss_scale = manager

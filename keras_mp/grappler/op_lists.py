@@ -85,8 +85,9 @@ def read(dtype: str) -> dict[str, frozenset[str]]:
     }
     if set(found) != set(LISTS):
         raise RuntimeError(
-            "TensorFlow does not tell its lists of operations. Is an operation on two of them, by "
-            f"the environment variables {_PREFIX}*? Expected {LISTS}. Received: {sorted(found)}"
+            "TensorFlow's lists of operations cannot be read. Do the environment variables "
+            f"{_PREFIX}* put an operation on two of them? Expected {LISTS}. Received: "
+            f"{sorted(found)}"
         )
     return {name: found[name] for name in LISTS}
 

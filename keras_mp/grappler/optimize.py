@@ -49,24 +49,28 @@ def compute_capability(device: str) -> str:
 
 
 def graph(
-    config: tf.compat.v1.ConfigProto, given: tf.compat.v1.MetaGraphDef, device: str | None = None
+    config: tf.compat.v1.ConfigProto,
+    meta_graph: tf.compat.v1.MetaGraphDef,
+    device: str | None = None,
 ) -> tf.compat.v1.GraphDef:
     """Returns a graph as grappler leaves it, before it runs.
 
     Args:
         config: `ConfigProto`. Which passes are on.
-        given: `MetaGraphDef`, as `with_fetches` makes it.
+        meta_graph: `MetaGraphDef`, as `with_fetches` makes it.
         device: str. The GPU on which it would run, such as "GPU 7.0". Defaults to this machine.
     """
     if device is None:
-        return _tf_optimizer.OptimizeGraph(config, given, verbose=False)
+        return _tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False)
     environment = {"architecture": compute_capability(device)}
     for library, (key, sizes) in _VERSIONS.items():
         parts = tf.sysconfig.get_build_info()[key].split(".")
         environment[library] = str(sum(int(part) * size for part, size in zip(parts, sizes)))
     cluster = _clusters.Cluster(devices=[_device("CPU"), _device("GPU", environment=environment)])
     try:
-        return _tf_optimizer.OptimizeGraph(config, _placed(given), verbose=False, cluster=cluster)
+        return _tf_optimizer.OptimizeGraph(
+            config, _placed(meta_graph), verbose=False, cluster=cluster
+        )
     finally:
         cluster.Shutdown()
 

@@ -87,7 +87,7 @@ def refuse_policy(what: str) -> None:
     if dtype is not None:
         raise ValueError(
             f"The graph rewrite to {dtype} is on, and does the same as a mixed policy by other "
-            "means: use one of them. Call keras_mp.disable_mixed_precision_graph_rewrite() before. "
+            "means: use one of them. Call keras_mp.disable_mixed_precision_graph_rewrite() first. "
             f"Received: {what}"
         )
 

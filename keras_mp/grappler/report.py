@@ -51,7 +51,7 @@ class RewriteReport(NamedTuple):
     """The result of rewriting a graph. `str` of it, and `print`, give a table.
 
     Attributes:
-        of: str. The name of the function.
+        name: str. The name of the function.
         dtype: str. The dtype to which it was rewritten.
         operations: tuple of `RewrittenOperation`. All that compute with floating-point numbers, but
             for the casts that were put in.
@@ -67,7 +67,7 @@ class RewriteReport(NamedTuple):
     {}
     """
 
-    of: str
+    name: str
     dtype: str
     operations: tuple[RewrittenOperation, ...]
     casts: dict[str, int]
@@ -86,7 +86,7 @@ class RewriteReport(NamedTuple):
         rewritten = by_dtype.get(self.dtype, {})
         where = f" on a {self.device}" if self.device else ""
         head = (
-            f"Graph rewrite of {self.of}{where}: "
+            f"Graph rewrite of {self.name}{where}: "
             f"{sum(rewritten.values())} of {len(self.operations)} floating-point operations "
             f"compute in {self.dtype} ({self.before} without the rewrite). Casts put in: "
             + ", ".join(f"{count} to {dtype}" for dtype, count in self.casts.items())
@@ -168,8 +168,8 @@ def of_function(
     for node in definition.node:
         if node.name in inputs:
             # Not those of its operation: a small tensor that is captured is a constant here.
-            kept = {key: node.attr[key] for key in node.attr if key.startswith("_")}
-            argument = tf.compat.v1.NodeDef(name=node.name, op="_Arg", attr=kept)
+            attributes = {key: node.attr[key] for key in node.attr if key.startswith("_")}
+            argument = tf.compat.v1.NodeDef(name=node.name, op="_Arg", attr=attributes)
             argument.attr["T"].type = node.attr["dtype"].type
             argument.attr["index"].i = inputs[node.name]
             node.CopyFrom(argument)
@@ -290,33 +290,33 @@ class _Why:
             return "XLA compiles it"
         if "float32" not in dtypes:
             return f"is {dtypes[0]} already"
-        of = next((name for name, ops in self._lists.items() if node.op in ops), None)
+        op_list = next((name for name, ops in self._lists.items() if node.op in ops), None)
         if node.op in op_lists.kept_out():
             return "kept for its sum"
-        if of is None:
+        if op_list is None:
             return "on no list"
-        if of == "deny":
+        if op_list == "deny":
             return "on the deny list"
         if not _has_kernel(node, self._dtype, self._device):
             return f"no {self._dtype} kernel"
-        if of == "allow" or self._is_older:
+        if op_list == "allow" or self._is_older:
             return f"not on a {self._device} that is fast, or fetched"
         denied = self._behind(node.name)
         return f"after {denied}" if denied else "not among operations of the allow list"
 
     def _find_denied(self, name: str) -> str | None:
         """Returns the operation of the deny list that a node is behind, by way of other lists."""
-        waiting, seen = [name], {name}
+        waiting, visited = [name], {name}
         while waiting:
             for source in self._nodes[waiting.pop()].input:
                 source = source.split(":")[0]
                 node = self._nodes.get(source)
-                if node is None or source in seen:
+                if node is None or source in visited:
                     continue
                 if node.op in self._lists["deny"]:
                     return node.op
                 if node.op in self._lists["infer"] | self._lists["clear"]:
-                    seen.add(source)
+                    visited.add(source)
                     waiting.append(source)
         return None
 

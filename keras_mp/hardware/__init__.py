@@ -1,20 +1,23 @@
-"""The speed of this machine in float16 and bfloat16, and a warning where it is slow.
+"""The dtypes that are fast on this machine, and a warning where one is slow.
 
 RFC 293, "Dtype policies overview": a warning where "mixed_float16" or "mixed_bfloat16" meets
-hardware that does not support it. For Nvidia GPUs and for TPUs there is a table. CPUs and
-other GPUs have to be timed: of two CPUs with the same flags, one is twice as fast in bfloat16 as in
-float32, and the other half as fast. `python -m keras_mp.hardware` prints what it finds here. This
-subpackage needs TensorFlow only.
+hardware that does not support it. For Nvidia GPUs, for TPUs and for kinds of CPUs there are tables.
+No program measures: two runs of it, on machines of one kind, are the same. A table of this machine
+is made by `python -m keras_mp.hardware --tune FILE`, and named by `use_table`. This subpackage
+needs TensorFlow only.
 """
 
+import os
 import threading
 
 from keras_mp.hardware import devices, fast_dtypes
 from keras_mp.hardware.stopwatch import Speeds
-from keras_mp.support import host, messages
+from keras_mp.kernels import tables
+from keras_mp.kernels.replaced import usual_device
+from keras_mp.support import messages
 
 _lock = threading.Lock()
-# The dtypes of global policies that wait for a measurement, and those that need no more warning.
+# The dtypes of policies that were fast so far, and those that need no more warning.
 _waiting: set[str] = set()
 _settled: set[str] = set()
 
@@ -23,8 +26,8 @@ def best_policy() -> str:
     """Returns the name of the policy that is fastest on this machine and sound.
 
     "mixed_float16" where the slowest GPU has a compute capability of 7; "mixed_bfloat16" from 8 on
-    and on TPUs; elsewhere "mixed_bfloat16" if it is measured to be faster than float32, as `speeds`
-    says, and else "float32".
+    and on TPUs; on CPUs "mixed_bfloat16" if the table in use says that it is faster than float32;
+    and else "float32".
 
     It is a function that returns a name, and not a policy "mixed_auto": what a model or a
     checkpoint means must not depend on the machine that loads it.
@@ -39,33 +42,53 @@ def best_policy() -> str:
     return fast_dtypes.best_policy()[0]
 
 
-def measure_later(dtype: str) -> None:
-    """Makes the next `warn_if_slow()` measure how fast a dtype is.
+def use_table(path: str | os.PathLike[str] | None) -> None:
+    """Takes the table of a file in the place of the one that ships with keras_mp.
 
-    `keras_mp.set_global_policy` calls it. That is often a program's first line, when devices may
-    still be configured, and to measure initializes them.
+    On CPUs the table says which 16-bit kernels are so slow that keras_mp computes in float32 inside
+    of them, and which dtypes are fast. The same table gives the same bits on any machine. Call this
+    before the model computes: what was traced before stays. The environment variable
+    `KERAS_MP_TABLE` names a file for a whole program.
 
     Args:
-        dtype: str, "float16" or "bfloat16".
+        path: str or path-like. A file that `python -m keras_mp.hardware --tune FILE` has written;
+            or None for keras_mp's own table, whatever the environment says.
+
+    Raises:
+        ValueError: it is no such file.
 
     Example:
 
-    >>> keras_mp.hardware.measure_later("bfloat16")
+    >>> keras_mp.hardware.use_table(None)
     """
-    with _lock:
-        _waiting.update({_checked(dtype)} - _settled)
+    tables.use(path)
 
 
-def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
+def table_in_use() -> str:
+    """Returns what decides which kernels are computed in float32 inside for speed.
+
+    Returns:
+        The source of the table, or that there is none since a GPU computes.
+
+    Example:
+
+    >>> "table" in keras_mp.hardware.table_in_use()
+    True
+    """
+    if usual_device() != "CPU":
+        return "no table, since a GPU computes"
+    return tables.current().source
+
+
+def warn_if_slow(dtype: str | None = None) -> None:
     """Warns, once per process and dtype, if computing in `dtype` is slow on this machine.
 
-    A `keras_mp.Policy` calls it with `measure=False`. `Model.compile`, `keras_mp.GradScaler` and
-    `keras_mp.LossScaleOptimizer` call it for the dtypes of global policies, when they are made.
+    A `keras_mp.Policy` calls it. `Model.compile`, `keras_mp.GradScaler` and
+    `keras_mp.LossScaleOptimizer` call it again for the dtypes of all policies, when they are made:
+    a program may hide a device after its first line.
 
     Args:
-        dtype: str, "float16" or "bfloat16"; or None (the default) for those of global policies.
-        measure: bool. Whether this machine may be measured, if it has not been. False judges by
-            tables and by earlier measurements, and initializes nothing. Defaults to True.
+        dtype: str, "float16" or "bfloat16"; or None (the default) for those of all policies.
 
     Raises:
         ValueError: `dtype` is another one.
@@ -77,23 +100,16 @@ def warn_if_slow(dtype: str | None = None, measure: bool = True) -> None:
     Source: RFC 293, "Dtype policies overview".
     """
     with _lock:
-        asked = (_waiting if dtype is None else {_checked(dtype)}) - _settled
-    if not asked:
-        return
-    measured = None
-    if fast_dtypes.needs_speeds():
-        measured = fast_dtypes.speeds(measure)
-        if measured is None:
-            return
+        asked = ({*_waiting} if dtype is None else {_checked(dtype)}) - _settled
+        _waiting.update(asked)
     for each in sorted(asked):
-        reason = fast_dtypes.why_slow(each, measured)
-        if reason is None and (not measure or host.in_v1_graph()):
-            continue  # The program may still hide devices, or leave a graph of TensorFlow 1.
+        reason = fast_dtypes.why_slow(each)
+        if reason is None:
+            continue
         with _lock:
             is_first = each not in _settled
             _settled.add(each)
-            _waiting.discard(each)
-        if reason is not None and is_first:
+        if is_first:
             messages.warn(
                 f"mixed_{each} may run slower than float32 on this machine: {reason} Results are "
                 "right either way. Ignore this if the computation runs on devices that are not "
@@ -108,10 +124,11 @@ def why_slow(dtype: str) -> str | None:
         dtype: str, "float16" or "bfloat16".
 
     Returns:
-        A sentence, or None where it is fast: float16 on GPUs of compute capability 7.0 and above;
-        bfloat16 on GPUs of 8.0 and above and on TPUs. On CPUs and on other GPUs, where neither
-        matrix products nor convolutions are slower than 0.85 times float32's speed, as `speeds`
-        says. If that says nothing, bfloat16 counts as fast on CPUs that have instructions for it.
+        A sentence, or None where it is not slow: float16 on GPUs of compute capability 7.0 and
+        above; bfloat16 on GPUs of 8.0 and above and on TPUs. On CPUs, where the table in use says
+        that neither matrix products nor convolutions are slower than 0.85 times float32's speed,
+        which is not always a gain: see `best_policy`. If it says nothing, bfloat16 counts as fast
+        on CPUs that have instructions for it.
 
     Raises:
         ValueError: `dtype` is another one.
@@ -122,27 +139,20 @@ def why_slow(dtype: str) -> str | None:
     ...     keras_mp.hardware.why_slow("float16"))
     True
     """
-    _checked(dtype)
-    measured = fast_dtypes.speeds() if fast_dtypes.needs_speeds() else None
-    return fast_dtypes.why_slow(dtype, measured)
+    return fast_dtypes.why_slow(_checked(dtype))
 
 
 def speeds(anew: bool = False) -> Speeds | None:
-    """Returns how fast the first GPU, or else the CPU, trains with products and convolutions.
+    """Measures how fast the first GPU, or else the CPU, trains with products and convolutions.
 
     What is timed is the forward pass and both gradients, with those convolutions in float32 inside
-    that keras_mp computes so on this CPU, since their own kernels are slower. That is measured
-    once in a process, in part of a second, for this CPU, device, TensorFlow and number of threads.
-    Measuring initializes TensorFlow: configure devices and threads before.
-    `python -m keras_mp.hardware` remembers it for later programs in `$XDG_CACHE_HOME/keras_mp`
-    (`~/.cache/keras_mp`), and so does each program for which the environment variable
-    `KERAS_MP_CACHE` names a folder. Nothing else writes a file.
-
-    With the environment variable `KERAS_MP_MEASURE=0` nothing but this function measures, and
-    nothing is read or remembered.
+    that keras_mp computes so on this CPU, since their own kernels are slower. That takes part of a
+    second, once in a process. Measuring initializes TensorFlow: configure devices and threads
+    before. It is for people who want to know, as `keras_mp.numerics.profile` does for them; nothing
+    that computes depends on it.
 
     Args:
-        anew: bool. Measures even if something is remembered, and replaces that. Defaults to False.
+        anew: bool. Measures even if this process has measured before. Defaults to False.
 
     Returns:
         dict of dicts: floating-point operations a second by operation, "matrix product" and

@@ -1,6 +1,7 @@
 """Measures how fast this machine is in each dtype, and names the policy that suits it.
 
 python -m keras_mp.hardware
+python -m keras_mp.hardware --tune FILE
 python -m keras_mp.hardware --check
 """
 
@@ -14,15 +15,16 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from keras_mp import hardware
-from keras_mp.hardware import devices, fast_dtypes, stopwatch
-from keras_mp.kernels import slow
-from keras_mp.support import text_tables
+from keras_mp.hardware import devices, fast_dtypes, stopwatch, tuning
+from keras_mp.kernels import slow, tables
+from keras_mp.support import cpu, text_tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 _OUTPUT = "keras_mp_check.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures this machine, keeps the result for later programs, and prints it.
+    """Measures this machine, and prints the result or writes a table for programs.
 
     Args:
         argv: Arguments of the command line; None for the process's own.
@@ -33,14 +35,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m keras_mp.hardware",
         description="Times a matrix product and a convolution, forward and backward, in float32, "
-        "bfloat16 and float16 on the device that TensorFlow computes on, and on CPUs the kernels "
-        "that may be slow in 16 bits; remembers that for later programs, and says which policy is "
-        "the fastest here.",
+        "bfloat16 and float16 on the device that TensorFlow computes on, and says which policy is "
+        "the fastest here, and which kernels keras_mp computes in float32 inside, by the table in "
+        "use.",
+    )
+    parser.add_argument(
+        "--tune",
+        type=pathlib.Path,
+        metavar="FILE.json",
+        help="instead time all kernels that may be slow in 16 bits on this CPU, and write a "
+        "table, which a program uses with KERAS_MP_TABLE=FILE.json or "
+        "keras_mp.hardware.use_table; takes half a minute, in which the machine should do "
+        "nothing else",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="check instead what keras_mp promises on this machine, and time operations and "
+        help="instead check on this machine what keras_mp promises, and time operations and "
         "models; takes a few minutes",
     )
     parser.add_argument(
@@ -50,22 +61,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output",
         type=pathlib.Path,
         metavar="FILE.json",
-        help=f"with --check: where all that was found is written, to be sent; {_OUTPUT} by default",
+        help=(
+            f"with --check: the file for the full result, which you can send us; {_OUTPUT} by "
+            "default"
+        ),
     )
     arguments = parser.parse_args(argv)
     if arguments.check:
         output = arguments.output or pathlib.Path(_OUTPUT)
-        try:
-            output.open("a").close()  # before the minutes that it takes
-        except OSError as error:
-            parser.error(f"{output} cannot be written: {error.strerror}")
+        _refuse_if_not_writable(parser, output)
         return _check(arguments.quick, output)
     if arguments.quick or arguments.output:
         parser.error("--quick and --output go with --check")
-    speeds = fast_dtypes.speeds(anew=True, keep=True)
-    for line in _lines(speeds):
+    if arguments.tune:
+        _refuse_if_not_writable(parser, arguments.tune)
+        arguments.tune.write_text(tables.of_file(tuning.measure(), tuning.machine()))
+        tables.use(arguments.tune)
+    for line in _lines(None if arguments.tune else fast_dtypes.speeds(anew=True)):
         print(line)
     return 0
+
+
+def _refuse_if_not_writable(parser: argparse.ArgumentParser, path: pathlib.Path) -> None:
+    try:
+        path.open("a").close()  # before the minutes that it takes
+    except OSError as error:
+        parser.error(f"{path} cannot be written: {error.strerror}")
 
 
 def _check(quick: bool, output: pathlib.Path) -> int:
@@ -76,26 +97,24 @@ def _check(quick: bool, output: pathlib.Path) -> int:
     found = hardware_check.check(quick)
     output.write_text(json.dumps(found, indent=1))
     print(*page.lines(found), sep="\n")
-    print(f"All that was found is in {output}.")
+    print(f"The full result is in {output}.")
     return 0 if all(each["kept"] for each in found["promises"]) else 1
 
 
 def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
     yield f"{_device()}; TensorFlow {tf.version.VERSION}"
-    units, used = (", ".join(names) or "none" for names in devices.cpu_units())
+    units, used = (", ".join(names) or "none" for names in cpu.units())
     yield f"16-bit units of the CPU: {units}; used by TensorFlow's oneDNN: {used}"
+    yield f"Slow kernels and dtypes according to {hardware.table_in_use()}"
     yield ""
-    if speeds is None:
-        yield "Nothing could be measured."
-    else:
+    if speeds is not None:
         yield from _table(speeds)
-    yield ""
-    for dtype in ("bfloat16", "float16"):
-        reason = hardware.why_slow(dtype)
-        yield f"{dtype} is fast here." if reason is None else f"{dtype} is slow here: {reason}"
+        yield ""
+    for dtype in LOW_PRECISION_NAMES:
+        yield fast_dtypes.verdict(dtype)
     name, reason = fast_dtypes.best_policy()
     yield f"Best policy: {name}, since {reason}"
-    if speeds is not None and not devices.gpus():
+    if not devices.gpus():
         yield from _slow_kernels()
 
 
@@ -104,7 +123,7 @@ def _device() -> str:
     if devices.has_tpu() or gpus:
         return "TPU" if devices.has_tpu() else ", ".join(map(str, gpus))
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
-    return f"{devices.cpu_name()}, {threads} threads"
+    return f"{cpu.name()}, {threads} threads"
 
 
 def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
@@ -118,16 +137,13 @@ def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
 
 def _slow_kernels() -> Iterator[str]:
     """Names the operations that compute in float32 inside, with how slow their own kernels are."""
-    for dtype in ("bfloat16", "float16"):
-        found = [
-            f"{op} ({by_dtype[dtype]:.1f})"
-            for op, by_dtype in slow.ratios().items()
-            if slow.is_slow(op, dtype)
-        ]
-        if found:
+    kernels = slow.slow_kernels()
+    for dtype in LOW_PRECISION_NAMES:
+        names = [f"{op} ({time:.1f})" for op, op_dtype, time in kernels if op_dtype == dtype]
+        if names:
             yield (
-                f"In {dtype} these are computed in float32 inside, as that is so many times as "
-                f"fast: {', '.join(found)}"
+                f"In {dtype} these are computed in float32 inside (in parentheses: how many times "
+                f"as fast that is): {', '.join(names)}"
             )
 
 

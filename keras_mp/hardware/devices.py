@@ -1,41 +1,17 @@
 """The devices of this machine, and tables of what they are fast at. Initializes nothing."""
 
-import os
-import pathlib
-import platform
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.support import onednn
+from keras_mp.support import cpu, onednn
 
 COMPUTE_CAPABILITY = {"float16": (7, 0), "bfloat16": (8, 0)}
 _CPU_FLAGS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16"},
 }
-# Units for 16-bit floating point by flag, each with what it is called and the lowest limit of
-# ONEDNN_MAX_CPU_ISA under which oneDNN uses it, if that is an x86 unit.
-_UNITS = {
-    "avx512_bf16": ("AVX512-BF16", "AVX512_CORE_BF16"),
-    "avx512_fp16": ("AVX512-FP16", "AVX512_CORE_FP16"),
-    "amx_bf16": ("AMX-BF16", "AVX512_CORE_AMX"),
-    "amx_fp16": ("AMX-FP16", "AVX512_CORE_AMX_FP16"),
-    "avx_ne_convert": ("AVX-NE-CONVERT", "AVX2_VNNI_2"),
-    "bf16": ("Arm BF16", None),
-}
-_ISA_LIMITS = (
-    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"),
-    *("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"),
-)
-# oneDNN's newer names.
-_AVX10_LIMITS = {
-    "AVX10_1_512": "AVX512_CORE_FP16",
-    "AVX10_1_512_AMX": "AVX512_CORE_AMX",
-    "AVX10_1_512_AMX_FP16": "AVX512_CORE_AMX_FP16",
-}
 _REWRITE_FLAGS = {"amx_fp16", "avx_ne_convert"}
-_CPU_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 
 
 class Gpu(NamedTuple):
@@ -75,22 +51,6 @@ def are_in_tables() -> bool:
     return has_tpu() or (bool(found) and all(gpu.capability is not None for gpu in found))
 
 
-def cpu_info() -> dict[str, str]:
-    """Returns the model and the flags of the first CPU on Linux, and nothing elsewhere."""
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return {}
-    pairs = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
-    fields = {name.strip(): value.strip() for name, _, value in pairs}
-    return {name: fields[name] for name in _CPU_FIELDS if name in fields}
-
-
-def cpu_name() -> str:
-    """Returns the CPU's model, as far as the operating system tells."""
-    return cpu_info().get("model name") or platform.processor() or platform.machine()
-
-
 def cpu_has(dtype: str) -> bool:
     """Whether the CPU has native instructions for a dtype, so that it could be fast.
 
@@ -99,32 +59,12 @@ def cpu_has(dtype: str) -> bool:
     """
     # On macOS they are there from the M2 on; neither TensorFlow nor Python says which chip it is
     # without asking sysctl, and TensorFlow's CPU kernels do not use them there.
-    return not _CPU_FLAGS[dtype].isdisjoint(_flags())
-
-
-def cpu_units() -> tuple[list[str], list[str]]:
-    """Returns the CPU's units for 16-bit floating point, and those that TensorFlow uses.
-
-    Returns:
-        tuple of two lists of names, such as "AVX512-BF16". What TensorFlow uses are those that its
-        oneDNN uses, as the environment variables TF_ENABLE_ONEDNN_OPTS and ONEDNN_MAX_CPU_ISA let.
-    """
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    limit = _AVX10_LIMITS.get(limit, limit)
-    allowed = _ISA_LIMITS[: _ISA_LIMITS.index(limit) + 1] if limit in _ISA_LIMITS else _ISA_LIMITS
-    units = [_UNITS[flag] for flag in _UNITS if flag in _flags()]
-    used = [name for name, isa in units if onednn.is_on() and (isa is None or isa in allowed)]
-    return [name for name, _ in units], used
+    return not _CPU_FLAGS[dtype].isdisjoint(cpu.flags())
 
 
 def takes_float16_rewrite() -> bool:
     """Whether TensorFlow's graph rewrite goes to float16 on this CPU."""
-    return onednn.is_on() and not _REWRITE_FLAGS.isdisjoint(_flags())
-
-
-def _flags() -> set[str]:
-    info = cpu_info()
-    return set((info.get("flags") or info.get("Features") or "").split())
+    return onednn.is_on() and not _REWRITE_FLAGS.isdisjoint(cpu.flags())
 
 
 def why_slow(dtype: str) -> str | None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import keras_api
 from keras_mp.hardware import devices
+from keras_mp.support import cpu
 
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
@@ -23,7 +24,7 @@ def describe() -> dict[str, Any]:
         dict of str, numbers and lists. Nothing in it names a person or a host.
     """
     build = tf.sysconfig.get_build_info()
-    units, used = devices.cpu_units()
+    units, used = cpu.units()
     keras = importlib.import_module(keras_api.ROOT_PACKAGE)
     return {
         "gpus": [
@@ -33,7 +34,7 @@ def describe() -> dict[str, Any]:
         "driver": _driver(),
         "cuda": build.get("cuda_version"),
         "cudnn": build.get("cudnn_version"),
-        "cpu": devices.cpu_name(),
+        "cpu": cpu.name(),
         "cpu_units": units,
         "cpu_units_of_onednn": used,
         "threads": tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count(),

@@ -14,6 +14,7 @@ import keras_mp
 from keras_mp import kernels
 from keras_mp.hardware_check import models
 from keras_mp.kernels import convolutions, replaced, sums
+from keras_mp.support import reach
 from keras_mp.support.dtypes import LOW_PRECISION
 
 Found = tuple[bool, str]
@@ -109,7 +110,9 @@ def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> Ke
     def is_wrong(result: float | None) -> bool:
         return result is not None and not replaced.is_right(result, expected)
 
-    own, ours = result_of(getattr(tf.raw_ops, op)), result_of(replaced.function_of(op, kernel))
+    own = result_of(getattr(tf.raw_ops, op))
+    with reach.entered(dtype):
+        ours = result_of(replaced.function_of(op, kernel))
     return KernelFinding(
         op, dtype.name, str(case), expected, own, ours, is_wrong(own), is_wrong(ours)
     )
@@ -253,7 +256,8 @@ def _losses_are_float32() -> Found:
 
 
 def _autocast(dtype: str) -> Found:
-    x = tf.random.stateless_normal([64, 64], seed=(1, 2))
+    # Products of about 1, so that rounding moves no probability by much.
+    x = tf.random.stateless_normal([64, 64], seed=(1, 2)) / 4
 
     @_WAYS["graph"]
     def product() -> tf.Tensor:
@@ -266,7 +270,7 @@ def _autocast(dtype: str) -> Found:
     error = float(tf.reduce_max(tf.abs(tf.math.log(result / exact))))
     dtypes = found["MatMul"], found["Softmax"], result.dtype.name
     figure = f"MatMul in {found['MatMul']}, Softmax in {found['Softmax']}, error {error:.2g}"
-    return dtypes == (dtype, "float32", "float32") and error < 64 * _TOLERANCE[dtype], figure
+    return dtypes == (dtype, "float32", "float32") and error < 4 * _TOLERANCE[dtype], figure
 
 
 def _layers(dtype: str) -> Found:
@@ -300,7 +304,8 @@ def _training(dtype: str) -> Found:
         losses[policy] = history["loss"]
     [right, *_, last], found = losses["float32"], losses[f"mixed_{dtype}"][-1]
     figure = f"loss {right:.3f} to {found:.3f}, in float32 to {last:.3f}"
-    return found < right and abs(found - last) < 0.1 * right, figure
+    # Most of what float32 learns, however little that is.
+    return right - found > 0.8 * (right - last) > 0, figure
 
 
 # By name, the function that tries it.

@@ -70,10 +70,12 @@ def _root_package() -> str:
 
 ROOT_PACKAGE = _root_package()
 OTHER_PACKAGE = _OTHER[ROOT_PACKAGE]
+# AutoGraph never converts Keras 3; tf_keras it converts up to TensorFlow 2.16.
+AUTOGRAPH_MAY_CONVERT = ROOT_PACKAGE == "tf_keras"
 
 if TYPE_CHECKING:
     # A test compares both modules, so one of them can stand for the other.
-    from keras_mp.keras_api.keras3 import *  # noqa: F403
+    from keras_mp.keras_api.keras3 import *  # noqa: F403  # pyright: ignore[reportAssignmentType]
 else:
     _module = importlib.import_module(
         "keras_mp.keras_api." + {"keras": "keras3", "tf_keras": "keras2"}[ROOT_PACKAGE]
@@ -83,6 +85,12 @@ else:
 # Names that both Kerases have in the same place.
 COMPILE_OWNER = next(cls for cls in tf.keras.Model.__mro__ if "compile" in vars(cls))
 KerasLossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
+# Where gradients are applied, by optimizers that are no wrappers.
+APPLY_METHODS = tuple(
+    (next(cls for cls in base.__mro__ if name in vars(cls)), name)
+    for base in OPTIMIZER_BASES  # noqa: F405
+    for name in ["apply" if hasattr(base, "apply") else "apply_gradients"]
+)
 get_optimizer = tf.keras.optimizers.get
 serialize_optimizer = tf.keras.optimizers.serialize
 
@@ -95,6 +103,11 @@ def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
 def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
     """Returns the layers right below a layer."""
     return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def variables(layer: tf.keras.layers.Layer) -> list[Any]:
+    """Returns the weights of a layer that are variables, which a vocabulary of Keras 2 is not."""
+    return [weight for weight in layer.weights if hasattr(weight, "assign")]
 
 
 def states(model: tf.keras.Model) -> list[Any]:

@@ -24,6 +24,7 @@ class KerasApi(Protocol):
             sample_weight)`, which is Keras's own `__call__` without casts of the labels.
         BasePolicy: `tf.keras`'s own dtype policy class.
         LossFunctionWrapper: the loss that computes a function.
+        PreprocessingLayer: the base of preprocessing layers, though not of all of them.
         OPTIMIZER_BASES: the classes that Keras takes for an optimizer.
         CROSSENTROPY_NAMES: the names in `compile(loss=)` of the cross entropy that fits the shapes.
         APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
@@ -36,6 +37,7 @@ class KerasApi(Protocol):
     BaseLoss: ClassVar[type]
     BasePolicy: ClassVar[type]
     LossFunctionWrapper: ClassVar[type]
+    PreprocessingLayer: ClassVar[type]
     OPTIMIZER_BASES: ClassVar[tuple[type, ...]]
     CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
     APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
@@ -64,6 +66,13 @@ class KerasApi(Protocol):
     ) -> None:
         """Calls Keras's own `compile` with bound arguments, so that it wraps nothing."""
 
+    def widen_functions(self, in_float32: Callable[[Any], Callable[..., Any]]) -> None:
+        """Replaces Keras's own functions that sum the squares of a row in 16 bits.
+
+        Args:
+            in_float32: takes such a function and returns one that computes in float32.
+        """
+
     def convert_wrappers_to_legacy(
         self, wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
     ) -> None:
@@ -87,6 +96,14 @@ class KerasApi(Protocol):
         """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, as far as that is known."""
         ...
 
+    def is_call_for_saving(self, call: Any) -> bool:
+        """Whether this is the `call` that a layer has while Keras saves it."""
+        ...
+
+    def is_in_a_layer(self) -> bool:
+        """Whether this thread is in a call of a layer or model."""
+        ...
+
     def is_symbolic(self) -> bool:
         """Whether Keras computes shapes only."""
         ...
@@ -95,10 +112,38 @@ class KerasApi(Protocol):
         """Whether a value is a weight as layers of `tf.keras` have them."""
         ...
 
+    def name_functions(
+        self, layer: tf.keras.layers.Layer, config: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Writes names for the functions of a `Lambda` into its config.
+
+        Returns:
+            dict of the functions by these names, for a `custom_object_scope`; empty if the config
+            is enough to make the layer anew in this process.
+        """
+        ...
+
     def keras_layout(self, optimizer: tf.keras.optimizers.Optimizer) -> Any:
         """Returns a trackable of the parts that our `LossScaleOptimizer` shares with Keras's own.
 
         It has their names in checkpoints of the latter.
+        """
+
+    def let_policy_change(self, cls: type) -> None:
+        """Lets layers of a class find the compute dtype of their policy anew in each call."""
+
+    def note_input_casts(
+        self,
+        policy_class: type,
+        note: Callable[[Any, Any], None],
+        before: Callable[[Any], Any],
+    ) -> None:
+        """Has the casts noted that layers and models make of their inputs.
+
+        Args:
+            policy_class: class of the policies whose layers do.
+            note: takes an input and what it became.
+            before: returns what a tensor was before it was rounded; models take that.
         """
 
     def optimizer_adapter(
@@ -107,15 +152,25 @@ class KerasApi(Protocol):
         """Returns the adapter of an optimizer of `tf.keras`, or None."""
 
     def output_layers(self, model: tf.keras.Model) -> list[Any] | None:
-        """Returns the layers that make a model's outputs, or None where nothing tells."""
+        """Returns the layers that make a model's outputs, or None where nothing tells.
+
+        Of an operation that is no layer, such as `2.0 * output`, those that make its inputs.
+        """
+
+    def own_seeds(self, seed: int) -> AbstractContextManager[None]:
+        """Returns a context manager in which Keras draws no random numbers of the program's.
+
+        What it makes in this thread gets seeds of a generator that begins with `seed`.
+        """
+        ...
 
     def patch_fit(self, model: tf.keras.Model) -> None:
         """Lets several workers train a compiled model with `fit`."""
 
     def policy_name(self, policy: tf.keras.mixed_precision.Policy, name: str) -> str:
-        """Returns the name of a policy that is not Keras's own of that name.
+        """Returns the name of a policy, by which Keras finds the policy and not its own.
 
-        A layer that Keras makes of a config then gets the policy, and not Keras's own.
+        It looks for it when it makes a layer of a config: from a file, or for a clone.
         """
         ...
 
@@ -145,6 +200,9 @@ class KerasApi(Protocol):
         """Registers a class that Keras saves."""
         ...
 
+    def rename(self, layer: tf.keras.layers.Layer, name: str) -> None:
+        """Gives a layer another name. Its weights keep theirs."""
+
     def replace_slow_layers(
         self, lstm: Callable[..., Any], batch_normalization: Callable[..., Any]
     ) -> None:
@@ -155,6 +213,14 @@ class KerasApi(Protocol):
                 LSTM where Keras would run that of cuDNN on a GPU. It may return None.
             batch_normalization: function with the arguments of
                 `kernels.normalization.batch_normalization`. It may return None.
+        """
+
+    def report_rounded(self, cls: type, rounds_to: Callable[[Any], tf.DType | None]) -> None:
+        """Lets layers of a class say the dtype to which their float32 results are rounded.
+
+        Args:
+            cls: class of layers.
+            rounds_to: takes a layer and returns that DType, or None.
         """
 
     def set_global_policy(self, policy: tf.keras.mixed_precision.Policy | None) -> None:

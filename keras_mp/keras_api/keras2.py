@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,22 +13,31 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src import backend as _backend
 from tf_keras.src import optimizers as _optimizers
+from tf_keras.src.engine import base_layer_utils as _base_layer_utils
 from tf_keras.src.engine import compile_utils as _compile_utils
 from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
 from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
 from tf_keras.src.mixed_precision import policy as _policies
+from tf_keras.src.saving.legacy.saved_model.save_impl import LayerCall as _CallForSaving
 from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
 from keras_mp import variables
-from keras_mp.keras_api import keras2_adapters, keras2_recurrent
+from keras_mp.keras_api import keras2_adapters, keras2_raw_inputs, keras2_recurrent
 from keras_mp.kernels import softmax_and_cross_entropy
 from keras_mp.step import replicas
-from keras_mp.support import messages, replica_threads
+from keras_mp.support import replica_threads, wrapped
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
 optimizer_adapter = keras2_adapters.optimizer_adapter
+
+PreprocessingLayer = keras2_raw_inputs.PreprocessingLayer
+note_input_casts = keras2_raw_inputs.note_input_casts
+let_policy_change = keras2_raw_inputs.let_policy_change
+widen_functions = keras2_raw_inputs.widen_functions
+report_rounded = keras2_raw_inputs.report_rounded
+
 # A wrapper is an instance of both bases, whichever family it wraps: `.keras` files have the
 # variables of new optimizers, and none of legacy ones.
 OPTIMIZER_BASES: tuple[Any, ...] = (
@@ -36,14 +47,33 @@ OPTIMIZER_BASES: tuple[Any, ...] = (
 APPLY_TAKES_SCALED_GRADIENTS = False
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
-register_policy = register_serializable
 
 BasePolicy = keras.mixed_precision.Policy
+
+
+def rename(layer: Any, name: str) -> None:
+    layer._name = name
 
 
 def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
     del batch_normalization  # one kernel in Keras 2
     keras2_recurrent.replace_lstm(lstm)
+
+
+def register_policy(cls: Any) -> type:
+    # In an .h5 file Keras finds its own class by the name before it looks up registered ones.
+    cls, keras_deserialize = register_serializable(cls), _policies.deserialize
+
+    @functools.wraps(keras_deserialize)
+    def deserialize(config: Any, custom_objects: Any = None) -> keras.mixed_precision.Policy:
+        if isinstance(config, dict) and "registered_name" in config:
+            found = keras.utils.get_registered_object(config["registered_name"], custom_objects)
+            if isinstance(found, type) and issubclass(found, cls):
+                return found.from_config(config["config"])
+        return keras_deserialize(config, custom_objects)
+
+    _policies.deserialize = deserialize
+    return cls
 
 
 def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> None:
@@ -134,6 +164,15 @@ class BaseLayer(keras.layers.Layer):
         )
 
 
+def is_call_for_saving(call: Any) -> bool:
+    return isinstance(getattr(call, "__wrapped__", None), _CallForSaving)
+
+
+def name_functions(layer: keras.layers.Layer, config: dict[str, Any]) -> dict[str, Any]:
+    del layer, config  # Keras writes the module of a function, too.
+    return {}
+
+
 def is_weight(value: Any) -> bool:
     return isinstance(value, tf.Variable)
 
@@ -169,6 +208,10 @@ def arguments_of_loss(loss: Any) -> dict[str, Any]:
     return {**loss._fn_kwargs, "name": loss.name, "reduction": loss.reduction}
 
 
+def is_in_a_layer() -> bool:
+    return _base_layer_utils.call_context().in_call
+
+
 def is_symbolic() -> bool:
     return False
 
@@ -193,13 +236,6 @@ class _WideLosses(_compile_utils.LossesContainer):
                 dtype = getattr(getattr(loss, "fn", None), "_keras_mp_casts_to", None)
             if dtype is not None:
                 predictions[i] = softmax_and_cross_entropy.widen(prediction, dtype)
-        if any(loss.dtype == tf.float16 for loss in regularization_losses or ()):
-            messages.warn(
-                "A layer adds a loss that it computes in float16, in which anything above 65,504 "
-                "is infinite. Compute it in float32. If it comes from an activity regularizer of a "
-                "layer that was made after the model was compiled, wrap that: "
-                "keras_mp.losses.as_float32(regularizer)."
-            )
         y_pred = tf.nest.pack_sequence_as(y_pred, predictions)
         return super().__call__(y_true, y_pred, sample_weight, regularization_losses)
 
@@ -230,6 +266,29 @@ class _ThreadScope(threading.local):
 
 
 _thread = _ThreadScope()
+
+
+@contextlib.contextmanager
+def own_seeds(seed: int) -> Iterator[None]:
+    counts: dict[int, tuple[Any, Iterator[int]]] = {}
+
+    def make_legacy_seed(own: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
+        del own
+
+        def make(generator: Any) -> int | None:
+            # Keras counts in the generator, which is the program's.
+            if generator._seed is None:
+                return None
+            count = counts.setdefault(id(generator), (generator, itertools.count(generator._seed)))
+            return next(count[1])
+
+        return make
+
+    with (
+        replaced(_backend._SEED_GENERATOR, "generator", random.Random(seed)),
+        wrapped.here(_backend.RandomGenerator, "make_legacy_seed", make_legacy_seed),
+    ):
+        yield
 
 
 def get_global_policy() -> keras.mixed_precision.Policy:
@@ -319,6 +378,11 @@ def convert_wrappers_to_legacy(
         optimizer: keras.optimizers.Optimizer,
     ) -> keras.optimizers.Optimizer:
         if isinstance(optimizer, wrapper_class):
+            innermost: Any = optimizer
+            while isinstance(innermost, wrapper_class):
+                innermost = innermost.inner_optimizer
+            if isinstance(innermost, keras.optimizers.legacy.Optimizer):
+                return optimizer
             inner = convert_to_legacy_optimizer(optimizer.inner_optimizer)
             return convert_wrapper(optimizer, inner)
         return keras_convert(optimizer)

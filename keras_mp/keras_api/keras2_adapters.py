@@ -52,6 +52,7 @@ class _KerasAdapter(_Keras2Adapter):
 
     base = _Optimizer
     computing = ("compute_gradients",)
+    slot_makers = ("add_variable_from_reference",)
 
     def build(self, variables: Sequence[Any]) -> None:
         with tf.name_scope(self.optimizer.name), tf.init_scope():
@@ -91,6 +92,7 @@ class _LegacyAdapter(_Keras2Adapter):
     base = _LegacyOptimizer
     computing = ("_compute_gradients", "get_gradients")
     is_saved_by_keras = False
+    slot_makers = ("add_slot",)
 
     def hyperparameters(self) -> frozenset[str]:
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}

@@ -10,6 +10,7 @@ from tf_keras.src.layers.rnn import gru_lstm_utils as _utils
 from tf_keras.src.layers.rnn import lstm as _lstm
 
 from keras_mp.kernels.recurrent import Lstm
+from keras_mp.support import reach
 from keras_mp.support.autograph import do_not_convert
 
 _TENSORS = ("inputs", "init_h", "init_c", "kernel", "recurrent_kernel", "bias")
@@ -27,15 +28,17 @@ def _replaced(loop: Callable[..., Any], run: Callable[..., Lstm | None]) -> Call
     @functools.wraps(loop)
     @do_not_convert
     def replaced(*args: Any, **kwargs: Any) -> tuple[tf.Tensor, ...]:
-        given = {**dict(zip(parameters, args)), **kwargs}
-        is_plain = given["mask"] is None and given["sequence_lengths"] is None
+        if reach.current() is None:
+            return loop(*args, **kwargs)
+        arguments = {**dict(zip(parameters, args)), **kwargs}
+        is_plain = arguments["mask"] is None and arguments["sequence_lengths"] is None
         found = None
-        if is_plain and not given["time_major"]:
-            found = run(*(given[name] for name in _TENSORS), given["go_backwards"])
+        if is_plain and not arguments["time_major"]:
+            found = run(*(arguments[name] for name in _TENSORS), arguments["go_backwards"])
         if found is None:
-            return loop(**given)
+            return loop(**arguments)
         outputs, last, cell_state = found
-        shown = outputs if given["return_sequences"] else last[:, tf.newaxis]
+        shown = outputs if arguments["return_sequences"] else last[:, tf.newaxis]
         return last, shown, last, cell_state, _utils.runtime(_utils.RUNTIME_CPU)
 
     return replaced

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import random
 import re
 import threading
 import weakref
@@ -14,6 +15,7 @@ from keras.src import backend as _backend
 from keras.src import dtype_policies as _dtype_policies
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
+from keras.src.random import seed_generator as _seed_generator
 from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 
@@ -21,12 +23,14 @@ from keras_mp import variables
 from keras_mp.keras_api import (
     keras3_adapter,
     keras3_images,
+    keras3_lambdas,
     keras3_normalization,
+    keras3_raw_inputs,
     keras3_recurrent,
     keras3_workers,
 )
 from keras_mp.kernels import softmax_and_cross_entropy
-from keras_mp.support import replica_threads
+from keras_mp.support import replica_threads, wrapped
 from keras_mp.variables import casts
 
 keras = tf.keras
@@ -39,8 +43,19 @@ APPLY_TAKES_SCALED_GRADIENTS = True
 
 patch_fit = keras3_workers.patch_fit
 optimizer_adapter = keras3_adapter.optimizer_adapter
+name_functions = keras3_lambdas.name_functions
+
+PreprocessingLayer = keras3_raw_inputs.PreprocessingLayer
+note_input_casts = keras3_raw_inputs.note_input_casts
+let_policy_change = keras3_raw_inputs.let_policy_change
+widen_functions = keras3_raw_inputs.widen_functions
+report_rounded = keras3_raw_inputs.report_rounded
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
+
+
+def rename(layer: Any, name: str) -> None:
+    layer.name = name
 
 
 def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
@@ -61,12 +76,15 @@ def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> 
 
 
 class _PolicyName(str):
-    """The name of a policy, with the policy itself.
+    """The name of a policy of keras_mp, with the policy itself.
 
-    Keras makes a layer of a config by the name of its policy alone.
+    Keras makes a layer of a config by the name of its policy alone, and so with one of its own.
     """
 
     policy: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
 
 
 def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
@@ -105,7 +123,14 @@ def output_layers(model: keras.Model) -> list[Any] | None:
     outputs = getattr(model, "outputs", None)
     if outputs is None:
         return None
-    return [output._keras_history.operation for output in keras.tree.flatten(outputs)]
+    layers, waiting = [], list(keras.tree.flatten(outputs))
+    while waiting:
+        operation = waiting.pop(0)._keras_history.operation
+        if isinstance(operation, keras.layers.Layer):
+            layers.append(operation)
+        else:  # such as `2.0 * output`
+            waiting += keras.tree.flatten(operation.input)
+    return layers
 
 
 def autocast_dtype() -> tf.DType | None:
@@ -193,6 +218,11 @@ class AutoCastWeight(keras.Variable):
             return super().assign_sub(value)
 
 
+def is_call_for_saving(call: Any) -> bool:
+    del call  # It replaces none.
+    return False
+
+
 def is_weight(value: Any) -> bool:
     return isinstance(value, keras.Variable)
 
@@ -235,6 +265,10 @@ def arguments_of_loss(loss: Any) -> dict[str, Any]:
     return {**loss._fn_kwargs, **own}
 
 
+def is_in_a_layer() -> bool:
+    return _global_state.get_global_attribute("current_call_ctx") is not None
+
+
 def is_symbolic() -> bool:
     return _in_symbolic_scope()
 
@@ -271,6 +305,25 @@ _thread = _ThreadPolicy()
 
 def build_loss(model: keras.Model, predictions: Any) -> None:
     del model, predictions
+
+
+@contextlib.contextmanager
+def own_seeds(seed: int) -> Iterator[None]:
+    seeds = random.Random(seed)
+
+    def make_default_seed(own: Callable[[], int]) -> Callable[[], int]:
+        del own
+        return lambda: seeds.randint(1, 10**9)
+
+    # The generator of `keras.random` is one for each thread.
+    name = "global_seed_generator"
+    before = _global_state.get_global_attribute(name)
+    with contextlib.ExitStack() as stack:
+        for module in (_seed_generator, _backend.random):
+            stack.enter_context(wrapped.here(module, "make_default_seed", make_default_seed))
+        _global_state.set_global_attribute(name, keras.random.SeedGenerator(seed))
+        stack.callback(_global_state.set_global_attribute, name, before)
+        yield
 
 
 def get_global_policy() -> keras.mixed_precision.Policy:

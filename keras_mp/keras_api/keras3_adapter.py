@@ -24,10 +24,17 @@ _reduction = _Reduction()
 
 
 class _KerasAdapter(OptimizerAdapter):
+    slot_makers = ("add_variable_from_reference",)
+
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(optimizer)
         self._refuse_second_scale()
-        _let_the_wrapper_reduce(optimizer)
+        self._let_the_wrapper_reduce()
+
+    def _let_the_wrapper_reduce(self) -> None:
+        # A MultiOptimizer has others inside, which it may make when it is built.
+        for each in (self.optimizer, *getattr(self.optimizer, "optimizers", ())):
+            _let_the_wrapper_reduce(each)
 
     def _refuse_second_scale(self) -> None:
         if self.optimizer.loss_scale_factor is not None:
@@ -41,6 +48,7 @@ class _KerasAdapter(OptimizerAdapter):
         if not self.optimizer.built:
             with tf.init_scope(), keras.name_scope(self.optimizer.name):
                 self.optimizer.build(list(variables))
+            self._let_the_wrapper_reduce()
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync == 1:
             return

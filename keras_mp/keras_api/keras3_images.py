@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import image as _image
 
 from keras_mp.kernels import slow
+from keras_mp.support import reach
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -29,6 +30,8 @@ def replace_resize() -> None:
         **kwargs: Any,
     ) -> tf.Tensor:
         resized = own(images, size, interpolation, *args, **kwargs)
+        if reach.current() is None:
+            return resized
         dtype = tf.as_dtype(images.dtype)
         if interpolation == "bilinear" and dtype in LOW_PRECISION and slow.is_enabled():
             return tf.cast(resized, dtype)

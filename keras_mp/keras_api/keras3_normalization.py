@@ -6,6 +6,7 @@ from collections.abc import Callable
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
 
+from keras_mp.support import reach
 from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
@@ -24,7 +25,8 @@ def replace_batch_normalization(run: Callable[..., tuple[tf.Tensor, ...] | None]
         mask: tf.Tensor | None = None,
     ) -> tf.Tensor:
         found = None
-        if training is True and mask is None and _is_plain(self, inputs):
+        is_ours = reach.current() is not None
+        if is_ours and training is True and mask is None and _is_plain(self, inputs):
             found = run(inputs, *_affine(self), self.epsilon)
         if found is None:
             return own(self, inputs, training=training, mask=mask)

@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
 
 from keras_mp.kernels.recurrent import Lstm
+from keras_mp.support import reach
 from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
@@ -26,12 +27,13 @@ def replace_lstm(run: Callable[..., Lstm | None]) -> None:
         training: bool = False,
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         found = None
-        if mask is None and _is_plain(self) and not _in_symbolic_scope():
-            given, cell = sequences, self.cell
+        is_ours = reach.current() is not None
+        if is_ours and mask is None and _is_plain(self) and not _in_symbolic_scope():
+            inputs, cell = sequences, self.cell
             if training and self.dropout:
-                given = given * cell.get_dropout_mask(given[:, 0, :])[:, tf.newaxis]
+                inputs = inputs * cell.get_dropout_mask(inputs[:, 0, :])[:, tf.newaxis]
             weights = cell.kernel, cell.recurrent_kernel, cell.bias
-            tensors = map(tf.convert_to_tensor, (given, *initial_state, *weights))
+            tensors = map(tf.convert_to_tensor, (inputs, *initial_state, *weights))
             found = run(*tensors, self.go_backwards)
         if found is None:
             return inner_loop(self, sequences, initial_state, mask=mask, training=training)

@@ -28,9 +28,9 @@ keras = tf.keras
 _Step = Callable[[Any], Any]
 
 
-def _source_has(text: str, of: Callable[..., Any]) -> bool:
+def _source_has(text: str, function: Callable[..., Any]) -> bool:
     try:
-        return text in inspect.getsource(of)
+        return text in inspect.getsource(function)
     except OSError:  # there is no source
         return True
 
@@ -112,18 +112,18 @@ def _of_all_workers(model: keras.Model, logs: Any) -> Any:
 def _fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
     """Runs `fit` with callbacks that write on the chief only."""
     fit = type(model).fit
-    given = inspect.signature(fit).bind(model, *args, **kwargs).arguments
-    with _writes_on_the_chief(given.get("callbacks"), model.distribute_strategy):
+    arguments = inspect.signature(fit).bind(model, *args, **kwargs).arguments
+    with _writes_on_the_chief(arguments.get("callbacks"), model.distribute_strategy):
         return fit(model, *args, **kwargs)
 
 
 @contextmanager
 def _writes_on_the_chief(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Keeps callbacks of the other workers from writing, and from removing, while `fit` runs."""
-    given = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
+    flat = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
     writing = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
     with ExitStack() as stack:
-        for callback in dict.fromkeys(given) if not strategy.extended.should_checkpoint else ():
+        for callback in dict.fromkeys(flat) if not strategy.extended.should_checkpoint else ():
             if isinstance(callback, writing):
                 stack.enter_context(replaced(callback, "_save_model", _write_nothing))
             if isinstance(callback, keras.callbacks.BackupAndRestore):

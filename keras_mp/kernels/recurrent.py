@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.kernels.slow import is_slow, may_replace_layer
-from keras_mp.support import own_gradient, regions
+from keras_mp.support import own_gradient, reach, regions
 
 # The outputs of all steps, the last output, the last cell state.
 Lstm = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
@@ -54,10 +54,13 @@ def lstm(
     if dtype == tf.float16 and not products_are_slow:
         return None
     inside = tf.float32 if products_are_slow else dtype
-    with regions.none(), tf.name_scope("lstm"):
-        given = tf.reverse(inputs, [1]) if go_backwards else inputs
+    with regions.none(), reach.decided(), tf.name_scope("lstm"):
+        sequence = tf.reverse(inputs, [1]) if go_backwards else inputs
         results = own_gradient.compute(
-            "Lstm", _forward, _backward, [tf.cast(each, inside) for each in (given, *tensors[1:])]
+            "Lstm",
+            _forward,
+            _backward,
+            [tf.cast(each, inside) for each in (sequence, *tensors[1:])],
         )
         outputs, last, last_cell = (tf.cast(each, dtype) for each in results)
     return outputs, last, last_cell
@@ -76,24 +79,24 @@ def _forward(
     by_time = tf.transpose(inputs, [1, 0, 2])
     of_inputs = _multiply_each(by_time, kernel)
     steps = tf.shape(by_time)[0]
-    given = _array(steps, of_inputs).unstack(of_inputs)
+    sequence = _array(steps, of_inputs).unstack(of_inputs)
     offset = tf.cast(bias, tf.float32)
 
     def step(time: tf.Tensor, *state: Any) -> tuple[Any, ...]:
         hidden, cell, outputs, gates, cells = state
         linear = tf.cast(tf.matmul(hidden, recurrent_kernel), tf.float32) + offset
-        linear += tf.cast(given.read(time), tf.float32)
+        linear += tf.cast(sequence.read(time), tf.float32)
         i, f, g, o = tf.split(linear, 4, axis=1)
         i, f, g, o = tf.sigmoid(i), tf.sigmoid(f), tf.tanh(g), tf.sigmoid(o)
         cell = f * cell + i * g
         hidden = tf.cast(o * tf.tanh(cell), dtype)
-        kept = tf.cast(tf.concat([i, f, g, o], axis=1), dtype)
+        residuals = tf.cast(tf.concat([i, f, g, o], axis=1), dtype)
         return (
             time + 1,
             hidden,
             cell,
             outputs.write(time, hidden),
-            gates.write(time, kept),
+            gates.write(time, residuals),
             cells.write(time, cell),
         )
 
@@ -118,16 +121,16 @@ def _backward(
     upstream: Sequence[tf.Tensor],
     inputs: Sequence[tf.Tensor],
     outputs: Sequence[tf.Tensor],
-    kept: Sequence[tf.Tensor],
+    residuals: Sequence[tf.Tensor],
 ) -> list[tf.Tensor | None]:
-    given, hidden, cell, kernel, recurrent_kernel, bias = inputs
-    dtype = given.dtype
+    sequence, hidden, cell, kernel, recurrent_kernel, bias = inputs
+    dtype = sequence.dtype
     units: Any = recurrent_kernel.shape[0]
     with regions.none():
-        steps = tf.shape(given)[1]
+        steps = tf.shape(sequence)[1]
         of_outputs = tf.transpose(upstream[0], [1, 0, 2])
-        before = tf.concat([tf.cast(cell, tf.float32)[tf.newaxis], kept[1]], axis=0)
-        arrays = [_array(steps, each).unstack(each) for each in (of_outputs, kept[0])]
+        before = tf.concat([tf.cast(cell, tf.float32)[tf.newaxis], residuals[1]], axis=0)
+        arrays = [_array(steps, each).unstack(each) for each in (of_outputs, residuals[0])]
         # Each is read twice: after a step and before the next.
         cells = tf.TensorArray(
             tf.float32, steps + 1, element_shape=[None, units], clear_after_read=False
@@ -160,7 +163,7 @@ def _backward(
             ),
         )
         of_linear = array.stack()
-        by_time = tf.transpose(given, [1, 0, 2])
+        by_time = tf.transpose(sequence, [1, 0, 2])
         hidden_before = tf.concat([hidden[tf.newaxis], tf.transpose(outputs[0], [1, 0, 2])], 0)[:-1]
         flat = tf.reshape(of_linear, [-1, 4 * units])
         of_kernel, of_recurrent_kernel = (

@@ -2,9 +2,10 @@
 
 All code that needs an operation, gradient functions included, calls the Python function that
 TensorFlow generates for it. So a replaced function reaches forward and backward passes, eager code
-and graphs. A kernel counts as wrong if it is wrong in any way in which the program may compute it
-on this machine. TensorFlow's own kernel or oneDNN's is tried out. XLA's is known: it does not
-depend on the machine, and trying it out would take a compilation for each kernel.
+and graphs. Outside of the reach of keras_mp (`support/reach.py`) it calls TensorFlow's own, and
+does nothing else. A kernel counts as wrong if it is wrong in any way in which the program may
+compute it on this machine. TensorFlow's own kernel or oneDNN's is tried out. XLA's is known: it
+does not depend on the machine, and trying it out would take a compilation for each kernel.
 
 This module needs TensorFlow only.
 """
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.support import messages, regions
+from keras_mp.support import messages, reach, regions
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -52,6 +53,20 @@ class Kernel(NamedTuple):
     alias: str = ""
 
 
+class Replacement(NamedTuple):
+    """A function of a library and what takes its place.
+
+    Attributes:
+        own: the library's function.
+        names: under which its modules have it.
+        corrected: the other function.
+    """
+
+    own: Callable[..., Any]
+    names: tuple[str, ...]
+    corrected: Callable[..., Any]
+
+
 class Table:
     """Kernels that are replaced together.
 
@@ -81,6 +96,7 @@ class Table:
         with self._lock:
             if self._installed:
                 return
+            replacements: dict[Callable[..., Any], Replacement] = {}
             for op, kernel in self.kernels.items():
                 own = function_of(op, kernel)
                 if own is None:
@@ -89,8 +105,11 @@ class Table:
                         f"is, {self._harm}."
                     )
                 else:
+                    # Two operations may have one function, as both kinds of GELU do.
+                    inner = replacements[own].corrected if own in replacements else own
                     names = own.__name__, kernel.alias
-                    _replace(own, names, self._corrected(op, own))
+                    replacements[own] = Replacement(own, names, self._corrected(op, inner))
+            replace(replacements.values())
             self._installed = True
 
     def is_wrong(
@@ -122,13 +141,16 @@ class Table:
         @functools.wraps(own)
         @do_not_convert
         def call(*args: Any, **kwargs: Any) -> object:
+            if reach.current() is None:
+                return own(*args, **kwargs)
             dtype, region = _low_precision_dtype((*args, *kwargs.values())), regions.current()
             if dtype is None and kernel.autocasts and region is not None:
                 dtype = region.dtype
             if dtype is None or not self.enabled:
                 return own(*args, **kwargs)
             if self.is_wrong(op, dtype, kernel.case(*args, **kwargs), device_type()):
-                return correct(own, *args, **kwargs)
+                with reach.decided():
+                    return correct(own, *args, **kwargs)
             return own(*args, **kwargs)
 
         return call
@@ -140,15 +162,22 @@ def function_of(op: str, kernel: Kernel) -> Callable[..., Any] | None:
     return None if public is None else getattr(sys.modules[public.__module__], public.__name__)
 
 
-def _replace(
-    own: Callable[..., Any], names: tuple[str, ...], corrected: Callable[..., Any]
-) -> None:
-    """Replaces a function wherever TensorFlow has it: modules import it from one another."""
+def replace(replacements: Iterable[Replacement], library: str = "tensorflow") -> None:
+    """Replaces functions wherever their library has them: modules import them from one another.
+
+    A library has thousands of modules, so what is replaced together takes one pass over them.
+    """
+    by_name: dict[str, list[Replacement]] = {}
+    for each in replacements:
+        for name in each.names:
+            by_name.setdefault(name, []).append(each)
     for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "tensorflow":
-            for name in names:
-                if vars(module).get(name) is own:
-                    setattr(module, name, corrected)
+        if module_name.partition(".")[0] == library:
+            for name in by_name.keys() & vars(module).keys():
+                for own, _, corrected in by_name[name]:
+                    if vars(module)[name] is own:
+                        setattr(module, name, corrected)
+                        break
 
 
 def _low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
@@ -173,6 +202,9 @@ def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def widen(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [widen(each) for each in value]
+        if isinstance(value, tf.Variable):
+            # On Keras 2.16 it may appear in another dtype than it says.
+            value = tf.convert_to_tensor(value)
         return value if _low_precision_dtype([value]) is None else tf.cast(value, tf.float32)
 
     result = own(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
@@ -212,7 +244,7 @@ def usual_device() -> str:
 @functools.cache
 def _ask(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) -> bool:
     """Whether the kernel is wrong that computes an operation in eager: TensorFlow's or oneDNN's."""
-    with tf.init_scope(), regions.none():
+    with tf.init_scope(), regions.none(), reach.entered(None):
         is_graph = not tf.executing_eagerly()
         if is_graph and device != "CPU":
             # A session would take memory in its own way, and a right result does no harm.

@@ -5,40 +5,25 @@ gradient of a filter takes hundreds of times as long as in float32, on one witho
 Activations, pooling, normalizations and products of several matrices are slower by less: up to 8
 times. Computed in float32 inside, and rounded once, they are faster and no less exact.
 
-A kernel is timed once in a process, when it is needed first, unless `learn` was told its time. With
-`KERAS_MP_MEASURE=0` in the environment nothing is timed, and those kernels count as slow in float16
-that were many times slower on each CPU that was measured. This module needs TensorFlow only.
+Which kernels are slow says a table (`tables.py`). This module needs TensorFlow only.
 """
 
-import functools
 import inspect
-import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels import chains
-from keras_mp.kernels.replaced import Kernel, Table, device_type, in_float32, last_value
-from keras_mp.support import host, regions, turns
-from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.kernels import chains, tables
+from keras_mp.kernels.replaced import Kernel, Table, device_type, in_float32, usual_device
+from keras_mp.support import host, reach
+from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
-# A kernel is slow that takes more times as long as float32's with casts. With a limit of 1.25 many
-# kernels of a busy machine are slow in one measurement and not in the next, and last digits change
-# with them; with 2 some layers take twice as long in 16 bits as in float32.
+# A kernel is slow that takes more times as long as float32's with casts: with 2 some layers take
+# twice as long in 16 bits as in float32.
 _SLOW = 1.5
 # Chains of operations, which take a tenth of a second or two to compile; they gain 1.5 to 4 times.
 _SLOW_CHAIN = 1.25
-_TURNS = 5
-# By operation and dtype: how many times as long as float32's with casts; 0 if it cannot be run.
-Ratios = dict[str, dict[str, float]]
-
-# Their gradients take results of the forward pass, so both are in one dtype.
-_TIMED_WITH_GRADIENTS = {"MaxPool", "FusedBatchNormV3", *chains.KERNELS}
-
-_lock = threading.RLock()
-_known: dict[tuple[str, str], float] = {}
 
 
 def _convolution(
@@ -147,32 +132,6 @@ _EXAMPLES: dict[str, Callable[[tf.DType, None], dict[str, Any]]] = {
 KERNELS = {**{op: Kernel(example) for op, example in _EXAMPLES.items()}, **chains.KERNELS}
 
 
-def ratios() -> Ratios:
-    """Returns how many times as long as float32's with casts all kernels take on the CPU.
-
-    Those that are not known are timed, so it is to be called in eager.
-    """
-    return {op: {dtype.name: _ratio(op, dtype) for dtype in LOW_PRECISION} for op in KERNELS}
-
-
-def learn(known: Mapping[str, Mapping[str, float]]) -> None:
-    """Takes over earlier measurements. Those of this process stay.
-
-    Args:
-        known: the result of `ratios`.
-    """
-    with _lock:
-        for op, by_dtype in known.items():
-            for dtype, ratio in by_dtype.items():
-                _known.setdefault((op, dtype), ratio)
-
-
-def forget() -> None:
-    """Lets all kernels be timed anew."""
-    with _lock:
-        _known.clear()
-
-
 def compute(op: str, **arguments: Any) -> tf.Tensor:
     """Computes an operation, in float32 inside if its kernel is slow.
 
@@ -190,19 +149,29 @@ def _is_slow(op: str, kernel: Kernel, dtype: tf.DType, case: object, device: str
     del kernel, case
     if device != "CPU":
         return False
-    with tf.init_scope(), regions.none():
-        if not tf.executing_eagerly() or os.environ.get("KERAS_MP_MEASURE") == "0":
-            # As on each CPU that was measured; depthwise ones were fast on some.
-            return dtype == tf.float16 and op.startswith("Conv")
-        return _ratio(op, dtype) > (_SLOW_CHAIN if op in chains.KERNELS else _SLOW)
+    return tables.current().time(op, dtype.name) > (_SLOW_CHAIN if op in chains.KERNELS else _SLOW)
 
 
-def _ratio(op: str, dtype: tf.DType) -> float:
-    with _lock:  # Two clocks at once would disturb each other.
-        if (op, dtype.name) not in _known:
-            with tf.device("CPU:0"), regions.none():
-                _known[op, dtype.name] = _measure(op, dtype)
-        return _known[op, dtype.name]
+def slow_kernels() -> list[tuple[str, str, float]]:
+    """Returns the kernels that are computed in float32 inside on this CPU.
+
+    Returns:
+        list of tuples of an operation, a dtype, and how many times as long as float32's its own
+        kernel takes.
+    """
+    return [
+        (op, dtype, tables.current().time(op, dtype))
+        for dtype in LOW_PRECISION_NAMES
+        for op in KERNELS
+        if is_slow(op, dtype, device="CPU")
+    ]
+
+
+def fact_for_workers() -> str:
+    """Returns the kernels that this process computes in float32 inside for speed, as a text."""
+    if not is_enabled() or usual_device() != "CPU":
+        return "none"
+    return ", ".join(f"{op} ({dtype})" for op, dtype, _ in slow_kernels()) or "none"
 
 
 def own_function(op: str) -> Callable[..., Any]:
@@ -215,51 +184,25 @@ def own_function(op: str) -> Callable[..., Any]:
     return getattr(tf.raw_ops, op) if public is None else inspect.unwrap(public)
 
 
-def _measure(op: str, dtype: tf.DType) -> float:
-    own, replacement = own_function(op), KERNELS[op].correct or in_float32
-    arguments = KERNELS[op].example(dtype, None)
-    tensors = {
-        name: each
-        for name, each in arguments.items()
-        if all(map(tf.is_tensor, tf.nest.flatten(each)))
-    }
-    others = {name: each for name, each in arguments.items() if name not in tensors}
-
-    def step(compute: Callable[..., tf.Tensor]) -> Callable[[], object]:
-        # In a function, as a training step is: there, oneDNN has more float32 kernels.
-        @tf.function(autograph=False)
-        def run(tensors: dict[str, tf.Tensor]) -> tf.Tensor:
-            y, *_ = tf.nest.flatten(compute(**tensors, **others))
-            if op not in _TIMED_WITH_GRADIENTS:
-                return y
-            # `tf.init_scope` stops tapes. A gradient that needs the output leaves nothing out.
-            return tf.gradients(y, [*tensors.values()], y)[0]
-
-        # One graph, also where `tf.config.run_functions_eagerly` is on.
-        graph = functools.cache(lambda: run.get_concrete_function(tensors))
-        return lambda: last_value(graph()(tensors)).numpy()
-
-    steps = {"own": step(own), "float32": step(functools.partial(replacement, own))}
-    try:
-        turns.take(steps, 2)  # Functions are traced, and kernels made, when they are called first.
-        seconds = turns.undisturbed(turns.take(steps, _TURNS))
-    except (tf.errors.OpError, ValueError):
-        return 0.0
-    return seconds["own"] / seconds["float32"]
-
-
 _TABLE = Table(KERNELS, "and may be slow in 16 bits", asks=_is_slow)
 install, is_slow = _TABLE.install, _TABLE.is_wrong
 
 
 def enable_float32_where_faster(enabled: bool = True) -> None:
-    """Switches float32 inside operations with slow 16-bit kernels on or off.
+    """Switches float32 inside of operations with slow 16-bit kernels on or off.
 
-    It is on, in the whole process, once a policy that computes in 16 bits has been made or an
-    `autocast_scope` of 16 bits entered. A `tf.function` keeps what it was traced with.
+    It is on, in the whole process, for what keras_mp computes in 16 bits on a CPU: layers with a
+    policy of keras_mp, regions and scopes. Which kernels are slow says a table
+    (`keras_mp.hardware.use_table`), and never a clock. A `tf.function` keeps what it was traced
+    with. Results are no less exact: the float32 one is rounded once.
 
     Args:
         enabled: bool. False runs TensorFlow's own kernels, however slow they are.
+
+    Example:
+
+    >>> keras_mp.enable_float32_where_faster(False)
+    >>> keras_mp.enable_float32_where_faster()
     """
     _TABLE.enabled = enabled
 
@@ -276,9 +219,9 @@ def may_replace_layer(dtype: tf.DType) -> bool:
         dtype: DType in which the layer computes.
 
     Returns:
-        bool. It may in 16 bits on CPUs, where neither XLA compiles nor a session runs it, and only
-        if that is switched on.
+        bool. It may in reach, in 16 bits on CPUs, where neither XLA compiles nor a session runs it,
+        and only if that is switched on.
     """
-    if not (is_enabled() and dtype in LOW_PRECISION):
+    if reach.current() is None or not (is_enabled() and dtype in LOW_PRECISION):
         return False
     return not host.is_compiled_by_xla() and not host.in_v1_graph() and device_type() == "CPU"

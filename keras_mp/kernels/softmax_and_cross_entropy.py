@@ -383,12 +383,12 @@ def _axis_after(before: tf.TensorShape, after: tf.TensorShape, axis: int | None)
 
 def _adjusted(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
     """Yields the tensors that a tensor was made of by arithmetic alone."""
-    waiting, seen = [tensor], set()
+    waiting, visited = [tensor], set()
     while waiting:
         tensor = waiting.pop()
-        if tensor.ref() in seen:
+        if tensor.ref() in visited:
             continue
-        seen.add(tensor.ref())
+        visited.add(tensor.ref())
         yield tensor
         if tensor.op.type in _ADJUSTS:
             waiting.extend(tensor.op.inputs)

@@ -28,6 +28,8 @@ _FEW_TERMS = 2**13
 # The number of channels up to which a GPU keeps float32 sums of gradients of biases: half of 48 KB.
 # With more channels it adds up in 16 bits, one after the other. (`bias_op_gpu.cu.cc`)
 _FIT_INTO_GPU = 6144
+# A mean that float16 holds, of numbers whose sum it does not.
+_MEAN = 30000.0
 # The right sum in the example of a bias.
 _BIAS = _TERMS / 32
 
@@ -107,15 +109,16 @@ def _many_classes(dtype: tf.DType, _: bool) -> dict[str, Any]:
     return {"logits": tf.zeros([1, _TERMS], dtype)}
 
 
-def _is_large_window(value: object, ksize: Any, *args: object, **kwargs: object) -> bool:
-    """Whether a window adds up so much before it divides that float16 rounds it or overflows."""
+def _window_size(value: object, ksize: Any, *args: object, **kwargs: object) -> str | bool:
+    """How many numbers a window adds up before it divides, so that float16 overflows or rounds."""
     del value, args, kwargs
-    return int(np.prod(ksize)) >= 64
+    size = int(np.prod(ksize))
+    return size > 1 and ("large" if size >= 64 else "small")
 
 
-def _large_window(dtype: tf.DType, _: bool) -> dict[str, Any]:
-    window = [1, 64, 64, 1]
-    terms = tf.fill(window, tf.constant(30.0, dtype))
+def _window(dtype: tf.DType, size: str) -> dict[str, Any]:
+    window = [1, 64, 64, 1] if size == "large" else [1, 2, 2, 1]
+    terms = tf.fill(window, tf.constant(_MEAN, dtype))
     return {"value": terms, "ksize": window, "strides": window, "padding": "VALID"}
 
 
@@ -176,8 +179,7 @@ KERNELS: dict[str, Kernel] = {
     ),
     "Sum": _reduction_kernel(_TERMS / 32),
     "Mean": _reduction_kernel(1 / 32),
-    "EuclideanNorm": _reduction_kernel(_TERMS**0.5 / 32),
-    "AvgPool": Kernel(_large_window, 30.0, _is_large_window, (True,)),
+    "AvgPool": Kernel(_window, _MEAN, _window_size, ("small", "large")),
     "Softmax": _softmax_kernel(1 / _TERMS),
     "LogSoftmax": _softmax_kernel(-math.log(_TERMS)),
     "Cumsum": Kernel(_running_sum, _FEW_TERMS),
@@ -203,8 +205,8 @@ install, is_wrong = _TABLE.install, _TABLE.is_wrong
 def enable_float32_sums(enabled: bool = True) -> None:
     """Switches the float32 sums of 16-bit numbers on or off.
 
-    It is on, in the whole process, once a policy that computes in 16 bits has been made or an
-    `autocast_scope` of 16 bits entered. A `tf.function` keeps what it was traced with.
+    It is on, in the whole process, for what keras_mp computes in 16 bits: layers with a policy of
+    keras_mp, regions and scopes. A `tf.function` keeps what it was traced with.
 
     Args:
         enabled: bool. False gives TensorFlow's own sums.

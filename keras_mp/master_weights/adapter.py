@@ -1,6 +1,7 @@
 """An optimizer that is driven with float32 views of the weights that are in 16 bits."""
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -82,7 +83,7 @@ class Float32Adapter(DelegatingAdapter):
                     self.updates.seed = self._make(
                         "rounding_seed", tf.constant(self._seed, tf.int64)
                     )
-            with self._slots_in_16_bits([native(variable).shape for variable in new]):
+            with self._slots_in_16_bits():
                 self._inner.build(self.views(by_id.values()))
 
         if new or needs_seed:
@@ -92,16 +93,16 @@ class Float32Adapter(DelegatingAdapter):
             build()
 
     def _make(self, name: str, initial: tf.Tensor) -> tf.Variable:
-        made: Any = tf.Variable(
+        slot: Any = tf.Variable(
             initial,
             trainable=False,
             name=name,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
-        made.path = name  # by which Keras 3 knows variables
-        self.beside[name] = made
-        self._track(name, made)
-        return made
+        slot.path = name  # by which Keras 3 knows variables
+        self.beside[name] = slot
+        self._track(name, slot)
+        return slot
 
     def _add_view(self, variable: Any) -> None:
         stored = native(variable)
@@ -130,24 +131,31 @@ class Float32Adapter(DelegatingAdapter):
         )
 
     @contextlib.contextmanager
-    def _slots_in_16_bits(self, shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
-        """Keeps float32 variables of these shapes that are made inside in the slots' dtype."""
+    def _slots_in_16_bits(self) -> Iterator[None]:
+        """Keeps the slots of weights in 16 bits that are made inside in the slots' dtype."""
         if self._slot_dtype == tf.float32:
             yield
             return
+        views = {id(view) for view in self._views.values()}
 
         def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
             initial: Any = kwargs.get("initial_value")
             initial = initial() if callable(initial) else initial
             initial = tf.convert_to_tensor(initial, kwargs.get("dtype"))
-            if initial.dtype != tf.float32 or initial.shape not in shapes:
+            if initial.dtype != tf.float32:
                 return next_creator(**kwargs)
             low_precision = tf.cast(initial, self._slot_dtype)
             kwargs.update(initial_value=low_precision, dtype=self._slot_dtype)
             slot = next_creator(**kwargs)
             return self._view(slot, [], methods.StochasticRounding(), is_weight=False)
 
-        with tf.variable_creator_scope(create):
+        def make(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            weight, *_ = inspect.signature(own).bind(*args, **kwargs).arguments.values()
+            is_view = id(native(weight)) in views
+            with tf.variable_creator_scope(create) if is_view else contextlib.nullcontext():
+                return own(*args, **kwargs)
+
+        with self._inner.slots_made_by(make):
             yield
 
     def views(self, variables: Iterable[Any]) -> list[Any]:

@@ -223,9 +223,9 @@ class Float32View(VariableWrapper):
         self._updates.wrote(self, operations)
         return operations
 
-    name = AsWrapped("name", of="_described")
-    trainable = AsWrapped("trainable", of="_described")
-    constraint = AsWrapped("constraint", of="_described")
+    name = AsWrapped("name", holder="_described")
+    trainable = AsWrapped("trainable", holder="_described")
+    constraint = AsWrapped("constraint", holder="_described")
 
     @property
     def op(self) -> tf.Operation | None:

@@ -23,7 +23,7 @@ class Advice(NamedTuple):
 
     Example:
 
-    >>> print(keras_mp.numerics.Advice([], {}, None))
+    >>> print(keras_mp.numerics.advice.Advice([], {}, None))
     Nothing is lost.
     """
 
@@ -82,8 +82,8 @@ class Facts:
             return cls(measured, rows, dtype, tolerance, where, "fix the loss scale at")
         if not isinstance(measured, WhatIf):
             raise TypeError(
-                "Expected a keras_mp.numerics.Report or what what_if returned; findings of audit "
-                f"have cures of their own, `Hazard.cure`. Received: {measured!r} (of type "
+                "Expected a keras_mp.numerics.Report or Check.what_if; findings "
+                f"have their own cures, `Finding.cure`. Received: {measured!r} (of type "
                 f"{type(measured)})"
             )
         if dtype not in measured.dtypes:
@@ -165,10 +165,10 @@ def named(kind: str, path: str) -> str:
     return f"`{path}`" if kind == GRADIENT else f"the gradient of `{path}`'s output"
 
 
-def share_of(count: int, of: int) -> str:
+def share_of(count: int, total: int) -> str:
     """Returns a share of the values, in words."""
-    share = 100 * count / of
-    return f"{count:,} of {of:,} values" if share < 0.1 else f"{share:.1f} %"
+    share = 100 * count / total
+    return f"{count:,} of {total:,} values" if share < 0.1 else f"{share:.1f} %"
 
 
 def power(scale: float) -> str:

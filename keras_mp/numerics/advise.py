@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from keras_mp.numerics.advice import Advice, Facts, share_of
+from keras_mp.numerics.advice import Advice, Facts, power, share_of
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.gradient_advice import about_gradients, overflow
-from keras_mp.numerics.lost import WhatIf
+from keras_mp.numerics.lost import LARGE_INPUTS, LARGE_WEIGHTS, WhatIf
 from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, UPDATE, UPDATE_TOLERANCE
 from keras_mp.numerics.reports import Report
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -49,7 +49,10 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     Example:
 
     >>> import numpy as np
-    >>> from keras_mp.numerics import Histogram, Report, Row, advise
+    >>> from keras_mp.numerics import Report
+    >>> from keras_mp.numerics.advise import advise
+    >>> from keras_mp.numerics.exponents import Histogram
+    >>> from keras_mp.numerics.report_rows import Row
     >>> small, large = (Histogram.of(np.float32([size] * 8)) for size in (1e-11, 1.0))
     >>> report = Report(
     ...     [Row("gradient", "a/kernel", "float16", small),
@@ -78,6 +81,9 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
         elif zeros is not None and found is not None:
             found.sentences.append(zeros)
     found = found or Advice([], {}, None)
+    noise = _about_noise(facts)
+    if noise is not None:
+        found.sentences.append(noise)
     found.sentences.extend(_about_updates(facts))
     if dtype == "float16" and (found.policies or found.loss_scale):
         found.sentences.extend(_about_bfloat16(facts, inside is not None))
@@ -92,18 +98,40 @@ def _about_outputs(facts: Facts) -> Advice | None:
         if row.kind != OUTPUT or layer in advice.policies:
             continue
         fate = histogram.fate(dtype)
-        bad, of = fate.infinite, fate.values
+        bad, total = fate.infinite, fate.values
         if not bad and row.dtype == dtype and not advice.policies:
             # What came out infinite may have been of any size. Layers after it suffer from it.
             bad = histogram.infinities + histogram.nans
-            of = histogram.total
+            total = histogram.total
         if bad:
             advice.policies[layer] = "float32"
             advice.sentences.append(
-                f"Run `{layer}` in float32: {share_of(bad, of)} of {_output(row.path, layer)} is "
-                f"beyond {dtype}, {facts.where}."
+                f"Run `{layer}` in float32: {share_of(bad, total)} of {_output(row.path, layer)} "
+                f"is beyond {dtype}, {facts.where}."
             )
-    return advice if advice.sentences else None
+    if not advice.sentences:
+        return None
+    cause = _cause(facts, next(iter(advice.policies)))
+    return Advice([*cause, *advice.sentences], advice.policies, None)
+
+
+def _cause(facts: Facts, layer: str) -> list[str]:
+    """Returns a sentence if weights, or inputs of the model, are too large for any layer."""
+    measured = facts.measured
+    if not isinstance(measured, WhatIf):
+        return []
+    weight = measured.largest_weights.get(layer, 0.0)
+    if weight >= LARGE_WEIGHTS:
+        return [
+            f"The weights of `{layer}` reach {weight:.3g}. If training has made them so large, it "
+            "has diverged: lower the learning rate, and restart from earlier weights."
+        ]
+    if measured.largest_input >= LARGE_INPUTS:
+        return [
+            f"The inputs reach {measured.largest_input:.3g}: normalize them first, for example "
+            "with tf.keras.layers.Normalization."
+        ]
+    return []
 
 
 def _output(path: str, layer: str) -> str:
@@ -171,8 +199,30 @@ def _about_zeros(facts: Facts) -> str | None:
     others = f" (and of {len(rows) - 1} more)" if len(rows) > 1 else ""
     return (
         f"{share_of(zeros, total)} of `{worst.path}`{others} is zero in {facts.dtype} at a loss "
-        f"scale of {facts.measured.loss_scale:g}. Whether it is in float32 too is unknown: ask "
-        "`what_if`."
+        f"scale of {facts.measured.loss_scale:g}. Whether it is zero in float32, too, is unknown: "
+        "`keras_mp.numerics.check` tells."
+    )
+
+
+def _about_noise(facts: Facts) -> str | None:
+    """Returns a sentence about gradients that are lost, and may be rounding noise or not.
+
+    A histogram tells their size alone.
+    """
+    measured = facts.measured
+    if not isinstance(measured, Report):
+        return None
+    of_noise = (row for row in measured.rows_in_16_bits if row.key in measured.noise)
+    fates = {row.path: row.histogram.fate(facts.dtype, facts.now) for row in of_noise}
+    lost = {path: fate for path, fate in fates.items() if fate.share("zero") > facts.tolerance}
+    if not lost:
+        return None
+    path, fate = max(lost.items(), key=lambda each: each[1].share("zero"))
+    others = f" (and of {len(lost) - 1} more)" if len(lost) > 1 else ""
+    return (
+        f"{share_of(fate.zero, fate.values)} of `{path}`{others} is below {facts.dtype} at "
+        f"{power(facts.now)}. It is so small compared with the other gradients of its layer that "
+        "it may be rounding noise: `keras_mp.numerics.check` tells."
     )
 
 
@@ -183,7 +233,7 @@ def _about_updates(facts: Facts) -> Iterator[str]:
         return
     gradients = {row.path: row.histogram for row in measured.rows if row.kind == GRADIENT}
     for dtype in LOW_PRECISION_NAMES:
-        lost = of = 0
+        lost = total = 0
         for row in measured.rows:
             gradient = gradients.get(row.path)
             if row.kind != UPDATE or row.dtype != dtype or gradient is None:
@@ -191,11 +241,11 @@ def _about_updates(facts: Facts) -> Iterator[str]:
             # A sparse gradient does not tell which weights are to move.
             if gradient.total == row.histogram.total:
                 lost += max(0, row.histogram.zeros - gradient.zeros)
-                of += gradient.total - gradient.zeros
-        if lost > UPDATE_TOLERANCE * of:
+                total += gradient.total - gradient.zeros
+        if lost > UPDATE_TOLERANCE * total:
             yield (
                 "Compile the model with keras_mp.MasterWeightOptimizer(optimizer): "
-                f"{share_of(lost, of)} of the weights in {dtype} with a gradient did not move, "
+                f"{share_of(lost, total)} of the weights in {dtype} with a gradient did not move, "
                 f"{facts.where}."
             )
 

@@ -1,21 +1,22 @@
 """An audit of a model before it is trained: known hazards of 16 bits, found on one batch."""
 
+import dataclasses
 import itertools
-import json
 import os
 import traceback
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.grappler import optimize
-from keras_mp.numerics import batches, hazards, origins, traces
+from keras_mp.numerics import batches, hazards, origins, own_thread, traces
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.hazards.traced_step import Hazard, Suspect, TracedStep
+from keras_mp.numerics.hazards.traced_step import Finding, Suspect, TracedStep
+from keras_mp.numerics.results import Result
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
@@ -25,27 +26,28 @@ _DTYPES = (*LOW_PRECISION_NAMES, "half")
 _OURS = os.path.dirname(hazards.__file__)
 
 
-class Audit(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Audit(Result):
     """The findings of an audit. `str` of it, and `print`, give a text.
 
     Attributes:
-        of: str. The name of the model.
+        name: str. The name of the model.
         policy: str. The name of the policy that most of its layers have.
-        findings: tuple of `Hazard`s; empty for a model that there is nothing to say about.
+        findings: tuple of `Finding`s; empty for a model that there is nothing to say about.
         batches: tuple of `Audit`s, one for each of several batches; else empty. Each hazard of a
             place is one finding then, with the numbers of the first batch that shows it, and on how
             many it was found.
 
     Example:
 
-    >>> from keras_mp.numerics import Audit
+    >>> from keras_mp.numerics.audit import Audit
     >>> print(Audit("model", "mixed_float16", ()))
     Audit of 'model', policy mixed_float16: nothing found.
     """
 
-    of: str
+    name: str
     policy: str
-    findings: tuple[Hazard, ...]
+    findings: tuple[Finding, ...]
     batches: tuple["Audit", ...] = ()
 
     @classmethod
@@ -57,7 +59,7 @@ class Audit(NamedTuple):
         """
         if len(found) == 1:
             return found[0]
-        firsts: dict[Hashable, Hazard] = {}
+        firsts: dict[Hashable, Finding] = {}
         for each in itertools.chain.from_iterable(audited.findings for audited in found):
             firsts.setdefault(each.place, each)
         counts = Counter(place for a in found for place in {each.place for each in a.findings})
@@ -65,20 +67,14 @@ class Audit(NamedTuple):
             each._replace(why=f"{each.why} (On {counts[place]} of {len(found)} batches.)")
             for place, each in firsts.items()
         )
-        return cls(found[0].of, found[0].policy, tuple(findings), tuple(found))
+        return cls(found[0].name, found[0].policy, tuple(findings), tuple(found))
 
-    def to_json(self) -> str:
-        """Returns all of it as JSON: an object with "of", "policy" and a list, "findings".
-
-        Of several batches there is a list of such objects as well, "batches".
-        """
-        return json.dumps(self._described())
-
-    def _described(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
+        """Returns an object with "name", "policy" and "findings"; of several batches, "batches"."""
         findings = [each._asdict() for each in self.findings]
-        described = {"of": self.of, "policy": self.policy, "findings": findings}
+        described = {"name": self.name, "policy": self.policy, "findings": findings}
         if self.batches:
-            described["batches"] = [each._described() for each in self.batches]
+            described["batches"] = [each.to_dict() for each in self.batches]
         return described
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
@@ -91,7 +87,7 @@ class Audit(NamedTuple):
         Returns:
             str of several lines, of at most 100 characters each unless `rows` is None.
         """
-        head = f"Audit of {self.of!r}, policy {self.policy}: "
+        head = f"Audit of {self.name!r}, policy {self.policy}: "
         if not self.findings:
             return head + "nothing found."
         number = len(self.findings)
@@ -114,11 +110,8 @@ class Audit(NamedTuple):
             ]
         return "\n\n".join([head, *texts, *text_tables.more(hidden, "finding")])
 
-    def __str__(self) -> str:
-        return self.to_text()
 
-
-def _first_of(group: Sequence[Hazard], where: str) -> Hazard:
+def _first_of(group: Sequence[Finding], where: str) -> Finding:
     """Returns the first of findings that are alike, with a name for the layers of all."""
     first = group[0]
     times = f"{len(group)} times. The first: " if len(group) > 1 else ""
@@ -160,12 +153,13 @@ def audit(model: tf.keras.Model, batch: Any, device: str | None = None) -> Audit
 
     Example:
 
-    >>> keras_mp.set_global_policy("mixed_bfloat16")
+    >>> keras_mp.set_global_policy(keras_mp.Policy("mixed_bfloat16", model_outputs=None))
     >>> model = tf.keras.Sequential(
     ...     [tf.keras.Input([8]), tf.keras.layers.Dense(1)], name="prices")
     >>> model.compile("sgd", "mse")
-    >>> audit = keras_mp.numerics.audit(model, (tf.ones([2, 8]), tf.constant([[1001.0], [1003.0]])))
-    >>> [finding.hazard for finding in audit.findings]
+    >>> from keras_mp.numerics.audit import audit
+    >>> found = audit(model, (tf.ones([2, 8]), tf.constant([[1001.0], [1003.0]])))
+    >>> [finding.hazard for finding in found.findings]
     ['outputs in 16 bits']
     """
     keras_api.check_model(model)
@@ -176,7 +170,7 @@ def audit(model: tf.keras.Model, batch: Any, device: str | None = None) -> Audit
         return Audit.of_batches([audit(model, each, device) for each in several])
     batch = batches.as_fit_takes_it(model, batch)
     try:
-        with Progress("audit", parts=2) as progress:
+        with own_thread.random_numbers_of(model), Progress("audit", parts=2) as progress:
             findings = (*_not_finite(batch), *_findings(model, batch, device, progress))
     except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
         finding = _finding_of_error(model, batch, error)
@@ -188,28 +182,32 @@ def audit(model: tf.keras.Model, batch: Any, device: str | None = None) -> Audit
     return Audit(model.name, _policy_of(model), findings)
 
 
-def _not_finite(batch: Batch) -> Iterator[Hazard]:
+def _not_finite(batch: Batch) -> Iterator[Finding]:
     for name, bad, _ in batches.not_finite(batch):
-        yield Hazard(
+        yield Finding(
             "a batch that is not finite",
             f"the batch's {name}",
             None,
-            f"{bad:,} of its numbers are NaN or infinite, and so is what is computed of them, in "
-            "float32 as well.",
-            "Clean the data, or audit with another batch.",
+            f"{bad:,} of its numbers are NaN or infinite. So are results computed from them, in "
+            "float32, too.",
+            "Clean the data, or check with another batch.",
         )
 
 
 def _policy_of(model: tf.keras.Model) -> str:
-    """Returns the policy of most layers, as Keras loads the model itself under the global one."""
-    layers = (each for each in keras_api.flatten_layers(model) if not keras_api.layers_inside(each))
-    names = Counter(layer.dtype_policy.name for layer in layers if layer.weights)
+    """Returns the policy of most layers, of those in 16 bits if there are any.
+
+    That of the model itself is the global one where Keras has loaded it.
+    """
+    layers = [each for each in keras_api.flatten_layers(model) if not keras_api.layers_inside(each)]
+    narrow = [each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES]
+    names = Counter(each.dtype_policy.name for each in narrow or layers if narrow or each.weights)
     return names.most_common(1)[0][0] if names else model.dtype_policy.name
 
 
 def _findings(
     model: tf.keras.Model, batch: Batch, device: str | None, progress: Progress
-) -> Iterator[Hazard]:
+) -> Iterator[Finding]:
     suspects: list[Suspect] = []
     scopes: dict[str, str] = {}
 
@@ -223,12 +221,12 @@ def _findings(
     step = traces.step_of(model, batch, scopes, inspect)
     progress.begin("running it")
     measured = _run_and_restore(step, batch)
-    said = set()
+    places = set()
     for suspect, values in zip(suspects, measured, strict=True):
         finding = suspect.say(*(np.asarray(value) for value in values))
         # Several operations of one line are one finding.
-        if finding is not None and finding.place not in said:
-            said.add(finding.place)
+        if finding is not None and finding.place not in places:
+            places.add(finding.place)
             yield finding
 
 
@@ -249,7 +247,7 @@ def _is_made_here(error: Exception) -> bool:
     return any(frame.filename.startswith(_OURS) for frame in frames)
 
 
-def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> Hazard | None:
+def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> Finding | None:
     """Returns a finding about an error over dtypes that do not fit; None for other errors."""
     frames = traceback.extract_tb(error.__traceback__)
     # AutoGraph puts the user's lines before the message.
@@ -260,15 +258,15 @@ def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> 
     lines = [Line(f.filename, f.lineno or 0) for f in frames if not origins.is_library(f.filename)]
     custom = _custom_gradients(model, batch)
     if custom:
-        return Hazard(
+        return Finding(
             "a custom gradient without dtypes",
             " or ".join(custom),
             next(iter(custom.values())),
             why,
-            "Let the gradient of tf.custom_gradient have the dtype of what it is the gradient of: "
-            "tf.cast(gradient, x.dtype).",
+            "Let the gradient function of tf.custom_gradient return gradients in the dtypes of "
+            "its inputs: tf.cast(gradient, x.dtype).",
         )
-    return Hazard(
+    return Finding(
         "dtypes that do not fit",
         "the training step",
         lines[-1] if lines else None,

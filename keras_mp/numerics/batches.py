@@ -90,20 +90,31 @@ def several(
         return None
     if y is not None or sample_weight is not None:
         raise ValueError(
-            "Several batches bring their labels and weights along: expected tuples (x, y) or "
-            "(x, y, sample_weight). Received: y or sample_weight beside a "
-            f"{type(x).__name__} of batches"
+            "Several batches contain their labels and weights: expected tuples (x, y) or (x, y, "
+            f"sample_weight). Received: y or sample_weight beside a {type(x).__name__} of batches"
         )
     if isinstance(x, tf.data.Dataset) and x.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            "Expected a dataset that ends: pass dataset.take(4), for four batches. "
-            "Received: one with an infinite number of batches"
+            "Expected a dataset that ends: pass dataset.take(4), for four batches. Received: a "
+            "dataset with infinitely many batches"
         )
     made = (each if isinstance(each, tuple) else (each,) for each in found)
     first = next(made, None)
     if first is None:
         raise ValueError(f"Expected at least one batch. Received: {x!r} without any")
     return itertools.chain([first], made)
+
+
+def listed(batches: Structure | Batches) -> list[tuple[Any, ...]]:
+    """Returns the batches that a tool was given, one or several, each as a tuple.
+
+    Args:
+        batches: a tuple `(x, y)` or `(x, y, sample_weight)`, or x alone; or what `several` takes.
+    """
+    made = several(batches)
+    if made is not None:
+        return list(made)
+    return [batches if isinstance(batches, tuple) else (batches,)]
 
 
 def _is_list_of_tuples(x: Structure | Batches) -> bool:
@@ -146,6 +157,17 @@ def as_fit_takes_it(
     made = Batch(*(tf.nest.map_structure(_as_tensor, part) for part in parts))
     check_values(made.x)
     return made
+
+
+def build(model: tf.keras.Model, batch: Batch) -> None:
+    """Builds a model that has no weights yet, with random numbers of the program.
+
+    Args:
+        model: of `tf.keras`.
+        batch: Batch that it can be called with.
+    """
+    if not model.built:
+        model(batch.x, training=False)
 
 
 def check_values(x: Structure) -> None:

@@ -3,7 +3,7 @@
 Nothing runs: all of it is read from the graph.
 """
 
-import json
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +14,12 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as rewrites
-from keras_mp.numerics import batches, census_text, estimates, graphs, origins, traces
+from keras_mp.numerics import batches, census_text, estimates, graphs, origins, own_thread, traces
 from keras_mp.numerics import work as works
 from keras_mp.numerics.census_text import sums
 from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
+from keras_mp.numerics.results import Result
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.support import op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -129,11 +130,12 @@ class Graph(NamedTuple):
         return sums((each.dtype, each.turns) for each in self.operations)
 
 
-class Census(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Census(Result):
     """The dtypes that a traced function computes in. `print` of it gives sentences and tables.
 
     Attributes:
-        of: str. The name of the function, or of the model.
+        name: str. The name of the function, or of the model.
         traced: `Graph`, as it was traced.
         optimized: `Graph`, as grappler leaves it and TensorFlow runs it; None where XLA compiles
             it as a whole, which grappler does not see.
@@ -141,12 +143,12 @@ class Census(NamedTuple):
 
     Example:
 
-    >>> census = keras_mp.numerics.census(tf.matmul, tf.ones([2, 3]), tf.ones([3, 4]))
+    >>> census = keras_mp.numerics.census.census(tf.matmul, tf.ones([2, 3]), tf.ones([3, 4]))
     >>> census.traced.work()
     {'float32': 48}
     """
 
-    of: str
+    name: str
     traced: Graph
     optimized: Graph | None
     device: str | None = None
@@ -177,8 +179,8 @@ class Census(NamedTuple):
             return None
         return estimates.estimate(self.runs, speeds, bandwidth or estimates.bandwidth_of_casts())
 
-    def to_json(self) -> str:
-        """Returns all of it as JSON: an object with "of", "device", "traced" and "optimized"."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns an object with "name", "device", "traced" and "optimized"."""
         graphs_of = {"traced": self.traced, "optimized": self.optimized}
         listed = {
             name: graph
@@ -189,7 +191,7 @@ class Census(NamedTuple):
             }
             for name, graph in graphs_of.items()
         }
-        return json.dumps({"of": self.of, "device": self.device, **listed})
+        return {"name": self.name, "device": self.device, **listed}
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: sentences, and tables of dtypes, layers and casts.
@@ -202,9 +204,6 @@ class Census(NamedTuple):
             str of several lines, of at most 100 characters each unless `rows` is None.
         """
         return "\n".join(census_text.lines(self, rows)).rstrip()
-
-    def __str__(self) -> str:
-        return self.to_text()
 
 
 def census(
@@ -239,7 +238,7 @@ def census(
     Example:
 
     >>> model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(4)])
-    >>> keras_mp.numerics.census(model, tf.ones([2, 8])).traced.work()
+    >>> keras_mp.numerics.census.census(model, tf.ones([2, 8])).traced.work()
     {'float32': 128}
     """
     if device is not None:
@@ -267,7 +266,8 @@ def _step_of(
 ) -> tf.types.experimental.ConcreteFunction:
     batch = batches.as_fit_takes_it(model, batch)
     try:
-        return traces.step_of(model, batch, scopes)
+        with own_thread.random_numbers_of(model):
+            return traces.step_of(model, batch, scopes)
     except (ValueError, AttributeError) as error:
         if not batches.is_misfit(batch, error):
             raise

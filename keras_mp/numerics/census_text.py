@@ -25,34 +25,34 @@ def sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     return dict(result.most_common())
 
 
-def lines(of: "Census", most: int | None) -> Iterator[str]:
+def lines(census: "Census", most: int | None) -> Iterator[str]:
     """Yields the lines of a `Census`.
 
     Args:
-        of: `Census`.
+        census: `Census`.
         most: int. How many rows its tables have at most, in which equal layers of repeated blocks
             are one row; None for all rows.
     """
-    yield f"Census of {of.of}" + (f" on a {of.device}" if of.device else "")
-    for sentence in _sentences(of):
+    yield f"Census of {census.name}" + (f" on a {census.device}" if census.device else "")
+    for sentence in _sentences(census):
         yield from text_tables.wrapped(sentence) if most else [sentence]
     yield ""
     rows = [("", "operations", "products", "work", "casts", "bytes cast")]
-    for title, graph in (("traced", of.traced), ("runs", of.optimized)):
+    for title, graph in (("traced", census.traced), ("runs", census.optimized)):
         if graph is not None:
             rows += list(_rows(title, graph))
     yield from text_tables.aligned(rows)
     yield ""
-    products = [each for each in of.runs.operations if each.work]
+    products = [each for each in census.runs.operations if each.work]
     rows = [
-        (f"{each.amount / sum(of.runs.work().values()):.1%}", dtype, each.name, why)
+        (f"{each.amount / sum(census.runs.work().values()):.1%}", dtype, each.name, why)
         for each in grouped(products, _layer, _about, "work", most)
         for dtype, why in [each.about]
     ]
     yield from _table(("work", "dtype", "layer", "why"), rows, most)
     rows = [
         (_bytes(each.amount), str(each.count), source, to, each.name, why)
-        for each in grouped(of.runs.casts, between, _about_cast, "bytes", most)
+        for each in grouped(census.runs.casts, between, _about_cast, "bytes", most)
         for source, to, why in [each.about]
     ]
     yield from _table(("bytes cast", "casts", "from", "to", "between", "why"), rows, most)
@@ -110,8 +110,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int | Non
         yield ""
 
 
-def _sentences(of: "Census") -> Iterator[str]:
-    graph = of.runs
+def _sentences(census: "Census") -> Iterator[str]:
+    graph = census.runs
     work = graph.work()
     total = sum(work.values())
     parts = []
@@ -135,17 +135,20 @@ def _sentences(of: "Census") -> Iterator[str]:
         )
     turning = dict.fromkeys(each.layer or NO_LAYER for each in graph.operations if each.is_least)
     if turning:
-        yield f"Nothing tells how often some loops turn. They are counted once: {_some(turning)}."
+        yield (
+            "The number of iterations of some loops is unknown. They are counted once: "
+            f"{_some(turning)}."
+        )
     unknown = [each for each in graph.operations if works.is_counted(each.op) and not each.kind]
     if unknown:
         places = dict.fromkeys(each.layer or NO_LAYER for each in unknown)
         yield (
             f"The shapes of {len(unknown)} product{'s' * (len(unknown) > 1)} are not known, so "
-            f"that they count nothing: {_some(places)}."
+            f"they are not counted: {_some(places)}."
         )
-    if of.device is not None:
-        yield from tensor_cores.sentences(graph, of.device)
-    if of.optimized is None:
+    if census.device is not None:
+        yield from tensor_cores.sentences(graph, census.device)
+    if census.optimized is None:
         yield "XLA compiles it: it is shown as it was traced, and XLA may leave casts out."
 
 

@@ -1,33 +1,41 @@
 """The commands of `python -m keras_mp` that look at a saved model.
 
-python -m keras_mp audit MODEL.keras BATCH.npz [--policy NAME] [--json PATH]
-python -m keras_mp compare MODEL.keras BATCH.npz [--policy NAME] [--reference OTHER.keras]
+python -m keras_mp check MODEL.keras BATCH.npz [--policy NAME] [--reference OTHER.keras]
+python -m keras_mp profile MODEL.keras BATCH.npz [--policy NAME] [--device "GPU 8.0"]
 python -m keras_mp tune MODEL.keras BATCHES.npz [--tolerance 0.05] [--output MIXED.keras]
+python -m keras_mp watch MODEL.keras BATCHES.npz [--policy NAME] [--epochs 1]
+
+Each takes --import MODULE, for a model with layers of your own.
 """
 
 import argparse
+import importlib
 import os
 import pathlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.conversion import convert
-from keras_mp.numerics.audit import Audit, audit
-from keras_mp.numerics.compare import compare
-from keras_mp.numerics.comparison import Comparison
+from keras_mp.numerics import copies
+from keras_mp.numerics.check import Check, check
+from keras_mp.numerics.profile import Profile, profile
+from keras_mp.numerics.records import Record
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.tuned import Tuned
-from keras_mp.support import text_tables
+from keras_mp.numerics.watch import watch
+from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # The exit status, for CI: nothing found, something found, or a file that cannot be used.
 SOUND, FOUND, FAILED = 0, 1, 2
 
 _SAMPLES = ("x", "y", "sample_weight")
+
+_IMPORT = "\nIf it has layers of your own: --import MODULE, with the module that defines them."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,6 +51,11 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: an option or a file is wrong; its status is 2.
     """
     options = _parse(argv)
+    with tf.keras.utils.custom_object_scope(_objects_of(options.modules)):
+        return _look(options)
+
+
+def _look(options: argparse.Namespace) -> int:
     model, batch = _load_model(options.model), load_batch(options.batch)
     try:
         result, status = options.look(model, batch, options)
@@ -88,40 +101,85 @@ def _load_model(path: str) -> tf.keras.Model:
     try:
         return tf.keras.models.load_model(path)
     except Exception as error:  # of Keras, of the user's classes, of the file system
-        _fail(f"{path} cannot be loaded: {type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+    try:
+        model = tf.keras.models.load_model(path, compile=False)
+    except Exception:  # the same, which is not about a loss or a metric
+        _fail(f"{path} cannot be loaded: {reason}{_IMPORT if os.path.exists(path) else ''}")
+    print(
+        f"{path} is loaded without its loss, metrics and optimizer, since they cannot be loaded: "
+        f"pass --loss, or --import MODULE. ({reason.splitlines()[0]})",
+        file=sys.stderr,
+    )
+    return model
 
 
-def _audit(
+def _objects_of(modules: Sequence[str]) -> dict[str, Any]:
+    """Imports modules, and returns the classes and functions that they define."""
+    sys.path.insert(0, os.getcwd())
+    objects: dict[str, Any] = {}
+    for name in modules:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # of the user's module
+            _fail(f"--import {name} fails: {type(error).__name__}: {error}")
+        objects |= {key: each for key, each in vars(module).items() if callable(each)}
+    return objects
+
+
+def _check(
     model: tf.keras.Model, batch: dict[str, Any], options: argparse.Namespace
-) -> tuple[Audit, int]:
-    if options.policy:
-        optimizer, loss = getattr(model, "optimizer", None), getattr(model, "loss", None)
-        model = convert(model, options.policy)
-        if optimizer is not None:
-            inner = getattr(optimizer, "inner_optimizer", optimizer)
-            model.compile(type(inner).from_config(inner.get_config()), loss=loss)
-    report = audit(model, tuple(batch.get(name) for name in _SAMPLES))
-    return report, FOUND if report.findings else SOUND
-
-
-def _compare(
-    model: tf.keras.Model, batch: dict[str, Any], options: argparse.Namespace
-) -> tuple[Comparison, int]:
-    comparison = compare(
+) -> tuple[Check, int]:
+    found = check(
         model,
-        **batch,
+        tuple(batch.get(name) for name in _SAMPLES),
         policy=options.policy,
-        reference=_load_model(options.reference) if options.reference else "float32",
+        reference=_reference(options),
         loss=options.loss,
+        device=options.device,
         training=not options.inference,
     )
     if options.csv:
-        comparison.to_csv(options.csv)
+        found.to_csv(options.csv)
     if options.picture:
-        comparison.plot()[0].figure.savefig(options.picture, dpi=120)
-    if not comparison.is_judged:
-        return comparison, FAILED
-    return comparison, FOUND if comparison.findings else SOUND
+        found.plot()[0].figure.savefig(options.picture, dpi=120)
+    if found.findings:
+        return found, FOUND
+    return found, FAILED if found.notes else SOUND
+
+
+def _profile(
+    model: tf.keras.Model, batch: dict[str, Any], options: argparse.Namespace
+) -> tuple[Profile, int]:
+    if options.policy:
+        model = copies.compiled(model, options.policy)
+    samples = tuple(batch.get(name) for name in _SAMPLES)
+    return profile(model, samples, device=options.device), SOUND
+
+
+def _watch(
+    model: tf.keras.Model, batch: dict[str, Any], options: argparse.Namespace
+) -> tuple[watch, int]:
+    if options.policy:
+        model = copies.compiled(model, options.policy)
+    if getattr(model, "optimizer", None) is None:
+        raise ValueError("it is not compiled, so it cannot be trained")
+    watching = watch(model, every=1, weights=True, raises=False)
+    arrays = {name: batch.get(name) for name in _SAMPLES}
+    how = {"batch_size": options.batch_size, "epochs": options.epochs, "verbose": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", messages.MixedPrecisionWarning)  # `found` has them.
+        with watching:
+            model.fit(**arrays, **how, callbacks=[watching])
+    return watching, FOUND if watching.found else SOUND
+
+
+def _reference(options: argparse.Namespace) -> Any:
+    if not options.reference:
+        return "float32"
+    if options.reference.endswith(".npz"):
+        return Record.load(options.reference)
+    return _load_model(options.reference)
 
 
 def _tune(
@@ -154,45 +212,48 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m keras_mp")
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser(
-        "audit",
-        description="Looks for known hazards of 16 bits in a saved model: traces its training "
-        "step, or its forward pass if it was saved without an optimizer, and runs it once on a "
-        "batch. The exit status is 0 if nothing is found, 1 if something is, 2 if the files cannot "
-        "be used.",
+        "check",
+        description="Is a saved model safe and right in 16 bits? Looks for known hazards in its "
+        "training step, compares it with float32 layer by layer, and runs it at its loss scale. "
+        "The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used "
+        "or a part of this cannot be done.",
     )
-    command.set_defaults(look=_audit, looked_at="audited")
-    _add_files(command)
-    _add_policy(command)
-
-    command = commands.add_parser(
-        "compare",
-        description="Runs a saved model in 16 bits and in float32, with the same weights and "
-        "random numbers, forwards and backwards, and says which layers lose more than rounding "
-        "explains. The exit status is 0 if none does, 1 if one does, 2 if a file cannot be used, "
-        "or if nothing can be said.",
-    )
-    command.set_defaults(look=_compare, looked_at="compared")
+    command.set_defaults(look=_check, looked_at="checked")
     _add_files(command)
     _add_policy(command)
     _add_loss(command)
-    command.add_argument(
-        "--reference",
-        metavar="OTHER.keras",
-        help="compare with this model instead of with the same one in float32",
+    _add_device(command)
+    _add_comparison(command)
+
+    command = commands.add_parser(
+        "profile",
+        description="Why is a saved model not faster? Prints what computes in which dtype and why, "
+        "the time of a training step by class of operation, and the changes that save most.",
     )
-    command.add_argument(
-        "--inference", action="store_true", help="call layers with training=False (no dropout)"
+    command.set_defaults(look=_profile, looked_at="profiled")
+    _add_files(command)
+    _add_policy(command)
+    _add_device(command)
+
+    command = commands.add_parser(
+        "watch",
+        description="What happens while a saved model trains? Trains it, and prints the first "
+        "operation that is not finite, and the exponents of gradients and outputs. The exit status "
+        "is 1 if an operation is not finite. The file is not changed.",
     )
-    command.add_argument("--csv", type=_path(".csv"), metavar="PATH")
-    command.add_argument("--picture", type=_path(".png", ".svg", ".pdf"), metavar="PATH")
+    command.set_defaults(look=_watch, looked_at="watched")
+    _add_files(command)
+    _add_policy(command)
+    command.add_argument("--epochs", type=_positive, default=1, metavar="N")
+    command.add_argument("--batch-size", type=_positive, default=32, metavar="N")
 
     command = commands.add_parser(
         "tune",
         description="Finds the policy of each layer of a saved model: as many multiplications in "
-        "16 bits as a tolerance allows, measured on batches, some of which are kept aside. The "
-        "exit status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be "
-        "used. The JSON has the policies, which keras_mp.convert and --policy of the other "
-        "commands take.",
+        "16 bits as a tolerance allows, measured on batches, some of which are held "
+        "out. The exit status is 0 if layers may compute in 16 bits, 1 if none may, 2 "
+        "if a file cannot be used. The JSON has the policies, which keras_mp.convert "
+        "and --policy of the other commands take.",
     )
     command.set_defaults(look=_tune, looked_at="tuned")
     _add_files(command)
@@ -210,8 +271,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         type=_positive,
         default=32,
         metavar="N",
-        help="into batches of so many the samples are cut; the last quarter of the batches is kept "
-        "aside (default: %(default)s)",
+        help="samples in a batch; the last quarter of the batches is held out (default: "
+        "%(default)s)",
     )
     for option, text in (
         ("--include", "layers that may compute in 16 bits, such as encoder/* (default: all)"),
@@ -233,8 +294,8 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "batch",
         metavar="BATCH.npz",
-        help="a batch that numpy.savez has saved: x, and if there are y and sample_weight; x.NAME "
-        "for each input of a model with several, and y.NAME for each output",
+        help="a batch in a file of numpy.savez, with the arrays x and, if needed, y and "
+        "sample_weight; for a model with several inputs or outputs x.NAME and y.NAME",
     )
     parser.add_argument(
         "--all-rows",
@@ -242,16 +303,46 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         const=None,
         default=text_tables.MOST,
         dest="rows",
-        help="print everything, and not the worst ten rows only",
+        help="print all rows, not only the worst ten",
     )
     parser.add_argument("--json", type=_path(".json"), metavar="PATH")
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="modules",
+        metavar="MODULE",
+        help="a module with layers, losses and metrics of the model; may be repeated",
+    )
+
+
+def _add_comparison(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--reference",
+        metavar="OTHER",
+        help="compare with this model (.keras), or with this record (.npz), instead of float32",
+    )
+    parser.add_argument(
+        "--inference", action="store_true", help="call layers with training=False (no dropout)"
+    )
+    parser.add_argument("--csv", type=_path(".csv"), metavar="PATH")
+    parser.add_argument("--picture", type=_path(".png", ".svg", ".pdf"), metavar="PATH")
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", metavar="GPU", help='a GPU and its compute capability, such as "GPU 8.0"'
+    )
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        help="for a model that was saved in float32: mixed_float16, say, or a .json of tune",
+        help=(
+            "for a model that was saved in float32: for example mixed_float16, or a .json file of "
+            "tune"
+        ),
     )
 
 

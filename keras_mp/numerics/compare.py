@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.conversion import compute_dtypes, convert
-from keras_mp.numerics import batches, own_share, records
+from keras_mp.numerics import batches, own_share, own_thread, records
 from keras_mp.numerics.batches import Batches, Structure
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
@@ -77,7 +77,7 @@ def compare(
             Built-in losses compute in float32. Defaults to what the model was compiled with.
         step: for training loops of your own. Called with a model, `x` and `y`; calls the model and
             returns the loss, a scalar. Then `loss` is not used.
-        loss_scale: float, at least 1. To begin with; see above.
+        loss_scale: float, above 0. To begin with; see above.
         training: bool. Whether layers are called with `training=True`.
 
     Returns:
@@ -98,11 +98,11 @@ def compare(
     ...         return tf.reduce_sum(x, axis=1) / 1000
     >>> model = tf.keras.Sequential([tf.keras.Input([1000, 1]), Mean(name="mean")], name="model")
     >>> batch = tf.fill([2, 1000, 1], 90.0)
-    >>> comparison = keras_mp.numerics.compare(model, batch, policy="mixed_float16")
+    >>> comparison = keras_mp.numerics.compare.compare(model, batch, policy="mixed_float16")
     >>> comparison.first.path
     'mean'
     >>> comparison.first.what
-    'overflow: Sum, a sum over 1,000 values, reaches 9e+04; float16 ends at 65,504'
+    'overflow: Sum, a sum over 1,000 values, reaches 9e+04; the largest float16 is 65,504'
     """
     keras_api.check_model(model)
     several = batches.several(x, y, sample_weight)
@@ -111,25 +111,30 @@ def compare(
         how |= {"loss_scale": loss_scale, "training": training}
         return Comparison.of_batches([compare(model, *batch, **how) for batch in several])
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
-    numbers = RandomNumbers()
-    made = []
-    for each in _both(model, policy, reference):
-        is_a_copy = each is not model and each is not reference
-        value = loss_of(each, model, batch, loss, is_a_copy)
-        made.append(Runner(each, batch, value, numbers=numbers, step=step, training=training))
-    narrow, wide = made
-    with Progress("compare", parts=4) as progress:
-        progress.begin("in 16 bits")
-        run = narrow.run_as_trained(loss_scale)
-        progress.begin("the reference")
-        other = wide.run()
-        check_finite(other, batch, needs_loss=False)
-        check_same_calls(run, other)
-        progress.begin("the reference, with noise")
-        references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
-        layers, findings = compare_layers(list(zip(records.layers_of(run), references)))
-        progress.begin("each layer by itself")
-        layers, own = own_share.judge(layers, run, other, numbers)
+    if step is None:
+        batches.build(model, batch)
+    with own_thread.random_numbers():
+        numbers = RandomNumbers()
+        runners = []
+        for each in _both(model, policy, reference):
+            is_a_copy = each is not model and each is not reference
+            value = loss_of(each, model, batch, loss, is_a_copy)
+            runners.append(
+                Runner(each, batch, value, numbers=numbers, step=step, training=training)
+            )
+        narrow, wide = runners
+        with Progress("compare", parts=4) as progress:
+            progress.begin("in 16 bits")
+            run = narrow.run_as_trained(loss_scale)
+            progress.begin("the reference")
+            other = wide.run()
+            check_finite(other, batch, needs_loss=False)
+            check_same_calls(run, other)
+            progress.begin("the reference, with noise")
+            references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
+            layers, findings = compare_layers(list(zip(records.layers_of(run), references)))
+            progress.begin("each layer by itself")
+            layers, own = own_share.judge(layers, run, other, numbers)
     return Comparison(
         name=_describe(narrow.model),
         reference=_describe(wide.model),
@@ -168,8 +173,8 @@ def record(
         loss_scale: as for `compare`.
         training: as for `compare`.
         seed: int, of the random numbers, which two dtypes take different ones of: record both runs
-            with `training=False`, or in the same dtype, or use `compare`. As
-            `tf.keras.utils.set_random_seed` has it, which is called with it.
+            with `training=False`, or in the same dtype, or use `compare`. Those of the program go
+            on as if nothing had been recorded.
 
     Returns:
         A `Record`.
@@ -182,16 +187,18 @@ def record(
     >>> keras_mp.numerics.record(model, tf.ones([3, 4])).save(path)
     >>> today = keras_mp.numerics.Record.load(path)
     >>> now = keras_mp.numerics.record(model, tf.ones([3, 4]))
-    >>> keras_mp.numerics.compare_records(now, today).findings
+    >>> keras_mp.numerics.compare.compare_records(now, today).findings
     []
     """
-    tf.keras.utils.set_random_seed(seed)
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
-    value, numbers = loss_of(model, model, batch, loss, is_a_copy=False), RandomNumbers()
-    runner = Runner(model, batch, value, numbers=numbers, step=step, training=training)
-    run = runner.run_as_trained(loss_scale)
-    check_finite(run, batch, needs_loss=False)
-    layers = records.explained_layers(runner, run, UNIT_ROUNDOFF[run.dtype])
+    if step is None:
+        batches.build(model, batch)
+    with own_thread.random_numbers(seed):
+        value, numbers = loss_of(model, model, batch, loss, is_a_copy=False), RandomNumbers()
+        runner = Runner(model, batch, value, numbers=numbers, step=step, training=training)
+        run = runner.run_as_trained(loss_scale)
+        check_finite(run, batch, needs_loss=False)
+        layers = records.explained_layers(runner, run, UNIT_ROUNDOFF[run.dtype])
     return Record(_describe(model), layers, run.loss, run.loss_scale)
 
 
@@ -218,7 +225,7 @@ def compare_records(run: Record, reference: Record) -> Comparison:
     >>> before = keras_mp.numerics.record(model, tf.ones([3, 4]))
     >>> model.layers[0].set_weights([2 * weight for weight in model.layers[0].get_weights()])
     >>> after = keras_mp.numerics.record(model, tf.ones([3, 4]))
-    >>> keras_mp.numerics.compare_records(after, before).first.path
+    >>> keras_mp.numerics.compare.compare_records(after, before).first.path
     'dense'
     """
     layers, findings = compare_layers(_pairs(run, reference))

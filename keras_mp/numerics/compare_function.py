@@ -15,9 +15,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import operations, records, runs
+from keras_mp.numerics import operations, own_thread, records, runs
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.comparison import Comparison, Finding
+from keras_mp.numerics.comparison import Comparison, Difference
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.explanations import explain, matches
 from keras_mp.numerics.layer_calls import LayerCall, RandomNumbers, Variables, Watch, floating
@@ -38,6 +38,7 @@ _Value = TypeVar("_Value")
 _Context = Callable[[], contextlib.AbstractContextManager]
 
 
+@own_thread.random_numbers()
 def compare_function(
     function: Callable[..., Any],
     *args: Any,
@@ -73,7 +74,7 @@ def compare_function(
         variables: a `tf.Module`, or an iterable of the variables that the function uses. They are
             put back to what they were. Defaults to the trainable ones that it reads; then other
             states that it assigns are not put back, nor what it assigns before it reads it.
-        loss_scale: float, at least 1. The loss is multiplied by it. Defaults to 2 ** 15 in float16,
+        loss_scale: float, above 0. The loss is multiplied by it. Defaults to 2 ** 15 in float16,
             and 1 in bfloat16. If gradients overflow, it is halved until they do not.
 
     Returns:
@@ -92,15 +93,15 @@ def compare_function(
     ...         squares = tf.linalg.matvec(w, x * x)
     ...     return tf.reduce_mean(tf.sqrt(squares))
     >>> x = tf.constant([[100.0, 200.0, 300.0, 400.0]])
-    >>> keras_mp.numerics.compare_function(loss, x / 100).findings
+    >>> keras_mp.numerics.compare_function.compare_function(loss, x / 100).findings
     []
-    >>> first = keras_mp.numerics.compare_function(loss, x).first
+    >>> first = keras_mp.numerics.compare_function.compare_function(loss, x).first
     >>> first.path, first.direction
     ('norm/BatchMatMulV2', 'forward')
     """
     if not callable(function):
         raise TypeError(
-            "Expected a function of tensors. For a model of `tf.keras` there is `compare`. "
+            "Expected a function of tensors. For a model of `tf.keras` there is `check`. "
             f"Received: {function!r} (of type {type(function)})"
         )
     if dtype not in _LOSS_SCALES:
@@ -172,16 +173,16 @@ class _FunctionRunner(Runner):
             returned = floating(self._function(*batch.x))
         if not returned:
             raise ValueError(
-                f"Expected {self.name} to return tensors of floating point. Received none"
+                f"Expected {self.name} to return floating-point tensors. Received none"
             )
-        made = list(self._kept.operations)
-        named = _numbered((f"{each.scope}/{each.type}".strip("/") for each in made), made)
+        recorded = list(self._kept.operations)
+        named = _numbered((f"{each.scope}/{each.type}".strip("/") for each in recorded), recorded)
         watch.calls += [
             LayerCall((i,), name, each.type, each, each.inputs, outputs=floating(each.outputs)[:1])
             for i, (name, each) in enumerate(named.items())
         ]
         watch.calls += [
-            LayerCall((len(made) + i,), f"result {i}", "result", None, (), outputs=[value])
+            LayerCall((len(recorded) + i,), f"result {i}", "result", None, (), outputs=[value])
             for i, value in enumerate(returned)
         ]
         is_loss = len(returned) == 1 and returned[0].shape.rank == 0
@@ -200,10 +201,10 @@ def _tensor(value: Any) -> Any:
 
 
 def _listed(variables: tf.Module | Iterable[tf.Variable] | None) -> list[tf.Variable]:
-    given = variables.variables if isinstance(variables, tf.Module) else variables
-    if given is None:
+    source = variables.variables if isinstance(variables, tf.Module) else variables
+    if source is None:
         return []
-    listed: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    listed: list[Any] = list(source) if isinstance(source, Iterable) else [None]
     if not all(hasattr(each, "assign") for each in listed):
         raise TypeError(
             "Expected a tf.Module or an iterable of variables. "
@@ -237,15 +238,15 @@ def _held(
 @contextlib.contextmanager
 def _as_first_read(tape: tf.GradientTape) -> Iterator[None]:
     """Restores the variables that a tape watches to the values that the block first read."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     read: list[tuple[Any, np.ndarray]] = []
 
     def keep(_: Any, inputs: Sequence[Any], *__: Any, **___: Any) -> None:
         if tf.executing_eagerly() and any(value.dtype == tf.resource for value in inputs):
             for variable in tape.watched_variables():
-                if id(variable) not in seen:
+                if id(variable) not in visited:
                     # First, since reading the variable calls this function again.
-                    seen.add(id(variable))
+                    visited.add(id(variable))
                     read.append((variable, variable.numpy()))
 
     try:
@@ -278,12 +279,12 @@ def _operations(run: Run) -> list[KeptOperation]:
 
 
 def _explained(
-    finding: Finding,
+    finding: Difference,
     pairs: Sequence[tuple[LayerRecord, LayerRecord]],
     run: Run,
     exact: Run,
     dtype: str,
-) -> Finding:
+) -> Difference:
     """Returns the finding with an explanation and the line of its operation."""
     is_forward = finding.direction == "forward"
     path, other = next((a.path, b.path) for a, b in pairs if a.path == finding.path)
@@ -301,7 +302,7 @@ def _explained(
 
 def _until(run: Run, path: str | None) -> KeptOperations:
     """Returns the operations of a run, up to the one with that name if there is one."""
-    kept = copy.copy(cast(KeptOperations, run.kept))
+    copied = copy.copy(cast(KeptOperations, run.kept))
     last = next((i for i, call in enumerate(run.calls, 1) if call.path == path), None)
-    kept.operations = kept.operations[:last]
-    return kept
+    copied.operations = copied.operations[:last]
+    return copied

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from keras_mp.numerics.distances import LIMIT, Distance
+from keras_mp.numerics.results import Result
 from keras_mp.support import json_text, text_tables
 
 _EXPLAINED = "Rounding explains all differences."
@@ -45,7 +46,7 @@ class ComparedLayer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Difference:
     """A layer that is further from float32 than rounding explains.
 
     Attributes:
@@ -58,10 +59,9 @@ class Finding:
 
     Example:
 
+    >>> from keras_mp.numerics.comparison import Difference
     >>> distance = keras_mp.numerics.distances.Distance(relative=0.5, units=200.0)
-    >>> print(
-    ...     keras_mp.numerics.Finding("norm", "Norm", "forward", "Log of zero", "a.py:12", distance)
-    ... )
+    >>> print(Difference("norm", "Norm", "forward", "Log of zero", "a.py:12", distance))
     norm (Norm, a.py:12), forward: Log of zero
     """
 
@@ -78,14 +78,14 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Result):
     """Where two runs part. Its `str` is a table.
 
     Attributes:
         name: str. The run that was looked at.
         reference: str. The one that it was compared with.
         layers: list of ComparedLayer, in the order in which the layers returned.
-        findings: list of Finding, in the order in which things happened: the forward pass first.
+        findings: list of Difference, in the order in which things happened: the forward pass first.
             Layers that only pass on what another one did are not among them. Empty where rounding
             explains all.
         losses: the loss of the run and that of the reference.
@@ -96,7 +96,8 @@ class Comparison:
 
     Example:
 
-    >>> comparison = keras_mp.numerics.Comparison("16 bits", "float32", [], [], (0.5, 0.5), 1.0)
+    >>> from keras_mp.numerics.comparison import Comparison
+    >>> comparison = Comparison("16 bits", "float32", [], [], (0.5, 0.5), 1.0)
     >>> comparison.first is None
     True
     >>> print(comparison)
@@ -106,7 +107,7 @@ class Comparison:
     name: str
     reference: str
     layers: list[ComparedLayer]
-    findings: list[Finding]
+    findings: list[Difference]
     losses: tuple[float, float]
     loss_scale: float
     batches: tuple["Comparison", ...] = ()
@@ -120,7 +121,7 @@ class Comparison:
         """
         if len(found) == 1:
             return found[0]
-        findings: dict[tuple[str, str], Finding] = {}
+        findings: dict[tuple[str, str], Difference] = {}
         for each in (finding for one in found for finding in one.findings):
             key = (each.path, each.direction)
             before = findings.get(key, each)
@@ -145,7 +146,7 @@ class Comparison:
         return dataclasses.replace(self, layers=_joined(self.batches, _mean_distance))
 
     @property
-    def first(self) -> Finding | None:
+    def first(self) -> Difference | None:
         """The first layer that is further apart than rounding explains."""
         return self.findings[0] if self.findings else None
 
@@ -156,7 +157,8 @@ class Comparison:
         Example:
 
         >>> nan = float("nan")
-        >>> keras_mp.numerics.Comparison("16 bits", "float32", [], [], (nan, nan), 1.0).is_judged
+        >>> from keras_mp.numerics.comparison import Comparison
+        >>> Comparison("16 bits", "float32", [], [], (nan, nan), 1.0).is_judged
         False
         """
         return bool(self.findings) or math.isfinite(self.losses[1])
@@ -180,9 +182,6 @@ class Comparison:
             # Sentences are wrapped; lines of a table are short enough.
             lines = [part for line in lines for part in text_tables.wrapped(line, "   ")]
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def to_csv(self, path: str | os.PathLike) -> None:
         """Writes a line for each layer, with all distances.
@@ -212,10 +211,6 @@ class Comparison:
         if not self.batches:
             del described["batches"]
         return described
-
-    def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """Returns the comparison as JSON, and writes it to a file if there is a path."""
-        return json_text.to_json(self.to_dict(), path)
 
     def plot(self, axes: Any = None) -> Any:
         """Draws how far the runs are apart, from the first layer to the last.
@@ -271,8 +266,8 @@ class Comparison:
             ax.plot(infinite, [0.97] * len(infinite), "x", color=color, label=label, transform=top)
 
     def _lines(self, rows: int | None) -> Iterator[str]:
-        of = f", the worst of {len(self.batches)} batches" if self.batches else ""
-        yield f"{self.name}, compared with {self.reference}{of}"
+        scope = f", the worst of {len(self.batches)} batches" if self.batches else ""
+        yield f"{self.name}, compared with {self.reference}{scope}"
         scale = f", at a loss scale of {self.loss_scale:g}" if self.loss_scale != 1 else ""
         yield f"Loss: {self.losses[0]:.6g} and {self.losses[1]:.6g}{scale}"
         yield ""
@@ -289,20 +284,24 @@ class Comparison:
         yield from self._table(rows)
         yield ""
         yield (
-            "Relative distances, and in parentheses those in units of what rounding explains. Own "
-            "share: of the same inputs."
+            "Relative distances, and in parentheses in units of what rounding explains. Own "
+            "share: with the same inputs in both."
         )
 
     def _table(self, rows: int | None) -> Iterator[str]:
         named = {finding.path for finding in self.findings}
         cells = []
         for row in self.layers:
-            of = {side: getattr(row, side) for side in _SIDES}
+            by_side = {side: getattr(row, side) for side in _SIDES}
             of_output = () if rows else _noise_cells(row.output)
-            shown = [_cell(of["output"]), *of_output, *(_cell(of[side]) for side in _SIDES[1:])]
+            shown = [
+                _cell(by_side["output"]),
+                *of_output,
+                *(_cell(by_side[side]) for side in _SIDES[1:]),
+            ]
             own, both = (
                 max((each.units for each in distances if each is not None), default=0.0)
-                for distances in ((row.own_output, row.own_gradient), of.values())
+                for distances in ((row.own_output, row.own_gradient), by_side.values())
             )
             alike = (row.kind, row.dtype, row.path in named, own > LIMIT, both > LIMIT)
             cells.append(

@@ -94,8 +94,8 @@ class Distance:
         """Returns the distance of most units; one of pure rounding only if there is no other."""
         # The gradient of a bias before a normalization is zero but for rounding, so it is further
         # off than its own size.
-        told = [each for each in distances if each.relative <= 1 or each.units > LIMIT]
-        return max(told or distances, key=lambda distance: distance.units, default=None)
+        reliable = [each for each in distances if each.relative <= 1 or each.units > LIMIT]
+        return max(reliable or distances, key=lambda distance: distance.units, default=None)
 
 
 def kind_of_gradient(name: str) -> str:

@@ -104,17 +104,20 @@ def _apart(narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]) -> float:
 
 
 def _lost_inputs(
-    op: KeptOperation, exact: KeptOperation, dtype: str, kept: KeptOperations
+    op: KeptOperation, exact: KeptOperation, dtype: str, operations: KeptOperations
 ) -> str | None:
     """Describes an input that 16 bits do not hold, unless an operation has computed it."""
-    given = [(n, w) for n, w in zip(op.inputs, exact.inputs) if not kept.is_computed(n)]
-    for n, w in _both(*zip(*given)) if given else ():
+    pairs = [(n, w) for n, w in zip(op.inputs, exact.inputs) if not operations.is_computed(n)]
+    for n, w in _both(*zip(*pairs)) if pairs else ():
         largest = np.abs(w).max(initial=0)
-        what = f"{op.type}: {'a constant' if w.size == 1 else 'numbers'} of {largest:.1g}"
+        takes, are = "takes numbers", "which are"
+        if w.size == 1:
+            takes, are = "takes a constant", "which is"
+        what = f"{op.type} {takes} of {largest:.1g}, {are}"
         if 0 < largest < _SMALLEST[dtype] and not n.any():
-            return f"{what} that goes in is 0 in {dtype}, which ends at {_SMALLEST[dtype]:.1g}"
+            return f"{what} 0 in {dtype}: its smallest number is {_SMALLEST[dtype]:.1g}"
         if np.isfinite(largest) and not np.isfinite(n).all():
-            return f"{what} that goes in is infinite in {dtype}, which ends at {_largest(dtype)}"
+            return f"{what} infinite in {dtype}: its largest number is {_largest(dtype)}"
     return None
 
 
@@ -131,7 +134,8 @@ def _not_finite(op: KeptOperation, exact: KeptOperation, dtype: str) -> str:
     of_terms = f", a sum over {terms:,} values," if terms > 1 else ""
     if reached > float(tf.as_dtype(dtype).max):
         return (
-            f"overflow: {kind}{of_terms} reaches {reached:.3g}; {dtype} ends at {_largest(dtype)}"
+            f"overflow: {kind}{of_terms} reaches {reached:.3g}; the largest {dtype} is "
+            f"{_largest(dtype)}"
         )
     if kind in _POLES and any((values == 0).any() for values in _arrays(op.inputs)):
         return f"{kind} of zero: {bad} in {dtype}"
@@ -157,8 +161,8 @@ def _inexact(op: KeptOperation, exact: KeptOperation, dtype: str) -> str:
     zeros = underflow(narrow, wide)
     if zeros > _FEW_ZEROS:
         return (
-            f"underflow: {zeros:.0%} of what {kind} returns is 0 in {dtype} and not in float32, "
-            f"where it is about {size:.1g}"
+            f"underflow: {zeros:.0%} of the results of {kind} are 0 in {dtype} and not in "
+            f"float32, where they are about {size:.1g}"
         )
     if terms > 1:
         return f"{kind}, a sum over {terms:,} values in {dtype}, is off by {off:.2%}"

@@ -10,8 +10,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.reports import Report
-from keras_mp.numerics.watching import wrapped_method
-from keras_mp.support import validation
+from keras_mp.support import attributes, validation
 
 _TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
 
@@ -75,7 +74,7 @@ class ExponentMonitor(keras_api.BaseCallback):
     ...     [tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense")]
     ... )
     >>> model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
-    >>> monitor = keras_mp.numerics.ExponentMonitor(every=2)
+    >>> monitor = keras_mp.numerics.exponent_monitor.ExponentMonitor(every=2)
     >>> _ = model.fit(
     ...     tf.ones([8, 2]), tf.ones([8, 1]), 2, epochs=2, callbacks=[monitor], verbose=0
     ... )
@@ -201,7 +200,7 @@ class ExponentMonitor(keras_api.BaseCallback):
             # All callbacks of a `fit` share their parameters. An error has ended any other `fit`.
             if other.params is self.params:
                 raise ValueError(
-                    "Expected one ExponentMonitor in a `fit`: each counts in steps of its own. "
+                    "Expected one `watch` in a `fit`: each counts in steps of its own. "
                     f"Received: {other!r} and {self!r}"
                 )
             other._detach()
@@ -225,11 +224,10 @@ class ExponentMonitor(keras_api.BaseCallback):
         self, histograms: ExponentHistograms
     ) -> contextlib.AbstractContextManager[None]:
         """Wraps the step that Keras makes a function of, while it makes or traces it."""
-
-        def counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
-            return histograms.step()(train_step)  # as a decorator, which enters it in each call
-
-        return wrapped_method(self.model, "train_step", counted)
+        # As a decorator, which enters it in each call.
+        counted = histograms.step()(self.model.train_step)
+        # Keras 3 keeps the method that it finds now, which goes on counting after the block.
+        return attributes.replaced(self.model, "train_step", counted)
 
     def _execute(self, iterator: tf.data.Iterator) -> Mapping[str, tf.Tensor]:
         """Runs one execution of `fit`, with the function that counts if one of its steps is due."""

@@ -78,7 +78,7 @@ class Fate(NamedTuple):
 
     Example:
 
-    >>> keras_mp.numerics.Fate(values=8, zero=2, subnormal=1, infinite=0).share("zero")
+    >>> keras_mp.numerics.exponents.Fate(values=8, zero=2, subnormal=1, infinite=0).share("zero")
     0.25
     """
 
@@ -105,7 +105,7 @@ class Window(NamedTuple):
 
     Example:
 
-    >>> window = keras_mp.numerics.Window(low=6, high=13)
+    >>> window = keras_mp.numerics.exponents.Window(low=6, high=13)
     >>> print(window, window.margins(2.0**10))
     2^6..2^13 (4.0, 3.0)
     """
@@ -159,7 +159,7 @@ class Histogram:
     Example:
 
     >>> import numpy as np
-    >>> from keras_mp.numerics import Histogram
+    >>> from keras_mp.numerics.exponents import Histogram
     >>> histogram = Histogram.of(np.float32([0, 1e-9, 1e-5, 1.0, 70000.0]))
     >>> histogram.fate("float16")
     Fate(values=4, zero=1, subnormal=1, infinite=1)

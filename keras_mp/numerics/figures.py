@@ -69,7 +69,9 @@ def histograms(
 
     >>> import matplotlib
     >>> matplotlib.use("agg")  # without a window
-    >>> from keras_mp.numerics import Histogram, Report, Row, figures
+    >>> from keras_mp.numerics import Report, figures
+    >>> from keras_mp.numerics.exponents import Histogram
+    >>> from keras_mp.numerics.report_rows import Row
     >>> row = Row("gradient", "dense/kernel", "float32", Histogram.of([1e-6, 2e-6, 1e-3]))
     >>> ax = figures.histograms(Report([row], step=1, counted=1, loss_scale=1024.0))
     >>> ax.get_title()
@@ -161,7 +163,7 @@ def heat_map(
     >>> matplotlib.use("agg")  # without a window
     >>> model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     >>> loss = lambda y, predictions: tf.reduce_mean(predictions)
-    >>> result = keras_mp.numerics.what_if(
+    >>> result = keras_mp.numerics.what_if.what_if(
     ...     model, tf.ones([4, 2]), loss=loss, dtypes=["float16"], scales=[1.0, 1024.0]
     ... )
     >>> keras_mp.numerics.figures.heat_map(result).get_xlabel()
@@ -233,7 +235,9 @@ def window(
 
     >>> import matplotlib
     >>> matplotlib.use("agg")  # without a window
-    >>> from keras_mp.numerics import Histogram, Report, Row, figures
+    >>> from keras_mp.numerics import Report, figures
+    >>> from keras_mp.numerics.exponents import Histogram
+    >>> from keras_mp.numerics.report_rows import Row
     >>> row = Row("gradient", "dense/kernel", "float32", Histogram.of([1e-6, 2e-6, 1e-3]))
     >>> reports = [Report([row], step=i, counted=1, loss_scale=1024.0) for i in (1, 2)]
     >>> figures.window(reports).get_title()
@@ -266,16 +270,16 @@ def window(
     return ax
 
 
-def _scale_of(report: Report, kind: str, given: float | None) -> float:
+def _scale_of(report: Report, kind: str, loss_scale: float | None) -> float:
     """Returns the loss scale at which a report is drawn."""
-    if given is not None:
-        return given
+    if loss_scale is not None:
+        return loss_scale
     return round_down(report.loss_scale) if kind in SCALED else 1.0
 
 
-def _left_out(shown: int, of: int) -> str:
+def _left_out(shown: int, total: int) -> str:
     """Returns what a title says about rows that there was no room for."""
-    return f" (the worst {shown} of {of})" if shown < of else ""
+    return f" (the worst {shown} of {total})" if shown < total else ""
 
 
 def _number(share: float) -> str:

@@ -6,7 +6,7 @@ function returns to eager, the measurements are read, and it is decided whether 
 """
 
 import contextlib
-import fnmatch
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
@@ -17,10 +17,18 @@ import tensorflow as tf
 
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import graph_recorder, watching
+from keras_mp.numerics import graph_recorder, patterns, watching
+from keras_mp.numerics.lost import LARGE_WEIGHTS
 from keras_mp.numerics.not_finite import NotFiniteError, Range
-from keras_mp.numerics.operation_rows import PASSED_IN, EagerRecorder, OperationRow, first_bad
-from keras_mp.support import attributes, messages, op_callbacks, validation
+from keras_mp.numerics.operation_rows import (
+    PASSED_IN,
+    READS,
+    EagerRecorder,
+    OperationRow,
+    SpoiltTensors,
+    first_bad,
+)
+from keras_mp.support import attributes, messages, op_callbacks, op_table, validation
 
 # How many of the layers before the first bad operation a message shows.
 _HISTORY = 12
@@ -77,7 +85,7 @@ class FirstBadOperation:
     ...     masked = tf.where(x > 0, tf.math.log(x), 0.0)
     ...     return tf.reduce_sum(tf.exp(masked * 100))
     >>> try:
-    ...     with keras_mp.numerics.FirstBadOperation():
+    ...     with keras_mp.numerics.first_bad_operation.FirstBadOperation():
     ...         print(step(tf.constant([0.0, 1.0])).numpy())
     ...         step(tf.constant([0.0, 3.0]))
     ... except keras_mp.numerics.NotFiniteError as error:
@@ -103,8 +111,8 @@ class FirstBadOperation:
                 )
         self.planned = 0
         self.found: list[NotFiniteError] = []
-        self._include = None if include is None else _patterns("include", include)
-        self._exclude = _patterns("exclude", exclude)
+        self._include = None if include is None else patterns.listed("include", include)
+        self._exclude = patterns.listed("exclude", exclude)
         self._raises = validation.boolean("raises", raises)
         self._has_seen_any = False
         self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]
@@ -112,14 +120,16 @@ class FirstBadOperation:
         self._scales: list[tuple[DynamicLossScale, float]] = []
         self._graphs = graph_recorder.GraphRecorder()
         self._eager = EagerRecorder()
+        # What functions returned in which something was found, and what comes of it.
+        self._spoilt = SpoiltTensors()
         self._lock = threading.RLock()
         self._block = contextlib.ExitStack()
 
     def __enter__(self) -> "FirstBadOperation":
         if _thread.is_in_block:
             raise RuntimeError(
-                "Expected one block of a FirstBadOperation at a time: what one looks with, another "
-                "would look at. Pass all models and optimizers to one of them."
+                "Expected one `watch` block at a time, since each would also check the "
+                "operations of the other. Pass all models and optimizers to one of them."
             )
         self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
         self._forget_traces()
@@ -140,12 +150,12 @@ class FirstBadOperation:
             self.check()
             if not self._has_seen_any:
                 messages.warn(
-                    "FirstBadOperation has seen no operation. Functions are watched that are "
-                    "traced inside of its block: make the tf.function, or trace it, in there."
+                    "`watch` has seen no operation. It watches only functions that are "
+                    "traced inside of its block: create or trace the tf.function there."
                 )
             if self._graphs.not_watched:
                 messages.warn(
-                    f"FirstBadOperation watches {graph_recorder.CAPACITY:,} operations of "
+                    f"`watch` looks at {graph_recorder.CAPACITY:,} operations of "
                     f"functions, and has found nothing in them. {self._graphs.not_watched:,} that "
                     "were traced later were not watched: use it around a part of the program, or "
                     "a smaller model."
@@ -160,22 +170,23 @@ class FirstBadOperation:
         with op_callbacks.unobserved():
             self._look()
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Reads what was measured, and returns whether something was not finite."""
         scales = self._scales
         self._scales = [(scale, float(scale())) for scale, _ in scales]
-        may_fall = any(before > scale.min_loss_scale for scale, before in scales)
+        may_fall = any(before > max(1, scale.min_loss_scale) for scale, before in scales)
         found = [
             (first, device, rows, measured)
             for device, rows, measured in self._read()
             if (first := first_bad(rows, measured, self._is_checked)) is not None
         ]
         if not found:
-            return
+            return False
         # What replicas do together comes after what each of them has done.
         first, device, rows, measured = min(found, key=lambda each: each[0])
         if rows[first].is_gradient and may_fall:
             self.planned += 1
-            return
+            return True
         error = self._error(device, rows, measured, first)
         if not any(_is_same(error, each) for each in self.found):
             self.found.append(error)
@@ -183,11 +194,14 @@ class FirstBadOperation:
                 messages.warn(str(error))
         if self._raises:
             raise error
+        return True
 
     def _is_checked(self, row: OperationRow) -> bool:
-        names = row.operation, row.layer
-        is_included = self._include is None or _match(names, self._include)
-        return is_included and not _match(names, self._exclude)
+        def is_among(chosen: list[str]) -> bool:
+            return any(patterns.matches(each, chosen) for each in (row.operation, row.layer))
+
+        is_included = self._include is None or is_among(self._include)
+        return is_included and not is_among(self._exclude)
 
     def _read(self) -> list[tuple[str, list[OperationRow], np.ndarray]]:
         """Returns each device, its operations and what was measured of them since the last time."""
@@ -211,16 +225,39 @@ class FirstBadOperation:
                 continue
             before = layers.pop(seen.layer, seen)
             layers[seen.layer] = max(before, seen, key=lambda each: max(-each.low, each.high))
-        advice = ""
-        if row.operation in PASSED_IN:
-            advice = "It was not finite already when it was passed in."
-        elif row.is_gradient and not self._scales:
-            advice = (
-                "If a dynamic loss scale is to fall for it, pass the model or the optimizer to "
-                "FirstBadOperation, which then goes on."
-            )
         history = list(layers.values())[-_HISTORY:]
+        advice = self._advice(rows, measured, first)
         return NotFiniteError(row.range(measured[first]), inputs, history, device, advice)
+
+    def _advice(self, rows: list[OperationRow], measured: np.ndarray, first: int) -> str:
+        """Returns what the numbers say about the cause, or where to ask."""
+        row, inputs = rows[first], rows[first].inputs
+        behind = {first, *inputs, *(j for i in inputs for j in rows[i].inputs)}
+        weights = [rows[i].range(measured[i]) for i in behind if rows[i].operation in READS]
+        size = max((math.inf if each.bad else each.size for each in weights), default=0.0)
+        if row.operation in PASSED_IN:
+            return "It was already not finite when it was passed in."
+        if row.is_gradient and not self._scales:
+            return (
+                "If a dynamic loss scale skips such steps, pass the model or the optimizer to "
+                "`watch`, which then goes on."
+            )
+        if size >= LARGE_WEIGHTS:
+            reached = f"reach {size:.3g}" if math.isfinite(size) else "are not finite"
+            return (
+                f"Weights {reached}: if training has made them so, it has diverged. Lower the "
+                "learning rate, and restart from earlier weights."
+            )
+        if row.operation == "Cast" and any(rows[i].operation in PASSED_IN for i in inputs):
+            return f"This input is too large for {row.dtype}: normalize it first, in float32."
+        if row.operation in op_table.ops("constants"):
+            return (
+                f"This constant is too large for {row.dtype}. For a mask, use the lowest number of "
+                "the dtype, or tf.where on the result."
+            )
+        if not self._models:
+            return ""
+        return "print(keras_mp.numerics.check(model, (x, y))), with this batch, names the cure."
 
     def _forget_traces(self) -> None:
         for model in self._models:
@@ -241,14 +278,22 @@ class FirstBadOperation:
         if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
             self._eager.pass_on(inputs)
             if self._graphs.rows:
-                self.check()
+                with op_callbacks.unobserved():
+                    if self._look():
+                        self._spoilt.add(outputs)
             return
         with self._lock:
             if graph is None:
                 self._has_seen_any = True
                 if self._eager.is_full():
                     self.check()
-                self._eager.record(kind, inputs, outputs)
+                # Metrics, say, keep what a function has made.
+                is_read = bool(self.found) and kind in READS
+                if is_read or self._spoilt.has_any(inputs):
+                    with op_callbacks.unobserved():
+                        self._spoilt.add(outputs)
+                else:
+                    self._eager.record(kind, inputs, outputs)
             elif isinstance(graph, tf.__internal__.FuncGraph):
                 self._has_seen_any = True
                 self._graphs.record(graph, kind, inputs, outputs, op_name)
@@ -267,20 +312,6 @@ def _is_same(one: NotFiniteError, other: NotFiniteError) -> bool:
     """Whether both are about the same operation of the program."""
     a, b = one.operation, other.operation
     return (a.operation, a.layer, a.line) == (b.operation, b.layer, b.line)
-
-
-def _patterns(name: str, patterns: Iterable[str]) -> list[str]:
-    found = [patterns] if isinstance(patterns, str) else list(patterns)
-    if not all(isinstance(each, str) for each in found):
-        raise TypeError(
-            f"Expected types of operations and paths of layers, or patterns of them, for `{name}`. "
-            f"Received: {patterns!r}"
-        )
-    return found
-
-
-def _match(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _dynamic_scales(scaled: Iterable[Any]) -> Iterator[DynamicLossScale]:

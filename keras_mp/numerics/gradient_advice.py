@@ -58,8 +58,8 @@ def about_gradients(facts: Facts) -> Advice | None:
     fate = worst.histogram.fate(dtype, now)
     if overflowed:
         sentence += (
-            " That is of what was finite: how much smaller the scale has to be for the steps that "
-            "overflowed is unknown, and a dynamic one finds it."
+            " That only covers finite gradients. How much smaller the scale has to be for the "
+            "steps that overflowed is unknown; a dynamic loss scale finds it."
         )
     elif fate.infinite or fate.zero:
         beyond = "beyond" if fate.infinite else "below"
@@ -75,8 +75,8 @@ def _about_unknown_size(facts: Facts, infinite: Sequence[Row]) -> Advice:
     others = f" (and of {len(infinite) - 1} more)" if len(infinite) > 1 else ""
     scale = power(min(row.overflowed_at for row in infinite))
     sentence = (
-        f"Let the loss scale be dynamic, which finds one: at {scale} all of `{infinite[0].path}`"
-        f"{others} is infinite or NaN, {facts.where}, and nothing tells how large it is."
+        f"Use a dynamic loss scale, which finds one: at {scale} all of "
+        f"`{infinite[0].path}`{others} is infinite or NaN, {facts.where}, so its size is unknown."
     )
     return Advice([sentence], {}, None)
 
@@ -101,10 +101,10 @@ def _about_losses(facts: Facts) -> Advice:
             if layer and layer not in advice.policies:
                 what = "infinite" if each.infinite else "zero"
                 share = share_of(each.infinite or each.zero, each.values)
-                of = named(kind, path)
+                name = named(kind, path)
                 advice.policies[layer] = "float32"
                 advice.sentences.append(
-                    f"Run `{layer}` in float32: {share} of {of} is {what} in {dtype} at "
+                    f"Run `{layer}` in float32: {share} of {name} is {what} in {dtype} at "
                     f"{power(best)}, the best of the loss scales that were run, {facts.where}."
                 )
     return advice
@@ -119,8 +119,8 @@ def _about_conflict(facts: Facts, windows: Mapping[RowKey, Window]) -> Advice:
         return sum(window.low <= exponent <= window.high for window in windows.values())
 
     best = max(sorted(ends), key=suited)
-    kept = {row: each for row, each in windows.items() if each.low <= best <= each.high}
-    common = functools.reduce(Window.__and__, kept.values(), EVERYWHERE)
+    compatible = {row: each for row, each in windows.items() if each.low <= best <= each.high}
+    common = functools.reduce(Window.__and__, compatible.values(), EVERYWHERE)
     low, high = common
 
     def nearest(row: Row) -> tuple[int, bool]:
@@ -134,10 +134,10 @@ def _about_conflict(facts: Facts, windows: Mapping[RowKey, Window]) -> Advice:
     def fate_of(row: Row) -> Fate:
         return row.histogram.fate(dtype, 2.0 ** nearest(row)[0])
 
-    advice = Advice([], {}, 2.0 ** ((low + high) // 2) if kept else None)
+    advice = Advice([], {}, 2.0 ** ((low + high) // 2) if compatible else None)
     worst: dict[str, Row] = {}
     for row in facts.gradients:
-        if row.key not in kept:
+        if row.key not in compatible:
             layer = facts.owner(*row.key)
             worst[layer] = max(worst.get(layer, row), row, key=lambda each: _lost(fate_of(each)))
     for layer, row in worst.items():
@@ -145,7 +145,9 @@ def _about_conflict(facts: Facts, windows: Mapping[RowKey, Window]) -> Advice:
         others = "it"
         if not windows[row.key].is_empty:
             others = next(
-                f"`{path}`" for (_, path), each in kept.items() if end == each[1 if is_small else 0]
+                f"`{path}`"
+                for (_, path), each in compatible.items()
+                if end == each[1 if is_small else 0]
             )
         if is_small:
             reason = (
@@ -161,7 +163,7 @@ def _about_conflict(facts: Facts, windows: Mapping[RowKey, Window]) -> Advice:
             advice.policies[layer] = "float32"
             advice.sentences.append(f"Run `{layer}` in float32: {reason}, {facts.where}.")
     for kind, path in windows:
-        if kind == OUTPUT_GRADIENT and (kind, path) not in kept:
+        if kind == OUTPUT_GRADIENT and (kind, path) not in compatible:
             for layer in facts.takers(path):
                 if layer in advice.policies:
                     continue

@@ -3,7 +3,6 @@
 That is all that a graph needs, so that functions that XLA compiles are watched as others are.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics import operations, watching
-from keras_mp.numerics.operation_rows import PASSED_IN, OperationTable, layers_of_scope
+from keras_mp.numerics.operation_rows import PASSED_IN, READS, OperationTable, layers_of_scope
+from keras_mp.support import handles
 
 # Rows of a variable. Operations that come later are not watched.
 CAPACITY = 2**14
@@ -82,7 +82,8 @@ class GraphRecorder(OperationTable):
                 continue
             before = []
             source = value.op.inputs[0] if value.op.type == "Cast" else None
-            if source is not None and source.op.type in PASSED_IN and source.dtype.is_floating:
+            was_there = source is not None and source.op.type in PASSED_IN | READS
+            if source is not None and was_there and source.dtype.is_floating:
                 # Was it the cast that overflowed, or was it not finite before?
                 if not self.rows_of([source]):
                     self._measure(graph, source.op.type, layer, site, [source], [], is_given=True)
@@ -136,16 +137,10 @@ class GraphRecorder(OperationTable):
         """Returns the handle of the variable with the rows of a device."""
         if device not in self._states:
             with tf.init_scope(), tf.device(device or None):
-                # Not a `tf.Variable`, which a strategy would make one for all replicas of.
-                handle = tf.raw_ops.VarHandleOp(
-                    dtype=tf.float32, shape=[CAPACITY, 4], shared_name=f"keras_mp_{next(_names)}"
-                )
+                handle = handles.variable(tf.float32, [CAPACITY, 4])
                 _clear(handle)
             self._states[device] = handle
         return self._states[device]
-
-
-_names = itertools.count()
 
 
 def _measured(

@@ -7,7 +7,6 @@ for the device until it is read.
 """
 
 import contextlib
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import tensorflow as tf
 from keras_mp import keras_api, low_precision_weights
 from keras_mp.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
+from keras_mp.numerics import patterns
 from keras_mp.numerics.exponents import Histogram
 from keras_mp.numerics.histogram_counts import HistogramCounts, Observation
 from keras_mp.numerics.report_rows import (
@@ -33,7 +33,7 @@ from keras_mp.numerics.report_rows import (
 )
 from keras_mp.numerics.reports import Report
 from keras_mp.numerics.watching import watching_gradients, watching_outputs
-from keras_mp.step import observers
+from keras_mp.step import scaled_step
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import host, messages, validation
 from keras_mp.support.autograph import do_not_convert
@@ -83,7 +83,8 @@ class ExponentHistograms:
     ...     [tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense", use_bias=False)]
     ... )
     >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
-    >>> histograms = keras_mp.numerics.ExponentHistograms(model, every=1, optimizer=optimizer)
+    >>> from keras_mp.numerics.histograms import ExponentHistograms
+    >>> histograms = ExponentHistograms(model, every=1, optimizer=optimizer)
     >>> with histograms.step():
     ...     loss = lambda: tf.reduce_mean(model(tf.ones([4, 2]))) * 2.0**-30
     ...     _ = optimizer.minimize(loss, model.trainable_variables)
@@ -170,7 +171,7 @@ class ExponentHistograms:
         step = _Step(self, due)
         with (
             watching_outputs(self._layers, step.observe_output),
-            observers.observing(step.observe_gradients),
+            scaled_step.observing(step.observe_gradients),
             contextlib.ExitStack() as stack,
         ):
             for optimizer in self._plain_optimizers:
@@ -230,8 +231,8 @@ class ExponentHistograms:
 
     def _value(self, path: str) -> tf.Tensor:
         """Returns a variable as the optimizer sees it, in float32 where it keeps all digits."""
-        [seen] = low_precision_weights.as_seen(self.optimizer, [self._variables[path]])
-        return tf.convert_to_tensor(seen)
+        [weight] = low_precision_weights.as_seen(self.optimizer, [self._variables[path]])
+        return tf.convert_to_tensor(weight)
 
 
 class _Step:
@@ -382,15 +383,7 @@ def _chosen(
     paths = list(paths)
     if isinstance(choice, bool):
         return list(paths if all_of_them is None else all_of_them) if choice else []
-    patterns = [choice] if isinstance(choice, str) else list(choice)
-    found = {pattern: fnmatch.filter(paths, pattern) for pattern in patterns}
-    unknown = [pattern for pattern in patterns if pattern not in paths and not found[pattern]]
-    if unknown:
-        raise ValueError(
-            f"Expected paths, or patterns of them, for `{name}`: {paths}. Received: {unknown}"
-        )
-    chosen = {*patterns, *(path for each in found.values() for path in each)}
-    return [path for path in paths if path in chosen]
+    return patterns.chosen(name, choice, paths)
 
 
 def _is_left_out(layer: tf.keras.layers.Layer) -> bool:
@@ -403,8 +396,8 @@ def _scales_no_loss(optimizer: tf.keras.optimizers.Optimizer | None) -> bool:
     is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
     if is_of_keras and not isinstance(optimizer, LossScaleOptimizer):
         raise ValueError(
-            "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: nothing "
-            "tells by what tf.keras's own wrapper has scaled a gradient. Received: "
-            f"optimizer={optimizer!r}"
+            "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: "
+            "tf.keras's own wrapper does not show by which number a gradient was scaled. "
+            f"Received: optimizer={optimizer!r}"
         )
     return isinstance(optimizer, keras_api.OPTIMIZER_BASES) and not wrappers_among(optimizer)

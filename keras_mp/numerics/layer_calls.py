@@ -7,25 +7,16 @@ Everything runs in eager, so that a call of a layer is a call of a Python functi
 import contextlib
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, raw_inputs
 from keras_mp.layer_paths import layers_by_path
+from keras_mp.numerics import own_thread
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.support import attributes
-
-# The modules through which random operations are called, and the names of those that draw.
-_RANDOM_MODULES = (
-    "gen_random_ops",
-    "gen_stateful_random_ops",
-    "gen_stateless_random_ops",
-    "gen_stateless_random_ops_v2",
-)
-_DISTRIBUTIONS = ("uniform", "normal")
+from keras_mp.support import wrapped
 
 _Structure = TypeVar("_Structure")
 
@@ -151,6 +142,7 @@ class Watch:
         kind: str,
         layer: Called,
         call: Callable[..., Any],
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -159,7 +151,7 @@ class Watch:
         self._around, self._next = position, 0
         self._counts.append(0)
         try:
-            outputs = call(*args, **kwargs)
+            outputs = raw_inputs.rounded(layer, call(*args, **kwargs))
         finally:
             self._around, self._next = outside, position[-1] + 1
             self._counts.pop()
@@ -176,40 +168,20 @@ class Watch:
             root: the model or layer. If it has no `call`, only the numbers are watched.
         """
         with contextlib.ExitStack() as stack:
-            seen: set[int] = set()
+            visited: set[int] = set()
             for path, layer in _named(root):
-                if id(layer) not in seen:
-                    seen.add(id(layer))
-                    own, kind = layer.call, type(layer).__name__
-                    call = functools.partial(self.run, path, kind, layer, own)
-                    stack.enter_context(
-                        attributes.replaced(layer, "call", functools.wraps(own)(call))
-                    )
-            stack.enter_context(self._drawing())
-            stack.enter_context(_eager_functions())
+                if id(layer) not in visited:
+                    visited.add(id(layer))
+                    run = functools.partial(self.run, path, type(layer).__name__, layer)
+                    wrap = functools.partial(functools.partial, run)
+                    stack.enter_context(wrapped.here(layer, "call", wrap))
+            stack.enter_context(own_thread.drawing(self._take))
+            stack.enter_context(own_thread.eager_functions())
             yield
 
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for name in _RANDOM_MODULES:
-                module = importlib.import_module(f"tensorflow.python.ops.{name}")
-                for key, function in list(vars(module).items()):
-                    if _draws(key, function):
-                        setattr(module, key, self._drawing_with(function))
-                        stack.callback(setattr, module, key, function)
-            yield
-
-    def _drawing_with(self, function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-        @functools.wraps(function)
-        def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
-            own = function(*args, **kwargs)
-            if not tf.executing_eagerly():
-                return own
-            self._counts[-1] += 1
-            return self._numbers.take(self._around, self._counts[-1], own)
-
-        return draw
+    def _take(self, own: tf.Tensor) -> tf.Tensor:
+        self._counts[-1] += 1
+        return self._numbers.take(self._around, self._counts[-1], own)
 
 
 def floating(structure: Any) -> list[tf.Tensor]:
@@ -233,23 +205,6 @@ def is_floating(value: object) -> TypeGuard[tf.Tensor]:
 def shape_of(tensor: tf.Tensor) -> tuple[int, ...]:
     """Returns the shape of an eager tensor."""
     return cast(tuple[int, ...], tuple(tensor.shape))
-
-
-def _draws(name: str, function: Any) -> bool:
-    is_one_of_them = any(distribution in name for distribution in _DISTRIBUTIONS)
-    is_plain = not name.startswith("_") and "parameterized" not in name
-    return is_one_of_them and is_plain and not name.endswith("fallback") and callable(function)
-
-
-@contextlib.contextmanager
-def _eager_functions() -> Iterator[None]:
-    """Runs functions that `tf.function` made in eager inside of the block."""
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
 
 
 def _named(root: Called | None) -> Iterator[tuple[str, Any]]:

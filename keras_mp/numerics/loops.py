@@ -16,22 +16,22 @@ from keras_mp.numerics.work import NodeDef
 Value = np.ndarray | int | None
 
 
-def turns(condition: Any, body: Any, given: Sequence[Value]) -> int | None:
+def turns(condition: Any, body: Any, inputs: Sequence[Value]) -> int | None:
     """Returns how often a loop turns, if that is known, or else at most, or else None.
 
     Args:
         condition: `FunctionDef` of its condition.
         body: `FunctionDef` of its body.
-        given: the values that it begins with, as far as they are known; None for the others.
+        inputs: the values that it begins with, as far as they are known; None for the others.
     """
-    counts = [max(0, int(count)) for count in _limits(condition, body, given)]
-    most = given[1]  # -1 if the program gave none
+    counts = [max(0, int(count)) for count in _limits(condition, body, inputs)]
+    most = inputs[1]  # -1 if the program gave none
     if most is not None and most >= 0:
         counts.append(int(most))
     return min(counts, default=None)
 
 
-def _limits(condition: Any, body: Any, given: Sequence[Value]) -> Iterator[np.ndarray]:
+def _limits(condition: Any, body: Any, inputs: Sequence[Value]) -> Iterator[np.ndarray]:
     """Yields how often a loop turns that goes on while what counts up is below a limit."""
     arguments = [arg.name for arg in condition.signature.input_arg]
     nodes = {node.name: node for node in condition.node_def}
@@ -43,8 +43,8 @@ def _limits(condition: Any, body: Any, given: Sequence[Value]) -> Iterator[np.nd
         if limit in nodes:
             end = folded(nodes[limit]) if nodes[limit].op == "Const" else None
         else:
-            end = given[arguments.index(limit)]
-        begin, step = given[index], _step(body, index, given)
+            end = inputs[arguments.index(limit)]
+        begin, step = inputs[index], _step(body, index, inputs)
         if begin is None or end is None or step is None:
             continue
         if np.ndim(end) == np.ndim(step) == 0 and step > 0:
@@ -62,7 +62,7 @@ def _all_of(source: str, nodes: Mapping[str, NodeDef]) -> Iterator[NodeDef]:
         yield node
 
 
-def _step(body: Any, index: int, given: Sequence[Value]) -> Value:
+def _step(body: Any, index: int, inputs: Sequence[Value]) -> Value:
     """Returns what a turn adds to a value of a loop, or None if that is not known."""
     nodes = {node.name: node for node in body.node_def}
     argument = body.signature.input_arg[index].name
@@ -81,7 +81,7 @@ def _step(body: Any, index: int, given: Sequence[Value]) -> Value:
     at = arguments.index(step)
     # `tf.range` hands its step around, unchanged.
     is_same = body.ret[body.signature.output_arg[at].name] == step
-    return given[at] if is_same else None
+    return inputs[at] if is_same else None
 
 
 def is_folded(proto: NodeDef) -> bool:

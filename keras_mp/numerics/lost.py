@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import functools
-import json
 import operator
 import os
 import pathlib
@@ -15,10 +14,15 @@ import numpy as np
 from keras_mp.numerics.exponents import exponent_of
 from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, OUTPUT_GRADIENT, TOLERANCE, percent
 from keras_mp.numerics.reports import Report
+from keras_mp.numerics.results import Result
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import text_tables
 
 _SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
+
+# Inputs of a batch, and weights, that make an overflow their own: networks begin with numbers of
+# about 1, and few that train have weights of more than 10.
+LARGE_INPUTS, LARGE_WEIGHTS = 1000.0, 100.0
 
 # So many columns of scales fit beside readable names.
 _MOST_SCALES = 9
@@ -38,7 +42,7 @@ class Lost(NamedTuple):
 
     Example:
 
-    >>> keras_mp.numerics.Lost(values=8, zero=2, subnormal=1, infinite=0, error=0.1).share
+    >>> keras_mp.numerics.lost.Lost(values=8, zero=2, subnormal=1, infinite=0, error=0.1).share
     0.25
     """
 
@@ -85,7 +89,7 @@ class Lost(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class WhatIf:
+class WhatIf(Result):
     """The results of `what_if`.
 
     `result[dtype, scale]` is a dict of (kind, path) and `Lost`; `str(result)` is a table.
@@ -108,6 +112,8 @@ class WhatIf:
             size at least.
         amplification: dict of paths of layers, and how many times as far, relative to its size,
             what each returns moves in that run as what it takes.
+        largest_input: float. The largest number of the batch's inputs.
+        largest_weights: dict of paths of layers, and the largest weight of each.
         loss_scale: float. That which the model is trained with: the current one of its optimizer,
             else the first of its policy, else 2^15.
         batches: tuple of `WhatIf`s, one for each of several batches; else empty. Each `Lost` is the
@@ -118,7 +124,7 @@ class WhatIf:
 
     >>> model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     >>> loss = lambda y, predictions: tf.reduce_mean(predictions)
-    >>> result = keras_mp.numerics.what_if(
+    >>> result = keras_mp.numerics.what_if.what_if(
     ...     model, tf.ones([4, 2]), loss=loss, dtypes=["bfloat16"], scales=[1.0]
     ... )
     >>> result.dtypes, result.scales
@@ -134,6 +140,8 @@ class WhatIf:
     loss_scale: float = INITIAL_LOSS_SCALE
     units: dict[str, str] = dataclasses.field(default_factory=dict)
     amplification: dict[str, float] = dataclasses.field(default_factory=dict)
+    largest_input: float = 0.0
+    largest_weights: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def dtypes(self) -> list[str]:
@@ -185,6 +193,7 @@ class WhatIf:
             noise=set.intersection(*(each.noise for each in found)),
             batches=tuple(found),
             amplification=amplification,
+            largest_input=max(each.largest_input for each in found),
         )
 
     def __getitem__(self, run: tuple[str, float]) -> dict[tuple[str, str], Lost]:
@@ -294,11 +303,23 @@ class WhatIf:
                 found += [self.table(dtype, OUTPUT, rows), ""]
         return "\n".join(found).rstrip()
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def __repr__(self) -> str:
         return f"<WhatIf of {self.dtypes} at {len(self.scales)} scales>"
+
+    def plot(self, dtype: str = "float16", *, kind: str = GRADIENT, ax: Any = None) -> Any:
+        """Draws what each loss scale would have lost: rows by scales.
+
+        Args:
+            dtype: one of `dtypes`. Defaults to "float16".
+            kind: "gradient" (the default), "output gradient" or "output".
+            ax: Matplotlib's `Axes`. Defaults to those of a new figure.
+
+        Returns:
+            The `Axes`.
+        """
+        from keras_mp.numerics import figures  # It draws such results, and so imports this module.
+
+        return figures.heat_map(self, dtype, kind=kind, ax=ax)
 
     def to_csv(self, path: str | os.PathLike) -> None:
         """Writes a line for each run and row.
@@ -313,22 +334,16 @@ class WhatIf:
                 for row, lost in rows.items():
                     writer.writerow((dtype, scale, *row, *lost))
 
-    def to_json(self, path: str | os.PathLike) -> None:
-        """Writes a list of runs, each with a list of rows.
-
-        Args:
-            path: str or path of the file.
-        """
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the runs, each with a list of rows, as JSON has them."""
         runs = []
         for (dtype, scale), rows in self.lost.items():
             found = [
                 {"kind": kind, "path": path, **lost._asdict()}
                 for (kind, path), lost in rows.items()
             ]
-            for row in found:
-                row["error"] = row["error"] if np.isfinite(row["error"]) else None
             runs.append({"dtype": dtype, "scale": scale, "rows": found})
-        pathlib.Path(path).write_text(json.dumps(runs))
+        return {"runs": runs}
 
 
 def rank(lost: Sequence[Lost], is_noise: bool) -> tuple[float, float, float]:

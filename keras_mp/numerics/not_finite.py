@@ -29,6 +29,11 @@ class Range:
     bad: int
     is_gradient: bool
 
+    @property
+    def size(self) -> float:
+        """The largest magnitude of a finite number; 0 if there is none."""
+        return max(-self.low, self.high, 0.0) if self.low <= self.high else 0.0
+
     def __str__(self) -> str:
         where = f" in {self.layer}" if self.layer else ""
         line = f", {self.line}" if self.line else ""
@@ -51,7 +56,7 @@ class NotFiniteError(ArithmeticError):
 
     >>> step = tf.function(lambda x: tf.sqrt(x - 1))
     >>> try:
-    ...     with keras_mp.numerics.FirstBadOperation():
+    ...     with keras_mp.numerics.watch():
     ...         step(tf.constant(0.0))
     ... except keras_mp.numerics.NotFiniteError as error:
     ...     print(error.operation.operation, error.inputs[0].low)

@@ -5,9 +5,12 @@ kept beside the table: `EagerRecorder` measures it at once, `graph_recorder` in 
 """
 
 import dataclasses
+import functools
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +27,8 @@ _ONLY_LOOKS = op_table.ops("comparisons", "tests", "shapes")
 
 # Operations that bring arguments into a graph.
 PASSED_IN = op_table.ops("arguments", "data")
+
+READS = op_table.ops("reads of variables")
 
 # Results that are not finite where nothing is wrong: what the kernel keeps for the backward pass,
 # and what has no value yet.
@@ -158,6 +163,14 @@ class EagerRecorder(OperationTable):
     def __init__(self) -> None:
         super().__init__()
         self.measured: list[tuple[float, ...]] = []
+        self._dropped: list[weakref.ref[tf.Tensor]] = []
+
+    def _keep(self, row: int, values: Sequence[tf.Tensor]) -> None:
+        # Tensors of a graph live as long as it does; these are the program's to drop.
+        for value in values:
+            forget = functools.partial(_forget, self._row_of, id(value))
+            self._row_of[id(value)] = row
+            self._dropped.append(weakref.ref(value, forget))
 
     def record(self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> None:
         """Records an operation that has run."""
@@ -188,6 +201,33 @@ class EagerRecorder(OperationTable):
             self.rows[i].is_passed_on = True
 
 
+class SpoiltTensors:
+    """Tensors of eager code that are not finite for a reason that is known."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[tf.Tensor]] = {}
+
+    def add(self, values: Sequence[tf.Tensor]) -> None:
+        """Adds those that are not finite, and those that may hold such, such as an `Optional`."""
+        for value in values:
+            is_bad = value.dtype == tf.variant
+            if value.dtype.is_floating:
+                is_bad = not bool(tf.reduce_all(tf.math.is_finite(value)))
+            if is_bad:
+                forget = functools.partial(_forget, self._known, id(value))
+                self._known[id(value)] = weakref.ref(value, forget)
+
+    def has_any(self, values: Sequence[tf.Tensor]) -> bool:
+        """Whether one of these is among them."""
+        return any(id(value) in self._known for value in values)
+
+
+def _forget(known: dict[int, Any], key: int, dropped: object) -> None:
+    """Forgets a tensor that is no more, since another one may get its id."""
+    del dropped
+    known.pop(key, None)
+
+
 def first_bad(
     rows: list[OperationRow], measured: np.ndarray, is_checked: Callable[[OperationRow], bool]
 ) -> int | None:
@@ -211,8 +251,8 @@ def first_bad(
             reaches[i] = row.is_used_elsewhere or is_last or reaches[row.users].any()
     culprits = [int(i) for i in np.flatnonzero(reaches & begins_here)]
     # What is given to a graph inside of another one, to a loop's body, has been computed outside.
-    made = [i for i in culprits if not rows[i].is_given]
-    return min(made or culprits, default=None)
+    results = [i for i in culprits if not rows[i].is_given]
+    return min(results or culprits, default=None)
 
 
 def layers_of_scope(scope: str) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from keras_mp.kernels import compositions
 from keras_mp.layer_paths import layers_by_path
-from keras_mp.support import messages
+from keras_mp.support import messages, op_table
 from keras_mp.support.autograph import do_not_convert
 
 _GRADIENT = "gradient_tape"
@@ -20,8 +21,16 @@ _PACKAGES = {
     "tf_keras": "Keras",
     "keras_mp": "keras_mp",
 }
-# Keras's counterparts of TensorFlow's functions: the code that calls them makes the operation.
-_LIKE_TENSORFLOW = tuple(os.path.join("src", each) + os.sep for each in ("ops", "backend", "utils"))
+# They hand on the numbers that they get.
+MOVES = op_table.ops("identities", "reshapes", "views")
+# What is in the place of TensorFlow's functions: the code that calls it makes the operation.
+_LIKE_TENSORFLOW = (
+    *(os.path.join("src", each) + os.sep for each in ("ops", "backend", "utils")),
+    os.path.join("keras_mp", "model_outputs.py"),
+)
+_PROMOTION = os.path.join("op_autocast", "promotion.py")
+# They call a function of TensorFlow, and do something only where it has refused.
+_HANDING_ON = ("apply_op_helper", "assign")
 
 
 class Layers:
@@ -100,7 +109,7 @@ def line_of(operation: tf.Operation) -> messages.Line | None:
 def maker_of(operation: tf.Operation) -> str:
     """Returns whose code made an operation: "TensorFlow", "Keras", "keras_mp" or "user".
 
-    What Keras offers in place of TensorFlow's functions is looked through, as is TensorFlow.
+    What is in the place of TensorFlow's functions is looked through, as is TensorFlow.
 
     Args:
         operation: `tf.Operation`.
@@ -109,8 +118,12 @@ def maker_of(operation: tf.Operation) -> str:
         package = _package(frame.filename)
         if package is None:
             return "user"
+        if frame.filename == compositions.__file__:
+            continue  # It stands in for a function of TensorFlow.
+        if frame.filename.endswith(_PROMOTION) and frame.name in _HANDING_ON:
+            continue
         is_like_tensorflow = any(part in frame.filename for part in _LIKE_TENSORFLOW)
-        if package != "TensorFlow" and not (package == "Keras" and is_like_tensorflow):
+        if package != "TensorFlow" and not is_like_tensorflow:
             return package
     return "TensorFlow"
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_mp.numerics import operations, runs
-from keras_mp.numerics.comparison import ComparedLayer, Finding
+from keras_mp.numerics.comparison import ComparedLayer, Difference
 from keras_mp.numerics.distances import LIMIT, Distance, relative, rms
 from keras_mp.numerics.explanations import Explanation, explain
 from keras_mp.numerics.layer_calls import Called, LayerCall, RandomNumbers
@@ -56,7 +56,7 @@ class _Culprit(NamedTuple):
 
 def judge(
     rows: Sequence[ComparedLayer], run: Run, other: Run, numbers: RandomNumbers
-) -> tuple[list[ComparedLayer], list[Finding]]:
+) -> tuple[list[ComparedLayer], list[Difference]]:
     """Runs each layer again, and says which of them lose more than rounding explains.
 
     Args:
@@ -146,8 +146,8 @@ def _amplification(
     if row.output.relative <= _RISES * max(before, call.unit):
         return None
     return (
-        f"cancellation: it amplifies rounding by {amplification:,.0f}; what goes in is off by "
-        f"{before:.2%}, what comes out by {row.output.relative:.1%}"
+        f"cancellation: it amplifies rounding by {amplification:,.0f}; its inputs are off by "
+        f"{before:.2%}, its outputs by {row.output.relative:.1%}"
     )
 
 
@@ -157,11 +157,11 @@ def _off_before(call: LayerCall, wide: LayerCall) -> float:
     return max((relative(runs.array(n), runs.array(w)) for n, w in pairs), default=0.0)
 
 
-def _finding(culprit: _Culprit, run: Run, numbers: RandomNumbers) -> Finding:
+def _finding(culprit: _Culprit, run: Run, numbers: RandomNumbers) -> Difference:
     call, wide, side, distance, text = culprit
     text = text or _of_other_weights(call.layer, wide.layer)
     reason = Explanation(text, None) if text else _explanation(call, wide, side, run, numbers)
-    return Finding(call.path, call.kind, side, reason.what, reason.line, distance)
+    return Difference(call.path, call.kind, side, reason.what, reason.line, distance)
 
 
 def _of_other_weights(layer: Called, wide: Called) -> str | None:
@@ -169,7 +169,7 @@ def _of_other_weights(layer: Called, wide: Called) -> str | None:
     found = [relative(runs.array(narrow), runs.array(other)) for narrow, other in pairs]
     if not any(found):
         return None
-    return f"its weights are others than in the reference, up to {max(found):.2%} off"
+    return f"its weights differ from those of the reference by up to {max(found):.2%}"
 
 
 def _explanation(
@@ -181,5 +181,5 @@ def _explanation(
     with operations.kept() as exact:
         runs.replay(call, wide.layer, upstream, numbers=numbers, dtype="float32")
     return explain(narrow, exact, side, call.dtype) or Explanation(
-        f"what it returns in {call.dtype} is further off than rounding explains", None
+        f"its output in {call.dtype} is further off than rounding explains", None
     )

@@ -49,7 +49,7 @@ class Statistics(NamedTuple):
     Example:
 
     >>> import numpy as np
-    >>> keras_mp.numerics.Statistics.of(np.float32([3.0, -4.0])).l2_norm
+    >>> keras_mp.numerics.report_rows.Statistics.of(np.float32([3.0, -4.0])).l2_norm
     5.0
     """
 
@@ -91,7 +91,8 @@ class Row(NamedTuple):
     Example:
 
     >>> import numpy as np
-    >>> from keras_mp.numerics import Histogram, Row
+    >>> from keras_mp.numerics.exponents import Histogram
+    >>> from keras_mp.numerics.report_rows import Row
     >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
     >>> str(row.window("float16"))
     '2^-4..2^35'
@@ -239,17 +240,17 @@ def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_
     return text_tables.RankedRow(cells, (float(matters), *lost, -margin), alike)
 
 
-def percent(count: int, of: int) -> str:
+def percent(count: int, total: int) -> str:
     """Returns a share as text, which is empty only for zero.
 
     Args:
         count: int.
-        of: int, how many there are in all.
+        total: int, how many there are in all.
 
     Returns:
         str: "" for none, else such as "12.5 %" or "<0.1 %".
     """
     if not count:
         return ""
-    share = 100 * count / of
+    share = 100 * count / total
     return "<0.1 %" if share < 0.1 else f"{share:.1f} %"

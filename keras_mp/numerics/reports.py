@@ -28,6 +28,7 @@ from keras_mp.numerics.report_rows import (
     Statistics,
     ranked,
 )
+from keras_mp.numerics.results import Result
 from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -37,7 +38,7 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 _NOISE = 18
 
 
-class Report:
+class Report(Result):
     """The counts of some steps.
 
     `report[kind, path]` is a row, `str(report)` is a table, and reports of one model add up with
@@ -56,7 +57,9 @@ class Report:
     Example:
 
     >>> import numpy as np
-    >>> from keras_mp.numerics import Histogram, Report, Row
+    >>> from keras_mp.numerics import Report
+    >>> from keras_mp.numerics.exponents import Histogram
+    >>> from keras_mp.numerics.report_rows import Row
     >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
     >>> report = Report([row], step=100, counted=1, loss_scale=2.0**15)
     >>> report.window("float16").margins(report.loss_scale)
@@ -167,10 +170,12 @@ class Report:
         left = (0, 1, 2, 6, 10)
         if rows is not None:
             # With these, the columns that say what is lost would not fit.
-            kept = [i for i, title in enumerate(header) if title not in ("values", "-> subnormal")]
-            header = tuple(header[i] for i in kept)
-            of_rows = [row._replace(cells=tuple(row.cells[i] for i in kept)) for row in of_rows]
-            left = tuple(kept.index(i) for i in left)
+            columns = [
+                i for i, title in enumerate(header) if title not in ("values", "-> subnormal")
+            ]
+            header = tuple(header[i] for i in columns)
+            of_rows = [row._replace(cells=tuple(row.cells[i] for i in columns)) for row in of_rows]
+            left = tuple(columns.index(i) for i in left)
         table = [head, "", *text_tables.shortened(header, of_rows, rows, left, name=1)]
         weights = [
             text_tables.RankedRow(
@@ -189,26 +194,27 @@ class Report:
     def _head(self, dtype: str, loss_scale: float) -> str:
         window, unknown = self.window(dtype), self.rows_with_unknown_zeros()
         # Nothing is known about values that became zero on the way.
-        of = "of the values that are left, " if unknown else ""
+        about = "of the values that are left, " if unknown else ""
         head = (
             f"{dtype} at a loss scale of 2^{np.log2(loss_scale):.0f}; {self.counted} of "
-            f"{self.step} steps counted; {of}no gradient loses more than {100 * TOLERANCE:g} % at: "
-            f"{window}"
+            f"{self.step} steps counted; {about}no gradient loses more than {100 * TOLERANCE:g} % "
+            f"at: {window}"
         )
         if not window.is_empty:
-            ends = zip(("low", "high"), window, window.margins(loss_scale))
-            margins = [
-                f"{margin:g} from the {name} end"
-                for name, end, margin in ends
+            above_low, below_high = window.margins(loss_scale)
+            ends = zip(("low", "high"), window, (above_low, 0 - below_high))
+            ratios = [
+                f"2^{exponent:g} times the {name} end"
+                for name, end, exponent in ends
                 if abs(end) < EVERYWHERE.high
             ]
-            if margins:
-                head += f" (the exponent of the scale is {' and '.join(margins)})"
+            if ratios:
+                head += f" (the loss scale is {' and '.join(ratios)})"
         lines = text_tables.wrapped(head)
         if unknown:
             lines += text_tables.wrapped(
                 f"The zeros of {len(unknown)} gradients may be values that were too small for "
-                f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask what_if."
+                f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask check."
             )
         return "\n".join(lines)
 
@@ -223,9 +229,6 @@ class Report:
             str of several lines, of at most 100 characters each unless `rows` is None.
         """
         return self.table(rows=rows)
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def __repr__(self) -> str:
         return f"<Report of {len(self.rows)} rows, {self.counted} of {self.step} steps>"
@@ -243,20 +246,18 @@ class Report:
             loss_scale=last.loss_scale,
         )
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Writes everything to a file, from which `from_json` reads it.
-
-        Args:
-            path: str or path of the file.
-        """
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as JSON has it; `from_json` reads the file that `to_json` writes."""
         rows = []
         for row in self.rows:
             bins = row.histogram.bins.reshape(-1)
             counts = {str(place): int(bins[place]) for place in np.flatnonzero(bins)}
             at = row.overflowed_at if np.isfinite(row.overflowed_at) else None
-            rows.append({**dict(zip(Row._fields, row)), "histogram": counts, "overflowed_at": at})
+            numbers = None if row.statistics is None else list(row.statistics)
+            own = {"histogram": counts, "overflowed_at": at, "statistics": numbers}
+            rows.append({**dict(zip(Row._fields, row)), **own})
         own = {name: getattr(self, name) for name in ("step", "counted", "loss_scale")}
-        pathlib.Path(path).write_text(json.dumps({**own, "rows": rows}))
+        return {**own, "rows": rows}
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> "Report":
@@ -279,6 +280,29 @@ class Report:
             raise ValueError(
                 f"Expected a file that `Report.to_json` wrote. Received: path={str(path)!r}"
             ) from error
+
+    def plot(
+        self,
+        dtype: str = "float16",
+        *,
+        kind: str = GRADIENT,
+        loss_scale: float | None = None,
+        ax: Any = None,
+    ) -> Any:
+        """Draws histograms of exponents side by side, with the borders of a dtype.
+
+        Args:
+            dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            kind: that of the rows, of which the worst 20 are drawn. Defaults to "gradient".
+            loss_scale: float. Defaults to the one that was measured with.
+            ax: Matplotlib's `Axes`. Defaults to those of a new figure.
+
+        Returns:
+            The `Axes`.
+        """
+        from keras_mp.numerics import figures  # It draws reports, and so imports this module.
+
+        return figures.histograms(self, dtype, kind=kind, loss_scale=loss_scale, ax=ax)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes how many values have which exponent: a line for each row and exponent.

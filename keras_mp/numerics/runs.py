@@ -119,11 +119,11 @@ class Runner:
             loss_scale: the first one; None for that with which the model would begin to train.
 
         Raises:
-            ValueError: the loss scale is below 1, or not finite.
+            ValueError: the loss scale is not positive, or not finite.
         """
-        if loss_scale is not None and not 1 <= loss_scale < math.inf:
+        if loss_scale is not None and not 0 < loss_scale < math.inf:
             raise ValueError(
-                f"Expected a loss scale that is at least 1. Received: loss_scale={loss_scale!r}"
+                f"Expected a positive, finite loss scale. Received: loss_scale={loss_scale!r}"
             )
         scale = first_scale(self.model) if loss_scale is None else float(loss_scale)
         while True:
@@ -282,14 +282,14 @@ def check_finite(run: Run, batch: Batch, needs_loss: bool = True) -> None:
         needs_loss: bool. Whether to raise also where all numbers of the batch are finite.
     """
     bad = [] if math.isfinite(run.loss) else batches.not_finite(batch)
-    why = "pass a batch with another loss, or see keras_mp.numerics.FirstBadOperation."
+    why = "pass a batch with another loss, or see what keras_mp.numerics.check finds."
     if bad:
         parts = ", ".join(f"{name} with {count:,} of {size:,}" for name, count, size in bad)
         why = f"there are infinite values or NaN. Received: {parts} not finite"
     if bad or (needs_loss and not math.isfinite(run.loss)):
         raise ValueError(
-            f"The loss of a batch is {run.loss} in {run.dtype}, so that there is nothing to "
-            f"compare with: {why}"
+            f"The loss of a batch is {run.loss} in {run.dtype}, so there is nothing to compare "
+            f"with: {why}"
         )
 
 

@@ -1,7 +1,6 @@
 """The time of a training step by class of operation, and changes that make it shorter, tried."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import tensorflow as tf
 
 from keras_mp import hardware, keras_api, layer_paths
 from keras_mp.conversion import convert
-from keras_mp.numerics import batches, op_times
+from keras_mp.numerics import batches, copies, op_times, own_thread
 from keras_mp.numerics.estimates import Change, milliseconds
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
@@ -26,7 +25,7 @@ class StepTimes(NamedTuple):
     """The time of a step, and what saves time. `str` of it, and `print`, give a table.
 
     Attributes:
-        of: str. The name of the model.
+        name: str. The name of the model.
         seconds: float. Median time of a step.
         classes: dict of classes of operations, and the seconds that all threads together spend on
             each in a step. "update" is that of the weights; "compiled" is what XLA has compiled,
@@ -38,7 +37,7 @@ class StepTimes(NamedTuple):
 
     Example:
 
-    >>> from keras_mp.numerics import StepTimes
+    >>> from keras_mp.numerics.step_times import StepTimes
     >>> print(StepTimes("model", 0.002, {"products": 0.003, "casts": 0.001}, {}, ()))
     A step of 'model' takes 2 ms. Its operations take, by class, in all threads together:
     products  3 ms  75%
@@ -46,7 +45,7 @@ class StepTimes(NamedTuple):
     Nothing that was tried saves 3 % or more.
     """
 
-    of: str
+    name: str
     seconds: float
     classes: Mapping[str, float]
     tried: Mapping[str, float | str]
@@ -60,7 +59,7 @@ class StepTimes(NamedTuple):
             if seconds
         ]
         lines = [
-            f"A step of {self.of!r} takes {milliseconds(self.seconds)}. Its operations take, by "
+            f"A step of {self.name!r} takes {milliseconds(self.seconds)}. Its operations take, by "
             "class, in all threads together:",
             *text_tables.aligned(rows),
         ]
@@ -115,7 +114,8 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
 
     >>> model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(4)])
     >>> model.compile("sgd", "mse")
-    >>> times = keras_mp.numerics.step_times(model, (tf.ones([2, 8]), tf.ones([2, 4])), steps=1)
+    >>> from keras_mp.numerics.step_times import step_times
+    >>> times = step_times(model, (tf.ones([2, 8]), tf.ones([2, 4])), steps=1)
     >>> times.seconds > 0, sorted(times.tried)[0]
     (True, 'keras_mp.OptimizerWrapper(optimizer, jit_compile=True)')
     """
@@ -123,28 +123,30 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
         raise ValueError(f"Expected at least one step. Received: steps={steps!r}")
     if getattr(model, "optimizer", None) is None:
         raise ValueError(
-            f"The model {model.name!r} is not compiled, so that it has no training step. Call "
-            "compile with an optimizer and a loss first."
+            f"The model {model.name!r} is not compiled, so it has no training step. Call compile "
+            "with an optimizer and a loss first."
         )
     data = batches.as_fit_takes_it(model, batch)
     candidates = list(_candidates(model))
-    with Progress("step_times", parts=len(candidates) + 2) as progress, warnings.catch_warnings():
-        # The warnings would be about copies.
-        warnings.simplefilter("ignore", messages.MixedPrecisionWarning)
+    with (
+        own_thread.random_numbers(),
+        Progress("step_times", parts=len(candidates) + 2) as progress,
+        messages.unheard(),  # They would be about copies.
+    ):
         progress.begin("the model as it is")
-        made = {"": _step_of(model, _Candidate(""), data)}
+        variants = {"": _step_of(model, _Candidate(""), data)}
         tried: dict[str, float | str] = {}
         for candidate in candidates:
             progress.begin(candidate.what)
             try:
-                made[candidate.what] = _step_of(model, candidate, data)
+                variants[candidate.what] = _step_of(model, candidate, data)
             except Exception as error:  # A user's model may raise anything under another policy.
                 tried[candidate.what] = batches.reason(error)
         progress.begin("taking turns")
-        seconds = turns.medians(turns.take(made, steps))
+        seconds = turns.medians(turns.take(variants, steps))
         with op_times.profiled() as classes:
             for _ in range(_PROFILED):
-                made[""]()
+                variants[""]()
     now = seconds.pop("")
     tried.update(seconds)
     gains = (
@@ -187,19 +189,14 @@ def _step_of(
 ) -> Callable[[], object]:
     """Returns a function that makes a step with a copy of the model, with the change."""
     copy: Any = convert(model, candidate.policies or {})
-    optimizer = keras_api.deserialize_optimizer(keras_api.serialize_optimizer(model.optimizer))
+    optimizer = copies.optimizer_of(model)
     if candidate.compiles_update:
         if isinstance(optimizer, OptimizerWrapper):
             optimizer.jit_compile = True
         else:
             optimizer = OptimizerWrapper(optimizer, jit_compile=True)
-    config = model.get_compile_config() or {}
-    copy.compile(
-        optimizer,
-        loss=model.loss,
-        loss_weights=config.get("loss_weights"),
-        jit_compile=candidate.compiles or model.jit_compile is True,
-    )
+    compiles = candidate.compiles or model.jit_compile is True
+    copies.compile_as(copy, model, optimizer, jit_compile=compiles)
     _name_update(copy.optimizer)
 
     step = functools.partial(copy.train_on_batch, data.x, data.y, sample_weight=data.sample_weight)

@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from keras_mp import keras_api, losses
 from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.numerics import copies
 from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.layer_calls import Called, Variables, floating, shape_of
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
-from keras_mp.support import attributes
+from keras_mp.support import wrapped
 
 # Called with a batch and the predictions of the model.
 Loss = Callable[[Batch, Structure], tf.Tensor]
@@ -72,8 +73,7 @@ def compiled_loss(model: tf.keras.Model, compiled: tf.keras.Model, is_a_copy: bo
         is_a_copy: as for `loss_of`.
     """
     if is_a_copy:
-        weights = (compiled.get_compile_config() or {}).get("loss_weights")
-        model.compile("sgd", loss=getattr(compiled, "loss", None), loss_weights=weights)
+        copies.compile_as(model, compiled, "sgd")
     with_loss: Any = model if getattr(model, "loss", None) else compiled
 
     def value(batch: Batch, prediction: Structure) -> tf.Tensor:
@@ -97,7 +97,7 @@ def signed_mean(batch: Batch | None, prediction: Structure) -> tf.Tensor:
 
 @contextlib.contextmanager
 def without_metrics(model: Called | Variables) -> Iterator[None]:
-    """Keeps the block from updating the metrics of a model or layer.
+    """Keeps this thread from updating the metrics of a model or layer, inside of the block.
 
     Computing the loss that a model is compiled with updates some metrics. If they belong to a
     strategy with several replicas, that fails outside of a replica.
@@ -106,7 +106,7 @@ def without_metrics(model: Called | Variables) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             for metric in metrics:
-                stack.enter_context(attributes.replaced(metric, "update_state", _ignore))
+                stack.enter_context(wrapped.here(metric, "update_state", _ignored))
             yield
     finally:
         # Metrics of a loss are made when it is first computed.
@@ -116,8 +116,9 @@ def without_metrics(model: Called | Variables) -> Iterator[None]:
                 metric.reset_state()
 
 
-def _ignore(*_: Any, **__: Any) -> None:
-    pass
+def _ignored(update_state: Callable[..., Any]) -> Callable[..., None]:
+    del update_state
+    return lambda *_, **__: None
 
 
 def scale_in_training(model: tf.keras.Model) -> float | None:

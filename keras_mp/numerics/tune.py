@@ -6,7 +6,6 @@ multiplications for little error. Where they are too far off together, each half
 and so on down to the layers that have to stay in float32.
 """
 
-import fnmatch
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +15,8 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.conversion import convert, paths_in_config, units_by_path
 from keras_mp.numerics import batches as batches_of
-from keras_mp.numerics.batches import Batch, Batches
+from keras_mp.numerics import own_thread, patterns
+from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.census import census
 from keras_mp.numerics.training_loss import GivenLoss
 from keras_mp.numerics.tune_search import Search
@@ -26,20 +26,20 @@ from keras_mp.support.progress import Progress
 
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 
-# One of so many batches is kept aside.
-_KEPT_ASIDE = 4
+# One of so many batches is held out.
+_HELD_OUT = 4
 
 
 def tune(
     model: tf.keras.Model,
-    batches: Batches,
+    batches: Structure | Batches,
     *,
     dtype: str = "float16",
     tolerance: float = 0.05,
     loss: GivenLoss | None = None,
     include: str | Iterable[str] = ("*",),
     leave_out: str | Iterable[str] = (),
-    held_out: Batches | None = None,
+    held_out: Structure | Batches | None = None,
     seed: int = 0,
 ) -> Tuned:
     """Finds the policy of each layer: as much in 16 bits as a tolerance allows.
@@ -55,7 +55,7 @@ def tune(
       which inputs, weights and what layers return differ by up to 2^-20 of each.
 
     No distance exceeds the tolerance on any batch, neither on those that the policies are looked
-    for with nor on those that are kept aside. Layers whose policies hold on the former and not on
+    for with nor on those that are held out. Layers whose policies hold on the former and not on
     the latter go back to float32.
 
     Each layer's own error is measured first: it gets the inputs and upstream gradients that it has
@@ -68,8 +68,8 @@ def tune(
         model: of `tf.keras`, Sequential or functional, built. Models inside of it are tuned layer
             by layer too; a subclassed one gets one policy, and so does a layer with what is inside
             of it. Layers of any floating-point policy begin in float32.
-        batches: several batches: a `tf.data.Dataset`, a generator, or a list of tuples `(x, y)` or
-            `(x, y, sample_weight)`. All are kept in memory.
+        batches: as `check` takes them: a tuple `(x, y)` or `(x, y, sample_weight)`, or several: a
+            `tf.data.Dataset`, a generator, or a list of tuples. All are kept in memory.
         dtype: "float16" (the default) or "bfloat16".
         tolerance: float above 0. The largest distance. Defaults to 0.05.
         loss: a loss of `tf.keras`, by name or not, or a function of labels and predictions.
@@ -78,18 +78,18 @@ def tune(
             matches the path of a layer, such as "encoder/dense_*", or its name, and all layers
             inside of what it matches. Defaults to all layers.
         leave_out: patterns of layers that stay in float32, whether they are included or not.
-        held_out: several batches to be kept aside. Defaults to the last quarter of `batches`, one
-            at least.
-        seed: int, of the random numbers of all runs: `tf.keras.utils.set_random_seed` is called
-            with it.
+        held_out: batches to be held out. Defaults to the last quarter of `batches`, one at least;
+            of a single batch, to the last quarter of its samples.
+        seed: int, of the random numbers of all runs, which the program's do not depend on.
 
     Returns:
-        A `Tuned`: `model`, `policies` for `convert`, `layers` with reasons; `str` is a table.
+        A `Tuned`: `model`, `policies` for `convert`, `loss_scale`, and `layers` with reasons; `str`
+        is a table.
 
     Raises:
-        TypeError: `model` is not a model of `tf.keras`, or the batches are not several.
+        TypeError: `model` is not a model of `tf.keras`, or x is None.
         ValueError: the model's config holds no policies of its layers, or it cannot be made anew,
-            or cannot run in the dtype; there are fewer than two batches, or they do not suit it, or
+            or cannot run in the dtype; there is one sample only, or the batches do not suit it, or
             are not finite; there is no loss, or there are no labels; a pattern matches no layer, or
             none is left; the dtype or the tolerance is another.
 
@@ -116,76 +116,87 @@ def tune(
         )
     if not 0 < tolerance < math.inf:
         raise ValueError(f"Expected a tolerance above 0. Received: tolerance={tolerance!r}")
-    given, aside = _divided(batches, held_out)
-    tf.keras.utils.set_random_seed(seed)
-    reference = convert(model, "float32")
-    units = _units(reference)
-    included = _matching(units, include, "include") - _matching(units, leave_out, "leave_out")
-    candidates = [path for path in units if path in included]
-    if not candidates:
-        raise ValueError(
-            "Expected at least one layer that may compute in 16 bits. Received: "
-            f"include={include!r}, leave_out={leave_out!r}, of the layers {list(units)}"
+    given, aside = _divided(model, batches, held_out)
+    with own_thread.random_numbers(seed):
+        reference = convert(model, "float32")
+        units = _units(reference)
+        left_out = patterns.chosen("leave_out", leave_out, units)
+        included = patterns.chosen("include", include, units)
+        candidates = [path for path in included if path not in left_out]
+        if not candidates:
+            raise ValueError(
+                "Expected at least one layer that may compute in 16 bits. Received: "
+                f"include={include!r}, leave_out={leave_out!r}, of the layers {list(units)}"
+            )
+        made = [batches_of.as_fit_takes_it(model, batch) for batch in (*given, *aside)]
+        # Before the search compiles the model, so that only the forward pass is counted.
+        work = _multiplications(reference, units, made[0])
+
+        def cost(path: str) -> tuple[bool, bool, float]:
+            """The key to sort by: infinite errors last, then error per multiplication."""
+            error, products = own[path], work[path]
+            return math.isinf(error), not products, error / max(products, 1)
+
+        with Progress("tune", parts=None) as progress:
+            policy = f"mixed_{dtype}"
+            search = Search(model, reference, units, policy, loss, tolerance, made, progress)
+            own = search.prepare(candidates)
+            chosen = search.add(sorted(candidates, key=cost), [], range(len(given)))
+            reasons = dict(search.refused)
+            search.refused.clear()
+            kept = search.add(chosen, [], range(len(made)))
+            reasons |= {path: f"held out: {why}" for path, why in search.refused.items()}
+            errors = [search.errors(kept, i) for i in range(len(made))]
+
+        def row(path: str, layer: tf.keras.layers.Layer) -> TunedLayer:
+            name, reason = "float32", reasons.get(path, "left out, or not included")
+            if path in kept:
+                name, reason = policy, "within the tolerance"
+            return TunedLayer(path, type(layer).__name__, name, work[path], own.get(path), reason)
+
+        return Tuned(
+            model.name,
+            dtype,
+            tolerance,
+            tuple(row(path, layer) for path, layer in units.items()),
+            tuple(errors[: len(given)]),
+            tuple(errors[len(given) :]),
+            search.model(kept),
+            search.loss_scale if dtype == "float16" and kept else None,
         )
-    made = [batches_of.as_fit_takes_it(model, batch) for batch in (*given, *aside)]
-    # Before the search compiles the model, so that only the forward pass is counted.
-    work = _multiplications(reference, units, made[0])
-
-    def cost(path: str) -> tuple[bool, bool, float]:
-        """The key to sort by: infinite errors last, then error per multiplication, then error."""
-        error, products = own[path], work[path]
-        return math.isinf(error), not products, error / max(products, 1)
-
-    with Progress("tune", parts=None) as progress:
-        policy = f"mixed_{dtype}"
-        search = Search(model, reference, units, policy, loss, tolerance, made, progress)
-        own = search.prepare(candidates)
-        chosen = search.add(sorted(candidates, key=cost), [], range(len(given)))
-        reasons = dict(search.refused)
-        search.refused.clear()
-        kept = search.add(chosen, [], range(len(made)))
-        reasons |= {path: f"kept aside: {why}" for path, why in search.refused.items()}
-        errors = [search.errors(kept, i) for i in range(len(made))]
-
-    def row(path: str, layer: tf.keras.layers.Layer) -> TunedLayer:
-        name, reason = "float32", reasons.get(path, "left out, or not included")
-        if path in kept:
-            name, reason = policy, "within the tolerance"
-        return TunedLayer(path, type(layer).__name__, name, work[path], own.get(path), reason)
-
-    return Tuned(
-        model.name,
-        dtype,
-        tolerance,
-        tuple(row(path, layer) for path, layer in units.items()),
-        tuple(errors[: len(given)]),
-        tuple(errors[len(given) :]),
-        search.model(kept),
-    )
 
 
-def _divided(batches: Batches, held_out: Batches | None) -> tuple[list[Any], list[Any]]:
-    """Returns the batches to search with, and those to keep aside."""
-    given = _listed(batches, "batches")
+def _divided(
+    model: tf.keras.Model, batches: Structure | Batches, held_out: Structure | Batches | None
+) -> tuple[list[Any], list[Any]]:
+    """Returns the batches to search with, and those to hold out."""
+    given = batches_of.listed(batches)
     if held_out is not None:
-        return given, _listed(held_out, "held_out")
-    if len(given) < 2:
-        raise ValueError(
-            "Expected two batches at least, of which one is kept aside; or pass `held_out`. "
-            f"Received: {len(given)}"
-        )
-    count = math.ceil(len(given) / _KEPT_ASIDE)
+        return given, batches_of.listed(held_out)
+    if len(given) == 1:
+        return _cut(batches_of.as_fit_takes_it(model, given[0]))
+    count = math.ceil(len(given) / _HELD_OUT)
     return given[:-count], given[-count:]
 
 
-def _listed(batches: Batches, argument: str) -> list[tuple[Any, ...]]:
-    several = batches_of.several(batches)
-    if several is None:
-        raise TypeError(
-            "Expected several batches: a tf.data.Dataset, a generator, or a list of tuples "
-            f"(x, y). Received: {argument} of {type(batches)}"
+def _cut(batch: Batch) -> tuple[list[Any], list[Any]]:
+    """Cuts one batch into two, the second one to be held out."""
+    parts = [each for each in tf.nest.flatten(tuple(batch)) if each is not None]
+    sizes = {each.shape[0] if tf.is_tensor(each) and each.shape.rank else 0 for each in parts}
+    size = min(sizes)
+    if len(sizes) > 1 or size < 2:
+        raise ValueError(
+            "Expected at least two batches, of which one is held out, or one with two samples or "
+            f"more, which is split; or pass `held_out`. Received: one batch, with {size} samples"
         )
-    return list(several)
+    end = size - math.ceil(size / _HELD_OUT)
+
+    def rows(start: int, end: int) -> tuple[Any, ...]:
+        return tf.nest.map_structure(
+            lambda each: None if each is None else each[start:end], tuple(batch)
+        )
+
+    return [rows(0, end)], [rows(end, size)]
 
 
 def _units(model: tf.keras.Model) -> dict[str, Any]:
@@ -201,26 +212,6 @@ def _units(model: tf.keras.Model) -> dict[str, Any]:
                 f"Received: {type(model).__name__}"
             )
     return {path: layer for path, layer in units.items() if layer.compute_dtype in _FLOATING_NAMES}
-
-
-def _matching(units: Iterable[str], patterns: str | Iterable[str], argument: str) -> set[str]:
-    matching = set()
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    for pattern in patterns:
-        found = {path for path in units if _matches(path, pattern)}
-        if not found:
-            raise ValueError(
-                f"No layer matches {pattern!r}. Expected patterns of some of {list(units)}. "
-                f"Received: {argument}={patterns}"
-            )
-        matching |= found
-    return matching
-
-
-def _matches(path: str, pattern: str) -> bool:
-    names = path.split("/")
-    ways = ("/".join(names[:end]) for end in range(1, len(names) + 1))
-    return any(fnmatch.fnmatchcase(each, pattern) for each in (*ways, *names))
 
 
 def _multiplications(model: tf.keras.Model, units: Iterable[str], batch: Batch) -> dict[str, int]:

@@ -161,6 +161,11 @@ class Search:
             self._errors[key] = self._apart(run, reference)
         return self._errors[key]
 
+    @property
+    def loss_scale(self) -> float:
+        """The largest loss scale at which no gradient of a batch overflows."""
+        return min(reference.loss_scale for reference in self._references)
+
     def model(self, chosen: Sequence[str]) -> tf.keras.Model:
         """Makes a model with these layers in 16 bits, which is not compiled."""
         policies = dict.fromkeys(self._units, "float32") | dict.fromkeys(chosen, self._mixed)

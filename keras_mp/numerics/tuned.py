@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from keras_mp.support import json_text, text_tables
+from keras_mp.numerics.results import Result
+from keras_mp.support import text_tables
 
 
 class Errors(NamedTuple):
@@ -79,7 +79,7 @@ class TunedLayer(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Tuned:
+class Tuned(Result):
     """The results of `tune`. `str` is a table; `keras_mp.convert` takes it, or its JSON.
 
     Attributes:
@@ -88,8 +88,10 @@ class Tuned:
         tolerance: float.
         layers: tuple of `TunedLayer`s, in the order of the model.
         errors: tuple of `Errors`, of each batch that the policies were looked for with.
-        held_out: tuple of `Errors`, of each batch that was kept aside.
+        held_out: tuple of `Errors`, of each batch that was held out.
         model: the model with these policies, not compiled.
+        loss_scale: float or None. The scale to begin with, at which no gradient of these batches
+            overflows; None where none is needed.
 
     Example:
 
@@ -108,6 +110,7 @@ class Tuned:
     errors: tuple[Errors, ...]
     held_out: tuple[Errors, ...]
     model: Any = dataclasses.field(compare=False)
+    loss_scale: float | None = None
 
     @property
     def policies(self) -> dict[str, str]:
@@ -125,15 +128,11 @@ class Tuned:
     def _in_16_bits(self) -> list[TunedLayer]:
         return [layer for layer in self.layers if layer.is_in_16_bits]
 
-    def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """Returns the results without the model as JSON, and writes them to a file.
-
-        Args:
-            path: of the file. Defaults to none.
-        """
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the policies, which `convert` takes, and all that was measured."""
         described = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del described["model"]
-        return json_text.to_json(json_text.plain({**described, "policies": self.policies}), path)
+        return {**described, "policies": self.policies}
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: how far the model is off, where layers went, and why.
@@ -153,9 +152,6 @@ class Tuned:
             f"mixed_{self.dtype}>"
         )
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def _lines(self, rows: int | None) -> Iterator[str]:
         yield (
             f"{text_tables.fitted(self.name, 30)}: {len(self._in_16_bits)} of {len(self.layers)} "
@@ -165,14 +161,15 @@ class Tuned:
         distances: list[tuple[str, ...]] = [
             ("Off by, relative to float32", "Outputs", "Loss", "Gradients")
         ]
-        for name, found in (("tuned on", self.errors), ("kept aside", self.held_out)):
+        for name, found in (("tuned on", self.errors), ("held out", self.held_out)):
             columns = list(zip(*(each[:3] for each in found)))
             of = f"{len(found)} batch{'es' * (len(found) != 1)} {name}"
             distances.append((f"{of}, worst", *(_number(max(each)) for each in columns)))
             means = (sum(each) / len(each) for each in columns)
             distances.append((f"{of}, mean", *map(_number, means)))
         yield from text_tables.aligned(distances)
-        yield f"Tolerance: {self.tolerance:g}"
+        scale = f"; initial loss scale: {self.loss_scale:g}" if self.loss_scale else ""
+        yield f"Tolerance: {self.tolerance:g}{scale}"
         yield ""
         header = ("Layer", "Policy", "Multiplications", "Error alone", "Reason")
         layers = list(map(_row, self.layers))

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python.eager import record as _record
 
-from keras_mp import keras_api
+from keras_mp import keras_api, raw_inputs
 from keras_mp.layer_paths import layers_by_path
-from keras_mp.step import observers
-from keras_mp.support import attributes, marks
+from keras_mp.step import scaled_step
+from keras_mp.support import attributes, marks, wrapped
 from keras_mp.support.autograph import do_not_convert
 
 Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
@@ -41,10 +41,6 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 # The paths of layers by their ids, of each block in which layers are named, in any thread.
 _namings: dict[int, dict[int, str]] = {}
-_lock = threading.Lock()
-# By the id of an object and the name of its method that is wrapped: by how many blocks, and the
-# attribute that the object had itself.
-_wrapped: dict[tuple[int, str], tuple[int, Any]] = {}
 
 
 @contextlib.contextmanager
@@ -84,7 +80,7 @@ def naming(models: Iterable[tf.keras.Model]) -> Iterator[None]:
     try:
         with (
             _observed_calls(layer for _, layer in named),
-            wrapped_method(_record, "record_operation", _with_layer_in_backward_pass),
+            wrapped.everywhere(_record, "record_operation", _with_layer_in_backward_pass),
         ):
             yield
     finally:
@@ -105,8 +101,8 @@ def running_layer() -> str:
 def _observed_calls(layers: Iterable[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            wrap = functools.partial(_observed, id(layer))
-            stack.enter_context(wrapped_method(layer, "call", wrap))
+            wrap = functools.partial(_observed, layer)
+            stack.enter_context(wrapped.everywhere(layer, "call", wrap))
         yield
 
 
@@ -118,47 +114,16 @@ def watching_gradients(
     Args:
         optimizer: An optimizer of `tf.keras` that scales no loss.
     """
-    return wrapped_method(optimizer, "apply_gradients", _shown)
+    return wrapped.everywhere(optimizer, "apply_gradients", _shown)
 
 
-@contextlib.contextmanager
-def wrapped_method(
-    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Wraps a method of one object, once for all threads that do so at the same time.
-
-    Args:
-        owner: the object.
-        name: the name of the method.
-        wrap: called with the method; returns what takes its place. The first block's is used.
-    """
-    # Not by `setattr`, of which Keras and layers of ours have their own idea.
-    key, attributes = (id(owner), name), vars(owner)
-    with _lock:
-        count, own = _wrapped.get(key, (0, attributes.get(name)))
-        if not count:
-            attributes[name] = wrap(getattr(owner, name))
-        _wrapped[key] = count + 1, own
-    try:
-        yield
-    finally:
-        with _lock:
-            count, own = _wrapped.pop(key)
-            if count > 1:
-                _wrapped[key] = count - 1, own
-            elif own is None:
-                del attributes[name]
-            else:
-                attributes[name] = own
-
-
-def _observed(layer: int, call: Callable[..., _T]) -> Callable[..., _T]:
+def _observed(layer: Any, call: Callable[..., _T]) -> Callable[..., _T]:
     # AutoGraph converts this one, and so what it calls, which a user may have written.
     @functools.wraps(call)
     def observed(*args: Any, **kwargs: Any) -> _T:
-        with attributes.replaced(_thread, "running", (*_thread.running, layer)):
-            result = call(*args, **kwargs)
-        return _shown_outputs(layer, result, (args, kwargs))
+        with attributes.replaced(_thread, "running", (*_thread.running, id(layer))):
+            result = raw_inputs.rounded(layer, call(*args, **kwargs))
+        return _shown_outputs(id(layer), result, (args, kwargs))
 
     return observed
 
@@ -200,7 +165,10 @@ def _shown_outputs(layer: int, outputs: _T, arguments: tuple[Any, ...]) -> _T:
         result = value
         for path, watcher in watchers:
             result = watcher(path, result, tf.nest.flatten(arguments))
-        return result if result is value else marks.copy(value, result)
+        if result is value:
+            return value
+        raw_inputs.copy_note(value, result)
+        return marks.copy(value, result)
 
     return tf.nest.map_structure(shown, outputs)
 
@@ -209,7 +177,7 @@ def _shown(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(apply_gradients)
     def shown(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
         pairs = list(grads_and_vars)
-        for observe in observers.of_this_thread():
+        for observe in scaled_step.observers_of_this_thread():
             observe(pairs, None, None)
         return apply_gradients(pairs, *args, **kwargs)
 

@@ -8,11 +8,11 @@ import tensorflow as tf
 from keras_mp import keras_api, losses
 from keras_mp.conversion import compute_dtypes, convert, units_by_path
 from keras_mp.layer_paths import layers_by_path, variables_by_path
-from keras_mp.numerics import batches
+from keras_mp.numerics import batches, own_thread
 from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative
 from keras_mp.numerics.exponents import Histogram, exponent_of
-from keras_mp.numerics.layer_calls import LayerCall, RandomNumbers
+from keras_mp.numerics.layer_calls import LayerCall, RandomNumbers, floating
 from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.noise import RMS_OF_JITTER, is_noise, jitter
 from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, OUTPUT_GRADIENT, Row
@@ -68,8 +68,7 @@ def what_if(
         dtypes: "float16", "bfloat16" or an iterable of them. Defaults to both. None of them: only
             what is in `WhatIf.reference` is computed.
         scales: sequence of float, powers of two. Defaults to 2^0, 2^3 and so on up to 2^24.
-        seed: int, of the random numbers of all runs: `tf.keras.utils.set_random_seed` is called
-            with it.
+        seed: int, of the random numbers of all runs, which the program's do not depend on.
 
     Returns:
         A `WhatIf`. Of several batches it has the worst losses, `batches` those of each, and `mean`
@@ -88,7 +87,7 @@ def what_if(
     ...     [tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense", use_bias=False)]
     ... )
     >>> loss = lambda y, predictions: tf.reduce_mean(tf.cast(predictions, "float32")) * 2.0**-30
-    >>> result = keras_mp.numerics.what_if(
+    >>> result = keras_mp.numerics.what_if.what_if(
     ...     model, tf.ones([4, 2]), loss=loss, dtypes=["float16"], scales=[1.0, 2.0**10]
     ... )
     >>> result["float16", 1.0]["gradient", "dense/kernel"]
@@ -101,9 +100,9 @@ def what_if(
     for dtype in dtypes:
         if dtype not in LOW_PRECISION_NAMES:
             raise ValueError(
-                "TensorFlow computes in float16 and bfloat16. What float8 would lose of the values "
-                "of float32, `WhatIf.reference.table(dtype, loss_scale)` tells. "
-                f"Received: dtype={dtype!r}"
+                "TensorFlow computes in float16 and bfloat16, not in float8. "
+                "`WhatIf.reference.table(dtype, loss_scale)` shows what float8 would lose of the "
+                f"values in float32. Received: dtype={dtype!r}"
             )
     if not scales:
         raise ValueError("Expected at least one loss scale. Received: scales=[]")
@@ -115,8 +114,8 @@ def what_if(
         how = {"loss": loss, "dtypes": dtypes, "scales": scales, "seed": seed}
         return WhatIf.of_batches([what_if(model, *batch, **how) for batch in several])
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
-    tf.keras.utils.set_random_seed(seed)
-    with Progress("what_if", parts=2 + bool(dtypes) + len(dtypes) * len(scales)) as progress:
+    parts = 2 + bool(dtypes) + len(dtypes) * len(scales)
+    with own_thread.random_numbers(seed), Progress("what_if", parts=parts) as progress:
         return _run_all(model, batch, loss, dtypes, scales, progress)
 
 
@@ -172,7 +171,22 @@ def _run_all(
         loss_scale=scale_in_training(model) or INITIAL_LOSS_SCALE,
         units=_units(reference.model),
         amplification=_amplification(expected, moved, consumers),
+        largest_input=max((_largest(x) for x in floating(batch.x)), default=0.0),
+        largest_weights=_largest_weights(reference.model),
     )
+
+
+def _largest_weights(model: tf.keras.Model) -> dict[str, float]:
+    """Returns the largest weight of each layer with a policy of its own."""
+    of = {
+        path: [_largest(weight) for weight in layer.trainable_weights]
+        for path, layer in units_by_path(model).items()
+    }
+    return {path: max(found) for path, found in of.items() if found}
+
+
+def _largest(values: tf.Tensor | tf.Variable) -> float:
+    return float(np.max(np.abs(array(values)), initial=0.0))
 
 
 def _converted(model: tf.keras.Model, dtype: str) -> tf.keras.Model:

@@ -33,8 +33,8 @@ def left_out(graph: tf.Graph) -> Iterator[None]:
                 continue
             cast = op.outputs[0]
             for consumer in cast.consumers():
-                for index, given in enumerate(consumer.inputs):
-                    if given is cast:
+                for index, value in enumerate(consumer.inputs):
+                    if value is cast:
                         replaced.append((consumer, index, cast))
                         consumer._update_input(index, original)
             # The backward pass keeps it. A user's own output has another name, and stays.

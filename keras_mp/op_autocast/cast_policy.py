@@ -17,10 +17,10 @@ DENY = "deny"
 NONE = "none"
 
 POLICIES = {
-    ALLOW: "runs in 16 bits, whatever comes in",
-    INFER: "computes; runs in 16 bits if what comes in was computed in 16 bits",
+    ALLOW: "runs in 16 bits, whatever its inputs are",
+    INFER: "computes; runs in 16 bits if its inputs were computed in 16 bits",
     CLEAR: "moves or selects numbers; runs as infer does",
-    PROMOTE: "runs in float32; if 16-bit and float32 tensors meet in it, in float32 as well",
+    PROMOTE: "runs in float32, also if it gets 16-bit and float32 tensors",
     DENY: "runs in float32",
     NONE: "is left alone",
 }
@@ -41,14 +41,12 @@ class OpPolicy(NamedTuple):
 # The kinds of operations, by policy and reason.
 _KINDS = {
     ALLOW: {
-        "matrix products are what 16 bits make fast; sums are kept in float32 inside": (
-            "matrix products"
-        ),
+        "16 bits make matrix products fast; their sums are float32 inside": ("matrix products"),
         "convolutions are, too": "convolutions, padded convolutions",
         "a transposed convolution is this operation in the forward pass": "transposed convolutions",
     },
     INFER: {
-        "at most doubles what comes in; fuses with the product before it": "additions",
+        "at most doubles its inputs; fuses with the product before it": "additions",
         "bfloat16 only: in float16 the sum of many may overflow": "sums of tensors",
         "float16: only by a factor that is known to be at most 2, since products overflow": (
             "multiplications"
@@ -57,14 +55,14 @@ _KINDS = {
             "average pooling"
         ),
         "its statistics, scale and offset stay float32": "batch normalization",
-        "bounded by what comes in, unless its slope is above 1": "leaky relu",
-        "bounded by what comes in": "softsign",
+        "not larger than its input, unless its slope is above 1": "leaky relu",
+        "its results are at most 1": "softsign",
         "on GPUs; on CPUs its 16-bit kernel is slower than the float32 one": (
             "exponential units, sigmoids"
         ),
     },
     CLEAR: {
-        "one of the numbers that come in, or 0": (
+        "returns one of its inputs, or 0": (
             "relu, maxima over axes, maxima of two, max pooling, signs, selections"
         ),
         "the same numbers in other places": (
@@ -72,44 +70,42 @@ _KINDS = {
         ),
     },
     PROMOTE: {
-        "compares float32, which the numbers of 16-bit operations are without loss": "comparisons",
-        "squares overflow in float16, and differences of near numbers lose digits": (
+        "compares in float32, to which 16-bit numbers convert exactly": "comparisons",
+        "squares overflow in float16, and differences of similar numbers lose digits": (
             "squared differences"
         ),
         "overflows in float16, and magnifies what was rounded": "powers",
     },
     DENY: {
         "overflows in float16, and magnifies what was rounded": "exponentials, squares",
-        "near 1 it is the digits that 16 bits leave out which count": "logarithms, log softmax",
-        "sums many numbers": (
+        "near 1 the result depends on digits that 16 bits leave out": "logarithms, log softmax",
+        "adds up many numbers": (
             "sums over axes, running sums, norms, products over axes, softmax, "
             "sparse matrix products"
         ),
         "a loss is a sum of logarithms": "cross entropies",
         "has exponentials and logarithms inside": "softplus",
-        "its result is large where what comes in is small": (
-            "divisions, divisions without NaN, reciprocals, roots"
-        ),
-        "the quotient of whole numbers above 256 is not theirs in 16 bits": (
+        "small inputs give large results": ("divisions, divisions without NaN, reciprocals, roots"),
+        "rounding integers above 256 to bfloat16 may change the quotient": (
             "divisions without remainder"
         ),
     },
     NONE: {
-        "of the backward pass, which runs in the dtypes of the forward pass without being asked": (
+        "part of the backward pass, which always runs in the dtypes of the forward pass": (
             "gradients, gradients of biases, gradients of kernels"
         ),
-        "only looks at numbers, and the program sees float32": (
+        "returns no new floating-point numbers, and the program sees float32": (
             "tests, shapes, orders, identities that check"
         ),
-        "rounds, and whole numbers above 256 are not all in bfloat16": "roundings",
-        "makes new numbers": "fills",
-        "carries what the program sees, and keeps its dtype for as long as it lives": (
+        "rounds to integers, and bfloat16 cannot hold all of those above 256": "roundings",
+        "creates new tensors": "fills",
+        "carries tensors that the program sees, in float32": (
             "loops, entries of frames, exits of frames, frames, identities of lists, "
             "lists of a loop, moves by index"
         ),
-        "its result is float32 whatever comes in": "interpolations",
-        "files keep what the program sees": "files",
-        "a cell whose state would be 16-bit from one step to the next": "recurrent cells",
+        "returns float32 whatever its input is": "interpolations",
+        "files store what the program sees": "files",
+        "the state of the cell would be rounded to 16 bits in each step": "recurrent cells",
         "made by grappler, or not a part of TensorFlow": "fusions",
     },
 }

@@ -314,7 +314,7 @@ def _machinery(module: str) -> types.ModuleType:
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"`keras_mp.autocast` does not know TensorFlow {tf.__version__}. The rest of keras_mp "
-            f"works. Expected to find what {error} is about."
+            f"works. TensorFlow lacks what this error names: {error}"
         ) from error
 
 
@@ -325,8 +325,8 @@ def _checked(dtype: str | tf.DType) -> tf.DType:
     nearest = difflib.get_close_matches(str(dtype), dtypes.LOW_PRECISION_NAMES, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
-        f"Operations run in 'bfloat16' or 'float16'; None takes what is fast here.{hint} "
-        f"Received: dtype={dtype!r}"
+        "Operations run in 'bfloat16' or 'float16'; None chooses the dtype that is fast on this "
+        f"machine.{hint} Received: dtype={dtype!r}"
     )
 
 

@@ -40,16 +40,17 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., object]:
             if op == _READS and result.dtype == tf.float32:
                 lower_precision.mark(result, _WEIGHT)
             return result
-        given, values, dtype = _decide(plan, region, [args[i] for i in plan.positions])
+        tensors, values, dtype = _decide(plan, region, [args[i] for i in plan.positions])
         if dtype is None and not plan.is_view:
             return execute(context, op, name, *args)
         # Given lists or variables, TensorFlow may leave this function, and run the operation
         # in another one.
         cast = list(args)
-        for i, wanted in plan.others:
+        for i, wanted, of_empty in plan.others:
             if isinstance(args[i], list | tuple):
-                cast[i] = tf.convert_to_tensor(args[i], wanted)
-        for i, value in zip(plan.positions, given):
+                # An empty list, such as the shape of a scalar, does not say what it is a list of.
+                cast[i] = tf.convert_to_tensor(args[i], wanted if args[i] else wanted or of_empty)
+        for i, value in zip(plan.positions, tensors):
             if dtype is not None:
                 value = _cast(value, tf.float32 if region.gradients_only else dtype)
             cast[i] = value
@@ -88,20 +89,20 @@ def in_graph(apply: Callable[..., Any]) -> Callable[..., tuple[object, ...]]:
             return apply(op_type_name, name, **keywords)
         plan = plans.plan_of(op_type_name, region)
         if plan is None:
-            made = apply(op_type_name, name, **keywords)
-            if op_type_name == _READS and made[3][0].dtype == tf.float32:
-                lower_precision.mark(made[3][0], _WEIGHT)
-            return made
+            parts = apply(op_type_name, name, **keywords)
+            if op_type_name == _READS and parts[3][0].dtype == tf.float32:
+                lower_precision.mark(parts[3][0], _WEIGHT)
+            return parts
         names = [plan.names[i] for i in plan.positions]
-        given, values, dtype = _decide(plan, region, [keywords[each] for each in names])
+        tensors, values, dtype = _decide(plan, region, [keywords[each] for each in names])
         if dtype is None:
-            made = apply(op_type_name, name, **keywords)
-            if made[3]:
-                _note(made[3][0], plan, values)
-            return made
+            parts = apply(op_type_name, name, **keywords)
+            if parts[3]:
+                _note(parts[3][0], plan, values)
+            return parts
         only_gradients = region.gradients_only and dtype == region.dtype
         wanted = tf.float32 if only_gradients else dtype
-        keywords.update({each: _cast(value, wanted) for each, value in zip(names, given)})
+        keywords.update({each: _cast(value, wanted) for each, value in zip(names, tensors)})
         structure, is_stateful, op, outputs = apply(op_type_name, name, **keywords)
         if only_gradients:
             low_precision_gradients.set_in_graph(op, dtype)
@@ -123,7 +124,7 @@ def on_tape(record: Callable[..., None]) -> Callable[..., None]:
     def call(op: str, inputs: object, attributes: object, results: Sequence[tf.Tensor]) -> None:
         computed = [lower_precision.origin(each).low_precision for each in results]
         pairs = list(zip(computed, results))
-        gradient = low_precision_gradients.of(op, results)
+        gradient = low_precision_gradients.name_of_gradient(op, results)
         record(gradient, inputs, attributes, [r if c is None else c for c, r in pairs])
         for each, result in pairs:
             if each is not None:
@@ -140,23 +141,23 @@ def _decide(
     The tensors and numbers of lists are among these. They are None if there is something else. The
     dtype is None if the operation is left alone.
     """
-    given = [_read(each) for each in inputs]
+    tensors = [_read(each) for each in inputs]
     values: list[Any] = []
-    for value in given:
+    for value in tensors:
         values.extend(value if isinstance(value, list | tuple) else [value])
     if not all(map(_is_known, values)):
-        return given, None, None
-    return given, values, plans.dtype_for(plan, values, region.dtype)
+        return tensors, None, None
+    return tensors, values, plans.dtype_for(plan, values, region.dtype)
 
 
-def _read(given: Any) -> Any:
+def _read(value: Any) -> Any:
     """Returns an input with tensors in the place of variables and arrays."""
-    if isinstance(given, list | tuple):
-        return [_read(each) for each in given]
-    is_variable = isinstance(given, tf.Variable)
+    if isinstance(value, list | tuple):
+        return [_read(each) for each in value]
+    is_variable = isinstance(value, tf.Variable)
     # A variable of Keras has the method. One of TensorFlow counts as a tensor.
-    is_variable |= hasattr(given, "__tf_tensor__") and not isinstance(given, tf.Tensor)
-    return tf.convert_to_tensor(given) if is_variable or isinstance(given, np.ndarray) else given
+    is_variable |= hasattr(value, "__tf_tensor__") and not isinstance(value, tf.Tensor)
+    return tf.convert_to_tensor(value) if is_variable or isinstance(value, np.ndarray) else value
 
 
 def _is_known(value: object) -> bool:

@@ -29,7 +29,7 @@ from tensorflow.python.ops.parallel_for import pfor as _pfor
 
 from keras_mp import kernels
 from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision
-from keras_mp.support import regions, replica_threads
+from keras_mp.support import reach, regions, replica_threads
 from keras_mp.support.regions import Region
 
 
@@ -145,7 +145,9 @@ def entered(region: Region | None) -> Iterator[None]:
         RuntimeError: this TensorFlow is not one that the hooks know.
     """
     if region is None:
-        with regions.none():
+        # Code of others in a region of the program is not ours, a layer's own code is.
+        dtype = reach.current() if regions.current() is None else None
+        with regions.none(), reach.entered(dtype):
             yield
         return
     with _lock:
@@ -153,7 +155,7 @@ def entered(region: Region | None) -> Iterator[None]:
             _check()
         _count_regions(1)
     try:
-        with regions.in_force(region):
+        with regions.in_force(region), reach.entered(region.dtype):
             yield
     finally:
         with _lock:
@@ -172,9 +174,9 @@ def _count_regions(change: int) -> None:
 
 @functools.cache
 def _replacement(hook: _Hook, own: Callable[..., Any]) -> Callable[..., Any]:
-    made = hook.make(own)
-    _own[made] = own
-    return made
+    replacement = hook.make(own)
+    _own[replacement] = own
+    return replacement
 
 
 def _put(hook: _Hook) -> None:
@@ -192,6 +194,8 @@ def _take_back(hook: _Hook) -> None:
 def _check() -> None:
     """Checks a product in each mode, before one of the program's is autocast."""
     runs_eagerly = tf.config.functions_run_eagerly()
+    # Below the hooks of regions, which leave when the last region ends.
+    kernels.install()
     try:
         _put(_PERMANENT)
         _count_regions(1)
@@ -210,7 +214,6 @@ def _check() -> None:
             "is. The rest of keras_mp works. Expected a matrix product to run in bfloat16 inside "
             f"of a region, with right gradients. Found: {error!r}"
         ) from error
-    kernels.install()
     replica_threads.inherit(regions.current, entered)
     _State.is_checked = True
 

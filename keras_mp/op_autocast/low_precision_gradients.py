@@ -14,6 +14,7 @@ from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import ops as _ops
 
 from keras_mp.op_autocast import lower_precision
+from keras_mp.support import reach
 
 _Results = TypeVar("_Results")
 
@@ -32,10 +33,10 @@ def run_in_eager(
     """
     with _record.stop_recording():
         results = run(*args)
-    given = tf.nest.flatten(list(args[:inputs]))
+    tensors = tf.nest.flatten(list(args[:inputs]))
     computed = results if isinstance(results, list | tuple) else [results]
     name = _gradient_of(op, dtype).name
-    tf.__internal__.record_gradient(name, given, tuple(args[inputs:]), list(computed))
+    tf.__internal__.record_gradient(name, tensors, tuple(args[inputs:]), list(computed))
     return results
 
 
@@ -48,7 +49,7 @@ def set_in_graph(op: tf.Operation, dtype: tf.DType) -> None:
     op._gradient_function = gradient  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def of(op: str, results: Sequence[Any]) -> str:
+def name_of_gradient(op: str, results: Sequence[Any]) -> str:
     """Returns the name of the gradient of an operation: its type, or that of `set_in_graph`.
 
     Args:
@@ -102,7 +103,8 @@ class _Gradient:
             op.type = self._op  # On a tape, the name of the gradient is there.
         differentiate = _ops.gradient_registry.lookup(self._op)
         low = [lower_precision.cast(each, self._dtype) for each in upstream]
-        gradients = differentiate(_InLowPrecision(op, self._dtype), *low)
+        with reach.entered(self._dtype):
+            gradients = differentiate(_InLowPrecision(op, self._dtype), *low)
         return tf.nest.map_structure(lambda each: lower_precision.cast(each, tf.float32), gradients)
 
 

@@ -113,12 +113,12 @@ def cast(value: Any, dtype: tf.DType) -> Any:
     return value if value.dtype == dtype else tf.cast(value, dtype)
 
 
-def _record_cast(given: tf.Tensor, result: tf.Tensor) -> None:
+def _record_cast(source: tf.Tensor, result: tf.Tensor) -> None:
     """Tells tapes of a cast. Recorded as the operation Cast, tapes would keep `given` alive."""
-    dtype = given.dtype
+    dtype = source.dtype
     if _record.could_possibly_record():
         _record.record_operation(
-            NAME, [result], [given], lambda gradient: [tf.cast(gradient, dtype)]
+            NAME, [result], [source], lambda gradient: [tf.cast(gradient, dtype)]
         )
 
 
@@ -132,9 +132,9 @@ def _cast_in_graph(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if not isinstance(graph, tf.Graph) or not casts.is_in_a_loop_of(graph):
         return tf.cast(tensor, dtype, name=NAME)
     # The body would cast it each time it runs. Gradients still are summed in float32.
-    made = _hoisted.setdefault(graph, {})
+    names = _hoisted.setdefault(graph, {})
     key = tensor.name, dtype.name
-    if key not in made:
+    if key not in names:
         with graph.as_default(), _record.stop_recording():
-            made[key] = tf.cast(tensor, dtype, name=NAME).name
-    return casts.read_as(tensor, graph.get_tensor_by_name(made[key]))
+            names[key] = tf.cast(tensor, dtype, name=NAME).name
+    return casts.read_as(tensor, graph.get_tensor_by_name(names[key]))

@@ -32,7 +32,8 @@ class Plan(NamedTuple):
         policy: str. A key of `cast_policy.POLICIES`; those that change nothing have no plan.
         names: of all inputs, in their order.
         positions: of the inputs that share the dtype that a region changes.
-        others: the positions of other inputs, such as shapes and indices, and their dtypes or None.
+        others: the positions of other inputs, such as shapes and indices, their dtypes or None, and
+            those that empty lists have.
         is_bounded: bool. Whether results are at most 1.
         is_view: bool. Whether the result counts as the value of a variable if the input does.
     """
@@ -41,7 +42,7 @@ class Plan(NamedTuple):
     policy: str
     names: tuple[str, ...]
     positions: tuple[int, ...]
-    others: tuple[tuple[int, tf.DType | None], ...]
+    others: tuple[tuple[int, tf.DType | None, tf.DType | None], ...]
     is_bounded: bool
     is_view: bool
 
@@ -147,13 +148,18 @@ def plan_of(op: str, region: Region) -> Plan | None:
     op_def, attr = _op_defs.get(op), dtype_attr(op, region.dtype)
     if op_def is None or attr is None:
         return None
+    defaults = {
+        attr.name: tf.as_dtype(attr.default_value.type)
+        for attr in op_def.attr
+        if attr.default_value.type
+    }
     return Plan(
         op=op,
         policy=row.policy,
         names=tuple(arg.name for arg in op_def.input_arg),
         positions=tuple(i for i, arg in enumerate(op_def.input_arg) if arg.type_attr == attr),
         others=tuple(
-            (i, tf.as_dtype(arg.type) if arg.type else None)
+            (i, tf.as_dtype(arg.type) if arg.type else None, defaults.get(arg.type_attr))
             for i, arg in enumerate(op_def.input_arg)
             if arg.type_attr != attr and not arg.number_attr and not arg.type_list_attr
         ),
@@ -217,8 +223,8 @@ def check_names(argument: str, ops: Iterable[str], dtype: tf.DType | None) -> fr
             continue
         if op in sums.KERNELS:
             raise ValueError(
-                f"The operation {op!r} adds up in the dtype of what it is given, and some of "
-                f"TensorFlow's kernels stop short of a sum in 16 bits. Expected other operations. "
+                f"The operation {op!r} adds up in the dtype of its inputs, and some of "
+                "TensorFlow's kernels lose terms of a sum in 16 bits. Expected other operations. "
                 f"Received: {argument}={sorted(names)}"
             )
         if dtype_attr(op, dtype) is None:

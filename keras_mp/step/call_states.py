@@ -1,11 +1,11 @@
-"""The states of a step between its calls, the transitions, and the wrong calls.
+"""The facts about the calls of a step, the wrong calls, and the messages about these.
 
 RFC 293, "LossScaleOptimizer Overview". The states of an optimizer are
 
     ready --scale--> scaled --unscale--> unscaled --apply--> applied --update--> ready
 
 It goes from scaled to applied directly if applying unscales. The state of all optimizers that share
-a scale is one int, in which each fact is a bit. All functions here depend on that int alone.
+a scale is one int, in which each fact is a bit.
 
 A `LossScaleOptimizer` has one optimizer, and no `update`: scaling a loss begins the next step. Its
 wrong calls are reported, and the step is made. Those of a `GradScaler` are errors, or the step is
@@ -13,99 +13,190 @@ refused.
 """
 
 import enum
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
 
 # Facts about all optimizers: a loss was scaled; applying unscales, since `get_unscaled_gradients`
 # is not called; a tape has scaled the loss, and unscaled its gradients.
 SCALED, TO_APPLY, BY_TAPE = 1, 2, 4
+# In the place of the last one, for a single optimizer: the step began while another one was under
+# way that unscales at the other call.
+OVERLAPS = BY_TAPE
 # Facts about each optimizer: its gradients were unscaled; a step was made of them; something was
 # wrong, and reported; they were unscaled after the last loss was scaled; one was not finite.
 UNSCALED, APPLIED, SPOILED, JUST_UNSCALED, OVERFLOWED = 1, 2, 4, 8, 16
+EVERY_FACT = 31
 # The numbers of optimizers: 0 for one that was not named, or the only one; 1 to `MAX_OPTIMIZERS`;
 # one number for all others. A step that was refused counts as one of optimizer 0.
 UNNAMED, MAX_OPTIMIZERS, OTHERS = 0, 10, 11
 
+_ALL = 2**63 - 1
 
-def of(index: int, facts: int) -> int:
+Truth = bool | tf.Tensor
+
+
+def bits_of(index: int, facts: int) -> int:
     """Returns the bits of facts about one optimizer."""
     return facts << (3 + 5 * index)
 
 
-def of_any(facts: int) -> int:
+def bits_of_any(facts: int) -> int:
     """Returns the bits of facts about every optimizer."""
-    return sum(of(index, facts) for index in range(OTHERS + 1))
+    return sum(bits_of(index, facts) for index in range(OTHERS + 1))
+
+
+class Facts:
+    """The facts about a step: an int in eager; in a graph a tensor, of which some bits are known.
+
+    What is known leaves out operations. The rules about facts are the same for both, since the
+    answers of `has` go through `both`, `either` and `negated`.
+
+    Args:
+        ones: int. The bits that are known to be 1. Defaults to 0.
+        tensor: int64 scalar tensor. Defaults to None: then all bits are known.
+        known: int. The bits that are known. Defaults to all, or with a tensor to those of `ones`.
+    """
+
+    def __init__(
+        self, ones: int = 0, tensor: tf.Tensor | None = None, known: int | None = None
+    ) -> None:
+        everything = _ALL if tensor is None else ones
+        self.ones, self._known = ones, everything if known is None else known
+        self._tensor = tensor if self._known != _ALL else None
+
+    @property
+    def number(self) -> int | None:
+        """All facts as an int, None if only run time knows them."""
+        return self.ones if self._tensor is None else None
+
+    @property
+    def tensor(self) -> tf.Tensor:
+        """All facts, an int64 scalar tensor."""
+        return tf.constant(self.ones, tf.int64) if self._tensor is None else self._tensor
+
+    @property
+    def value(self) -> Any:
+        """All facts, as an int or as a tensor."""
+        return self.ones if self._tensor is None else self._tensor
+
+    def has(self, bits: int) -> Truth:
+        """Whether any of these facts is true."""
+        if self.ones & bits:
+            return True
+        unknown = bits & ~self._known
+        return tf.not_equal(self.tensor & unknown, 0) if unknown else False
+
+    def changed(self, *, add: int = 0, remove: int = 0, when: Truth = True) -> "Facts":
+        """Returns the facts after some have become true and others false, if `when` is true."""
+        if tf.is_tensor(when):
+            if tf.executing_eagerly():
+                when = bool(when)
+            else:
+                now = tf.where(when, _changed(self.tensor, add, remove), self.tensor)
+                unknown = add & ~self.ones | remove & (self.ones | ~self._known)
+                return Facts(self.ones & ~unknown, now, self._known & ~unknown)
+        if not when:
+            return self
+        tensor = None if self._tensor is None else _changed(self._tensor, add, remove)
+        return Facts(self.ones & ~remove | add, tensor, self._known | add | remove)
+
+
+def _changed(facts: tf.Tensor, add: int, remove: int) -> tf.Tensor:
+    kept = facts & ~remove if remove else facts
+    return kept | add if add else kept
+
+
+def both(*truths: Truth) -> Truth:
+    """Whether all are true; in Python as far as it is known there."""
+    if any(truth is False for truth in truths):
+        return False
+    unknown = [truth for truth in truths if truth is not True]
+    return functools.reduce(tf.logical_and, unknown) if unknown else True
+
+
+def either(*truths: Truth) -> Truth:
+    """Whether one is true; in Python as far as it is known there."""
+    return negated(both(*map(negated, truths)))
+
+
+def negated(truth: Truth) -> Truth:
+    """Whether it is false; in Python if it is known there."""
+    return not truth if isinstance(truth, bool) else tf.logical_not(truth)
+
+
+def chosen(
+    truth: Truth, value: Callable[[], tf.Tensor], other: Callable[[], tf.Tensor]
+) -> tf.Tensor:
+    """Returns one of two values; in Python if it is known there which one."""
+    if isinstance(truth, bool):
+        return value() if truth else other()
+    return tf.where(truth, value(), other())
 
 
 # The functions from here are for one optimizer. If `goes_on`, the variables are others than those
 # of the last step, so this may be another part of that step.
 
-_UNSCALED, _APPLIED, _SPOILED = (of(UNNAMED, fact) for fact in (UNSCALED, APPLIED, SPOILED))
-ALL_OF_ONE = range(of(UNNAMED, SPOILED) * 2)
+_UNSCALED, _APPLIED, _SPOILED = (bits_of(UNNAMED, fact) for fact in (UNSCALED, APPLIED, SPOILED))
 
 
-def has_begun(facts: int) -> bool:
+def has_begun(facts: Facts) -> Truth:
     """Whether calls of the next step were made."""
-    return bool(facts) and not facts & _APPLIED
+    return both(facts.has(SCALED | _UNSCALED), negated(facts.has(_APPLIED)))
 
 
-def is_scaled(facts: int, goes_on: bool) -> bool:
+def is_scaled(facts: Facts, goes_on: Truth) -> Truth:
     """Whether the gradients that are applied now are still scaled."""
-    is_of_this_step = goes_on or not facts & _APPLIED
-    return is_of_this_step and bool(facts & SCALED) and not facts & _UNSCALED
+    is_of_this_step = either(goes_on, negated(facts.has(_APPLIED)))
+    return both(is_of_this_step, facts.has(SCALED), negated(facts.has(_UNSCALED)))
 
 
-def is_divided(facts: int, goes_on: bool) -> bool:
+def is_divided(facts: Facts, goes_on: Truth) -> Truth:
     """Whether the gradients that are applied now were unscaled by a call."""
-    is_more = goes_on and facts & _APPLIED and not facts & (SCALED | _SPOILED)
-    return bool(facts & _UNSCALED or is_more)
+    is_more = both(goes_on, facts.has(_APPLIED), negated(facts.has(SCALED | _SPOILED)))
+    return either(facts.has(_UNSCALED), is_more)
 
 
-def misses_a_call(facts: int, goes_on: bool) -> bool:
+def misses_a_call(facts: Facts, goes_on: Truth) -> Truth:
     """Whether a call is missing if gradients are applied now."""
-    if has_begun(facts) and facts & SCALED:
-        return not facts & (TO_APPLY | _UNSCALED)
-    return not (goes_on and facts & (_APPLIED | _UNSCALED))
+    was_scaled = both(has_begun(facts), facts.has(SCALED))
+    is_complete = facts.has(TO_APPLY | _UNSCALED)
+    is_part = both(goes_on, facts.has(_APPLIED | _UNSCALED))
+    return negated(either(both(was_scaled, is_complete), both(negated(was_scaled), is_part)))
 
 
-def is_news(facts: int, goes_on: bool) -> bool:
-    """Whether a call is missing, and no warning was given for the last step."""
-    return misses_a_call(facts, goes_on) and not facts & _SPOILED
+def after_applying(facts: Facts, goes_on: Truth) -> Facts:
+    """Returns the facts after gradients were applied."""
+    is_spoiled = both(misses_a_call(facts, goes_on), negated(has_begun(facts)))
+    after = Facts(_APPLIED).changed(add=SCALED, when=is_scaled(facts, goes_on))
+    after = after.changed(add=_SPOILED, when=is_spoiled)
+    return after.changed(add=OVERLAPS, when=facts.has(OVERLAPS))
 
 
-def after_applying(facts: int, goes_on: bool) -> int:
-    """Returns the state after gradients were applied."""
-    after = _APPLIED
-    if is_scaled(facts, goes_on):
-        after |= SCALED
-    if misses_a_call(facts, goes_on) and not (has_begun(facts) and facts & (SCALED | _UNSCALED)):
-        after |= _SPOILED
-    return after
+def after_unscaling(facts: Facts) -> Facts:
+    """Returns the facts after gradients were unscaled."""
+    begun = has_begun(facts)
+    kept = facts.changed(remove=_ALL & ~OVERLAPS, when=negated(begun))
+    return kept.changed(add=_UNSCALED)
 
 
-def after_unscaling(facts: int) -> int:
-    """Returns the state after gradients were unscaled."""
-    return (facts if has_begun(facts) else 0) | _UNSCALED
-
-
-def apply_unscales(facts: int) -> bool:
+def apply_unscales(facts: Facts) -> Truth:
     """Whether `apply` has to unscale the gradients of this step."""
-    return bool(facts & TO_APPLY) and not facts & _UNSCALED
+    return both(facts.has(TO_APPLY), negated(facts.has(_UNSCALED)))
 
 
-def after_unscaling_early(facts: int) -> int:
-    """Returns the state after an early unscaling in place of that of `apply`."""
-    return facts | _UNSCALED if apply_unscales(facts) else facts
-
-
-def knows_its_scale(facts: int) -> bool:
+def knows_its_scale(facts: Facts) -> Truth:
     """Whether the loss was scaled, in this step or in one of which this may be a part."""
-    return bool(facts & (SCALED | _APPLIED)) and not facts & _SPOILED
+    return both(facts.has(SCALED | _APPLIED), negated(facts.has(_SPOILED)))
 
 
-def missing_call(facts: int) -> str:
-    """Returns the message about the missing call."""
-    if has_begun(facts) and facts & SCALED:
-        return _NOT_UNSCALED
-    return _NOT_SCALED_BEFORE if has_begun(facts) and facts & _UNSCALED else _NEITHER
+def missing_call(facts: Facts) -> str:
+    """Returns the message about the missing call, given facts that are known."""
+    if not has_begun(facts):
+        return _NEITHER
+    return _NOT_UNSCALED if facts.has(SCALED) else _NOT_SCALED_BEFORE
 
 
 # The functions from here are for several optimizers.
@@ -123,8 +214,8 @@ class Call(enum.IntEnum):
 
 def wrong_if(index: int) -> int:
     """Returns the facts that must not be true when an optimizer makes a step."""
-    once = 0 if index == OTHERS else of(index, APPLIED)
-    return once | of(UNNAMED, SPOILED) | of(index, SPOILED)
+    once = 0 if index == OTHERS else bits_of(index, APPLIED)
+    return once | bits_of(UNNAMED, SPOILED) | bits_of(index, SPOILED)
 
 
 def what_is_wrong(call: int, index: int, facts: int) -> str | None:
@@ -136,16 +227,16 @@ def what_is_wrong(call: int, index: int, facts: int) -> str | None:
         facts: int. The state before the call.
     """
     if call == Call.UPDATE:
-        return None if facts & of_any(APPLIED | SPOILED) else _NO_STEP
+        return None if facts & bits_of_any(APPLIED | SPOILED) else _NO_STEP
     if call == Call.SCALE:
         return _TWO_WAYS if facts & BY_TAPE else None
     if call == Call.TAPE:
         return _TWO_WAYS if facts & SCALED else None
-    if index != OTHERS and facts & of(index, APPLIED):
+    if index != OTHERS and facts & bits_of(index, APPLIED):
         return _NO_UPDATE if call == Call.STEP else _TOO_LATE
     if call == Call.STEP and facts & wrong_if(index):
         return _WRONGLY_UNSCALED
-    if call == Call.UNSCALE and facts & (BY_TAPE | of(index, JUST_UNSCALED)):
+    if call == Call.UNSCALE and facts & (BY_TAPE | bits_of(index, JUST_UNSCALED)):
         return _TWICE
     if not facts & (SCALED | BY_TAPE):
         return _NOT_SCALED.format("unscale" if call == Call.UNSCALE else "step")
@@ -189,8 +280,8 @@ _WRONGLY_UNSCALED = (
     "said: they would be too small. Call update(), which begins anew, and compute them again."
 )
 _NO_STEP = (
-    "GradScaler.update() was called, and no step() since the last one: there is nothing to learn "
-    f"for the loss scale. Call it once after all optimizers have made their steps:{_SCALER_EXAMPLE}"
+    "GradScaler.update() was called without a step() since the last update(), so the loss scale "
+    f"cannot move. Call it once after all optimizers have made their steps:{_SCALER_EXAMPLE}"
 )
 _NOT_SCALED = (
     "GradScaler.{}() was called, and no loss was scaled since the last update(). If these are "

@@ -1,70 +1,103 @@
 """The record of the calls of a step, by which gradients are scaled and unscaled exactly once.
 
-`call_states` has the states. This module stores a state: in Python if Python runs with the step,
-which is in eager and within one graph; else in a variable.
-
-The variable is needed if gradients come from another `tf.function`, whose Python code ran long ago.
-In ::
+The record is a variable, the facts of `call_states`, and the factor of the loss beside it. Eager
+code, functions, and all that were traced long ago share it: if gradients come from another
+`tf.function`, nobody else knows what was called. In ::
 
     gradients = compute()  # a function that calls `scale_loss`
     apply(gradients)       # a function that calls `apply_gradients`
 
 both are traced once. Later a function that also calls `get_unscaled_gradients` may replace
-`compute`. Then Python, which ran when `apply` was traced, does not know if the gradients are scaled
-(`test_the_dialect_may_change_between_functions_traced_once`).
+`compute` (`test_the_dialect_may_change_between_functions_traced_once`).
+
+Where Python runs with the calls, in eager and within one graph, it knows the facts as well. Then
+`Facts` leaves out what would do nothing, such as a pass over gradients that are unscaled already.
 """
 
+import abc
 import contextlib
 import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step import call_states as states
-from keras_mp.step.gradient_state import GradientState
+from keras_mp.step.call_states import Facts, Truth, has_begun
+from keras_mp.step.gradients import Gradient
 from keras_mp.support import host, messages
 
 LossScaleValue = Callable[[], tf.Tensor]
 
 
-class _CallState(threading.local):
-    """The calls of one thread. MirroredStrategy runs each replica in a thread of its own.
+class GradientState(NamedTuple):
+    """What is known of the gradients of a step.
 
     Attributes:
-        graph: weak reference to the graph of the last call; None in eager.
-        facts: the state after that call: an int, or a tensor of that graph; None if only the
-            variable has it.
-        certain: the facts that are true for every value of the tensor.
+        scaled: bool, or bool scalar tensor. Whether they are still scaled.
+        scaled_by: float32 scalar tensor, the factor of the loss, even if it was not scaled; None if
+            the optimizer scales no loss.
+        is_divided: function that returns whether a call has divided them by it, a bool or bool
+            scalar tensor.
+        losses: the losses of this replica, as far as they are known.
+        unclipped: the gradients of this replica as they were when they were unscaled, before the
+            user may have clipped them; empty if they are unknown. A step empties the list, which
+            in eager would keep them in memory while the step is made.
+        was_finite: bool scalar tensor. An earlier verdict on gradients of this replica, which may
+            have been changed since; None if there was none.
+        is_allowed: bool scalar tensor, the same on every replica. If it is False, the step is not
+            made, whatever its gradients are; None if no call can be wrong.
+        refuse: function that reports this. It is called once for all replicas, in the branch that
+            does not make the step.
+    """
+
+    scaled: Truth = False
+    scaled_by: tf.Tensor | None = None
+    is_divided: Callable[[], Truth] = lambda: False
+    losses: Sequence[tf.Tensor] = ()
+    unclipped: list[Gradient] | tuple[()] = ()
+    was_finite: tf.Tensor | None = None
+    is_allowed: tf.Tensor | None = None
+    refuse: Callable[[], None] = lambda: None
+
+    def divisor(self) -> tf.Tensor | None:
+        """Returns the number that unscales the gradients, a float32 scalar; None if unscaled."""
+        if tf.is_tensor(self.scaled):
+            return tf.where(self.scaled, self.scaled_by, 1.0)
+        return self.scaled_by if self.scaled else None
+
+
+class _Notes:
+    """What a thread knows of the calls that it has made in one graph, or in eager.
+
+    MirroredStrategy runs each replica in a thread of its own.
+
+    Attributes:
+        facts: the facts after the last call; None if only the variable has them.
         uses: the number of operations of the graph that took the variable then.
-        scaled_by: the factor of the losses, a tensor of that graph.
+        is_open: whether other functions may go on with the step, or have begun it.
+        scaled_by: the factor of the losses.
         losses: the losses that were scaled.
-        unscaled: by the number of an optimizer, a function that returns its gradients as they were
-            when they were unscaled.
-        applied: ids of the variables of the step so far.
-        is_interleaved: whether the step began while another one was under way that unscales at
-            the other call (`apply` or `unscale`).
+        unclipped: by the number of an optimizer, its gradients as they were when unscaled.
         results: weak references to the results of the last call.
     """
 
-    graph: weakref.ref[Any] | None = None
-    facts: int | tf.Tensor | None = 0
-    certain = 0
-    uses = 0
-    scaled_by: tf.Tensor | None = None
-    losses: tuple[tf.Tensor, ...] = ()
-    applied: frozenset[int] = frozenset()
-    is_interleaved = False
-    results: tuple[weakref.ref[Any], ...] = ()
-
     def __init__(self) -> None:
-        self.unscaled: dict[int, Callable[[], list[Any]]] = {}
+        self.facts: Facts | None = None
+        self.uses = 0
+        self.is_open = False
+        self.scaled_by: tf.Tensor | None = None
+        self.losses: tuple[tf.Tensor, ...] = ()
+        self.unclipped: dict[int, list[Gradient]] = {}
+        self.results: tuple[weakref.ref[Any], ...] = ()
 
 
-class Calls:
-    """The calls of the step that is under way, recorded by thread, by graph and in a variable.
+_NotesOfThreads = weakref.WeakKeyDictionary[threading.Thread, _Notes]
+
+
+class Calls(abc.ABC):
+    """The calls of the step that is under way.
 
     Args:
         loss_scale: function that returns the current loss scale, a float32 scalar tensor.
@@ -79,23 +112,70 @@ class Calls:
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         self._loss_scale = loss_scale
-        self._mine = _CallState()
+        self._in_eager: _NotesOfThreads = weakref.WeakKeyDictionary()
         # A graph of TensorFlow 1 saves all variables that it has, and makes its calls once.
         self._has_variables = self._needs_variables and not host.in_v1_graph()
         if self._has_variables:
             self._facts = host.local_variable("facts", 0)
             self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
             self._reports = host.HostCallback(self._report, size=self._report_size)
-        # Whether a function was traced that reads the facts from the variable. Then eager code
-        # reads them there too, since it cannot know when that function runs.
-        self._are_looked_up = False
-        # Graphs in which calls were made that have not led to the end of a step.
-        self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Graphs whose calls are a part of a step only. While there are any, eager code reads the
+        # variable, since it cannot know when these functions run.
+        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.RLock()
         self._latest_thread: int | None = None
+
+    @abc.abstractmethod
+    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
+        """Multiplies the loss, or a structure of losses, by the loss scale.
+
+        Args:
+            losses: tensor, or structure of tensors.
+            scaled_by: float32 scalar tensor. Defaults to the current loss scale.
+        """
+
+    @abc.abstractmethod
+    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
+        """Records that a loss was scaled, which begins a step of a `LossScaleOptimizer`.
+
+        Args:
+            scaled_by: float32 scalar tensor.
+            to_apply: bool. True if `apply` unscales, False if `unscale` does.
+        """
+
+    @abc.abstractmethod
+    def unscale(
+        self,
+        grads: Sequence[Any],
+        optimizer: Any = None,
+        *,
+        by_tape: bool = False,
+        may_skip: bool = True,
+    ) -> list[Any]:
+        """Divides gradients by the factor of the loss.
+
+        Args:
+            grads: sequence of gradients.
+            optimizer: the optimizer of the gradients; None for the only one.
+            by_tape: bool. Whether the tape has done so. Defaults to False.
+            may_skip: bool. Whether a step can be skipped, so that they may have to be tested.
+                Defaults to True.
+        """
+
+    @abc.abstractmethod
+    def apply(
+        self, optimizer: Any, variables: Iterable[Any]
+    ) -> contextlib.AbstractContextManager[GradientState]:
+        """Returns a context manager in which gradients are applied, which it records at the end.
+
+        Args:
+            optimizer: the optimizer.
+            variables: iterable of the variables that the gradients are applied to.
+        """
 
     def losses(self) -> list[tf.Tensor]:
         """Returns the unscaled losses of this step, as far as they are known here."""
-        return [loss for loss in self._mine.losses if _is_of_this_graph(loss)]
+        return list(self._notes().losses)
 
     def callback(self) -> host.HostCallback | None:
         """Returns the callback that reports wrong calls in graphs; None if there is none."""
@@ -110,81 +190,116 @@ class Calls:
         """Returns the variables that are not part of checkpoints, by name."""
         if not self._has_variables:
             return {}
-        return {
-            "facts": self._facts,
-            "scaled_by": self._scaled_by,
-            "call_report": self._reports.buffer,
-        }
+        own = {"facts": self._facts, "scaled_by": self._scaled_by}
+        return {**own, **self._reports.variables("call_report")}
 
-    def _so_far(self) -> tuple[int, Any]:
-        """Returns the certain facts and all facts, a tensor if only the variable has them."""
-        mine, graph = self._mine, host.current_graph()
-        if self._is_mine(graph):
-            return mine.certain, mine.facts
+    @contextlib.contextmanager
+    def as_before_an_exception(self) -> Iterator[None]:
+        """Context manager that an exception leaves with the record as it was.
+
+        It is for calls in which users' code may make other calls before it raises.
+        """
+        notes = self._notes()
+        before = dict(vars(notes)), dict(notes.unclipped)
+        values = []
+        if self._has_variables and tf.executing_eagerly():
+            values = [(v, tf.convert_to_tensor(v)) for v in (self._facts, self._scaled_by)]
+        try:
+            yield
+        except BaseException:
+            facts = notes.facts
+            vars(notes).update(before[0], unclipped=before[1])
+            for variable, value in values:
+                variable.assign(value, read_value=False)
+            if not values and notes.facts is not None and notes.facts is not facts:
+                self._note(notes.facts)
+            raise
+
+    def _notes(self) -> _Notes:
+        graph = host.current_graph()
+        of_threads = self._in_eager
+        if graph is not None:
+            # The graph has the notes about it, so that they keep no graph alive.
+            if not hasattr(graph, "_keras_mp_notes"):
+                graph._keras_mp_notes = {}
+            of_threads = graph._keras_mp_notes.setdefault(self, weakref.WeakKeyDictionary())
+        thread = threading.current_thread()
+        try:
+            return of_threads[thread]
+        except KeyError:
+            return of_threads.setdefault(thread, _Notes())
+
+    def _so_far(self) -> Facts:
+        """Returns the facts of the step that is under way."""
+        notes, graph = self._notes(), host.current_graph()
+        if notes.facts is not None and self._is_current(notes, graph):
+            return notes.facts
         if not self._are_variables_in_use():
-            return 0, 0
+            return notes.facts or Facts()
         if graph is None:
-            facts = self._read()
-            return facts, facts
-        self._are_looked_up = True
-        return 0, tf.convert_to_tensor(self._facts)
+            return Facts(int(tf.convert_to_tensor(self._facts)))
+        self._parts.add(graph)
+        notes.is_open = True
+        return Facts(tensor=tf.convert_to_tensor(self._facts))
 
     def _are_variables_in_use(self) -> bool:
         return self._has_variables and not host.in_v1_graph()
 
-    def _is_mine(self, graph: tf.Graph) -> bool:
+    def _is_current(self, notes: _Notes, graph: Any) -> bool:
         """Whether this thread made the last call here, and no function may have made one since."""
-        mine = self._mine
-        # A dead reference to a graph does not mean eager code.
-        was_here = mine.graph is None if graph is None else mine.graph and mine.graph() is graph
-        if mine.facts is None or not was_here:
-            return False
+        if not self._are_variables_in_use():
+            return True
         if graph is not None:
             # A function may have been called that is not traced again.
-            return mine.uses == self._uses(graph)
+            return notes.uses == self._uses(graph)
         if self._is_shared and self._latest_thread != threading.get_ident():
             return False
-        has_begun = isinstance(mine.facts, int) and states.has_begun(mine.facts)
-        return has_begun and not self._are_looked_up and not self._open_graphs
+        # Outside of graphs, facts are those of an int.
+        return notes.facts is not None and bool(has_begun(notes.facts)) and not self._parts
 
-    def _uses(self, graph: tf.Graph) -> int:
+    def _uses(self, graph: Any) -> int:
         """Returns how many operations of a graph take the variable of the facts; calls do."""
-        if tf.distribute.in_cross_replica_context() or not self._are_variables_in_use():
+        if tf.distribute.in_cross_replica_context():
             return -1
         handle = self._facts.handle
         inside = [inner for outer, inner in graph.captures if outer is handle]
         return sum(len(tensor.consumers()) for tensor in inside)
 
-    def _read(self) -> int:
-        return int(tf.convert_to_tensor(self._facts))
-
-    def _note(
-        self, facts: int | tf.Tensor, certain: int | None = None, *, ends: bool = False
-    ) -> None:
-        """Records the state after a call.
+    def _note(self, facts: Facts, *, before: Facts | None = None, ends: bool = False) -> None:
+        """Records the facts after a call.
 
         Args:
-            facts: int, or int64 scalar tensor.
-            certain: int. The facts that are true for every value of the tensor. None drops the
-                tensor, which would keep its graph alive; then only the variable has the state.
-            ends: bool. Whether the call ends a step, so that no step stays open in its graph.
+            facts: the facts.
+            before: the facts before the call, if other threads may note other facts at the same
+                time. Defaults to None.
+            ends: bool. Whether the call ends a step. Defaults to False.
         """
-        mine, graph = self._mine, host.current_graph()
-        if graph is not None:
-            (self._open_graphs.discard if ends else self._open_graphs.add)(graph)
+        notes, graph = self._notes(), host.current_graph()
         if self._are_variables_in_use():
-            self._facts.assign(facts, read_value=False)
+            if before is None:
+                self._facts.assign(facts.value, read_value=False)
+            elif facts is not before:
+                # An addition of bits is atomic, and so in any order with those of others.
+                self._facts.assign_add(facts.value - before.value, read_value=False)
+        if graph is not None:
+            (self._parts.discard if ends and not notes.is_open else self._parts.add)(graph)
+            if self._are_variables_in_use():
+                notes.uses = self._uses(graph)
         self._latest_thread = threading.get_ident()
-        mine.facts = None if tf.is_tensor(facts) and certain is None else facts
-        mine.certain = facts if isinstance(facts, int) else certain or 0
-        mine.graph = None if graph is None else weakref.ref(graph)
-        mine.uses = 0 if graph is None else self._uses(graph)
+        notes.facts = facts
 
     def _note_scale(self, scaled_by: tf.Tensor) -> None:
-        self._mine.scaled_by = scaled_by
+        self._notes().scaled_by = scaled_by
         if self._are_variables_in_use():
             self._scaled_by.assign(scaled_by, read_value=False)
 
+    def _known_scale(self) -> tf.Tensor | None:
+        """Returns the factor of the losses, if this thread has noted it here for this step."""
+        notes = self._notes()
+        is_current = notes.facts is not None and self._is_current(notes, host.current_graph())
+        return notes.scaled_by if is_current else None
+
+    @abc.abstractmethod
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         """Warns of a wrong call, given the numbers that were posted."""
 
@@ -206,17 +321,28 @@ class NoCalls(Calls):
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
         """Does nothing: the loss scale is 1."""
 
-    def by_tape(self) -> None:
+    def refuse_tape_beside_scale(self) -> None:
+        """Does nothing."""
+
+    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
         """Does nothing."""
 
     def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
         """Returns the loss, or the losses, as they are."""
-        self._mine.losses = tuple(each for each in tf.nest.flatten(losses) if tf.is_tensor(each))
+        flat = tf.nest.flatten(losses)
+        self._notes().losses = tuple(each for each in flat if tf.is_tensor(each))
         return losses
 
-    def unscale(self, grads: list[Any], *details: Any, by_tape: bool = False) -> list[Any]:
+    def unscale(
+        self,
+        grads: Sequence[Any],
+        optimizer: Any = None,
+        *,
+        by_tape: bool = False,
+        may_skip: bool = True,
+    ) -> list[Any]:
         """Returns the gradients as they are."""
-        return grads
+        return list(grads)
 
     def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
         """Returns the gradients as they are."""
@@ -232,10 +358,9 @@ class NoCalls(Calls):
         """Yields the state of gradients that are not scaled."""
         yield GradientState(losses=self.losses())
 
-    def update(self) -> tuple[bool, Callable[[], None]]:
+    def update(self, *, begins_anew: bool = False) -> tuple[bool, Callable[[], None]]:
         """Ends the step, whatever was called."""
         return True, lambda: None
 
-
-def _is_of_this_graph(tensor: tf.Tensor | None) -> bool:
-    return tensor is not None and getattr(tensor, "graph", None) is host.current_graph()
+    def _report(self, numbers: list[int], line: messages.Line | None) -> None:
+        """Has nothing to report."""

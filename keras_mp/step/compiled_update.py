@@ -5,6 +5,7 @@ once. XLA makes one loop of them. It rounds the last digit of some results diffe
 option. This module needs TensorFlow only.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from keras_mp.step import replicas
 from keras_mp.step.gradients import Gradient, unscale
-from keras_mp.support import host, messages
+from keras_mp.support import host, messages, selection
 
 Pairs = Sequence[tuple[Any, Any]]
 
@@ -32,40 +33,59 @@ class CompiledUpdates:
         self._functions: dict[Any, Any] = {}
         self._said: set[str] = set()
 
-    def make(self, update: _Update, pairs: Pairs, divisor: tf.Tensor | None) -> bool:
-        """Makes an update. If it cannot be compiled, a warning says so once, and it is not made.
+    def compiled(
+        self,
+        update: _Update,
+        pairs: Pairs,
+        divisor: tf.Tensor | None,
+        verdict: tf.Tensor | None = None,
+    ) -> Callable[[], None] | None:
+        """Returns a function that makes an update; None if XLA cannot compile it.
+
+        If it cannot, a warning says so once.
 
         Args:
             update: function that makes the update, given unscaled (gradient, variable) pairs.
             pairs: sequence of (gradient, variable) pairs, of variables that are built.
             divisor: float32 scalar tensor, the number that unscales the gradients, or None.
-
-        Returns:
-            Whether it was made.
+            verdict: bool scalar tensor. If it is False, all variables keep their values. Defaults
+                to None, for True.
         """
         reason = _why_not()
         if reason is None:
-            tensors = [] if divisor is None else [divisor]
+            given = {"divisor": divisor, "verdict": verdict}
+            scalars = {name: scalar for name, scalar in given.items() if scalar is not None}
+            tensors = list(scalars.values())
             tensors += [part for gradient, v in pairs for part in _parts(gradient, v)]
-            function, reason = self._function(update, pairs, tensors, divisor is not None)
+            function, reason = self._function(update, pairs, tensors, tuple(scalars))
             if reason is None:
-                function(*tensors)
-                return True
+                return lambda: function(*tensors)
         if reason not in self._said:
             self._said.add(reason)
-            messages.warn(f"The update is made as without jit_compile=True: {reason}.")
-        return False
+            messages.warn(f"XLA does not compile the update: {reason}.")
+        return None
 
     def _function(
-        self, update: _Update, pairs: Pairs, tensors: Sequence[tf.Tensor], is_scaled: bool
+        self,
+        update: _Update,
+        pairs: Pairs,
+        tensors: Sequence[tf.Tensor],
+        scalars: tuple[str, ...],
     ) -> tuple[Any, str | None]:
-        """Returns the compiled function, and the reason if it cannot be compiled."""
+        """Returns the compiled function, and the reason if it cannot be compiled.
+
+        Args:
+            update: as of `compiled`.
+            pairs: as of `compiled`.
+            tensors: what the function takes.
+            scalars: the names of the first of these, "divisor" and "verdict".
+        """
         variables = [variable for _, variable in pairs]
         kinds = [_kind(gradient) for gradient, _ in pairs]
         key = (
             tuple(map(id, variables)),
             tuple(kinds),
-            is_scaled,
+            scalars,
             replicas.local_id(),
             *self._settings(),
         )
@@ -73,11 +93,14 @@ class CompiledUpdates:
 
             def compute(*tensors: tf.Tensor) -> None:
                 parts = iter(tensors)
-                divisor = next(parts) if is_scaled else None
+                given = {name: next(parts) for name in scalars}
                 grads = [_gradient(kind, parts, v) for kind, v in zip(kinds, variables)]
-                if divisor is not None:
-                    grads = unscale(grads, divisor)
-                with replicas.alone():
+                if "divisor" in given:
+                    grads = unscale(grads, given["divisor"])
+                judged = contextlib.nullcontext()
+                if "verdict" in given:
+                    judged = selection.writes_only_if(given["verdict"])
+                with replicas.updating_alone(), judged:
                     update(list(zip(grads, variables, strict=True)))
 
             function = tf.function(

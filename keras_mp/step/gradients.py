@@ -1,27 +1,23 @@
-"""The arithmetic of loss scaling: scales and unscales gradients, and tests them for Inf and NaN.
+"""The arithmetic of loss scaling: scales, unscales, casts and packs gradients.
 
 RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only. A gradient is a tensor, a
 `tf.IndexedSlices` (which stays sparse) or None (which stays None).
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeGuard
 
-import numpy as np
 import tensorflow as tf
 
-from keras_mp.support import host
+from keras_mp.step import scaled_losses
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
-# The dtype of counts, which are exact up to 2**53. For int64, GPUs have no kernels that sum up
-# segments, split or reverse: the host would wait for the counts.
-COUNTS = tf.float64
-
 # From this many values on, the arithmetic costs more than the call (measured on 2 cores).
-_MANY = 2**13
+MANY = 2**13
 
 
 def convert(gradients: Any) -> list[Gradient]:
@@ -72,7 +68,7 @@ def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
         )
     if loss.dtype.size < tf.float32.size:
         loss = tf.cast(loss, tf.float32)
-    return loss * tf.cast(loss_scale, loss.dtype)
+    return scaled_losses.note_loss(loss * tf.cast(loss_scale, loss.dtype))
 
 
 def scale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradient]:
@@ -101,121 +97,6 @@ def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradie
     """
     # A product takes half the time of a quotient.
     return _multiply(gradients, lambda dtype: 1 / tf.cast(loss_scale, dtype))
-
-
-def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Whether every value of every gradient is finite.
-
-    Where possible it tests sums, which takes a fraction of the time of testing each value: if a
-    value is not finite, neither is the sum. Finite unscaled gradients whose sum overflows float32
-    are useless, too.
-
-    Args:
-        gradients: sequence of gradients, unscaled. In a sparse one, the sums over equal indices
-            have to be finite too, since an optimizer adds these up.
-
-    Returns:
-        bool scalar tensor; True if there is nothing to test.
-    """
-    for_xla = host.is_compiled_by_xla()
-    all_axes = functools.cache(lambda rank: tf.constant(list(range(rank)), tf.int32))
-    alike: dict[Any, list[tf.Tensor]] = {}
-    for gradient in gradients:
-        if gradient is None or gradient.dtype.is_integer:
-            continue
-        is_sparse = isinstance(gradient, tf.IndexedSlices)
-        values = _magnitudes_of_sums(gradient) if is_sparse else gradient
-        if values.dtype.is_complex:
-            values = tf.math.real(values) + tf.math.imag(values)
-        together = values.shape.is_fully_defined() and (for_xla or _is_small(values))
-        kind = values.dtype, tuple(values.shape.as_list()) if together else id(values)
-        alike.setdefault(kind, []).append(values)
-    verdicts = []
-    totals: dict[tf.DType, list[tf.Tensor]] = {}
-    for (dtype, _), values in alike.items():
-        if for_xla:
-            # One loop for all of them. On CPUs XLA adds up one value after the other. In float32
-            # it would also miss values that are infinite in float16, since it leaves out a cast to
-            # float16 that is followed by one back.
-            are_finite = functools.reduce(tf.logical_and, map(tf.math.is_finite, values))
-            verdicts.append(tf.reduce_all(are_finite))
-        elif dtype == tf.float16:  # whose sums may pass 65504
-            verdicts += [tf.reduce_all(tf.math.is_finite(v)) for v in values]
-        else:
-            total = _add(values)
-            axes = None if total.shape.rank is None else all_axes(total.shape.rank)
-            totals.setdefault(dtype, []).append(tf.reduce_sum(total, axes))
-    verdicts += [tf.math.is_finite(_add(of_dtype)) for of_dtype in totals.values()]
-    if len(verdicts) == 1:
-        return verdicts[0]
-    return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
-
-
-def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Counts in each gradient the values that are not finite.
-
-    Args:
-        gradients: sequence of gradients.
-
-    Returns:
-        `COUNTS` tensor of shape [gradients, 3]: the number of infinite values; that of NaNs; and 1
-        if every value is finite but a sum that `all_finite` tests is not, else 0.
-    """
-    alike: dict[tf.DType, list[int]] = {}
-    rows, order = [], []
-    for i, gradient in enumerate(gradients):
-        if gradient is not None and gradient.dtype.is_floating and _is_small(gradient):
-            alike.setdefault(gradient.dtype, []).append(i)
-    groups = [group for group in alike.values() if len(group) > 1]
-    for i in sorted(set(range(len(gradients))).difference(*groups)):
-        gradient = gradients[i]
-        if gradient is None or gradient.dtype.is_integer:
-            rows.append(tf.zeros([1, 3], COUNTS))
-        elif isinstance(gradient, tf.IndexedSlices):
-            rows.append(_count_one(gradient))
-        else:
-            rows.append(_counter(gradient.dtype)(gradient))
-        order.append(i)
-    for group in groups:
-        rows.append(_count_group([gradients[i] for i in group]))
-        order += group
-    counts = tf.concat(rows, 0) if len(rows) > 1 else rows[0]
-    return counts if order == sorted(order) else tf.gather(counts, np.argsort(order))
-
-
-def _count_group(group: list[Any]) -> tf.Tensor:
-    """Returns the rows of `count_not_finite` of small tensors of one dtype, together."""
-    values = _concat(group)
-    sizes = [tensor.shape.num_elements() for tensor in group]
-    whose = tf.constant(np.repeat(np.arange(len(group)), sizes))
-    count = tf.constant(len(group))
-
-    def add(of_each: tf.Tensor) -> tf.Tensor:
-        return tf.math.unsorted_segment_sum(of_each, whose, count)
-
-    infs, nans = (add(tf.cast(kind, COUNTS)) for kind in _infs_and_nans(values))
-    sums = tf.zeros([len(group)])
-    if values.dtype != tf.float16 and not host.is_compiled_by_xla():
-        sums = add(values)
-    is_only_sum = tf.equal(infs + nans, 0) & tf.logical_not(tf.math.is_finite(sums))
-    return tf.stack([infs, nans, tf.cast(is_only_sum, COUNTS)], 1)
-
-
-@functools.cache
-def _counter(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns `_count_one` for tensors of a dtype, which is one operation for each of them."""
-    return host.shared_operation(_count_one, [tf.TensorSpec(None, dtype)])  # pyright: ignore[reportArgumentType]
-
-
-def _count_one(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Returns the row of `count_not_finite` of one gradient, of shape [1, 3]."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        # In one dimension, since TensorFlow computes the axes of a tensor of unknown rank.
-        gradient = tf.reshape(gradient, [-1])
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    counts = [tf.reduce_sum(tf.cast(kind, COUNTS)) for kind in _infs_and_nans(values)]
-    is_only_sum = tf.logical_not(all_finite([gradient])) & tf.equal(tf.add_n(counts), 0)
-    return tf.stack([[*counts, tf.cast(is_only_sum, COUNTS)]])
 
 
 def cast(
@@ -262,11 +143,11 @@ def pack(
     """
     alike: dict[tf.DType, dict[int, tf.Tensor]] = {}
     for i, gradient in enumerate(gradients):
-        if _is_small(gradient):
+        if is_small(gradient):
             alike.setdefault(gradient.dtype, {})[i] = gradient
     joined = [group for group in alike.values() if len(group) > 1]
     alone = sorted(set(range(len(gradients))).difference(*joined))
-    packed = [_concat(list(group.values())) for group in joined]
+    packed = [concat(list(group.values())) for group in joined]
 
     def unpack(packed: list[Any]) -> list[Gradient]:
         # A constant for each shape, not for each gradient: graphs are smaller.
@@ -321,49 +202,25 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 _NO_VARIABLES = (tf.Tensor, tf.IndexedSlices, float, int, str)
 
 
-def _is_small(gradient: Gradient) -> TypeGuard[tf.Tensor]:
+def is_small(gradient: Gradient) -> TypeGuard[tf.Tensor]:
     """Whether it is a tensor for which an operation of its own costs more than its arithmetic."""
     if not isinstance(gradient, tf.Tensor):
         return False
     size = gradient.shape.num_elements()
-    return size is not None and size < _MANY
+    return size is not None and size < MANY
 
 
-def _concat(tensors: list[tf.Tensor]) -> tf.Tensor:
-    """Joins the values of tensors end to end."""
+def concat(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Joins the values of tensors end to end.
+
+    Args:
+        tensors: list of tensors of one dtype.
+
+    Returns:
+        tensor of one dimension.
+    """
     flat = tf.constant([-1])
     return tf.concat([tf.reshape(tensor, flat) for tensor in tensors], 0)
-
-
-def _add(tensors: list[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n(tensors) if len(tensors) > 1 else tensors[0]
-
-
-def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
-    """Returns two bool tensors: where values are infinite, and where they are NaN."""
-    if values.dtype.is_complex:
-        parts = [_infs_and_nans(part) for part in (tf.math.real(values), tf.math.imag(values))]
-        infs, nans = (tf.logical_or(*kinds) for kinds in zip(*parts))
-        return [tf.logical_and(infs, tf.logical_not(nans)), nans]
-    return [tf.math.is_inf(values), tf.math.is_nan(values)]
-
-
-def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
-    """Returns bounds of the sums over equal indices; infinite where such a sum could overflow."""
-    magnitudes = tf.abs(gradient.values)
-    if gradient.dtype != tf.float16:
-        # All rows together: nothing sound comes near the largest float32.
-        return tf.reduce_sum(magnitudes, axis=0)
-    # float16 ends at 65504, which many rows together may well pass while none of them does.
-    order = tf.argsort(gradient.indices)
-    indices = tf.gather(gradient.indices, order)
-    is_new = tf.concat(
-        [tf.zeros_like(indices[:1]), tf.cast(indices[1:] != indices[:-1], indices.dtype)], 0
-    )
-    sums = tf.math.unsorted_segment_sum(
-        tf.cast(tf.gather(magnitudes, order), tf.float32), tf.cumsum(is_new), tf.size(indices)
-    )
-    return tf.cast(sums, tf.float16)
 
 
 def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
@@ -410,3 +267,95 @@ def _multiply(
 
 def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
     return map_values(lambda g: tf.cast(g, dtype), gradient)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Gradients, summed over replicas where there are several.
+
+    Attributes:
+        values: the gradients, packed if there is an `unpack`.
+        divisor: float32 scalar tensor, the number that unscales them; None if they are unscaled.
+        unpack: function that returns the single gradients; None if they are not packed.
+        count: int. The number of gradients; marks may follow. Defaults to all.
+    """
+
+    values: list[Gradient]
+    divisor: tf.Tensor | None = None
+    unpack: Callable[[list[Gradient]], list[Gradient]] | None = None
+    count: int | None = None
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether several gradients are one tensor."""
+        return self.unpack is not None
+
+    def one_by_one(self) -> list[Gradient]:
+        """Returns the single gradients, without marks."""
+        return (self.unpack(self.values) if self.unpack else self.values)[: self.count]
+
+    def unscaled(self) -> "Sums":
+        """Returns them divided by the divisor."""
+        if self.divisor is None:
+            return self
+        # Unscaled while they are packed: one operation for many small gradients.
+        return Sums(unscale(self.values, self.divisor), None, self.unpack)
+
+
+def changed_since(before: Sequence[Gradient], now: Sequence[Gradient]) -> list[Gradient]:
+    """Returns gradients as they were before the user changed them, by clipping for example.
+
+    `before` are the gradients that the user was given, in their order. The result is empty if none
+    has changed, or if they do not correspond.
+    """
+    old = [gradient for gradient in before if gradient is not None]
+    new = {i: gradient for i, gradient in enumerate(now) if gradient is not None}
+    pairs = list(zip(old, new.values()))
+    if len(old) != len(new) or all(_values(a) is _values(b) for a, b in pairs):
+        return []
+    if not all(a.shape.is_compatible_with(b.shape) for a, b in pairs):
+        return []
+    aligned: list[Gradient] = [None] * len(now)
+    for i, gradient in zip(new, old):
+        aligned[i] = gradient
+    return aligned
+
+
+def _values(gradient: Gradient) -> tf.Tensor | None:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+class ScalingTape(tf.GradientTape):
+    """A tape that differentiates scaled targets, and unscales the gradients that it returns.
+
+    An optimizer that clips the gradient of each example, as it computes these, needs them unscaled.
+    With an unscaled loss and this tape it gets them so.
+
+    Args:
+        tape: `tf.GradientTape`, which shares its recording with this one.
+        loss_scale: float32 scalar tensor.
+    """
+
+    # A slot, since both tapes share one `__dict__`.
+    __slots__ = ("_loss_scale",)
+
+    def __init__(self, tape: tf.GradientTape, loss_scale: tf.Tensor) -> None:
+        self.__dict__ = vars(tape)
+        self._loss_scale = loss_scale
+
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Computes gradients, as `tf.GradientTape.gradient` does: `jacobian` calls it, too."""
+        of_targets = output_gradients
+        if of_targets is None:
+            of_targets = tf.nest.map_structure(tf.ones_like, target)
+        scaled = tf.nest.map_structure(self._scaled, of_targets)
+        return self._unscaled(super().gradient(target, sources, scaled, *args, **kwargs))
+
+    def _scaled(self, value: tf.Tensor) -> tf.Tensor:
+        return value * tf.cast(self._loss_scale, value.dtype)
+
+    def _unscaled(self, computed: Any) -> Any:
+        flat = unscale(tf.nest.flatten(computed), self._loss_scale)
+        return tf.nest.pack_sequence_as(computed, flat)

@@ -6,19 +6,20 @@ arithmetic, and `scaled_step` looks at the gradients.
 
 import abc
 import functools
+import weakref
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step import scale_operators
-from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, next_state
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE, MIN_LOSS_SCALE, LossScaleState, next_state
 from keras_mp.support import validation
+from keras_mp.support.number_operators import give_operators
 
 # Hardware flushes neither these nor their reciprocals to zero.
-_SMALLEST, LARGEST = 2.0**-126, 2.0**126
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
-CLASSES: dict[str, type["LossScale"]] = {}
+CLASSES: "weakref.WeakValueDictionary[Any, type[LossScale]]" = weakref.WeakValueDictionary()
 
 
 class LossScale(tf.Module, abc.ABC):
@@ -50,7 +51,7 @@ class LossScale(tf.Module, abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        CLASSES[cls.__name__] = cls
+        CLASSES[cls.__module__, cls.__qualname__] = cls
 
     @abc.abstractmethod
     def __call__(self) -> tf.Tensor:
@@ -142,18 +143,19 @@ def _current_value(loss_scale: LossScale) -> float | None:
         return None
 
 
-scale_operators.give(LossScale)
+give_operators(LossScale)
 
 
 class FixedLossScale(LossScale):
     """A loss scale that never changes. It skips no step.
 
     Args:
-        loss_scale_value: int or float, from 1 to 2**126. The scale.
+        loss_scale_value: int or float, from 2**-126 to 2**126. The scale. One below 1 is for
+            gradients that overflow float16 although the loss is not scaled up.
 
     Raises:
         TypeError: `loss_scale_value` is not a number.
-        ValueError: `loss_scale_value` is below 1, above 2**126 or NaN.
+        ValueError: `loss_scale_value` is below 2**-126, above 2**126 or NaN.
 
     Example:
 
@@ -166,7 +168,7 @@ class FixedLossScale(LossScale):
     def __init__(self, loss_scale_value: float) -> None:
         super().__init__(name="fixed_loss_scale")
         self._loss_scale_value = validation.number(
-            "loss_scale_value", loss_scale_value, at_least=1, at_most=LARGEST
+            "loss_scale_value", loss_scale_value, at_least=SMALLEST, at_most=LARGEST
         )
 
     @property
@@ -179,8 +181,9 @@ class FixedLossScale(LossScale):
         return tf.constant(self._loss_scale_value, tf.float32)
 
     def to_compat_v1(self) -> Any:
-        """Returns a `tf.compat.v1.mixed_precision.FixedLossScale` of this value."""
-        return tf.compat.v1.mixed_precision.FixedLossScale(self._loss_scale_value)
+        """Returns a `tf.compat.v1.mixed_precision.FixedLossScale`, which must be at least 1."""
+        value = validation.number("loss_scale_value", self._loss_scale_value, at_least=1)
+        return tf.compat.v1.mixed_precision.FixedLossScale(value)
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"loss_scale_value": ...}`."""
@@ -194,13 +197,15 @@ class DynamicLossScale(LossScale):
     """A loss scale that stays just below the one at which gradients overflow.
 
     It doubles after 2,000 steps with finite gradients and halves at a step with a non-finite one,
-    which is skipped. The object holds the state; `LossScaleOptimizer` moves it. The exact rules are
-    the pure function `keras_mp.loss_scale.next_state`. The state may be assigned:
+    which is skipped. Below 1 it halves only if the loss of that step is known to be finite, which
+    it is where one function, or eager code, scales it and applies the gradients: no scale mends a
+    loss of NaN. The object holds the state; `LossScaleOptimizer` moves it. The exact rules are the
+    pure function `keras_mp.loss_scale.next_state`. The state may be assigned:
     `scale.loss_scale.assign(256.)`.
 
     Args:
-        initial_loss_scale: int or float, at least 1. Where the scale starts. Too high is put right
-            within a few steps, too low takes thousands. Defaults to `2**15`.
+        initial_loss_scale: int or float. Where the scale starts. Too high is put right within a
+            few steps, too low takes thousands. Defaults to `2**15`.
         increment_period: int, at least 1. Finite steps after which the scale grows. Defaults to
             2000.
         multiplier: float above 1. The factor by which the scale grows. Powers of two cost no
@@ -209,7 +214,8 @@ class DynamicLossScale(LossScale):
             `1 / multiplier`.
         hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
             backs off (each of them is skipped in any case). Defaults to 1.
-        min_loss_scale: float of at least `2**-126`. The floor. Defaults to 1.
+        min_loss_scale: float of at least `2**-126`. The floor. 1 is that of the RFC, and of files
+            that were saved with an older keras_mp. Defaults to `2**-24`.
         max_loss_scale: float, at most `2**126`. The ceiling, at which the scale and its reciprocal
             are still normal numbers. Defaults to `2**126`.
 
@@ -239,21 +245,21 @@ class DynamicLossScale(LossScale):
         *,
         backoff_multiplier: float | None = None,
         hysteresis: int = 1,
-        min_loss_scale: float = 1.0,
+        min_loss_scale: float = MIN_LOSS_SCALE,
         max_loss_scale: float = LARGEST,
     ) -> None:
         super().__init__(name="dynamic_loss_scale")
         multiplier = validation.number("multiplier", multiplier, above=1)
         if backoff_multiplier is None:
             backoff_multiplier = 1 / multiplier
-        min_loss_scale = validation.number("min_loss_scale", min_loss_scale, at_least=_SMALLEST)
+        min_loss_scale = validation.number("min_loss_scale", min_loss_scale, at_least=SMALLEST)
         max_loss_scale = validation.number(
             "max_loss_scale", max_loss_scale, at_least=min_loss_scale, at_most=LARGEST
         )
         self._initial_loss_scale = validation.number(
             "initial_loss_scale",
             initial_loss_scale,
-            at_least=max(1.0, min_loss_scale),
+            at_least=min_loss_scale,
             at_most=max_loss_scale,
         )
         # A partial, since TensorFlow would make a dict part of the checkpoint.
@@ -339,17 +345,25 @@ class DynamicLossScale(LossScale):
         """Returns the current scale, a float32 scalar tensor."""
         return tf.convert_to_tensor(self.current_loss_scale)
 
-    def next_state(self, loss_scale: tf.Tensor, finite: bool | tf.Tensor) -> LossScaleState:
+    def next_state(
+        self,
+        loss_scale: tf.Tensor,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+    ) -> LossScaleState:
         """Returns the state after a step, which the caller then assigns with `assign`.
 
         Args:
             loss_scale: float32 scalar tensor, the scale that the step was made with.
             finite: bool, or bool scalar tensor. Whether all gradients were finite.
+            loss_is_finite: bool, or bool scalar tensor. Whether the loss is known to be finite.
+                Defaults to False.
 
         Returns:
             LossScaleState of tensors.
         """
-        return self._next_state(LossScaleState(loss_scale, self.good_steps, self.bad_steps), finite)
+        before = LossScaleState(loss_scale, self.good_steps, self.bad_steps)
+        return self._next_state(before, finite, loss_is_finite=loss_is_finite)
 
     def assign(self, state: LossScaleState) -> list[Any]:
         """Assigns the state.
@@ -366,34 +380,42 @@ class DynamicLossScale(LossScale):
             self.bad_steps.assign(state.num_bad_steps, read_value=False),
         ]
 
-    def move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
+    def move(
+        self, finite: bool, loss_is_finite: bool | tf.Tensor = False
+    ) -> tuple[list[Any], tf.Tensor]:
         """Moves the scale as a step moves it.
 
         Args:
             finite: bool. Whether all gradients were finite.
+            loss_is_finite: as of `next_state`.
 
         Returns:
             tuple of the list of assignments and of how many steps were skipped in a row, an int64
             scalar tensor.
         """
-        state = self.next_state(self(), finite)
+        state = self.next_state(self(), finite, loss_is_finite)
         return self.assign(state), state.num_bad_steps
 
     def to_compat_v1(self) -> Any:
         """Makes a `tf.compat.v1.mixed_precision.DynamicLossScale` with these arguments.
 
-        It starts afresh, and has no ceiling but the largest float32.
+        It starts afresh, does not fall below 1, and has no ceiling but the largest float32.
 
         Raises:
-            ValueError: `backoff_multiplier`, `hysteresis`, `min_loss_scale` or `max_loss_scale`
-                is not the default one, which is the only one that TensorFlow's class has.
+            ValueError: `initial_loss_scale` is below 1, or `backoff_multiplier`, `hysteresis`,
+                `min_loss_scale` or `max_loss_scale` is not one that TensorFlow's class has.
         """
         arguments = {
             name: getattr(self, name)
             for name in ("initial_loss_scale", "increment_period", "multiplier")
         }
+        validation.number("initial_loss_scale", self.initial_loss_scale, at_least=1)
         default = DynamicLossScale(**arguments).get_config()
-        strangers = {k: v for k, v in self.get_config().items() if v != default.get(k)}
+        strangers = {
+            k: v
+            for k, v in self.get_config().items()
+            if v != default.get(k) and (k, v) != ("min_loss_scale", 1)
+        }
         if strangers:
             expected = {name: default[name] for name in strangers if name in default}
             raise ValueError(

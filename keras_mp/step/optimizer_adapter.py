@@ -1,19 +1,22 @@
 """The interface by which a step calls an optimizer.
 
-The adapters for optimizers of `tf.keras` are in `keras_api`, most others in `other_adapters`.
+The adapters for optimizers of `tf.keras` are in `keras_api`; those for TensorFlow 1, for Sonnet and
+for functions are at the end.
 """
 
 import abc
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import gradients
+from keras_mp.step import gradients, scaled_losses
 from keras_mp.step.compiled_update import CompiledUpdates, Pairs
-from keras_mp.support import host
+from keras_mp.support import attributes, host
+from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 
 Loss = tf.Tensor | Callable[[], tf.Tensor]
@@ -42,6 +45,8 @@ class OptimizerAdapter(abc.ABC):
         only_differentiates: Whether gradients of a scaled loss are the gradients times the scale.
             They are not if the optimizer clips the gradient of each example as it computes them.
         overrides_minimize: Whether the optimizer does something of its own in `minimize`.
+        slot_makers: The names of the optimizer's methods that make slots. The first argument is the
+            variable that a slot is for.
     """
 
     unscales_and_skips = False
@@ -51,6 +56,7 @@ class OptimizerAdapter(abc.ABC):
     jit_compile = False
     only_differentiates = True
     overrides_minimize = False
+    slot_makers: tuple[str, ...] = ()
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -67,6 +73,20 @@ class OptimizerAdapter(abc.ABC):
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the optimizer's variables, outside of any function that is being traced."""
         del variables
+
+    @contextlib.contextmanager
+    def slots_made_by(self, make: Callable[..., Any]) -> Iterator[None]:
+        """Context manager in which a function makes the slots that the optimizer asks for.
+
+        Args:
+            make: called with Keras's own method, and with its arguments.
+        """
+        with contextlib.ExitStack() as stack:
+            for name in self.slot_makers:
+                own = getattr(self.optimizer, name)
+                method = functools.partial(make, own)
+                stack.enter_context(attributes.replaced(self.optimizer, name, method))
+            yield
 
     def built_variables(self) -> Sequence[Any]:
         """Returns the variables that the optimizer was built with; a ValueError if unknown."""
@@ -95,7 +115,7 @@ class OptimizerAdapter(abc.ABC):
         """Lets the optimizer clip, decay and apply; with `aggregate` it reduces first."""
 
     @functools.cached_property
-    def _compiled(self) -> CompiledUpdates:
+    def _updates(self) -> CompiledUpdates:
         return CompiledUpdates(self.optimizer, self.hyperparameters())
 
     def update(
@@ -113,25 +133,45 @@ class OptimizerAdapter(abc.ABC):
             name: str. Name of the operation.
             divisor: float32 scalar tensor. The number that unscales the gradients. Defaults to
                 None, for unscaled ones.
-            verdicts: bool scalar tensors. An optimizer that skips steps by itself makes the step
-                if all are True.
+            verdicts: bool scalar tensors. An optimizer that skips steps by itself, or an update
+                that XLA compiles, makes the step if all are True. Defaults to none.
 
         Returns:
             The result of `apply`; of a compiled update, the optimizer's count of steps.
         """
-        del verdicts
-
-        def apply(pairs: Pairs) -> Applied:
-            return self.apply(pairs, name, aggregate=False)
-
+        apply = functools.partial(self._let_apply, name)
         if self.jit_compile and not host.is_compiled_by_xla():
             self.build([variable for _, variable in grads_and_vars])
-            if self._compiled.make(apply, grads_and_vars, divisor):
+            verdict = functools.reduce(tf.logical_and, verdicts) if verdicts else None
+            make = self._updates.compiled(apply, grads_and_vars, divisor, verdict)
+            if make is not None:
+                make()
                 return getattr(self.optimizer, "iterations", None)
         if divisor is not None:
             unscaled = gradients.unscale([g for g, _ in grads_and_vars], divisor)
             grads_and_vars = list(zip(unscaled, (v for _, v in grads_and_vars), strict=True))
         return apply(grads_and_vars)
+
+    def _let_apply(self, name: str | None, pairs: Pairs) -> Applied:
+        with scaled_losses.applying():
+            return self.apply(pairs, name, aggregate=False)
+
+    def can_compile(
+        self, grads_and_vars: Pairs, divisor: tf.Tensor | None, *, judged: bool = False
+    ) -> bool:
+        """Whether XLA can compile this update. If `jit_compile` is set and it cannot, it warns.
+
+        Args:
+            grads_and_vars: as of `update`.
+            divisor: as of `update`.
+            judged: bool. Whether the update is given a verdict. Defaults to False.
+        """
+        if not self.jit_compile:
+            return False
+        self.build([variable for _, variable in grads_and_vars])
+        apply = functools.partial(self._let_apply, None)
+        verdict = tf.constant(True) if judged else None
+        return self._updates.compiled(apply, grads_and_vars, divisor, verdict) is not None
 
     def widened(self, grads: list[gradients.Gradient]) -> list[gradients.Gradient]:
         """Casts gradients to float32 if the optimizer takes it: unscaled, small ones stay."""
@@ -185,7 +225,120 @@ class DelegatingAdapter(OptimizerAdapter):
 for _name in (
     *("is_revived_without_state", "is_saved_by_keras"),
     *("takes_float32_gradients", "only_differentiates", "hyperparameters"),
-    *("built_variables", "compute_gradients", "custom_aggregation", "steps_made"),
+    *("slots_made_by", "built_variables", "compute_gradients", "custom_aggregation", "steps_made"),
     *("accumulates", "completes_step", "totals", "drop_accumulated", "is_overwritten"),
 ):
     setattr(DelegatingAdapter, _name, property(operator.attrgetter(f"_inner.{_name}")))
+
+
+def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
+    """Returns the adapter of an object that is not an optimizer of Keras.
+
+    Args:
+        optimizer: A `tf.compat.v1.train.Optimizer`, an object with a method `apply(updates,
+            parameters)`, or a function that takes the list of (gradient, variable) pairs. An object
+            with a method `apply_scaled_gradients` makes or skips steps by itself.
+
+    Returns:
+        An `OptimizerAdapter`, or None for anything else.
+    """
+    if isinstance(optimizer, type):
+        return None
+    if callable(getattr(optimizer, "apply_scaled_gradients", None)):
+        return ScalingSafe(optimizer)
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return V1Optimizer(optimizer)
+    if callable(getattr(optimizer, "apply", None)):
+        # Like that of Sonnet's optimizers, it takes two lists.
+        of_lists = allow_conversion(optimizer.apply)
+        return Function(
+            optimizer, lambda pairs: of_lists([g for g, _ in pairs], [v for _, v in pairs])
+        )
+    return Function(optimizer, allow_conversion(optimizer)) if callable(optimizer) else None
+
+
+class V1Optimizer(OptimizerAdapter):
+    """`tf.compat.v1.train.Optimizer`, in graphs of TensorFlow 1 too.
+
+    Args:
+        optimizer: The optimizer.
+        global_step: variable that each step increments, unless it is skipped; or None.
+    """
+
+    def __init__(
+        self, optimizer: tf.compat.v1.train.Optimizer, global_step: tf.Variable | None = None
+    ) -> None:
+        super().__init__(optimizer)
+        self._global_step = global_step
+
+    def build(self, variables: Sequence[Any]) -> None:
+        # If Python runs with the step, `apply` makes the slots. A graph of TensorFlow 1 would name
+        # them after the branch in which they are made, and each replica would make its own.
+        meets = not tf.__internal__.distribute.strategy_supports_no_merge_call()
+        if not host.in_v1_graph() and not (tf.distribute.has_strategy() and meets):
+            return
+
+        @do_not_convert
+        def build(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+            del strategy
+            with tf.init_scope():
+                self.optimizer._create_slots(variables)
+
+        tf.distribute.get_replica_context().merge_call(build, args=(list(variables),))
+
+    def steps_made(self) -> tf.Tensor | None:
+        if self._global_step is None:
+            return None
+        return tf.cast(tf.convert_to_tensor(self._global_step), tf.int64)
+
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
+        # A user's subclass that overrides the method may lack the argument.
+        is_summed = tf.distribute.has_strategy() and not aggregate
+        summed = {"skip_gradients_aggregation": True} if is_summed else {}
+        return self.optimizer.apply_gradients(
+            grads_and_vars, global_step=self._global_step, name=name, **summed
+        )
+
+
+class Function(OptimizerAdapter):
+    """A function that applies gradients, or an object with such a function.
+
+    Args:
+        optimizer: The function, or the object.
+        apply: takes the list of (gradient, variable) pairs.
+    """
+
+    def __init__(self, optimizer: Any, apply: Callable[[list[tuple[Any, Any]]], Applied]) -> None:
+        super().__init__(optimizer)
+        self._apply = apply
+
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
+        del name, aggregate
+        return self._apply(list(grads_and_vars))
+
+
+class ScalingSafe(OptimizerAdapter):
+    """An optimizer with a method `apply_scaled_gradients(grads_and_vars, loss_scale, finite)`."""
+
+    unscales_and_skips = True
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._apply_scaled = allow_conversion(optimizer.apply_scaled_gradients)
+
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
+        del aggregate
+        return self.update(grads_and_vars, name)
+
+    def update(
+        self,
+        grads_and_vars: Pairs,
+        name: str | None,
+        *,
+        divisor: tf.Tensor | None = None,
+        verdicts: Sequence[tf.Tensor] = (),
+    ) -> Applied:
+        del name
+        loss_scale = tf.constant(1.0) if divisor is None else divisor
+        finite = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
+        return self._apply_scaled(list(grads_and_vars), loss_scale, finite)

@@ -5,6 +5,7 @@ RFC 293, "LossScaleOptimizer Overview": the four steps, by the user and by the o
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,19 +13,24 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import call_states as states
-from keras_mp.step import gradients, unclipped
-from keras_mp.step.call_states import UNNAMED
-from keras_mp.step.calls import Calls
-from keras_mp.step.gradient_state import GradientState
+from keras_mp.step import gradients, scaled_losses
+from keras_mp.step.call_states import UNNAMED, Facts
+from keras_mp.step.calls import Calls, GradientState
 from keras_mp.support import host, messages
 
 
-class OptimizerCalls(Calls):
-    """The calls of a `LossScaleOptimizer`. A missing call is reported, and the step is made.
+class _Parts(threading.local):
+    """The ids of the variables of the step so far. A step may have parts in several functions."""
 
-    If one thread made all calls of a step in one graph, or in eager, its own record is used and
-    not the variable.
-    """
+    applied: frozenset[int] = frozenset()
+
+
+class OptimizerCalls(Calls):
+    """The calls of a `LossScaleOptimizer`. A missing call is reported, and the step is made."""
+
+    def __init__(self, loss_scale: Callable[[], tf.Tensor]) -> None:
+        super().__init__(loss_scale)
+        self._parts_of_step = _Parts()
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Records that the loss is scaled. This begins a step.
@@ -33,13 +39,14 @@ class OptimizerCalls(Calls):
             scaled_by: float32 scalar tensor.
             to_apply: bool. True if `apply` unscales, False if `unscale` does.
         """
-        mine = self._mine
-        before = mine.facts if isinstance(mine.facts, int) else 0
-        is_under_way = states.has_begun(before) and bool(before & states.SCALED)
-        mine.is_interleaved = is_under_way and states.apply_unscales(before) != to_apply
-        mine.applied = frozenset()
-        mine.unscaled.clear()
-        self._note(states.SCALED | (states.TO_APPLY if to_apply else 0))
+        notes = self._notes()
+        before, after = notes.facts or Facts(), Facts(states.SCALED)
+        is_under_way = states.both(states.has_begun(before), before.has(states.SCALED))
+        if is_under_way is True and states.apply_unscales(before) is not to_apply:
+            after = after.changed(add=states.OVERLAPS)
+        self._parts_of_step.applied = frozenset()
+        notes.unclipped.clear()
+        self._note(after.changed(add=states.TO_APPLY if to_apply else 0))
         self._note_scale(scaled_by)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
@@ -47,37 +54,46 @@ class OptimizerCalls(Calls):
         self._refuse_results(grads, "apply_gradients(scaled=True)")
         self.begin(self._loss_scale(), to_apply=True)
 
-    def scale(self, loss: Any, scaled_by: tf.Tensor | None = None) -> tf.Tensor:
+    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> tf.Tensor:
         """Multiplies a loss by `scaled_by`, or by the current loss scale."""
-        self._refuse_results([loss], "get_scaled_loss")
+        self._refuse_results([losses], "get_scaled_loss")
         scaled_by = self._loss_scale() if scaled_by is None else scaled_by
-        scaled = gradients.scale_loss(loss, scaled_by)
-        self._mine.losses, self._mine.scaled_by = (tf.convert_to_tensor(loss),), scaled_by
+        scaled = gradients.scale_loss(losses, scaled_by)
+        notes = self._notes()
+        notes.losses, notes.scaled_by = (tf.convert_to_tensor(losses),), scaled_by
         self._remember_results([scaled])
         return scaled
 
-    def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
-        """Divides gradients by the loss scale of the step, unless the tape has done so."""
+    def unscale(
+        self,
+        grads: Sequence[Any],
+        optimizer: Any = None,
+        *,
+        by_tape: bool = False,
+        may_skip: bool = True,
+    ) -> list[Any]:
+        """Divides gradients by the factor of the loss, unless the tape has done so."""
+        del optimizer, may_skip
         self._refuse_results(grads, "get_unscaled_gradients")
-        _, facts = self._so_far()
-        unscaled = list(grads)
+        facts, unscaled = self._so_far(), list(grads)
         if not by_tape:
             unscaled = gradients.unscale(grads, self._scale_of_step(facts))
-        self._note(_ask(states.after_unscaling, facts))
+        self._note_unscaled(states.after_unscaling(facts), unscaled)
         self._remember_results(unscaled)
-        self._mine.unscaled[UNNAMED] = unclipped.remember(unscaled)
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
         """Unscales gradients that `apply` would unscale, before a wrapper sees them."""
-        _, facts = self._so_far()
-        is_scaled = _ask(states.apply_unscales, facts)
+        facts = self._so_far()
+        is_scaled = states.apply_unscales(facts)
         if is_scaled is False:
             return grads
-        divisor = tf.where(is_scaled, self._scale_of_step(facts), 1.0)
-        self._note(_ask(states.after_unscaling_early, facts))
-        unscaled = gradients.unscale(grads, divisor)
-        self._mine.unscaled[UNNAMED] = unclipped.remember(unscaled)
+        scale = functools.partial(self._scale_of_step, facts)
+        unscaled = gradients.unscale(
+            grads, states.chosen(is_scaled, scale, lambda: tf.constant(1.0))
+        )
+        after = facts.changed(add=states.bits_of(UNNAMED, states.UNSCALED), when=is_scaled)
+        self._note_unscaled(after, unscaled)
         return unscaled
 
     @contextlib.contextmanager
@@ -90,13 +106,18 @@ class OptimizerCalls(Calls):
             A function that returns the `GradientState`, given the factor of the loss, and whether
             the gradients are still scaled by it.
         """
-        mine = self._mine
-        kept = mine.losses, mine.scaled_by, mine.results
+        notes = self._notes()
+        kept = notes.losses, notes.scaled_by, notes.results
+        applied = self._parts_of_step.applied
         try:
-            yield lambda by, scaled: GradientState(scaled, by, lambda: not scaled, self.losses())
+            with self.as_before_an_exception():
+                yield lambda by, scaled: GradientState(
+                    scaled, by, lambda: not scaled, self.losses()
+                )
+                applied = frozenset()
         finally:
-            mine.losses, mine.scaled_by, mine.results = kept
-            mine.applied = frozenset()
+            notes.losses, notes.scaled_by, notes.results = kept
+            self._parts_of_step.applied = applied
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
@@ -107,77 +128,107 @@ class OptimizerCalls(Calls):
             variables: iterable of the variables that the gradients are applied to.
         """
         del optimizer
-        mine, applied = self._mine, frozenset(id(v) for v in variables)
-        goes_on = bool(mine.applied) and mine.applied.isdisjoint(applied)
-        goes_on = goes_on and not mine.is_interleaved
-        mine.applied = mine.applied | applied if goes_on else applied
-        _, facts = self._so_far()
-        scaled_by = self._scale_of_step(facts)
-        if not isinstance(facts, int):
-            self._warn_at_run_time(facts, goes_on)
-        elif states.misses_a_call(facts, goes_on):
+        variables = list(variables)
+        notes, applied = self._notes(), frozenset(id(v) for v in variables)
+        before, facts = self._parts_of_step.applied, self._so_far()
+        is_more = bool(before) and before.isdisjoint(applied)
+        goes_on = states.both(is_more, states.negated(facts.has(states.OVERLAPS)))
+        applied = before | applied if is_more else applied
+        misses_a_call = states.misses_a_call(facts, goes_on)
+        if scaled_losses.are_by_tape(variables):
+            misses_a_call = False
+        elif facts.number is None:
+            self._warn_at_run_time(facts, is_more, misses_a_call)
+        elif misses_a_call:
             messages.warn(states.missing_call(facts))
-            mine.applied = frozenset()
-        scaled = _ask(states.is_scaled, facts, goes_on)
-        self._note(_ask(states.after_applying, facts, goes_on), ends=True)
-        losses, mine.losses = self.losses(), ()
-        is_divided = functools.partial(_ask, states.is_divided, facts, goes_on)
-        yield GradientState(
-            scaled, scaled_by, is_divided, losses, mine.unscaled.pop(UNNAMED, list)()
+            applied = frozenset()
+        given = GradientState(
+            states.is_scaled(facts, goes_on),
+            self._scale_of_step(facts),
+            functools.partial(states.is_divided, facts, goes_on),
+            self.losses(),
+            notes.unclipped.pop(UNNAMED, []),
         )
+        graph = host.current_graph()
+        first = 0 if graph is None else len(graph.get_operations())
+        yield given
+        with tf.control_dependencies(self._decisions_since(first)):
+            self._note(states.after_applying(facts, goes_on), ends=True)
+        self._parts_of_step.applied = applied
+        notes.losses = ()
 
-    def _scale_of_step(self, facts: int | tf.Tensor) -> tf.Tensor:
+    @contextlib.contextmanager
+    def as_before_an_exception(self) -> Iterator[None]:
+        """Context manager that an exception leaves with the record as it was."""
+        applied = self._parts_of_step.applied
+        try:
+            with super().as_before_an_exception():
+                yield
+        except BaseException:
+            self._parts_of_step.applied = applied
+            raise
+
+    def _decisions_since(self, first: int) -> list[tf.Operation]:
+        """Returns the operations that make or skip a step, after which it is noted."""
+        graph = host.current_graph()
+        if graph is None or host.in_v1_graph():
+            return []
+        made = graph.get_operations()[first:]
+        return [op for op in made if op.type in ("If", "StatelessIf")] or made[-1:]
+
+    def _note_unscaled(self, facts: Facts, unscaled: Sequence[Any]) -> None:
+        self._note(facts)
+        self._notes().unclipped[UNNAMED] = list(unscaled)
+
+    def _scale_of_step(self, facts: Facts) -> tf.Tensor:
         """Returns the factor by which the loss of this step was multiplied.
 
         The loss scale may have moved since then, by other steps or by a part of this one.
         """
-        mine = self._mine
-        if mine.scaled_by is not None and self._is_mine(host.current_graph()):
-            return mine.scaled_by
-        is_known = self._has_variables and _ask(states.knows_its_scale, facts)
-        if not tf.is_tensor(is_known):
-            return tf.convert_to_tensor(self._scaled_by) if is_known else self._loss_scale()
-        return tf.where(is_known, self._scaled_by, self._loss_scale())
+        known = self._known_scale()
+        if known is not None:
+            return known
+        is_noted = states.both(self._has_variables, states.knows_its_scale(facts))
+        return states.chosen(
+            is_noted, lambda: tf.convert_to_tensor(self._scaled_by), self._loss_scale
+        )
 
     def _remember_results(self, results: Iterable[Any]) -> None:
-        self._mine.results = tuple(weakref.ref(r) for r in results if r is not None)
+        self._notes().results = tuple(weakref.ref(r) for r in results if r is not None)
 
     def _refuse_results(self, values: Iterable[Any], method: str) -> None:
         """Refuses results of the last call, which would be scaled or unscaled twice."""
-        results = {id(ref()) for ref in self._mine.results}
+        results = {id(ref()) for ref in self._notes().results}
         if any(value is not None and id(value) in results for value in values):
             raise ValueError(
                 f"{method}() was given values that are already scaled or unscaled: call it once. "
                 f"Received: {values!r}"
             )
 
-    def _warn_at_run_time(self, facts: tf.Tensor, goes_on: bool) -> None:
+    def _warn_at_run_time(self, facts: Facts, is_more: bool, misses_a_call: states.Truth) -> None:
         if host.is_compiled_by_xla():
-            self._warn_while_tracing(goes_on)
+            self._warn_while_tracing(is_more)
+        was_reported = facts.has(states.bits_of(UNNAMED, states.SPOILED))
+        is_news = tf.convert_to_tensor(states.both(misses_a_call, states.negated(was_reported)))
         self._reports.watch()
-        self._reports.post(facts[tf.newaxis], when=_ask(states.is_news, facts, goes_on))
+        self._reports.post(facts.tensor[tf.newaxis], when=is_news)
 
-    def _warn_while_tracing(self, goes_on: bool) -> None:
+    def _warn_while_tracing(self, is_more: bool) -> None:
         """Warns while tracing, since a compiled function cannot warn when it runs."""
-        last = self._mine.facts
-        if not isinstance(last, int) or states.has_begun(last):
-            return
+        graph = host.current_graph()
         with tf.init_scope():
-            if not tf.executing_eagerly():
+            in_eager = self._notes().facts or Facts()
+            is_unknown = states.has_begun(in_eager) or any(
+                each is not graph for each in self._parts
+            )
+            if is_unknown or not tf.executing_eagerly():
                 return
-            facts = self._read()
+            facts = Facts(int(tf.convert_to_tensor(self._facts)))
+            goes_on = is_more and not facts.has(states.OVERLAPS)
             if states.misses_a_call(facts, goes_on):
                 messages.warn(states.missing_call(facts))
-                self._facts.assign(states.after_applying(facts, goes_on), read_value=False)
+                after = states.after_applying(facts, goes_on)
+                self._facts.assign(after.ones, read_value=False)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        messages.warn(states.missing_call(numbers[0]), line)
-
-
-def _ask(rule: Callable[..., Any], facts: int | tf.Tensor, *args: Any) -> Any:
-    """Evaluates a function of a step's state, in Python or by a look-up in a graph."""
-    if isinstance(facts, int):
-        return rule(facts, *args)
-    answers = tf.constant([rule(each, *args) for each in states.ALL_OF_ONE])
-    answers = answers if answers.dtype == tf.bool else tf.cast(answers, tf.int64)
-    return tf.gather(answers, facts)
+        messages.warn(states.missing_call(Facts(numbers[0])), line)

@@ -1,23 +1,27 @@
-"""The outcome of a step: the scale moves, and a skipped step is counted.
+"""The outcome of a step: the scale moves, skipped steps are counted, and many are a warning.
 
-RFC 293, "LossScaleOptimizer Overview".
+RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are skipped.
 """
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
-from keras_mp.step.overflows import NonFiniteCounts
+from keras_mp.step.overflow_report import Overflow
+from keras_mp.step.overflows import HALF, STREAK, NonFiniteCounts, Overflows
 from keras_mp.step.schedule import LossScaleState
-from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.step.state_rollback import Weight
-from keras_mp.support import host
+from keras_mp.support import host, messages, selection
 
 # The worst outcome since the last `update`: all steps were made; gradients were accumulated for a
-# step that is not complete; a step was skipped.
-_GOOD, _UNFINISHED, _BAD = 0, 1, 2
+# step that is not complete; a step was skipped although its loss is finite; another was skipped.
+_GOOD, _UNFINISHED, _OVERFLOWED, _BAD = 0, 1, 2, 3
 
 
 class OutcomeHandler:
@@ -38,7 +42,7 @@ class OutcomeHandler:
     """
 
     def __init__(
-        self, loss_scale: LossScale, skipped: SkippedSteps, *, at_update: bool = False
+        self, loss_scale: LossScale, skipped: "SkippedSteps", *, at_update: bool = False
     ) -> None:
         self._loss_scale: Any = loss_scale
         self._skipped = skipped
@@ -60,29 +64,45 @@ class OutcomeHandler:
         """Handles a step whose gradients are finite: the scale may grow."""
         return self._move(True)[0] if self._worst is None else []
 
-    def bad(self, seen: NonFiniteCounts | None, weights: Sequence[Weight]) -> list[Any]:
+    def bad(
+        self,
+        seen: NonFiniteCounts | None,
+        loss_is_finite: tf.Tensor,
+        weights: Sequence[Weight],
+    ) -> list[Any]:
         """Handles a step whose gradients are not finite: counts it, and the scale backs off.
 
         Args:
             seen: the counts of all replicas; None in a graph of TensorFlow 1.
+            loss_is_finite: bool scalar tensor. Whether the loss is known to be finite.
             weights: the known weights of the model, from every replica of this process.
         """
-        goes_on = tf.convert_to_tensor(self.skips_in_a_row) > 0
-        if self._worst is not None:
-            goes_on |= tf.equal(self._worst, _BAD)
-        counted = self._skipped.skip(
-            goes_on, self._loss_scale(), seen, weights, is_of_one=self._worst is None
-        )
-        if self._worst is not None:
-            return [*counted, self._worst.assign(_BAD, read_value=False)]
-        return [*self._move_after_skip(), *counted]
+        before, at_once = self._loss_scale(), self._worst is None
+        goes_on, is_first = tf.convert_to_tensor(self.skips_in_a_row) > 0, True
+        if not at_once:
+            is_first = self._worst < _OVERFLOWED
+            goes_on |= tf.logical_not(is_first)
+        noted = self._skipped.skip(goes_on, before, seen, weights, is_of_one=at_once)
+        if at_once:
+            moved, consecutive = self._move(False, loss_is_finite)
+            noted, after = [*moved, *noted], self._loss_scale()
+        else:
+            # `update` moves it, and counts one for all optimizers that were skipped.
+            outcome = tf.where(loss_is_finite, tf.constant(_OVERFLOWED, tf.int64), _BAD)
+            noted = [self._note(outcome), *noted]
+            consecutive, after = self.skips_in_a_row + 1, before
+            if isinstance(self._loss_scale, DynamicLossScale):
+                after, *_ = self._loss_scale.next_state(before, False, loss_is_finite)
+        # What the warning says is read after these operations.
+        with tf.control_dependencies([op for op in noted if isinstance(op, tf.Operation)]):
+            self._skipped.warn_if_due(consecutive, self._comes_to_floor(before, after), is_first)
+        return noted
 
     def accumulated(self) -> list[Any]:
         """Handles gradients that were accumulated for a step that is not complete."""
         if self._worst is None:
             return []
-        worst = tf.maximum(self._worst, tf.constant(_UNFINISHED, tf.int64))
-        return [self._worst.assign(worst, read_value=False)]
+        return [self._note(tf.constant(_UNFINISHED, tf.int64))]
 
     def update(
         self,
@@ -101,24 +121,9 @@ class OutcomeHandler:
         outcome = tf.convert_to_tensor(self._worst)
         if has_stepped is not True:
             outcome = tf.where(has_stepped, outcome, tf.maximum(outcome, _UNFINISHED))
-
-        def good() -> None:
-            _ignore(self._move(True))
-
-        def clear() -> None:
-            self._worst.assign(_GOOD, read_value=False)
-            if has_stepped is not True:
-                tf.cond(has_stepped, lambda: None, report)
-
-        def bad() -> None:
-            self._worst.assign(_GOOD, read_value=False)
-            _ignore(self._move_after_skip())
-
-        if host.is_compiled_by_xla() and isinstance(self._loss_scale, DynamicLossScale):
-            self._move_without_branches(outcome)
-            clear()
-        else:
-            tf.switch_case(tf.cast(outcome, tf.int32), [good, clear, bad])
+            selection.choose(has_stepped, lambda: None, report)
+        self._worst.assign(_GOOD, read_value=False)
+        self._move_by(outcome)
         if new_scale is not None and isinstance(self._loss_scale, DynamicLossScale):
             zero = tf.zeros([], tf.int64)
             self._loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))
@@ -128,30 +133,294 @@ class OutcomeHandler:
         own = {} if self._moves else {"skips_in_a_row": self.skips_in_a_row}
         return own if self._worst is None else {**own, "worst_verdict": self._worst}
 
-    def _move(self, finite: bool) -> tuple[list[Any], tf.Tensor]:
+    def _note(self, outcome: tf.Tensor) -> Any:
+        return self._worst.assign(tf.maximum(self._worst, outcome), read_value=False)
+
+    def _move(
+        self, finite: bool, loss_is_finite: bool | tf.Tensor = False
+    ) -> tuple[list[Any], tf.Tensor]:
         """Moves the scale. Returns the operations, and the number of steps skipped in a row."""
         if self._moves:
-            return self._loss_scale.move(finite)
-        in_a_row = tf.constant(0, tf.int64) if finite else self.skips_in_a_row + 1
-        return [self.skips_in_a_row.assign(in_a_row, read_value=False)], in_a_row
+            return self._loss_scale.move(finite, loss_is_finite)
+        consecutive = tf.constant(0, tf.int64) if finite else self.skips_in_a_row + 1
+        return [self.skips_in_a_row.assign(consecutive, read_value=False)], consecutive
 
-    def _move_without_branches(self, outcome: tf.Tensor) -> None:
-        """Moves a dynamic scale by selections, which XLA computes faster than a branch."""
-        scale = self._loss_scale
-        state = scale.loss_scale, scale.num_good_steps, scale.num_bad_steps
-        before = LossScaleState(*map(tf.convert_to_tensor, state))
-        moved = scale.next_state(before.loss_scale, tf.equal(outcome, _GOOD))
+    def _move_by(self, outcome: tf.Tensor) -> None:
+        """Moves the scale at `update`. In a graph without a branch, for which a GPU would wait."""
+        is_good, loss_is_finite = tf.equal(outcome, _GOOD), tf.equal(outcome, _OVERFLOWED)
+        if tf.executing_eagerly():
+            if outcome != _UNFINISHED:
+                self._move(bool(is_good), loss_is_finite)
+            return
         is_over = tf.not_equal(outcome, _UNFINISHED)
-        after = LossScaleState(*(tf.where(is_over, *each) for each in zip(moved, before)))
-        scale.assign(after)
-        is_bad = tf.equal(outcome, _BAD)
-        self._skipped.in_a_row(tf.where(is_bad, after.num_bad_steps, 0))
+        if isinstance(self._loss_scale, DynamicLossScale):
+            scale = self._loss_scale
+            before = LossScaleState(scale(), scale.num_good_steps, scale.num_bad_steps)
+            after = scale.next_state(before.loss_scale, is_good, loss_is_finite)
+            pairs = zip(after, before, strict=True)
+            scale.assign(LossScaleState(*(tf.where(is_over, *pair) for pair in pairs)))
+        elif self._moves:  # by rules of its own
+            good, bad = (lambda: _ignore(self._move(True))), (lambda: _ignore(self._move(False)))
+            which = tf.minimum(tf.cast(outcome, tf.int32), _OVERFLOWED)
+            selection.choose_among(which, [good, lambda: None, bad])
+        else:
+            consecutive = tf.where(is_good, tf.constant(0, tf.int64), self.skips_in_a_row + 1)
+            consecutive = tf.where(is_over, consecutive, self.skips_in_a_row)
+            self.skips_in_a_row.assign(consecutive, read_value=False)
 
-    def _move_after_skip(self) -> list[Any]:
-        moved, in_a_row = self._move(False)
-        self._skipped.in_a_row(in_a_row)
-        return moved
+    def _comes_to_floor(self, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
+        floor = getattr(self._loss_scale, "min_loss_scale", None)
+        return tf.constant(False) if floor is None else (after <= floor) & (before > floor)
 
 
 def _ignore(result: Any) -> None:
     """Drops a result, so that all branches return None."""
+
+
+# A warning names at most this many weights that are not finite.
+_MOST_NAMES = 5
+
+
+class SkippedSteps:
+    """Counts skipped steps, remembers why, and warns when many are skipped.
+
+    Attributes:
+        total: int64 variable, how many steps were skipped.
+        warn_after: int or None. Skips in a row after which to warn, once; there is also a warning
+            when half of the last hundred steps were skipped, and one when the scale has come down
+            to its floor. None never warns.
+        raise_after: int or None. Skips in a row after which to raise an error; None never does.
+
+    Args:
+        loss_scale: the `LossScale`.
+        warn_after: int or None.
+        raise_after: int or None. Defaults to None.
+        beside: another callback of the same graphs, or None (the default).
+    """
+
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        warn_after: int | None,
+        raise_after: int | None = None,
+        beside: host.HostCallback | None = None,
+    ) -> None:
+        self._loss_scale = loss_scale
+        self.warn_after, self.raise_after = warn_after, raise_after
+        with tf.init_scope():
+            self.total = state_variable(0, tf.int64, "steps_skipped")
+        # The weights that a warning looks at, by weak references: models come and go.
+        self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
+        self._has_warned_of_floor = False
+        # A graph of TensorFlow 1 only counts, and saves all variables that it has.
+        self._is_recorded = not host.in_v1_graph()
+        if self._is_recorded:
+            with tf.init_scope():
+                # The streak of `Overflows`.
+                self._streak = state_variable(np.zeros(STREAK), COUNTS, "streak")
+            self._overflows = Overflows()
+            self._reports = host.HostCallback(
+                self._warn,
+                size=1 + STREAK,
+                beside=beside,
+                is_urgent=self._raises,
+                foresee=self._foresee,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_looked_at": ()}
+
+    @property
+    def _may_warn(self) -> bool:
+        return self._is_recorded and (self.warn_after is not None or self.raise_after is not None)
+
+    def _raises(self) -> bool:
+        return self.raise_after is not None
+
+    def look_next_time(self) -> None:
+        """Lets the next `warn_if_due` look, since `warn_after` or so has changed."""
+        if self._is_recorded:
+            self._reports.look_next_time()
+
+    def watch(self) -> None:
+        """Prepares the function that is being traced for `skip` and `warn_if_due`."""
+        if self._may_warn:
+            self._reports.watch(leaves=selection.is_selecting())
+
+    def skip(
+        self,
+        goes_on: tf.Tensor,
+        loss_scale: tf.Tensor,
+        seen: NonFiniteCounts | None,
+        weights: Sequence[Weight],
+        is_of_one: bool,
+    ) -> list[Any]:
+        """Counts and records a skipped step. Called in the branch that skips.
+
+        Args:
+            goes_on: bool scalar tensor. Whether the step before it was skipped too.
+            loss_scale: float32 scalar tensor.
+            seen: the counts; None in a graph of TensorFlow 1, where they are not recorded.
+            weights: the known weights of the model, from every replica of this process.
+            is_of_one: bool. Whether all steps counted here are made by one optimizer.
+
+        Returns:
+            list of the operations that count.
+        """
+        counted = [self.total.assign_add(1, read_value=False)]
+        if seen is None:
+            return counted
+        total = tf.convert_to_tensor(self.total)
+        streak = tf.convert_to_tensor(self._streak)
+        streak, noted = self._overflows.record(seen, streak, goes_on, loss_scale, total, is_of_one)
+        kept = self._streak.assign(streak, read_value=False)
+        if self._may_warn:
+            names = seen.names_of([weight.variable for weight in weights])
+            self._looked_at = [
+                (name, weakref.ref(weight.handle), weight.dtype)
+                for name, weight in zip(names, weights, strict=True)
+            ]
+        return [*counted, noted, kept]
+
+    def warn_if_due(
+        self, consecutive: tf.Tensor, at_floor: tf.Tensor, is_first: bool | tf.Tensor = True
+    ) -> None:
+        """Warns, or raises an error, if it is time. Called after `skip`.
+
+        Args:
+            consecutive: int64 scalar tensor. How many steps were skipped in a row.
+            at_floor: bool scalar tensor. Whether the scale has come down to its floor now.
+            is_first: bool, or bool scalar tensor. Whether this skip is the first one of those that
+                count as one in `consecutive`. Defaults to True.
+        """
+        if not self._may_warn or host.in_v1_graph():
+            return
+        streak = tf.cast(self._streak, tf.int64)
+        is_time = tf.constant(False)
+        if self.warn_after is not None:
+            is_due = tf.cast(streak[-1], tf.bool)
+            is_time = tf.equal(consecutive, self.warn_after) | at_floor | is_due
+        if self.raise_after is not None:
+            is_time |= consecutive >= self.raise_after
+        if is_first is not True:
+            is_time &= is_first
+        numbers = tf.concat([[consecutive], streak], 0)
+        self._reports.post(numbers, is_time, leaves=selection.is_selecting())
+
+    def last_overflow(self) -> Overflow | None:
+        """Returns the report of the last skipped step; None if no step was skipped.
+
+        Raises:
+            RuntimeError: it is called in a graph.
+        """
+        if not (tf.executing_eagerly() and self._is_recorded):
+            raise RuntimeError(
+                "`last_overflow` can be read only in eager code, for example after the "
+                "tf.function that makes a step, or in a callback. It is not available for graphs "
+                "of TensorFlow 1."
+            )
+        return self._overflows.last()
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        if not self._is_recorded:
+            return {}
+        reports = self._reports.variables("skip_report")
+        return {"streak": self._streak, **reports, **self._overflows.variables()}
+
+    def collect_reports(self) -> None:
+        """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
+        if self._is_recorded:
+            self._reports.collect()
+
+    def _foresee(self, numbers: Sequence[int]) -> int:
+        """Returns after how many more skips there may be something to say, at the earliest."""
+        consecutive, *_ = numbers
+        left = [HALF]
+        if self.warn_after is not None:
+            # After a good step it takes as many again.
+            more = self.warn_after - consecutive
+            left += [more if more > 0 else self.warn_after, self._skips_to_floor()]
+        if self.raise_after is not None:
+            left.append(self.raise_after - consecutive)
+        return max(1, min(left))
+
+    def _skips_to_floor(self) -> int:
+        """Returns after how many more skips the scale may come down to its floor."""
+        scale = self._loss_scale
+        if not isinstance(scale, DynamicLossScale) or float(scale()) <= scale.min_loss_scale:
+            return HALF
+        falls = math.log(float(scale()) / scale.min_loss_scale) / -math.log(
+            scale.backoff_multiplier
+        )
+        # A `GradScaler` moves it later. Less a rounding error, which would be a whole skip.
+        return math.ceil(falls - 1e-3) - 1
+
+    def _warn(self, numbers: Sequence[int], line: messages.Line | None) -> None:
+        consecutive, not_finite, finite, began, _, is_share = numbers
+        is_over = self.raise_after is not None and consecutive >= self.raise_after
+        was_reported = self.warn_after is None or consecutive > self.warn_after
+        what = f"{consecutive} steps in a row were skipped."
+        if not is_over and consecutive != self.warn_after:
+            if is_share and not was_reported:
+                what = f"Half of the last {2 * HALF} steps were skipped."
+            elif not (is_share or self._has_warned_of_floor) and (finite or not not_finite):
+                self._has_warned_of_floor = True
+                what = "The loss scale has come down to its floor, and steps are still skipped."
+            else:
+                return
+        bad = _names_of_bad(self._looked_at)
+        # Where the loss is not finite, gradients that never are tell nothing more.
+        of_loss = None if finite or not not_finite else not_finite
+        whose = self._overflows.describe(began, of_loss) if finite or not bad else ""
+        last = self._overflows.last()
+        given = "" if last is None else last.of_inputs
+        text = f"{what}{given} {_diagnosis(not_finite, finite)}{whose}{bad}"
+        text += "" if whose else " `last_overflow` tells more about the last step."
+        if is_over:
+            raise RuntimeError(f"{text} Received: raise_after_skips={self.raise_after}")
+        messages.warn(text, line)
+
+
+def _names_of_bad(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:
+    """Returns a sentence that names the weights that are not finite, or an empty text."""
+    bad: dict[str, None] = {}
+    for name, reference, dtype in weights:
+        handle = reference()
+        if handle is not None and dtype.is_floating:
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+            if not bool(tf.reduce_all(tf.math.is_finite(value))):
+                bad[name] = None
+    if not bad:
+        return ""
+    names = ", ".join(map(repr, list(bad)[:_MOST_NAMES]))
+    more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
+    return f" Weights that are already not finite: {names}{more}. Load them from a checkpoint."
+
+
+def _diagnosis(not_finite: int, finite: int) -> str:
+    forward = (
+        "look at the forward pass, where a smaller loss scale changes nothing: at the inputs and "
+        "labels, the learning rate, weights that are already not finite, and activations above "
+        "65504, the largest float16; print(keras_mp.numerics.check(model, (x, y))) names the cause "
+        "and the cure"
+    )
+    backward = (
+        "gradients overflow on their way back: find the operation whose gradient is not finite "
+        "(with keras_mp.numerics.watch(model): model.fit(x, y) names it), such as a norm at zero, "
+        "run it in float32, or clip what goes into it; with several replicas, see whether "
+        "aggregate_in_float16=False helps, since float16 sums end at 65504"
+    )
+    if not_finite and not finite:
+        return f"The loss itself was Inf or NaN in all {not_finite} that were looked at: {forward}."
+    if finite and not not_finite:
+        return f"The loss was finite in all {finite} that were looked at, so {backward}."
+    if finite and not_finite:
+        return (
+            f"In {not_finite} of them the loss itself was Inf or NaN: {forward}. In {finite} it "
+            f"was finite: {backward}."
+        )
+    return (
+        "The loss was scaled in another function and could not be looked at. If it is Inf or NaN, "
+        f"{forward}; if it is finite, {backward}."
+    )

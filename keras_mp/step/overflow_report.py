@@ -1,7 +1,12 @@
 """The report of a skipped step: its losses, and the gradients that were not finite."""
 
 import dataclasses
+from collections.abc import Sequence
 
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.step.finiteness import UNCOUNTED
 from keras_mp.support import text_tables
 
 # How many variables a warning names.
@@ -52,16 +57,17 @@ class OverflowedGradient:
             it is the path that Keras 3 gives a weight, or else the variable's name.
         place: the replica. None if the gradient of each replica was finite, but their sum, or the
             sum with gradients that were accumulated before, was not.
-        infs: int. How many values are infinite.
-        nans: int. How many are NaN.
+        infs: int. How many values are infinite. None in a step that XLA compiled, in which values
+            that are not finite are not counted.
+        nans: int. How many are NaN; None as well.
         size: int. How many values the variable has; None if that is not known.
         steps: int. In how many skipped steps so far it was not finite.
     """
 
     variable: str
     place: ReplicaPlace | None
-    infs: int
-    nans: int
+    infs: int | None
+    nans: int | None
     size: int | None
     steps: int
 
@@ -69,6 +75,34 @@ class OverflowedGradient:
     def layer(self) -> str:
         """The name of the variable without its last part; empty if there is only one."""
         return self.variable.rpartition("/")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class OverflowedInput:
+    """An input of the model, or a label or weight, that was not finite on a replica.
+
+    Attributes:
+        name: str, such as "x", "x['image']", "y" or "sample_weight".
+        place: the replica.
+        infs: int. How many values are infinite. None, with `nans`, in a step that XLA compiled,
+            which counts none: then some values are infinite or NaN.
+        nans: int. How many are NaN.
+        too_large: int. How many are finite, and infinite in float16, in which the model computes;
+            None if there are some in a step that XLA compiled.
+    """
+
+    name: str
+    place: ReplicaPlace
+    infs: int | None
+    nans: int | None
+    too_large: int | None
+
+    def __str__(self) -> str:
+        kinds = {"Inf": self.infs, "NaN": self.nans, "above 65504": self.too_large}
+        if self.infs is None:
+            kinds = {"Inf or NaN": None}
+        found = ", ".join(_counted(n, kind) for kind, n in kinds.items() if n != 0)
+        return f"{self.name!r} ({found})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +119,7 @@ class Overflow:
             values were finite and only the sum of all of them was not.
         totals: dict of the names of all variables, and in how many skipped steps each was not
             finite.
+        inputs: tuple of OverflowedInput, in `fit`: what the model was given that was not finite.
 
     Example:
 
@@ -103,6 +138,7 @@ class Overflow:
     losses: tuple[LossOfReplica, ...]
     gradients: tuple[OverflowedGradient, ...]
     totals: dict[str, int]
+    inputs: tuple[OverflowedInput, ...] = ()
 
     @property
     def loss_is_finite(self) -> bool | None:
@@ -124,14 +160,23 @@ class Overflow:
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         whose = ", ".join(names[:MAX_NAMES]) + more if names else "no single variable"
         return (
-            f"{self._which()} ({self.steps_skipped} so far). {self._of_the_loss()} Gradients that "
-            f"were not finite: {whose}."
+            f"{self._which()} ({self.steps_skipped} so far). {self._of_the_loss()}{self.of_inputs} "
+            f"Gradients that were not finite: {whose}."
         )
+
+    @property
+    def of_inputs(self) -> str:
+        """A sentence about the inputs that were not finite; empty if there were none."""
+        named = dict.fromkeys(map(str, self.inputs))
+        return f" The input was already not finite or too large: {', '.join(named)}." * any(named)
 
     def __str__(self) -> str:
         text = f"{self._which()} ({self.steps_skipped} skipped so far).\n{self._of_the_loss()}"
+        text += self.of_inputs
+        if any(loss.kind in _NOT_FINITE for loss in self.losses):
+            text += "\nprint(keras_mp.numerics.check(model, (x, y))) names the cause and the cure."
         if not self.gradients:
-            return f"{text}\nEach gradient was finite. What was not is the sum of all of them."
+            return f"{text}\nEach gradient was finite, but their sum was not."
         head = ("gradient of", "replica", "Inf", "NaN", "values", "skipped steps")
         rows = [head, *map(_cells, self.gradients)]
         return "\n".join([text, "", *text_tables.aligned(rows, left=(0, 1))])
@@ -151,8 +196,80 @@ class Overflow:
         return "The loss was finite." if self.loss_is_finite else "The loss is not known."
 
 
+def _counted(count: int | None, kind: str) -> str:
+    return kind if count is None else f"{count:,} {kind}"
+
+
 def _cells(row: OverflowedGradient) -> tuple[str, ...]:
     where = "only the sum" if row.place is None else str(row.place)
     infs, nans = (f"{n:,}" if row.infs or row.nans else "-" for n in (row.infs, row.nans))
     size = "-" if row.size is None else f"{row.size:,}"
     return row.variable, where, infs, nans, size, f"{row.steps:,}"
+
+
+def places_of(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[ReplicaPlace]:
+    """Returns the places of all replicas. All workers have the same devices.
+
+    Args:
+        strategy: `tf.distribute.Strategy`.
+        variable: on the device of the replica, if there is only one replica.
+    """
+    count = strategy.num_replicas_in_sync
+    devices = [variable.device] if count == 1 else strategy.extended.worker_devices
+    specs = map(tf.DeviceSpec.from_string, devices)
+    names = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
+    return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]
+
+
+def kind_of(infs: int, nans: int) -> str:
+    """Returns what a loss was, given the numbers of its values; -1 for a loss that is unknown."""
+    if infs < 0:
+        return "not known"
+    return "NaN" if nans else "Inf" if infs else "finite"
+
+
+def overflowed_gradients(
+    sizes: dict[str, int | None],
+    steps: np.ndarray,
+    places: Sequence[ReplicaPlace],
+    counts: np.ndarray,
+) -> tuple[OverflowedGradient, ...]:
+    """Returns the gradients that were not finite, on each replica.
+
+    Args:
+        sizes: the number of values of each variable, by its name.
+        steps: array, in how many skipped steps the gradient of each variable was not finite.
+        places: sequence of the replicas.
+        counts: array of shape [replicas, variables, 3], or with one more row for their sums.
+    """
+    found = []
+    for i, (name, size) in enumerate(sizes.items()):
+        rows = [pair for pair in zip(places, counts[:, i]) if pair[1].any()]
+        if not rows and counts[-1, i].any():
+            rows = [(None, counts[-1, i])]
+        for place, (infs, nans, _) in rows:
+            numbers = _number(infs), _number(nans), size, int(steps[i])
+            found.append(OverflowedGradient(name, place, *numbers))
+    return tuple(found)
+
+
+def overflowed_inputs(
+    names: Sequence[str], places: Sequence[ReplicaPlace], counts: np.ndarray
+) -> tuple[OverflowedInput, ...]:
+    """Returns the inputs that were not finite, on each replica.
+
+    Args:
+        names: sequence of their names.
+        places: sequence of the replicas.
+        counts: array of shape [replicas, inputs, 3], or with one more row.
+    """
+    return tuple(
+        OverflowedInput(name, place, *map(_number, numbers))
+        for i, name in enumerate(names)
+        for place, numbers in zip(places, counts[:, i])
+        if numbers.any()
+    )
+
+
+def _number(count: float) -> int | None:
+    return None if count == UNCOUNTED else int(count)

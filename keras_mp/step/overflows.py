@@ -6,45 +6,46 @@ steps were made with; `overflow_report` has what users see of it. This module ne
 
 import collections
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step import gradients, replicas
-from keras_mp.step.gradients import COUNTS
+from keras_mp.step import finiteness, gradients, replicas
+from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import state_variable
 from keras_mp.step.overflow_report import (
     MAX_NAMES,
     LossOfReplica,
     Overflow,
-    OverflowedGradient,
-    ReplicaPlace,
+    kind_of,
+    overflowed_gradients,
+    overflowed_inputs,
+    places_of,
 )
-from keras_mp.step.state_rollback import name_of
-from keras_mp.support import host
+from keras_mp.step.state_rollback import Input, name_of
+from keras_mp.support import host, selection
 from keras_mp.support.autograph import do_not_convert
 
 # The header of a record describes its last step: its number among those skipped in this program;
 # the number of skipped steps so far, those before a restored checkpoint included; the number of
 # steps that the optimizer had made by then, or -1; how many of its steps were skipped; the loss
-# scale.
-_HEADER = 5
+# scale; and whether it was told that many of its last steps were skipped.
+_HEADER = 6
 _UNKNOWN = -1
+# Half of the last steps were skipped if the first of the last `HALF` skips was less than twice as
+# many steps ago.
+HALF = 50
 # A streak describes the steps that were skipped in a row: in how many the loss was not finite, and
 # in how many it was; how many steps of this program had been skipped before the first of them, and
-# how many have been by now; how many variables were not finite; the numbers of the `MAX_NAMES`
-# variables that most often were not, and in how many steps each.
-STREAK = 5 + 2 * MAX_NAMES
+# how many have been by now; and whether to tell that half of the last steps were skipped.
+STREAK = 5
 _KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is not finite
 
-_eagerly = tf.__internal__.eager_context.eager_mode
-
-
 Names = Callable[[Sequence[Any]], list[str | None]]
-_T = TypeVar("_T")
 
 
 class NonFiniteCounts(NamedTuple):
@@ -52,19 +53,26 @@ class NonFiniteCounts(NamedTuple):
 
     Attributes:
         variables: list of the variables whose gradients were computed.
-        counts: `COUNTS` tensor of shape [rows, 1 + variables, 3]. Each replica has a row; with
-            `has_total`, a last row is for the gradients that were tested. A row begins with the
-            loss, -1 if it is unknown. `gradients.count_not_finite` defines the three numbers.
+        inputs: the names of the inputs of the model that were looked at.
+        counts: `COUNTS` tensor of shape [rows, 1 + variables + inputs, 3]. Each replica has a row;
+            with `has_total`, a last row is for the gradients that were tested. A row begins with
+            the loss, -1 if it is unknown. `finiteness.count_not_finite` defines the three numbers;
+            of an input the third is how many values are infinite in the dtype of the model only.
         has_total: bool. Whether the gradients that were tested are not those of single replicas.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         names: takes variables and returns the users' names for them, None for unknown ones.
     """
 
     variables: Sequence[Any]
+    inputs: Sequence[str]
     counts: tf.Tensor
     has_total: bool
     steps_made: tf.Tensor | None
     names: Names | None
+
+    def loss_is_finite(self) -> tf.Tensor:
+        """Returns whether the losses of all replicas are known to be finite, a bool scalar."""
+        return tf.reduce_all(tf.equal(tf.slice(self.counts, [0, 0, 0], [-1, 1, -1]), 0))
 
     def names_of(self, variables: Sequence[Any]) -> list[str]:
         """Returns names for variables: those of `names`, else their paths or own names."""
@@ -79,11 +87,13 @@ class ReplicaValues(NamedTuple):
         losses: its losses; empty if they are not known.
         unclipped: its gradients before they were clipped; empty if they were not.
         sent: its gradients as they are, or as it sent them to the others.
+        inputs: what the model was given.
     """
 
     losses: Sequence[tf.Tensor]
     unclipped: Sequence[gradients.Gradient]
     sent: Sequence[gradients.Gradient]
+    inputs: Sequence[Input] = ()
 
 
 def count_not_finite(
@@ -102,15 +112,20 @@ def count_not_finite(
     """
     strategy = tf.distribute.get_strategy()
     count = strategy.num_replicas_in_sync
+    row_of = _row_of_replica if selection.is_selecting() else _shared_row_of_replica
     rows = []
     for i, each in enumerate(of_replicas):
         more = 0 if totals is None else len(totals) - len(each.sent)
         sent = [*each.sent, *[None] * more]
         device = strategy.extended.worker_devices[i] if len(of_replicas) > 1 else None
         with tf.device(device):
-            rows.append(_row_of_replica(list(each.losses), list(each.unclipped), sent))
+            row = row_of(list(each.losses), list(each.unclipped), sent)
+            rows.append(tf.concat([row, *map(_row_of_input, each.inputs)], 0))
+    of_total = None
+    if totals is not None:
+        of_total = functools.partial(_row_of_totals, totals, len(of_replicas[0].inputs))
     if len(rows) == count:
-        return tf.stack(rows if totals is None else [*rows, _row_of_totals(totals)])
+        return tf.stack(rows if of_total is None else [*rows, of_total()])
 
     @do_not_convert
     def gather() -> tf.Tensor:
@@ -118,10 +133,10 @@ def count_not_finite(
         replica = context.replica_id_in_sync_group
         row = rows[replicas.local_id()] if len(rows) > 1 else rows[0]
         counts = tf.one_hot(replica, count, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * row
-        if totals is not None:
+        if of_total is not None:
             # The totals are the same on all replicas, so one counts in them.
             is_first = tf.get_static_value(replica) == 0
-            total = _row_of_totals(totals) if is_first else tf.zeros_like(row)
+            total = of_total() if is_first else tf.zeros_like(row)
             counts = tf.concat([counts, total[tf.newaxis]], 0)
         return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
 
@@ -130,7 +145,6 @@ def count_not_finite(
     return strategy.experimental_local_results(strategy.extended.call_for_each_replica(gather))[0]
 
 
-@host.shared_operation
 def _row_of_replica(
     losses: Sequence[tf.Tensor],
     unclipped: Sequence[gradients.Gradient],
@@ -138,23 +152,55 @@ def _row_of_replica(
 ) -> tf.Tensor:
     """Counts values that are not finite among those of a replica."""
     before = [*unclipped, *[None] * (len(sent) - len(unclipped))] if unclipped else []
-    counts = gradients.count_not_finite([*losses, *before, *sent])
+    counts = _counts([*losses, *before, *sent])
     if not before and len(losses) == 1 and losses[0].shape.rank == 0:
         return counts
     lengths = [len(losses), len(before), len(sent)]
     of_losses, of_before, own = tf.split(counts, lengths)
     if before:
-        own = tf.where(tf.reduce_any(of_before > 0), of_before, own)
+        own = tf.where(tf.reduce_any(tf.not_equal(of_before, 0)), of_before, own)
     loss = tf.constant([[_UNKNOWN, _UNKNOWN, 0]], COUNTS)
     if losses:
         loss = tf.reduce_sum(of_losses, 0, keepdims=True) * [1, 1, 0]
     return tf.concat([loss, own], 0)
 
 
-@host.shared_operation
-def _row_of_totals(totals: Sequence[gradients.Gradient]) -> tf.Tensor:
+_shared_row_of_replica = host.shared_operation(_row_of_replica)
+
+
+def _row_of_totals(totals: Sequence[gradients.Gradient], inputs: int) -> tf.Tensor:
     """Counts values that are not finite in the gradients that were tested."""
-    return tf.concat([tf.zeros([1, 3], COUNTS), gradients.count_not_finite(totals)], 0)
+    counts = _counts(totals, _counts_of)
+    return tf.concat([tf.zeros([1, 3], COUNTS), counts, tf.zeros([inputs, 3], COUNTS)], 0)
+
+
+_counts_of = host.shared_operation(finiteness.count_not_finite)
+_compiled_flags_of = host.shared_operation(finiteness.flag_not_finite, jit_compile=True)
+
+
+def _counts(
+    values: Sequence[gradients.Gradient],
+    count: Callable[..., tf.Tensor] = finiteness.count_not_finite,
+) -> tf.Tensor:
+    """Counts values that are not finite; flags them where each step does so."""
+    if selection.is_selecting():
+        count = _compiled_flags_of
+    elif selection.is_without_branches():
+        count = finiteness.flag_not_finite
+    return count(values)
+
+
+def _row_of_input(given: Input) -> tf.Tensor:
+    """Counts values that are not finite in an input, or not as the model casts it."""
+    third = tf.constant([0, 0, 1], COUNTS)
+    if selection.is_without_branches():
+        flags = finiteness.flag_not_finite([given.value])
+        is_large = finiteness.is_any_at_least(given.value, given.limit)
+        is_only_large = is_large & tf.reduce_all(tf.equal(flags, 0))
+        return flags + tf.where(is_only_large, finiteness.UNCOUNTED * third, 0)
+    is_large = tf.abs(given.value) >= tf.cast(given.limit, given.value.dtype)
+    large = tf.reduce_sum(tf.cast(is_large & tf.math.is_finite(given.value), COUNTS))
+    return finiteness.count_not_finite([given.value]) * [1, 1, 0] + large * third
 
 
 class _Record:
@@ -162,56 +208,61 @@ class _Record:
 
     Attributes:
         names: the names of the variables.
+        inputs: the names of the inputs.
         vector: variable of `COUNTS`: the header; for each variable, in how many skipped steps its
-            gradient was not finite, in all and in the present streak; the counts of the last step.
+            gradient was not finite, in all and in the present streak; the numbers of the last
+            `HALF` skipped steps; the counts of the last step.
 
     Args:
         seen: the first of these steps.
-        first: int. The number of its first variable among those of all records.
     """
 
-    def __init__(self, seen: NonFiniteCounts, first: int) -> None:
-        self.first, self.has_total = first, seen.has_total
-        self.names = _names(seen)
+    def __init__(self, seen: NonFiniteCounts) -> None:
+        self.has_total = seen.has_total
+        self.names, self.inputs = _names(seen), tuple(seen.inputs)
         self.sizes = [tf.TensorShape(v.shape).num_elements() for v in seen.variables]
         self._variables = [_reference(variable) for variable in seen.variables]
         strategy = tf.distribute.get_strategy()
         self._is_on_each = _is_on_each()
-        self.shape = strategy.num_replicas_in_sync + seen.has_total, 1 + len(self.names), _KINDS
-        length = _HEADER + 2 * len(self.names) + int(np.prod(self.shape))
+        rows = strategy.num_replicas_in_sync + seen.has_total
+        self.shape = rows, 1 + len(self.names) + len(self.inputs), _KINDS
+        length = _HEADER + 2 * len(self.names) + HALF + int(np.prod(self.shape))
         # An `init_scope` does not hide a variable from the tf.function that is being traced, which
-        # would be traced again, or refuse it. A graph of its own does. The strategy's
-        # scope is made in there, since it enters the graph again in which it was made.
+        # would be traced again, or refuse it. A graph of its own does. The strategy's scope is
+        # made in there: it enters the graph again in which it was made.
         with (
             tf.Graph().as_default(),
-            _eagerly(),
+            host.eagerly(),
             # If one replica records for all, copies would only have to be sent around.
             strategy.scope() if self._is_on_each else contextlib.nullcontext(),
         ):
             self.vector = state_variable(np.zeros(length), COUNTS, "overflow")
-        self.places = _places(strategy, self.vector)
+        self.places = places_of(strategy, self.vector)
+
+    def is_alive(self) -> bool:
+        """Whether there may be another step of these variables."""
+        return all(reference() is not None for reference in self._variables)
 
     def is_of(self, seen: NonFiniteCounts) -> bool:
         """Whether a step belongs to this record."""
         return (
             self._is_on_each == _is_on_each()
             and self.has_total == seen.has_total
+            and self.inputs == tuple(seen.inputs)
             and len(self.places) == tf.distribute.get_strategy().num_replicas_in_sync
             and len(self._variables) == len(seen.variables)
             and all(ref() is v for ref, v in zip(self._variables, seen.variables))
         )
 
-    def overflowed(self, counts: np.ndarray) -> Sequence[tuple[ReplicaPlace | None, np.ndarray]]:
-        """Returns the places where a gradient was not finite, with their counts."""
-        of_replicas = [pair for pair in zip(self.places, counts) if pair[1].any()]
-        if not of_replicas and counts[-1].any():
-            return [(None, counts[-1])]
-        return of_replicas
+    def parts(self) -> list[np.ndarray]:
+        """Returns the parts of `vector`, in eager."""
+        vector = tf.convert_to_tensor(self.vector)
+        return [part.numpy() for part in _parts_of(vector, len(self.names))]
 
 
-def _parts_of(vector: tf.Tensor | np.ndarray, count: int) -> list[tf.Tensor]:
+def _parts_of(vector: tf.Tensor, count: int) -> list[tf.Tensor]:
     """Returns the parts of a record's `vector`, given the number of its variables."""
-    return tf.split(vector, [_HEADER, count, count, -1])
+    return tf.split(vector, [_HEADER, count, count, 1, 1, HALF - 2, -1])
 
 
 @host.shared_operation
@@ -224,31 +275,34 @@ def _after(
     total: tf.Tensor,
     made: tf.Tensor,
     skipped: tf.Tensor | None,
-    first: int,
+    count: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the next `vector` of a record and the next streak, given the counts of a step.
 
-    `skipped` is how many steps of the optimizer were skipped; None to count these here. `first` is
-    that of the record, and the rest is as in `Overflows.record`, the numbers in `COUNTS`.
+    `skipped` is how many steps of the optimizer were skipped; None to count these here. `count` is
+    the number of variables, and the rest is as in `Overflows.record`, the numbers in `COUNTS`.
     """
-    count = cast(int, counts.shape[1]) - 1
-    header, in_all, in_a_row, _ = _parts_of(vector, count)
-    last, _, _, skipped_before, _ = tf.unstack(header)
-    losses, before, now, *most_often = tf.split(streak, [2, 1, 1, 1, MAX_NAMES, MAX_NAMES])
-    of_losses, of_gradients = tf.split(counts, [1, -1], 1)
+    header, in_all, consecutive, _, first, later, _ = _parts_of(vector, count)
+    last, _, _, skipped_before, _, is_reported = tf.unstack(header)
+    losses, before, now, _ = tf.split(streak, [2, 1, 1, 1])
+    of_losses, of_gradients, _ = tf.split(counts, [1, count, -1], 1)
     zero = tf.constant(0, COUNTS)
     losses = tf.where(goes_on, losses, zero) + _how_many_are_finite(of_losses)
     began = tf.where(goes_on, before, now)
     now += 1
-    overflowed = tf.cast(tf.reduce_any(of_gradients > zero, axis=[0, 2]), COUNTS)
-    in_a_row = overflowed + tf.where(last > began, in_a_row, zero)
+    overflowed = tf.cast(tf.reduce_any(tf.not_equal(of_gradients, zero), axis=[0, 2]), COUNTS)
+    consecutive = overflowed + tf.where(last > began, consecutive, zero)
     skipped = skipped_before + 1 if skipped is None else skipped
+    when = tf.where(made < zero, zero, made + skipped)
+    steps = when - first
+    is_due = (first > zero) & (steps < 2 * HALF) & tf.equal(is_reported, zero)
+    is_reported = tf.cast((steps < 4 * HALF) & ((is_reported > zero) | is_due), COUNTS)
     rest = tf.stack([total, made, skipped, loss_scale])
-    vector = tf.concat([now, rest, in_all + overflowed, in_a_row, tf.reshape(counts, [-1])], 0)
-    _, numbers, steps = most_often
-    own = range(first, first + count)
-    most_often = _most_often(numbers, steps, goes_on, own, in_a_row)
-    return vector, tf.concat([losses, began, now, *most_often], 0)
+    counted = [in_all + overflowed, consecutive, first, later, [when], tf.reshape(counts, [-1])]
+    is_due = tf.cast(is_due, COUNTS)
+    return tf.concat([now, rest, is_reported, *counted], 0), tf.concat(
+        [losses, began, now, is_due], 0
+    )
 
 
 def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
@@ -257,24 +311,6 @@ def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
     is_known = tf.reduce_all(losses >= zero)
     is_finite = tf.reduce_all(losses <= zero)
     return tf.cast(is_known & tf.stack([tf.logical_not(is_finite), is_finite]), COUNTS)
-
-
-def _most_often(
-    numbers: tf.Tensor, steps: tf.Tensor, goes_on: tf.Tensor, own: range, in_a_row: tf.Tensor
-) -> list[tf.Tensor]:
-    """Updates the variables that most often were not finite with a record's own.
-
-    Returns how many there are, the numbers of the first of them, and in how many steps these were
-    not finite.
-    """
-    is_other = goes_on & ((numbers < own.start) | (numbers >= own.stop))
-    # Among equals the last one comes first: NaN spreads backward, from the loss.
-    numbers = tf.concat([np.array(own[::-1], float), numbers], 0)
-    steps = tf.where(is_other, steps, tf.zeros_like(steps))
-    steps = tf.concat([tf.reverse(in_a_row, [0]), steps], 0)
-    most, places = tf.math.top_k(steps, MAX_NAMES)
-    affected = tf.reduce_sum(tf.cast(steps > 0, COUNTS), keepdims=True)
-    return [affected, tf.gather(numbers, places), most]
 
 
 class Overflows:
@@ -296,19 +332,17 @@ class Overflows:
 
         Args:
             seen: the counts of the step.
-            streak: `COUNTS` tensor of shape [STREAK], the result of the last call, at first zeros.
+            streak: `COUNTS` tensor of shape [STREAK], the last result, at first zeros.
             goes_on: bool scalar tensor. Whether the step before it was skipped too.
             loss_scale: float32 scalar tensor.
-            total: int64 scalar tensor. How many steps were skipped so far, this one among them.
+            total: int64 scalar tensor. How many steps were skipped so far, with this one.
             is_of_one: bool. Whether all of them are steps of one optimizer.
 
         Returns:
             tuple of the new `streak` and of the operation that records the rest.
         """
         record = self._of(seen)
-        made = tf.constant(_UNKNOWN, COUNTS)
-        if seen.steps_made is not None:
-            made = tf.cast(seen.steps_made, COUNTS)
+        made = tf.cast(_UNKNOWN if seen.steps_made is None else seen.steps_made, COUNTS)
         total = tf.cast(total, COUNTS)
         vector, streak = _after(
             tf.convert_to_tensor(record.vector),
@@ -319,66 +353,63 @@ class Overflows:
             total,
             made,
             total if is_of_one else None,
-            record.first,
+            len(record.names),
         )
         return streak, record.vector.assign(vector, read_value=False)
 
     def last(self) -> Overflow | None:
         """Returns the step that was skipped last, or None. In eager."""
-        values = [(each, tf.convert_to_tensor(each.vector).numpy()) for each in self._records]
-        if not any(vector[0] for _, vector in values):
+        records = [(parts, each) for each in self._records if (parts := each.parts())[0][0]]
+        if not records:
             return None
-        record, vector = max(values, key=lambda value: value[1][0])
-        parts = (part.numpy() for part in _parts_of(vector, len(record.names)))
-        (_, total, made, skipped, loss_scale), in_all, _, counts = parts
+        parts, record = max(records, key=lambda each: each[0][0][0])
+        (_, total, made, skipped, loss_scale, _), in_all, *_, counts = parts
         counts = counts.reshape(record.shape)
+        own = 1 + len(record.names)
         return Overflow(
             step=None if made == _UNKNOWN else int(made + skipped),
             steps_skipped=int(total),
             loss_scale=float(loss_scale),
             losses=tuple(
-                LossOfReplica(place, _kind(*loss[:2]))
+                LossOfReplica(place, kind_of(*loss[:2]))
                 for place, loss in zip(record.places, counts[:, 0])
             ),
-            gradients=tuple(
-                OverflowedGradient(
-                    variable=name,
-                    place=place,
-                    infs=int(infs),
-                    nans=int(nans),
-                    size=record.sizes[i],
-                    steps=int(in_all[i]),
-                )
-                for i, name in enumerate(record.names)
-                for place, (infs, nans, _) in record.overflowed(counts[:, 1 + i])
+            gradients=overflowed_gradients(
+                dict(zip(record.names, record.sizes, strict=True)),
+                in_all,
+                record.places,
+                counts[:, 1:own],
             ),
             totals={name: int(steps) for name, steps in zip(record.names, in_all, strict=True)},
+            inputs=overflowed_inputs(record.inputs, record.places, counts[:, own:]),
         )
 
-    def describe(self, streak: Sequence[int]) -> str:
+    def describe(self, began: int, of_loss: int | None) -> str:
         """Returns a sentence about the gradients that most often were not finite, or "".
 
         Args:
-            streak: the result of `record`.
+            began: int. How many steps of this program had been skipped before those in a row.
+            of_loss: int. In how many steps the loss was not finite, if it never was: gradients that
+                were not in the same number of steps tell nothing more. None if it was.
         """
-        affected, *pairs = streak[4:]
+        most: list[tuple[float, str]] = []
+        for record in self._records:
+            header, _, consecutive, *_ = record.parts()
+            if header[0] > began:
+                most += zip(consecutive, record.names)
+        # Among equals the last one comes first: NaN spreads backward, from the loss.
+        most = sorted((each for each in most[::-1] if each[0]), key=lambda each: -each[0])
         texts = []
-        for number, steps in zip(pairs[:MAX_NAMES], pairs[MAX_NAMES:], strict=True):
-            if steps:
-                name = self._name(number)
-                layer = name.rpartition("/")[0]
-                texts.append(f"{name!r}{f' of layer {layer!r}' if layer else ''} (in {steps})")
-        if not texts:
+        for steps, name in most[:MAX_NAMES]:
+            of_layer = f" of layer {name.rpartition('/')[0]!r}" if "/" in name else ""
+            texts.append(f"{name!r}{of_layer} (in {int(steps)})")
+        if {steps for steps, _ in most} <= {of_loss}:
             return ""
-        more = f" and {affected - MAX_NAMES} more" if affected > MAX_NAMES else ""
+        more = f" and {len(most) - MAX_NAMES} more" * (len(most) > MAX_NAMES)
         return (
             f" Most often it was the gradient of {', '.join(texts)}{more} that was not finite; "
-            "`last_overflow` tells more of the last step."
+            "`last_overflow` tells more about the last step."
         )
-
-    def _name(self, number: int) -> str:
-        record = next(r for r in reversed(self._records) if r.first <= number)
-        return record.names[number - record.first]
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
@@ -387,19 +418,12 @@ class Overflows:
     def _of(self, seen: NonFiniteCounts) -> _Record:
         record = next((r for r in self._records if r.is_of(seen)), None)
         if record is None:
-            first = sum(len(r.names) for r in self._records)
-            record = _Record(seen, first)
-            self._records.append(record)
+            record = _Record(seen)
+            self._records = [*(each for each in self._records if each.is_alive()), record]
         return record
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Overflows, ()
-
-
-def _kind(infs: int, nans: int) -> str:
-    if infs == _UNKNOWN:
-        return "not known"
-    return "NaN" if nans else "Inf" if infs else "finite"
 
 
 def _names(seen: NonFiniteCounts) -> list[str]:
@@ -420,22 +444,8 @@ def _is_on_each() -> bool:
     return is_alone or tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
-def _reference(variable: _T) -> Callable[[], _T | None]:
+def _reference(variable: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(variable)
     except TypeError:  # Some variables have slots, and none for references.
         return lambda: variable
-
-
-def _places(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[ReplicaPlace]:
-    """Returns the places of all replicas. All workers have the same devices.
-
-    Args:
-        strategy: `tf.distribute.Strategy`.
-        variable: on the device of the replica, if there is only one replica.
-    """
-    count = strategy.num_replicas_in_sync
-    devices = [variable.device] if count == 1 else strategy.extended.worker_devices
-    specs = map(tf.DeviceSpec.from_string, devices)
-    names = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
-    return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]

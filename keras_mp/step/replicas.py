@@ -5,6 +5,8 @@ RFC 293, "All-reducing in float16". This module needs TensorFlow only.
 
 import contextlib
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -12,9 +14,10 @@ import tensorflow as tf
 
 from keras_mp.step.gradients import Gradient, cast_as, map_values
 from keras_mp.step.gradients import cast as cast_gradients
-from keras_mp.support import host
+from keras_mp.support import validation
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 T = TypeVar("T")
 State = TypeVar("State")
@@ -23,7 +26,7 @@ Kwargs = dict[str, Any] | None
 # A pack of this many bytes is sent as soon as its gradients are there, while others are still
 # computed. By default TensorFlow makes one pack of all, which waits for the last gradient.
 _BYTES_PER_PACK = 2**22
-
+_REDUCE_DTYPES = (*LOW_PRECISION_NAMES, "float32")
 
 # Nothing was tested on TPUs.
 _TPU_STRATEGIES = (
@@ -63,17 +66,85 @@ def check_strategy(may_skip: bool = True) -> None:
             return
         raise ValueError(
             "Loss scaling that skips steps does not work under ParameterServerStrategy: its "
-            "workers make their steps apart, so there is no verdict for all of them, and they "
-            "would move one scale at the same time. Use a fixed scale without `skip_nonfinite`, "
-            "such as LossScaleOptimizer(optimizer, 1024), or train without loss scaling: "
+            "workers make steps independently, so they cannot decide together, and would change "
+            "one scale at the same time. Use a fixed scale without `skip_nonfinite`, such as "
+            "LossScaleOptimizer(optimizer, 1024), or train without loss scaling: "
             f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
         )
     raise ValueError(
-        "Loss scaling does not work under this strategy: it takes replicas that sum gradients "
-        "and skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
+        "Loss scaling does not work under this strategy: it needs replicas that sum gradients and "
+        "skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
         "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
         f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
     )
+
+
+def are_several() -> bool:
+    """Whether the current strategy has several replicas."""
+    return tf.distribute.get_strategy().num_replicas_in_sync > 1
+
+
+def to_reduce_dtype(
+    reduce_dtype: Any, choices: tuple[str, ...] = _REDUCE_DTYPES, hint: str = ""
+) -> tf.DType:
+    """Converts a `reduce_dtype` argument to a DType.
+
+    Args:
+        reduce_dtype: str, or DType.
+        choices: tuple of str, the allowed dtypes. Defaults to float16, bfloat16 and float32.
+        hint: str, advice for the error. Defaults to none.
+
+    Returns:
+        A DType.
+
+    Raises:
+        TypeError: it is not a dtype.
+        ValueError: it is another dtype.
+    """
+    try:
+        dtype = tf.as_dtype(reduce_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or isinstance(reduce_dtype, int):  # TensorFlow numbers its dtypes
+        raise TypeError(
+            f"`reduce_dtype` must be one of {choices}. Received: reduce_dtype={reduce_dtype!r} "
+            f"(of type {type(reduce_dtype)})"
+        )
+    if dtype.name not in choices:
+        raise ValueError(
+            f"`reduce_dtype` must be one of {choices}.{hint} Received: "
+            f"reduce_dtype={reduce_dtype!r}"
+        )
+    return dtype
+
+
+def reduce_dtype_of(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
+    """Returns the dtype that two arguments specify together.
+
+    Args:
+        reduce_dtype: str, DType, or None, which leaves it to the other argument.
+        aggregate_in_float16: bool, or None, which stands for True.
+
+    Returns:
+        A DType.
+
+    Raises:
+        TypeError: an argument is something else.
+        ValueError: they contradict each other.
+    """
+    in_float16 = aggregate_in_float16
+    if in_float16 is not None:
+        validation.boolean("aggregate_in_float16", in_float16)
+    if reduce_dtype is None:
+        return tf.float32 if in_float16 is False else tf.float16
+    dtype = to_reduce_dtype(reduce_dtype)
+    if in_float16 is not None and in_float16 != (dtype == tf.float16):
+        raise ValueError(
+            "`reduce_dtype` and `aggregate_in_float16` contradict each other: the latter is "
+            "`reduce_dtype='float16'` if it is True, and any other if it is False. Pass one of "
+            f"them. Received: reduce_dtype={reduce_dtype!r}, aggregate_in_float16={in_float16!r}"
+        )
+    return dtype
 
 
 def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gradient]:
@@ -107,11 +178,12 @@ def _summed(
     options: tf.distribute.experimental.CommunicationOptions | None = None,
 ) -> list[Any]:
     context, add = tf.distribute.get_replica_context(), tf.distribute.ReduceOp.SUM
-    if not host.in_v1_graph():
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
         return context.all_reduce(add, gradients, options)
 
-    # In these graphs `all_reduce` looks variables up by name, for the gradients of sums, and does
-    # not find those of replicas.
+    # `all_reduce` would register a gradient, and keep the graph until the process ends. In graphs
+    # of TensorFlow 1 it looks variables up by name, and does not find those of replicas.
+    @do_not_convert
     def reduce(strategy: tf.distribute.Strategy, *values: Any) -> Any:
         return strategy.extended.batch_reduce_to(add, [(each, each) for each in values], options)
 
@@ -203,46 +275,69 @@ def local_id() -> int:
     return int(number) % len(tf.distribute.get_strategy().extended.worker_devices)
 
 
+class _UpdatingAlone(threading.local):
+    """The replica that updates alone in this thread, by its number; None elsewhere."""
+
+    replica: int | None = None
+
+
+_updating_alone, _lock = _UpdatingAlone(), threading.Lock()
+
+
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def updating_alone() -> Iterator[None]:
     """Context manager in which this replica updates its own variables and waits for no others.
 
     It is for a function that belongs to one replica, in which TensorFlow does not let replicas
-    communicate. Each replica makes the same update.
+    communicate. Each replica makes the same update. Other threads do not notice.
     """
     context, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
     if context is None or not tf.distribute.has_strategy():
         yield
         return
-    number = local_id()
 
     def merge_call(
         function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> Any:
         return function(strategy, *args, **(kwargs or {}))
 
-    def update(
-        var: tf.Variable,
-        fn: Callable[..., T],
-        args: Sequence[Any] = (),
-        kwargs: Kwargs = None,
-        group: bool = True,
-    ) -> T:
-        del group
-        of_replicas = strategy.experimental_local_results(var)
-        mine = of_replicas[number] if len(of_replicas) > 1 else of_replicas[0]
-        return fn(mine, *args, **(kwargs or {}))
-
-    def broadcast_to(tensor: tf.Tensor, destinations: Any) -> Any:
-        del destinations
-        return tensor
-
+    _let_threads_update_alone(strategy)
     with (
         replaced(context, "merge_call", merge_call),
-        replaced(strategy.extended, "update", update),
-        replaced(strategy.extended, "broadcast_to", broadcast_to),
+        replaced(_updating_alone, "replica", local_id()),
     ):
         yield
+
+
+def _let_threads_update_alone(strategy: tf.distribute.Strategy) -> None:
+    """Lets threads in `updating_alone` update variables of a strategy; others do as before."""
+    extended = strategy.extended
+    with _lock:
+        if "update" in vars(extended):
+            return
+        # Not bound to the object, which would keep itself alive.
+        own_update, own_broadcast = type(extended).update, type(extended).broadcast_to
+
+        def update(
+            var: tf.Variable,
+            fn: Callable[..., T],
+            args: Sequence[Any] = (),
+            kwargs: Kwargs = None,
+            group: bool = True,
+        ) -> T:
+            if _updating_alone.replica is None:
+                return own_update(reference(), var, fn, args, kwargs, group)
+            of_replicas = tf.distribute.get_strategy().experimental_local_results(var)
+            own = of_replicas[_updating_alone.replica] if len(of_replicas) > 1 else of_replicas[0]
+            return fn(own, *args, **(kwargs or {}))
+
+        def broadcast_to(tensor: tf.Tensor, destinations: Any) -> Any:
+            if _updating_alone.replica is None:
+                return own_broadcast(reference(), tensor, destinations)
+            return tensor
+
+        reference: Callable[[], Any] = weakref.ref(extended)
+        vars(extended).update(update=update, broadcast_to=broadcast_to)
 
 
 def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:

@@ -9,15 +9,13 @@ from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
-from keras_mp.step import overflows, replicas, workers
-from keras_mp.step import reduce_dtype as reduce_dtypes
-from keras_mp.step.calls import Calls
-from keras_mp.step.gradient_state import GradientState
+from keras_mp.step import overflows, replicas, scaled_losses, workers
+from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.step.outcomes import OutcomeHandler
+from keras_mp.step.outcomes import OutcomeHandler, SkippedSteps
+from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.step.skipped_steps import SkippedSteps
 from keras_mp.support import validation
 
 AnyCalls = TypeVar("AnyCalls", bound=Calls)
@@ -38,9 +36,10 @@ class Scaler(Generic[AnyCalls]):
         calls: as the attribute.
         skip_nonfinite: bool. Whether steps with gradients that are not finite are skipped with
             every loss scale, not only with one that moves.
-        reduce_dtype: str, DType or None, as `reduce_dtype.from_arguments` takes it.
-        aggregate_in_float16: bool or None, also as `reduce_dtype.from_arguments` takes it.
+        reduce_dtype: str, DType or None, as `replicas.reduce_dtype_of` takes it.
+        aggregate_in_float16: bool or None, also as `replicas.reduce_dtype_of` takes it.
         warn_after_skips: int, or None for never.
+        raise_after_skips: int, or None for never (the default).
         at_update: bool. Whether the scale moves when `OutcomeHandler.update` is called. Defaults
             to False: each step moves it.
     """
@@ -54,14 +53,18 @@ class Scaler(Generic[AnyCalls]):
         reduce_dtype: str | tf.DType | None = None,
         aggregate_in_float16: bool | None = None,
         warn_after_skips: int | None,
+        raise_after_skips: int | None = None,
         at_update: bool = False,
     ) -> None:
         can_skip = skip_nonfinite or loss_scale.moves
         replicas.check_strategy(may_skip=can_skip)
         self.loss_scale, self.calls = loss_scale, calls
-        self.reduce_dtype = reduce_dtypes.from_arguments(reduce_dtype, aggregate_in_float16)
+        self.reduce_dtype = replicas.reduce_dtype_of(reduce_dtype, aggregate_in_float16)
         self.skipped = SkippedSteps(
-            validation.integer_or_none("warn_after_skips", warn_after_skips), calls.callback()
+            loss_scale,
+            validation.integer_or_none("warn_after_skips", warn_after_skips),
+            validation.integer_or_none("raise_after_skips", raise_after_skips),
+            calls.callback(),
         )
         self.handler: OutcomeHandler | None = None
         if can_skip:
@@ -91,7 +94,7 @@ class Scaler(Generic[AnyCalls]):
         # Checked again, since the scaler may have been made outside of the strategy's scope.
         replicas.check_strategy(may_skip=self.handler is not None)
         if workers.are_several():
-            workers.meet(
+            workers.check_alike(
                 self,
                 [gradient for gradient, _ in pairs],
                 loss_scale=f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})",
@@ -109,3 +112,143 @@ class Scaler(Generic[AnyCalls]):
         """Returns the variables that are not part of checkpoints, by name."""
         of_handler = {} if self.handler is None else self.handler.variables()
         return {**self.skipped.variables(), **self.calls.variables(), **of_handler}
+
+
+class ScalerProperties:
+    """The properties of a `Scaler`, and its children in checkpoints."""
+
+    _scaler: Scaler[Any]
+    _skip_nonfinite = False
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The `LossScale`. Call it for its value, a float32 scalar tensor.
+
+        Without loss scaling it is a `FixedLossScale(1)`.
+        """
+        scaled_losses.note_scale()
+        return self._scaler.loss_scale
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
+        return self._skip_nonfinite
+
+    @property
+    def aggregate_in_float16(self) -> bool:
+        """Whether float32 gradients are summed over replicas as float16. May be set at any time."""
+        return self._scaler.reduce_dtype == tf.float16
+
+    @aggregate_in_float16.setter
+    def aggregate_in_float16(self, value: bool) -> None:
+        if validation.boolean("aggregate_in_float16", value):
+            self._scaler.reduce_dtype = tf.float16
+        elif self.aggregate_in_float16:
+            self._scaler.reduce_dtype = tf.float32
+
+    @property
+    def reduce_dtype(self) -> str:
+        """The dtype in which float32 gradients are summed over replicas. May be set at any time.
+
+        A `tf.function` that was traced before it was set keeps the old one.
+        """
+        return self._scaler.reduce_dtype.name
+
+    @reduce_dtype.setter
+    def reduce_dtype(self, value: str | tf.DType) -> None:
+        self._scaler.reduce_dtype = replicas.to_reduce_dtype(value)
+
+    @property
+    def steps_skipped(self) -> tf.Tensor:
+        """The number of steps skipped so far, an int64 scalar tensor.
+
+        With a `GradScaler` the steps of all optimizers count.
+        """
+        self._scaler.collect_reports()
+        # A tensor, since a mirrored variable of any value is true in Python.
+        return tf.convert_to_tensor(self._scaler.skipped.total)
+
+    @property
+    def last_step_skipped(self) -> tf.Tensor:
+        """Whether the last step was skipped, a bool scalar tensor.
+
+        With a `GradScaler`: whether any optimizer was skipped before the last `update`.
+        """
+        self._scaler.collect_reports()
+        handler = self._scaler.handler
+        if handler is None:
+            return tf.constant(False)
+        return tf.convert_to_tensor(handler.skips_in_a_row) > 0
+
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """The gradients that were not finite in the step that was skipped last; None if none was.
+
+        A `keras_mp.Overflow`: which step it was, each variable's Inf and NaN on each replica, also
+        of other workers, and whether the loss itself was finite. Its `str` is a table. Gradients
+        are counted as they were before the program clipped them: as `get_unscaled_gradients`, or
+        `unscale` of a `GradScaler`, returned them. A `GradScaler` reports one optimizer, which its
+        variables identify.
+
+        Gradients are searched only when a step is skipped, and the result stays on the device until
+        it is read. It is not part of checkpoints. With a fixed scale no step is skipped, so there
+        is no report. Graphs of TensorFlow 1 make no report either.
+
+        Raises:
+            RuntimeError: it is read in a graph.
+
+        Example:
+
+        >>> optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable([1.0, 2.0], name="v")
+        >>> _ = optimizer.minimize(lambda: tf.reduce_sum(v * [1.0, float("inf")]), [v])
+        >>> overflow = optimizer.last_overflow
+        >>> overflow.step, overflow.variables, overflow.gradients[0].infs, overflow.loss_is_finite
+        (1, ['v'], 1, False)
+        """
+        self._scaler.collect_reports()
+        return self._scaler.skipped.last_overflow()
+
+    @property
+    def warn_after_skips(self) -> int | None:
+        """The number of skipped steps in a row after which to warn; None for never.
+
+        A `tf.function` that was traced before it was set keeps the old number.
+        """
+        return self._scaler.skipped.warn_after
+
+    @warn_after_skips.setter
+    def warn_after_skips(self, value: int | None) -> None:
+        self._scaler.skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
+        self._scaler.skipped.look_next_time()
+
+    @property
+    def raise_after_skips(self) -> int | None:
+        """The number of skipped steps in a row after which to raise an error; None for never.
+
+        A `tf.function` that was traced before it was set keeps the old number.
+        """
+        return self._scaler.skipped.raise_after
+
+    @raise_after_skips.setter
+    def raise_after_skips(self, value: int | None) -> None:
+        self._scaler.skipped.raise_after = validation.integer_or_none("raise_after_skips", value)
+        self._scaler.skipped.look_next_time()
+
+    def _config_of_skips(self) -> dict[str, Any]:
+        """Returns the arguments about skipped steps."""
+        config = {"warn_after_skips": self.warn_after_skips}
+        if self.raise_after_skips is not None:
+            config["raise_after_skips"] = self.raise_after_skips
+        return config
+
+    def _own_children(self) -> dict[str, Any]:
+        """Returns the children in checkpoints, besides those of a wrapped optimizer."""
+        return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.skipped.total}
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        # Optimizers of tf_keras list their children once, perhaps before they are wrapped.
+        others = super()._trackable_children(save_type, **kwargs)  # pyright: ignore
+        children = {**others, **self._own_children()}
+        if save_type == "savedmodel":  # which holds functions, and all that these use
+            children.update(self._scaler.variables())
+        return children

@@ -5,17 +5,26 @@ PyTorch's AMP feature proposal, "Gradient scaling".
 
 import contextlib
 import functools
+import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.step import call_states as states
-from keras_mp.step import gradients, unclipped
-from keras_mp.step.call_states import OTHERS, UNNAMED, Call, of, of_any
-from keras_mp.step.calls import Calls, LossScaleValue
-from keras_mp.step.gradient_state import GradientState
-from keras_mp.step.numbered_optimizers import NumberedOptimizers
+from keras_mp.step import finiteness, gradients
+from keras_mp.step.call_states import (
+    EVERY_FACT,
+    MAX_OPTIMIZERS,
+    OTHERS,
+    UNNAMED,
+    Call,
+    Facts,
+    bits_of,
+    bits_of_any,
+)
+from keras_mp.step.calls import Calls, GradientState, LossScaleValue
 from keras_mp.support import host, messages
 
 
@@ -31,74 +40,81 @@ class ScalerCalls(Calls):
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         super().__init__(loss_scale)
-        self._optimizers = NumberedOptimizers()
+        self._optimizers = _NumberedOptimizers()
 
-    def scale(self, losses: Any) -> Any:
+    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
+        """Does nothing: `scale` records itself."""
+
+    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
         """Multiplies a structure of losses, by the same number between two updates."""
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
-        certain, facts = self._so_far()
-        known = facts if isinstance(facts, int) else certain
-        _raise(Call.SCALE, UNNAMED, known)
-        goes_on = bool(known & states.SCALED)
-        if goes_on:
-            scaled_by = self._scale_of_step()
-        elif isinstance(facts, int):
-            scaled_by = self._loss_scale()
-        else:
-            is_first = tf.equal(facts & states.SCALED, 0)
-            scaled_by = tf.where(is_first, self._loss_scale(), self._scaled_by)
-        if not certain & states.SCALED or certain & of_any(states.JUST_UNSCALED):
-            before = ~of_any(states.JUST_UNSCALED)
-            self._note(facts & before | states.SCALED, certain & before | states.SCALED)
-        self._note_scale(scaled_by)
-        self._mine.losses = (*self._mine.losses, *flat) if goes_on else tuple(flat)
-        scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
+        with self._lock:
+            facts, notes = self._so_far(), self._notes()
+            _raise(Call.SCALE, UNNAMED, facts)
+            goes_on = facts.has(states.SCALED)
+            if scaled_by is None:
+                scaled_by = states.chosen(goes_on, self._scale_of_step, self._loss_scale)
+            scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
+            if goes_on is not True or facts.has(bits_of_any(states.JUST_UNSCALED)) is not False:
+                just_unscaled = bits_of_any(states.JUST_UNSCALED)
+                self._note(facts.changed(add=states.SCALED, remove=just_unscaled))
+            self._note_scale(scaled_by)
+            notes.losses = (*notes.losses, *flat) if goes_on is True else tuple(flat)
         return tf.nest.pack_sequence_as(losses, scaled)
 
-    def unscale(self, grads: Sequence[Any], optimizer: Any, can_skip: bool) -> list[Any]:
-        """Divides gradients by the factor of the losses.
-
-        Args:
-            grads: sequence of gradients.
-            optimizer: the optimizer of the gradients; None for the only one.
-            can_skip: bool. Whether a step can be skipped, so that they are tested.
-        """
+    def unscale(
+        self,
+        grads: Sequence[Any],
+        optimizer: Any = None,
+        *,
+        by_tape: bool = False,
+        may_skip: bool = True,
+    ) -> list[Any]:
+        """Divides gradients by the factor of the losses."""
         unscaled = gradients.unscale(grads, self._scale_of_step())
-        index = self._optimizers.index(optimizer)
-        if index == OTHERS:
-            raise ValueError(
-                f"A GradScaler keeps track of {states.MAX_OPTIMIZERS} optimizers. Leave the "
-                "gradients of further ones scaled: step() unscales them. "
-                f"Received: optimizer={optimizer!r}"
+        finite = finiteness.all_finite(unscaled) if may_skip else True
+        with self._lock:
+            facts = self._so_far()
+            index = self._optimizers.index(optimizer, facts.number)
+            if index == OTHERS:
+                raise ValueError(
+                    f"A GradScaler keeps track of {MAX_OPTIMIZERS} optimizers. Leave the gradients "
+                    "of further ones scaled: step() unscales them. "
+                    f"Received: optimizer={optimizer!r}"
+                )
+            _raise(Call.UNSCALE, index, facts, or_else=states.SCALED)
+            after = facts.changed(add=bits_of(index, states.UNSCALED | states.JUST_UNSCALED))
+            after = after.changed(
+                add=bits_of(index, states.OVERFLOWED), when=states.negated(_in_python(finite))
             )
-        certain, facts = self._so_far()
-        news = of(index, states.UNSCALED | states.JUST_UNSCALED)
-        overflowed = news | of(index, states.OVERFLOWED)
-        _raise(Call.UNSCALE, index, facts if isinstance(facts, int) else certain | states.SCALED)
-        after: int | tf.Tensor = news
-        if can_skip:
-            finite = gradients.all_finite(unscaled)
-            if isinstance(facts, int):
-                after = news if finite else overflowed
-            else:
-                after = tf.where(finite, _int64(news), _int64(overflowed))
-        if not isinstance(facts, int) and not certain & states.SCALED:
-            # `apply` checks gradients of a loss that is scaled here.
-            wrong = states.BY_TAPE | of(index, states.JUST_UNSCALED | states.APPLIED)
-            is_wrong = tf.not_equal(facts & (states.SCALED | wrong), states.SCALED)
-            self._reports.watch()
-            self._post(Call.UNSCALE, index, facts, when=is_wrong)
-            after = tf.where(is_wrong, _int64(news | of(index, states.SPOILED)), after)
-        self._note(facts | after, certain | news)
-        self._mine.unscaled[index] = unclipped.remember(unscaled)
+            if facts.number is None and facts.has(states.SCALED) is not True:
+                # `apply` checks gradients of a loss that is scaled here.
+                wrong = states.BY_TAPE | bits_of(index, states.JUST_UNSCALED | states.APPLIED)
+                is_right = states.both(facts.has(states.SCALED), states.negated(facts.has(wrong)))
+                is_wrong = tf.convert_to_tensor(states.negated(is_right))
+                self._reports.watch()
+                self._post(Call.UNSCALE, index, facts, when=is_wrong)
+                after = after.changed(add=bits_of(index, states.SPOILED), when=is_wrong)
+            self._note(after, before=facts)
+            self._notes().unclipped[index] = list(unscaled)
         return unscaled
 
-    def by_tape(self) -> None:
-        """Records that a tape has scaled a loss, and unscaled the gradients."""
-        certain, facts = self._so_far()
-        _raise(Call.TAPE, UNNAMED, facts if isinstance(facts, int) else certain)
-        self._note(facts | states.BY_TAPE, certain | states.BY_TAPE)
-        self._note_scale(self._loss_scale())
+    def refuse_tape_beside_scale(self) -> None:
+        """Refuses a tape that scales after a loss was scaled otherwise."""
+        _raise(Call.TAPE, UNNAMED, self._so_far())
+
+    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
+        """Records that a tape has scaled losses, and unscaled the gradients.
+
+        Args:
+            losses: sequence of tensors, not scaled.
+        """
+        with self._lock:
+            facts, notes = self._so_far(), self._notes()
+            known = notes.losses if facts.has(states.BY_TAPE) is True else ()
+            self._note(facts.changed(add=states.BY_TAPE))
+            self._note_scale(self._loss_scale())
+            notes.losses = (*known, *losses)
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
@@ -111,94 +127,171 @@ class ScalerCalls(Calls):
             variables: not used.
         """
         del variables
-        scaled_by, index = self._scale_of_step(), self._optimizers.index(optimizer)
-        certain, facts = self._so_far()
-        # Gradients that were unscaled without an optimizer are those of the first one to step.
-        unnamed = of(UNNAMED, states.UNSCALED | states.JUST_UNSCALED | states.OVERFLOWED)
-        unscaled = states.BY_TAPE | of(UNNAMED, states.UNSCALED) | of(index, states.UNSCALED)
-        overflowed = of(UNNAMED, states.OVERFLOWED) | of(index, states.OVERFLOWED)
-        is_allowed, refuse = None, lambda: None
-        if isinstance(facts, int):
-            _raise(Call.STEP, index, facts)
-            scaled = not facts & unscaled
-            was_finite = None if scaled else tf.constant(not facts & overflowed)
-        else:
-            _raise(Call.STEP, index, certain | states.SCALED)
-            self._reports.watch()
-            wrong = states.wrong_if(index)
-            if certain & states.SCALED and not certain & unscaled:
-                # Gradients that another function has unscaled are refused.
-                scaled, was_finite = True, None
-                is_allowed = tf.equal(facts & (states.SCALED | unscaled | wrong), states.SCALED)
-            else:
-                scaled = False if certain & unscaled else tf.equal(facts & unscaled, 0)
-                was_finite = tf.equal(facts & overflowed, 0)
-                is_allowed = tf.not_equal(facts & (states.SCALED | states.BY_TAPE), 0)
-                is_allowed &= tf.equal(facts & wrong, 0)
-            refuse = functools.partial(self._refuse, index, facts)
-        before = [self._mine.unscaled.pop(i, list)() for i in (UNNAMED, index)]
-        applied = of(index, states.APPLIED)
-        after = facts if scaled is True else facts & ~unnamed
-        self._note(after | applied, certain & ~unnamed | applied)
-        given = GradientState(
-            scaled,
-            scaled_by,
-            lambda: tf.logical_not(scaled) if tf.is_tensor(scaled) else not scaled,
-            self.losses(),
-            [*before[0], *before[1]],
-            was_finite,
-            is_allowed,
-            refuse,
-        )
+        with self._lock:
+            scaled_by, facts, notes = self._scale_of_step(), self._so_far(), self._notes()
+            index = self._optimizers.index(optimizer, facts.number)
+            _raise(Call.STEP, index, facts, or_else=states.SCALED)
+            given, after = self._given(index, facts, scaled_by)
+            # Other threads have to know of it while it is made.
+            self._note(after, before=facts)
+            notes.unclipped = {
+                i: grads for i, grads in notes.unclipped.items() if i not in (UNNAMED, index)
+            }
         try:
             yield given
         except BaseException:
-            if isinstance(facts, int):
-                # Other threads may have noted steps of theirs meanwhile.
-                self._note(self._read() & ~(applied & ~facts) | facts & unnamed)
+            with self._lock:
+                if facts.number is not None:
+                    changed = facts.number ^ after.ones
+                    now = Facts(int(tf.convert_to_tensor(self._facts)))
+                    self._note(Facts(now.ones & ~changed | facts.ones & changed), before=now)
             raise
-        if is_allowed is not None:
+        if given.is_allowed is not None:
             # The branch in which it is refused takes the variable of the facts.
-            self._mine.uses = self._uses(host.current_graph())
+            notes.uses = self._uses(host.current_graph())
 
-    def update(self) -> tuple[bool | tf.Tensor, Callable[[], None]]:
+    def _given(self, index: int, facts: Facts, scaled_by: tf.Tensor) -> tuple[GradientState, Facts]:
+        """Returns the state of the gradients of an optimizer, and the facts after its step."""
+        # Gradients that were unscaled without an optimizer are those of the first one to step.
+        unnamed = bits_of(UNNAMED, states.UNSCALED | states.JUST_UNSCALED | states.OVERFLOWED)
+        is_unscaled = facts.has(
+            states.BY_TAPE | bits_of(UNNAMED, states.UNSCALED) | bits_of(index, states.UNSCALED)
+        )
+        was_scaled, is_wrong = facts.has(states.SCALED), facts.has(states.wrong_if(index))
+        is_allowed: states.Truth = True
+        if was_scaled is True and is_unscaled is not True:
+            # Gradients that another function has unscaled are refused.
+            is_allowed = states.both(states.negated(is_unscaled), states.negated(is_wrong))
+            is_unscaled = False
+        else:
+            was_scaled = facts.has(states.SCALED | states.BY_TAPE)
+            is_allowed = states.both(was_scaled, states.negated(is_wrong))
+        overflowed = facts.has(
+            bits_of(UNNAMED, states.OVERFLOWED) | bits_of(index, states.OVERFLOWED)
+        )
+        was_finite = None
+        if is_unscaled is not False:
+            was_finite = tf.convert_to_tensor(states.negated(overflowed))
+        unclipped = [
+            gradient for i in (UNNAMED, index) for gradient in self._notes().unclipped.get(i, [])
+        ]
+        scaled = states.negated(is_unscaled)
+        given = GradientState(
+            scaled,
+            scaled_by,
+            lambda: is_unscaled,
+            self.losses(),
+            unclipped,
+            was_finite,
+            None if is_allowed is True else tf.convert_to_tensor(is_allowed),
+            functools.partial(self._refuse, index, facts),
+        )
+        after = facts if is_unscaled is False else facts.changed(remove=unnamed)
+        if is_allowed is not True:
+            self._reports.watch()
+        return given, after.changed(add=bits_of(index, states.APPLIED))
+
+    def update(self, *, begins_anew: bool = False) -> tuple[bool | tf.Tensor, Callable[[], None]]:
         """Records that all steps were made.
+
+        Args:
+            begins_anew: bool. Whether it is right without any step. Defaults to False.
 
         Returns:
             tuple of whether a step was made, a bool or bool scalar tensor, and of a function that
             reports that none was.
         """
-        certain, facts = self._so_far()
-        steps = of_any(states.APPLIED | states.SPOILED)
-        self._note(0)
-        mine = self._mine
-        mine.losses, mine.scaled_by, mine.facts = (), None, None
-        mine.unscaled.clear()
-        if isinstance(facts, int):
-            return bool(facts & steps), lambda: _raise(Call.UPDATE, UNNAMED, facts)
-        if certain & steps:
-            return True, lambda: None
+        with self._lock:
+            facts, notes = self._so_far(), self._notes()
+            has_stepped = facts.has(bits_of_any(states.APPLIED | states.SPOILED))
+            if has_stepped is False and not begins_anew:
+                _raise(Call.UPDATE, UNNAMED, facts)
+            self._note(Facts())
+            notes.losses, notes.scaled_by, notes.facts = (), None, None
+            notes.unclipped = {}
+        if isinstance(has_stepped, bool) or begins_anew:
+            return has_stepped, lambda: None
         self._reports.watch()
-        has_stepped = tf.not_equal(facts & steps, 0)
         return has_stepped, lambda: self._post(Call.UPDATE, UNNAMED, facts, tf.constant(True))
 
     def _scale_of_step(self) -> tf.Tensor:
         """Returns the factor of the losses, a float32 scalar tensor."""
-        if self._mine.scaled_by is not None and self._is_mine(host.current_graph()):
-            return self._mine.scaled_by
-        return tf.convert_to_tensor(self._scaled_by)
+        known = self._known_scale()
+        return tf.convert_to_tensor(self._scaled_by) if known is None else known
 
-    def _refuse(self, index: int, facts: tf.Tensor) -> None:
+    def _refuse(self, index: int, facts: Facts) -> None:
         self._post(Call.STEP, index, facts, tf.constant(True))
-        self._facts.assign(facts | of(UNNAMED, states.APPLIED), read_value=False)
+        after = facts.changed(add=bits_of(UNNAMED, states.APPLIED))
+        self._facts.assign(after.tensor, read_value=False)
 
-    def _post(self, call: Call, index: int, facts: tf.Tensor, when: tf.Tensor) -> None:
-        self._reports.post(tf.stack([_int64(call), _int64(index), facts]), when=when)
+    def _post(self, call: Call, index: int, facts: Facts, when: tf.Tensor) -> None:
+        numbers = [tf.constant(int(value), tf.int64) for value in (call, index)]
+        self._reports.post(tf.stack([*numbers, facts.tensor]), when=when)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         # A right call was refused if another function had unscaled the gradients.
         what = states.what_is_wrong(*numbers) or states.UNSCALED_ELSEWHERE
         messages.warn(f"The step was not made: {what}" if numbers[0] == Call.STEP else what, line)
+
+
+class _NumberedOptimizers:
+    """Numbers the optimizers of a scaler, as long as they, or functions that use them, live."""
+
+    def __init__(self) -> None:
+        # By number: a reference to the optimizer, and the graphs in which it makes steps.
+        self._entries: dict[int, tuple[Callable[[], Any], weakref.WeakSet[Any]]] = {}
+        self._was_left_out = False
+
+    def index(self, optimizer: Any, facts: int | None) -> int:
+        """Returns the number of an optimizer; None stands for the only one.
+
+        Args:
+            optimizer: the optimizer, or None.
+            facts: int. The facts of the step; None if only run time knows them. The number of an
+                optimizer that is gone is given again once nothing is said of it.
+
+        Raises:
+            ValueError: there are several.
+        """
+        living = {i: entry for i, entry in self._entries.items() if entry[0]() is not None}
+        if optimizer is None:
+            if len(living) > 1:
+                raise ValueError(_WHOSE.format([entry[0]() for entry in living.values()]))
+            self._was_left_out = True
+            return next(iter(living), UNNAMED)
+        index = self._number(optimizer, living, facts)
+        graph = host.current_graph()
+        if graph is not None and index != OTHERS:
+            self._entries[index][1].add(graph)
+        return index
+
+    def _number(self, optimizer: Any, living: dict[int, Any], facts: int | None) -> int:
+        for index, (reference, _) in living.items():
+            if reference() == optimizer if _is_method(optimizer) else reference() is optimizer:
+                return index
+        is_function = isinstance(optimizer, types.FunctionType)
+        if living and self._was_left_out and not is_function:
+            raise ValueError(_WHOSE.format([*(entry[0]() for entry in living.values()), optimizer]))
+        numbers = range(1, MAX_OPTIMIZERS + 1)
+        never_given = [index for index in numbers if index not in self._entries]
+        free = [i for i in self._entries if i not in living and not self._entries[i][1]]
+        if facts is not None:
+            free = [index for index in free if not facts & bits_of(index, EVERY_FACT)]
+        for index in [*never_given, *free]:
+            self._entries[index] = (_reference(optimizer), weakref.WeakSet())
+            return index
+        return OTHERS
+
+
+def _is_method(optimizer: Any) -> bool:
+    return isinstance(optimizer, types.MethodType)
+
+
+def _reference(optimizer: Any) -> Callable[[], Any]:
+    try:
+        return (weakref.WeakMethod if _is_method(optimizer) else weakref.ref)(optimizer)
+    except TypeError:  # an object with slots, but none for weak references
+        return lambda: optimizer
 
 
 def _checked_loss(loss: Any) -> tf.Tensor:
@@ -207,11 +300,21 @@ def _checked_loss(loss: Any) -> tf.Tensor:
     return tf.convert_to_tensor(loss)
 
 
-def _int64(value: int) -> tf.Tensor:
-    return tf.constant(int(value), tf.int64)
+def _in_python(truth: states.Truth) -> states.Truth:
+    return bool(truth) if tf.executing_eagerly() else truth
 
 
-def _raise(call: Call, index: int, facts: int) -> None:
-    what = states.what_is_wrong(call, index, facts)
+def _raise(call: Call, index: int, facts: Facts, *, or_else: int = 0) -> None:
+    """Raises an error about a wrong call, as far as it is known; of the rest `or_else` is."""
+    what = states.what_is_wrong(
+        call, index, facts.ones if facts.number is not None else facts.ones | or_else
+    )
     if what is not None:
         raise ValueError(what)
+
+
+_WHOSE = (
+    "GradScaler.unscale() was called without an optimizer, and there are several, of which each "
+    "has a verdict of its own. Say whose gradients they are: scaler.unscale(gradients, optimizer). "
+    "Received: optimizer=None with {}"
+)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# Where a dynamic loss scale starts.
-INITIAL_LOSS_SCALE = 2.0**15
+# Where a dynamic loss scale starts, and where it stops falling: at the smallest float16.
+INITIAL_LOSS_SCALE, MIN_LOSS_SCALE = 2.0**15, 2.0**-24
 
 
 class LossScaleState(NamedTuple):
@@ -38,6 +38,7 @@ def next_state(
     hysteresis: int,
     min_loss_scale: float,
     max_loss_scale: float,
+    loss_is_finite: Any = False,
 ) -> LossScaleState:
     """Returns the next state of a dynamic loss scale: its schedule, as one pure function.
 
@@ -48,7 +49,8 @@ def next_state(
         not finite:  num_bad_steps += 1, num_good_steps = 0
                      at hysteresis bad steps or more in a row: scale *= backoff_multiplier
 
-    The scale never leaves `[min_loss_scale, max_loss_scale]`.
+    The scale never leaves `[min_loss_scale, max_loss_scale]`. Below 1 it only falls if the loss is
+    known to be finite: no loss scale makes another loss finite.
 
     Args:
         state: LossScaleState before the step.
@@ -60,6 +62,8 @@ def next_state(
         hysteresis: int. Consecutive bad steps that are needed before the scale backs off.
         min_loss_scale: float. Floor.
         max_loss_scale: float. Ceiling.
+        loss_is_finite: bool scalar tensor, or bool. Whether the loss, before it was scaled, is
+            known to be finite. Defaults to False.
 
     Returns:
         LossScaleState after the step, of tensors.
@@ -78,33 +82,28 @@ def next_state(
     Source: RFC 293, "The new LossScale class"; Micikevicius et al., "Mixed Precision Training",
     2018.
     """
-    schedule = {
-        "increment_period": increment_period,
-        "multiplier": multiplier,
-        "backoff_multiplier": backoff_multiplier,
-        "hysteresis": hysteresis,
-        "min_loss_scale": min_loss_scale,
-        "max_loss_scale": max_loss_scale,
-    }
-    if not isinstance(finite, bool):
-        cases = [next_state(state, case, **schedule) for case in (True, False)]
-        return LossScaleState(*(tf.where(finite, *values) for values in zip(*cases, strict=True)))
-    scale = tf.convert_to_tensor(state.loss_scale, tf.float32)
-    zero = tf.constant(0, tf.int64)
-    if finite:
-        good = state.num_good_steps + 1
-        grow = good >= increment_period
-        grown = _where(grow, lambda: tf.minimum(scale * multiplier, max_loss_scale), scale)
-        return LossScaleState(grown, _where(grow, lambda: zero, good), zero)
-    bad = state.num_bad_steps + 1
-    backed_off = _where(
-        bad >= hysteresis, lambda: tf.maximum(scale * backoff_multiplier, min_loss_scale), scale
-    )
-    return LossScaleState(backed_off, zero, bad)
+    scale, zero = tf.convert_to_tensor(state.loss_scale, tf.float32), tf.constant(0, tf.int64)
+
+    def grown() -> tf.Tensor:
+        return tf.minimum(scale * multiplier, max_loss_scale)
+
+    def backed_off() -> tf.Tensor:
+        floor = min_loss_scale
+        if min_loss_scale < 1:
+            floor = tf.where(loss_is_finite, min_loss_scale, tf.minimum(scale, 1.0))
+        return tf.maximum(scale * backoff_multiplier, floor)
+
+    good = _choose(finite, lambda: state.num_good_steps + 1, lambda: zero)
+    bad = _choose(finite, lambda: zero, lambda: state.num_bad_steps + 1)
+    # What is known in Python leaves out operations.
+    grows = good >= increment_period if finite is not False else False
+    backs_off = bad >= hysteresis if finite is not True else False
+    moved = _choose(grows, grown, lambda: _choose(backs_off, backed_off, lambda: scale))
+    return LossScaleState(moved, _choose(grows, lambda: zero, lambda: good), bad)
 
 
-def _where(condition: tf.Tensor, value: Callable[[], tf.Tensor], otherwise: tf.Tensor) -> tf.Tensor:
+def _choose(condition: Any, value: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     # Eager code computes only the value that it takes.
-    if tf.executing_eagerly():
-        return value() if condition else otherwise
-    return tf.where(condition, value(), otherwise)
+    if isinstance(condition, bool) or tf.executing_eagerly():
+        return value() if condition else otherwise()
+    return tf.where(condition, value(), otherwise())

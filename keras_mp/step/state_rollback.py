@@ -57,6 +57,20 @@ def name_of(variable: Any) -> str:
     return getattr(first, "path", None) or first.name.partition(":")[0]
 
 
+class Input(NamedTuple):
+    """What a model is given in a step, and what a skipped step looks at.
+
+    Attributes:
+        name: str.
+        value: floating-point tensor.
+        limit: float. The smallest value that is infinite where the model computes.
+    """
+
+    name: str
+    value: tf.Tensor
+    limit: float
+
+
 class Kept:
     """The values that a replica restores if the step is skipped.
 
@@ -112,6 +126,8 @@ def training_step(*models: Any) -> Iterator[None]:
     a step ends with `update`: what was assigned since the last one is put back if any optimizer is
     skipped.
 
+    An exception in eager code puts the same values back.
+
     In the graph mode of TensorFlow 1 it does nothing. A model that is built by its first batch has
     no weights before, so nothing is known that could be put back after that batch.
 
@@ -153,11 +169,52 @@ def training_step(*models: Any) -> Iterator[None]:
         outer.add(variables)
         yield
         return
-    _thread.step = _Step(variables)
+    _thread.step = step = _Step(variables)
     try:
         yield
+    except BaseException:
+        step.put_back()
+        raise
     finally:
         _thread.step = outer
+
+
+def is_under_way() -> bool:
+    """Whether this thread is in a `training_step`."""
+    return _thread.step is not None
+
+
+def watch_inputs(given: Iterable[tuple[str, Any, tf.DType]]) -> None:
+    """Lets a step that is skipped look at what its model was given. Called in a `training_step`.
+
+    Args:
+        given: iterable of names, structures of tensors, and the dtypes that the model casts to.
+    """
+    step = _thread.step
+    if step is None:
+        return
+    named = [(n, v, dtype) for name, each, dtype in given for n, v in _named(name, each)]
+    step.inputs = [
+        Input(name, value, _limit(dtype)) for name, value, dtype in named if value.dtype.is_floating
+    ]
+    step.batch = next((value for _, value, _ in named if value.shape.rank), None)
+
+
+def inputs() -> list[Input]:
+    """Returns what the model of this step was given, as far as it is known in this graph."""
+    step = _thread.step
+    return step.inputs if step is not None and step.graph is host.current_graph() else []
+
+
+def has_examples() -> tf.Tensor | None:
+    """Returns whether there are examples in the batch; None if it is certain, or not known."""
+    step = _thread.step
+    if step is None or step.batch is None or step.graph is not host.current_graph():
+        return None
+    size = step.batch.shape[0]
+    if size is not None:
+        return None if size else tf.constant(False)
+    return tf.shape(step.batch)[0] > 0
 
 
 def keep(trained: Iterable[Any]) -> Kept:
@@ -190,6 +247,8 @@ class _Step:
     Attributes:
         graph: the graph in which it began; None in eager.
         weights: the remembered weights, by the id of the handle.
+        inputs: what the model was given, as far as it is known.
+        batch: a tensor of as many rows as there are examples, or None.
 
     Args:
         variables: iterable of variables, and whether each is trained.
@@ -198,6 +257,8 @@ class _Step:
     def __init__(self, variables: Iterable[tuple[Any, bool]]) -> None:
         self.graph = host.current_graph()
         self.weights: dict[int, Weight] = {}
+        self.inputs: list[Input] = []
+        self.batch: tf.Tensor | None = None
         # The values that were read in eager, by the id of the handle.
         self._values: dict[int, tf.Tensor] = {}
         # The number of operations that each graph had when the step began there.
@@ -218,6 +279,12 @@ class _Step:
         if graph is not None:
             self._starts[graph] = len(graph.get_operations())
         self._read(self.weights)
+
+    def put_back(self) -> None:
+        """Restores in eager what was written since the step began, or the last one was made."""
+        if tf.executing_eagerly():
+            old = [(self.weights[key].handle, value) for key, value in self._values.items()]
+            Kept((), old).put_back()
 
     def old_values(self, trained: dict[int, Weight]) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Returns handles and old values of the variables that may have been written since."""
@@ -313,7 +380,8 @@ def _variables(models: Any) -> list[tuple[Any, bool]]:
         except ValueError:  # as models of Keras 2 that are not built yet have none
             return []
         of_metrics = {id(v) for m in getattr(models, "metrics", ()) for v in m.variables}
-        return [(v, v.trainable) for v in weights if id(v) not in of_metrics]
+        # In Keras 2 the vocabulary of a lookup is one of its weights, and no variable.
+        return [(v, getattr(v, "trainable", False)) for v in weights if id(v) not in of_metrics]
     if isinstance(models, tf.Module):
         return [(v, v.trainable) for v in models.variables]
     if hasattr(models, "handle"):
@@ -324,3 +392,20 @@ def _variables(models: Any) -> list[tuple[Any, bool]]:
             f"Received: {models!r} (of type {type(models)})"
         )
     return [variable for model in models for variable in _variables(model)]
+
+
+def _named(name: str, structure: Any) -> Iterator[tuple[str, tf.Tensor]]:
+    """Yields the tensors of a structure with their names."""
+    if isinstance(structure, dict):
+        for key, value in structure.items():
+            yield from _named(f"{name}[{key!r}]", value)
+    elif isinstance(structure, (list, tuple)):
+        for i, value in enumerate(structure):
+            yield from _named(f"{name}[{i}]", value)
+    elif isinstance(structure, tf.Tensor):
+        yield name, structure
+
+
+def _limit(dtype: tf.DType) -> float:
+    # Halfway from the largest float16 to the next power of two, where rounding turns to infinity.
+    return 65520.0 if dtype == tf.float16 else float("inf")

@@ -28,10 +28,12 @@ _STRATEGIES = (
 )
 # All workers send this many bytes. Longer texts end with their hash.
 _BYTES = 4096
+# How long a worker waits for the others to make their first step.
+TIMEOUT_IN_SECONDS = 1800.0
 # TensorFlow counts its own groups from 1.
 _GROUP_KEY = 293_000_000
 _instance_keys = itertools.count(1)
-_met: weakref.WeakSet[Any] = weakref.WeakSet()
+_known_to_be_alike: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def are_several(strategy: tf.distribute.Strategy | None = None) -> bool:
@@ -44,7 +46,7 @@ def are_several(strategy: tf.distribute.Strategy | None = None) -> bool:
     return isinstance(strategy, _STRATEGIES) and _count(strategy) > 1
 
 
-def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
+def check_alike(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
     """Checks, at the first step of an owner, that its facts are the same on all workers.
 
     They exchange facts before their first sum, since a sum of two dtypes would never end.
@@ -57,29 +59,43 @@ def meet(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
     Raises:
         ValueError: something differs. All workers raise it.
     """
-    if owner in _met or host.in_v1_graph():
+    if owner in _known_to_be_alike or host.in_v1_graph():
         return
-    dtypes = collections.Counter(g.dtype.name for g in grads if g is not None)
-    mine = {
+    present = [gradient for gradient in grads if gradient is not None]
+    dtypes = collections.Counter(gradient.dtype.name for gradient in present)
+    # Workers whose optimizers make their first steps in different orders meet at different ones.
+    shapes = [str(gradient.shape) for gradient in present if isinstance(gradient, tf.Tensor)]
+    own = {
         **{name: fact() for name, fact in FACTS.items()},
         **{name: str(fact) for name, fact in facts.items()},
         "gradients": ", ".join(f"{count} of {name}" for name, count in sorted(dtypes.items())),
+        "shapes of dense gradients": ", ".join(shapes),
     }
-    told = _exchange(mine)
+    try:
+        of_workers = _exchange(own)
+    except tf.errors.OpError as error:
+        raise RuntimeError(
+            "In the first step of an optimizer all workers compare how they train. This worker "
+            f"has waited for the others for up to {TIMEOUT_IN_SECONDS:g} seconds. Let all workers "
+            "make the first steps of their optimizers in the same order, and check whether one "
+            f"has failed. Received: {error.message} (of type {type(error).__name__}), in the "
+            f"first step of {own}"
+        ) from error
     # Facts that this worker lacks count too: its optimizer may scale no loss.
-    names = dict.fromkeys(name for facts in told for name in facts)
-    different = [name for name in names if len({str(facts.get(name)) for facts in told}) > 1]
+    names = dict.fromkeys(name for facts in of_workers for name in facts)
+    different = [name for name in names if len({str(facts.get(name)) for facts in of_workers}) > 1]
     if different:
         lines = [
             f"  {name}: "
-            + "; ".join(f"worker {i}: {facts.get(name)}" for i, facts in enumerate(told))
+            + "; ".join(f"worker {i}: {facts.get(name)}" for i, facts in enumerate(of_workers))
             for name in different
         ]
         raise ValueError(
-            "The workers do not train alike, so that their sums of gradients would be wrong, or "
-            "never end. Run the same program on all of them. What differs:\n" + "\n".join(lines)
+            "The workers do not run the same training, so sums of their gradients would be wrong, "
+            "or would never end. Run the same program on all of them. What differs:\n"
+            + "\n".join(lines)
         )
-    _met.add(owner)
+    _known_to_be_alike.add(owner)
 
 
 def with_scale(
@@ -101,8 +117,8 @@ def with_scale(
     count = tf.distribute.get_strategy().num_replicas_in_sync
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     numbers = tf.stack([scaled_by, tf.constant(1.0) if divisor is None else divisor])
-    mine = tf.cast(tf.reshape(tf.bitcast(numbers, tf.uint8), [-1]), tf.float32)
-    return [*grads, tf.reshape(tf.one_hot(replica, count)[:, tf.newaxis] * mine, [-1])]
+    own = tf.cast(tf.reshape(tf.bitcast(numbers, tf.uint8), [-1]), tf.float32)
+    return [*grads, tf.reshape(tf.one_hot(replica, count)[:, tf.newaxis] * own, [-1])]
 
 
 def checked(sums: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
@@ -129,10 +145,10 @@ def _of_each_worker(scales: tf.Tensor) -> list[Any]:
     count = _count(tf.distribute.get_strategy())
     of_workers = tf.unstack(tf.reshape(scales, [count, -1, 2])[:, 0])
     text = (
-        "The workers scale their losses by different loss scales, so that their sums of gradients "
-        "are wrong. Give all of them the same loss scale, load the same checkpoint on all, and "
-        "scale the loss on all or on none. The loss scales, and what the sums of gradients are "
-        "still to be divided by:"
+        "The workers use different loss scales, so sums of their gradients are wrong. Give all of "
+        "them the same loss scale, load the same checkpoint on all, and scale the loss on all or "
+        "on none. The loss scales, and the numbers by which the sums of gradients still have to "
+        "be divided:"
     )
     named = ((f"worker {i}:", scale) for i, scale in enumerate(of_workers))
     return [text, *itertools.chain.from_iterable(named)]
@@ -143,11 +159,11 @@ def _count(strategy: Any) -> int:
     return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
 
-def _exchange(mine: dict[str, str]) -> list[dict[str, str]]:
+def _exchange(own: dict[str, str]) -> list[dict[str, str]]:
     """Returns the facts of each worker, in their order."""
     strategy: Any = tf.distribute.get_strategy()
-    said = json.dumps([strategy.cluster_resolver.task_id or 0, _shortened(mine)]).encode()
-    numbers = np.frombuffer(said.ljust(_BYTES), np.int32)
+    sent = json.dumps([strategy.cluster_resolver.task_id or 0, _shortened(own)]).encode()
+    numbers = np.frombuffer(sent.ljust(_BYTES), np.int32)
     with tf.init_scope(), tf.device("CPU:0"):
         gathered = tf.raw_ops.CollectiveGatherV2(
             input=numbers[np.newaxis],
@@ -155,9 +171,10 @@ def _exchange(mine: dict[str, str]) -> list[dict[str, str]]:
             group_key=_GROUP_KEY,
             instance_key=next(_instance_keys),
             ordering_token=[],
+            timeout_seconds=TIMEOUT_IN_SECONDS,
         ).numpy()
-    told = (json.loads(row.tobytes()) for row in gathered)
-    return [facts for _, facts in sorted(told, key=lambda each: each[0])]
+    of_workers = (json.loads(row.tobytes()) for row in gathered)
+    return [facts for _, facts in sorted(of_workers, key=lambda each: each[0])]
 
 
 def _shortened(facts: dict[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Calls of Python from inside of a graph, for rare events.
 
-This module needs TensorFlow only. Without an event it costs nothing, except for one comparison in
-each step in functions around one that XLA compiles.
+This module needs TensorFlow only. Without an event it costs nothing, except in functions around one
+that XLA compiles, which count their calls in the host's memory.
 """
 
 import functools
@@ -15,15 +15,20 @@ from keras_mp.support import messages, op_callbacks
 # The collection, in a graph that XLA compiles, of the callbacks that the graph around it looks
 # into, with their replicas.
 _LOOKED_INTO = "keras_mp_looked_into"
+_LONGEST_PERIOD = 50
+
+eagerly = tf.__internal__.eager_context.eager_mode
 
 
 class HostCallback:
     """Carries a few numbers from a graph to a Python function.
 
-    Eager code and ordinary graphs call the function at once. A graph that XLA compiles cannot call
-    Python, so it leaves the numbers in a variable, the buffer. The function around the compiled
-    one, if there is one (as in `Model.fit` of Keras 3), looks there the next time it runs, and so
-    does `collect`.
+    Eager code and ordinary graphs call the function at once, unless the event is one that can be
+    foreseen: then graphs leave the numbers in a variable, the buffer, and look there when the event
+    may have happened. A graph that XLA compiles cannot call Python, and leaves all numbers there.
+    The function around it, if there is one (as in `Model.fit` of Keras 3), looks before its calls
+    number 1, 2, 4, 8, 16, 32, and then before each 50th. `collect` looks as well. On a GPU each
+    look is a wait.
 
     Attributes:
         buffer: int64 variable. First 1 if numbers were left, else 0; then the numbers.
@@ -33,7 +38,10 @@ class HostCallback:
             are about, or None if XLA compiled the function.
         size: int. The number of numbers.
         beside: another callback, or None (the default). The function around a compiled one looks
-            into both at once, since it waits for each look on a GPU.
+            into both at once.
+        is_urgent: function that returns whether to look before each call. By default it is not.
+        foresee: function that takes the numbers of any `post`, and returns after how many more the
+            event may happen. By default nothing is foreseen.
     """
 
     def __init__(
@@ -42,32 +50,60 @@ class HostCallback:
         *,
         size: int,
         beside: "HostCallback | None" = None,
+        is_urgent: Callable[[], bool] | None = None,
+        foresee: Callable[[list[int]], int] | None = None,
     ) -> None:
-        self._read = read
+        self._read, self._is_urgent, self._foresee = read, is_urgent, foresee
+        # By replica: when the function around a compiled one looks, and when `post` does.
+        self._turns: dict[int | None, _Turns] = {}
+        self._turns_of_posts: dict[int | None, _Turns] = {}
         self.buffer = local_variable("buffer", [0] * (1 + size))
-        self._is_watched = False
+        self.is_watched = False
         self._together: list[HostCallback] = beside._together if beside is not None else []
         self._together.append(self)
 
-    def post(self, numbers: tf.Tensor, when: tf.Tensor) -> None:
+    def post(self, numbers: tf.Tensor, when: tf.Tensor, *, leaves: bool = False) -> None:
         """Sends numbers if the event has happened.
 
         Args:
             numbers: int64 tensor of shape [size].
             when: bool scalar tensor. Whether it has happened.
+            leaves: bool. Whether a graph leaves the numbers to `watch`, as one does that XLA
+                compiles. Defaults to False.
         """
-        if is_compiled_by_xla():
-            # A selection, since XLA would make one of a branch that calls no Python.
-            left = tf.concat([[1], numbers], 0)
-            self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
-        else:
-            tf.cond(when, lambda: self._tell(numbers, messages.users_line()), lambda: None)
-
-    def watch(self) -> None:
-        """Prepares for numbers that `post` leaves in the buffer. Called outside of the branch."""
-        if not is_compiled_by_xla():
+        is_compiled = is_compiled_by_xla() or leaves
+        if not is_compiled and (self._foresee is None or tf.executing_eagerly()):
+            tf.cond(
+                when, lambda: self._call_with_line(numbers, messages.users_line()), lambda: None
+            )
             return
-        self._is_watched = True
+        # A selection, since XLA would make one of a branch that calls no Python.
+        left = tf.concat([[1], numbers], 0)
+        self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
+        if not is_compiled:
+            self.is_watched = True
+            look = functools.partial(self._look, numbers, messages.users_line())
+            _turns_of(self._turns_of_posts).take(look)
+
+    def look_next_time(self) -> None:
+        """Lets the next `post` of a graph look, whatever was foreseen."""
+        with tf.init_scope():
+            for turns in self._turns_of_posts.values():
+                turns.left.assign(tf.ones([], tf.int64), read_value=False)
+
+    def watch(self, *, leaves: bool = False) -> None:
+        """Prepares for numbers that `post` leaves in the buffer. Called outside of the branch.
+
+        Args:
+            leaves: as of `post`.
+        """
+        if not (leaves or is_compiled_by_xla()):
+            return
+        for each in self._together:
+            each.is_watched = True
+        if leaves:
+            self._look_seldom()
+            return
         inner = tf.compat.v1.get_default_graph()
         graph = inner.outer_graph
         while isinstance(graph, tf.__internal__.FuncGraph):
@@ -79,16 +115,46 @@ class HostCallback:
                     looked_into = inner.get_collection_ref(_LOOKED_INTO)
                     if (self, replica) not in looked_into:
                         looked_into += [(each, replica) for each in self._together]
-                        _look_into(self._together)
+                        self._look_seldom()
                     return
             inner, graph = graph, graph.outer_graph
 
+    def _look_seldom(self) -> None:
+        if any(each._is_urgent is not None and each._is_urgent() for each in self._together):
+            _look_into(self._together)
+            return
+        _turns_of(self._turns).take(functools.partial(_deliver, self._together))
+
+    def variables(self, name: str) -> dict[str, tf.Variable]:
+        """Returns the variables, by names that begin with `name`."""
+        of_replicas = {
+            f"{name}_{which}_{kind}{replica or 0}": variable
+            for kind, of_kind in (("", self._turns), ("post_", self._turns_of_posts))
+            for replica, turns in of_kind.items()
+            for which, variable in vars(turns).items()
+        }
+        return {name: self.buffer, **of_replicas}
+
     def collect(self) -> None:
-        """Delivers the numbers in the buffer. Costs nothing if XLA has compiled no function."""
-        if self._is_watched and tf.executing_eagerly():
+        """Delivers the numbers in the buffer. Costs nothing if no function leaves any there."""
+        if self.is_watched and tf.executing_eagerly():
             _look_into([self])
 
-    def _tell(self, numbers: tf.Tensor, line: messages.Line) -> None:
+    def _look(self, numbers: tf.Tensor, line: messages.Line) -> tf.Tensor:
+        """Delivers what was left, and returns after how many more posts to look again."""
+        left = tf.convert_to_tensor(self.buffer)
+        self.buffer.assign(tf.zeros_like(left), read_value=False)
+
+        def look(left: tf.Tensor, numbers: tf.Tensor) -> int:
+            is_left, *event = left.numpy().tolist()
+            if is_left:
+                self._read(event, line)
+            assert self._foresee is not None
+            return self._foresee(numbers.numpy().tolist())
+
+        return tf.ensure_shape(tf.py_function(look, [left, numbers], tf.int64), [])
+
+    def _call_with_line(self, numbers: tf.Tensor, line: messages.Line) -> None:
         _call_python(lambda received: self._read(received, line), numbers)
 
     def _deliver(self, left: tf.Tensor) -> None:
@@ -103,21 +169,72 @@ class HostCallback:
         _call_python(read, left)
 
 
+class _Turns:
+    """Decides, in the host's memory, whether it is time to do something again.
+
+    Attributes:
+        left: int64 variable. The number of calls until then.
+        period: int64 variable. The number of calls from then to the next time.
+    """
+
+    def __init__(self) -> None:
+        # An `init_scope` does not hide variables from the function that is traced. A graph of its
+        # own does, and from the strategy, which would place them on the replica's device.
+        with tf.Graph().as_default(), eagerly(), tf.device("CPU:0"):
+            self.left, self.period = (
+                tf.Variable(tf.ones([], tf.int64), trainable=False, name=name)
+                for name in ("left", "period")
+            )
+
+    def take(self, act: Callable[[], tf.Tensor | None]) -> None:
+        """Calls a function if it is time.
+
+        Args:
+            act: function that returns the number of calls from then to the next time, an int64
+                scalar tensor; or None for twice as many as the last time, up to `_LONGEST_PERIOD`.
+        """
+
+        def take() -> None:
+            left = act()
+            with tf.device("CPU:0"):
+                if left is None:
+                    left = tf.convert_to_tensor(self.period)
+                    longer = tf.minimum(2 * left, _LONGEST_PERIOD)
+                    self.period.assign(longer, read_value=False)
+                self.left.assign(left, read_value=False)
+
+        with tf.device("CPU:0"):
+            is_time = self.left.assign_sub(1) <= 0
+
+        tf.cond(is_time, take, lambda: None)
+
+
+def _turns_of(replicas: dict[int | None, _Turns]) -> _Turns:
+    """Returns the turns of the replica that is traced."""
+    replica = _replica_id()
+    if replica not in replicas:
+        replicas[replica] = _Turns()
+    return replicas[replica]
+
+
 def _look_into(callbacks: Sequence[HostCallback]) -> None:
-    lefts = [tf.convert_to_tensor(each.buffer) for each in callbacks]
+    are_left = [tf.not_equal(tf.convert_to_tensor(each.buffer)[0], 0) for each in callbacks]
+    is_any_left = functools.reduce(tf.logical_or, are_left)
+    tf.cond(is_any_left, lambda: _deliver(callbacks), lambda: None)
 
-    def deliver() -> None:
-        for each, left in zip(callbacks, lefts, strict=True):
-            each._deliver(left)
 
-    is_any_left = functools.reduce(tf.logical_or, [tf.not_equal(left[0], 0) for left in lefts])
-    tf.cond(is_any_left, deliver, lambda: None)
+def _deliver(callbacks: Sequence[HostCallback]) -> None:
+    for each in callbacks:
+        each._deliver(tf.convert_to_tensor(each.buffer))
 
 
 def _replica_id() -> int | None:
     """Returns the number of the replica that is traced; None without replicas."""
     context = tf.distribute.get_replica_context()
-    return context and tf.get_static_value(context.replica_id_in_sync_group)
+    if context is None:
+        return None
+    number = tf.get_static_value(tf.convert_to_tensor(context.replica_id_in_sync_group))
+    return None if number is None else int(number)
 
 
 def _call_python(function: Callable[[list[int]], None], numbers: tf.Tensor) -> None:
@@ -162,7 +279,10 @@ def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shared_operation(
-    function: Callable[..., Any], signature: Sequence[tf.TensorSpec] | None = None
+    function: Callable[..., Any],
+    signature: Sequence[tf.TensorSpec] | None = None,
+    *,
+    jit_compile: bool = False,
 ) -> Callable[..., Any]:
     """Decorates a function as `as_one_operation` does, for all callers: it is traced once.
 
@@ -173,11 +293,12 @@ def shared_operation(
             XLA compiles it.
         signature: sequence of TensorSpec, one for each argument, which is traced in place of the
             arguments' own shapes and dtypes. Defaults to none.
+        jit_compile: bool. Whether XLA compiles the operation. Defaults to False.
 
     Returns:
         The decorated function.
     """
-    operations = [_one_operation(function, signature) for _ in range(2)]
+    operations = [_one_operation(function, signature, jit_compile) for _ in range(2)]
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -191,12 +312,15 @@ def shared_operation(
 
 
 def _one_operation(
-    function: Callable[..., Any], signature: Sequence[tf.TensorSpec] | None = None
+    function: Callable[..., Any],
+    signature: Sequence[tf.TensorSpec] | None = None,
+    jit_compile: bool = False,
 ) -> Callable[..., Any]:
     return tf.function(
         function,
         input_signature=signature,
         autograph=False,
+        jit_compile=jit_compile or None,
         experimental_attributes={"_noinline": True},
     )
 

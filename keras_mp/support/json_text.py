@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 
-def to_json(described: dict[str, Any], path: str | os.PathLike | None = None) -> str:
+def to_json(described: Any, path: str | os.PathLike | None = None) -> str:
     """Returns the JSON of a result, and writes it to a file.
 
     Args:

@@ -3,14 +3,16 @@
 import contextlib
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras")
 _AUTOGRAPH = "__autograph_generated_file"
 
-# The registry in which Python's default filter notes the warnings that it has shown.
-_registry: dict[Any, Any] = {}
+# For each file, the registry in which Python's filters note the warnings that they have shown.
+_registries: dict[str, dict[Any, Any]] = {}
 
 
 class MixedPrecisionWarning(UserWarning):
@@ -50,8 +52,33 @@ def warn(message: str, line: Line | None = None) -> None:
         message: str. The problem and the cure.
         line: Line. The line to point at; by default the one that is being executed.
     """
+    if _thread.is_unheard:
+        return
     file, number = line or users_line()
-    warnings.warn_explicit(message, MixedPrecisionWarning, file, number, registry=_registry)
+    registry = _registries.setdefault(file, {})
+    warnings.warn_explicit(message, MixedPrecisionWarning, file, number, registry=registry)
+
+
+class _Thread(threading.local):
+    """Whether warnings of this thread are left out."""
+
+    is_unheard = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Leaves out the warnings of this thread inside of the block.
+
+    A filter of Python's, which `warnings.catch_warnings` sets, is one for all threads.
+    """
+    before, _thread.is_unheard = _thread.is_unheard, True
+    try:
+        yield
+    finally:
+        _thread.is_unheard = before
 
 
 def is_library(filename: str) -> bool:

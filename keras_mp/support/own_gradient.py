@@ -5,6 +5,7 @@ process ends. The functions that are registered here know the graph as long as i
 tensors by name. This module needs TensorFlow only.
 """
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,11 +13,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.support import reach
 from keras_mp.support.autograph import do_not_convert
 
-# The outputs, and other tensors that are kept for the gradient.
+# The outputs, and residuals: tensors that are kept for the gradient.
 Computed = tuple[list[tf.Tensor], list[tf.Tensor]]
-# A function of the gradients of the outputs, the inputs, the outputs, and the kept tensors.
+# A function of the gradients of the outputs, the inputs, the outputs, and the residuals.
 Gradient = Callable[..., list[tf.Tensor | None]]
 
 
@@ -34,7 +36,7 @@ def compute(
             that the gradient needs.
         gradient: function at the top level of a module, which uses no other tensors than its
             arguments. These are a list of the gradients of the outputs, and the lists of the
-            inputs, the outputs and the kept tensors. It returns the gradients of the inputs.
+            inputs, the outputs and the residuals. It returns the gradients of the inputs.
         inputs: sequence of tensors.
 
     Returns:
@@ -44,16 +46,16 @@ def compute(
 
         @tf.custom_gradient
         def in_eager(*inputs: tf.Tensor) -> Any:
-            outputs, kept = function(*inputs)
-            return outputs, lambda *upstream: gradient(upstream, inputs, outputs, kept)
+            outputs, residuals = function(*inputs)
+            return outputs, lambda *upstream: gradient(upstream, inputs, outputs, residuals)
 
         return in_eager(*inputs)
-    outputs, kept = function(*inputs)
+    outputs, residuals = function(*inputs)
     start, end = len(inputs), len(inputs) + len(outputs)
     graph = weakref.ref(tf.compat.v1.get_default_graph())
     registered, names = f"KerasMp{name}_{next(_numbers)}", []
     _register(registered, gradient, graph, names, start, end)
-    op = identity(registered, [*inputs, *outputs, *kept])
+    op = identity(registered, [*inputs, *outputs, *residuals])
     # Eager tensors have become tensors of the graph.
     names += [each.name for each in op.inputs]
     return list(op.outputs[start:end])
@@ -89,15 +91,20 @@ def _register(
     start: int,
     end: int,
 ) -> None:
+    dtype, is_decided = reach.current(), reach.is_decided()
+
     @tf.RegisterGradient(registered)
     @do_not_convert
     def of_operation(op: tf.Operation, *upstream: Any) -> list[Any]:
         # A SavedModel asks for the function without an operation.
         own = graph() if op is None else None
         tensors = list(op.inputs) if own is None else [own.get_tensor_by_name(n) for n in names]
-        inputs, outputs, kept = tensors[:start], tensors[start:end], tensors[end:]
-        given = [
+        inputs, outputs, residuals = tensors[:start], tensors[start:end], tensors[end:]
+        output_gradients = [
             tf.zeros_like(output) if each is None else each
             for each, output in zip(upstream[start:end], outputs, strict=True)
         ]
-        return [*gradient(given, inputs, outputs, kept), *[None] * (len(tensors) - start)]
+        scope = reach.decided() if is_decided else contextlib.nullcontext()
+        with reach.entered(dtype), scope:
+            gradients = gradient(output_gradients, inputs, outputs, residuals)
+        return [*gradients, *[None] * (len(tensors) - start)]

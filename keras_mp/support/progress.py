@@ -47,8 +47,8 @@ class Progress:
     def text(self) -> str:
         """Returns the line as of now."""
         seconds = time.monotonic() - self._started
-        of = "" if self._parts is None else f" of {self._parts}"
-        return f"{self._tool}: {self._part} ({self._number}{of}), {seconds:.0f} s"
+        total = "" if self._parts is None else f" of {self._parts}"
+        return f"{self._tool}: {self._part} ({self._number}{total}), {seconds:.0f} s"
 
     def __enter__(self) -> "Progress":
         if sys.stderr is not None and sys.stderr.isatty():

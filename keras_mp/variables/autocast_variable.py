@@ -77,12 +77,12 @@ def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
     ...     tf.while_loop(lambda i, x: i < 9, lambda i, x: (i + 1, x * v), (0, v.value()))[1].dtype
     tf.float16
     """
-    made = {
+    held = {
         id(variable._variable): tf.cast(variable._variable, variable.dtype)
         for variable in variables
         if isinstance(variable, AutoCastVariable) and variable.dtype != variable.true_dtype
     }
-    with casts.hold(made):
+    with casts.hold(held):
         yield
 
 

@@ -42,7 +42,9 @@ class _SharedCast(NamedTuple):
 
 # By graph, then by handle, dtype and device. Names of tensors, as a tensor would keep its graph.
 _Key = tuple[str, str, str]
-_made: weakref.WeakKeyDictionary[tf.Graph, dict[_Key, _SharedCast]] = weakref.WeakKeyDictionary()
+_shared_casts: weakref.WeakKeyDictionary[tf.Graph, dict[_Key, _SharedCast]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Held(NamedTuple):
@@ -97,16 +99,16 @@ def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     handle = _handle_that_was_read(value) if isinstance(graph, tf.__internal__.FuncGraph) else None
     if handle is None:
         return tf.cast(value, dtype)
-    made = _made.setdefault(graph, {})
+    shared = _shared_casts.setdefault(graph, {})
     # One handle may stand for a variable on each of several devices.
     key = handle.name, dtype.name, value.device
     writers = _writers(handle)
     if writers is None:
         return tf.cast(value, dtype)
-    if key in made and made[key].writers == writers:
-        return read_as(value, graph.get_tensor_by_name(made[key].name))
+    if key in shared and shared[key].writers == writers:
+        return read_as(value, graph.get_tensor_by_name(shared[key].name))
     result = tf.cast(value, dtype)
-    made[key] = _SharedCast(result.name, writers)
+    shared[key] = _SharedCast(result.name, writers)
     return result
 
 
@@ -154,14 +156,14 @@ def refuse_if_held(variable: object) -> None:
         )
 
 
-def hold(made: Mapping[int, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
+def hold(casts: Mapping[int, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which reads of variables take casts that were made before.
 
     Args:
-        made: the casts, by the id of the variable.
+        casts: the casts, by the id of the variable.
     """
     graph = host.current_graph()
-    held = {key: _Held(cast, graph) for key, cast in made.items()}
+    held = {key: _Held(cast, graph) for key, cast in casts.items()}
     return replaced(_thread, "held", {**_thread.held, **held})
 
 
@@ -228,4 +230,4 @@ def only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:
         read_only = set(op.get_attr(_READ_ONLY_INPUTS))
     except ValueError:
         return False
-    return all(i in read_only for i, given in enumerate(op.inputs) if given is handle)
+    return all(i in read_only for i, value in enumerate(op.inputs) if value is handle)

@@ -3,14 +3,17 @@
 This module needs TensorFlow only.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp import kernels
+from keras_mp.support import reach
+from keras_mp.support.dtypes import LOW_PRECISION
 
 
 class _Scope(NamedTuple):
@@ -46,9 +49,10 @@ def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]
     before it runs `call`; code without Keras enters it by hand. It reaches the weights of Keras
     layers too.
 
-    `tf.function` does not know it: a function that was traced inside of the scope and reads a
-    variable that it was not given as an argument goes on casting when it is called outside. Passed
-    as an argument, the variable makes the function trace again for another dtype.
+    A `tf.function` has a trace for a scope of 16 bits beside that for outside. It does not know
+    scopes of other dtypes: a function that was traced inside of one and reads a variable that it
+    was not given as an argument goes on casting when it is called outside. Passed as an argument,
+    the variable makes the function trace again for another dtype.
 
     Args:
         dtype: DType, string, or anything else that `tf.as_dtype` takes, floating; or None, which
@@ -78,9 +82,16 @@ def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]
                 "Variables can be cast to a floating-point dtype only. Expected a floating-point "
                 f"dtype or None. Received: dtype={dtype.name!r}"
             )
-        if dtype.size == 2:
-            kernels.install()
+        if dtype in LOW_PRECISION:
+            return _in_reach(dtype)
     return _scope.enter(dtype)
+
+
+@contextlib.contextmanager
+def _in_reach(dtype: tf.DType) -> Iterator[None]:
+    kernels.install()
+    with reach.entered(dtype), _scope.enter(dtype):
+        yield
 
 
 def autocast_dtype() -> tf.DType | None:

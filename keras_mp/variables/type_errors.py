@@ -7,10 +7,12 @@ import linecache
 import re
 import traceback
 from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.support import messages
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # The errors of TensorFlow where two dtypes meet: in eager, in a graph, on conversion.
 ERRORS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
@@ -27,6 +29,7 @@ _ABOUT_DTYPES = re.compile(
     r"`x` and `y` must have the same dtype|"  # division
     r"Tensor conversion requested dtype \S+ for Tensor with dtype|"
     r"Incompatible type conversion requested to type|"  # of a variable
+    r"variable with wrong dtype\. Expected \S+ got \S+|"  # in a graph
     r"Cannot convert a variable that appears as|"  # of one that casts itself
     r"enters the loop with type .* but has type|"  # loops
     r"TensorArray dtype is \S+ but Op is trying to write dtype|"
@@ -36,6 +39,8 @@ _ABOUT_DTYPES = re.compile(
     r"Can not cast TensorSpec\(|"  # input_signature of a function
     r"has dtype \S+ (?:in the main branch|before the loop), but"  # AutoGraph's
 )
+# As AutoGraph writes a line of the program.
+_LINE = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 # Functions that make a float32 tensor if no dtype is passed.
 _MAKERS = re.compile(
     r"\btf\.((?:random\.(?:stateless_)?\w+|constant|ones|zeros|fill|eye|linspace|range|one_hot|"
@@ -43,11 +48,13 @@ _MAKERS = re.compile(
 )
 
 
-# An outer layer knows by it that an inner one has explained the error.
 _EXPLANATION = (
     "A layer's inputs and the weights of `add_weight` are cast to its compute dtype, other tensors "
     "are not."
 )
+# An outer layer knows by it that an inner one has explained the error. It is in the message, since
+# AutoGraph and Keras raise errors of their own, which have the message but no `__notes__`.
+_SAID = "TensorFlow said: "
 
 
 def dtypes_in(error: Exception) -> list[str]:
@@ -83,16 +90,54 @@ def explain(
         An exception to be raised from `error`, or None if it is about something else.
     """
     dtypes = dtypes_in(error)
-    if not dtypes or _EXPLANATION in str(error):
+    if not dtypes or _SAID in str(error):
         return None
-    line = _users_last_line(error)
-    source = linecache.getline(*line).strip() if line else ""
-    where = f"in line {line.number} of {line.file} (`{source}`)" if line else "in it"
+    where, source = _where(error)
     return TypeError(
         f"{layer} computes in {compute_dtype}, and its `call` met {dtypes[0]} and {dtypes[1]} "
-        f"{where}. {_EXPLANATION} {_cure(source, list(bare_variables))} TensorFlow said: "
-        f"{getattr(error, 'message', error)}"
+        f"{where}. {_EXPLANATION} {_cure(source, list(bare_variables))} {_said(error)}"
     )
+
+
+def explain_refusal(error: Exception, who: str, in_float32: str) -> Exception | None:
+    """Returns an error of TensorFlow with the place, the dtypes and the cures before its message.
+
+    Args:
+        error: the error that a layer or a step of Keras raised.
+        who: str. The layer or step, as the first words of a sentence.
+        in_float32: str. What makes it float32, as the last words of a sentence.
+
+    Returns:
+        An exception of the same type, or None if it is not about 16 bits beside another dtype.
+    """
+    dtypes = dtypes_in(error)
+    if {*dtypes}.isdisjoint(LOW_PRECISION_NAMES) or _SAID in str(error):
+        return None
+    where, _ = _where(error)
+    cures = "Cast one of them there."
+    if "float32" in dtypes:  # which would not be refused in a program in float32
+        cures = f"Either cast one of them there, as in `tf.cast(x, tf.float32)`, or {in_float32}."
+    message = (
+        f"{who} met two dtypes that TensorFlow refuses together ({dtypes[0]} and {dtypes[1]}) "
+        f"{where}. {cures} {_said(error)}"
+    )
+    if isinstance(error, tf.errors.OpError):
+        of_tensorflow: Any = error
+        return tf.errors.InvalidArgumentError(of_tensorflow.node_def, of_tensorflow.op, message)
+    return ValueError(message) if isinstance(error, ValueError) else TypeError(message)
+
+
+def _said(error: Exception) -> str:
+    return f"{_SAID}{getattr(error, 'message', error)}"
+
+
+def _where(error: Exception) -> tuple[str, str]:
+    """Returns where the user's program ran into an error, in words, and its source."""
+    line = _users_last_line(error)
+    if line is None:
+        return "in it", ""
+    source = linecache.getline(*line).strip()
+    return f"in line {line.number} of {line.file} (`{source}`)", source
 
 
 def _users_last_line(error: Exception) -> messages.Line | None:
@@ -101,6 +146,9 @@ def _users_last_line(error: Exception) -> messages.Line | None:
     stack = list(converted.translated_stack)[::-1] if converted else []
     frames = [*traceback.extract_tb(error.__traceback__), *stack]
     lines = [messages.Line(frame.filename, frame.lineno or 0) for frame in frames]
+    # Keras 2 makes an error of its own of it, which has these lines in its message.
+    said = _LINE.findall(str(getattr(error, "message", error)))
+    lines += [messages.Line(file, int(number)) for file, number in said]
     return next((line for line in lines[::-1] if not messages.is_library(line.file)), None)
 
 

@@ -50,18 +50,20 @@ class AsWrapped:
     Args:
         name: str. The attribute.
         documentation: str. Defaults to that of `tf.Variable`.
-        of: str. The attribute of the wrapper in which the variable is.
+        holder: str. The attribute of the wrapper in which the variable is.
     """
 
-    def __init__(self, name: str, documentation: str | None = None, of: str = "_variable") -> None:
-        self._name, self._of = name, of
+    def __init__(
+        self, name: str, documentation: str | None = None, holder: str = "_variable"
+    ) -> None:
+        self._name, self._holder = name, holder
         self.__doc__ = documentation or inspect.getdoc(getattr(tf.Variable, name, None))
 
     def __get__(self, instance: VariableWrapper | None, owner: type) -> Any:
-        return self if instance is None else getattr(getattr(instance, self._of), self._name)
+        return self if instance is None else getattr(getattr(instance, self._holder), self._name)
 
     def __set__(self, instance: VariableWrapper, value: object) -> None:
-        setattr(getattr(instance, self._of), self._name, value)
+        setattr(getattr(instance, self._holder), self._name, value)
 
 
 for _name in (

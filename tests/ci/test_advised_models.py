@@ -8,8 +8,10 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import advise, what_if
+from keras_mp.numerics.advise import advise
+from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.report_rows import OUTPUT, TOLERANCE
+from keras_mp.numerics.what_if import what_if
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from tests.ci.advised_models import HEALTHY, SUFFERING
 
@@ -24,6 +26,10 @@ BFLOAT16 = re.compile(
     r"^bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of [\d,]+ "
     r"values none becomes zero or infinite, in the batch\. \(It keeps 8 bits of each value, "
     r"float16 11\.\)$"
+)
+WEIGHTS = re.compile(
+    r"^The weights of `(.+?)` reach (\S+)\. If training has made them so large, it has diverged: "
+    r"lower the learning rate, and restart from earlier weights\.$"
 )
 
 
@@ -52,7 +58,12 @@ def do(case, model, advice, dtype):
         )
     for sentence in advice.sentences:
         layer, scale = IN_FLOAT32.match(sentence), SCALE.search(sentence)
-        assert layer or scale or BFLOAT16.match(sentence), f"unknown: {sentence}"
+        weights = WEIGHTS.match(sentence)
+        assert layer or scale or weights or BFLOAT16.match(sentence), f"unknown: {sentence}"
+        if weights:
+            assert weights[1] in advice.policies
+            kernel, *_ = model.get_layer(weights[1]).get_weights()
+            assert np.abs(kernel).max() == float(weights[2])
         if layer:
             assert advice.policies[layer[1]] == "float32"
             is_of_gradient = re.search("the gradient of|% of `[^`]+` is ", sentence)
@@ -141,13 +152,14 @@ def test_a_healthy_model_is_told_nothing_and_trains(name):
 
 FIX = re.compile(
     r"^Fix the loss scale at 2\^(\d+): between 2\^(-?\d+) and 2\^(\d+) no gradient loses more than "
-    r"0\.1 %, in 1 of 1 steps\. That is of what was finite: .* a dynamic one finds it\.$"
+    r"0\.1 %, in 1 of 1 steps\. That only covers finite gradients\. .* a dynamic loss scale finds "
+    r"it\.$"
 )
 
 
 def report_of(case, model, optimizer, steps=2, **kinds):
     """Some steps of one batch, counted."""
-    histograms = keras_mp.numerics.ExponentHistograms(model, every=1, optimizer=optimizer, **kinds)
+    histograms = ExponentHistograms(model, every=1, optimizer=optimizer, **kinds)
     x, y = case.batch()
     for _ in range(steps):
         with histograms.step():
@@ -167,8 +179,8 @@ def test_a_report_of_infinite_gradients_has_the_loss_scale_move_which_finds_one(
     unknown = advise(report_of(case, case.model(), sgd(1e-9, INITIAL_LOSS_SCALE), steps=1))
     assert unknown.loss_scale is None
     assert re.match(
-        r"Let the loss scale be dynamic, which finds one: at 2\^15 all of `first/kernel` \(and of "
-        r"3 more\) is infinite or NaN, in 1 of 1 steps, and nothing tells how large it is\.",
+        r"Use a dynamic loss scale, which finds one: at 2\^15 all of `first/kernel` \(and of "
+        r"3 more\) is infinite or NaN, in 1 of 1 steps, so its size is unknown\.",
         str(unknown),
     )
     model, moving = case.model(), sgd(1e-9)
@@ -193,11 +205,13 @@ def test_a_report_of_gradients_of_which_some_are_infinite_names_a_scale_that_is_
     assert str(advise(report_of(case, model, sgd(1e-9, best)))) == "Nothing is lost."
 
 
-def test_a_report_that_does_not_know_has_what_if_asked_which_does():
+def test_a_report_that_does_not_know_has_check_asked_which_does():
     case = SUFFERING["gradients that are too small for the loss scale"]
     model = case.model()
     advice = advise(report_of(case, model, sgd(1.0, 1.0)))
-    assert str(advice).endswith("Whether it is in float32 too is unknown: ask `what_if`.")
+    assert str(advice).endswith(
+        "Whether it is zero in float32, too, is unknown: `keras_mp.numerics.check` tells."
+    )
     path = re.search("of `(.+?)`", str(advice))[1]
     assert run(case, model, "float16", [1.0])["float16", 1.0]["gradient", path].zero > 0
 

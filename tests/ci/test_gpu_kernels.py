@@ -1,4 +1,4 @@
-"""On a GPU, a step runs on the GPU, and a good one waits for it no more often than Keras's own."""
+"""On a GPU, a step runs on the GPU. A good one waits no more often than Keras's own."""
 
 import functools
 
@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 from benchmarks import gpu_kernels, gpu_steps
-from tests.common import mirrored
 
 # Regions and bfloat16 add casts: compiled or on replicas, they show nothing that others do not.
 COMPARED = [
@@ -20,12 +19,7 @@ COMPARED = [
 ]
 
 # How often more than Keras's own the host waits in a step that is skipped.
-MORE_IF_SKIPPED = {
-    "LossScaleOptimizer, warn_after_skips=None": 0,
-    "GradScaler": 3,
-    "LossScaleGradientTape": 3,
-    "a model, ExponentHistograms": 2,
-}
+MORE_IF_SKIPPED = {"LossScaleGradientTape": 3, "a model, ExponentHistograms": 1}
 
 
 @functools.cache
@@ -38,11 +32,14 @@ def test_a_step_stays_on_the_gpu(name):
     good, skipped = steps(name)
     keras, keras_skipped = steps(gpu_steps.STEPS[name].compared_with)
     assert not good.without_gpu_kernel + skipped.without_gpu_kernel
-    assert not good.to_gpu | skipped.to_gpu
+    # Metrics of Keras 2 are computed on the first device, which stands for the host of replicas.
+    assert len(good.to_gpu | skipped.to_gpu) <= len(keras.to_gpu | keras_skipped.to_gpu)
     assert len(good.to_host) <= len(keras.to_host)
-    # One more where it asks whether it is time to warn.
-    more = next((more for start, more in MORE_IF_SKIPPED.items() if name.startswith(start)), 1)
+    more = next((more for start, more in MORE_IF_SKIPPED.items() if name.startswith(start)), 0)
     assert len(skipped.to_host) <= len(keras_skipped.to_host) + more
+    # The tape computes gradients in a loop, which the host runs.
+    if (name.endswith(gpu_steps.XLA) and "Tape" not in name) or "jit_compile" in name:
+        assert not good.to_host | skipped.to_host
 
 
 def test_operations_without_a_gpu_kernel_are_named():
@@ -107,7 +104,8 @@ def test_xla_waits_for_conditions_only_and_says_what_it_cannot_compile():
 
 
 def test_replicas_have_a_gpu_each():
-    strategy = mirrored(2)
+    # The first one stands for the host.
+    strategy = tf.distribute.MirroredStrategy(["CPU:1", "CPU:2"])
     with strategy.scope():
         v = tf.Variable(1.0)
 

@@ -10,6 +10,7 @@ from keras_mp.hardware import __main__ as program
 from keras_mp.hardware_check import page, promises, replicas, speeds, steps
 from keras_mp.hardware_check.promises import Promise, judge
 from keras_mp.support import text_tables
+from tests.common import once
 
 MACHINE = {
     "gpus": [{"name": "NVIDIA A100-SXM4-80GB", "compute_capability": [8, 0]}],
@@ -24,6 +25,7 @@ def broken(found):
     return {each["name"]: each["figure"] for each in found["promises"] if not each["kept"]}
 
 
+@once
 def test_all_that_is_promised_is_kept_here(tmp_path, capsys):
     output = tmp_path / "check.json"
     assert program.main(["--check", "--quick", "--output", str(output)]) == 0
@@ -36,8 +38,8 @@ def test_all_that_is_promised_is_kept_here(tmp_path, capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     assert str(output) in last
     assert max(map(len, lines)) <= text_tables.WIDTH
-    kept = sum(line.startswith("kept  ") for line in lines)
-    assert f"{kept} of {kept} promises are kept." in lines
+    intact = sum(line.startswith("kept  ") for line in lines)
+    assert f"{intact} of {intact} promises are kept." in lines
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,7 @@ def test_what_raises_is_broken_and_the_rest_goes_on(
     assert [line[8:16] for line in lines if line.startswith("BROKEN")] == ["is wrong", "raises  "]
 
 
+@once
 def test_replicas_that_cannot_be_made_are_reported(monkeypatch):
     monkeypatch.setattr(replicas, "__name__", "keras_mp.no_such_module")
     [promise] = replicas.judged_in_own_process()

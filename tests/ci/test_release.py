@@ -154,7 +154,11 @@ def test_hosted_ci_does_what_ci_does():
     if not workflow.exists():
         pytest.skip("It is not in the sdist.")
     commands = re.findall(r"- run: (.+)", workflow.read_text())
-    assert {".ci/run", ".ci/release"} < set(commands)
+    assert {".ci/run ${{ matrix.part }}", ".ci/release"} < set(commands)
+    run = (ROOT / ".ci" / "run").read_text()
+    described = re.findall(r"^#   (\w+)  ", run, re.M)
+    assert described == re.search(r'^known="(.+)"', run, re.M)[1].split()
+    assert set(re.findall(r"part: (\w+)", workflow.read_text())) == set(described)
     for command in (".ci/run", ".ci/release"):
         assert os.access(ROOT / command, os.X_OK)
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()

@@ -34,4 +34,4 @@ scaled: tf.Tensor = scaler.scale(tf.constant(1.0))
 with keras_mp.autocast("bfloat16"):
     pass
 variable = keras_mp.autocast_variable(tf.Variable(tf.constant(1.0)))
-keras_mp.numerics.ExponentMonitor(every=10)
+keras_mp.numerics.watch(every=10)

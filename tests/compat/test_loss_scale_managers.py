@@ -128,7 +128,7 @@ def test_a_fixed_manager():
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: v1.FixedLossScaleManager(0.5), "at least 1"),
+        (lambda: v1.FixedLossScaleManager(0), "at least 1.17"),
         (lambda: v1.FixedLossScaleManager("8"), "must be an int or a float"),
         (lambda: v1.ExponentialUpdateLossScaleManager(float("nan"), 1), "must be finite"),
         (lambda: v1.ExponentialUpdateLossScaleManager(8, 0), "incr_every_n_steps=0"),

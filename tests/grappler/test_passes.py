@@ -47,14 +47,14 @@ def test_a_pass_that_somebody_else_turned_on():
 
 
 def test_a_config_for_sessions_has_the_pass_and_all_else():
-    given = tf.compat.v1.ConfigProto(allow_soft_placement=True)
-    given.graph_options.rewrite_options.remapping = 2
-    config = passes.config_for_sessions(given, "bfloat16")
+    arguments = tf.compat.v1.ConfigProto(allow_soft_placement=True)
+    arguments.graph_options.rewrite_options.remapping = 2
+    config = passes.config_for_sessions(arguments, "bfloat16")
     rewriter = config.graph_options.rewrite_options
     assert rewriter.auto_mixed_precision_onednn_bfloat16 == rewriter.ON
     assert rewriter.remapping == rewriter.OFF
     assert config.allow_soft_placement
-    before = given.graph_options.rewrite_options
+    before = arguments.graph_options.rewrite_options
     assert before.auto_mixed_precision_onednn_bfloat16 == before.DEFAULT
 
 
@@ -72,7 +72,7 @@ def test_a_config_of_nothing_has_the_options_of_tf_config():
 
 def test_a_config_without_the_passes():
     passes.turn_on("bfloat16")
-    for given in (None, passes.config_for_sessions(None, "float16")):
-        rewriter = passes.config_for_sessions(given, None).graph_options.rewrite_options
+    for arguments in (None, passes.config_for_sessions(None, "float16")):
+        rewriter = passes.config_for_sessions(arguments, None).graph_options.rewrite_options
         assert rewriter.auto_mixed_precision_onednn_bfloat16 == rewriter.OFF
         assert rewriter.auto_mixed_precision == rewriter.OFF

@@ -28,8 +28,8 @@ def report(function, *args):
     return reports.report(reports.of_function(concrete), "f", "bfloat16", compiled)
 
 
-def whys(of):
-    return {each.op: each.why for each in of.operations if each.why}
+def whys(result):
+    return {each.op: each.why for each in result.operations if each.why}
 
 
 WEIGHT = tf.Variable(tf.eye(8))
@@ -48,7 +48,7 @@ def step(x):
 
 
 def test_it_is_the_graph_that_runs():
-    said = Counter((each.op, each.dtype) for each in report(step, X).operations)
+    found = Counter((each.op, each.dtype) for each in report(step, X).operations)
     before = WEIGHT.numpy()
     with context.collect_graphs() as graphs:
         tf.function(step)(X)
@@ -59,10 +59,10 @@ def test_it_is_the_graph_that_runs():
         for node, dtypes in reports._computations(nodes)
         if not node.name.endswith(reports._SUFFIX)
     )
-    assert said["MatMul", "bfloat16"] == 8
+    assert found["MatMul", "bfloat16"] == 8
     # Grappler takes constants that two places share from either.
     kinds = {"MatMul", "Relu", "ReluGrad", "Tanh", "LogSoftmax", "Exp", "AssignSubVariableOp"}
-    assert {key: n for key, n in said.items() if key[0] in kinds} == {
+    assert {key: n for key, n in found.items() if key[0] in kinds} == {
         key: n for key, n in ran.items() if key[0] in kinds
     }
 
@@ -82,12 +82,12 @@ def test_why_operations_stay_in_float32():
         no_kernel = tf.raw_ops.Inv(x=tf.linalg.matmul(x, x))
         return tf.matmul(no_kernel, x), after, lonely, special, tf.matmul(x, x)
 
-    said = whys(report(function, X))
-    assert said["Exp"] == "on the deny list"
-    assert said["Tanh"] == said["Mul"] == "after Exp"
-    assert said["Sqrt"] == "not among operations of the allow list"
-    assert said["BesselJ0"] == "on no list"
-    assert "MatMul" not in said
+    found = whys(report(function, X))
+    assert found["Exp"] == "on the deny list"
+    assert found["Tanh"] == found["Mul"] == "after Exp"
+    assert found["Sqrt"] == "not among operations of the allow list"
+    assert found["BesselJ0"] == "on no list"
+    assert "MatMul" not in found
 
 
 def test_what_has_no_kernel(monkeypatch):
@@ -100,10 +100,10 @@ def test_what_has_no_kernel(monkeypatch):
 def test_what_is_kept_for_its_sum():
     reports.op_lists.keep_out(["Tanh", "BiasAddGrad"])
     try:
-        said = whys(report(lambda x: tf.matmul(tf.tanh(tf.matmul(x, x)), x), X))
+        found = whys(report(lambda x: tf.matmul(tf.tanh(tf.matmul(x, x)), x), X))
     finally:
         reports.op_lists.keep_out([])
-    assert said["Tanh"] == "kept for its sum"
+    assert found["Tanh"] == "kept for its sum"
 
 
 def test_casts_and_what_was_in_16_bits_before():
@@ -111,10 +111,10 @@ def test_casts_and_what_was_in_16_bits_before():
         half = tf.matmul(tf.cast(x, tf.bfloat16), tf.cast(x, tf.bfloat16))
         return tf.exp(tf.matmul(x, 2.0 * x)), half
 
-    said = report(function, X)
-    assert said.before == 2  # the user's cast and product
-    assert said.by_dtype()["bfloat16"]["MatMul"] == 2
-    assert said.casts == {"bfloat16": 2, "float32": 1}
+    found = report(function, X)
+    assert found.before == 2  # the user's cast and product
+    assert found.by_dtype()["bfloat16"]["MatMul"] == 2
+    assert found.casts == {"bfloat16": 2, "float32": 1}
 
 
 def test_what_xla_compiles_is_not_rewritten():
@@ -124,16 +124,16 @@ def test_what_xla_compiles_is_not_rewritten():
     def outer(x):
         return inner(tf.matmul(x, x))
 
-    said = report(outer, X)
-    assert {(each.op, each.why) for each in said.operations if each.op == "MatMul"} == {
+    found = report(outer, X)
+    assert {(each.op, each.why) for each in found.operations if each.op == "MatMul"} == {
         ("MatMul", ""),
         ("MatMul", "XLA compiles it"),
     }
     concrete = inner.get_concrete_function(X)
     assert reports.is_compiled(concrete)
-    said = reports.report(reports.of_function(concrete), "inner", "bfloat16", compiled=True)
-    assert set(whys(said).values()) == {"XLA compiles it"}
-    assert said.casts == {"bfloat16": 0, "float32": 0}
+    found = reports.report(reports.of_function(concrete), "inner", "bfloat16", compiled=True)
+    assert set(whys(found).values()) == {"XLA compiles it"}
+    assert found.casts == {"bfloat16": 0, "float32": 0}
 
 
 def test_fetches_of_a_session():
@@ -142,14 +142,14 @@ def test_fetches_of_a_session():
         w = tf.compat.v1.get_variable("w", [8, 8])
         loss = tf.reduce_mean(tf.matmul(tf.nn.relu(tf.matmul(x, w)), w))
         train = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss)
-        said = reports.report(reports.of_fetches([train, loss]), "train", "bfloat16")
-    assert said.by_dtype()["bfloat16"]["MatMul"] == 5
-    assert "ResourceApplyGradientDescent" in whys(said)
+        found = reports.report(reports.of_fetches([train, loss]), "train", "bfloat16")
+    assert found.by_dtype()["bfloat16"]["MatMul"] == 5
+    assert "ResourceApplyGradientDescent" in whys(found)
 
 
 def test_the_table():
-    said = report(lambda x: tf.exp(tf.tanh(tf.matmul(x, x))) + tf.sqrt(x), X)
-    head, _, columns, *rows = str(said).splitlines()
+    found = report(lambda x: tf.exp(tf.tanh(tf.matmul(x, x))) + tf.sqrt(x), X)
+    head, _, columns, *rows = str(found).splitlines()
     assert head.startswith("Graph rewrite of f: 2 of 5 floating-point operations compute in bf")
     assert head.endswith("Casts put in: 1 to bfloat16, 1 to float32")
     assert columns.split() == ["operation", "bfloat16", "others", "why", "not"]
@@ -161,11 +161,11 @@ def test_the_table():
 def test_a_small_tensor_from_outside():
     """TensorFlow passes it as an argument, though the graph has a constant in its place."""
     ids = tf.constant([0, 1])
-    said = report(lambda x: tf.gather(tf.matmul(x, x), ids), X)
-    assert said.by_dtype()["bfloat16"]["MatMul"] == 1
+    found = report(lambda x: tf.gather(tf.matmul(x, x), ids), X)
+    assert found.by_dtype()["bfloat16"]["MatMul"] == 1
 
 
 def test_an_empty_graph():
-    said = report(lambda: tf.constant(1.0))
-    assert said.by_dtype() in ({}, {"float32": {"Identity": 1}})
-    assert str(said)
+    found = report(lambda: tf.constant(1.0))
+    assert found.by_dtype() in ({}, {"float32": {"Identity": 1}})
+    assert str(found)

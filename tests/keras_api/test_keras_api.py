@@ -1,6 +1,7 @@
 """Choosing a Keras, in processes of their own; and the private API that keras_mp leans on."""
 
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -13,54 +14,25 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import keras_api
 from keras_mp.keras_api import interface
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer
-
-OTHER = {"TF_USE_LEGACY_KERAS": "1" if IS_KERAS_3 else "0"}
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, once
 
 
-def python(code, **environment):
-    """Runs code in a new process; returns what it printed, on both streams."""
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+@pytest.fixture(scope="module")
+def raised():
+    """What programs raise in processes of their own: {name: list of messages}."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.keras_api.programs"],
+        cwd=pathlib.Path(__file__).parents[2],
+        env={
+            **os.environ,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "TF_USE_LEGACY_KERAS": "0" if IS_KERAS_3 else "1",
+        },
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        check=True,
         text=True,
-        check=False,
     )
-    return run.stdout
-
-
-HIDE_TF_KERAS = """
-import sys
-sys.modules["tf_keras"] = None
-import keras_mp
-"""
-
-# One process for what only looks different: it takes long to start. No other backend is installed
-# for the tests, and keras_mp sees no more of one than its name.
-NOT_SUPPORTED = """
-import sys
-from unittest import mock
-import keras
-import tensorflow as tf
-
-private = {"keras.src.backend.common.symbolic_scope": None}
-for patch in (
-    mock.patch.object(tf.keras.backend, "backend", lambda: "jax"),
-    mock.patch.object(tf, "__version__", "2.15.1"),
-    mock.patch.object(keras, "__version__", "3.4.1"),
-    # The version is looked at before anything is imported that it may not have.
-    mock.patch.object(keras, "__version__", "3.3.0"),
-):
-    with patch, mock.patch.dict(sys.modules, private if keras.__version__ == "3.3.0" else {}):
-        try:
-            import keras_mp
-        except ImportError as error:
-            print("ImportError", error)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "keras_mp"]:
-        del sys.modules[name]
-"""
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_bound_to_what_tf_keras_is():
@@ -90,22 +62,22 @@ def test_the_interface_names_all_that_is_used():
     for path in pathlib.Path(keras_mp.__file__).parent.rglob("*.py"):
         used |= set(re.findall(r"\bkeras_api\.([A-Za-z_]+)", path.read_text()))
     others = {"ROOT_PACKAGE", "OTHER_PACKAGE", "check_model", "switch_hint", "NAME"}
+    others |= {"AUTOGRAPH_MAY_CONVERT"}
     of_both = {"COMPILE_OWNER", "KerasLossScaleOptimizer", "get_optimizer", "serialize_optimizer"}
-    of_both |= {"flatten_layers", "layers_inside", "states"}
+    of_both |= {"APPLY_METHODS", "flatten_layers", "layers_inside", "states", "variables"}
     modules = {"interface", "keras"}  # keras2 and keras3
     assert set(interface.NAMES) <= used
     assert used - others - of_both - modules <= set(interface.NAMES)
 
 
-@pytest.mark.skipif(not IS_KERAS_3, reason="The answer does not depend on this process's Keras.")
+@once
 @pytest.mark.parametrize(
-    ("code", "environment", "messages"),
+    ("program", "messages"),
     [
-        ("import keras_mp", {"KERAS_BACKEND": "jax"}, ["set KERAS_BACKEND=tensorflow"]),
-        (HIDE_TF_KERAS, {"TF_USE_LEGACY_KERAS": "1"}, ["pip install tf_keras=="]),
+        ("backend_not_installed", ["set KERAS_BACKEND=tensorflow"]),
+        ("no_tf_keras", ["pip install tf_keras=="]),
         (
-            NOT_SUPPORTED,
-            {},
+            "not_supported",
             [
                 "Set KERAS_BACKEND=tensorflow",
                 "keras_mp needs TensorFlow 2.16 or later",
@@ -114,63 +86,25 @@ def test_the_interface_names_all_that_is_used():
             ],
         ),
     ],
-    ids=["backend not installed", "no tf_keras", "not supported"],
 )
-def test_what_cannot_work_says_what_to_set(code, environment, messages):
-    errors = python(code, **environment).split("ImportError")[-len(messages) :]
-    for error, message in zip(errors, messages, strict=True):
+def test_what_cannot_work_says_what_to_set(raised, program, messages):
+    for error, message in zip(raised[program], messages, strict=True):
         assert message in error
 
 
-WRONG_MODEL = """
-import sys
-import tensorflow as tf
-import keras_mp
-{early}
-keras_mp.set_global_policy("{policy}")
-finders = list(sys.meta_path)
-import {other}
-assert sys.meta_path == finders
-{again}
-for make_optimizer in ({optimizers}):
-    try:
-        model = {other}.Sequential([{other}.layers.Dense(1)])
-        model.compile(make_optimizer(), "mse")
-        print("COMPILED")
-    except (TypeError, ValueError) as error:
-        print("REFUSED", error)
-"""
+def test_a_model_of_the_other_keras(raised):
+    [*_, early] = raised["other_keras_before_a_policy"]
+    [late] = raised["other_keras_after_a_policy"]
+    for error in (early, late):
+        assert f"keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE}" in error
+        assert keras_api.switch_hint() in error
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_model_of_the_other_keras(early):
-    other = keras_api.OTHER_PACKAGE
-    # Nobody watches imports: it is seen when the next policy is set.
-    again = "" if early else "keras_mp.set_global_policy(keras_mp.global_policy())"
-    early = f"import {other}" if early else ""
-    policy, optimizers = "mixed_float16", "lambda: 'sgd',"
-    code = WRONG_MODEL.format(
-        other=other, policy=policy, optimizers=optimizers, early=early, again=again
-    )
-    output = python(code)
-    assert f"REFUSED keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE}" in output
-    assert keras_api.switch_hint() in output
-
-
-def test_what_is_not_mixed_may_be_of_the_other_keras():
-    other = keras_api.OTHER_PACKAGE
-    optimizers = f"""
-    lambda: "sgd",
-    lambda: keras_mp.LossScaleOptimizer("sgd"),
-    lambda: keras_mp.LossScaleOptimizer({other}.optimizers.SGD()),
-    """
-    code = WRONG_MODEL.format(
-        other=other, policy="float32", optimizers=optimizers, early=f"import {other}", again=""
-    )
-    accepted, wrapper, inner = re.split("(?:^|\n)(?=REFUSED|COMPILED)", python(code))[1:]
-    assert accepted.strip() == "COMPILED"
-    assert wrapper.startswith("REFUSED keras_mp works with `tf.keras`")
-    assert inner.startswith("REFUSED Expected an optimizer of `tf.keras`")
+def test_what_is_not_mixed_may_be_of_the_other_keras(raised):
+    accepted, wrapper, inner, _ = raised["other_keras_before_a_policy"]
+    assert accepted == "compiled"
+    assert wrapper.startswith("keras_mp works with `tf.keras`")
+    assert inner.startswith("Expected an optimizer of `tf.keras`")
     assert keras_api.switch_hint() in wrapper
     assert keras_api.switch_hint() in inner
 

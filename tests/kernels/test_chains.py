@@ -7,6 +7,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import kernels
 from keras_mp.kernels import chains, slow
+from tests.common import once
 
 # Looked up when they are called, as they are replaced meanwhile.
 ACTIVATIONS = {
@@ -49,6 +50,7 @@ def graph_of(function, spec):
     return tf.function(function).get_concrete_function(spec).graph
 
 
+@once
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_chains_are_nearer_to_the_truth(name, dtype, are_slow):
@@ -137,6 +139,7 @@ def test_layers_train_on_replicas(name):
         np.testing.assert_allclose(found, right, atol=0.02 * np.abs(right).max())
 
 
+@once
 def test_shapes_may_change():
     step = tf.function(lambda x: output_and_gradient(tf.nn.gelu, x))
     step.get_concrete_function(tf.TensorSpec([None, 512], "bfloat16"))
@@ -158,6 +161,7 @@ def test_second_derivatives():
     np.testing.assert_allclose(found, second(tf.cast(x, "float32")), atol=0.02)
 
 
+@once
 def test_saved_models_compute_and_train_the_same(tmp_path):
     model = tf.Module()
     model.call = tf.function(tf.nn.gelu, input_signature=[tf.TensorSpec([None, 512], "bfloat16")])
@@ -172,7 +176,7 @@ def test_saved_models_compute_and_train_the_same(tmp_path):
     assert b"_XlaMustCompile" not in (tmp_path / "saved_model.pb").read_bytes()
 
 
-def test_the_clock_times_what_tensorflow_has():
+def test_what_is_timed_is_what_tensorflow_has():
     own = slow.own_function("gelu")
     graph = graph_of(own, tf.TensorSpec([512], "bfloat16"))
     assert not marks(graph)

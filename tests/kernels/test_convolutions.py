@@ -7,6 +7,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import kernels
 from keras_mp.kernels import convolutions, replaced
+from tests.common import once
 
 K = tf.keras
 VALID, SAME = "VALID", "SAME"
@@ -71,6 +72,7 @@ def expect_equal(found, exact, rtol=0.01):
         np.testing.assert_allclose(tf.cast(one, tf.float32), other, rtol=rtol, atol=0.5)
 
 
+@once
 @pytest.mark.parametrize("name", PLACES)
 def test_as_in_float32(name, wrong):
     function, *arguments = case(name)
@@ -79,14 +81,16 @@ def test_as_in_float32(name, wrong):
     in_graph = tf.function(lambda *a: with_gradients(function, *a))
     for run in (lambda *a: with_gradients(function, *a), in_graph):
         expect_equal(run(*half), exact)
-    strides = [
-        op.get_attr("strides")[-2]
+    strides = {
+        op.inputs[0].dtype.name: op.get_attr("strides")[-2]
         for op in in_graph.get_concrete_function(*half).graph.get_operations()
         if op.type in ("Conv2D", "Conv3D")
-    ]
-    assert strides == [1]
+    }
+    # Where the CPU is slow in bfloat16, float32's own kernel computes it, with strides.
+    assert strides.keys() == {"float32"} or strides == {"bfloat16": 1}
 
 
+@once
 @pytest.mark.parametrize("name", ["whole image", "line", "cube"])
 def test_this_cpu_wrong_or_not(name):
     function, *arguments = case(name)
@@ -103,6 +107,7 @@ def operations(function, *arguments):
     return [(op.type, op.node_def.attr["strides"].list.i[:]) for op in graph.get_operations()]
 
 
+@once
 @pytest.mark.parametrize("name", MOVES)
 def test_what_moves_is_left_alone(name, wrong):
     function, *arguments = case(name)
@@ -112,6 +117,7 @@ def test_what_moves_is_left_alone(name, wrong):
     ]
 
 
+@once
 def test_float32_is_left_alone(wrong):
     function, *arguments = case("whole image")
     assert ("Conv2D", [1, 8, 8, 1]) in operations(function, *arguments)
@@ -119,6 +125,7 @@ def test_float32_is_left_alone(wrong):
         assert ("Conv2D", [1, 8, 1, 1]) in operations(function, *arguments)
 
 
+@once
 def test_sizes_that_are_not_known(wrong):
     function, x, filters = case("whole image")
     spec = tf.TensorSpec([None, None, None, 16], tf.bfloat16)
@@ -126,6 +133,7 @@ def test_sizes_that_are_not_known(wrong):
     assert traced(tf.cast(x, tf.bfloat16)).shape == [2, 1, 1, 4]
 
 
+@once
 def test_arguments_that_are_no_tensors(wrong):
     with keras_mp.autocast("bfloat16"):
         y = tf.nn.conv2d(np.ones([1, 2, 2, 1], "float32"), tf.ones([2, 2, 1, 1]), 2, VALID)
@@ -159,6 +167,7 @@ def test_a_dilated_layer_of_one_dimension(padding, dilation, wrong):
     )
 
 
+@once
 @pytest.mark.parametrize("op", convolutions.KERNELS)
 def test_the_question_has_a_right_answer(op):
     # Kernels of float32 are right.
@@ -169,6 +178,7 @@ def test_the_question_has_a_right_answer(op):
     assert not convolutions.is_wrong(op, "bfloat16", False)
 
 
+@once
 @pytest.mark.parametrize("name", ["whole image", "line", "cube"])
 def test_xla_is_right(name):
     function, *arguments = case(name)

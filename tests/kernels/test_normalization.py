@@ -14,15 +14,15 @@ K = tf.keras
 @pytest.fixture
 def calls(monkeypatch):
     """What the kernel was asked for, and whether it was taken."""
-    made = []
+    ops = []
     compute = slow.compute
 
     def counted(op, **arguments):
-        made.append(op)
+        ops.append(op)
         return compute(op, **arguments)
 
     monkeypatch.setattr(normalization.slow, "compute", counted)
-    yield made
+    yield ops
     slow.enable_float32_where_faster()
 
 

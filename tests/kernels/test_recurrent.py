@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.kernels import recurrent, slow
-from tests.common import IS_KERAS_3, distances, once, unscaled
+from tests.common import IS_KERAS_3, distances, once, pairs, unscaled
 
 K = tf.keras
 BATCH, TIME, FEATURES, UNITS = 6, 9, 5, 8
@@ -23,10 +23,10 @@ def seeded():
 @pytest.fixture
 def calls(monkeypatch):
     """How many times the loop was run in the place of Keras's."""
-    made = []
+    runs = []
     forward = recurrent._forward
-    monkeypatch.setattr(recurrent, "_forward", lambda *args: made.append(1) or forward(*args))
-    return made
+    monkeypatch.setattr(recurrent, "_forward", lambda *args: runs.append(1) or forward(*args))
+    return runs
 
 
 def set_speed(monkeypatch, are_slow):
@@ -71,20 +71,17 @@ def of_run(layer, x, state=None, jit_compile=None, **kwargs):
     return [np.array(tf.cast(each, tf.float64)) for each in (*results, *gradients)]
 
 
-@pytest.mark.parametrize("jit_compile", [None, False])
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"return_sequences": True, "return_state": True},
-        {"go_backwards": True, "return_sequences": True},
-        {},
-    ],
-    ids=["all", "backwards", "last"],
-)
-@pytest.mark.parametrize(
-    ("dtype", "are_slow"), [("bfloat16", False), ("bfloat16", True), ("float16", True)]
-)
-def test_as_keras_and_at_least_as_exact(dtype, are_slow, jit_compile, kwargs, calls, monkeypatch):
+KWARGS = {
+    "all": {"return_sequences": True, "return_state": True},
+    "backwards": {"go_backwards": True, "return_sequences": True},
+    "last": {},
+}
+SPEEDS = [("bfloat16", False), ("bfloat16", True), ("float16", True)]
+
+
+@pytest.mark.parametrize(("kind", "jit_compile", "returned"), pairs(SPEEDS, [None, False], KWARGS))
+def test_as_keras_and_at_least_as_exact(kind, jit_compile, returned, calls, monkeypatch):
+    (dtype, are_slow), kwargs = kind, KWARGS[returned]
     set_speed(monkeypatch, are_slow)
     policy = unscaled(dtype)
     exact, ours = layers("float64", **kwargs), layers(policy, **kwargs)
@@ -121,13 +118,13 @@ def test_states_that_are_given_have_gradients(calls):
     states = [tf.constant(random.normal(size=[BATCH, UNITS]), tf.float32) for _ in range(2)]
 
     def gradients(layer, dtype):
-        given = [tf.cast(each, dtype) for each in states]
+        begin = [tf.cast(each, dtype) for each in states]
         with tf.GradientTape() as tape:
-            tape.watch(given)
+            tape.watch(begin)
             total = tf.add_n(
-                [tf.reduce_sum(tf.cast(y, tf.float32)) for y in layer(data(), initial_state=given)]
+                [tf.reduce_sum(tf.cast(y, tf.float32)) for y in layer(data(), initial_state=begin)]
             )
-        return [np.array(tf.cast(each, tf.float32)) for each in tape.gradient(total, given)]
+        return [np.array(tf.cast(each, tf.float32)) for each in tape.gradient(total, begin)]
 
     found, expected = gradients(layer, tf.bfloat16), gradients(exact, tf.float32)
     assert len(calls) == 1
@@ -145,7 +142,8 @@ def test_states_that_are_given_have_gradients(calls):
     ],
     ids=lambda kwargs: next(iter(kwargs)),
 )
-def test_other_lstms_are_left_to_keras(kwargs, calls):
+def test_other_lstms_are_left_to_keras(kwargs, calls, monkeypatch):
+    set_speed(monkeypatch, are_slow=False)
     layers(keras_mp.Policy("mixed_bfloat16"), **kwargs)(data())
     layers(keras_mp.Policy("mixed_bfloat16"))(data(), mask=np.ones([BATCH, TIME], bool))
     layers("float32")(data())
@@ -164,6 +162,7 @@ def test_a_cell_whose_call_was_replaced_is_called(calls):
     assert not calls
 
 
+@once
 def test_functions_that_xla_compiles_are_left_to_keras(calls):
     layer = layers(keras_mp.Policy("mixed_bfloat16"), return_sequences=True)
     results = tf.function(layer, jit_compile=True)(tf.constant(data()))
@@ -251,6 +250,7 @@ def test_no_graph_is_left():
     assert graph() is None
 
 
+@once
 def test_a_saved_step_goes_on(tmp_path, calls):
     layer = layers(keras_mp.Policy("mixed_bfloat16"), return_sequences=True)
     module = tf.Module()

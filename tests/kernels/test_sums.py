@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.kernels import replaced, sums
-from tests.common import mirrored
+from tests.common import mirrored, once
 
 K = tf.keras
 ROWS = 10_000
@@ -24,8 +24,7 @@ KERNELS = [
 ]
 # XLA does not compile them.
 NOT_IN_XLA = (
-    *("EuclideanNorm", "SegmentSum", "SegmentMean", "SparseTensorDenseMatMul"),
-    "ResizeNearestNeighborGrad",
+    *("SegmentSum", "SegmentMean", "SparseTensorDenseMatMul", "ResizeNearestNeighborGrad"),
 )
 
 
@@ -104,6 +103,7 @@ def test_gradients_of_stock_layers(name):
             assert found[0] == tf.cast(ROWS, dtype)
 
 
+@once
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_the_switch(mode):
     keras_mp.enable_float32_sums(False)
@@ -130,6 +130,7 @@ def is_right(found, expected):
     return found == pytest.approx(expected, rel=0.05)
 
 
+@once
 @pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
 @pytest.mark.parametrize(("op", "dtype", "case"), KERNELS)
 def test_results_are_right_on_this_machine(op, dtype, case, mode):
@@ -138,9 +139,12 @@ def test_results_are_right_on_this_machine(op, dtype, case, mode):
     assert is_right(*last_value(op, dtype, case, mode))
 
 
-@pytest.mark.parametrize("answer", [True, False])
+@once
 @pytest.mark.parametrize(("op", "dtype", "case"), KERNELS)
-def test_results_are_right_whatever_a_kernel_answers(op, dtype, case, answer, monkeypatch):
+def test_results_are_right_where_the_kernel_answers_otherwise(op, dtype, case, monkeypatch):
+    if tf.as_dtype(dtype) in sums.KERNELS[op].wrong_in_xla:
+        pytest.skip("It is not asked.")
+    answer = not sums.is_wrong(op, dtype, case)
     modes = [] if op in NOT_IN_XLA else ["compiled"]
     # A machine whose kernel is right can only be imitated with a kernel that is.
     if answer or is_right(*last_value(op, dtype, case, "eager", raw=True)):
@@ -152,6 +156,7 @@ def test_results_are_right_whatever_a_kernel_answers(op, dtype, case, answer, mo
         assert is_right(*last_value(op, dtype, case, mode))
 
 
+@once
 @pytest.mark.parametrize(("op", "dtype", "case"), KERNELS)
 def test_what_is_known_of_xla(op, dtype, case):
     if op in NOT_IN_XLA:
@@ -162,12 +167,14 @@ def test_what_is_known_of_xla(op, dtype, case):
     assert is_right(*last_value(op, dtype, case, "compiled", raw=True)) == known
 
 
+@once
 def test_what_cannot_be_wrong():
     assert not sums.is_wrong("Sum", "float16", False)
     assert not sums.is_wrong("Cumsum", "float64")
     assert not sums.is_wrong("ScatterNd", "float32")
 
 
+@once
 def test_the_private_functions_are_where_tensorflow_calls_them():
     for op, kernel in sums.KERNELS.items():
         raw = getattr(tf.raw_ops, op)
@@ -178,6 +185,7 @@ def test_the_private_functions_are_where_tensorflow_calls_them():
         assert hasattr(public, "__wrapped__")
 
 
+@once
 def test_asking_takes_no_more_memory_for_many_axes(monkeypatch):
     asked = []
 
@@ -191,6 +199,7 @@ def test_asking_takes_no_more_memory_for_many_axes(monkeypatch):
     assert max(asked) <= 2**24
 
 
+@once
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_scattered_or_multiplied_sparsely(dtype):
     ones = tf.ones([10_000], dtype)
@@ -203,6 +212,7 @@ def test_what_is_scattered_or_multiplied_sparsely(dtype):
         assert float(found) == pytest.approx(expected, rel=ROUNDING[dtype])
 
 
+@once
 @pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
 def test_softmax_over_more_classes_than_float16_counts(mode):
     def function(logits):
@@ -220,6 +230,7 @@ def test_softmax_over_more_classes_than_float16_counts(mode):
     assert "Cast" not in {op.type for op in few.graph.get_operations()}
 
 
+@once
 @pytest.mark.parametrize("size", [8, 16, 64])
 def test_average_pooling_over_large_windows(size):
     x = tf.fill([1, size, size, 1], tf.constant(30.0, tf.float16))
@@ -228,12 +239,23 @@ def test_average_pooling_over_large_windows(size):
         assert float(pooled[0, 0, 0, 0]) == 30
 
 
+@once
+@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+def test_average_pooling_of_large_numbers(mode):
+    x = tf.fill([1, 6, 6, 1], tf.constant(60000.0, tf.float16))
+    for padding in ("VALID", "SAME"):
+        pooled = in_mode(lambda x: tf.nn.avg_pool2d(x, 3, 2, padding), mode)(x)
+        np.testing.assert_array_equal(pooled, tf.fill(pooled.shape, 60000.0))
+
+
+@once
 def test_a_function_that_has_gone_is_reported():
     table = replaced.Table({"Gone": sums.KERNELS["Cumsum"]}, "and may be wrong")
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="'Gone'.*may be wrong"):
         table.install()
 
 
+@once
 def test_nothing_changes_where_tensorflow_is_right():
     def operations(dtype, enabled):
         keras_mp.enable_float32_sums(enabled)
@@ -288,6 +310,7 @@ def of_zeros(function, shape, upstream):
     return tf.convert_to_tensor(tape.gradient(y, argument, upstream))
 
 
+@once
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_random_numbers(name, dtype):
@@ -301,6 +324,7 @@ def test_sums_of_random_numbers(name, dtype):
         assert found == pytest.approx(right, rel=ROUNDING[dtype])
 
 
+@once
 def test_shapes_that_are_not_known():
     for shape in ([None, None], None):
         signature = [tf.TensorSpec(shape, "bfloat16")]
@@ -345,6 +369,7 @@ def test_fit_of_a_model_from_a_file(tmp_path):
         assert one.layers[-1].get_weights()[1] == pytest.approx(3, abs=0.01)
 
 
+@once
 def test_a_step_that_is_exported(tmp_path):
     module = tf.Module()
     module.step = tf.function(lambda x: bias_gradient("bfloat16", x))
@@ -355,6 +380,7 @@ def test_a_step_that_is_exported(tmp_path):
     assert tf.saved_model.load(str(tmp_path)).step(x)[0] == 9984
 
 
+@once
 def test_a_graph_of_tensorflow_1():
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         bias = tf.zeros([4], tf.bfloat16)
@@ -362,6 +388,7 @@ def test_a_graph_of_tensorflow_1():
         assert session.run(tf.gradients(y, bias)[0])[0] == 9984
 
 
+@once
 def test_kernels_are_asked_in_a_graph_of_tensorflow_1_too():
     cases = [("BiasAddGrad", "bfloat16", "NHWC"), ("Sum", "bfloat16", (True, False))]
     replaced._ask.cache_clear()
@@ -371,6 +398,7 @@ def test_kernels_are_asked_in_a_graph_of_tensorflow_1_too():
     assert in_graph == [sums.is_wrong(*case) for case in cases]
 
 
+@once
 def test_second_derivatives():
     x = tf.ones([300, 2], tf.bfloat16)
     with tf.GradientTape() as outer:

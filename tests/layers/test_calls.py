@@ -191,3 +191,21 @@ def test_classes_are_not_kept():
     del make
     tf.keras.backend.clear_session()
     gc.collect()
+
+
+def is_traced(call):
+    try:
+        tf.function(call).get_concrete_function(tf.TensorSpec([2, 3]))
+    except (tf.errors.OperatorNotAllowedInGraphError, NotImplementedError):
+        return False
+    return True
+
+
+def test_layers_of_keras_are_converted_as_without_keras_mp():
+    # AutoGraph converts those of Keras 2 up to TensorFlow 2.16, and never those of Keras 3.
+    sign = lambda x: x if tf.reduce_sum(x) > 0 else -x  # noqa: E731
+    for policy in ("float32", keras_mp.Policy("mixed_bfloat16")):
+        layer = tf.keras.layers.Lambda(sign, dtype=policy)
+        without = type(layer).__call__.__wrapped__
+        as_before = is_traced(lambda x, layer=layer, call=without: call(layer, x))
+        assert is_traced(lambda x, layer=layer: layer(x)) == as_before

@@ -3,6 +3,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import layers
+from keras_mp.kernels import slow
 from keras_mp.variables import type_errors
 from tests.common import IS_KERAS_3, pairs
 from tests.layers.common import MODES
@@ -11,7 +12,7 @@ from tests.layers.common import MODES
 def layer_that_calls(function, **attributes):
     class Fails(layers.Layer):
         def __init__(self, **kwargs):
-            super().__init__(**kwargs)
+            super().__init__(strict_dtypes=True, **kwargs)
             for name, value in attributes.items():
                 setattr(self, name, value)
 
@@ -74,6 +75,8 @@ WIDE_VARIABLE = tf.Variable([1.0, 2.0])
         for case in pairs(sorted(MISTAKES), MODES, ["mixed_float16", "mixed_bfloat16"])
         # TensorFlow multiplies bfloat16 with float32.
         if (case[0], case[-1]) != ("matmul", "mixed_bfloat16")
+        # keras_mp multiplies float32 inside where 16 bits are slower.
+        and not (case[0] == "einsum" and slow.is_slow("Einsum", case[-1].removeprefix("mixed_")))
     ],
 )
 def test_an_error_about_dtypes_names_layer_line_dtypes_and_cure(mistake, mode, policy):
@@ -112,7 +115,7 @@ def differs_between_branches_of_autograph(self, x):
 
 
 def cast_in_a_loop(self, x):
-    return tf.while_loop(lambda h: True, lambda h: (tf.cast(h, "float32"),), (x,))
+    return tf.while_loop(lambda h: tf.reduce_sum(h) < 0, lambda h: (tf.cast(h, "float32"),), (x,))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_control_flow_that_changes_the_dtype_is_explained(function):
 
     if IS_KERAS_3 and "autograph" in function.__name__:
         pytest.skip("Keras 3 does not convert `call`.")
-    layer = Fails(dtype="mixed_float16")
+    layer = Fails(dtype="mixed_float16", strict_dtypes=True)
     with pytest.raises(TypeError, match="computes in float16, and its `call` met float"):
         tf.function(layer)(tf.ones([2]))
 

@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.master_weights import rounding
-from tests.common import once
+from tests.common import once, pairs
 
 pytestmark = once
 
@@ -142,9 +142,10 @@ def test_stochastic_rounding_is_unbiased(dtype, value):
     assert abs(mean - float(value)) < 4 * standard_error
 
 
-@pytest.mark.parametrize("mode", ["eager", "xla"])
-@pytest.mark.parametrize("value", [1 + 2.0**-12, -3.3])
-@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize(
+    ("dtype", "value", "mode"),
+    pairs([tf.bfloat16, tf.float16], [1 + 2.0**-12, -3.3], ["eager", "xla"]),
+)
 def test_rounding_with_noise_of_rows_and_columns_is_unbiased(dtype, value, mode):
     value = np.float32(value)
     values = tf.fill([COUNT // 1000, 10, 100], value)

@@ -7,8 +7,12 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import advise, what_if
-from tests.common import once
+from keras_mp.numerics import Report
+from keras_mp.numerics.advise import advise
+from keras_mp.numerics.exponents import Histogram
+from keras_mp.numerics.report_rows import Row
+from keras_mp.numerics.what_if import what_if
+from tests.common import Times, once
 from tests.numerics.test_reports import report, row
 
 K = tf.keras
@@ -96,7 +100,7 @@ def test_outputs_come_first():
 
 @once
 def test_what_it_does_not_take():
-    with pytest.raises(TypeError, match="what_if returned; .* `Hazard.cure`. Received: 3"):
+    with pytest.raises(TypeError, match="Check.what_if; .*`Finding.cure`. Received: 3"):
         advise(3)
     with pytest.raises(ValueError, match="Received: dtype='float32'"):
         advise(report(row()), "float32")
@@ -110,12 +114,13 @@ def model_with_a_mask():
     """A mask of -1e9, in which all of one row is masked, as where a sequence is empty."""
     inputs, mask = K.Input([6]), K.Input([6])
     scores = K.layers.Dense(6, name="scores")(inputs)
-    far = K.layers.Rescaling(-1e9, name="far")(mask)
+    far = Times(-1e9, name="far")(mask)
     masked = K.layers.Add(name="masked")([scores, far])
     weights = K.layers.Softmax(name="weights")(masked)
     return K.Model([inputs, mask], K.layers.Dense(1, dtype="float32", name="head")(weights))
 
 
+@once
 def test_a_model_that_takes_it_loses_nothing():
     rng = np.random.default_rng(0)
     mask = (rng.random([8, 6]) < 0.3).astype(np.float32)
@@ -169,7 +174,8 @@ def test_no_sentence_contradicts_the_runs():
 
     def inner_overflow(y, predictions):
         """Its gradients are about 1, and 2^10 in between."""
-        return tf.reduce_mean(predictions * 2.0**-10 * 2.0**10)
+        narrow = tf.cast(predictions, tf.float16)
+        return tf.reduce_mean(narrow * 2.0**-10 * 2.0**10)
 
     runs = {"dtypes": ["float16"], "scales": [1.0, 2.0**4, 2.0**9, 2.0**15]}
     result = what_if(model, np.ones([4, 2], np.float32), loss=inner_overflow, **runs)
@@ -193,7 +199,7 @@ def squares(y, predictions):
 def test_an_output_that_becomes_zero_is_lost():
     K.utils.set_random_seed(0)
     layers = [
-        K.layers.Rescaling(300.0, name="large"),
+        Times(300.0, name="large"),
         Normalized(name="norm"),
         K.layers.Dense(1, dtype="float32", name="head"),
     ]
@@ -216,12 +222,13 @@ def test_an_output_that_becomes_zero_is_lost():
     assert advise(after).policies == {}
 
 
+@once
 def test_what_a_run_has_lost_outranks_what_a_histogram_predicts():
     K.utils.set_random_seed(0)
     layers = [
         K.layers.Dense(16, name="first"),
-        K.layers.Rescaling(2.0**-22, name="tiny"),
-        K.layers.Rescaling(2.0**22, name="back"),
+        Times(2.0**-22, name="tiny"),
+        Times(2.0**22, name="back"),
         K.layers.Dense(1, dtype="float32", name="head"),
     ]
     model = K.Sequential([K.Input([8]), *layers])
@@ -251,8 +258,8 @@ def test_zeros_of_a_run_in_16_bits_are_unknown():
     advice = advise(report(lossy, loss_scale=1.0))
     assert advice == (
         [
-            "29.0 % of `dense/kernel` is zero in float16 at a loss scale of 1. Whether it is in "
-            "float32 too is unknown: ask `what_if`."
+            "29.0 % of `dense/kernel` is zero in float16 at a loss scale of 1. Whether it is zero "
+            "in float32, too, is unknown: `keras_mp.numerics.check` tells."
         ],
         {},
         None,
@@ -296,3 +303,14 @@ def test_the_first_line_and_the_table_say_the_same():
     assert "2^3" in head
     assert "none of the scales" not in head
     assert "before/bias (noise)" in table
+
+
+def test_a_small_gradient_that_may_be_noise_is_no_loss_that_goes_unsaid():
+    histograms = {"kernel": Histogram.of(np.float32([1.0] * 8))}
+    histograms["bias"] = Histogram.of(np.float32([2.0**-26] * 8))
+    rows = [Row("gradient", f"dense/{name}", "float16", each) for name, each in histograms.items()]
+    advice = advise(Report(rows, step=10, counted=10, loss_scale=1.0))
+    assert len(advice.sentences) == 1
+    assert "`dense/bias` is below float16" in advice.sentences[0]
+    assert "check" in advice.sentences[0]
+    assert not advise(Report(rows, step=10, counted=10, loss_scale=2.0**15)).sentences

@@ -1,5 +1,6 @@
 """Defects that are planted in models are found and named, and clean models get an empty report."""
 
+import functools
 import json
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import audit
-from tests.common import IS_KERAS_3, mirrored, needs_cuda, unscaled
+from keras_mp import raw_inputs
+from keras_mp.numerics.audit import audit
+from tests.common import IS_KERAS_3, mirrored, needs_cuda, once, unscaled
 
 K = tf.keras
 L = K.layers
@@ -31,6 +33,11 @@ def found(model, batch):
     report = audit(model, batch)
     assert report.to_text(rows=None).count("Cure:") == len(report.findings)
     return {finding.hazard: finding for finding in report.findings}
+
+
+def narrow(dtype):
+    """The mixed policy of a dtype, whose models return it."""
+    return keras_mp.Policy(f"mixed_{dtype}", model_outputs=None)
 
 
 def dense(units=16, **kwargs):
@@ -90,11 +97,12 @@ class Mask(L.Layer):
         return x + (1.0 - mask) * tf.cast(-1e9, x.dtype)
 
 
+@once
 def test_a_mask_of_minus_1e9():
     finding = found(classifier(dense(16), Mask), (X, CLASSES))[
         "a constant that is infinite in 16 bits"
     ]
-    assert finding.where == "mask"
+    assert finding.where.startswith("mask")  # or mask_1, after other tests
     assert finding.line.number == line_of("Mask", "-1e9")
     assert "-inf in float16" in finding.why
     assert "-65504" in finding.cure
@@ -106,6 +114,7 @@ class MaskedRows(L.Layer):
         return tf.stack([tf.nn.softmax(scores) * x, x], 1)
 
 
+@once
 def test_nan_that_a_pooling_drops():
     layers = [dense(16), lambda: MaskedRows(name="rows"), L.MaxPooling1D, L.Flatten]
     finding = found(classifier(*layers), (X, CLASSES))["a constant that is infinite in 16 bits"]
@@ -132,6 +141,7 @@ def times_1e6(x):
     return x * tf.cast(1e6, x.dtype)
 
 
+@once
 @pytest.mark.parametrize(
     "layer", [lambda: L.Lambda(times_1e6, name="lam"), dense(4, activation=times_1e6, name="lam")]
 )
@@ -152,11 +162,12 @@ class Square(L.Layer):
         return tf.square(x * 100.0) * 1e-6
 
 
+@once
 def test_an_overflow_in_the_forward_pass():
     finding = found(classifier(Square), (10 * X, CLASSES))["an overflow in the forward pass"]
     assert finding.where == "square"
     assert finding.line.number == line_of("Square", "tf.square")
-    assert "ends at 65,504" in finding.why
+    assert "the largest float16 is 65,504" in finding.why
 
 
 class Normalize(L.Layer):
@@ -253,12 +264,13 @@ def test_the_number_that_was_measured(many, hazard, number):
     assert number in many[hazard].why
 
 
+@once
 def test_arrays_in_float64_are_no_finding():
     assert not found(classifier(dense()), (X.astype("float64"), CLASSES))
 
 
 def test_a_long_sum():
-    with keras_mp.policy_scope("mixed_bfloat16"):
+    with keras_mp.policy_scope(narrow("bfloat16")):
         model = K.Sequential([K.Input([4]), L.Dense(4, name="last")])
         model.compile("sgd", "mse")
     batch = np.zeros([4096, 4], "float32"), np.full([4096, 4], 3, "float32")
@@ -285,7 +297,7 @@ class OwnLoss(K.Sequential):
 
 
 def test_a_loss_in_16_bits():
-    with keras_mp.policy_scope("mixed_bfloat16"):
+    with keras_mp.policy_scope(narrow("bfloat16")):
         model = OwnLoss([K.Input([4]), L.Dense(4)])
         model.compile("sgd")
     # All are classified well: a loss of log(1 + 3 exp(-7)), of which log sees 1.
@@ -302,7 +314,7 @@ def test_a_softmax_before_a_logarithm():
         logs = tf.math.log(tf.clip_by_value(tf.cast(probabilities, tf.float32), 1e-7, 1.0))
         return -tf.reduce_sum(labels * logs, -1)
 
-    with keras_mp.policy_scope("mixed_float16"):
+    with keras_mp.policy_scope(narrow("float16")):
         model = K.Sequential([K.Input([16]), L.Dense(4, "softmax", name="head")])
         model.compile("sgd", loss)
     model.layers[-1].set_weights([np.eye(16, 4) * 30, np.zeros(4)])
@@ -311,13 +323,14 @@ def test_a_softmax_before_a_logarithm():
     assert "from_logits=True" in finding.cure
 
 
+@once
 def test_a_sigmoid_before_a_logarithm():
     def loss(labels, probabilities):
         p = tf.clip_by_value(tf.cast(probabilities, tf.float32), 1e-7, 1 - 1e-7)
         labels = tf.reshape(tf.cast(labels, tf.float32), tf.shape(p))
         return -tf.reduce_mean(labels * tf.math.log(p) + (1 - labels) * tf.math.log(1 - p), -1)
 
-    with keras_mp.policy_scope("mixed_bfloat16"):
+    with keras_mp.policy_scope(narrow("bfloat16")):
         model = K.Sequential([K.Input([16]), L.Dense(1, "sigmoid", name="head")])
         model.compile("sgd", loss)
     model.set_weights([np.zeros([16, 1]), np.full([1], 8.0)])
@@ -327,8 +340,9 @@ def test_a_sigmoid_before_a_logarithm():
     assert not found(model, (X, np.ones(8, "float32")))
 
 
+@once
 def test_outputs_that_cannot_express_the_labels():
-    with keras_mp.policy_scope("mixed_float16"):
+    with keras_mp.policy_scope(narrow("float16")):
         model = K.Sequential([K.Input([16]), L.Dense(1)])
         model.compile("sgd", "mse")
     years = np.linspace(20_000, 20_010, 8, dtype="float32")[:, None]
@@ -419,6 +433,7 @@ def test_an_optimizer_with_an_epsilon_below_the_dtype():
     assert "the dtype of 4 variables" in finding.why
 
 
+@once
 def test_an_epsilon_of_zero_is_one_cause_and_one_finding():
     with keras_mp.policy_scope("mixed_float16"):
         model = K.Sequential([K.Input([16]), L.Dense(16, "relu"), L.Dense(4, dtype="float32")])
@@ -443,6 +458,7 @@ class DividesOnAnotherLine(L.Layer):
         return above / below
 
 
+@once
 def test_an_epsilon_and_the_division_that_it_was_for_are_one_finding():
     rows = np.where(np.arange(8)[:, np.newaxis] == 2, 0.0, X).astype(np.float32)
     findings = found(classifier(lambda: DividesOnAnotherLine()), (rows, CLASSES))
@@ -460,12 +476,13 @@ def test_a_loss_function_that_multiplies_by_a_number():
     assert "is multiplied by 1024" in finding.why
 
 
+@once
 def test_a_softmax_whose_probabilities_are_gathered_and_clipped():
     def cross_entropy(y, probabilities):
         of_label = tf.gather(probabilities, tf.cast(tf.reshape(y, [-1]), tf.int32), batch_dims=1)
         return -tf.math.log(tf.clip_by_value(tf.cast(of_label, tf.float32), 1e-7, 1.0))
 
-    with keras_mp.policy_scope("mixed_float16"):
+    with keras_mp.policy_scope(narrow("float16")):
         model = K.Sequential([K.Input([16]), L.Dense(4), L.Softmax()])
     model.set_weights([50 * np.eye(16, 4), np.zeros(4)])
     model.compile("sgd", cross_entropy)
@@ -521,8 +538,11 @@ class Rounds(L.Layer):
         return straight_through(tf.tanh(x))
 
 
+@once
 def test_a_custom_gradient_without_dtypes():
-    finding = found(classifier(dense(16), Rounds), (X, CLASSES))["a custom gradient without dtypes"]
+    """Of a layer with Keras's own policy: in those of keras_mp the gradient is rounded."""
+    rounds = functools.partial(Rounds, dtype=K.mixed_precision.Policy("mixed_float16"))
+    finding = found(classifier(dense(16), rounds), (X, CLASSES))["a custom gradient without dtypes"]
     assert finding.where == "rounds"
     assert finding.line == (__file__, line_of("Rounds", "straight_through"))
     assert "float16" in finding.why
@@ -532,7 +552,7 @@ def test_a_custom_gradient_without_dtypes():
 class Mixes(L.Layer):
     def __init__(self):
         super().__init__()
-        self.bias = tf.Variable(tf.ones([16]))
+        self.bias = tf.Variable(tf.ones([16], tf.float64))
 
     def call(self, x):
         return x + self.bias
@@ -544,11 +564,12 @@ def test_dtypes_that_do_not_fit():
     assert found(K.Sequential([layer, L.Dense(1)]), X).keys() == {"dtypes that do not fit"}
 
 
+@once
 def test_a_shape_that_no_tensor_core_likes(monkeypatch):
     model = classifier(dense(50), dense(16))
     assert not found(model, (X, CLASSES))
     monkeypatch.setattr(keras_mp.hardware, "has_tensor_cores", lambda dtype: True)
-    finding = found(model, (X, CLASSES))["a shape that no tensor core likes"]
+    finding = found(model, (X, CLASSES))["a shape that is slow on tensor cores"]
     assert "8 x 50 x 16" in finding.why or "8 x 16 x 50" in finding.why
 
 
@@ -556,28 +577,31 @@ def by_hazard(model, device):
     return {each.hazard: each for each in audit(model, (X, CLASSES), device=device).findings}
 
 
+@once
 @needs_cuda
 def test_the_tensor_cores_of_a_gpu_that_is_not_here():
     model = classifier(dense(50), dense(16))
-    assert not by_hazard(model, "GPU 6.1").keys() - {"a dtype that no tensor core takes"}
-    assert by_hazard(model, "GPU 7.0").keys() == {"a shape that no tensor core likes"}
+    assert not by_hazard(model, "GPU 6.1").keys() - {"a dtype without tensor cores"}
+    assert by_hazard(model, "GPU 7.0").keys() == {"a shape that is slow on tensor cores"}
     with pytest.raises(ValueError, match="Expected a GPU and its compute capability"):
         audit(model, (X, CLASSES), device="V100")
 
 
+@once
 @needs_cuda
 @pytest.mark.parametrize(("policy", "cure"), [("mixed_bfloat16", "float16"), ("mixed_float16", "")])
 def test_dtypes_that_no_tensor_core_takes(policy, cure):
     with keras_mp.policy_scope(policy):
         model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(8)])
     older = audit(model, X, device="GPU 6.1").findings
-    assert [each.hazard for each in older] == ["a dtype that no tensor core takes"]
+    assert [each.hazard for each in older] == ["a dtype without tensor cores"]
     assert "policy float32" in older[0].cure
     newer = audit(model, X, device="GPU 7.0").findings
     assert [each.cure.split("mixed_")[1].split()[0] for each in newer] == ([cure] if cure else [])
     assert not audit(model, X, device="GPU 8.0").findings
 
 
+@once
 def test_honest_drift_is_no_defect():
     with keras_mp.policy_scope("mixed_float16"):
         model = K.Sequential([K.Input([16])] + [L.Dense(16, "tanh") for _ in range(50)])
@@ -590,12 +614,14 @@ def test_a_model_that_is_not_compiled():
     assert found(model, X).keys() == {"a constant that is infinite in 16 bits"}
 
 
+@once
 def test_the_report_as_json():
     model = classifier(dense(16), Twice)
     report = json.loads(audit(model, (X, CLASSES)).to_json())
     assert report["policy"] == "mixed_float16"
     (finding,) = report["findings"]
-    assert finding["line"] == [__file__, line_of("Twice", "tf.cast(tf.cast")]
+    line = {"file": __file__, "number": line_of("Twice", "tf.cast(tf.cast")}
+    assert finding["line"] == line
 
 
 def test_what_is_no_model_is_refused():
@@ -646,3 +672,66 @@ class Fails(L.Layer):
 def test_other_errors_are_left_alone():
     with pytest.raises((KeyError, RuntimeError), match="positions"):
         audit(K.Sequential([Fails()]), X)
+
+
+# What follows is right today. With the decisions of keras_mp switched off, the audit finds it.
+
+
+@pytest.fixture
+def as_keras_would(monkeypatch):
+    """Layers read inputs that were rounded, and write to weights what they read in 16 bits."""
+    monkeypatch.setattr(raw_inputs, "reads_raw", lambda cls: None)
+
+
+class Shrinks(L.Layer):
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=[2], initializer="ones", name="scale")
+        self.built = True
+
+    def call(self, x):
+        self.scale.assign(self.scale * 0.999)
+        return x * self.scale
+
+
+YEARS = np.arange(1990, 2022, dtype="float32")[:, None] * np.ones([1, 2], "float32")
+INPUTS, WRITTEN = "inputs that are rounded", "a weight that is written in 16 bits"
+DECIDED = {
+    "Normalization": (lambda: L.Normalization(mean=2005.0, variance=85.0), YEARS, INPUTS),
+    "Rescaling": (lambda: L.Rescaling(1 / 65535), YEARS * 35, INPUTS),
+    "BatchNormalization": (L.BatchNormalization, YEARS, INPUTS),
+    "own weight": (Shrinks, X[:, :2], WRITTEN),
+    "SpectralNormalization": (
+        lambda: L.SpectralNormalization(L.Dense(3)),
+        X[:, :2],
+        WRITTEN,
+    ),
+}
+
+
+def starting_with(name, dtype="bfloat16"):
+    make, x, hazard = DECIDED[name]
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        layer = make()
+        model = K.Sequential([K.Input([2]), layer, L.Dense(1)])
+        model.compile("sgd", "mse")
+    return model, (x, x[:, :1] * 0), hazard, layer.name
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_keras_mp_decides_is_no_finding(name):
+    model, batch, hazard, _ = starting_with(name)
+    assert hazard not in found(model, batch)
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_keras_mp_decides_is_a_finding_without_it(name, as_keras_would):
+    model, batch, hazard, layer = starting_with(name)
+    finding = found(model, batch)[hazard]
+    assert finding.where.startswith(layer)
+    assert "%" in finding.why
+    assert 'dtype="float32"' in finding.cure
+
+
+def test_a_constant_column_is_no_finding():
+    model = classifier(dense(), dtype="bfloat16")
+    assert found(model, (np.full([8, 16], 0.3, "float32"), CLASSES)) == {}

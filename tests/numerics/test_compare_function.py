@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import compare_function
+from keras_mp.numerics.compare_function import compare_function
 from tests import common
 
 pytestmark = common.once
@@ -111,7 +111,7 @@ def shifted(x):
 @pytest.mark.parametrize(
     ("defect", "what"),
     [
-        (epsilon_of_zero, "a constant of 1e-08 that goes in is 0 in float16"),
+        (epsilon_of_zero, "a constant of 1e-08, which is 0 in float16"),
         (square, "overflow: Square reaches"),
         (shifted, "cancellation: Sub of numbers of about 3e+03"),
     ],
@@ -152,7 +152,7 @@ def test_a_defect_on_the_way_back_is_named():
     )
     first = comparison.first
     assert (first.path, first.direction) == ("MatMul", "backward")
-    assert "a constant of 1e-09 that goes in is 0 in float16" in first.what
+    assert "a constant of 1e-09, which is 0 in float16" in first.what
 
 
 def test_a_gradient_that_is_zero_but_for_rounding():
@@ -214,11 +214,11 @@ def test_what_cannot_be_compared():
     traced = tf.function(lambda x: x @ w).get_concrete_function(X)
     with pytest.raises(ValueError, match="A concrete function"):
         compare_function(traced, X)
-    with pytest.raises(ValueError, match="Expected <lambda> to return tensors of floating point"):
+    with pytest.raises(ValueError, match="Expected <lambda> to return floating-point tensors"):
         compare_function(lambda x: tf.argmax(x @ w), X)
     with pytest.raises(ValueError, match="Received: dtype='float32'"):
         compare_function(lambda x: x @ w, X, dtype="float32")
-    with pytest.raises(ValueError, match="at least 1. Received: loss_scale=nan"):
+    with pytest.raises(ValueError, match="positive, finite loss scale. Received: loss_scale=nan"):
         compare_function(lambda x: x @ w, X, loss_scale=math.nan)
     for variables in ({"w": w}, [3], 3, w, X):
         with pytest.raises(TypeError, match=r"Expected a tf.Module or an iterable of variables\."):

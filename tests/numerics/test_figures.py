@@ -6,7 +6,8 @@ import matplotlib
 import numpy as np
 import pytest
 
-from keras_mp.numerics import Lost, Report, WhatIf, figures
+from keras_mp.numerics import Report, figures
+from keras_mp.numerics.lost import Lost, WhatIf
 from tests.common import once
 from tests.numerics.test_reports import report, row
 

@@ -7,7 +7,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import Histogram, Report, Row, Window
+from keras_mp.numerics import Report
+from keras_mp.numerics.exponents import Histogram, Window
+from keras_mp.numerics.report_rows import Row
 from tests.common import once
 
 
@@ -49,7 +51,7 @@ def test_the_table_has_a_line_for_each_row():
     )
     cells = [line.split() for line in lines[lines.index("") + 1 :]]
     fine = " ".join(str(report(row(values=[2.0**-30, 2.0**4]), loss_scale=64.0)).split())
-    margins = "(the exponent of the scale is 0 from the low end and 5 from the high end)"
+    margins = "(the loss scale is 2^0 times the low end and 2^-5 times the high end)"
     assert f"counted; no gradient loses more than 0.1 % at: 2^6..2^11 {margins}" in fine
     zero, to_zero = ["25.0", "%"], ["33.3", "%"]
     assert cells[1][:4] == ["gradient", "dense/kernel", "float16", "4"]

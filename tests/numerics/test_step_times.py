@@ -6,9 +6,10 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hardware
-from keras_mp.numerics import StepTimes, op_times, step_times
+from keras_mp.numerics import op_times
+from keras_mp.numerics.step_times import StepTimes, step_times
 from keras_mp.support import turns
-from tests.common import value
+from tests.common import once, value
 
 L = tf.keras.layers
 X, Y = np.ones([4, 8], "float32"), np.ones([4, 3], "float32")
@@ -54,6 +55,7 @@ def test_events_of_the_profiler_have_classes():
     assert {event: op_times.class_of(event) for event in expected} == expected
 
 
+@once
 @pytest.mark.parametrize(
     ("policy", "optimizer", "expected"),
     [
@@ -93,6 +95,7 @@ def test_what_is_tried(policy, optimizer, expected):
     assert max(found.classes["update"], found.classes["compiled"]) > 0
 
 
+@once
 def test_what_saves_most_is_proposed(monkeypatch):
     def medians(taken):
         assert {len(each) for each in taken.values()} == {5}
@@ -113,6 +116,7 @@ class NotInFloat32(L.Layer):
         return x
 
 
+@once
 def test_what_cannot_be_tried_is_said_and_the_rest_is_tried():
     model = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(3), NotInFloat32()])
     model.compile("sgd", "mse")

@@ -1,5 +1,6 @@
 """Histograms of weights and of updates: what variables in 16 bits take, and what advice follows."""
 
+import json
 import warnings
 
 import numpy as np
@@ -7,8 +8,12 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import ExponentHistograms, ExponentMonitor, Histogram, Report, Row, advise
-from keras_mp.numerics.exponents import UPDATES
+from keras_mp.numerics import Report
+from keras_mp.numerics.advise import advise
+from keras_mp.numerics.exponent_monitor import ExponentMonitor
+from keras_mp.numerics.exponents import UPDATES, Histogram
+from keras_mp.numerics.histograms import ExponentHistograms
+from keras_mp.numerics.report_rows import Row
 from tests.common import mirrored, once
 
 K = tf.keras
@@ -63,6 +68,7 @@ def test_the_border_is_that_of_what_a_variable_takes(dtype):
     assert np.mean((exact + factor / 2 * updates).astype(NUMPY[dtype]) == weights) > 0.1
 
 
+@once
 @pytest.mark.parametrize("how", ["eager", "function", "xla"])
 def test_updates_are_counted_as_numpy_does(how):
     model = model_of("mixed_bfloat16", K.optimizers.Adam(0.01))
@@ -148,6 +154,7 @@ def test_digits_that_are_kept_are_seen_and_weights_that_stay_are_advised_on():
     assert "unknown" not in str(kept)
 
 
+@once
 def test_weights_that_need_not_move_are_not_advised_on():
     """Rows of an embedding of which a batch has none; a loss without a gradient."""
     embedding = K.layers.Embedding(64, 4, name="words", dtype="bfloat16")
@@ -177,6 +184,7 @@ def test_a_skipped_step_updates_nothing():
     assert histogram.zeros == histogram.total == 32
 
 
+@once
 def test_each_replica_counts_updates():
     strategy = mirrored(2)
     with strategy.scope():
@@ -191,6 +199,7 @@ def test_each_replica_counts_updates():
     assert report["weight", "a/kernel"].histogram.total == 128
 
 
+@once
 def test_first_and_last_steps_and_patterns():
     model = model_of("mixed_bfloat16", "sgd")
     report = fitted(model, first_step=1, last_step=2, gradients="?/kernel")
@@ -208,6 +217,7 @@ def test_first_and_last_steps_and_patterns():
         ExponentHistograms(model, first_step=-1)
 
 
+@once
 def test_files_have_statistics_and_older_ones_are_read(tmp_path):
     report = fitted(model_of("mixed_bfloat16", "sgd"), weights=True, updates=True)
     report.to_json(tmp_path / "report.json")
@@ -215,8 +225,10 @@ def test_files_have_statistics_and_older_ones_are_read(tmp_path):
     assert str(loaded) == str(report)
     assert loaded.rows[4].statistics == report.rows[4].statistics
     assert (report + report)["weight", "a/bias"].statistics == report.rows[5].statistics
-    text = (tmp_path / "report.json").read_text()
-    old = text.replace('"statistics": null', '"ignored": 0').replace(', "ignored": 0', "")
-    (tmp_path / "old.json").write_text(old)
-    assert '"statistics": null' not in old
+    old = json.loads((tmp_path / "report.json").read_text())
+    for row in old["rows"]:
+        if row["statistics"] is None:
+            del row["statistics"]
+    assert "statistics" not in old["rows"][0]
+    (tmp_path / "old.json").write_text(json.dumps(old))
     assert str(Report.from_json(tmp_path / "old.json")) == str(report)

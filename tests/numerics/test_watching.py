@@ -3,6 +3,7 @@
 import pytest
 import tensorflow as tf
 
+import keras_mp
 from keras_mp.numerics import watching
 
 
@@ -35,6 +36,28 @@ def test_each_watcher_gets_the_paths_that_it_gave(in_graph):
     assert outputs.numpy().tolist() == expected.tolist()
     assert "call" not in vars(dense)
     assert watching.running_layer() == ""
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_layer_for_raw_data_is_seen_as_it_returns_and_passes_on_what_was_not_rounded(in_graph):
+    layers = tf.keras.layers
+    with keras_mp.policy_scope("mixed_float16"):
+        first = layers.Rescaling(1e6, name="first")
+        second = layers.Rescaling(1e-6, name="second")
+        model = tf.keras.Sequential([tf.keras.Input([2]), first, second])
+    seen = []
+
+    def watch(path, output, arguments):
+        seen.append((path, output.dtype.name, arguments[0].dtype.name))
+        return tf.identity(output)
+
+    def step(x):
+        with watching.watching_outputs({"first": first, "second": second}, watch):
+            return model(x)
+
+    x = tf.constant([[1.0, 3.0]])
+    assert (tf.function(step) if in_graph else step)(x).numpy().tolist() == x.numpy().tolist()
+    assert seen == [("first", "float16", "float32"), ("second", "float16", "float32")]
 
 
 def test_the_innermost_layer_is_named_while_it_runs():

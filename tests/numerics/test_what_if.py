@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import what_if
+from keras_mp.numerics.what_if import what_if
 from tests.common import once
 
 K = tf.keras
@@ -108,6 +108,7 @@ def test_tables_and_files(tmp_path):
     assert (int(line["values"]), int(line["zero"])) == (found.values, found.zero)
     result.to_json(tmp_path / "a.json")
     runs = json.loads((tmp_path / "a.json").read_text())
+    runs = runs["runs"]
     assert [(run["dtype"], run["scale"]) for run in runs] == [("float16", 1), ("float16", 2**5)]
     assert len(runs[0]["rows"]) == len(result["float16", 1.0])
 
@@ -127,7 +128,7 @@ def test_layers_that_were_kept_in_float32_stay_there():
         assert set(result.computed_in["float16"].values()) == dtypes
         says_so = str(result).startswith("float16: nothing is computed in it, and no gradient")
         assert says_so == ("float16" not in dtypes)
-    assert str(keras_mp.numerics.advise(result)) == "Nothing is lost."
+    assert str(keras_mp.numerics.advise.advise(result)) == "Nothing is lost."
 
 
 @once
@@ -171,6 +172,7 @@ def test_what_cannot_be_run_is_refused():
         what_if(model, x, y, loss=lambda y, p: tf.reduce_mean(p) * np.inf)
 
 
+@once
 def test_a_loss_by_name_and_one_dtype():
     model, (x, y) = model_with_dropout(), batch()
     named = what_if(model, x, y, loss="mse", dtypes="float16", scales=[1.0])
@@ -178,3 +180,20 @@ def test_a_loss_by_name_and_one_dtype():
     compiled = what_if(model, x, y, dtypes=["float16"], scales=[1.0])
     assert named.dtypes == ["float16"]
     assert named["float16", 1.0] == compiled["float16", 1.0]
+
+
+def test_a_layer_for_raw_data_loses_what_its_result_loses_when_it_is_rounded():
+    """It computes in float32, which the observers of its `call` would see."""
+    inputs = K.Input([4])
+    with keras_mp.policy_scope("mixed_float16"):
+        x = K.layers.Rescaling(1e6, name="large")(inputs)
+        x = K.layers.Dense(4, name="dense", dtype="float32")(x)
+        x = K.layers.Flatten(name="flat")(x)
+        model = K.Model(inputs, K.layers.Dense(1, name="head", dtype="float32")(x))
+    mse = lambda y, predictions: tf.reduce_mean((predictions - y) ** 2)  # noqa: E731
+    x, y = tf.ones([2, 4]), tf.ones([2, 1])
+    result = what_if(model, x, y, loss=mse, dtypes=["float16"], scales=[1.0])
+    assert result["float16", 1.0]["output", "large"].infinite == 8
+    result = what_if(model, x / 1e6, y, loss=mse, dtypes=["float16"], scales=[2.0**30])
+    assert result.computed_in["float16"]["output gradient", "flat"] == "float16"
+    assert result["float16", 2.0**30]["output gradient", "flat"].infinite == 8

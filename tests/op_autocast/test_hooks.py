@@ -7,11 +7,18 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp import kernels
 from keras_mp.op_autocast import hooks
 from tests.common import once
 from tests.op_autocast.common import normal
 
 pytestmark = once
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    """What the first region of a process replaces for good."""
+    kernels.install()
 
 
 def in_place():

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, pairs, value
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, once, pairs, value
 
 INF, NAN = float("inf"), float("nan")
 
@@ -186,6 +186,7 @@ def test_what_crosses_the_wire(name, way, case):
     assert collective_dtypes(step) == {sent}
 
 
+@once
 @pytest.mark.parametrize(
     ("loss_scale", "skip"), [(64, False), (64, True), (None, True), ("dynamic", False)]
 )
@@ -233,6 +234,7 @@ def test_a_scaler_sums_in_bfloat16():
     assert scaler.get_config()["reduce_dtype"] == "bfloat16"
 
 
+@once
 def test_large_gradients_are_sent_in_packs():
     # The second gradient, which is computed first, fills a pack; the small ones wait for the last.
     sizes = [2**13, 2**21 + 1, 5, 7]
@@ -257,6 +259,7 @@ def test_large_gradients_are_sent_in_packs():
         assert set(value(v)) == {-0.5}
 
 
+@once
 def test_what_a_decision_costs_does_not_grow_with_gradients(name):
     # A branch is given each of its inputs, and each operation of the one that is not taken is
     # still passed over.

@@ -128,7 +128,7 @@ def own_logs(strategy, index):
 def in_bfloat16(strategy, index):
     """The outputs of a model in bfloat16, in batches that workers share unevenly."""
     del index
-    keras_mp.set_global_policy("mixed_bfloat16")
+    keras_mp.set_global_policy(keras_mp.Policy("mixed_bfloat16", model_outputs=None))
     with strategy.scope():
         tf.keras.utils.set_random_seed(1)
         model = tf.keras.Sequential([tf.keras.Input((64,)), tf.keras.layers.Dense(10)])
@@ -150,10 +150,11 @@ def close(mine, expected):
 def together(tmp_path_factory):
     """What each of two workers returns: {name: list}, and the folder in which they write."""
     folder = str(tmp_path_factory.mktemp("fit"))
-    calls = {"even": (even, {"folder": folder}), "uneven": (uneven, {})}
-    calls["in bfloat16"] = in_bfloat16, {}
+    calls = {"even": (even, {"folder": folder}), "in bfloat16": (in_bfloat16, {})}
     if IS_KERAS_3:
         calls |= {"by steps": (by_steps, {}), "own logs": (own_logs, {})}
+    else:
+        calls["uneven"] = (uneven, {})
     return {**dict(zip(calls, workers.run(list(calls.values()), 2))), "folder": folder}
 
 
@@ -192,6 +193,7 @@ def test_epochs_of_so_many_steps(together):
         close(result, alone)
 
 
+@pytest.mark.skipif(IS_KERAS_3, reason="There three do.")
 def test_two_share_unevenly(together):
     check_uneven(together["uneven"])
 

@@ -59,7 +59,7 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
     return [[r[i] if i < len(r) else None for r in returned] for i in range(len(calls))]
 
 
-def alone(function: Callable[..., Any], **arguments: Any) -> Any:
+def in_own_process(function: Callable[..., Any], **arguments: Any) -> Any:
     """Calls a function in a process of its own, in which TensorFlow has done nothing yet.
 
     Args:
@@ -130,6 +130,7 @@ def _wait(processes: list[BaseProcess]) -> None:
             for process in processes:
                 process.kill()
         time.sleep(0.1)
+    print("Exit codes:", *[process.exitcode for process in processes])
     for process in processes:
         process.close()
 

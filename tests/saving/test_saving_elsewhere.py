@@ -22,6 +22,11 @@ folder, said = sys.argv[1], {}
 x = np.load(folder + "/x.npy")
 exported = tf.saved_model.load(folder + "/export")
 said["export"] = exported.serve(x).numpy().tolist()
+module = tf.saved_model.load(folder + "/module")
+with tf.GradientTape() as tape:
+    y = module(tf.constant([1.0, 1.0], tf.float16))
+gradient = tape.gradient(y, module.v)
+said["module"] = [y.numpy().tolist(), gradient.dtype.name, gradient.numpy().tolist()]
 for file in ("model.keras", "model.h5"):
     model = tf.keras.models.load_model(folder + "/" + file, compile=False)
     said[file] = model.predict(x, verbose=0).tolist()
@@ -31,6 +36,17 @@ except Exception as error:
     said["error"] = str(error)
 print(json.dumps(said))
 """
+
+
+class Module(tf.Module):
+    def __init__(self):
+        self.v = keras_mp.autocast_variable(tf.Variable([1.0, 2.0]))
+        self.w = keras_mp.autocast_variable(tf.Variable([[3.0, 4.0]]))
+
+    @tf.function(input_signature=[tf.TensorSpec([2], tf.float16)])
+    def __call__(self, x):
+        with keras_mp.autocast_scope("float16"):
+            return x * self.v * self.v + self.w[0] + self.w[0]
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
@@ -51,6 +67,7 @@ def test_inference_needs_no_keras_mp(tmp_path):
     model.save(str(tmp_path / "model.keras"))
     model.save(str(tmp_path / "model.h5"))
     model.export(str(tmp_path / "export"))
+    tf.saved_model.save(Module(), str(tmp_path / "module"))
     done = subprocess.run(
         [sys.executable, "-c", READER, str(tmp_path)],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -61,6 +78,7 @@ def test_inference_needs_no_keras_mp(tmp_path):
     said = json.loads(done.stdout.splitlines()[-1])
     for form in ("export", "model.keras", "model.h5"):
         np.testing.assert_allclose(said[form], model.predict(x, verbose=0), rtol=1e-6)
+    assert said["module"] == [[7.0, 12.0], "float32", [2.0, 4.0]]
     assert "LossScaleOptimizer" in said["error"]
     assert "keras_mp" in said["error"]
 

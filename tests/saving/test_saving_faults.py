@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import training_state, value
+from tests.common import once, training_state, value
 from tests.saving import saving_in_a_loop
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -24,6 +24,7 @@ def assert_same(ours, reference):
         np.testing.assert_array_equal(one, other)
 
 
+@once
 def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.saving.saving_in_a_loop", str(tmp_path)],

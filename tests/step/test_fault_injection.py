@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import OPTIMIZERS, make_optimizer, mirrored, value
+from tests.common import OPTIMIZERS, make_optimizer, mirrored, once, value
 
-PATTERNS = 20
+PATTERNS = 12
 STEPS = 6
 FAULTS = [np.inf, -np.inf, np.nan]
 VARIABLES = ["dense", "bias", "table"]
@@ -57,27 +57,38 @@ def components(variable):
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas"), [("new.SGD", 4), ("new.Adam", 2), (OPTIMIZERS[-1], 2)]
+    ("name", "replicas", "xla"),
+    [
+        pytest.param("new.SGD", 4, None, marks=once),
+        pytest.param("new.Adam", 2, None, marks=once),
+        (OPTIMIZERS[-1], 2, None),
+        ("new.SGD", 1, "step"),
+        ("new.Adam", 1, "step"),
+        pytest.param("new.Adam", 1, "update", marks=once),
+        pytest.param("new.Adam", 2, "update", marks=once),
+    ],
 )
-def test_random_faults(name, replicas):
-    strategy = mirrored(replicas)
+def test_random_faults(name, replicas, xla):
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
     with strategy.scope():
         inner = make_optimizer(name)
         scale = keras_mp.DynamicLossScale(16, increment_period=3)
         ours = Training(inner)
-        optimizer = keras_mp.LossScaleOptimizer(inner, scale)
+        optimizer = keras_mp.LossScaleOptimizer(inner, scale, jit_compile=xla == "update")
         control = Training(make_optimizer(name))
+        # What XLA compiles it may round differently, the control's update as well.
+        updates = keras_mp.OptimizerWrapper(control.optimizer, jit_compile=xla == "update")
     start = [value(v) for v in ours.all_variables()]
 
-    @tf.function
+    @tf.function(jit_compile=xla == "step")
     def control_step(step):
         def replica_step():
             _, gradients = control.gradients(step, tf.ones([len(VARIABLES)]))
-            control.optimizer.apply_gradients(zip(gradients, control.variables))
+            updates.apply_gradients(zip(gradients, control.variables))
 
         strategy.run(replica_step)
 
-    @tf.function
+    @tf.function(jit_compile=xla == "step")
     def our_step(step, factors):
         def replica_step():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -117,7 +128,7 @@ def test_random_faults(name, replicas):
                 if good == 3:
                     expected, good = expected * 2, 0
             else:
-                expected, good, skipped = max(expected / 2, 1.0), 0, skipped + 1
+                expected, good, skipped = expected / 2, 0, skipped + 1
             assert float(optimizer.loss_scale) == expected
             assert int(value(scale.num_good_steps)) == good
             assert int(optimizer.steps_skipped) == skipped_before + skipped

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import loss_scale as loss_scale_lib
-from tests.common import mirrored
+from tests.common import mirrored, once
 
 
 def run(scale, verdicts):
@@ -97,6 +97,7 @@ def test_a_period_lowered_below_the_counter_grows_at_once():
     assert run(scale, [True, True]) == [(16, 0, 0), (16, 1, 0)]
 
 
+@once
 def test_next_state_is_pure_and_traces():
     state = loss_scale_lib.LossScaleState(
         tf.constant(8.0), tf.constant(2, tf.int64), tf.constant(0, tf.int64)
@@ -304,7 +305,7 @@ def test_the_old_objects_are_taken_wherever_ours_are(take):
 
 
 BAD = [
-    (ValueError, 0.5),
+    (ValueError, 1e-39),
     (ValueError, 0),
     (ValueError, -1),
     (ValueError, math.nan),
@@ -327,7 +328,7 @@ def test_get_refuses_and_shows_the_value(error, value):
 @pytest.mark.parametrize(
     ("error", "kwargs"),
     [
-        (ValueError, {"initial_loss_scale": 0.5}),
+        (ValueError, {"initial_loss_scale": 2.0**-25}),
         (ValueError, {"initial_loss_scale": math.nan}),
         (ValueError, {"initial_loss_scale": math.inf}),
         (TypeError, {"initial_loss_scale": "8"}),
@@ -370,6 +371,43 @@ def test_own_subclass_survives_serialization():
     again = loss_scale_lib.get(loss_scale_lib.serialize(Doubling(4)))
     assert type(again) is Doubling
     assert float(again) == 8
+
+
+def test_classes_of_one_name_are_told_apart():
+    ours = keras_mp.DynamicLossScale
+
+    class DynamicLossScale(ours):
+        def __init__(self, start):
+            super().__init__(start)
+
+        def get_config(self):
+            return {"start": self.initial_loss_scale}
+
+    theirs = DynamicLossScale(64)
+    policy = keras_mp.Policy("mixed_float16")
+    assert type(policy.loss_scale) is type(loss_scale_lib.get("dynamic")) is ours
+    assert type(loss_scale_lib.get(loss_scale_lib.DEFAULT_DYNAMIC)) is ours
+    again = loss_scale_lib.get(loss_scale_lib.serialize(theirs))
+    assert type(again) is DynamicLossScale
+    assert float(again) == 64
+    old = tf.compat.v1.mixed_precision.DynamicLossScale(32)
+    with pytest.warns(keras_mp.MixedPrecisionWarning):
+        assert type(loss_scale_lib.get(old)) is ours
+
+
+def test_a_class_of_a_file_is_found_in_another_module():
+    class Moved(keras_mp.FixedLossScale):
+        pass
+
+    config = {"loss_scale_value": 8.0}
+    for name in ("Moved", "elsewhere.Moved"):
+        again = loss_scale_lib.get({"class_name": name, "config": config})
+        assert type(again) is Moved
+    copied = type("Moved", (keras_mp.FixedLossScale,), {"__module__": "elsewhere"})
+    again = loss_scale_lib.get({"class_name": "elsewhere.Moved", "config": config})
+    assert type(again) is copied
+    with pytest.raises(ValueError, match="Unknown loss scale class"):
+        loss_scale_lib.get({"class_name": "Moved", "config": config})
 
 
 def test_base_class_is_abstract():

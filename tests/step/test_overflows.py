@@ -9,6 +9,7 @@ from tensorflow.python.framework import op_callbacks
 
 import keras_mp
 from benchmarks import overhead, tracing
+from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.step.scaled_step import Decision
 from keras_mp.step.state_rollback import name_of
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
@@ -92,6 +93,11 @@ def said(overflow):
     return [loss.kind for loss in overflow.losses], rows
 
 
+def without_numbers(rows):
+    """What is said of a step that XLA compiled: which gradients, but of how many values."""
+    return [(*row[:2], None, None) for row in rows]
+
+
 def spoil(values, rng):
     """Puts Inf and NaN into a few gradients, and sometimes into a loss."""
     for _ in range(rng.integers(1, 6)):
@@ -101,12 +107,13 @@ def spoil(values, rng):
         values[0][rng.integers(len(values[0]))] = rng.choice(BAD)
 
 
+@once
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_names_replicas_variables_and_steps(replicas):
     program, rng = Program(replicas=replicas), np.random.default_rng(replicas)
     assert program.optimizer.last_overflow is None
     step, totals = 0, collections.Counter()
-    for number in range(1, 101):
+    for number in range(1, 41):
         if rng.random() < 0.2:
             program.step(program.good())
             step += 1
@@ -140,7 +147,8 @@ def test_on_one_device(mode):
         overflow = program.optimizer.last_overflow
         assert (overflow.step, overflow.steps_skipped) == (1 + number, number)
         assert overflow.loss_scale == 2.0 ** (16 - number)
-        assert said(overflow) == expected_of(values)
+        losses, rows = expected_of(values)
+        assert said(overflow) == (losses, without_numbers(rows) if mode == "jit" else rows)
     before = overflow
     program.step(program.good())
     assert program.optimizer.last_overflow == before
@@ -155,6 +163,7 @@ def test_two_replicas_in_eager():
     assert said(program.optimizer.last_overflow) == expected_of(values)
 
 
+@once
 def test_what_only_the_sum_or_the_wire_makes_infinite():
     program = Program(replicas=2, loss_scale=keras_mp.DynamicLossScale(1))
     values = program.good()
@@ -169,6 +178,7 @@ def test_what_only_the_sum_or_the_wire_makes_infinite():
     assert [len(line.split()) for line in str(overflow).splitlines()[3:]]
 
 
+@once
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("calls", ["rfc", "scaler"])
 def test_before_the_user_clips(mode, calls):
@@ -237,6 +247,7 @@ def test_each_optimizer_of_a_scaler():
         step(tf.constant([1.0, np.nan]))
 
 
+@once
 def test_many_skips_name_the_variables():
     names = ["first", "second", "third"]
     keras_mp.set_global_policy(None)
@@ -286,7 +297,7 @@ def skipped(optimizer, gradients, variables):
 def test_what_only_sums_make_infinite():
     large, half = tf.Variable(tf.ones([2]), name="large"), tf.Variable(tf.ones([2, 1], tf.float16))
     optimizer = keras_mp.LossScaleOptimizer(
-        make_optimizer(FAMILIES[0]), keras_mp.DynamicLossScale(1)
+        make_optimizer(FAMILIES[0]), keras_mp.DynamicLossScale(1, min_loss_scale=1)
     )
     optimizer.build([large, half])
     rows = tf.IndexedSlices(tf.constant([[4e4], [4e4]], tf.float16), [1, 1], [2, 1])
@@ -300,7 +311,7 @@ def test_what_only_sums_make_infinite():
     gradients = [tf.constant([3e38, 0.0])] * 2
     overflow = skipped(optimizer, gradients, [large, other])
     assert overflow.gradients == ()
-    assert "What was not is the sum of all of them" in str(overflow)
+    assert "but their sum was not" in str(overflow)
 
 
 def test_a_loss_of_another_function_is_not_known():
@@ -312,7 +323,7 @@ def test_a_loss_of_another_function_is_not_known():
     apply(tf.constant(np.inf))
     assert optimizer.last_overflow.loss_is_finite is None
     assert "The loss is not known." in str(optimizer.last_overflow)
-    with pytest.raises(RuntimeError, match="can be read in eager code only"):
+    with pytest.raises(RuntimeError, match="can be read only in eager code"):
         tf.function(lambda: optimizer.last_overflow)()
 
 
@@ -347,7 +358,7 @@ def test_a_model_knows_what_its_variables_are_called():
         names.append("outer/inner/scaled/bare")
     assert overflow.variables == names
     shared.trainable = True
-    histograms = keras_mp.numerics.ExponentHistograms(model, gradients=True, outputs=False)
+    histograms = ExponentHistograms(model, gradients=True, outputs=False)
     assert {path for _, path in histograms._counts.places} == set(names)
 
 
@@ -410,6 +421,7 @@ def operations(step, *args):
     return counts
 
 
+@once
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_good_steps_have_not_an_operation_more(replicas, monkeypatch):
     def trace():
@@ -422,7 +434,7 @@ def test_good_steps_have_not_an_operation_more(replicas, monkeypatch):
     assert ours == trace()
 
 
-@pytest.mark.parametrize("cell", [(60, 256), (160, 32)])
+@pytest.mark.parametrize("cell", [pytest.param((60, 256), marks=once), (160, 32)])
 def test_a_graph_has_no_more_operations_than_with_keras(cell):
     cell = overhead.Cell("graph", "SGD", *cell)
 
@@ -448,6 +460,7 @@ def test_variables_of_replicas_are_not_read_for_their_names():
     assert names == ["v"]
 
 
+@once
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_good_steps_in_eager_run_not_an_operation_more(replicas, monkeypatch):
     def count():

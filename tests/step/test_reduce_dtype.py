@@ -2,7 +2,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.step import reduce_dtype
+from keras_mp.step import replicas
 from tests.common import once
 
 pytestmark = once
@@ -21,13 +21,13 @@ pytestmark = once
     ],
 )
 def test_two_arguments_that_agree_are_one_dtype(by_name, by_bool, expected):
-    assert reduce_dtype.from_arguments(by_name, by_bool) == expected
+    assert replicas.reduce_dtype_of(by_name, by_bool) == expected
 
 
 @pytest.mark.parametrize(("by_name", "by_bool"), [("bfloat16", True), ("float16", False)])
 def test_two_that_do_not_are_refused(by_name, by_bool):
     with pytest.raises(ValueError, match="contradict each other") as raised:
-        reduce_dtype.from_arguments(by_name, by_bool)
+        replicas.reduce_dtype_of(by_name, by_bool)
     assert f"Received: reduce_dtype={by_name!r}, aggregate_in_float16={by_bool}" in str(
         raised.value
     )
@@ -36,14 +36,14 @@ def test_two_that_do_not_are_refused(by_name, by_bool):
 @pytest.mark.parametrize("bad", [None, True, 1, 3.5, "sixteen", [tf.float16]])
 def test_what_is_no_dtype_is_refused(bad):
     with pytest.raises(TypeError, match=r"`reduce_dtype` must be one of .*Received: reduce_dtype="):
-        reduce_dtype.get(bad)
+        replicas.to_reduce_dtype(bad)
 
 
 def test_other_dtypes_are_refused():
     with pytest.raises(ValueError, match="Received: reduce_dtype='float64'"):
-        reduce_dtype.get("float64")
+        replicas.to_reduce_dtype("float64")
     with pytest.raises(ValueError, match="`reduce_dtype` must be one of .*Do so.* Received"):
-        reduce_dtype.get("float16", ("bfloat16",), " Do so.")
+        replicas.to_reduce_dtype("float16", ("bfloat16",), " Do so.")
 
 
 @pytest.mark.parametrize(

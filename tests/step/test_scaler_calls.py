@@ -80,10 +80,10 @@ RIGHT = [
 WRONG = [
     (["step"], "step.. was called, and no loss was scaled"),
     (["unscale"], "unscale.. was called, and no loss was scaled"),
-    (["update"], "no step.. since"),
-    (["scale", "update"], "no step.. since"),
+    (["update"], "without a step.. since"),
+    (["scale", "update"], "without a step.. since"),
     (["scale", "step", "update", "step"], "they are scaled by another number"),
-    (["scale", "step", "update", "update"], "no step.. since"),
+    (["scale", "step", "update", "update"], "without a step.. since"),
     (["scale", "step", "step"], "Call update.. once"),
     (["scale", "step", "scale", "step"], "Call update.. once"),
     (["scale", "unscale", "unscale"], "unscaled already"),
@@ -354,6 +354,16 @@ def test_functions_that_are_made_anew_each_time():
     assert float(v) == 100 - 3 * MAX_OPTIMIZERS
 
 
+def test_functions_that_are_gone_have_made_their_steps():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable(8.0)
+    for _ in range(2):
+        scaler.scale(v)
+        for _ in range(3):
+            assert bool(scaler.step(lambda pairs: sgd(pairs), [(tf.constant(4.0), v)]))
+        scaler.update()
+    assert float(v) == 2
+
+
 def test_neither_functions_nor_optimizers_are_kept_alive():
     scaler, v = keras_mp.GradScaler(4), tf.Variable(8.0)
 
@@ -401,3 +411,19 @@ def test_loops_of_a_function():
     assert float(v) == 5.5
     assert float(scaler.loss_scale()) == 4
     assert int(scaler.steps_skipped) == 1
+
+
+def test_gradients_that_a_function_has_unscaled_are_not_multiplied_again():
+    # The function does not know what was called before it, but knows that much.
+    scaler, v = keras_mp.GradScaler(), tf.Variable(tf.zeros([64, 64]))
+
+    @tf.function
+    def step(gradient):
+        scaler.scale(tf.constant(1.0))
+        gradients = scaler.unscale([gradient])
+        scaler.step(sgd, zip(gradients, [v]))
+        scaler.update()
+
+    graph = step.get_concrete_function(tf.TensorSpec([64, 64])).graph
+    products = [op for op in graph.get_operations() if op.type == "Mul"]
+    assert len([op for op in products if op.outputs[0].shape == [64, 64]]) == 1

@@ -8,7 +8,16 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, value
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    digits,
+    make_optimizer,
+    mirrored,
+    once,
+    ours,
+    value,
+)
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
 
@@ -72,9 +81,7 @@ def test_tells_the_loss_from_its_gradients(name, mode):
         assert texts == [], kind
         with caught_warnings() as texts:
             step(*steps[2])
-            if mode == "jit in function":
-                step(1.0, 1.0)  # the function around is where Python is next
-            elif mode == "jit":
+            if "jit" in mode:
                 optimizer.steps_skipped  # noqa: B018
         assert len(texts) == 1, kind
         assert texts[0].startswith("3 steps in a row were skipped."), kind
@@ -96,6 +103,7 @@ def test_once_for_each_time_that_many_are_skipped_in_a_row(name, mode):
     assert len(texts) == 1
 
 
+@once
 def test_fifty_by_default(name):
     optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable(1.0)
     with caught_warnings() as texts:
@@ -106,6 +114,7 @@ def test_fifty_by_default(name):
         optimizer.minimize(lambda: v * np.inf, [v])
 
 
+@once
 def test_never_if_so_wished(name):
     _, step = skipping(name, "eager", warn_after_skips=None)
     with caught_warnings() as texts:
@@ -129,6 +138,7 @@ def test_can_be_set(name):
     assert optimizer.warn_after_skips == 1
 
 
+@once
 def test_the_warning_is_about_its_own_step(name):
     # What is told must not be read from variables, which may lag behind.
     for _ in range(10):
@@ -192,7 +202,7 @@ def test_one_replica_of_two(name):
     step()
     with pytest.warns(keras_mp.MixedPrecisionWarning, match=LOSS) as caught:
         step()
-    assert len([w for w in caught if w.category is keras_mp.MixedPrecisionWarning]) == 1
+    assert len(ours(caught)) == 1
     assert float(value(v)) == 1
 
 
@@ -209,9 +219,7 @@ def test_fit_warns_while_it_runs(name, jit_compile):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
         count = tf.keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs: after_epochs.append(
-                sum(w.category is keras_mp.MixedPrecisionWarning for w in caught)
-            )
+            on_epoch_end=lambda epoch, logs: after_epochs.append(len(ours(caught)))
         )
         model.fit(images, labels[:256], batch_size=64, epochs=4, verbose=0, callbacks=[count])
     assert after_epochs == [0, 1, 1, 1]  # Four steps make an epoch.
@@ -235,3 +243,122 @@ def test_good_steps_run_nothing_of_it(name):
     assert "EagerPyFunc" in branches
     is_finite = [op for op in graph.get_operations() if op.type == "IsFinite"]
     assert len(is_finite) == 1  # of the gradient; of the loss only in the branch
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit in function"])
+def test_half_of_the_last_hundred(name, mode):
+    optimizer, step = skipping(name, mode, warn_after_skips=50)
+    with caught_warnings() as texts:
+        for i in range(49):
+            step(np.nan, np.nan)
+            if i % 7 == 6:
+                step(1.0, 1.0)
+    assert texts == []
+    with caught_warnings() as texts:
+        for i in range(70):  # The share stays high, and that is said once.
+            step(np.nan, np.nan) if i % 7 else step(1.0, 1.0)
+    assert len(texts) == 1
+    assert texts[0].startswith("Half of the last 100 steps were skipped. The loss itself was")
+    with caught_warnings() as texts:
+        for _ in range(2):
+            for _ in range(110):
+                step(1.0, 1.0)
+            step(np.nan, np.nan)
+        for _ in range(49):
+            step(np.nan, np.nan)
+            step(1.0, 1.0)
+        optimizer.steps_skipped  # noqa: B018
+    assert len(texts) == 1
+
+
+def test_a_few_skips_in_a_hundred_are_no_news(name):
+    _, step = skipping(name, "function", warn_after_skips=50)
+    with caught_warnings() as texts:
+        for i in range(240):
+            step(1.0, np.inf) if i % 3 == 0 else step(1.0, 1.0)
+    assert [text for text in texts if "Half of" in text] == []
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_the_floor_is_told_once(name, mode):
+    optimizer, step = skipping(name, mode, warn_after_skips=50)
+    scale, floor = optimizer.loss_scale, optimizer.loss_scale.min_loss_scale
+    scale.loss_scale.assign(4 * floor)
+    with caught_warnings() as texts:
+        step(1.0, np.inf)
+    assert texts == []
+    with caught_warnings() as texts:
+        step(1.0, np.inf)
+        step(1.0, np.inf)
+    assert len(texts) == 1
+    assert texts[0].startswith("The loss scale has come down to its floor")
+    assert GRADIENTS in texts[0]
+    assert "keras_mp.numerics.watch(model)" in texts[0]
+    with caught_warnings() as texts:
+        scale.loss_scale.assign(2 * floor)
+        step(1.0, np.inf)
+    assert texts == []
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit in function"])
+def test_ends_training_after_many_skips(name, mode):
+    optimizer, step = skipping(name, mode, warn_after_skips=None)
+    optimizer.raise_after_skips = 3
+    for _ in range(2):
+        for _ in range(2):
+            step(1.0, np.inf)
+        step(1.0, 1.0)
+    for _ in range(3 if "jit" in mode else 2):
+        step(1.0, np.inf)
+    with pytest.raises((RuntimeError, tf.errors.OpError), match="3 steps in a row were skipped"):
+        step(1.0, np.inf)
+    assert int(optimizer.steps_skipped) >= 7
+    config = optimizer.get_config()
+    assert keras_mp.LossScaleOptimizer.from_config(config).raise_after_skips == 3
+    optimizer.raise_after_skips = None
+    assert "raise_after_skips" not in optimizer.get_config()
+    for bad in (0, 2.5, "3"):
+        with pytest.raises((TypeError, ValueError), match="Received: raise_after_skips="):
+            keras_mp.LossScaleOptimizer(make_optimizer(name), raise_after_skips=bad)
+
+
+def batches(*pairs):
+    signature = tuple(tf.TensorSpec([None, pair.shape[1]]) for pair in pairs[0])
+    dataset = tf.data.Dataset.from_generator(lambda: iter(pairs), output_signature=signature)
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(pairs)))
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_fit_names_the_input(name, run_eagerly):
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile(make_optimizer(name), "mse", run_eagerly=run_eagerly)
+    model.optimizer.warn_after_skips, model.optimizer.raise_after_skips = 3, 5
+    x, y = np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
+    large, nan = x.copy(), y.copy()
+    large[:, 1], nan[1] = 99_999, np.nan
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=r"'x' \(4 above 65504\)"):
+        model.fit(batches(*[(large, y)] * 3), verbose=0, shuffle=False)
+    rows = model.optimizer.last_overflow.inputs
+    assert [(row.name, row.infs, row.nans, row.too_large) for row in rows] == [("x", 0, 0, 4)]
+    model.fit(batches((x, nan)), verbose=0, shuffle=False)
+    [row] = model.optimizer.last_overflow.inputs
+    assert str(row) == "'y' (1 NaN)"
+    assert "'y' (1 NaN)" in model.optimizer.last_overflow.summary
+    with pytest.raises((RuntimeError, tf.errors.OpError), match="5 steps in a row"):
+        model.fit(batches(*[(x, nan)] * 3), verbose=0, shuffle=False)
+
+
+def test_a_batch_without_examples_is_skipped(name):
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential(
+        [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+    )
+    model.compile(make_optimizer(name), "mse")
+    x, y = np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
+    model.fit(batches((x, y)), verbose=0, shuffle=False)
+    before, skipped = model.get_weights(), int(model.optimizer.steps_skipped)
+    model.fit(batches((x[:0], y[:0])), verbose=0, shuffle=False)
+    assert int(model.optimizer.steps_skipped) == skipped + 1
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import compile_hook
+from keras_mp import model_steps
 from keras_mp.step import state_rollback
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
 
 layers = tf.keras.layers
 FLOAT32 = "float32"
@@ -173,8 +173,8 @@ class Counting(tf.keras.Sequential):
 
 def test_train_step_of_ones_own(monkeypatch):
     traces, models = [], []
-    for hook in (compile_hook._wrap_train_step, lambda model: None):
-        monkeypatch.setattr(compile_hook, "_wrap_train_step", hook)
+    for hook in (model_steps.scale, lambda model, loss_scale: None):
+        monkeypatch.setattr(model_steps, "scale", hook)
         Counting.traces = 0
         model = fit(make_model(Counting), *data(4, bad=[1, 3]))
         model.fit(*data(4), batch_size=4, verbose=0)
@@ -193,6 +193,7 @@ class Function(tf.keras.Sequential):
         return super().train_step(data)
 
 
+@once
 def test_train_step_that_is_a_function():
     # What is assigned to there without having been read is not known.
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="seen.*/last'.* in a tf.function"):
@@ -242,6 +243,7 @@ def test_own_loops(mode, calls):
     assert_same(*models)
 
 
+@once
 @pytest.mark.parametrize("eager", [True, False])
 def test_two_optimizers_in_one_step(eager):
     first, second = layers.BatchNormalization(), layers.BatchNormalization()
@@ -273,6 +275,7 @@ def test_two_optimizers_in_one_step(eager):
     assert [int(optimizer.steps_skipped) for optimizer in optimizers] == [1, 1]
 
 
+@once
 def test_a_step_in_a_branch():
     v, seen = tf.Variable(1.0), tf.Variable(1.0, trainable=False)
     optimizer = keras_mp.LossScaleOptimizer("sgd")
@@ -294,6 +297,7 @@ def test_a_step_in_a_branch():
     assert int(optimizer.steps_skipped) == 1
 
 
+@once
 def test_a_step_in_the_body_of_a_loop():
     v, seen = tf.Variable(1.0), tf.Variable(1.0, trainable=False)
     optimizer = keras_mp.LossScaleOptimizer("sgd")
@@ -330,6 +334,7 @@ def test_a_fixed_scale_skips_nothing():
     assert int(value(model.layers[2].count)) == 1
 
 
+@once
 def test_only_what_was_written_is_held():
     # A buffer that is held is copied when it is updated: that must not be all weights.
     model = make_model()
@@ -346,6 +351,7 @@ def test_only_what_was_written_is_held():
     assert not trained & {t.name for t in reads}
 
 
+@once
 def test_nothing_is_held_in_eager_while_a_step_is_made(monkeypatch):
     model = make_model()
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
@@ -361,6 +367,7 @@ def test_nothing_is_held_in_eager_while_a_step_is_made(monkeypatch):
     assert not held[0]
 
 
+@once
 def test_a_model_is_not_kept_alive():
     model = make_model()
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
@@ -372,6 +379,7 @@ def test_a_model_is_not_kept_alive():
     assert handle() is None
 
 
+@once
 def test_takes_what_has_variables():
     module = tf.Module()
     module.v = tf.Variable(1.0, trainable=False)
@@ -391,6 +399,7 @@ def test_takes_what_has_variables():
         pass
 
 
+@once
 def test_the_warning_names_weights_that_are_not_finite():
     model = make_model()
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"), warn_after_skips=2)
@@ -408,7 +417,7 @@ def test_the_warning_names_weights_that_are_not_finite():
                 step(*batch)
             optimizer.steps_skipped  # noqa: B018
         (text,) = (str(w.message) for w in caught)
-        names = text.partition("Weights that are not finite already: ")[2]
+        names = text.partition("Weights that are already not finite: ")[2]
         # Each gradient is NaN then, that of a healthy layer before it too.
         assert "Most often it was the gradient of" not in text
         assert names.startswith("'" + getattr(kernel, "path", kernel.name.partition(":")[0]) + "'.")
@@ -417,6 +426,7 @@ def test_the_warning_names_weights_that_are_not_finite():
         kernel.assign(kernel * np.nan)
 
 
+@once
 def test_the_page_about_normalization(capsys):
     text = (pathlib.Path(__file__).parents[2] / "docs" / "normalization.md").read_text()
     [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

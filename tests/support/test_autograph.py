@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.support.autograph import do_not_convert
-from tests.common import FAMILIES, make_optimizer, mirrored, value
+from tests.common import FAMILIES, make_optimizer, mirrored, once, value
 
 
 def branches(x):
@@ -95,6 +95,7 @@ def test_no_function_of_keras_mp_is_converted_in_a_step(name, strategy):
     assert names - {"tf__lam"} == {"tf__step", "tf__replica_step", "tf__update"}
 
 
+@once
 @pytest.mark.parametrize("strategy", [None, "mirrored"])
 def test_what_a_user_gave_keras_mp_to_call_is_converted(strategy):
     strategy = mirrored(2) if strategy else tf.distribute.get_strategy()

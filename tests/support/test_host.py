@@ -7,14 +7,19 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import FirstBadOperation
+from keras_mp.numerics.first_bad_operation import FirstBadOperation
 from keras_mp.support import host
+from tests.common import once
+
+pytestmark = once
 
 
 class Reader:
-    def __init__(self, beside=None):
+    def __init__(self, beside=None, is_urgent=True):
         self.numbers, self.lines = [], []
-        self.mailbox = host.HostCallback(self.read, size=1, beside=beside and beside.mailbox)
+        self.mailbox = host.HostCallback(
+            self.read, size=1, beside=beside and beside.mailbox, is_urgent=lambda: is_urgent
+        )
 
     def read(self, numbers, line):
         self.numbers += numbers
@@ -77,6 +82,53 @@ def test_two_are_looked_into_at_once():
         each.mailbox.collect()
     assert first.numbers == [1, 2, 1]
     assert second.numbers == [-1, 1, -1]
+
+
+def test_what_is_not_urgent_is_looked_for_seldom():
+    reader = Reader(is_urgent=False)
+    compiled = tf.function(reader.step, jit_compile=True)
+    around = tf.function(lambda number: compiled(number))
+    calls = 200
+    for number in range(1, calls + 1):
+        around(tf.constant(number, tf.int64))
+    # Before each of these calls, it finds what the one before it has left.
+    assert reader.numbers == [1, 3, 7, 15, 31, 63, 113, 163]
+    reader.mailbox.collect()
+    assert reader.numbers[-1] == calls
+    graph = around.get_concrete_function(tf.TensorSpec([], tf.int64)).graph
+    [condition] = [op.inputs[0] for op in graph.get_operations() if op.type == "If"]
+    assert "CPU:0" in condition.op.device  # so a GPU is not asked
+
+
+def test_what_is_foreseen_is_looked_for_then():
+    found = []
+    callback = host.HostCallback(
+        lambda numbers, line: found.append((numbers[0], line.file if line else None)),
+        size=2,
+        foresee=lambda numbers: numbers[1] - numbers[0] % numbers[1],
+    )
+
+    @tf.function
+    def step(number, every):
+        callback.post(tf.stack([number, every]), tf.equal(number % every, 0))
+
+    def steps(first, last, every=5):
+        for number in range(first, last):
+            step(tf.constant(number, tf.int64), tf.constant(every, tf.int64))
+        return [number for number, _ in found]
+
+    assert [steps(1, 5), steps(5, 6), steps(6, 10), steps(10, 11)] == [[], [5], [5], [5, 10]]
+    # What nobody foresaw waits for the next time, or for whoever asks.
+    assert steps(11, 15, every=3) == [5, 10]
+    callback.collect()
+    assert [number for number, _ in found] == [5, 10, 12]
+    callback.look_next_time()
+    assert steps(18, 19, every=3) == [5, 10, 12, 18]
+    assert [file for _, file in found] == [__file__, __file__, None, __file__]
+    # It counts in the host's memory, so a GPU is not asked.
+    graph = step.get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2).graph
+    [condition] = [op.inputs[0] for op in graph.get_operations() if op.type == "If"]
+    assert "CPU:0" in condition.op.device
 
 
 def test_compiled_by_xla_alone():

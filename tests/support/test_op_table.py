@@ -47,9 +47,9 @@ def test_gradients_are_what_tensorflow_computes_them_with(op, function):
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [1, 4, 4, 2])
         tf.gradients(function(x), [x])
-    made = {each.type for each in graph.get_operations()}
-    assert op in made
-    assert made & set(op_table.gradients_of(op))
+    types = {each.type for each in graph.get_operations()}
+    assert op in types
+    assert types & set(op_table.gradients_of(op))
 
 
 def test_an_operation_whose_gradient_is_made_of_others():

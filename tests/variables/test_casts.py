@@ -1,7 +1,5 @@
 import functools
 import gc
-import subprocess
-import sys
 import weakref
 
 import numpy as np
@@ -237,35 +235,6 @@ def test_a_shape_that_may_change(monkeypatch):
     casts, gradient = count(function)
     assert casts == 1
     np.testing.assert_array_equal(gradient, [[6.0, 8.0]])
-
-
-LOAD = """
-import sys
-import tensorflow as tf
-loaded = tf.saved_model.load(sys.argv[1])
-with tf.GradientTape() as tape:
-    y = loaded(tf.constant([1.0, 1.0], tf.float16))
-gradient = tape.gradient(y, loaded.v)
-assert "keras_mp" not in sys.modules
-print(y.numpy().tolist(), gradient.dtype.name, gradient.numpy().tolist())
-"""
-
-
-def test_a_saved_model_needs_no_keras_mp(tmp_path):
-    class Module(tf.Module):
-        def __init__(self):
-            self.v, self.w = autocast(), autocast([[3.0, 4.0]])
-
-        @tf.function(input_signature=[tf.TensorSpec([2], tf.float16)])
-        def __call__(self, x):
-            with keras_mp.autocast_scope("float16"):
-                return x * self.v * self.v + self.w[0] + self.w[0]
-
-    tf.saved_model.save(Module(), str(tmp_path))
-    result = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path)], cwd="/", capture_output=True, text=True
-    )
-    assert result.stdout.split("\n")[0] == "[7.0, 12.0] float32 [2.0, 4.0]", result.stderr
 
 
 def test_each_dtype_and_each_replica_has_its_own_cast():

@@ -1,19 +1,28 @@
 """The hazards that `keras_mp.numerics.audit` looks for.
 
 Each is a function that takes a `TracedStep` and yields `Suspect`s. A suspect has tensors to
-measure, and a function that makes a `Hazard` of their values, or None. To add a hazard, write such
+measure, and a function that makes a `Finding` of their values, or None. To add a hazard, write such
 a function, put it into `HAZARDS`, causes before their consequences, and plant the defect in a model
 in the tests.
 """
 
 from collections.abc import Callable, Iterator
 
-from keras_mp.numerics.hazards import dtypes, probabilities, step, updates, values
+from keras_mp.numerics.hazards import (
+    dtypes,
+    not_finite,
+    probabilities,
+    rounded,
+    step,
+    updates,
+    values,
+)
 from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
 
 HAZARDS: tuple[Callable[[TracedStep], Iterator[Suspect]], ...] = (
     values.vanished_epsilon,
-    values.not_finite,
+    rounded.inputs_that_are_rounded,
+    not_finite.not_finite,
     values.long_sums,
     values.labels_beyond_the_outputs,
     probabilities.softmax_before_a_logarithm,
@@ -33,4 +42,5 @@ HAZARDS: tuple[Callable[[TracedStep], Iterator[Suspect]], ...] = (
     step.weights_that_are_lost,
     step.replicas_that_do_not_agree,
     updates.updates_that_are_lost,
+    rounded.weights_written_in_16_bits,
 )

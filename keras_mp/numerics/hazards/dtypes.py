@@ -6,27 +6,26 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
+from keras_mp import kernels, raw_inputs
 from keras_mp.numerics import origins, tensor_cores, work
-from keras_mp.numerics.hazards.traced_step import Hazard, Suspect, TracedStep, shapes_of, widened
-from keras_mp.support import op_table
+from keras_mp.numerics.hazards.traced_step import Finding, Suspect, TracedStep, shapes_of, widened
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
 # Layers with a smaller share of the model's work are not reported.
 _LARGE_SHARE = 0.01
-_MOVES = op_table.ops("identities", "reshapes", "views")
 
 
 def layers_against_their_policy(traced: TracedStep) -> Iterator[Suspect]:
     """A layer whose policy says 16 bits multiplies in float32."""
     for share, operation, layer in _layers_in_float32(traced):
-        if layer.compute_dtype not in LOW_PRECISION_NAMES:
+        if layer.compute_dtype not in LOW_PRECISION_NAMES or raw_inputs.reads_raw(type(layer)):
             continue
         variable = next(filter(None, map(_variable_of, operation.inputs)), None)
         if variable is None:
             hazard = "a layer that ignores its policy"
             cure = (
-                "Let its `call` cast to self.compute_dtype, and not to float32; or, if float32 is "
-                'what it needs, make it with dtype="float32", which says so.'
+                "Let its `call` cast to self.compute_dtype, and not to float32; or, if it needs "
+                'float32, create it with dtype="float32".'
             )
         else:
             hazard = "a variable that is not cast"
@@ -47,9 +46,9 @@ def layers_of_another_policy(traced: TracedStep) -> Iterator[Suspect]:
     for share, operation, layer in _layers_in_float32(traced):
         if layer.compute_dtype not in LOW_PRECISION_NAMES:
             cure = (
-                "Make it under the policy of the model, without a dtype of its own, or pass "
-                "dtype=self.dtype_policy from the layer that makes it. If float32 is meant, let it "
-                "be."
+                "Create it under the policy of the model, without a dtype of its own, or pass "
+                "dtype=self.dtype_policy from the layer that creates it. If float32 is intended, "
+                "ignore this."
             )
             yield _about_work(traced, operation, layer, "a layer of another policy", share, cure)
 
@@ -67,6 +66,8 @@ def _layers_in_float32(
     most: dict[str, tuple[int, tf.Operation]] = {}
     for operation, count in traced.products:
         path = traced.layers.name(operation.name)
+        if kernels.has_decided(operation):
+            continue  # It is in 16 bits, but for what is inside of the kernel.
         if path and operation.outputs[0].dtype == tf.float32:
             counts[path] += count
             most[path] = max(most.get(path, (0, operation)), (count, operation), key=lambda e: e[0])
@@ -95,7 +96,7 @@ def _about_work(
 
 def _variable_of(tensor: tf.Tensor) -> tf.Operation | None:
     """Returns the read of a variable that a tensor comes from, if nothing has cast it."""
-    while tensor.op.type in _MOVES:
+    while tensor.op.type in origins.MOVES:
         tensor = tensor.op.inputs[0]
     return tensor.op if tensor.op.type == "ReadVariableOp" else None
 
@@ -106,7 +107,7 @@ def casts_there_and_back(traced: TracedStep) -> Iterator[Suspect]:
         if second.type != "Cast" or not second.outputs[0].dtype.is_floating:
             continue
         between = second.inputs[0]
-        while between.op.type in _MOVES:
+        while between.op.type in origins.MOVES:
             between = between.op.inputs[0]
         first = between.op
         if first.type != "Cast" or first.inputs[0].dtype != second.outputs[0].dtype:
@@ -128,7 +129,7 @@ def casts_there_and_back(traced: TracedStep) -> Iterator[Suspect]:
             first: tf.Operation = first,
             second: tf.Operation = second,
             size: int = size,
-        ) -> Hazard:
+        ) -> Finding:
             there, back = first.outputs[0].dtype, second.outputs[0].dtype
             moved = 2 * size * (there.size + back.size)
             loss = f", and rounds numbers up to {largest:.3g} by up to {error:.2g}" if error else ""
@@ -150,7 +151,7 @@ def float64(traced: TracedStep) -> Iterator[Suspect]:
         moved = sum(8 * (tensor.shape.num_elements() or 0) for tensor in wide)
         if wide:
             yield Suspect.certain(
-                Hazard(
+                Finding(
                     "data in float64",
                     f"the batch's {name}",
                     None,
@@ -165,7 +166,7 @@ def float64(traced: TracedStep) -> Iterator[Suspect]:
         for operation in traced.forward
         if operation.outputs
         and operation.outputs[0].dtype == tf.float64
-        and operation.type not in ("Cast", "Placeholder", "Const", "ReadVariableOp", *_MOVES)
+        and operation.type not in ("Cast", "Placeholder", "Const", "ReadVariableOp", *origins.MOVES)
         and traced.layers.name(operation.name)
     ]
     if computing:
@@ -199,7 +200,7 @@ def dtypes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
     )
     other = "mixed_float16" if tensor_cores.take("float16", traced.device) else "float32"
     cure = f"Train under the policy {other} there, or on a newer GPU."
-    yield Suspect.certain(traced.finding(operation, "a dtype that no tensor core takes", why, cure))
+    yield Suspect.certain(traced.finding(operation, "a dtype without tensor cores", why, cure))
 
 
 def shapes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
@@ -225,5 +226,5 @@ def shapes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
         )
         cure = "Round units, filters, or the size of the batch up to a multiple of 8."
         yield Suspect.certain(
-            traced.finding(operation, "a shape that no tensor core likes", why, cure)
+            traced.finding(operation, "a shape that is slow on tensor cores", why, cure)
         )

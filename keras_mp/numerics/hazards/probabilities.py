@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
+from keras_mp import kernels
 from keras_mp.numerics.hazards.traced_step import (
     UNIT_ROUNDOFF,
-    Hazard,
+    Finding,
     Suspect,
     TracedStep,
     widened,
@@ -32,27 +33,29 @@ _CROSS_ENTROPIES = {
 
 def softmax_before_a_logarithm(traced: TracedStep) -> Iterator[Suspect]:
     """A loss takes the logarithm of probabilities that 16 bits have rounded."""
-    for operation in traced.in_16_bits(("Softmax", "Sigmoid")):
-        probabilities = operation.outputs[0]
+    for operation, probabilities in _probabilities(traced):
         if traced.leads_to(probabilities, ("Log", "Log1p"), _ON_THE_WAY, steps=12) is None:
             continue
-        logits, seen = widened(operation.inputs[0]), widened(probabilities)
-        is_true = _labels(traced, seen)
+        logits, wide = widened(operation.inputs[0]), widened(probabilities)
+        is_true = _labels(traced, wide)
         if is_true is None:
             continue
         if operation.type == "Softmax":
-            exact, of_label = tf.nn.log_softmax(logits), seen
+            exact, of_label = tf.nn.log_softmax(logits), wide
         else:
             exact = tf.where(is_true, tf.math.log_sigmoid(logits), tf.math.log_sigmoid(-logits))
-            of_label = tf.where(is_true, seen, 1.0 - seen)
+            of_label = tf.where(is_true, wide, 1.0 - wide)
             is_true = tf.ones_like(is_true)
         errors = tf.abs(tf.math.log(tf.clip_by_value(of_label, _SMALLEST, 1.0)) - exact)
         worst = tf.reduce_max(tf.where(is_true, errors, 0.0))
 
-        def say(worst: np.ndarray, operation: tf.Operation = operation) -> Hazard | None:
+        def say(
+            worst: np.ndarray,
+            operation: tf.Operation = operation,
+            dtype: str = probabilities.dtype.name,
+        ) -> Finding | None:
             if worst < _TOO_FAR:
                 return None
-            dtype = operation.outputs[0].dtype.name
             return traced.finding(
                 operation,
                 f"a {operation.type.lower()} in 16 bits",
@@ -63,6 +66,24 @@ def softmax_before_a_logarithm(traced: TracedStep) -> Iterator[Suspect]:
             )
 
         yield Suspect([worst], say)
+
+
+def _probabilities(traced: TracedStep) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
+    """Yields each softmax and sigmoid in 16 bits, and what it returns.
+
+    Where a kernel of keras_mp computes it in float32 inside, that is the cast of the result.
+    """
+    for operation in traced.forward:
+        if operation.type not in ("Softmax", "Sigmoid"):
+            continue
+        output = operation.outputs[0]
+        if output.dtype in LOW_PRECISION:
+            yield operation, output
+        elif kernels.has_decided(operation):
+            casts = (each.outputs[0] for each in output.consumers() if each.type == "Cast")
+            rounded = next((each for each in casts if each.dtype in LOW_PRECISION), None)
+            if rounded is not None:
+                yield operation, rounded
 
 
 def _labels(traced: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None:
@@ -87,7 +108,7 @@ def softmax_that_does_not_add_up(traced: TracedStep) -> Iterator[Suspect]:
         total = tf.reduce_sum(widened(probabilities), -1)
         worst = tf.reduce_max(tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0))
 
-        def say(worst: np.ndarray, operation: tf.Operation = operation) -> Hazard | None:
+        def say(worst: np.ndarray, operation: tf.Operation = operation) -> Finding | None:
             output = operation.outputs[0]
             if worst < 16 * UNIT_ROUNDOFF[output.dtype]:
                 return None
@@ -97,7 +118,8 @@ def softmax_that_does_not_add_up(traced: TracedStep) -> Iterator[Suspect]:
                 f"A softmax over {output.shape[-1]} values in {output.dtype.name} returns "
                 f"probabilities whose sum is up to {worst:.2g} away from 1: it adds up in "
                 f"{output.dtype.name}.",
-                'Give the softmax a layer of its own with dtype="float32", or cast what it takes.',
+                'Give the softmax a layer of its own with dtype="float32", or cast its inputs to '
+                "float32.",
             )
 
         yield Suspect([worst], say)
@@ -113,7 +135,7 @@ def loss_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
 
         def say(
             loss: np.ndarray, exact: np.ndarray, operation: tf.Operation = operation
-        ) -> Hazard | None:
+        ) -> Finding | None:
             dtype = operation.outputs[0].dtype
             if abs(loss - exact) <= 4 * UNIT_ROUNDOFF[dtype] * abs(exact):
                 return None
@@ -122,8 +144,7 @@ def loss_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
                 "a loss in 16 bits",
                 f"The cross entropy is computed in {dtype.name}, where its mean is {loss:.6g}; in "
                 f"float32 it is {exact:.6g}.",
-                "Cast what the loss takes to float32, or let `compile` have a loss of "
-                "keras_mp.losses compute it.",
+                "Cast the inputs of the loss to float32, or use a loss of keras_mp.losses.",
             )
 
         yield Suspect(measured, say)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.numerics import origins
 from keras_mp.numerics.hazards.traced_step import (
-    Hazard,
+    Finding,
     Suspect,
     TracedStep,
     count,
@@ -47,20 +47,31 @@ def gradients_that_vanish(traced: TracedStep) -> Iterator[Suspect]:
     if not gradients:
         return
     sizes = [tf.abs(widened(gradient)) for gradient in gradients]
+    casts = [
+        operation
+        for operation in traced.operations
+        if operation.type == "Cast" and origins.is_of_backward_pass(operation.name)
+    ]
+    # What vanishes there is 0 in all gradients behind it.
+    gone = [
+        count((each.outputs[0] == 0) & (each.inputs[0] != 0))
+        for each in casts
+        if each.outputs[0].dtype == tf.float16 and each.inputs[0].dtype == tf.float32
+    ]
     measured = [
-        tf.add_n([count((size > 0) & (size < _SMALLEST_NORMAL)) for size in sizes]),
-        tf.add_n([count(size > 0) for size in sizes]),
+        tf.add_n([count((size > 0) & (size < _SMALLEST_NORMAL)) for size in sizes] + gone),
+        tf.add_n([count(size > 0) for size in sizes] + gone),
     ]
 
-    def say(small: np.ndarray, others: np.ndarray) -> Hazard | None:
-        if small < _MOST_SMALL * others:
+    def say(small: np.ndarray, others: np.ndarray) -> Finding | None:
+        if not others or small < _MOST_SMALL * others:
             return None
-        return Hazard(
+        return Finding(
             "float16 without loss scaling",
             _STEP,
             None,
-            f"{small / others:.0%} of the numbers in gradients, zeros left out, are below 6e-5: "
-            "there float16 loses digits, and it ends at 6e-8.",
+            f"{small / others:.0%} of the numbers in gradients, apart from those that are 0 in "
+            "float32, too, are below 6e-5: there float16 loses digits, and below 6e-8 it is zero.",
             'Make the model under keras_mp.set_global_policy("mixed_float16"), whose loss scale '
             "keeps them large, or compile it with keras_mp.LossScaleOptimizer(optimizer).",
         )
@@ -72,12 +83,12 @@ def loss_multiplied_by_a_number(traced: TracedStep) -> Iterator[Suspect]:
     """The loss is multiplied by a number before it is multiplied by the loss scale."""
     if traced.scaling is None:
         return
-    waiting, seen = list(traced.scaling.inputs), set()
+    waiting, visited = list(traced.scaling.inputs), set()
     while waiting:
         operation = waiting.pop().op
-        if operation in seen:
+        if operation in visited:
             continue
-        seen.add(operation)
+        visited.add(operation)
         if operation.type in _ON_THE_WAY:
             waiting += list(operation.inputs)
         elif operation.type in _BELOW_ONE:
@@ -97,14 +108,14 @@ def _about_factor(
     traced: TracedStep, operation: tf.Operation, loss: tf.Tensor, factor: float
 ) -> Suspect:
 
-    def say(loss: np.ndarray, scale: np.ndarray) -> Hazard:
+    def say(loss: np.ndarray, scale: np.ndarray) -> Finding:
         return traced.finding(
             operation,
             "a loss multiplied by a number",
             f"The loss, {loss:.4g} for this batch, is multiplied by {factor:g}, and then by the "
             f"loss scale, {scale:g}. Only the latter is taken out of the gradients: they are "
             f"{factor:g} times too large.",
-            "Leave the number out: the loss scale does what it is for. (For a larger step, change "
+            "Remove this factor: the loss scale has the same purpose. (For a larger step, change "
             "the learning rate.)",
         )
 
@@ -123,7 +134,7 @@ def clipping_before_unscaling(traced: TracedStep) -> Iterator[Suspect]:
 
         def say(
             largest: np.ndarray, scale: np.ndarray, operation: tf.Operation = operation
-        ) -> Hazard:
+        ) -> Finding:
             return traced.finding(
                 operation,
                 "clipping before unscaling",
@@ -147,7 +158,7 @@ def accumulation_under_a_moving_scale(traced: TracedStep) -> Iterator[Suspect]:
         if not value.shape.rank or origins.maker_of(operation) != "user":
             continue
 
-        def say(scale: np.ndarray, operation: tf.Operation = operation) -> Hazard:
+        def say(scale: np.ndarray, operation: tf.Operation = operation) -> Finding:
             return traced.finding(
                 operation,
                 "gradient accumulation under a moving scale",
@@ -183,11 +194,11 @@ def epsilon_of_the_optimizer(traced: TracedStep) -> Iterator[Suspect]:
     bad = not_finite_of(variables)
     size = sum(math.prod(length or 0 for length in v.shape) for v in variables)
 
-    def say(bad: np.ndarray) -> Hazard | None:
+    def say(bad: np.ndarray) -> Finding | None:
         if not (bad or in_16_bits):
             return None
         names = " and ".join(sorted(dtypes))
-        return Hazard(
+        return Finding(
             "an epsilon that is 0 in 16 bits" if in_16_bits else "an epsilon that is 0",
             f"the optimizer ({type(optimizer).__name__})",
             None,
@@ -221,11 +232,11 @@ def weights_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
 
     def say(
         bad: np.ndarray, scale: np.ndarray, loss: np.ndarray, of_gradients: np.ndarray
-    ) -> Hazard | None:
+    ) -> Finding | None:
         # Where all gradients are finite, it is the optimizer that makes the weights what they are.
         if not bad or not np.all(np.isfinite(loss)) or not of_gradients[2:].any():
             return None
-        return Hazard(
+        return Finding(
             "a step that cannot be skipped",
             f"the optimizer ({type(optimizer).__name__})",
             None,
@@ -248,13 +259,13 @@ def replicas_that_do_not_agree(traced: TracedStep) -> Iterator[Suspect]:
     if not keras_api.APPLY_TAKES_SCALED_GRADIENTS:
         return  # Keras 2 asks all replicas.
     yield Suspect.certain(
-        Hazard(
+        Finding(
             "a step that cannot be skipped",
             "the optimizer (Keras's own LossScaleOptimizer)",
             None,
-            f"There are {replicas} replicas, and it skips a step if the gradients of the first one "
-            f"are not finite. What is infinite on one of the other {replicas - 1} gets into the "
-            "weights of all.",
+            f"There are {replicas} replicas, and it skips a step if the gradients of the first "
+            f"one are not finite. An infinite gradient on one of the other {replicas - 1} reaches "
+            "the weights of all.",
             "Pass the inner optimizer to compile() under a policy of keras_mp.",
         )
     )

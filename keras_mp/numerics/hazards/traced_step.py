@@ -24,7 +24,7 @@ _APPLYING = (
 )
 
 
-class Hazard(NamedTuple):
+class Finding(NamedTuple):
     """A hazard that was found in a model.
 
     Attributes:
@@ -36,8 +36,8 @@ class Hazard(NamedTuple):
 
     Example:
 
-    >>> from keras_mp.numerics import Hazard
-    >>> print(Hazard("a loss in 16 bits", "loss", None, "It is 2 % off.", "Cast to float32."))
+    >>> from keras_mp.numerics import Finding
+    >>> print(Finding("a loss in 16 bits", "loss", None, "It is 2 % off.", "Cast to float32."))
     a loss in 16 bits, in loss
         It is 2 % off.
         Cure: Cast to float32.
@@ -64,14 +64,14 @@ class Suspect(NamedTuple):
 
     Attributes:
         measured: tensors of the graph. They are computed for one batch, together with the step.
-        say: called with their values, NumPy arrays; returns a `Hazard`, or None.
+        say: called with their values, NumPy arrays; returns a `Finding`, or None.
     """
 
     measured: Sequence[tf.Tensor]
-    say: Callable[..., Hazard | None]
+    say: Callable[..., Finding | None]
 
     @classmethod
-    def certain(cls, hazard: Hazard) -> "Suspect":
+    def certain(cls, hazard: Finding) -> "Suspect":
         """Makes a suspect of a hazard that needs no measurement."""
         return cls((), lambda: hazard)
 
@@ -118,9 +118,9 @@ class TracedStep:
         """Returns the path of an operation's layer, or words for what is outside of layers."""
         return self.layers.name(operation.name) or "the training step, outside of layers"
 
-    def finding(self, operation: tf.Operation, hazard: str, why: str, cure: str) -> Hazard:
+    def finding(self, operation: tf.Operation, hazard: str, why: str, cure: str) -> Finding:
         """Makes a finding about an operation."""
-        return Hazard(hazard, self.where(operation), self.line(operation), why, cure)
+        return Finding(hazard, self.where(operation), self.line(operation), why, cure)
 
     def line(self, operation: tf.Operation) -> Line | None:
         """Returns the program's line that made an operation, or that of which it is a gradient."""
@@ -262,6 +262,33 @@ def static_value(tensor: tf.Tensor) -> np.ndarray | None:
 def widened(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor in float32, to measure something of it."""
     return tf.cast(tensor, tf.float32)
+
+
+def in_float32(operation: tf.Operation) -> tf.Tensor | None:
+    """Computes an operation again, in float32 on the same inputs.
+
+    Args:
+        operation: of the graph.
+
+    Returns:
+        What it returns first; None if it has a state, or has no kernel for float32.
+    """
+    if operation.op_def.is_stateful:
+        return None
+    attrs = {}
+    for name, value in operation.node_def.attr.items():
+        if not name.startswith("_"):
+            is_low = value.type in {dtype.as_datatype_enum for dtype in LOW_PRECISION}
+            attrs[name] = type(value)(type=tf.float32.as_datatype_enum) if is_low else value
+    inputs = [_wider(tensor) for tensor in operation.inputs]
+    try:
+        return operation.graph.create_op(operation.type, inputs, attrs=attrs).outputs[0]
+    except (TypeError, ValueError, tf.errors.OpError):
+        return None
+
+
+def _wider(tensor: tf.Tensor) -> tf.Tensor:
+    return widened(tensor) if tensor.dtype in LOW_PRECISION else tensor
 
 
 def count(condition: tf.Tensor) -> tf.Tensor:

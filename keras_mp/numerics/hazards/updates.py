@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import low_precision_weights
-from keras_mp.numerics.hazards.traced_step import Hazard, Suspect, TracedStep, count
+from keras_mp.numerics.hazards.traced_step import Finding, Suspect, TracedStep, count
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # Rounding loses some updates everywhere.
@@ -31,14 +31,14 @@ def updates_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
     if not measured:
         return
 
-    def say(counts: np.ndarray) -> Hazard | None:
+    def say(counts: np.ndarray) -> Finding | None:
         lost, all_of_them = counts
         if lost < _MOST_LOST * all_of_them or not all_of_them:
             return None
         dtype = low_precision_weights.dtype_of(traced.model)
         constants = ", ".join(low_precision_weights.vanishing_constants(optimizer, dtype))
         why = f" In {dtype}, {constants}." if constants else ""
-        return Hazard(
+        return Finding(
             "updates that are lost",
             f"the optimizer ({type(optimizer).__name__})",
             None,

@@ -1,19 +1,18 @@
 """Values that 16 bits cannot hold: overflow, masks, epsilons, sums, labels."""
 
-import itertools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.model_steps import has_own_train_step
 from keras_mp.numerics import origins
 from keras_mp.numerics.hazards.traced_step import (
     UNIT_ROUNDOFF,
-    Hazard,
+    Finding,
     Suspect,
     TracedStep,
     count,
-    health,
     static_value,
     widened,
 )
@@ -22,116 +21,6 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 _DIVIDE = op_table.ops("divisions", "reciprocals") | {"Log"}
 _MOST_VARIANCE = 0.01
-
-
-def not_finite(traced: TracedStep) -> Iterator[Suspect]:
-    """The loss is infinite or NaN; names the first such operation of the forward pass.
-
-    A pooling with the maximum drops NaN, and so the loss may be finite. The gradients are not.
-    """
-    operations = [o for o in traced.forward if o.outputs and o.outputs[0].dtype.is_floating]
-    outputs = [operation.outputs[0] for operation in operations]
-    if not any(output.dtype in LOW_PRECISION for output in outputs):
-        return
-    results = [t for t in tf.nest.flatten(traced.result) if tf.is_tensor(t) and t.dtype.is_floating]
-    results += [traced.scaling.inputs[0]] if traced.scaling is not None else []
-    if not results:
-        return
-    gradients = [health(gradient) for gradient in traced.backward_products]
-    measured = [
-        tf.stack([health(result) for result in results]),
-        tf.stack([health(output) for output in outputs]),
-        tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64),
-    ]
-
-    # Operations after the backward pass use gradients, which overflow as is planned.
-    before = set(
-        itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), traced.operations)
-    )
-    is_before = np.array([operation in before for operation in operations])
-
-    def say(bad: np.ndarray, counts: np.ndarray, of_gradients: np.ndarray) -> Hazard | None:
-        is_lost = bad[:, 2:].any()
-        if not is_lost and not (counts[is_before, 4].any() and of_gradients[2:].any()):
-            return None
-        pairs = zip(counts[:, 2] + counts[:, 3], counts[:, 4])
-        by_output = {output.ref(): pair for output, pair in zip(outputs, pairs)}
-        found = _first(operations, by_output)
-        if found and found[0] in traced.explained:
-            return None
-        so = "so is the loss" if is_lost else "so are gradients, though the loss is not"
-        return found and _say_not_finite(traced, *found, so)
-
-    yield Suspect(measured, say)
-
-
-def _first(
-    operations: list[tf.Operation], counts: Mapping[Hashable, tuple[int, int]]
-) -> tuple[tf.Operation, tf.Operation, tf.Operation, int, str] | None:
-    """Finds the first operation that returns NaN, and its cause.
-
-    Returns:
-        None, or the operation where it began; the first one that computes with it; the one whose
-        results are NaN, or the second again if none are; how many are; and "NaN" or "infinite".
-    """
-
-    def of(tensor: tf.Tensor) -> tuple[int, int]:
-        return counts.get(tensor.ref(), (0, 0))
-
-    # By operation, where an infinity began, and what computed with it first, if it is a constant.
-    infinite: dict[tf.Operation, tuple[tf.Operation, tf.Operation]] = {}
-    first = None
-    for operation in operations:
-        i, n = of(operation.outputs[0])
-        if not i and not n:
-            continue
-        begun = next((infinite[t.op] for t in operation.inputs if t.op in infinite), None)
-        origin, user = begun or (operation, operation)
-        if static_value(user.outputs[0]) is not None:
-            user = operation
-        if i:
-            infinite[operation] = origin, user
-            if first is None and static_value(operation.outputs[0]) is None:
-                first = origin, user, user, i, "infinite"
-        if n and not any(of(tensor)[1] for tensor in operation.inputs):
-            return origin, user, operation, n, "NaN"
-    return first
-
-
-def _say_not_finite(
-    traced: TracedStep,
-    origin: tf.Operation,
-    user: tf.Operation,
-    ended: tf.Operation,
-    number: int,
-    in_words: str,
-    so: str,
-) -> Hazard | None:
-    dtype = origin.outputs[0].dtype
-    if dtype not in LOW_PRECISION and not any(
-        tensor.dtype in LOW_PRECISION for tensor in origin.inputs
-    ):
-        return None  # It would be so in float32, too.
-    constant = static_value(origin.outputs[0])
-    if constant is not None:
-        place = f" in {traced.where(ended)}" if traced.where(ended) != traced.where(user) else ""
-        return traced.finding(
-            user,
-            "a constant that is infinite in 16 bits",
-            f"A constant, such as the -1e9 of a mask, is {np.ravel(constant)[0]} in {dtype.name}, "
-            f"and with it {int(number):,} results of {ended.type}{place} are {in_words}; {so}.",
-            f"Use a number that the dtype holds, which ends at {dtype.max:.5g}; for a mask, its "
-            f"lowest one, {dtype.min:.5g}, or tf.where on the result.",
-        )
-    largest = f", which ends at {dtype.max:,.0f}" if dtype == tf.float16 else ""
-    return traced.finding(
-        origin,
-        "an overflow in the forward pass",
-        f"{origin.type} in {dtype.name}{largest} is the first operation whose results are not "
-        f"finite though what it takes is: {int(number):,} results of {ended.type} are {in_words}; "
-        f"{so}.",
-        "Compute it in float32, scale its inputs down, or use mixed_bfloat16.",
-    )
 
 
 def vanished_epsilon(traced: TracedStep) -> Iterator[Suspect]:
@@ -151,7 +40,7 @@ def vanished_epsilon(traced: TracedStep) -> Iterator[Suspect]:
                 least: np.ndarray,
                 operation: tf.Operation = operation,
                 divides: tf.Operation = divides,
-            ) -> Hazard:
+            ) -> Finding:
                 traced.explained.add(divides)
                 dtype, n = operation.outputs[0].dtype, operation.outputs[0].shape.num_elements()
                 smallest = "6e-8" if dtype == tf.float16 else "9e-41"
@@ -190,8 +79,8 @@ def long_sums(traced: TracedStep) -> Iterator[Suspect]:
         wide = widened(source)
         if operation.type == "BiasAddGrad":
             is_first = operation.get_attr("data_format") == b"NCHW" and source.shape.rank > 2
-            kept = 1 if is_first else source.shape.rank - 1
-            axes = [axis for axis in range(source.shape.rank) if axis != kept]
+            channels = 1 if is_first else source.shape.rank - 1
+            axes = [axis for axis in range(source.shape.rank) if axis != channels]
             reduce, keep = tf.reduce_sum, False
         else:
             axes, keep = operation.inputs[1], operation.get_attr("keep_dims")
@@ -205,7 +94,7 @@ def long_sums(traced: TracedStep) -> Iterator[Suspect]:
 
         def say(
             worst: np.ndarray, operation: tf.Operation = operation, length: int = length
-        ) -> Hazard | None:
+        ) -> Finding | None:
             output = operation.outputs[0]
             roundoff = UNIT_ROUNDOFF[output.dtype]
             if worst <= 4 * roundoff:
@@ -217,8 +106,8 @@ def long_sums(traced: TracedStep) -> Iterator[Suspect]:
                 f"{operation.type} adds up {length:,} numbers in {output.dtype.name}, and is up to "
                 f"{worst:.1%} of the sum of magnitudes away from the float32 sum of them; rounding "
                 f"its result explains {roundoff:.1%}.",
-                "Cast what is added up to float32. (Under a policy of keras_mp, gradients are "
-                "summed in float32; keras_mp.enable_float32_sums() does so for all code.)",
+                "Cast the terms to float32. (Under a policy of keras_mp, gradients are summed in "
+                "float32.)",
             )
 
         yield Suspect([worst], say)
@@ -232,6 +121,8 @@ def _length(source: tf.Tensor, result: tf.Tensor) -> int | None:
 
 def labels_beyond_the_outputs(traced: TracedStep) -> Iterator[Suspect]:
     """The model's outputs are in a dtype that cannot express the labels."""
+    if has_own_train_step(traced.model):
+        return  # Nobody knows what it compares with the labels, or passes to `call`.
     wanted = [y for y in tf.nest.flatten(traced.batch.y) if y is not None and y.dtype.is_floating]
     if not wanted or not any(
         operation.outputs[0].dtype in LOW_PRECISION for operation, _ in traced.products
@@ -253,17 +144,17 @@ def labels_beyond_the_outputs(traced: TracedStep) -> Iterator[Suspect]:
             infinite: np.ndarray,
             largest: np.ndarray,
             dtype: tf.DType = output.dtype,
-        ) -> Hazard | None:
+        ) -> Finding | None:
             if not infinite and not lost > _MOST_VARIANCE:
                 return None
             is_lost = f"{lost:.1%} of the variance is lost"
             share = f"{infinite:,} are infinite" if infinite else is_lost
-            return Hazard(
+            return Finding(
                 "outputs in 16 bits",
                 "the model's outputs",
                 None,
                 f"The outputs are {dtype.name}. Of the labels of this batch, up to {largest:.6g}, "
-                f"{share} in it: what is to be predicted cannot be expressed.",
+                f"{share} in it, so the outputs cannot predict them.",
                 'Give the last layer dtype="float32", or scale the labels.',
             )
 

@@ -98,6 +98,17 @@ def test_time_per_step_fits_into_the_run(comparison):
         assert 0 < float(row["milliseconds"]) / 1000 * int(row["steps"]) / 2 < comparison.seconds
 
 
+def test_it_says_what_16_bits_bring_here(comparison):
+    times = {policy: float(row["milliseconds"]) for policy, row in comparison.table.items()}
+    (line,) = re.findall("^On this machine .+$", comparison.printed, re.M)
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        (speed,) = re.findall(rf"{policy} ran at ([\d.]+)", line)
+        assert float(speed) == pytest.approx(times["float32"] / times[policy], abs=0.02)
+        if abs(float(speed) - 1.1) > 0.02:
+            is_recommended = policy in line.partition(":")[2]
+            assert is_recommended == (float(speed) > 1.1)
+
+
 def test_progress(comparison):
     shown = re.findall(r"^\[[=.]+\] +(\d+)%, about \d+ s left: (\w+)", comparison.printed, re.M)
     total = 3 * _EPOCHS

@@ -8,10 +8,9 @@ import tempfile
 
 import matplotlib
 import pytest
-import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, mirrored, once
+from tests.common import IS_KERAS_3, once
 from tests.replicas import workers
 
 matplotlib.use("agg")
@@ -19,7 +18,8 @@ matplotlib.use("agg")
 ROOT = pathlib.Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-PROGRAM = BLOCKS.pop(1)
+DIFFERENCES = (ROOT / "docs" / "differences.md").read_text()
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", DIFFERENCES, re.DOTALL)
 
 
 def run_program(program, *args):
@@ -27,7 +27,7 @@ def run_program(program, *args):
         # A file, since AutoGraph wants to read the source.
         path = pathlib.Path(folder) / "program.py"
         path.write_text(program)
-        return workers.alone(printed_by, path=str(path), arguments=args)
+        return workers.in_own_process(printed_by, path=str(path), arguments=args)
 
 
 def printed_by(path, arguments):
@@ -38,32 +38,61 @@ def printed_by(path, arguments):
     return printed.getvalue().strip()
 
 
-def test_the_blocks_run_in_order(monkeypatch, tmp_path):
-    strategy = mirrored(2)
-    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
+def test_the_blocks_run_in_order(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    assert len(BLOCKS) == 11
+    assert len(BLOCKS) == 3
+    assert "float32\n" in capsys.readouterr().out
     assert isinstance(names["model"].optimizer, keras_mp.LossScaleOptimizer)
-    assert isinstance(names["loaded"].optimizer, keras_mp.LossScaleOptimizer)
-    assert (names["loaded"].compute_dtype, names["served"].compute_dtype) == ("float16", "float32")
+    assert (tmp_path / "digits.keras").exists()
     assert (tmp_path / "loss_scale.png").read_bytes().startswith(b"\x89PNG")
 
 
+@once
+def test_the_first_page_is_short():
+    assert len(README.splitlines()) <= 220
+
+
+def test_the_loss_scale_is_as_the_page_says():
+    assert "starts at 2\\*\\*15 and doubles after 2,000 finite steps in a row" in README
+    config = keras_mp.DynamicLossScale().get_config()
+    assert (config["initial_loss_scale"], config["increment_period"]) == (2**15, 2000)
+    assert (config["multiplier"], config["backoff_multiplier"]) == (2, 0.5)
+    assert "or 50 in a row, a warning" in README
+    assert keras_mp.LossScaleOptimizer("sgd").warn_after_skips == 50
+
+
+def test_each_symptom_has_a_call_that_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(BLOCKS[0].replace("epochs=3", "epochs=1"), "README.md", "exec"), names)
+    names.update(x=names["images"][:64], y=names["labels"][:64])
+    table = README[README.index("| symptom |") :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == 6
+    for row in table:
+        _, cell, _, _ = (each.strip() for each in row.strip("|").split("|"))
+        for call in re.findall("`([^`]+)`", cell):
+            if "\n" not in call and call.startswith("with "):
+                call = call.replace(": ", ":\n    ", 1)
+            exec(compile(call, "README.md", "exec"), names)
+
+
+@once
 def test_links_lead_somewhere():
+    blocks = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
-        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", blocks.sub("", page.read_text())):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_the_program_prints_what_the_readme_says():
+def test_the_program_prints_what_the_page_says():
     assert run_program(PROGRAM) == "[1. 2.]"
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="It is Keras 3 that loses the model.")
-def test_stock_keras_3_does_what_the_readme_says():
+def test_stock_keras_3_does_what_the_page_says():
     stock = "tf.keras.mixed_precision.LossScaleOptimizer"
     assert run_program(PROGRAM.replace("keras_mp.LossScaleOptimizer", stock)) == "[-inf -inf]"
 
@@ -85,6 +114,7 @@ def test_the_blocks_about_layers_print_what_they_are_about(tmp_path, capfd):
         "float32: weights in float32, outputs in float32",
         "mixed_bfloat16: weights in float32, outputs in bfloat16",
         "bfloat16",
+        "bfloat16",
     ]
 
 
@@ -97,8 +127,10 @@ def test_the_blocks_about_the_scaler_print_what_they_are_about(tmp_path, capfd):
 
 
 def test_the_block_about_overflows_prints_what_it_says(tmp_path, capfd):
-    [line] = printed_by_the_blocks_of("overflows.md", tmp_path, capfd)
-    assert f"It prints `{line}`" in (ROOT / "docs" / "overflows.md").read_text()
+    line, below_1 = printed_by_the_blocks_of("overflows.md", tmp_path, capfd)
+    page = (ROOT / "docs" / "overflows.md").read_text()
+    assert f"It prints `{line}`" in page
+    assert f"  # {below_1}\n" in page
 
 
 def test_the_blocks_about_the_graph_rewrite_print_the_table(tmp_path, capfd):
@@ -125,6 +157,9 @@ def test_the_blocks_about_losses_print_what_they_are_about(tmp_path, capfd):
         f"<Huber(delta=1.0, reduction={reduction!r}, name='huber', dtype='float32')>",
         "0.0",
         "float32",
+        "bfloat16",
+        "bfloat16",
+        "float32",
     ]
 
 
@@ -145,7 +180,9 @@ def test_the_blocks_about_weights_in_16_bits_print_what_they_say(tmp_path, capfd
 def test_each_train_step_of_the_page_trains_as_that_of_keras(tmp_path, capfd):
     lines = printed_by_the_blocks_of("train_step.md", tmp_path, capfd)
     results = {name: list(map(float, values)) for name, *values in map(str.split, lines)}
-    assert list(results) == ["Regressor", "ScaledRegressor", "ClippedRegressor"]
+    gans = ["GAN", "ScaledGAN"]
+    assert list(results) == ["Regressor", "ScaledRegressor", "ClippedRegressor", *gans]
+    assert all(0 < value < 10 for name in gans for value in results[name])
     loss, error = results["Regressor"]
     assert 0 < loss < 1  # from about 4
     assert results["ScaledRegressor"] == pytest.approx([loss, error], rel=1e-3)
@@ -171,7 +208,8 @@ def test_the_transformer_without_keras_learns_as_well_as_in_float32():
     assert results["bfloat16"] > 0.75
 
 
+@once
 def test_the_commands_are_those_of_ci():
-    command = 'pip install ".[test]" && python -m tests'
-    assert command in README
-    assert command in (ROOT / ".ci" / "run").read_text()
+    commands = ('pip install ".[test]"', "python -m tests")
+    assert " && ".join(commands) in README
+    assert all(f"{command}\n" in (ROOT / ".ci" / "run").read_text() for command in commands)

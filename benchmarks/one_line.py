@@ -1,0 +1,122 @@
+"""Is one line enough? Programs written for float32, each with that line in both 16-bit dtypes.
+
+`one_line_programs` and `one_line_layers` have the programs. Each runs in float32, then under
+`mixed_float16` and `mixed_bfloat16`, from the same weights, on the same batch.
+"""
+
+import json
+import statistics
+import sys
+import traceback
+import warnings
+
+from benchmarks import common
+
+# With the usual 2**15 the first steps of such small problems are skipped, and losses could not be
+# compared step by step.
+INITIAL_SCALE = 2.0**10
+DTYPES = ("float16", "bfloat16")
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Some dozens of roundings from input to loss, in eight steps that go on from one another.
+ROUNDINGS = 32
+
+
+def measure(names: list[str] | None = None) -> dict[str, dict]:
+    """Trains the programs in each dtype.
+
+    Args:
+        names: of the kinds; all by default.
+    """
+    from benchmarks import one_line_layers, one_line_programs
+
+    assert one_line_layers
+    results: dict[str, dict] = {}
+    for name in names or one_line_programs.PROGRAMS:
+        results[name] = {}
+        for dtype in ("float32", *DTYPES):
+            print(f"{name}, {dtype} ...", file=sys.stderr, flush=True)
+            results[name][dtype] = _train(one_line_programs.PROGRAMS[name], dtype)
+    return results
+
+
+def _train(program, dtype):
+    import numpy as np
+    import tensorflow as tf
+
+    import keras_mp
+
+    tf.keras.backend.clear_session()
+    tf.keras.utils.set_random_seed(0)
+    policy = keras_mp.Policy("float32")
+    if dtype != "float32":
+        scale = keras_mp.DynamicLossScale(INITIAL_SCALE) if dtype == "float16" else None
+        policy = keras_mp.Policy(f"mixed_{dtype}", loss_scale=scale)
+    try:
+        with warnings.catch_warnings(record=True) as caught, keras_mp.policy_scope(policy):
+            warnings.simplefilter("always")
+            steps = program()
+    except Exception as error:  # one that fails must not hide the rest
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    ours = [w for w in caught if issubclass(w.category, keras_mp.MixedPrecisionWarning)]
+    return {
+        "losses": [loss for loss, _ in steps],
+        # The first steps trace.
+        "seconds": statistics.median(seconds for _, seconds in steps[2:]),
+        "warnings": [str(each.message) for each in ours if "slow" not in str(each.message)],
+        "is_finite": bool(np.isfinite([loss for loss, _ in steps]).all()),
+    }
+
+
+def deviation(of_program: dict[str, dict], dtype: str) -> float:
+    """Returns how far losses are from float32's at most, in terms of the largest."""
+    exact = of_program["float32"]["losses"]
+    found = of_program[dtype]["losses"]
+    return max(abs(a - b) for a, b in zip(found, exact, strict=True)) / max(map(abs, exact))
+
+
+def verdict(of_program: dict[str, dict], dtype: str) -> str:
+    """Says "ok", or what is wrong with a program in a dtype."""
+    for each in ("float32", dtype):
+        if "error" in of_program[each]:
+            return f"{each}: {of_program[each]['error']}"
+    if not of_program[dtype]["is_finite"]:
+        return "not finite"
+    if of_program[dtype]["warnings"]:
+        return of_program[dtype]["warnings"][0]
+    tolerance = ROUNDINGS * UNIT_ROUNDOFF[dtype]
+    return "ok" if deviation(of_program, dtype) <= tolerance else "too far"
+
+
+def run() -> dict:
+    """Trains all programs on both Kerases, and prints a table for each."""
+    results: dict[str, dict] = {}
+    for keras in ("Keras 3", "tf_keras"):
+        results[keras] = common.in_own_process("benchmarks.one_line", keras=keras)
+        common.print_table(
+            f"{keras}: how far losses are from float32's at most, in terms of the largest; "
+            f"milliseconds a step; {common.machine()}",
+            ["", "float16", "bfloat16", "float32 ms", "float16 ms", "bfloat16 ms"],
+            [[name, *_columns(each)] for name, each in results[keras].items()],
+        )
+    return results
+
+
+def _columns(of_program):
+    verdicts = [verdict(of_program, dtype) for dtype in DTYPES]
+    distances = [
+        f"{deviation(of_program, dtype):.2%}" if outcome in ("ok", "too far") else ""
+        for dtype, outcome in zip(DTYPES, verdicts)
+    ]
+    marked = [
+        distance if outcome == "ok" else f"{distance} {outcome}"
+        for distance, outcome in zip(distances, verdicts)
+    ]
+    milliseconds = [
+        f"{1000 * each['seconds']:.1f}" if "seconds" in each else "" for each in of_program.values()
+    ]
+    return [*marked, *milliseconds]
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1:])))

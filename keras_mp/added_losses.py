@@ -1,0 +1,62 @@
+"""Losses that a layer adds in float16, in which anything above 65,504 is infinite.
+
+What a layer has computed is known only where it runs, so an infinite loss is told of when a step
+has met one. A loss that is finite in float16 is right.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.step import state_rollback
+from keras_mp.support import host, messages, reach
+from keras_mp.support.autograph import do_not_convert
+
+# What tells of the losses of a layer, in training steps.
+_callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, host.HostCallback]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@functools.cache
+def install() -> None:
+    """Lets layers in float16 tell of infinite losses that they add, once in a process."""
+    owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "add_loss" in vars(cls))
+    keras_add_loss = owner.add_loss
+
+    @functools.wraps(keras_add_loss)
+    @do_not_convert
+    def add_loss(self: tf.keras.layers.Layer, losses: Any, *args: Any, **kwargs: Any) -> None:
+        if reach.current() == tf.float16 and state_rollback.is_under_way():
+            for loss in tf.nest.flatten(losses):
+                if isinstance(loss, tf.Tensor) and loss.dtype == tf.float16:
+                    _tell_if_infinite(self, loss)
+        return keras_add_loss(self, losses, *args, **kwargs)
+
+    owner.add_loss = add_loss
+
+
+def _tell_if_infinite(layer: tf.keras.layers.Layer, loss: tf.Tensor) -> None:
+    callback = _callbacks.get(layer)
+    if callback is None:
+        callback = _callbacks[layer] = host.HostCallback(_once(layer.name), size=1)
+    callback.watch()
+    is_infinite = tf.reduce_any(tf.math.is_inf(tf.stop_gradient(loss)))
+    callback.post(tf.zeros([1], tf.int64), when=is_infinite)
+
+
+def _once(name: str) -> Any:
+    """Returns a function that warns of the loss of a layer, when it is first called."""
+
+    @functools.cache
+    def warn() -> None:
+        messages.warn(
+            f"The layer {name!r} adds a loss that is infinite in float16, which ends at 65,504, so "
+            "that steps are skipped. Compute the loss in float32, as in "
+            "self.add_loss(tf.reduce_sum(tf.square(tf.cast(x, tf.float32)))), or make the layer "
+            'with dtype="float32".'
+        )
+
+    return lambda numbers, line: warn()

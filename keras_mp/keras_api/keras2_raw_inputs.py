@@ -1,0 +1,109 @@
+"""Layers that read raw inputs, in Keras 2."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tf_keras.src.engine.functional import Functional as _Functional
+
+from keras_mp.support import reach
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.dtypes import FLOATING, LOW_PRECISION
+
+keras = tf.keras
+
+PreprocessingLayer = keras.layers.experimental.preprocessing.PreprocessingLayer
+
+
+def note_input_casts(
+    policy_class: type, note: Callable[[Any, Any], None], before: Callable[[Any], Any]
+) -> None:
+    del policy_class  # A layer casts its inputs itself.
+    layer: Any = keras.layers.Layer
+    cast, conform = layer._cast_single_input, _Functional._conform_to_reference_input
+
+    @functools.wraps(cast)
+    @do_not_convert
+    def cast_single_input(self: Any, x: Any) -> Any:
+        result = cast(self, x)
+        note(x, result)
+        return result
+
+    @functools.wraps(conform)
+    @do_not_convert
+    def conform_to_reference_input(self: Any, tensor: Any, ref_input: Any) -> Any:
+        tensor = before(tensor)
+        result = conform(self, tensor, ref_input)
+        note(tensor, result)
+        return result
+
+    layer._cast_single_input = cast_single_input
+    _cast_states()
+    _Functional._conform_to_reference_input = conform_to_reference_input
+
+
+def _cast_states() -> None:
+    """Lets recurrent layers cast initial states and constants, which are inputs, too."""
+    own = keras.layers.RNN._process_inputs
+
+    @functools.wraps(own)
+    def process_inputs(
+        self: Any, inputs: Any, initial_state: Any, constants: Any
+    ) -> tuple[Any, Any, Any]:
+        inputs, *others = own(self, inputs, initial_state, constants)
+        dtype = tf.nest.flatten(inputs)[0].dtype
+        if reach.current() is None or dtype not in LOW_PRECISION:
+            return inputs, *others
+        return inputs, *tf.nest.map_structure(functools.partial(_cast_float, dtype), others)
+
+    keras.layers.RNN._process_inputs = process_inputs
+
+
+def _cast_float(dtype: tf.DType, value: Any) -> Any:
+    is_float = tf.is_tensor(value) and value.dtype in FLOATING
+    return tf.cast(value, dtype) if is_float else value
+
+
+def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
+    del in_float32  # It calls the functions of TensorFlow.
+
+
+def let_policy_change(cls: Any) -> None:
+    def compute_dtype(self: Any) -> tf.DType | None:
+        name = self._dtype_policy.compute_dtype
+        return None if name is None else tf.as_dtype(name)
+
+    def keep(self: Any, value: tf.DType | None) -> None:
+        del self, value  # Keras notes the dtype when the layer is made.
+
+    cls._compute_dtype_object = property(compute_dtype, keep)
+
+
+def report_rounded(cls: Any, rounds_to: Callable[[Any], tf.DType | None]) -> None:
+    own = cls._infer_output_signature
+
+    @functools.wraps(own)
+    @do_not_convert
+    def infer_output_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype, outputs = rounds_to(self), own(self, *args, **kwargs)
+        if dtype is None:
+            return outputs
+        return tf.nest.map_structure(functools.partial(_with_dtype, dtype), outputs)
+
+    cls._infer_output_signature = infer_output_signature
+
+
+def _with_dtype(dtype: tf.DType, output: Any) -> Any:
+    """Gives a symbolic output another dtype; its mask and its shape stay with it."""
+    spec: Any = output.type_spec
+    if spec.dtype not in (tf.float32, tf.float64):
+        return output
+    if isinstance(spec, tf.RaggedTensorSpec):
+        ragged: Any = spec
+        spec = tf.RaggedTensorSpec(spec.shape, dtype, ragged.ragged_rank, ragged.row_splits_dtype)
+    else:
+        kind = tf.SparseTensorSpec if isinstance(spec, tf.SparseTensorSpec) else tf.TensorSpec
+        spec = kind(spec.shape, dtype)
+    output._type_spec = spec
+    return output

@@ -1,0 +1,24 @@
+"""The functions of `Lambda` layers of Keras 3, which `convert` keeps."""
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def name_functions(layer: tf.keras.layers.Layer, config: dict[str, Any]) -> dict[str, Any]:
+    # Keras writes the code of a lambda, without the module in which it finds `tf`, and of another
+    # function the name, by which it finds registered ones only.
+    functions = {"function": layer.function, "output_shape": layer._output_shape}
+    named = {}
+    for key, function in functions.items():
+        if callable(function):
+            name = f"keras_mp_{key}_{id(function)}"
+            named[name] = function
+            # As Keras writes functions.
+            config[key] = {
+                "module": "builtins",
+                "class_name": "function",
+                "config": name,
+                "registered_name": "function",
+            }
+    return named

@@ -1,0 +1,86 @@
+"""Layers that read raw inputs, in Keras 3."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.src.layers.preprocessing.data_layer import DataLayer as PreprocessingLayer
+from keras.src.models.functional import Functional as _Functional
+
+from keras_mp.kernels.replaced import Replacement, replace
+from keras_mp.support.autograph import do_not_convert
+
+keras = tf.keras
+
+# They square, count or sum themselves, where others call functions of TensorFlow.
+_OWN_ARITHMETIC = (
+    *("norm", "normalize", "cdist", "average", "corrcoef", "nanmean", "nanvar", "nanstd"),
+    *("squareplus", "sparsemax"),
+)
+
+
+def note_input_casts(
+    policy_class: type, note: Callable[[Any, Any], None], before: Callable[[Any], Any]
+) -> None:
+    convert_input = policy_class.convert_input  # pyright: ignore[reportAttributeAccessIssue]
+    convert_inputs = _Functional._convert_inputs_to_tensors
+    preprocess = PreprocessingLayer.__call__
+
+    @functools.wraps(convert_input)
+    def converted(self: Any, x: Any, autocast: bool, dtype: Any) -> Any:
+        result = convert_input(self, x, autocast, dtype)
+        note(x, result)
+        return result
+
+    @functools.wraps(convert_inputs)
+    @do_not_convert
+    def all_converted(self: Any, flat_inputs: Sequence[Any]) -> list[Any]:
+        flat_inputs = [before(each) for each in flat_inputs]
+        results = convert_inputs(self, flat_inputs)
+        for each, result in zip(flat_inputs, results):
+            note(each, result)
+        return results
+
+    @functools.wraps(preprocess)
+    @do_not_convert
+    def call(self: Any, inputs: Any, **kwargs: Any) -> Any:
+        # In a graph it converts them before it calls `Layer.__call__`.
+        if any(before(each) is not each for each in keras.tree.flatten(inputs)):
+            inputs = keras.tree.map_structure(before, inputs)
+        return preprocess(self, inputs, **kwargs)
+
+    policy_class.convert_input = converted  # pyright: ignore[reportAttributeAccessIssue]
+    _Functional._convert_inputs_to_tensors = all_converted
+    PreprocessingLayer.__call__ = call
+
+
+def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
+    functions = [(name, getattr(keras.ops, name, None)) for name in _OWN_ARITHMETIC]
+    replace([Replacement(f, (name,), in_float32(f)) for name, f in functions if f], "keras")
+
+
+def let_policy_change(cls: type) -> None:
+    del cls  # Keras asks the policy each time.
+
+
+def report_rounded(cls: Any, rounds_to: Callable[[Any], tf.DType | None]) -> None:
+    own = cls.compute_output_spec
+
+    @functools.wraps(own)
+    @do_not_convert
+    def compute_output_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype, spec = rounds_to(self), own(self, *args, **kwargs)
+        if dtype is None:
+            return spec
+        return keras.tree.map_structure(functools.partial(_with_dtype, dtype.name), spec)
+
+    cls.compute_output_spec = compute_output_spec
+
+
+def _with_dtype(dtype: str, spec: Any) -> Any:
+    if not isinstance(spec, keras.KerasTensor) or spec.dtype not in ("float32", "float64"):
+        return spec
+    return keras.KerasTensor(
+        spec.shape, dtype, sparse=spec.sparse, ragged=spec.ragged, name=spec.name
+    )

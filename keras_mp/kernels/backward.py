@@ -1,0 +1,213 @@
+"""Gradients of operations that were made in reach are computed in reach.
+
+TensorFlow calls the gradient function of an operation when somebody asks for a gradient, in any
+thread, after the layer that made the operation has returned. So operations that are made in reach
+get a mark, and the gradient function of a marked operation runs in the reach of the mark. It makes
+marked operations itself, so that gradients of gradients do as well.
+
+In eager, and on all tapes, the mark is one more attribute in the list that TensorFlow keeps for the
+gradient function; an operation runs without it. In a graph it is the gradient function that
+TensorFlow finds at the operation, which is written into no file: a function that was saved and
+loaded is TensorFlow's own.
+
+A `tf.function` has a trace for calls in reach beside that for others.
+
+This module needs TensorFlow only.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe as _pywrap_tfe
+from tensorflow.python.eager import backprop as _backprop
+from tensorflow.python.eager import execute as _execute
+from tensorflow.python.eager.polymorphic_function import function_context as _function_context
+from tensorflow.python.framework import ops as _ops
+from tensorflow.python.ops import custom_gradient as _custom_gradient
+from tensorflow.python.ops import gradients_util as _gradients_util
+
+from keras_mp.support import reach, replica_threads
+from keras_mp.support.dtypes import LOW_PRECISION
+
+_MARK = "keras_mp_reach"
+
+
+def install() -> None:
+    """Replaces TensorFlow's functions, all or none. To be called once; computes nothing.
+
+    Raises:
+        AttributeError: this TensorFlow has not got one of them.
+    """
+    replacements = [
+        (owner, name, make(getattr(owner, name)))
+        for owner, name, make in (
+            (_pywrap_tfe, "TFE_Py_FastPathExecute", _run_in_eager),
+            (_execute, "record_gradient", _record),
+            (_backprop, "_gradient_function", _differentiate),
+            (tf.Graph, "_create_op_helper", _make_in_graph),
+            (_gradients_util, "_GradientsHelper", _out_of_reach),
+            (_function_context, "make_function_context", _key_of_trace),
+            (_custom_gradient, "_eager_mode_decorator", _with_custom_gradient),
+            (_custom_gradient, "_graph_mode_decorator", _with_custom_gradient),
+        )
+    ]
+    register = _pywrap_tfe.TFE_Py_RegisterGradientFunction
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
+        if owner is _backprop:
+            register(replacement)
+    replica_threads.inherit(reach.current, reach.entered)
+
+
+def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that runs an operation, and marks it for tapes.
+
+    TensorFlow runs an operation with the attributes that it knows, and tells tapes of all.
+    """
+
+    def execute(*args: Any) -> object:
+        dtype = reach.current()
+        return own(*args) if dtype is None else own(*args, _MARK, dtype.as_datatype_enum)
+
+    return execute
+
+
+def _record(own: Callable[..., None]) -> Callable[..., None]:
+    """Returns the function that tells tapes of an operation in a graph, and marks it."""
+
+    def record(
+        op: str, inputs: object, attributes: tuple[Any, ...] | None, results: object
+    ) -> None:
+        dtype = reach.current()
+        if dtype is not None:
+            attributes = (*(attributes or ()), _MARK, dtype.as_datatype_enum)
+        own(op, inputs, attributes, results)
+
+    return record
+
+
+def _differentiate(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that computes the gradient of an operation on a tape."""
+
+    @functools.wraps(own)
+    def gradient(op: str, attributes: tuple[Any, ...] | None, *args: Any) -> object:
+        names = attributes[::2] if attributes else ()
+        dtype = None
+        if attributes and _MARK in names:
+            dtype = tf.as_dtype(attributes[2 * names.index(_MARK) + 1])
+        if dtype is reach.current():
+            return own(op, attributes, *args)
+        with reach.entered(dtype):
+            return own(op, attributes, *args)
+
+    return gradient
+
+
+def _make_in_graph(own: Callable[..., None]) -> Callable[..., None]:
+    """Returns the method that completes an operation in a graph, and marks it."""
+
+    @functools.wraps(own)
+    def complete(self: Any, op: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, op, *args, **kwargs)
+        dtype = reach.current()
+        if dtype is not None and reach.is_decided():
+            op._keras_mp_is_decided = True
+        # The gradient function of a call differentiates a function whose operations are marked.
+        if dtype is not None and op._gradient_function is None and _has_gradient(op.type):
+            op._gradient_function = _gradient_in_reach(dtype)
+
+    return complete
+
+
+@functools.cache
+def _gradient_in_reach(dtype: tf.DType) -> Callable[..., object]:
+    """Returns TensorFlow's gradient function of any operation, in reach."""
+
+    def differentiate(op: tf.Operation, *upstream: tf.Tensor | None) -> object:
+        try:
+            name = op.get_attr("_gradient_op_type")  # of a custom gradient
+        except ValueError:
+            name = op.type
+        with reach.entered(dtype):
+            return _ops.gradient_registry.lookup(name)(op, *upstream)
+
+    return differentiate
+
+
+@functools.cache
+def _has_gradient(op: str) -> bool:
+    try:
+        return _ops.gradient_registry.lookup(op) is not None
+    except LookupError:
+        return False
+
+
+def _out_of_reach(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that differentiates a graph, whose operations have marks or none."""
+
+    @functools.wraps(own)
+    def differentiate(*args: Any, **kwargs: Any) -> object:
+        with reach.entered(None):
+            return own(*args, **kwargs)
+
+    return differentiate
+
+
+def _key_of_trace(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that makes the key of a trace, with the reach as a part of it."""
+
+    def make_function_context(*args: Any, **kwargs: Any) -> object:
+        key, dtype = own(*args, **kwargs), reach.current()
+        return key if dtype is None else key._replace(context=(key.context, _MARK, dtype))
+
+    return make_function_context
+
+
+def _with_custom_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that calls one of `tf.custom_gradient`, with its gradient in reach."""
+
+    def call(
+        function: Callable[..., tuple[object, Callable[..., object]]],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        dtype = reach.current()
+        if dtype is None:
+            return own(function, args, kwargs)
+
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> tuple[object, Callable[..., object]]:
+            result, gradient = function(*args, **kwargs)
+            inputs = tf.nest.flatten(args)
+
+            def backward(*args: Any, **kwargs: Any) -> object:
+                with reach.entered(dtype):
+                    found = gradient(*args, **kwargs)
+                if "variables" not in kwargs:
+                    return _in_dtypes_of(inputs, found)
+                of_inputs, of_variables = found  # pyright: ignore[reportGeneralTypeIssues]
+                return _in_dtypes_of(inputs, of_inputs), of_variables
+
+            # TensorFlow asks whether the signature has `variables`, and looks through this.
+            return result, tf.__internal__.decorator.make_decorator(gradient, backward)
+
+        return own(forward, args, kwargs)
+
+    return call
+
+
+def _in_dtypes_of(inputs: Sequence[Any], gradients: Any) -> Any:
+    """Rounds float32 gradients of 16-bit inputs, which others are added to."""
+    flat = tf.nest.flatten(gradients)
+    if len(flat) != len(inputs):
+        return gradients
+
+    def rounded(gradient: Any, value: Any) -> Any:
+        dtypes = [getattr(each, "dtype", None) for each in (gradient, value)]
+        is_mixed = dtypes[0] == tf.float32 and dtypes[1] in LOW_PRECISION
+        is_tensor = isinstance(gradient, tf.Tensor) and isinstance(value, tf.Tensor)
+        return tf.cast(gradient, value.dtype) if is_mixed and is_tensor else gradient
+
+    return tf.nest.pack_sequence_as(gradients, list(map(rounded, flat, inputs)))

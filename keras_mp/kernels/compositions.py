@@ -1,0 +1,162 @@
+"""Functions of TensorFlow that lose in 16 bits what none of their kernels would lose alone.
+
+They count, square and sum in the dtype of their inputs: 70,000 rows are infinitely many in float16,
+the square of 300 is infinite, that of 1e-4 is 0. In layers of 16 bits and in regions of `autocast`
+such a function computes in float32 as a whole; its result is rounded once to the dtype in which
+TensorFlow returns it: that which was asked for, or that of its inputs, which in a region is
+float32.
+
+This module needs TensorFlow only.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.kernels.replaced import Replacement, replace
+from keras_mp.support import reach, regions
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
+
+# By what is lost in 16 bits.
+_COUNTS = (
+    *("math.unsorted_segment_mean", "math.unsorted_segment_sqrt_n", "math.zero_fraction"),
+    *("math.bincount", "sparse.bincount", "math.confusion_matrix", "nn.compute_average_loss"),
+    *("histogram_fixed_width", "histogram_fixed_width_bins"),
+)
+_EXPONENTIALS = ("math.reduce_logsumexp", "math.cumulative_logsumexp")
+_PRODUCTS = ("math.cumprod", "math.segment_prod", "math.unsorted_segment_prod")
+_SQUARES = (
+    *("math.reduce_euclidean_norm", "nn.batch_normalization"),
+    *("math.l2_normalize", "math.reduce_variance", "math.reduce_std", "nn.moments", "norm"),
+    *("nn.weighted_moments", "nn.sufficient_statistics", "nn.l2_loss", "linalg.normalize"),
+    *("clip_by_norm", "clip_by_global_norm", "linalg.global_norm"),
+    *("nn.local_response_normalization", "image.per_image_standardization"),
+)
+# Products of pixels, which go up to 255, and sums of their squares.
+_IMAGES = (
+    *("image.ssim", "image.ssim_multiscale", "image.psnr", "image.total_variation"),
+    *("image.sobel_edges", "image.image_gradients", "image.rgb_to_grayscale", "image.rgb_to_yuv"),
+    *("image.yuv_to_rgb", "image.rgb_to_yiq", "image.yiq_to_rgb", "image.rgb_to_hsv"),
+    *("image.hsv_to_rgb", "image.adjust_contrast", "image.adjust_gamma", "image.adjust_hue"),
+    *("image.adjust_saturation", "image.convert_image_dtype"),
+)
+# Times in samples and frequencies in hertz, where the caller asks for 16 bits.
+_SIGNALS = (
+    *("signal.hann_window", "signal.hamming_window", "signal.kaiser_window"),
+    *("signal.kaiser_bessel_derived_window", "signal.vorbis_window"),
+    "signal.linear_to_mel_weight_matrix",
+)
+NAMES = (*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_SQUARES, *_IMAGES, *_SIGNALS)
+# TensorFlow returns float32, whatever the dtype of their inputs.
+_OF_FLOAT32 = (
+    *("math.zero_fraction", "image.ssim", "image.ssim_multiscale", "image.psnr"),
+    "image.per_image_standardization",
+)
+
+# They return float32 and send gradients back in the dtype of the images. XLA then meets two dtypes,
+# and some have no gradient in 16 bits.
+INTERPOLATIONS = ("ResizeBilinear", "ResizeBicubic", "ResizeArea", "ScaleAndTranslate")
+
+
+@functools.cache
+def install() -> None:
+    """Replaces the functions, once in a process."""
+    replacements = []
+    for name in NAMES:
+        owner: Any = tf
+        for part in name.split("."):
+            owner = getattr(owner, part)
+        names = owner.__name__, name.rpartition(".")[2]
+        wide = in_float32(owner, rounds=name not in _OF_FLOAT32)
+        replacements.append(Replacement(owner, names, wide))
+    # It counts in 16 bits where rows have different lengths, and there only.
+    mean = tf.math.reduce_mean
+    replacements.append(Replacement(mean, ("reduce_mean",), _of_ragged(mean)))
+    for name in INTERPOLATIONS:
+        public: Any = getattr(tf.raw_ops, name)
+        own = getattr(sys.modules[public.__module__], public.__name__)
+        replacements.append(Replacement(own, (own.__name__,), _of_float32_images(own)))
+    replace(replacements)
+
+
+def in_float32(own: Callable[..., Any], rounds: bool = True) -> Callable[..., Any]:
+    """Returns a function that computes in float32 in layers of 16 bits and in regions.
+
+    Args:
+        own: function of tensors.
+        rounds: bool. Whether its results are in the dtype of its inputs. Defaults to True.
+    """
+
+    @functools.wraps(own)
+    @do_not_convert
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _is_in_reach():
+            return own(*args, **kwargs)
+        leaves = tf.nest.flatten((args, kwargs))
+        dtype = next(filter(None, (*map(_dtype_asked_for, leaves), *map(_low_dtype, leaves))), None)
+        with regions.none():
+            if dtype is None:
+                return own(*args, **kwargs)
+            with reach.decided():
+                args, kwargs = tf.nest.map_structure(_widened, (args, kwargs))
+                result = own(*args, **kwargs)
+        return (
+            tf.nest.map_structure(functools.partial(_rounded, dtype), result) if rounds else result
+        )
+
+    return call
+
+
+def _of_float32_images(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    @do_not_convert
+    def call(images: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(_widened(images) if _is_in_reach() else images, *args, **kwargs)
+
+    return call
+
+
+def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
+    wide = in_float32(own)
+
+    @functools.wraps(own)
+    @do_not_convert
+    def call(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        is_ragged = isinstance(input_tensor, tf.RaggedTensor)
+        return (wide if is_ragged else own)(input_tensor, *args, **kwargs)
+
+    return call
+
+
+def _is_in_reach() -> bool:
+    return regions.current() is not None or reach.current() is not None
+
+
+def _dtype_asked_for(value: Any) -> tf.DType | None:
+    """Returns a floating-point dtype that is an argument itself: that of the result."""
+    if isinstance(value, str) and value in LOW_PRECISION_NAMES:
+        return tf.as_dtype(value)
+    return value if isinstance(value, tf.DType) and value.is_floating else None
+
+
+def _low_dtype(value: Any) -> tf.DType | None:
+    return tf.as_dtype(value.dtype) if _is_low(value) else None
+
+
+def _is_low(value: Any) -> bool:
+    return tf.is_tensor(value) and value.dtype in LOW_PRECISION
+
+
+def _widened(value: Any) -> Any:
+    if _is_low(value):
+        return tf.cast(value, tf.float32)
+    return tf.float32 if _dtype_asked_for(value) in LOW_PRECISION else value
+
+
+def _rounded(dtype: tf.DType, value: Any) -> Any:
+    is_wide = tf.is_tensor(value) and value.dtype == tf.float32
+    return tf.cast(value, dtype) if is_wide else value

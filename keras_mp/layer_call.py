@@ -1,0 +1,154 @@
+"""How a layer with a 16-bit policy of keras_mp is called: the one hook on `Layer.__call__`.
+
+Keras asks a policy for dtypes only. What else a policy says holds here: the layer is in the reach
+of what keras_mp replaces; it reads raw inputs if that is its job (`raw_inputs`); with an
+`output_dtype` it is a float32 layer whose products have gradients in 16 bits; and a model that no
+other layer calls returns float32 (`model_outputs`). All other layers are called as if there were no
+hook.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import added_losses, keras_api, kernels, model_outputs, raw_inputs, regularizers
+from keras_mp.kernels import normalization, recurrent
+from keras_mp.op_autocast import context_manager, promotion
+from keras_mp.support import reach, regions
+from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.support.regions import Region
+from keras_mp.variables import type_errors
+
+
+@functools.cache
+def install(policy_class: type) -> None:
+    """Lets layers of `tf.keras` heed the whole of their policy, once in a process.
+
+    Args:
+        policy_class: the class of policies of keras_mp.
+    """
+    owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "__call__" in vars(cls))
+    own_call = owner.__call__
+
+    # Of `own_call` itself AutoGraph would convert what is below its decorators, and change these.
+    def converted_call(*args: Any, **kwargs: Any) -> Any:
+        return own_call(*args, **kwargs)
+
+    @functools.wraps(own_call)
+    @do_not_convert
+    def call(self: tf.keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+        keras_call = own_call
+        if keras_api.AUTOGRAPH_MAY_CONVERT and not tf.executing_eagerly():
+            keras_call = allow_conversion(converted_call)
+        policy: Any = getattr(self, "dtype_policy", None)
+        dtype = policy.low_precision_dtype if isinstance(policy, policy_class) else None
+        try:
+            return call_in(policy, dtype, keras_call, self, args, kwargs)
+        except type_errors.ERRORS as error:
+            explained = _explained(error, self) if dtype is not None else None
+            if explained is None:
+                raise
+            # Keras takes away the cause, and with it the user's lines.
+            raise explained.with_traceback(error.__traceback__) from None
+
+    def call_in(
+        policy: Any,
+        dtype: tf.DType | None,
+        keras_call: Callable[..., Any],
+        self: tf.keras.layers.Layer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        is_model = isinstance(self, tf.keras.Model)
+        if dtype is not None:
+            _replace_kernels()
+            # Of a layer that was made after `compile`.
+            if getattr(self, "activity_regularizer", None) is not None:
+                regularizers.wrap_activity_regularizer(self)
+        if is_model and not keras_api.is_in_a_layer() and _may_return_16_bits(self, dtype):
+            with reach.entered(dtype), model_outputs.noted():
+                outputs = raw_inputs.call(keras_call, self, dtype, args, kwargs)
+                return model_outputs.widened(
+                    outputs, functools.partial(_is_to_be_float32, _policy_of(self))
+                )
+        # In a region all layers are ours.
+        if dtype is None and (reach.current() is None or regions.current() is not None):
+            return keras_call(self, *args, **kwargs)
+        with reach.entered(dtype), _gradients(policy, dtype):
+            outputs = raw_inputs.call(keras_call, self, dtype, args, kwargs)
+        if not is_model:
+            model_outputs.note_policy(outputs, policy)
+        return outputs
+
+    def _may_return_16_bits(model: tf.keras.Model, dtype: tf.DType | None) -> bool:
+        """Whether a layer with a policy of ours may make an output of a model.
+
+        Keras does not save the policy of a model, only those of its layers.
+        """
+        if dtype is not None:
+            return True
+        layers = keras_api.output_layers(model) or ()
+        return any(isinstance(layer.dtype_policy, policy_class) for layer in layers)
+
+    owner.__call__ = call
+    added_losses.install()
+    promotion.install()
+    raw_inputs.install(policy_class)
+
+
+def _explained(error: Exception, layer: tf.keras.layers.Layer) -> Exception | None:
+    return type_errors.explain_refusal(
+        error,
+        f"Layer {layer.name!r} (of type {type(layer).__name__}) computes in "
+        f"{layer.compute_dtype}. It",
+        'make the layer in float32: with dtype="float32", or under '
+        '`keras_mp.policy_scope("float32")`',
+    )
+
+
+def returns_float32(model: tf.keras.Model, layer_policy: Any) -> bool:
+    """Whether a model returns the 16-bit output of one of its layers as float32.
+
+    Args:
+        model: a model that no other layer calls.
+        layer_policy: the policy of the layer.
+    """
+    return _is_to_be_float32(_policy_of(model), layer_policy)
+
+
+def _is_to_be_float32(model_policy: Any, layer_policy: Any) -> bool:
+    """Whether an output is, given the policies of the model and of the layer that made it."""
+    if getattr(model_policy, "model_outputs", "float32") is None:
+        return False
+    policy = layer_policy or model_policy
+    # Another policy than that of the model, or one of Keras, is there on purpose.
+    is_ours = getattr(policy, "model_outputs", None) is not None
+    return is_ours and (policy == model_policy or policy.compute_dtype != policy.variable_dtype)
+
+
+def _policy_of(model: tf.keras.Model) -> Any:
+    """Returns the policy of a model; one from a file has that of all its 16-bit layers."""
+    policy: Any = getattr(model, "dtype_policy", None)
+    policies = {
+        layer.dtype_policy
+        for layer in keras_api.layers_inside(model)
+        if hasattr(layer.dtype_policy, "model_outputs")  # as policies of keras_mp have
+    }
+    has_one = getattr(policy, "low_precision_dtype", None) is not None
+    return policy if has_one or len(policies) != 1 else policies.pop()
+
+
+def _gradients(policy: Any, dtype: tf.DType | None) -> contextlib.AbstractContextManager[Any]:
+    if dtype is None or policy.output_dtype is None:
+        return contextlib.nullcontext()
+    return context_manager.entered(Region(dtype, gradients_only=True))
+
+
+@functools.cache
+def _replace_kernels() -> None:
+    """Replaces what computes, when the first layer of ours is called."""
+    kernels.install()
+    keras_api.replace_slow_layers(recurrent.lstm, normalization.batch_normalization)

@@ -1,0 +1,140 @@
+"""What surrounds the steps of a compiled model, which `fit`, `evaluate` and `predict` call."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api, step_tapes
+from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.step import state_rollback
+from keras_mp.step.loss_scales import LossScale
+from keras_mp.support import reach
+from keras_mp.variables import type_errors
+
+_Step = Callable[..., Any]
+
+
+def let_dtypes_mix(model: tf.keras.Model, dtype: tf.DType) -> None:
+    """Puts the steps of a model in reach.
+
+    Args:
+        model: the model.
+        dtype: the 16-bit DType of its policy.
+    """
+    for name in ("train_step", "test_step", "predict_step"):
+        of_instance = vars(model).get(name)
+        if getattr(of_instance, "func", None) not in (_in_reach, _train_step):
+            vars(model)[name] = functools.partial(_in_reach, model, of_instance, name, dtype)
+
+
+def _in_reach(
+    model: tf.keras.Model,
+    of_instance: _Step | None,
+    name: str,
+    dtype: tf.DType,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    cls = type(model)
+    step = of_instance or getattr(cls, name).__get__(model, cls)
+    try:
+        with reach.entered(dtype):
+            return step(*args, **kwargs)
+    except type_errors.ERRORS as error:
+        explained = type_errors.explain_refusal(
+            error,
+            f"The {name} of the model {model.name!r} (of type {cls.__name__})",
+            'make the layer whose result it uses in float32, with dtype="float32"',
+        )
+        if explained is None:
+            raise
+        raise explained.with_traceback(error.__traceback__) from None
+
+
+# The loss scales of models that have float16 layers and are compiled, for their own tapes.
+_loss_scales: "weakref.WeakKeyDictionary[tf.keras.Model, LossScale]" = weakref.WeakKeyDictionary()
+
+
+def scale(model: tf.keras.Model, loss_scale: LossScale | None) -> None:
+    """Puts a `training_step` around the `train_step` of a model, and scales what it differentiates.
+
+    So it does in a `fit` or `train_on_batch` of somebody else, which may have a loop of its own.
+
+    Args:
+        model: the model.
+        loss_scale: `LossScale` of the tapes of a `train_step` whose optimizers scale nothing, or
+            None, if it has no need of one.
+    """
+    _loss_scales.pop(model, None)
+    if loss_scale is not None:
+        _loss_scales[model] = loss_scale
+    of_instance = vars(model).get("train_step")
+    if getattr(of_instance, "func", None) is not _train_step:
+        vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
+    for name in ("fit", "train_on_batch"):
+        of_instance, own = vars(model).get(name), getattr(type(model), name)
+        is_ours = getattr(of_instance, "func", None) is _loop
+        if loss_scale is not None and own is not getattr(tf.keras.Model, name) and not is_ours:
+            vars(model)[name] = functools.partial(_loop, model, of_instance, name)
+
+
+def _loop(
+    model: tf.keras.Model, of_instance: _Step | None, name: str, *args: Any, **kwargs: Any
+) -> Any:
+    cls, loss_scale = type(model), _loss_scales.get(model)
+    method = of_instance or getattr(cls, name).__get__(model, cls)
+    if loss_scale is None:
+        return method(*args, **kwargs)
+    with step_tapes.entered(model, _scale_of(model, loss_scale), name):
+        return method(*args, **kwargs)
+
+
+def _train_step(model: tf.keras.Model, of_instance: _Step | None, *args: Any, **kwargs: Any) -> Any:
+    cls = type(model)
+    train_step = of_instance or cls.train_step.__get__(model, cls)
+    with (
+        _scaling_tapes(model, of_instance),
+        state_rollback.training_step(model, keras_api.states(model)),
+    ):
+        state_rollback.watch_inputs(_inputs(model, *args))
+        return train_step(*args, **kwargs)
+
+
+def _scaling_tapes(
+    model: tf.keras.Model, of_instance: _Step | None
+) -> contextlib.AbstractContextManager[None]:
+    loss_scale = _loss_scales.get(model)
+    if loss_scale is None:
+        return contextlib.nullcontext()
+    if wrappers_among(model.optimizer) and _is_keras_own(model, of_instance):
+        return step_tapes.left()
+    return step_tapes.entered(model, _scale_of(model, loss_scale))
+
+
+def _scale_of(model: tf.keras.Model, loss_scale: LossScale) -> LossScale:
+    """Returns the loss scale of the optimizer that a model has by now, else the one given."""
+    wrappers = wrappers_among(model.optimizer)
+    return wrappers[0].loss_scale if wrappers else loss_scale
+
+
+def has_own_train_step(model: tf.keras.Model) -> bool:
+    """Whether the class of a model has another `train_step` than Keras's."""
+    return type(model).train_step is not tf.keras.Model.train_step
+
+
+def _is_keras_own(model: tf.keras.Model, of_instance: _Step | None) -> bool:
+    """Whether Keras's own `train_step` trains a model: it scales the loss by its optimizer."""
+    while isinstance(of_instance, functools.partial) and of_instance.func is _in_reach:
+        of_instance = of_instance.args[1]
+    return of_instance is None and not has_own_train_step(model)
+
+
+def _inputs(model: tf.keras.Model, data: Any = None, *args: Any) -> list[tuple[str, Any, tf.DType]]:
+    """Returns what a batch has, by names, with the dtypes that the model casts it to."""
+    parts = data if isinstance(data, (list, tuple)) else (data,)
+    dtypes = (tf.as_dtype(model.compute_dtype), tf.float32, tf.float32)
+    return list(zip(("x", "y", "sample_weight"), parts, dtypes))

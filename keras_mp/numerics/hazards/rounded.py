@@ -1,0 +1,137 @@
+"""What is lost before the first product, or beside the gradients: inputs, ids, and weights."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.layer_paths import native_variable
+from keras_mp.numerics.hazards.traced_step import (
+    UNIT_ROUNDOFF,
+    Finding,
+    Suspect,
+    TracedStep,
+    count,
+    widened,
+)
+from keras_mp.support.dtypes import LOW_PRECISION
+
+_MOST_VARIANCE = 0.01
+_FEW = 8
+_SAME = ("Identity", "Cast", "Reshape", "ExpandDims", "Squeeze")
+
+
+def inputs_that_are_rounded(traced: TracedStep) -> Iterator[Suspect]:
+    """Numbers of the batch are rounded to 16 bits, and what tells them apart is lost."""
+    for operation in traced.forward:
+        if operation.type != "Cast" or operation.outputs[0].dtype not in LOW_PRECISION:
+            continue
+        source, rounded = operation.inputs[0], operation.outputs[0]
+        size, rank = source.shape.num_elements(), source.shape.rank
+        if _source(source).op.type != "Placeholder" or not size or rank < 2:
+            continue
+        takers = [taker for taker in rounded.consumers() if taker in traced.forward]
+        # A few numbers may be close to one another by chance.
+        if not takers or size < _FEW * (source.shape[-1] or 1):
+            continue
+        wide, near = widened(source), widened(rounded)
+        rows = list(range(rank - 1))
+        error = tf.reduce_mean(tf.square(wide - near), rows)
+        variance = tf.math.reduce_variance(wide, rows)
+        # A constant tells nothing apart.
+        varies = variance > 1e-10 * tf.reduce_mean(tf.square(wide), rows)
+        lost = tf.reduce_max(tf.where(varies, tf.math.divide_no_nan(error, variance), 0.0))
+        whole = _cast_to_integers(traced, rounded)
+        ids = tf.int64 if whole is None else whole.outputs[0].dtype
+        others = count((tf.cast(wide, ids) != tf.cast(near, ids)) & tf.math.is_finite(near))
+        measured = [lost, count(tf.math.is_inf(near)), others, tf.reduce_max(tf.abs(wide))]
+
+        def say(
+            lost: np.ndarray,
+            infinite: np.ndarray,
+            others: np.ndarray,
+            largest: np.ndarray,
+            takers: list[tf.Operation] = takers,
+            dtype: tf.DType = rounded.dtype,
+            are_ids: bool = whole is not None,
+        ) -> Finding | None:
+            if infinite:
+                return None  # `not_finite` reports them.
+            if are_ids and others:
+                what = f"{others:,} become other integers"
+            elif not are_ids and lost > _MOST_VARIANCE:
+                what = f"up to {lost:.1%} of the variance of a column is lost"
+            else:
+                return None
+            return traced.finding(
+                _in_a_layer(traced, takers),
+                "inputs that are rounded",
+                f"Of this batch, whose numbers go up to {largest:.6g}, {what} when they are "
+                f"rounded to {dtype.name}.",
+                "Standardize them before the model, start it with a layer that reads raw numbers "
+                '(Normalization, Rescaling, Embedding), or give this layer dtype="float32".',
+            )
+
+        yield Suspect(measured, say)
+
+
+def _in_a_layer(traced: TracedStep, takers: list[tf.Operation]) -> tf.Operation:
+    """Returns the first operation in a layer among those that a tensor goes to, or the first."""
+    first = takers[0]
+    for _ in range(3):  # Models cast and reshape inputs before a layer gets them.
+        for taker in takers:
+            if traced.layers.name(taker.name):
+                return taker
+        takers = [after for each in takers for out in each.outputs for after in out.consumers()]
+    return first
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor that another one has the values of."""
+    while tensor.op.type in ("Identity", "ExpandDims") or _is_widening(tensor.op):
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _is_widening(operation: tf.Operation) -> bool:
+    return operation.type == "Cast" and operation.outputs[0].dtype not in LOW_PRECISION
+
+
+def _cast_to_integers(traced: TracedStep, tensor: tf.Tensor) -> tf.Operation | None:
+    taker = traced.leads_to(tensor, ("Cast",), ("Identity",), steps=2)
+    return taker if taker is not None and taker.outputs[0].dtype.is_integer else None
+
+
+def weights_written_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
+    """A layer assigns to a float32 weight what it computed from 16 bits."""
+    graph = tf.compat.v1.get_default_graph()
+    weights = [native_variable(each) for each in traced.model.trainable_weights]
+    handles = [graph.capture(getattr(each, "values", [each])[0].handle) for each in weights]
+    for operation in traced.forward:
+        if operation.type != "AssignVariableOp":
+            continue
+        if not any(operation.inputs[0] is handle for handle in handles):
+            continue
+        value = operation.inputs[1]
+        source = value
+        while source.op.type in _SAME and source.dtype not in LOW_PRECISION:
+            source = source.op.inputs[0]
+        if value.dtype != tf.float32 or source.dtype not in LOW_PRECISION:
+            continue
+
+        def say(
+            largest: np.ndarray,
+            operation: tf.Operation = operation,
+            dtype: tf.DType = source.dtype,
+        ) -> Finding:
+            return traced.finding(
+                operation,
+                "a weight that is written in 16 bits",
+                f"What is assigned to a float32 weight, numbers up to {largest:.3g}, was computed "
+                f"in {dtype.name}: updates of less than {UNIT_ROUNDOFF[dtype]:.2%} of a number are "
+                "lost in each step.",
+                'Compute what is assigned in float32: give this layer dtype="float32", or read the '
+                "weight in keras_mp.autocast_scope(None).",
+            )
+
+        yield Suspect([tf.reduce_max(tf.abs(value))], say)

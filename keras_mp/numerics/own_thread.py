@@ -1,0 +1,180 @@
+"""What a tool needs for itself alone: random numbers, and functions that run in eager.
+
+The program's random numbers are neither drawn nor seeded, and other threads notice nothing.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as _Function
+from tensorflow.python.framework import random_seed as _random_seed
+
+from keras_mp import keras_api
+from keras_mp.support import handles, wrapped
+
+# The modules through which random operations are called, and the names of those that draw.
+_MODULES = {
+    name: importlib.import_module(f"tensorflow.python.ops.{name}")
+    for name in (
+        *("gen_random_ops", "gen_stateful_random_ops", "gen_stateless_random_ops"),
+        "gen_stateless_random_ops_v2",
+    )
+}
+_DISTRIBUTIONS = ("uniform", "normal")
+
+# A kernel of these operations goes on from call to call with the same seed, for all threads. The
+# others, which take the seed alone, have the same arguments.
+_WITHOUT_STATE = {
+    "multinomial": tf.raw_ops.StatelessMultinomial,
+    "random_gamma": tf.raw_ops.StatelessRandomGammaV2,
+    "random_poisson_v2": tf.raw_ops.StatelessRandomPoisson,
+    "random_standard_normal": tf.raw_ops.StatelessRandomNormal,
+    "random_uniform": tf.raw_ops.StatelessRandomUniform,
+    "random_uniform_int": tf.raw_ops.StatelessRandomUniformInt,
+    "truncated_normal": tf.raw_ops.StatelessTruncatedNormal,
+}
+_RENAMED = {"rate": "lam"}
+
+Draw = Callable[..., tf.Tensor]
+
+
+class _Thread(threading.local):
+    """Whether this thread has random numbers of its own."""
+
+    has_its_own = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def random_numbers(seed: int = 0) -> Iterator[None]:
+    """Gives the block random numbers of its own, as if nobody had drawn any before.
+
+    Args:
+        seed: int. The same seed gives the same numbers.
+    """
+    if _thread.has_its_own:
+        yield
+        return
+    seeds = itertools.count(1)
+    # TensorFlow takes 31 bits.
+    first = (seed + 0x5EED) % 2**31
+    generators: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def get_seed(own: Callable[..., Any]) -> Callable[..., Any]:
+        def get(op_seed: int | None) -> tuple[int | None, int | None]:
+            return (first, next(seeds)) if tf.executing_eagerly() else own(op_seed)
+
+        return get
+
+    def with_copy(own: Draw) -> Draw:
+        def draw(resource: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hasattr(resource, "numpy"):
+                return own(resource, *args, **kwargs)
+            if id(resource) not in generators:
+                # The handle is held, so that no other one gets its id.
+                generators[id(resource)] = resource, _copy(resource)
+            return own(generators[id(resource)][1], *args, **kwargs)
+
+        return draw
+
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(wrapped.here(_random_seed, "get_seed", get_seed))
+        for name, stateless in _WITHOUT_STATE.items():
+            wrap = functools.partial(_without_state, stateless)
+            enter(wrapped.here(_MODULES["gen_random_ops"], name, wrap))
+        of_generators = _MODULES["gen_stateful_random_ops"]
+        for name in list(vars(of_generators)):
+            if name.startswith(("stateful_", "rng_")) and "fallback" not in name:
+                enter(wrapped.here(of_generators, name, with_copy))
+        enter(keras_api.own_seeds(seed))
+        _thread.has_its_own = True
+        stack.callback(setattr, _thread, "has_its_own", False)
+        yield
+
+
+def random_numbers_of(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Returns `random_numbers`, unless the block will build the model.
+
+    Weights are made as the program would make them.
+    """
+    return random_numbers() if model.built else contextlib.nullcontext()
+
+
+def _copy(generator: tf.Tensor) -> tf.Tensor:
+    """Returns the handle of a variable with the state of a `tf.random.Generator`."""
+    with tf.init_scope():
+        state = tf.raw_ops.ReadVariableOp(resource=generator, dtype=tf.int64)
+        copy = handles.variable(state.dtype, state.shape)
+        tf.raw_ops.AssignVariableOp(resource=copy, value=state)
+    return copy
+
+
+def _without_state(stateless: Draw, own: Draw) -> Draw:
+    signature = inspect.signature(own)
+
+    def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
+        if not tf.executing_eagerly():
+            return own(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = {_RENAMED.get(key, key): value for key, value in bound.arguments.items()}
+        seed = [arguments.pop("seed"), arguments.pop("seed2")]
+        return stateless(**arguments, seed=seed)
+
+    return draw
+
+
+@contextlib.contextmanager
+def drawing(take: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """Shows a function the random numbers that this thread draws in eager.
+
+    Args:
+        take: called with the numbers; what it returns takes their place.
+    """
+
+    def shown(own: Draw) -> Draw:
+        def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
+            drawn = own(*args, **kwargs)
+            return take(drawn) if tf.executing_eagerly() else drawn
+
+        return draw
+
+    with contextlib.ExitStack() as stack:
+        for module in _MODULES.values():
+            for key, function in list(vars(module).items()):
+                if _draws(key, function):
+                    stack.enter_context(wrapped.here(module, key, shown))
+        yield
+
+
+def _draws(name: str, function: Any) -> bool:
+    is_one_of_them = any(distribution in name for distribution in _DISTRIBUTIONS)
+    is_plain = not name.startswith("_") and "parameterized" not in name
+    return is_one_of_them and is_plain and not name.endswith("fallback") and callable(function)
+
+
+def eager_functions() -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which this thread runs functions of `tf.function` in eager.
+
+    Those that TensorFlow makes for itself, as `tf.vectorized_map` does, stay functions.
+    """
+
+    def runs_eagerly(own: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def runs(function: Any) -> bool:
+            module = getattr(function.python_function, "__module__", None) or ""
+            is_users = not module.startswith("tensorflow.")
+            return own(function) or (is_users and tf.executing_eagerly())
+
+        return runs
+
+    return wrapped.here(_Function, "_run_functions_eagerly", runs_eagerly)

@@ -1,0 +1,264 @@
+"""Operations on 16-bit and float32 tensors together: computed in float32, where TensorFlow refuses.
+
+Only in code that is in the reach of keras_mp (`support/reach.py`), and only after TensorFlow has
+refused: a program without such mixtures runs as if this module did not exist. A function that is
+refused has made nothing, so it is called again, with float32 in the place of 16 bits: in graphs the
+one that makes an operation; where a Python function of TensorFlow compares dtypes, the function,
+since its dispatcher for other types of arguments is asked, and is ours. In eager the kernel
+refuses, and generated code falls back to a slower way, in which the inputs of an operation get a
+common dtype. Branches and loops are made again with float32 in the place of 16 bits; what is
+written into a `tf.TensorArray` gets its dtype, and what is assigned to a float32 variable is cast.
+
+This module needs TensorFlow only.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import execute as _execute
+from tensorflow.python.framework import op_def_library as _op_def_library
+from tensorflow.python.framework import ops as _ops
+from tensorflow.python.ops import cond_v2 as _cond_v2
+from tensorflow.python.ops import resource_variable_ops as _variables
+from tensorflow.python.ops import while_v2 as _while_v2
+
+from keras_mp.support import reach
+from keras_mp.support.attributes import replaced
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.dtypes import LOW_PRECISION, parse
+
+_REFUSED = "was expected to be a"
+# Its generated code cannot go on: it has an argument `e`, and names the error so.
+_TAKES_E = "cannot compute SelectV2"
+
+# The methods of `tf.TensorArray` that take tensors of its dtype.
+_WRITING = ("write", "unstack", "scatter", "split")
+_ASSIGNING = {"assign", "assign_add", "assign_sub"}
+
+
+class _Refused(tf.errors.InvalidArgumentError, TypeError):
+    """A refusal in eager as one in a graph, for which TensorFlow asks its dispatchers."""
+
+
+class _Strictness(threading.local):
+    """Whether mixtures are refused in this thread, and whether a function is called again."""
+
+    is_strict = False
+    is_retrying = False
+
+
+_thread = _Strictness()
+
+
+def refused() -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which mixtures are errors, as without keras_mp."""
+    return replaced(_thread, "is_strict", True)
+
+
+@functools.cache
+def install() -> None:
+    """Lets operations that TensorFlow refuses be computed in float32, once in a process."""
+    _Dispatcher().register()
+    _execute.args_to_matching_eager = _with_a_common_dtype(_execute.args_to_matching_eager)
+    _ops.raise_from_not_ok_status = _falling_back(_ops.raise_from_not_ok_status)
+    _op_def_library._apply_op_helper = _made_in_float32(_op_def_library._apply_op_helper)
+    for cls in (_variables.BaseResourceVariable, _variables.ResourceVariable):
+        for name in vars(cls).keys() & _ASSIGNING:
+            setattr(cls, name, _widening_the_value(getattr(cls, name)))
+    _cond_v2.cond_v2 = _with_equal_branches(_cond_v2.cond_v2)
+    _cond_v2.indexed_case = _with_equal_cases(_cond_v2.indexed_case)
+    _while_v2.while_loop = _with_constant_dtypes(_while_v2.while_loop)
+    for name in _WRITING:
+        setattr(tf.TensorArray, name, _in_the_dtype_of_the_array(getattr(tf.TensorArray, name)))
+
+
+class _Dispatcher(tf.__internal__.dispatch.GlobalOpDispatcher):
+    """Calls functions of TensorFlow again that have refused a mixture of dtypes."""
+
+    def handle(self, op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a function, or `NOT_SUPPORTED` if dtypes are not the reason."""
+        if not _is_active() or _thread.is_retrying:
+            return self.NOT_SUPPORTED
+        values = tf.nest.flatten((list(args), kwargs))
+        is_mixed = _is_mixed([_dtype_of(each) for each in values])
+        if not (is_mixed or (_names_float32(args, kwargs) and any(map(_is_low_tensor, values)))):
+            return self.NOT_SUPPORTED
+        args, kwargs = tf.nest.map_structure(_widened, (list(args), kwargs))
+        try:
+            with replaced(_thread, "is_retrying", True):
+                return op(*args, **kwargs)
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+            return self.NOT_SUPPORTED  # What TensorFlow said of the user's own call is raised.
+
+
+def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def args_to_matching_eager(inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if _is_active() and _is_mixed([_dtype_of(each) for each in inputs]):
+            # A variable may appear in another dtype than it says.
+            inputs = [_read(each) for each in inputs]
+            if _is_mixed([_dtype_of(each) for each in inputs]):
+                inputs = [_widened(each) for each in inputs]
+        return own(inputs, *args, **kwargs)
+
+    return args_to_matching_eager
+
+
+def _falling_back(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def raise_from_not_ok_status(error: Any, name: str | None) -> None:
+        if not (_is_active() and _REFUSED in str(error.message)):
+            own(error, name)
+        elif _TAKES_E in error.message:
+            raise _Refused(None, None, error.message)
+        # Generated code goes on with `args_to_matching_eager`, and with the kernel once more.
+
+    return raise_from_not_ok_status
+
+
+def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that makes an operation in a graph."""
+
+    @functools.wraps(own)
+    def apply_op_helper(op_type_name: str, name: str | None = None, **inputs: Any) -> Any:
+        try:
+            return own(op_type_name, name, **inputs)
+        except TypeError as error:
+            is_mixed = _is_active() and _is_mixed(list(map(_dtype_of, tf.nest.flatten(inputs))))
+            if not is_mixed:
+                raise
+            try:
+                return own(op_type_name, name, **tf.nest.map_structure(_widened, inputs))
+            except (TypeError, ValueError):
+                raise error from None
+
+    return apply_op_helper
+
+
+def _widening_the_value(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of variables that assigns."""
+
+    @functools.wraps(own)
+    def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if variable.dtype == tf.float32 and _dtype_of(value) in LOW_PRECISION and _is_active():
+            value = tf.cast(value, tf.float32)
+        return own(variable, value, *args, **kwargs)
+
+    return assign
+
+
+def _with_equal_branches(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that makes a `tf.cond`, whose branches may return several dtypes."""
+
+    @functools.wraps(own)
+    def cond(pred: Any, true_fn: Any, false_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return _made_again_if_refused(
+            lambda: own(pred, true_fn, false_fn, *args, **kwargs),
+            lambda: own(pred, _widening(true_fn), _widening(false_fn), *args, **kwargs),
+        )
+
+    return cond
+
+
+def _with_equal_cases(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that makes a `tf.switch_case`."""
+
+    @functools.wraps(own)
+    def case(index: Any, branches: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        return _made_again_if_refused(
+            lambda: own(index, branches, *args, **kwargs),
+            lambda: own(index, list(map(_widening, branches)), *args, **kwargs),
+        )
+
+    return case
+
+
+def _with_constant_dtypes(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that makes a `tf.while_loop`, whose variables may change their dtype."""
+
+    @functools.wraps(own)
+    def while_loop(cond: Any, body: Any, loop_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        def in_float32() -> Any:
+            wide = tf.nest.map_structure(_widened, loop_vars)
+            return own(cond, _widening(body), wide, *args, **kwargs)
+
+        return _made_again_if_refused(
+            lambda: own(cond, body, loop_vars, *args, **kwargs), in_float32
+        )
+
+    return while_loop
+
+
+def _made_again_if_refused(make: Callable[[], Any], in_float32: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except TypeError as error:
+        if not _is_active():
+            raise
+        try:
+            return in_float32()
+        except (TypeError, ValueError):
+            raise error from None  # What TensorFlow said of the user's own call.
+
+
+def _widening(function: Callable[..., Any]) -> Callable[..., Any]:
+    @do_not_convert
+    def call(*args: Any) -> Any:
+        return tf.nest.map_structure(_widened, function(*args))
+
+    return call
+
+
+def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of `tf.TensorArray` that takes 16 bits for float32, and the reverse."""
+
+    @functools.wraps(own)
+    def write(array: tf.TensorArray, *args: Any, **kwargs: Any) -> Any:
+        def cast(value: Any) -> Any:
+            is_mixed = _is_mixed([_dtype_of(value), array.dtype])
+            return tf.cast(value, array.dtype) if is_mixed else value
+
+        if _is_active():
+            args, kwargs = tf.nest.map_structure(cast, (args, kwargs))
+        return own(array, *args, **kwargs)
+
+    return write
+
+
+def _is_active() -> bool:
+    return reach.current() is not None and not _thread.is_strict
+
+
+def _is_mixed(dtypes: Sequence[tf.DType | None]) -> bool:
+    return tf.float32 in dtypes and any(dtype in LOW_PRECISION for dtype in dtypes)
+
+
+def _dtype_of(value: Any) -> tf.DType | None:
+    """Returns the dtype of a tensor or variable."""
+    is_tensor = tf.is_tensor(value) or hasattr(value, "__tf_tensor__")
+    return parse(value.dtype) if is_tensor and hasattr(value, "dtype") else None
+
+
+def _names_float32(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    named = [each for each in args if isinstance(each, tf.DType)]
+    return tf.float32 in named or parse(kwargs.get("dtype")) == tf.float32
+
+
+def _is_low_tensor(value: Any) -> bool:
+    # A variable that appears in 16 bits has the digits of float32, and widened would lose them.
+    return isinstance(value, tf.Tensor) and value.dtype in LOW_PRECISION
+
+
+def _read(value: Any) -> Any:
+    is_variable = not isinstance(value, tf.Tensor) and _dtype_of(value) is not None
+    return tf.convert_to_tensor(value) if is_variable else value
+
+
+def _widened(value: Any) -> Any:
+    if _dtype_of(value) not in LOW_PRECISION:
+        return value
+    return tf.cast(value, tf.float32)

@@ -1,0 +1,382 @@
+"""Layers that read numbers as they come from the world, and do not round them first.
+
+Keras casts what a layer is given to its compute dtype. For activations that is what mixed precision
+is. But 16 bits do not hold a year, a row number or a pixel of 16 bits, and what a layer is there to
+normalize, look up or compare is lost before it starts. A layer of the table below is a float32
+layer to Keras, and its result is rounded to the compute dtype of its policy, once.
+
+Models cast their inputs, too, before any layer sees them. So casts of inputs, and the rounded
+results of these layers, keep a note of the tensor that was rounded, and a layer of the table takes
+that one.
+"""
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api, master_writes, variables
+from keras_mp.kernels import compositions
+from keras_mp.support import marks
+from keras_mp.support.attributes import replaced
+from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES
+
+
+class _Kind(NamedTuple):
+    """How layers of a class read their inputs.
+
+    Attributes:
+        reads: takes a layer and the tensors among its arguments. Whether this call is made in
+            float32. None: in each call, and in all that the layer does outside of calls, such as
+            `adapt` and `build`.
+        is_data: whether its results are data still, that a next layer of the table takes unrounded.
+        keeps_statistics: whether its variables are float32, whatever the policy.
+    """
+
+    reads: Callable[[Any, list[Any]], bool] | None
+    is_data: bool = False
+    keeps_statistics: bool = False
+
+
+def _has_wide_inputs(layer: Any, tensors: list[Any]) -> bool:
+    """Whether 16 bits would round an input of a layer."""
+    del layer
+    return any(map(_is_wide, tensors))
+
+
+def _is_masked(value: Any) -> bool:
+    """Whether an argument of a layer is a mask, or has one."""
+    return getattr(value, "_keras_mask", None) is not None or getattr(value, "dtype", 0) == tf.bool
+
+
+def _is_wide(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, float)
+    return tf.as_dtype(dtype) in (tf.float32, tf.float64)
+
+
+# Raw data: computed in float32 always. `adapt` and `build` compute what later calls use.
+_PREPROCESSING = _Kind(None, is_data=True, keeps_statistics=True)
+# What comes in 16 bits is an activation, for which nothing changes. What does not is raw data.
+_IF_WIDE = _Kind(_has_wide_inputs)
+_MOVING = _Kind(_has_wide_inputs, keeps_statistics=True)
+# They move values and change none. So they may come before one of the others.
+_MOVES = _Kind(_has_wide_inputs, is_data=True)
+# The sum of squares of a row leaves the range of float16 long before the row does.
+_SQUARES = _Kind(lambda layer, tensors: True)
+# They add up numbers before they divide by how many there are: by the number of inputs, or of those
+# that a mask keeps, which itself is beyond 16 bits soon.
+_MEANS = _Kind(lambda layer, tensors: True)
+_MASKED_MEANS = _Kind(lambda layer, tensors: any(map(_is_masked, tensors)))
+# Over several axes they subtract the logarithm of a sum of exponentials.
+_SEVERAL_AXES = _Kind(lambda layer, tensors: len(np.ravel(layer.axis)) > 1)
+# Ids are gathered with, not computed with: Keras casts no ids, but models cast their inputs.
+_IDS = _Kind(lambda layer, tensors: False)
+# What they assign to float32 weights is computed from float32 weights.
+_WRITES = _Kind(lambda layer, tensors: True)
+
+_TABLE: dict[str, _Kind] = {
+    **dict.fromkeys(
+        (
+            *("Normalization", "Rescaling", "Discretization", "CategoryEncoding", "Hashing"),
+            *("HashedCrossing", "IntegerLookup", "StringLookup", "TextVectorization", "Pipeline"),
+            *("MelSpectrogram", "STFTSpectrogram"),
+            *("AugMix", "AutoContrast", "CenterCrop", "CutMix", "Equalization", "MixUp"),
+            *("MaxNumBoundingBoxes", "RandAugment", "RandomBrightness", "RandomColorDegeneration"),
+            *("RandomColorJitter", "RandomContrast", "RandomCrop", "RandomElasticTransform"),
+            *("RandomErasing", "RandomFlip", "RandomGaussianBlur", "RandomGrayscale", "RandomHue"),
+            *("RandomHeight", "RandomInvert", "RandomPerspective", "RandomPosterization"),
+            *("RandomRotation", "RandomSaturation", "RandomSharpness", "RandomShear"),
+            *("RandomTranslation", "RandomWidth", "RandomZoom", "Resizing", "Solarization"),
+            "ContrastLimitedAdaptiveHistogramEqualization",
+        ),
+        _PREPROCESSING,
+    ),
+    **dict.fromkeys(
+        (*("LayerNormalization", "RMSNormalization", "TimeDistributed"),),
+        _IF_WIDE,
+    ),
+    **dict.fromkeys(
+        (
+            *("Masking", "Reshape", "Flatten", "Permute", "RepeatVector", "Concatenate"),
+            *("Cropping1D", "Cropping2D", "Cropping3D", "Identity"),
+            *("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D"),
+        ),
+        _MOVES,
+    ),
+    "BatchNormalization": _MOVING,
+    "GroupNormalization": _SQUARES,
+    "UnitNormalization": _SQUARES,
+    "SpectralNormalization": _WRITES,
+    "Average": _MEANS,
+    "GlobalAveragePooling1D": _MASKED_MEANS,
+    "Softmax": _SEVERAL_AXES,
+    "Dot": _Kind(lambda layer, tensors: layer.normalize),
+    "Embedding": _IDS,
+}
+
+
+# Operations that move the values of their first input and change none.
+_MOVING_OPS = frozenset(
+    ("StridedSlice", "Slice", "Reshape", "Squeeze", "ExpandDims", "Transpose", "GatherV2")
+)
+
+
+# What their functions call what the operations call otherwise.
+_NAMES_OF_ARGUMENTS = {"dim": "axis", "squeeze_dims": "axis"}
+
+
+class _Reading(threading.local):
+    """The layer that reads raw inputs in this thread: the outermost one, and the innermost one."""
+
+    outermost: Any = None
+    innermost: Any = None
+
+
+_thread = _Reading()
+
+
+@functools.cache
+def _kinds() -> dict[type, _Kind]:
+    named = {getattr(tf.keras.layers, name, None): kind for name, kind in _TABLE.items()}
+    named[keras_api.PreprocessingLayer] = _PREPROCESSING
+    if issubclass(tf.keras.metrics.Metric, tf.keras.layers.Layer):
+        # It is a layer of the global policy, and counts in its variables.
+        named[tf.keras.metrics.Metric] = _PREPROCESSING
+    return {cls: kind for cls, kind in named.items() if cls is not None}
+
+
+def reads_raw(cls: type) -> _Kind | None:
+    """Returns how layers of a class read their inputs; None: as Keras gives them."""
+    if cls not in _found:
+        _found[cls] = _find(cls)
+    return _found[cls]
+
+
+# What `_find` has found. It keeps no class alive.
+_found: weakref.WeakKeyDictionary[type, _Kind | None] = weakref.WeakKeyDictionary()
+
+
+def _find(cls: type) -> _Kind | None:
+    declared = getattr(cls, "reads_raw", None)
+    if declared is not None:
+        return _PREPROCESSING if declared else None
+    kind = next((_kinds()[base] for base in cls.__mro__ if base in _kinds()), None)
+    if kind is None and master_writes.assigns_weights(cls):
+        let_read_raw(cls)
+        return _WRITES
+    return kind
+
+
+def install(policy_class: type) -> None:
+    """Lets the layers of the table ask here for their policy, and notes the casts of inputs.
+
+    Args:
+        policy_class: the class of policies of keras_mp.
+    """
+    for cls, kind in _kinds().items():
+        if kind is not _IDS:
+            let_read_raw(cls)
+    keras_api.note_input_casts(policy_class, _note, before_rounding)
+    keras_api.widen_functions(compositions.in_float32)
+
+
+def let_read_raw(cls: type) -> None:
+    """Lets the layers of a class, and of its subclasses, have a policy of float32 where they read.
+
+    Args:
+        cls: subclass of `tf.keras.layers.Layer`.
+    """
+    if isinstance(inspect.getattr_static(cls, "_dtype_policy", None), _PolicyWhileReading):
+        return
+    cls._dtype_policy = _PolicyWhileReading()  # pyright: ignore[reportAttributeAccessIssue]
+    keras_api.let_policy_change(cls)
+    keras_api.report_rounded(cls, _rounds_to)
+
+
+class _PolicyWhileReading:
+    """The policy of a layer: of float32, while it reads raw inputs."""
+
+    def __get__(self, layer: Any, owner: type) -> Any:
+        if layer is None:
+            return self
+        try:
+            policy = vars(layer)["_dtype_policy"]
+        except KeyError:
+            raise AttributeError("_dtype_policy") from None
+        if not hasattr(policy, "in_float32"):
+            return policy
+        kind, reads = reads_raw(type(layer)), _thread.innermost is layer
+        if kind is None:  # It is the constraint of a weight.
+            return policy.in_float32() if reads else policy
+        reads |= kind.reads is None
+        if not reads and not kind.keeps_statistics:
+            return policy
+        return policy.in_float32(reads, kind.keeps_statistics)
+
+    def __set__(self, layer: Any, policy: Any) -> None:
+        vars(layer)["_dtype_policy"] = policy
+
+
+def call(
+    keras_call: Callable[..., Any],
+    layer: Any,
+    dtype: tf.DType | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a layer, one of the table with inputs as they were before they were rounded.
+
+    Args:
+        keras_call: `Layer.__call__` of Keras.
+        layer: the layer.
+        dtype: the 16-bit DType of its policy; None if it has none.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What the layer returns. If it was called in float32, floating-point tensors are rounded to
+        `dtype`, except inside of another layer that was.
+    """
+    if dtype is not None and _is_for_a_constraint(args):
+        let_read_raw(type(layer))
+        with replaced(_thread, "innermost", layer):
+            return keras_call(layer, *args, **kwargs)
+    kind = reads_raw(type(layer))
+    if kind is None:
+        return keras_call(layer, *args, **kwargs)
+    if dtype is None and kind is not _IDS and layer.compute_dtype in LOW_PRECISION_NAMES:
+        # A policy of Keras's own would round again, and in Keras 3.12 lose the mask.
+        return keras_call(layer, *args, **kwargs)
+    tensors = tf.nest.flatten((args, kwargs))
+    before = [before_rounding(each) for each in tensors]
+    if any(new is not old for new, old in zip(before, tensors)):
+        args, kwargs = tf.nest.pack_sequence_as((args, kwargs), before)
+        tensors = before
+    if dtype is None or not (kind.reads is None or kind.reads(layer, tensors)):
+        return keras_call(layer, *args, **kwargs)
+    outermost = _thread.outermost or layer
+    with replaced(_thread, "outermost", outermost), replaced(_thread, "innermost", layer):
+        result = keras_call(layer, *args, **kwargs)
+        return rounded(layer, result)
+
+
+def rounded(layer: Any, outputs: Any) -> Any:
+    """Rounds what a layer has computed in float32, while it is called.
+
+    Observers of its `call` do it before they look. What is rounded stays as it is.
+
+    Args:
+        layer: what is called: a layer, or anything else.
+        outputs: structure of what its `call` returns.
+
+    Returns:
+        What the layer will return. Floating-point tensors are in 16 bits, except inside of another
+        layer that was called in float32.
+    """
+    if _thread.outermost is not layer:
+        return outputs
+    dtype = vars(layer)["_dtype_policy"].low_precision_dtype
+    kind = reads_raw(type(layer))
+    is_data = kind is not None and kind.is_data
+    return tf.nest.map_structure(functools.partial(_rounded, dtype, is_data), outputs)
+
+
+def _is_for_a_constraint(args: tuple[Any, ...]) -> bool:
+    """Whether an optimizer lets a layer change a weight: its constraint is one, or calls one."""
+    if len(args) != 1 or not keras_api.is_weight(args[0]):
+        return False
+    return args[0].constraint is not None and variables.autocast_dtype() is None
+
+
+def _rounds_to(layer: Any) -> tf.DType | None:
+    """Returns the 16-bit dtype to which the float32 result of a layer will be rounded, or None."""
+    policy, kind = vars(layer).get("_dtype_policy"), reads_raw(type(layer))
+    if kind is None or not hasattr(policy, "in_float32"):
+        return None
+    reads = kind.reads is None or _thread.innermost is layer
+    return policy.low_precision_dtype if reads and _thread.outermost in (None, layer) else None
+
+
+def _rounded(dtype: tf.DType, is_data: bool, value: Any) -> Any:
+    if not tf.is_tensor(value) or value.dtype not in FLOATING or value.dtype in LOW_PRECISION:
+        return value
+    result = marks.cast(value, dtype)
+    if is_data:
+        _note(value, result)
+    return result
+
+
+def cast_input(value: Any, dtype: tf.DType) -> Any:
+    """Casts an input as `marks.cast` does, and notes what it was.
+
+    Args:
+        value: a tensor (a ragged or sparse one, too) or a variable.
+        dtype: the DType to cast to.
+    """
+    result = marks.cast(value, dtype)
+    _note(value, result)
+    return result
+
+
+def _note(value: Any, rounded: Any) -> None:
+    """Notes on a tensor of 16 bits what it was before it was rounded."""
+    if rounded is value or isinstance(value, tf.Variable):
+        return
+    if hasattr(rounded, "dtype") and rounded.dtype in LOW_PRECISION:
+        rounded._keras_mp_unrounded = before_rounding(value)
+
+
+def copy_note(source: Any, result: Any) -> None:
+    """Notes on a tensor, which takes the place of another one, what that was before it was rounded.
+
+    Args:
+        source: tensor, with a note or without.
+        result: another tensor of its shape.
+    """
+    if hasattr(source, "_keras_mp_unrounded"):
+        result._keras_mp_unrounded = source._keras_mp_unrounded
+
+
+def before_rounding(value: Any) -> Any:
+    """Returns what a tensor was before a model or layer rounded it, or else the tensor.
+
+    Args:
+        value: Any.
+    """
+    noted = getattr(value, "_keras_mp_unrounded", None)
+    if noted is not None:
+        return noted
+    if not isinstance(value, tf.Tensor) or value.dtype not in LOW_PRECISION:
+        return value
+    is_symbolic = not isinstance(value, tf.__internal__.EagerTensor)
+    return _moved_before_rounding(value) if is_symbolic else value
+
+
+def _moved_before_rounding(value: tf.Tensor) -> tf.Tensor:
+    """Does to a tensor, as it was before it was rounded, what a graph has done to it: columns, ...
+
+    An eager tensor does not tell what was done to it.
+    """
+    op = value.op
+    if op.type not in _MOVING_OPS or op.graph is not tf.compat.v1.get_default_graph():
+        return value
+    moved = op.inputs[0]
+    before = before_rounding(moved)
+    if before is moved:
+        return value
+    names = [arg.name for arg in op.op_def.input_arg]
+    arguments = dict(zip(names, [before, *op.inputs[1:]], strict=True))
+    for attribute in op.op_def.attr:
+        if attribute.type != "type":
+            arguments[attribute.name] = op.get_attr(attribute.name)
+    named: dict[str, Any] = {
+        str(_NAMES_OF_ARGUMENTS.get(name, name)): value for name, value in arguments.items()
+    }
+    return getattr(tf.raw_ops, op.type)(**named)

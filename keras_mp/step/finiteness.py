@@ -1,0 +1,262 @@
+"""Tests gradients for Inf and NaN: whether they are finite, and what is not.
+
+RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.step.gradients import MANY, Gradient, concat, is_small
+from keras_mp.support import host
+
+# The dtype of counts, which are exact up to 2**53. For int64, GPUs have no kernels that sum up
+# segments, split or reverse: the host would wait for the counts.
+COUNTS = tf.float64
+# In place of a count: there are some.
+UNCOUNTED = -1.0
+
+
+def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Whether every value of every gradient is finite.
+
+    Where possible it tests sums, which takes a fraction of the time of testing each value: if a
+    value is not finite, neither is the sum. Finite unscaled gradients whose sum overflows float32
+    are useless, too.
+
+    Args:
+        gradients: sequence of gradients, unscaled. In a sparse one, the sums over equal indices
+            have to be finite too, since an optimizer adds these up.
+
+    Returns:
+        bool scalar tensor; True if there is nothing to test.
+    """
+    if host.is_compiled_by_xla():
+        return _all_finite_in_xla(gradients)
+    all_axes = functools.cache(lambda rank: tf.constant(list(range(rank)), tf.int32))
+    alike: dict[Any, list[tf.Tensor]] = {}
+    for gradient in gradients:
+        if gradient is None or gradient.dtype.is_integer:
+            continue
+        values = _tested(gradient)
+        together = values.shape.is_fully_defined() and is_small(values)
+        kind = values.dtype, tuple(values.shape.as_list()) if together else id(values)
+        alike.setdefault(kind, []).append(values)
+    verdicts = []
+    totals: dict[tf.DType, list[tf.Tensor]] = {}
+    for (dtype, _), values in alike.items():
+        if dtype == tf.float16:  # whose sums may pass 65504
+            verdicts += [tf.reduce_all(tf.math.is_finite(v)) for v in values]
+        else:
+            total = _add(values)
+            axes = None if total.shape.rank is None else all_axes(total.shape.rank)
+            totals.setdefault(dtype, []).append(tf.reduce_sum(total, axes))
+    verdicts += [tf.math.is_finite(_add(of_dtype)) for of_dtype in totals.values()]
+    if len(verdicts) == 1:
+        return verdicts[0]
+    return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
+
+
+def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Is `all_finite` for XLA, by few sums.
+
+    XLA computes what is cheap again in each loop that needs it, so in the update of each variable:
+    of a flag for each gradient its code would grow with the square of their number.
+    """
+    alike: dict[Any, list[tf.Tensor]] = {}
+    for gradient in gradients:
+        if gradient is None or gradient.dtype.is_integer:
+            continue
+        values = _tested(gradient)
+        if values.dtype not in (tf.float32, tf.bfloat16):  # whose sums may pass 65504, or float32
+            values = tf.where(tf.math.is_finite(values), 0.0, float("nan"))
+        values = tf.cast(values, tf.float32)
+        size = values.shape.num_elements()
+        if size is None:
+            values = tf.reduce_sum(values)
+        elif size >= 2 * MANY:
+            rest = size % MANY
+            values = tf.reshape(values, [-1])
+            if rest:
+                alike.setdefault((MANY,), []).append(tf.pad(values[-rest:], [[0, MANY - rest]]))
+            values = tf.reduce_sum(tf.reshape(values[: size - rest], [-1, MANY]), 0)
+        alike.setdefault(tuple(values.shape), []).append(values)
+    totals = [tf.reduce_sum(_add(values)) for values in alike.values()]
+    return tf.math.is_finite(_add(totals)) if totals else tf.constant(True)
+
+
+def finite_flags(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+    """Returns whether each gradient is finite, for XLA, which makes one loop for each of them.
+
+    Args:
+        gradients: as of `all_finite`.
+
+    Returns:
+        list of bool scalar tensors, for those that are neither None nor integers.
+    """
+    flags = []
+    for gradient in gradients:
+        if gradient is not None and not gradient.dtype.is_integer:
+            values = _tested(gradient)
+            # A sum in float32 would miss values that are infinite in float16, since XLA leaves out
+            # a cast to float16 that is followed by one back.
+            if values.dtype == tf.float16:
+                is_finite = tf.reduce_all(_by_columns(tf.reduce_all, tf.math.is_finite(values)))
+            else:
+                sums = _by_columns(tf.reduce_sum, values)
+                is_finite = tf.reduce_all(tf.math.is_finite(sums))
+            flags.append(is_finite)
+    return flags
+
+
+def is_any_at_least(values: tf.Tensor, limit: float) -> tf.Tensor:
+    """Whether the magnitude of any value is at least a limit, for XLA; unknown if one is NaN.
+
+    Args:
+        values: floating-point tensor.
+        limit: float, which may be infinite.
+    """
+    is_large = tf.abs(values) >= tf.cast(limit, values.dtype)
+    return tf.reduce_any(_by_columns(tf.reduce_any, is_large))
+
+
+def _by_columns(reduce: Callable[..., tf.Tensor], values: tf.Tensor) -> tf.Tensor:
+    """Reduces values to a few: on CPUs XLA reduces to a single one without vector units."""
+    size = values.shape.num_elements()
+    if size is None or size < 2 * MANY:
+        return reduce(values)
+    values, whole = tf.reshape(values, [-1]), size // MANY * MANY
+    columns = reduce(tf.reshape(values[:whole], [-1, MANY]), 0)
+    return columns if whole == size else tf.concat([columns, [reduce(values[whole:])]], 0)
+
+
+def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Counts in each gradient the values that are not finite.
+
+    Args:
+        gradients: sequence of gradients.
+
+    Returns:
+        `COUNTS` tensor of shape [gradients, 3]: the number of infinite values; that of NaNs; and 1
+        if every value is finite but a sum that `all_finite` tests is not, else 0.
+    """
+    alike: dict[tf.DType, list[int]] = {}
+    rows, order = [], []
+    for i, gradient in enumerate(gradients):
+        if gradient is not None and gradient.dtype.is_floating and is_small(gradient):
+            alike.setdefault(gradient.dtype, []).append(i)
+    groups = [group for group in alike.values() if len(group) > 1]
+    for i in sorted(set(range(len(gradients))).difference(*groups)):
+        gradient = gradients[i]
+        if gradient is None or gradient.dtype.is_integer:
+            rows.append(tf.zeros([1, 3], COUNTS))
+        elif isinstance(gradient, tf.IndexedSlices):
+            rows.append(_count_one(gradient))
+        else:
+            rows.append(_counter(gradient.dtype)(gradient))
+        order.append(i)
+    for group in groups:
+        rows.append(_count_group([gradients[i] for i in group]))
+        order += group
+    counts = tf.concat(rows, 0) if len(rows) > 1 else rows[0]
+    return counts if order == sorted(order) else tf.gather(counts, np.argsort(order))
+
+
+def flag_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Marks the gradients that are not finite, without counting their values: for each step.
+
+    Args:
+        gradients: sequence of gradients.
+
+    Returns:
+        tensor as that of `count_not_finite`, in which a number other than 0 is `UNCOUNTED`; scalars
+        are counted.
+    """
+    infs, nans = [], []
+    zero, some = tf.constant(0, COUNTS), tf.constant(UNCOUNTED, COUNTS)
+    for gradient in gradients:
+        kinds = [zero, zero]
+        if isinstance(gradient, tf.Tensor) and gradient.shape.rank == 0:
+            kinds = [tf.cast(kind, COUNTS) for kind in _infs_and_nans(gradient)]
+        elif gradient is not None and not gradient.dtype.is_integer:
+            [is_finite] = finite_flags([gradient])
+            kinds = [tf.where(is_finite, zero, some)] * 2
+        infs.append(kinds[0])
+        nans.append(kinds[1])
+    return tf.stack([tf.stack(infs), tf.stack(nans), tf.zeros([len(infs)], COUNTS)], 1)
+
+
+def _count_group(group: list[Any]) -> tf.Tensor:
+    """Returns the rows of `count_not_finite` of small tensors of one dtype, together."""
+    values = concat(group)
+    sizes = [tensor.shape.num_elements() for tensor in group]
+    whose = tf.constant(np.repeat(np.arange(len(group)), sizes))
+    count = tf.constant(len(group))
+
+    def add(of_each: tf.Tensor) -> tf.Tensor:
+        return tf.math.unsorted_segment_sum(of_each, whose, count)
+
+    infs, nans = (add(tf.cast(kind, COUNTS)) for kind in _infs_and_nans(values))
+    sums = tf.zeros([len(group)])
+    if values.dtype != tf.float16 and not host.is_compiled_by_xla():
+        sums = add(values)
+    is_only_sum = tf.equal(infs + nans, 0) & tf.logical_not(tf.math.is_finite(sums))
+    return tf.stack([infs, nans, tf.cast(is_only_sum, COUNTS)], 1)
+
+
+@functools.cache
+def _counter(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns `_count_one` for tensors of a dtype, which is one operation for each of them."""
+    return host.shared_operation(_count_one, [tf.TensorSpec(None, dtype)])  # pyright: ignore[reportArgumentType]
+
+
+def _count_one(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """Returns the row of `count_not_finite` of one gradient, of shape [1, 3]."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        # In one dimension, since TensorFlow computes the axes of a tensor of unknown rank.
+        gradient = tf.reshape(gradient, [-1])
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    counts = [tf.reduce_sum(tf.cast(kind, COUNTS)) for kind in _infs_and_nans(values)]
+    is_only_sum = tf.logical_not(all_finite([gradient])) & tf.equal(tf.add_n(counts), 0)
+    return tf.stack([[*counts, tf.cast(is_only_sum, COUNTS)]])
+
+
+def _tested(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """Returns real numbers that are finite where the gradient is."""
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    values = _magnitudes_of_sums(gradient) if is_sparse else gradient
+    return tf.math.real(values) + tf.math.imag(values) if values.dtype.is_complex else values
+
+
+def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
+    """Returns bounds of the sums over equal indices; infinite where such a sum could overflow."""
+    magnitudes = tf.abs(gradient.values)
+    if gradient.dtype != tf.float16:
+        # All rows together: nothing sound comes near the largest float32.
+        return tf.reduce_sum(magnitudes, axis=0)
+    # float16 ends at 65504, which many rows together may well pass while none of them does.
+    order = tf.argsort(gradient.indices)
+    indices = tf.gather(gradient.indices, order)
+    is_new = tf.concat(
+        [tf.zeros_like(indices[:1]), tf.cast(indices[1:] != indices[:-1], indices.dtype)], 0
+    )
+    sums = tf.math.unsorted_segment_sum(
+        tf.cast(tf.gather(magnitudes, order), tf.float32), tf.cumsum(is_new), tf.size(indices)
+    )
+    return tf.cast(sums, tf.float16)
+
+
+def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
+    """Returns two bool tensors: where values are infinite, and where they are NaN."""
+    if values.dtype.is_complex:
+        parts = [_infs_and_nans(part) for part in (tf.math.real(values), tf.math.imag(values))]
+        infs, nans = (tf.logical_or(*kinds) for kinds in zip(*parts))
+        return [tf.logical_and(infs, tf.logical_not(nans)), nans]
+    return [tf.math.is_inf(values), tf.math.is_nan(values)]
+
+
+def _add(tensors: list[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n(tensors) if len(tensors) > 1 else tensors[0]

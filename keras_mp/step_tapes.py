@@ -1,0 +1,311 @@
+"""Scales the losses of a `train_step` whose optimizers scale nothing, or of a `fit` with a loop.
+
+`compile` wraps the optimizers that it is given. A program may train with others: those of a GAN,
+one that is assigned after `compile`, the object that it gave to `compile`. So while a `train_step`
+of somebody else runs, or a `fit` or `train_on_batch`, each `tf.GradientTape` that it makes scales
+the target and unscales the gradients, as a `LossScaleGradientTape` does, and computes gradients
+that overflow again. Whatever is done with these gradients then, they are those of the program,
+without what float16 loses. Where that would not be exact, a warning says so when they are applied.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
+from keras_mp.optimizer_wrapper import OptimizerWrapper
+from keras_mp.step import scaled_losses
+from keras_mp.step.loss_scales import LossScale
+from keras_mp.support import host, messages, replica_threads, wrapped
+from keras_mp.support.attributes import replaced
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.dtypes import parse
+
+# The program has not asked for a scale, so that a high one must not end its training.
+_MAX_RETRIES = 32
+
+
+class _Step(scaled_losses.Record):
+    """The `train_step` that this thread runs, or the loop.
+
+    Attributes:
+        model: the model.
+        loss_scale: its `LossScale`.
+        method: str. The method of the model.
+        graph: the graph in which the step began; None in eager.
+        entered: list of the tapes that record.
+    """
+
+    def __init__(self, model: tf.keras.Model, loss_scale: LossScale, method: str) -> None:
+        super().__init__()
+        self.model, self.loss_scale, self.method = model, loss_scale, method
+        self.graph = host.current_graph()
+        self.entered: list[_StepTape] = []
+
+
+class _Thread(threading.local):
+    """The step that this thread runs.
+
+    Attributes:
+        step: the step, or None.
+        is_differentiating: whether it computes gradients: what does may use tapes of its own, such
+            as `tf.recompute_grad`.
+        makes_jacobian: whether it computes the rows of a Jacobian.
+    """
+
+    step: _Step | None = None
+    is_differentiating = False
+    makes_jacobian = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def entered(
+    model: tf.keras.Model, loss_scale: LossScale, method: str = "train_step"
+) -> Iterator[None]:
+    """Context manager for a `train_step` of somebody else, or for a method with a training loop.
+
+    Args:
+        model: the model.
+        loss_scale: the scale with which its tapes begin, and which they move.
+        method: str. The name of the method of the model. Defaults to `"train_step"`.
+    """
+    _let_replicas_inherit()
+    step = _Step(model, loss_scale, method)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(_thread, "step", step))
+        stack.enter_context(scaled_losses.noted_in(step))
+        stack.enter_context(wrapped.here(tf.GradientTape, "__init__", _scaling))
+        stack.enter_context(wrapped.here(tf, "gradients", _noting))
+        for owner, name in keras_api.APPLY_METHODS:
+            stack.enter_context(wrapped.here(owner, name, _telling))
+        yield
+
+
+@functools.cache
+def _let_replicas_inherit() -> None:
+    """Lets the replicas of a loop be part of it: a `train_step` runs inside of a replica."""
+    replica_threads.inherit(
+        lambda: _thread.step,
+        lambda step: (
+            contextlib.nullcontext()
+            if step is None
+            else entered(step.model, step.loss_scale, step.method)
+        ),
+    )
+
+
+@contextlib.contextmanager
+def left() -> Iterator[None]:
+    """Context manager for a step of Keras, which scales by itself, in a loop of somebody else."""
+    with replaced(_thread, "step", None), scaled_losses.noted_in(None):
+        yield
+
+
+def _scaling(own: Callable[..., None]) -> Callable[..., None]:
+    """Returns a constructor of tapes, which makes those of the step ours."""
+
+    @functools.wraps(own)
+    @do_not_convert
+    def init(
+        tape: tf.GradientTape, persistent: bool = False, watch_accessed_variables: bool = True
+    ) -> None:
+        if type(tape) is not tf.GradientTape or _thread.step is None or _thread.is_differentiating:
+            return own(tape, persistent, watch_accessed_variables)
+        tape.__class__ = _StepTape
+        cast(_StepTape, tape).begin(_thread.step, bool(persistent), watch_accessed_variables)
+
+    return init
+
+
+def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `tf.gradients`, which notes that nobody has scaled."""
+
+    @functools.wraps(own)
+    @do_not_convert
+    def gradients(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.step is not None and not _thread.step.is_scaled(tf.nest.flatten(ys)):
+            sources = tf.nest.flatten(xs)
+            _thread.step.note_gradients(sources, False, "tf.gradients() scales nothing")
+        return own(ys, xs, *args, **kwargs)
+
+    return gradients
+
+
+# TensorFlow has no types for all of its methods.
+_Tape: Any = tf.GradientTape
+
+
+class _StepTape(LossScaleGradientTape):
+    """A `tf.GradientTape` that a `train_step` has made."""
+
+    _step: _Step
+
+    def begin(self, step: _Step, persistent: bool, watch_accessed_variables: bool) -> None:
+        """Initializes a tape that was made as another one."""
+        super().__init__(
+            step.loss_scale,
+            max_retries=_MAX_RETRIES,
+            persistent=persistent,
+            watch_accessed_variables=watch_accessed_variables,
+        )
+        self._step = step
+
+    def __enter__(self) -> "_StepTape":
+        self._step.entered.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._step.entered.remove(self)
+        super().__exit__(*error)
+
+    @do_not_convert
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Computes gradients as `tf.GradientTape` does, scaled and unscaled if that is exact."""
+        if _thread.makes_jacobian:  # which calls this, and ends the tape
+            return _Tape.gradient(self, target, sources, output_gradients, unconnected_gradients)
+        if self._watched_before is not None:
+            raise RuntimeError(
+                "This tf.GradientTape has computed gradients already. Make it with "
+                "persistent=True to call gradient() or jacobian() more than once."
+            )
+        flat = tf.nest.flatten(sources)
+        is_scaled = self._step.is_scaled(tf.nest.flatten(target))
+        why_not = None if is_scaled else self._why_not(flat)
+        by_tape = not is_scaled and why_not is None
+        self._step.note_gradients(flat, by_tape, why_not)
+        compute = super().gradient if by_tape else self._unscaled
+        with replaced(_thread, "is_differentiating", True):
+            return compute(target, sources, output_gradients, unconnected_gradients)
+
+    def jacobian(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes a Jacobian as `tf.GradientTape` does, not scaled."""
+        return self._jacobian(_Tape.jacobian, target, sources, *args, **kwargs)
+
+    def batch_jacobian(self, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes a Jacobian of each example as `tf.GradientTape` does, not scaled."""
+        return self._jacobian(_Tape.batch_jacobian, target, source, *args, **kwargs)
+
+    def _jacobian(
+        self, own: Callable[..., Any], target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        reason = f"{own.__name__}() scales nothing"
+        self._step.note_gradients(tf.nest.flatten(sources), False, reason)
+        with replaced(_thread, "makes_jacobian", True):
+            result = own(self, target, sources, *args, **kwargs)
+        self._is_over()
+        return result
+
+    def _why_not(self, sources: list[Any]) -> str | None:
+        """Returns why scaling the target would not be exact; None if it is."""
+        others = [tape for tape in self._step.entered if tape is not self]
+        if others or (self._is_kept and self._is_entered):
+            return "gradient() is called while a tape records, which may differentiate the result"
+        if any(parse(getattr(each, "dtype", None)) != tf.float32 for each in sources):
+            return "the gradients are in another dtype than float32"
+        if tf.distribute.in_cross_replica_context():
+            return "gradient() is called outside of the replicas"
+        is_one = tf.distribute.get_strategy().num_replicas_in_sync == 1
+        if not is_one and host.current_graph() is not self._step.graph:
+            return "gradient() is called in a branch or a loop, on several replicas"
+        return None
+
+    def _unscaled(self, target: Any, sources: Any, *args: Any) -> Any:
+        """Computes gradients as the tape of the program would."""
+        with self._paused():
+            result = _Tape.gradient(self, target, sources, *args)
+        self._is_over()
+        return result
+
+
+def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of optimizers that applies gradients, which tells of unscaled ones."""
+
+    @functools.wraps(own)
+    @do_not_convert
+    def apply(optimizer: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        grads = list(grads)
+        with scaled_losses.applying() as is_first:
+            if is_first and _thread.step is not None:
+                _warn_if_unscaled(_thread.step, optimizer, _applied(grads, *args, **kwargs))
+            return own(optimizer, grads, *args, **kwargs)
+
+    return apply
+
+
+def _applied(grads: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Returns the variables to which an optimizer is to apply gradients."""
+    if all(isinstance(each, tuple) for each in grads):
+        return [variable for gradient, variable in grads if gradient is not None]
+    variables = (*args, *kwargs.values())[:1]
+    flat = tf.nest.flatten(variables)
+    return [variable for gradient, variable in zip(grads, flat) if gradient is not None]
+
+
+# By model, the optimizers that a warning has named.
+_warned_of: "weakref.WeakKeyDictionary[tf.keras.Model, weakref.WeakSet[Any]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _warn_if_unscaled(step: _Step, optimizer: Any, variables: list[Any]) -> None:
+    """Warns if gradients of float16 layers are applied that nobody has scaled."""
+    reasons = [step.unscaled.get(scaled_losses.key_of(variable)) for variable in variables]
+    reasons = [each for each in reasons if each is not None]
+    known = _warned_of.setdefault(step.model, weakref.WeakSet())
+    if not reasons or optimizer in known or isinstance(optimizer, OptimizerWrapper):
+        return
+    if keras_api.is_in_keras_wrapper(optimizer):
+        return
+    unscaled = {scaled_losses.key_of(v) for v in variables} & step.unscaled.keys()
+    layer = _float16_layer(step.model, unscaled)
+    if layer is None:
+        return
+    known.add(optimizer)
+    name = _name(step.model, optimizer)
+    messages.warn(
+        f"In the {step.method} of the model {step.model.name!r}, {name} "
+        f"({type(optimizer).__name__}) applies gradients of float16 layers, such as {layer!r}, of "
+        "a loss that nobody has scaled: small gradients become zero. (keras_mp scales by itself, "
+        f"but not here: {reasons[0]}.) Where the optimizer is made, add:\n"
+        f"    {name} = keras_mp.LossScaleOptimizer({name})\n"
+        "and scale the loss in the tape, which apply_gradients undoes:\n"
+        f"    scaled_loss = {name}.scale_loss(loss)\n"
+        "    gradients = tape.gradient(scaled_loss, variables)\n"
+        f"    {name}.apply_gradients(zip(gradients, variables))\n"
+        "docs/train_step.md has this and other ways."
+    )
+
+
+def _name(model: tf.keras.Model, optimizer: Any) -> str:
+    """Returns how the methods of a model call an optimizer."""
+    names = [name for name, value in vars(model).items() if value is optimizer]
+    public = [name for name in names if not name.startswith("_")]
+    if getattr(model, "optimizer", None) is optimizer:
+        return "self.optimizer"
+    return f"self.{public[0]}" if public else "optimizer"
+
+
+def _float16_layer(model: tf.keras.Model, keys: set[int]) -> str | None:
+    """Returns the name of the first layer in float16 that has one of these variables."""
+    for layer in keras_api.flatten_layers(model):
+        if layer.compute_dtype != "float16" or keras_api.layers_inside(layer):
+            continue
+        if any(scaled_losses.key_of(each) in keys for each in layer.trainable_weights):
+            return layer.name
+    return None

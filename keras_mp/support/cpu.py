@@ -1,0 +1,92 @@
+"""The CPU and its units for 16-bit floating point, as TensorFlow uses them. Needs no TensorFlow."""
+
+import os
+import pathlib
+import platform
+
+from keras_mp.support import onednn
+
+# Units by flag, each with what it is called and the lowest limit of ONEDNN_MAX_CPU_ISA under which
+# oneDNN uses it, if that is an x86 unit.
+_UNITS = {
+    "avx512_bf16": ("AVX512-BF16", "AVX512_CORE_BF16"),
+    "avx512_fp16": ("AVX512-FP16", "AVX512_CORE_FP16"),
+    "amx_bf16": ("AMX-BF16", "AVX512_CORE_AMX"),
+    "amx_fp16": ("AMX-FP16", "AVX512_CORE_AMX_FP16"),
+    "avx_ne_convert": ("AVX-NE-CONVERT", "AVX2_VNNI_2"),
+    "bf16": ("Arm BF16", None),
+}
+_ISA_LIMITS = (
+    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"),
+    *("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"),
+)
+# oneDNN's newer names.
+_AVX10_LIMITS = {
+    "AVX10_1_512": "AVX512_CORE_FP16",
+    "AVX10_1_512_AMX": "AVX512_CORE_AMX",
+    "AVX10_1_512_AMX_FP16": "AVX512_CORE_AMX_FP16",
+}
+# Which unit says most about a CPU, of those that it has.
+_BEST_FIRST = ("AMX-FP16", "AMX-BF16", "AVX512-FP16", "AVX512-BF16", "AVX-NE-CONVERT")
+_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
+_X86 = ("x86_64", "AMD64")
+
+
+def info() -> dict[str, str]:
+    """Returns the model and the flags of the first CPU on Linux, and nothing elsewhere."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    pairs = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    return {name: fields[name] for name in _FIELDS if name in fields}
+
+
+def name() -> str:
+    """Returns the CPU's model, as far as the operating system tells."""
+    return info().get("model name") or platform.processor() or platform.machine()
+
+
+def flags() -> set[str]:
+    """Returns the flags of the CPU on Linux, and none elsewhere."""
+    found = info()
+    return set((found.get("flags") or found.get("Features") or "").split())
+
+
+def units() -> tuple[list[str], list[str]]:
+    """Returns the CPU's units for 16-bit floating point, and those that TensorFlow uses.
+
+    Returns:
+        tuple of two lists of names, such as "AVX512-BF16". What TensorFlow uses are those that its
+        oneDNN uses, as the environment variables TF_ENABLE_ONEDNN_OPTS and ONEDNN_MAX_CPU_ISA let.
+    """
+    allowed, of_cpu = _allowed_by_onednn(), flags()
+    found = [_UNITS[flag] for flag in _UNITS if flag in of_cpu]
+    used = [name for name, isa in found if onednn.is_on() and (isa is None or isa in allowed)]
+    return [name for name, _ in found], used
+
+
+def kind() -> str:
+    """Returns what decides which 16-bit kernels TensorFlow runs on this CPU, and how fast they are.
+
+    It is the best of the units that TensorFlow uses; "AVX512" where there is none but AVX512,
+    "AVX2" on an x86 CPU with less, or one whose flags are not known; "x86 without oneDNN", where
+    TensorFlow has its own kernels only. On other CPUs it is the unit or the architecture.
+    """
+    _, used = units()
+    if platform.machine() not in _X86:
+        return used[0] if used else platform.machine()
+    if not onednn.is_on():
+        return "x86 without oneDNN"
+    for unit in _BEST_FIRST:
+        if unit in used:
+            return unit
+    has_avx512 = "avx512bw" in flags() and "AVX512_CORE" in _allowed_by_onednn()
+    return "AVX512" if has_avx512 else "AVX2"
+
+
+def _allowed_by_onednn() -> tuple[str, ...]:
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    limit = _AVX10_LIMITS.get(limit, limit)
+    return _ISA_LIMITS[: _ISA_LIMITS.index(limit) + 1] if limit in _ISA_LIMITS else _ISA_LIMITS

@@ -1,0 +1,26 @@
+"""Variables without an object of their own, which a strategy would make one for all replicas of.
+
+This module needs TensorFlow only.
+"""
+
+import tensorflow as tf
+from tensorflow.python.eager import context as _context
+
+
+def variable(dtype: tf.DType, shape: tf.TensorShape | list[int]) -> tf.Tensor:
+    """Returns the handle of a new variable, which exists for as long as the handle does.
+
+    Args:
+        dtype: of the variable.
+        shape: of the variable.
+
+    Example:
+
+    >>> from keras_mp.support import handles
+    >>> handle = handles.variable(tf.float32, [2])
+    >>> tf.raw_ops.AssignVariableOp(resource=handle, value=tf.ones([2]))
+    >>> tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).numpy().tolist()
+    [1.0, 1.0]
+    """
+    name = _context.anonymous_name()
+    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)

@@ -1,0 +1,148 @@
+"""Conditions without a branch, in code that XLA compiles, and beside it.
+
+On a GPU a branch copies its condition to the host, which waits for it. Where XLA compiles, both
+branches of `choose` are computed, one after the other, and each write to a variable selects the new
+value or the old one, elementwise. XLA makes that selection in the loop that computes the new value.
+In `selecting`, code beside a compiled update does the same with a few small variables.
+
+This module needs TensorFlow only.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import handle_data_util as _handle_data
+
+from keras_mp.support import attributes, host, op_table
+
+_READS = op_table.ops("reads of variables", "looks at variables")
+# Writes to the rows of a variable that the second input names.
+_ROW_WRITES = frozenset(
+    f"ResourceScatter{kind}" for kind in ("Add", "Sub", "Mul", "Div", "Min", "Max", "Update")
+)
+# What a handle is in the graph of a function: an argument, or the variable itself.
+_SOURCES = frozenset(("Placeholder", "VarHandleOp"))
+
+
+class _Thread(threading.local):
+    is_selecting = False
+
+
+_thread = _Thread()
+
+
+def selecting() -> contextlib.AbstractContextManager[None]:
+    """Context manager in which this thread makes no branch in an ordinary graph either."""
+    return attributes.replaced(_thread, "is_selecting", True)
+
+
+def is_selecting() -> bool:
+    """Whether this thread is in `selecting`."""
+    return _thread.is_selecting
+
+
+def is_without_branches() -> bool:
+    """Whether `choose` makes no branch here."""
+    return host.is_compiled_by_xla() or _thread.is_selecting
+
+
+def choose(
+    condition: bool | tf.Tensor, chosen: Callable[[], Any], otherwise: Callable[[], Any]
+) -> Any:
+    """Does one thing or another: `tf.cond`, but without a branch in code that XLA compiles.
+
+    Args:
+        condition: bool, or bool scalar tensor.
+        chosen: function that writes to variables.
+        otherwise: another one, which sees the writes of the first only if the condition is True.
+
+    Returns:
+        The result of the branch that is taken, which without a branch is None.
+    """
+    condition = tf.convert_to_tensor(condition)
+    if not is_without_branches():
+        return tf.cond(condition, chosen, otherwise)
+    with writes_only_if(condition):
+        chosen()
+    with writes_only_if(tf.logical_not(condition)):
+        otherwise()
+    return None
+
+
+def choose_among(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:
+    """Does one of several things: `tf.switch_case`, but without a branch where XLA compiles.
+
+    Args:
+        index: int32 scalar tensor.
+        branches: functions that write to variables, of which a later one may see the writes of an
+            earlier one only if that is the one that is taken.
+
+    Returns:
+        The result of the branch that is taken, which without a branch is None.
+    """
+    if not is_without_branches():
+        return tf.switch_case(index, branches)
+    for i, branch in enumerate(branches):
+        with writes_only_if(tf.equal(index, i)):
+            branch()
+    return None
+
+
+@contextlib.contextmanager
+def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
+    """Context manager in which variables keep their values unless the condition is True.
+
+    Args:
+        condition: bool scalar tensor.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    own, is_own = graph._create_op_internal, False
+
+    def create(op_type: str, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tf.Operation:
+        nonlocal is_own
+        is_read = op_type in _READS or op_type.startswith("Collective")  # which orders itself
+        handles = [] if is_own or is_read else list(filter(_is_of_variable, inputs))
+        if not handles:
+            return own(op_type, inputs, *args, **kwargs)
+        is_own = True
+        try:
+            rows = inputs[1] if op_type in _ROW_WRITES else None
+            before = [_read(handle, rows) for handle in handles]
+            operation = own(op_type, inputs, *args, **kwargs)
+            for handle, old in zip(handles, before, strict=True):
+                _write(handle, rows, tf.where(condition, _read(handle, rows), old))
+        finally:
+            is_own = False
+        return operation
+
+    graph._create_op_internal = create
+    try:
+        yield
+    finally:
+        # Not `own`, unless it is that of a context around this one: a bound method is a cycle.
+        del graph._create_op_internal
+        if not hasattr(own, "__self__"):
+            graph._create_op_internal = own
+
+
+def _is_of_variable(tensor: Any) -> bool:
+    return tensor.dtype == tf.resource and (
+        not hasattr(tensor, "graph") or tensor.op.type in _SOURCES
+    )
+
+
+def _read(handle: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
+    dtype = _handle_data.get_handle_data(handle).shape_and_type[0].dtype
+    if rows is None:
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+    return tf.raw_ops.ResourceGather(resource=handle, indices=rows, dtype=dtype)
+
+
+def _write(handle: tf.Tensor, rows: tf.Tensor | None, value: tf.Tensor) -> None:
+    if rows is None:
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+    else:
+        tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=rows, updates=value)

@@ -1,0 +1,305 @@
+"""Gradients are computed in the reach of the operation that they belong to."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import kernels
+from keras_mp.kernels import slow, sums
+from keras_mp.support import reach
+from tests.common import mirrored, once
+
+K = tf.keras
+ROWS = 10_000
+RIGHT = 9984  # 10,000 in bfloat16
+X = tf.ones([ROWS, 1], tf.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def wrong(in_reach, monkeypatch):
+    """Outside of reach, on a machine whose kernels are all wrong."""
+    monkeypatch.setattr(sums._TABLE, "_asks", lambda *_: True)
+    monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: False)
+    with reach.entered(None):
+        yield
+
+
+class Bias(K.layers.Layer):
+    """A layer of raw operations, with one bias."""
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=[1], initializer="zeros", name="bias")
+
+    def call(self, x):
+        return tf.nn.bias_add(x, tf.cast(tf.convert_to_tensor(self.bias), x.dtype))
+
+
+def layer(policy=None, cls=Bias):
+    net = cls(dtype=policy or keras_mp.Policy("mixed_bfloat16"))
+    net.build([None, 1])
+    return net
+
+
+KERAS_OWN = (getattr(K.mixed_precision, "DTypePolicy", None) or K.mixed_precision.Policy)(
+    "mixed_bfloat16"
+)
+
+
+def of_bias(net, run=None, x=X):
+    with tf.GradientTape() as tape:
+        y = (run or net)(x)
+        y = tf.reduce_sum(tf.cast(y, tf.float32))
+    return tape.gradient(y, net.trainable_variables[0])
+
+
+def in_function(net):
+    return tf.function(lambda: of_bias(net))()
+
+
+def of_a_function(net):
+    return of_bias(net, tf.function(net))
+
+
+def in_a_loop(net):
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            _, y = tf.while_loop(
+                lambda i, _: i < 1,
+                lambda i, y: (i + 1, y + tf.reduce_sum(tf.cast(net(X), tf.float32))),
+                (0, 0.0),
+            )
+        return tape.gradient(y, net.trainable_variables[0])
+
+    return step()
+
+
+def in_a_branch(net):
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = tf.cond(tf.size(x) > 1, lambda: tf.reduce_sum(tf.cast(net(x), "float32")), float)
+        return tape.gradient(y, net.trainable_variables[0])
+
+    return step(X)
+
+
+def on_a_persistent_tape(net):
+    with tf.GradientTape(persistent=True) as tape:
+        y = net(X)
+    tape.gradient(y, net.trainable_variables)
+    return tape.gradient(y, net.trainable_variables)[0]
+
+
+def recomputed(net):
+    return of_bias(net, tf.recompute_grad(net))
+
+
+def in_another_thread(net):
+    with tf.GradientTape() as tape:
+        y = net(X)
+    found = []
+    bias = net.trainable_variables[0]
+    thread = threading.Thread(target=lambda: found.append(tape.gradient(y, bias)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def on_a_replica(net):
+    strategy = mirrored(2)
+    with strategy.scope():
+        distributed = layer(net.dtype_policy)
+    step = tf.function(lambda: strategy.run(lambda: of_bias(distributed)))
+    return strategy.experimental_local_results(step())[1]
+
+
+WAYS = [of_bias, in_function, of_a_function, in_a_loop, in_a_branch, on_a_persistent_tape]
+WAYS += [recomputed, in_another_thread, on_a_replica]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gradient_of_a_layer(way):
+    exact = float(way(layer())[0])
+    assert exact == RIGHT
+    own = tf.raw_ops.BiasAddGrad(out_backprop=X)
+    for _ in range(2):  # before ours and after
+        assert float(way(layer(KERAS_OWN))[0]) == float(own[0])
+        assert float(way(layer())[0]) == RIGHT
+
+
+@once
+def test_a_session_differentiates_a_graph():
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        x, bias = tf.ones([ROWS, 1], tf.bfloat16), tf.zeros([1], tf.bfloat16)
+        with reach.entered(tf.bfloat16):
+            ours = tf.nn.bias_add(x, bias)
+        gradients = [tf.gradients(y, bias) for y in (ours, tf.nn.bias_add(x, bias))]
+        found = [op.type for op in tf.compat.v1.get_default_graph().get_operations()]
+        assert found.count("BiasAddGrad") == 1
+        assert session.run(gradients[0])[0] == RIGHT
+
+
+class Outside(K.layers.Layer):
+    """A layer around one of others."""
+
+    def __init__(self, inner, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = inner
+
+    def build(self, shape):
+        self.built = True
+
+    def call(self, x):
+        return self.inner(tf.cast(x, tf.bfloat16))
+
+
+def test_a_layer_of_others_inside_of_ours_is_not_ours():
+    own = float(tf.raw_ops.BiasAddGrad(out_backprop=X)[0])
+    ours, theirs = layer(), layer(KERAS_OWN)
+    around_theirs = Outside(theirs, dtype=keras_mp.Policy("mixed_bfloat16"))
+    around_ours = Outside(ours, dtype=KERAS_OWN)
+    assert float(of_bias(theirs, around_theirs)[0]) == own
+    assert float(of_bias(ours, around_ours)[0]) == RIGHT
+
+
+@once
+def test_gradients_of_gradients():
+    x, w = tf.ones([ROWS, 1], tf.bfloat16), tf.ones([1], tf.bfloat16)
+
+    def second(compute):
+        with tf.GradientTape() as outer:
+            outer.watch(w)
+            with tf.GradientTape() as tape:
+                tape.watch(w)
+                y = compute(x, w)
+            gradient = tape.gradient(y, w)
+        return outer.gradient(gradient, w)
+
+    def compute(x, w):
+        with reach.entered(tf.bfloat16):
+            return tf.nn.bias_add(x, w) ** 2
+
+    for run in (second, tf.function(second)):
+        # The gradient of a bias is 2 * (x + w), added up; the second is 2, added up.
+        assert float(run(compute)[0]) == float(tf.cast(2.0 * ROWS, tf.bfloat16))
+
+
+@once
+def test_forward_accumulators():
+    x, w = tf.ones([64, 1], tf.bfloat16), tf.ones([1], tf.bfloat16)
+    with reach.entered(tf.bfloat16), tf.autodiff.ForwardAccumulator(w, w) as accumulator:
+        y = tf.tanh(tf.nn.bias_add(x, w))
+    np.testing.assert_allclose(
+        tf.cast(accumulator.jvp(y), tf.float32), 1 - np.tanh(2.0) ** 2, rtol=0.05
+    )
+
+
+@once
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_custom_gradient_runs_where_its_function_was_called(mode):
+    found = []
+
+    @tf.custom_gradient
+    def noted(x):
+        def gradient(upstream):
+            found.append(reach.current())
+            return upstream
+
+        return tf.identity(x), gradient
+
+    def step(x, dtype):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            with reach.entered(dtype):
+                y = noted(x)
+        return tape.gradient(y, x)
+
+    run = step if mode == "eager" else tf.function(step)
+    for dtype in (tf.bfloat16, None, tf.float16):
+        run(tf.constant(1.0), dtype)
+    assert found == [tf.bfloat16, None, tf.float16]
+
+
+@once
+def test_a_function_has_a_trace_for_reach():
+    types = []
+
+    @tf.function
+    def function(x, b):
+        types.append(reach.current())
+        return tf.nn.bias_add(x, b)
+
+    b = tf.zeros([1], tf.bfloat16)
+    for dtype in (None, tf.bfloat16, None, tf.bfloat16):
+        with reach.entered(dtype), tf.GradientTape() as tape:
+            tape.watch(b)
+            y = function(X, b)
+        assert (float(tape.gradient(y, b)[0]) == RIGHT) == (dtype is not None)
+    assert types == [None, tf.bfloat16]
+
+
+@once
+def test_what_is_loaded_is_of_tensorflow(tmp_path):
+    module = tf.Module()
+    module.layer = layer()
+    module.call = tf.function(module.layer, input_signature=[tf.TensorSpec([None, 1], "bfloat16")])
+    tf.saved_model.save(module, tmp_path)
+    assert b"keras_mp" not in (tmp_path / "saved_model.pb").read_bytes()
+    loaded = tf.saved_model.load(tmp_path)
+    with tf.GradientTape() as tape:
+        y = loaded.call(X)
+    own = tf.raw_ops.BiasAddGrad(out_backprop=X)
+    assert float(tape.gradient(y, loaded.layer.bias)[0]) == float(own[0])
+
+
+def test_scopes_and_regions_are_ours():
+    b = tf.zeros([1], tf.bfloat16)
+
+    def gradient(scope):
+        with tf.GradientTape() as tape:
+            tape.watch(b)
+            with scope:
+                y = tf.nn.bias_add(X, b)
+        return float(tape.gradient(y, b)[0])
+
+    assert gradient(keras_mp.autocast_scope("bfloat16")) == RIGHT
+    assert gradient(keras_mp.autocast("bfloat16")) == RIGHT
+    own = float(tf.raw_ops.BiasAddGrad(out_backprop=X)[0])
+    assert gradient(reach.entered(None)) == own
+    assert gradient(keras_mp.autocast(enabled=False)) == own
+    assert gradient(keras_mp.autocast_scope("float32")) == own
+    with keras_mp.autocast("bfloat16"):
+        assert gradient(keras_mp.autocast(enabled=False)) == own
+
+
+@once
+def test_installing_twice_changes_nothing():
+    kernels.install()
+    own = tf.Graph._create_op_helper
+    kernels.install()
+    assert tf.Graph._create_op_helper is own
+
+
+@once
+def test_what_keras_mp_has_decided_says_so():
+    """Tools must not blame the program for it."""
+
+    @tf.function
+    def step(x, b):
+        with tf.GradientTape() as tape:
+            tape.watch(b)
+            with reach.entered(tf.bfloat16):
+                y = tf.nn.bias_add(x, b)
+            wide = tf.cast(y, tf.float32)
+        return tape.gradient(wide, b)
+
+    operations = step.get_concrete_function(X, tf.zeros([1], tf.bfloat16)).graph.get_operations()
+    decided = {op.type for op in operations if kernels.has_decided(op)}
+    assert {"Sum", "Cast"} <= decided
+    assert "BiasAdd" not in decided
+    # The program's own cast.
+    assert any(op.type == "Cast" and not kernels.has_decided(op) for op in operations)

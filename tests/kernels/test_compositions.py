@@ -1,0 +1,198 @@
+"""Functions that lose in 16 bits what none of their kernels would lose alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.kernels import compositions
+from keras_mp.support import reach
+from tests.common import once
+
+ROWS = tf.constant([[300.0, 400.0], [1e-4, 2e-4], [3.0, 4.0]])
+IMAGES = tf.constant(np.random.default_rng(0).integers(0, 256, [1, 12, 12, 3]), tf.float32)
+OTHERS = tf.clip_by_value(IMAGES + 3.0, 0.0, 255.0)
+MANY = tf.fill([70_000, 1], 0.02)
+ZEROS = tf.zeros([70_000], tf.int32)
+UNIT = IMAGES / 255.0
+# Their product is 1: each rounding of it moves the result.
+FACTORS = tf.reshape(tf.stack([tf.fill([150], 1.25), tf.fill([150], 0.8)], 1), [-1])
+NUMBERS = tf.constant(np.random.default_rng(1).uniform(0, 1, 5000), tf.float32)
+LENGTHS = tf.constant([69_000, 1_000])
+IN_HALVES = tf.concat([tf.fill([69_000], 0.02), tf.fill([1_000], 200.0)], 0)
+LARGE = tf.constant(np.random.default_rng(2).integers(0, 256, [1, 180, 180, 1]), tf.float32)
+
+PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
+    "math.unsorted_segment_mean": lambda c: tf.math.unsorted_segment_mean(c(MANY), ZEROS, 1),
+    "math.unsorted_segment_sqrt_n": lambda c: tf.math.unsorted_segment_sqrt_n(c(MANY), ZEROS, 1),
+    "math.zero_fraction": lambda c: tf.math.zero_fraction(c(MANY)),
+    "math.bincount": lambda c: tf.math.bincount(ZEROS, c(MANY[:, 0])),
+    "math.bincount, dtype": lambda c: tf.math.bincount(ZEROS[:3000], dtype=c(MANY).dtype),
+    "sparse.bincount": lambda c: tf.sparse.to_dense(
+        tf.sparse.bincount(ZEROS[:, None], c(MANY), axis=0)
+    ),
+    "math.confusion_matrix": lambda c: tf.math.confusion_matrix(
+        ZEROS[:3000], ZEROS[:3000], dtype=c(MANY).dtype
+    ),
+    "nn.compute_average_loss": lambda c: tf.nn.compute_average_loss(
+        c(MANY[:, 0]), global_batch_size=70_000
+    ),
+    "histogram_fixed_width": lambda c: tf.histogram_fixed_width(c(NUMBERS), [0.0, 1.0], 100),
+    "histogram_fixed_width_bins": lambda c: tf.histogram_fixed_width_bins(
+        c(NUMBERS), c(tf.constant([0.0, 1.0])), 100
+    ),
+    "math.reduce_mean": lambda c: tf.reduce_mean(
+        tf.RaggedTensor.from_row_lengths(c(IN_HALVES), LENGTHS), axis=1
+    ),
+    "math.reduce_logsumexp": lambda c: tf.reduce_logsumexp(c(MANY)),
+    "math.cumulative_logsumexp": lambda c: tf.math.cumulative_logsumexp(c(MANY[:3000])),
+    "math.cumprod": lambda c: tf.math.cumprod(c(FACTORS)),
+    "math.segment_prod": lambda c: tf.math.segment_prod(c(FACTORS), ZEROS[:300]),
+    "math.unsorted_segment_prod": lambda c: tf.math.unsorted_segment_prod(
+        c(FACTORS), ZEROS[:300], 1
+    ),
+    "math.reduce_euclidean_norm": lambda c: tf.math.reduce_euclidean_norm(c(ROWS), -1),
+    "nn.batch_normalization": lambda c: tf.nn.batch_normalization(
+        c(ROWS + 3000.0), c(ROWS[0] + 3000.0), c(ROWS[2]), None, None, 1e-3
+    ),
+    "nn.sufficient_statistics": lambda c: tf.nn.sufficient_statistics(c(ROWS / 2), [0])[1:3],
+    "nn.local_response_normalization": lambda c: tf.nn.local_response_normalization(
+        c(ROWS)[None, None]
+    ),
+    "math.l2_normalize": lambda c: tf.math.l2_normalize(c(ROWS), -1),
+    "math.reduce_variance": lambda c: tf.math.reduce_variance(c(ROWS), -1),
+    "math.reduce_std": lambda c: tf.math.reduce_std(c(ROWS * 5), -1),
+    "norm": lambda c: tf.norm(c(ROWS), axis=-1),
+    "linalg.normalize": lambda c: tf.linalg.normalize(c(ROWS), axis=-1),
+    "nn.moments": lambda c: tf.nn.moments(c(ROWS), [-1]),
+    "nn.weighted_moments": lambda c: tf.nn.weighted_moments(c(ROWS), [-1], c(ROWS)),
+    "nn.l2_loss": lambda c: tf.nn.l2_loss(c(ROWS[:, 1] / 2)),
+    "clip_by_norm": lambda c: tf.clip_by_norm(c(ROWS), 5.0),
+    "clip_by_global_norm": lambda c: tf.clip_by_global_norm([c(ROWS), None], 5.0)[0][0],
+    "linalg.global_norm": lambda c: tf.linalg.global_norm([c(ROWS)]),
+    "image.ssim": lambda c: tf.image.ssim(c(IMAGES), c(OTHERS), 255.0),
+    "image.psnr": lambda c: tf.image.psnr(c(IMAGES), c(OTHERS), 255.0),
+    "image.total_variation": lambda c: tf.image.total_variation(c(IMAGES)),
+    "image.rgb_to_grayscale": lambda c: tf.image.rgb_to_grayscale(c(IMAGES)),
+    "image.rgb_to_yuv": lambda c: tf.image.rgb_to_yuv(c(IMAGES)),
+    "image.sobel_edges": lambda c: tf.image.sobel_edges(c(IMAGES)),
+    "image.ssim_multiscale": lambda c: tf.image.ssim_multiscale(
+        c(LARGE), c(tf.minimum(LARGE + 9.0, 255.0)), 255.0
+    ),
+    "image.image_gradients": lambda c: tf.image.image_gradients(c(IMAGES)),
+    "image.yuv_to_rgb": lambda c: tf.image.yuv_to_rgb(c(IMAGES)),
+    "image.rgb_to_yiq": lambda c: tf.image.rgb_to_yiq(c(IMAGES)),
+    "image.yiq_to_rgb": lambda c: tf.image.yiq_to_rgb(c(IMAGES)),
+    "image.rgb_to_hsv": lambda c: tf.image.rgb_to_hsv(c(UNIT)),
+    "image.hsv_to_rgb": lambda c: tf.image.hsv_to_rgb(c(UNIT)),
+    "image.adjust_contrast": lambda c: tf.image.adjust_contrast(c(UNIT), 1.5),
+    "image.adjust_gamma": lambda c: tf.image.adjust_gamma(c(UNIT), 0.8),
+    "image.adjust_hue": lambda c: tf.image.adjust_hue(c(UNIT), 0.2),
+    "image.adjust_saturation": lambda c: tf.image.adjust_saturation(c(UNIT), 1.5),
+    "image.convert_image_dtype": lambda c: tf.image.convert_image_dtype(c(UNIT), tf.uint16),
+    "image.convert_image_dtype, dtype": lambda c: tf.image.convert_image_dtype(
+        tf.cast(IMAGES * 257.0, tf.uint16), c(IMAGES).dtype
+    ),
+    "signal.hann_window": lambda c: tf.signal.hann_window(4000, dtype=c(IMAGES).dtype),
+    "signal.hamming_window": lambda c: tf.signal.hamming_window(4000, dtype=c(IMAGES).dtype),
+    "signal.kaiser_window": lambda c: tf.signal.kaiser_window(400, dtype=c(IMAGES).dtype),
+    "signal.kaiser_bessel_derived_window": lambda c: tf.signal.kaiser_bessel_derived_window(
+        400, dtype=c(IMAGES).dtype
+    ),
+    "signal.vorbis_window": lambda c: tf.signal.vorbis_window(4000, dtype=c(IMAGES).dtype),
+    "signal.linear_to_mel_weight_matrix": lambda c: tf.signal.linear_to_mel_weight_matrix(
+        20, 129, 8000, 20.0, 4000.0, dtype=c(IMAGES).dtype
+    ),
+    "image.per_image_standardization": lambda c: tf.image.per_image_standardization(c(IMAGES)),
+}
+
+
+@once
+def test_each_of_them_is_tried() -> None:
+    tried = {name.partition(",")[0] for name in PROGRAMS}
+    assert tried == {*compositions.NAMES, "math.reduce_mean"}
+
+
+@once
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_they_compute_in_float32(name: str, dtype: str) -> None:
+    program = PROGRAMS[name]
+    rounded = tf.nest.flatten(program(lambda x: tf.cast(tf.cast(x, dtype), tf.float32)))
+    with reach.entered(tf.as_dtype(dtype)):
+        in_eager = program(lambda x: tf.cast(x, dtype))
+        in_graph = tf.function(lambda: program(lambda x: tf.cast(x, dtype)))()
+    for found in (in_eager, in_graph):
+        for value, right in zip(tf.nest.flatten(found), rounded, strict=True):
+            right = tf.cast(right, value.dtype)
+            np.testing.assert_allclose(
+                np.asarray(value, "f4"),
+                np.asarray(right, "f4"),
+                rtol=2 ** (-10 if dtype == "float16" else -7),
+                atol=0.1 if value.dtype.is_integer else 1e-7,
+            )
+
+
+@once
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_results_have_the_dtype_of_those_of_tensorflow(name: str) -> None:
+    def dtypes() -> list[tf.DType]:
+        found = PROGRAMS[name](lambda x: tf.cast(x, tf.float16))
+        return [each.dtype for each in tf.nest.flatten(found)]
+
+    try:
+        with reach.entered(None):
+            own = dtypes()
+    except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
+        pytest.skip("TensorFlow cannot compute it in float16 on this machine.")
+    with reach.entered(tf.float16):
+        assert dtypes() == own
+
+
+@once
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_in_a_region_they_are_those_of_float32(name: str) -> None:
+    exact = tf.nest.flatten(PROGRAMS[name](lambda x: x))
+    with keras_mp.autocast("float16"):
+        found = tf.nest.flatten(PROGRAMS[name](lambda x: x))
+        traced = tf.nest.flatten(tf.function(lambda: PROGRAMS[name](lambda x: x))())
+    # Threads share 70,000 weights as they come, so float32 itself differs from call to call.
+    rtol = 1e-3 if name == "math.bincount" else 1e-5
+    for value, other, right in zip(found, traced, exact, strict=True):
+        np.testing.assert_allclose(value, right, rtol=rtol, atol=1e-6)
+        np.testing.assert_allclose(other, right, rtol=rtol, atol=1e-6)
+
+
+@once
+def test_those_of_keras() -> None:
+    class Norms(tf.keras.layers.Layer):
+        def call(self, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+            plus = tf.keras.activations.squareplus(x)
+            return tf.keras.ops.normalize(x), tf.keras.ops.norm(x, axis=-1), plus
+
+    layer = Norms(dtype=keras_mp.Policy("mixed_float16"))
+    inputs = tf.keras.Input([2])
+    model = tf.keras.Model(inputs, layer(inputs))
+    # What a model returns is float32.
+    for run in (layer, model, tf.function(model)):
+        normal, norms, plus = run(ROWS)
+        np.testing.assert_allclose(plus[0], [300.0, 400.0], rtol=1e-3)
+        assert normal.dtype == norms.dtype == (tf.float16 if run is layer else tf.float32)
+        np.testing.assert_allclose(normal[0], [0.6, 0.8], rtol=1e-3)
+        np.testing.assert_allclose(norms, [500, 2.236e-4, 5], rtol=2e-3)
+
+
+@once
+def test_gradients_and_what_is_not_ours() -> None:
+    x = tf.cast(ROWS, tf.float16)
+    with reach.entered(None):
+        own = tf.math.l2_normalize(x, -1)  # TensorFlow's: the square of 300 is infinite
+    assert float(own[0, 0]) == 0.0
+    with reach.entered(tf.float16), tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.math.l2_normalize(x, -1)
+    assert float(y[0, 0]) == pytest.approx(0.6, rel=1e-3)
+    assert tape.gradient(y, x).dtype == tf.float16

@@ -1,0 +1,165 @@
+"""Where TensorFlow refuses two dtypes in layers and steps of Keras, the error says what to do."""
+
+import re
+
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.variables import type_errors
+from tests.common import IS_KERAS_3, Mixes, pairs, unscaled
+from tests.layers.common import MODES
+
+L = tf.keras.layers
+WIDE = tf.constant([[1.5, 2.5]])
+X = tf.ones([1, 2])
+NARROW = {name: tf.Variable(tf.cast(X, name)) for name in ("float16", "bfloat16")}
+
+
+def assigned(x):
+    NARROW[x.dtype.name].assign(WIDE)
+
+
+def float64(x):
+    return x * tf.cast(WIDE, tf.float64)
+
+
+@tf.function(input_signature=[tf.TensorSpec([1, 2], tf.float32)])
+def _takes_float32(x):
+    return x
+
+
+def signature(x):
+    return _takes_float32(x)
+
+
+REFUSED = {each.__name__: each for each in (assigned, float64, signature)}
+
+
+class Outer(L.Layer):
+    def __init__(self, inner, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = inner
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return self.inner(x) + x
+
+
+def traced(function, mode):
+    return function if mode == "eager" else tf.function(function, jit_compile=mode == "jit")
+
+
+def line_of(function):
+    return rf"in line {function.__code__.co_firstlineno + 1} of {re.escape(__file__)}"
+
+
+def check(message, function, dtype, name):
+    other = "float64" if name == "float64" else "float32"
+    assert re.search(line_of(function), message)
+    assert f"({dtype} and {other})" in message or f"({other} and {dtype})" in message
+    assert "tf.cast(x, tf.float32)" in message or name == "float64"
+    assert message.count("TensorFlow said") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "dtype", "is_nested"),
+    pairs(REFUSED, MODES, ["bfloat16", "float16"], [False, True]),
+)
+def test_a_layer_is_named_with_line_dtypes_and_cures(name, mode, dtype, is_nested):
+    policy = unscaled(dtype)
+    layer = Mixes(REFUSED[name], dtype=policy, name="mine")
+    if is_nested:
+        layer = tf.keras.Sequential([Outer(layer, dtype=policy)])
+    # AutoGraph raises an error of its own for that of a function that it has converted.
+    call = traced(lambda x: layer(x), mode)
+    with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)) as caught:
+        call(tf.cast(X, dtype))
+    message = str(caught.value)
+    assert f"Layer 'mine' (of type Mixes) computes in {dtype}" in message
+    check(message, REFUSED[name], dtype, name)
+    if name != "float64":
+        assert 'dtype="float32"' in message
+
+
+@pytest.mark.parametrize(
+    ("name", "is_eager", "dtype", "step"),
+    pairs(
+        REFUSED, [True, False], ["float16", "bfloat16"], ["train_step", "test_step", "predict_step"]
+    ),
+)
+def test_a_step_is_named(name, is_eager, dtype, step):
+    class Trained(tf.keras.Model):
+        def __init__(self):
+            super().__init__(name="trained")
+            self.inside = L.Dense(2)
+
+        def run(self, data):
+            x = data[0] if isinstance(data, (tuple, list)) else data
+            hidden = self.inside(x)  # a layer returns 16 bits
+            REFUSED[name](hidden)
+            return {"loss": tf.reduce_sum(x)}
+
+        train_step = test_step = predict_step = run
+
+    with keras_mp.policy_scope(unscaled(dtype)):
+        model = Trained()
+        model.compile("sgd", run_eagerly=is_eager, jit_compile=False)
+        run = {"train_step": model.fit, "test_step": model.evaluate, "predict_step": model.predict}
+        with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)) as caught:
+            run[step](X, verbose=0)
+    message = str(caught.value)
+    assert f"The {step} of the model 'trained' (of type Trained) met two dtypes" in message
+    check(message, REFUSED[name], dtype, name)
+
+
+def test_a_branch_of_autograph():
+    def branches(x):
+        if tf.reduce_sum(x) > 0:
+            x = WIDE
+        return x
+
+    layer = Mixes(branches, dtype=unscaled("bfloat16"), name="mine")
+    if IS_KERAS_3:
+        layer.function = tf.autograph.to_graph(branches)
+    with pytest.raises(TypeError, match="Layer 'mine'.* computes in bfloat16"):
+        tf.function(layer)(tf.cast(X, "bfloat16"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_errors_are_those_of_tensorflow(mode):
+    def shapes(x):
+        return x @ tf.ones([3, 3], x.dtype)
+
+    def strings(x):
+        return x + tf.constant("a")
+
+    def own(x):
+        raise KeyError("float16 is not float32")
+
+    for function in (shapes, strings, own):
+        errors = []
+        for dtype in ("bfloat16", unscaled("bfloat16")):
+            layer = Mixes(function, dtype=dtype, name="mine")
+            with pytest.raises((*type_errors.ERRORS, KeyError, RuntimeError)) as caught:
+                traced(lambda x: layer(x), mode)(tf.cast(X, "bfloat16"))
+            errors.append(caught.value)
+        assert type(errors[0]) is type(errors[1])
+        assert "TensorFlow said" not in str(errors[1])
+
+
+def test_an_error_keeps_its_type():
+    layer = Mixes(lambda x: x * tf.cast(WIDE, tf.float64), dtype=unscaled("float16"))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="TensorFlow said"):
+        layer(X)
+    with pytest.raises(TypeError, match="TensorFlow said"):
+        tf.function(layer, autograph=False)(X)
+
+
+def test_layers_in_other_policies_and_steps_of_other_models_say_nothing():
+    layer = Mixes(float64, dtype="mixed_bfloat16" if not IS_KERAS_3 else "float32")
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        layer(X)
+    assert "TensorFlow said" not in str(caught.value)

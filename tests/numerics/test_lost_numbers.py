@@ -1,0 +1,124 @@
+"""Programs that Keras's own policies train on wrong numbers: `check` names the layer and a cure.
+
+Under a policy of keras_mp each of them is right, and `check` has nothing to say about them.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.kernels import compositions
+from tests.common import IS_KERAS_3
+
+K = tf.keras
+L = K.layers
+
+YEARS = np.arange(1990, 2022, dtype="float32")[:, None] * np.ones([1, 2], "float32")
+ROWS = np.array([[300.0, 400.0], [310.0, 200.0], [500.0, 310.0], [280.0, 640.0]], "float32")
+IDS = np.array([[257, 2049], [3001, 3999], [4001, 259]] * 8, "float32")
+MANY = np.full([2, 70_000], 0.02, "float32")
+
+
+class SegmentMeans(L.Layer):
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        ids = tf.zeros([70_000], tf.int32)
+        return tf.transpose(tf.math.unsorted_segment_mean(tf.transpose(x), ids, 1))
+
+
+class OfLength1(L.Layer):
+    """What somebody else may write in the place of a function of TensorFlow."""
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x / tf.sqrt(tf.reduce_sum(tf.square(x), -1, keepdims=True))
+
+
+class Program(NamedTuple):
+    """A layer that loses numbers under Keras's own policies.
+
+    Attributes:
+        layers: makes the first layers of a model; the first one loses.
+        x: the inputs.
+        dtype: in which it loses.
+        keras: the Kerases of which it does.
+    """
+
+    layers: Callable[[], list[Any]]
+    x: np.ndarray
+    dtype: str = "float16"
+    keras: tuple[int, ...] = (2, 3)
+
+
+PROGRAMS = {
+    "UnitNormalization": Program(lambda: [L.UnitNormalization()], ROWS),
+    "segment means": Program(lambda: [SegmentMeans()], MANY),
+    "CategoryEncoding": Program(
+        lambda: [L.CategoryEncoding(5000, "multi_hot")], IDS, "bfloat16", (3,)
+    ),
+    "Discretization": Program(
+        lambda: [L.Discretization(bin_boundaries=[1999.5, 2010.5], output_mode="one_hot")],
+        YEARS[:, :1],
+        "bfloat16",
+        (3,),
+    ),
+    "Normalization": Program(
+        lambda: [L.Normalization(mean=2005.0, variance=85.0)], YEARS, "bfloat16"
+    ),
+}
+HERE = {name: each for name, each in PROGRAMS.items() if (3 if IS_KERAS_3 else 2) in each.keras}
+
+
+def _model(program: Program, policy: Any) -> tuple[Any, tuple[np.ndarray, np.ndarray]]:
+    K.utils.set_random_seed(1)
+    before = K.mixed_precision.global_policy()
+    K.mixed_precision.set_global_policy(policy)
+    try:
+        model = K.Sequential([K.Input(program.x.shape[1:]), *program.layers(), L.Dense(1)])
+        with warnings.catch_warnings():
+            # That it is Keras's own policy, and not one of keras_mp.
+            warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+            model.compile("sgd", "mse")
+    finally:
+        K.mixed_precision.set_global_policy(before)
+    return model, (program.x, np.ones([len(program.x), 1], "float32"))
+
+
+def _findings(model: Any, batch: Any) -> list[Any]:
+    name = model.layers[0].name
+    return [each for each in keras_mp.numerics.check(model, batch).findings if name in each.where]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_check_finds_them_under_keras_own_policies(name: str) -> None:
+    program = HERE[name]
+    model, batch = _model(program, K.mixed_precision.Policy(f"mixed_{program.dtype}"))
+    found = _findings(model, batch)
+    assert found
+    assert "float32" in found[0].cure
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_nothing_is_lost_under_those_of_keras_mp(name: str) -> None:
+    program = HERE[name]
+    assert not _findings(*_model(program, keras_mp.Policy(f"mixed_{program.dtype}")))
+
+
+def test_check_finds_means_where_functions_are_those_of_tensorflow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compositions, "_is_in_reach", lambda: False)
+    program = PROGRAMS["segment means"]
+    found = _findings(*_model(program, keras_mp.Policy(f"mixed_{program.dtype}")))
+    assert found
+    assert "float32" in found[0].cure
+
+
+def test_check_finds_what_somebody_else_wrote() -> None:
+    program = Program(lambda: [OfLength1()], ROWS)
+    found = _findings(*_model(program, keras_mp.Policy("mixed_float16")))
+    assert found
+    assert "float32" in found[0].cure

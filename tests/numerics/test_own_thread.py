@@ -1,0 +1,257 @@
+"""The tools draw no random numbers of the program, and other threads notice nothing of them."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import numerics
+from keras_mp.numerics.audit import audit
+from keras_mp.numerics.census import census
+from keras_mp.numerics.compare import compare, compare_records
+from keras_mp.numerics.compare_function import compare_function
+from keras_mp.numerics.first_bad_operation import FirstBadOperation
+from keras_mp.numerics.step_times import step_times
+from keras_mp.numerics.what_if import what_if
+from tests import common
+
+L = tf.keras.layers
+
+
+class Drawing(L.Layer):
+    """Draws in each way that TensorFlow and Keras have."""
+
+    def call(self, x):
+        drawn = tf.random.normal([4]) + tf.cast(tf.random.uniform([4], 0, 9, tf.int32), tf.float32)
+        drawn += tf.random.get_global_generator().uniform([4])
+        drawn += tf.random.gamma([4], 1.0) + tf.random.poisson([4], 1.0)
+        drawn += tf.random.uniform([4], seed=3)
+        if common.IS_KERAS_3:
+            drawn += tf.keras.random.uniform([4])
+        return x + tf.cast(drawn, x.dtype)
+
+
+def made(seed=0):
+    if common.IS_KERAS_3:
+        # Keras 3.12 does not seed the generator of `keras.random` again: here a new one is made.
+        tf.keras.utils.clear_session()
+    tf.keras.utils.set_random_seed(seed)
+    if common.IS_KERAS_3:
+        tf.keras.random.uniform([1])
+    tf.random.get_global_generator().reset_from_seed(seed)
+    layers = [tf.keras.Input([4]), L.Dense(4, name="a"), L.Dropout(0.5), L.Dropout(0.5, seed=7)]
+    model = tf.keras.Sequential([*layers, Drawing(), L.Dense(1, name="b")])
+    model.compile("sgd", "mse")
+    return model
+
+
+X, Y = tf.ones([4, 4]), tf.ones([4, 1])
+
+
+def function_of(model):
+    kernel = model.get_layer("a").kernel
+    kernel = getattr(kernel, "value", kernel) if common.IS_KERAS_3 else kernel
+
+    @tf.function
+    def function(x):
+        return tf.reduce_mean(tf.nn.dropout(x @ kernel, 0.5) + tf.random.normal([4]))
+
+    return function
+
+
+TOOLS = {
+    "compare": lambda model: compare(model, X, Y, policy="mixed_float16"),
+    "record": lambda model: numerics.record(model, X, Y),
+    "what_if": lambda model: what_if(model, X, Y, dtypes="float16", scales=[1.0]),
+    "tune": lambda model: numerics.tune(model, [(X, Y), (X, Y)], dtype="bfloat16"),
+    "compare_function": lambda model: compare_function(function_of(model), X),
+    "audit": lambda model: audit(model, (X, Y)),
+    "census": lambda model: census(model, (X, Y)),
+    "step_times": lambda model: step_times(model, (X, Y), steps=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def custom_objects():
+    with tf.keras.utils.custom_object_scope({"Drawing": Drawing}):
+        yield
+
+
+def drawn_next(model):
+    """Numbers from each source that a program can draw from."""
+    drawn = [np.random.rand(), random.random(), *tf.random.uniform([2]).numpy()]
+    drawn += [*tf.random.normal([1], seed=3).numpy()]
+    drawn += [*tf.random.get_global_generator().uniform([2]).numpy()]
+    drawn += [np.sum(model(X, training=True)), L.Dense(2)(X).numpy().sum()]
+    return [float(each) for each in drawn]
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
+def test_the_program_draws_what_it_would_have_drawn(tool):
+    expected = drawn_next(made())
+    model = made()
+    TOOLS[tool](model)
+    assert drawn_next(model) == expected
+
+
+def test_the_same_seed_records_the_same_numbers():
+    model = made()
+    records = [numerics.record(model, X, Y, seed=seed) for seed in (1, 1, 2)]
+    assert records[0].loss == records[1].loss != records[2].loss
+    assert not compare_records(*records[:2]).findings
+
+
+def run_together(*work):
+    """Runs functions in threads that begin together, and returns their results."""
+    begin, results = threading.Barrier(len(work)), [None] * len(work)
+
+    def run(i):
+        begin.wait()
+        results[i] = work[i]()
+
+    threads = [threading.Thread(target=run, args=[i]) for i in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(result is not None for result in results)
+    return results
+
+
+def replaced():
+    """What tools replace, as the modules of TensorFlow have it."""
+    from tensorflow.python.eager.polymorphic_function import polymorphic_function
+    from tensorflow.python.framework import random_seed
+    from tensorflow.python.ops import gen_random_ops, gen_stateless_random_ops_v2
+
+    modules = (gen_random_ops, gen_stateless_random_ops_v2, random_seed)
+    found = [value for module in modules for value in vars(module).values() if callable(value)]
+    return [*found, vars(polymorphic_function.Function)["_run_functions_eagerly"]]
+
+
+def test_two_tools_in_two_threads_leave_tensorflow_as_it_was():
+    before = replaced()
+    models = made(), made(1)
+    tools = [
+        lambda: compare(models[0], X, Y, policy="mixed_float16"),
+        lambda: numerics.record(models[1], X, Y),
+    ]
+    alone = [tool() for tool in tools]
+    together = run_together(*tools)
+    assert [each.losses for each in (alone[0], together[0])] == [alone[0].losses] * 2
+    assert together[0].layers == alone[0].layers
+    assert together[1].loss == alone[1].loss
+    assert not tf.config.functions_run_eagerly()
+    assert replaced() == before
+    assert all("call" not in vars(layer) for model in models for layer in model.layers)
+
+
+def test_a_thread_that_trains_beside_gets_the_same_bits():
+    tf.keras.utils.set_random_seed(0)
+    observed, was_eager = made(1), []
+
+    def train(steps=12):
+        model = made()
+        optimizer = tf.keras.optimizers.SGD(1e-4)
+
+        @tf.function
+        def step():
+            was_eager.append(tf.executing_eagerly())
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(X, training=True) - Y) ** 2)
+            variables = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            return loss
+
+        losses = []
+        for _ in range(steps):
+            losses += [float(step()), np.random.rand(), float(tf.random.uniform([]))]
+        is_trained.set()
+        assert np.isfinite(losses).all()
+        return losses + [float(tf.reduce_sum(each)) for each in model.get_weights()]
+
+    def observe():
+        count = 0
+        while not is_trained.is_set() or not count:
+            numerics.record(observed, X, Y)
+            compare(observed, X, Y, policy="mixed_bfloat16")
+            count += 1
+        return count
+
+    is_trained = threading.Event()
+    expected = train()
+    is_trained.clear()
+    trained, _ = run_together(train, observe)
+    assert trained == expected
+    assert not any(was_eager)
+
+
+def test_a_layer_may_call_its_arguments_as_the_tools_call_theirs():
+    class Named(L.Layer):
+        def call(self, x, path=1.0, kind=2.0, layer=3.0, call=4.0):
+            return x * (path + kind + layer + call)
+
+    class Around(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.named = Named()
+
+        def call(self, x):
+            return self.named(x, path=2.0, kind=3.0, layer=4.0, call=5.0)
+
+    model = tf.keras.Sequential([tf.keras.Input([4]), Around(), L.Dense(1)])
+    assert numerics.record(model, X).layers[0].path.endswith("named")
+    with FirstBadOperation(model):
+        model(X)
+
+
+def test_functions_inside_run_in_eager_in_this_thread_only():
+    seen = {}
+
+    class Function(L.Layer):
+        @tf.function
+        def inner(self, x):
+            seen[threading.get_ident()] = tf.executing_eagerly()
+            return tf.vectorized_map(lambda row: row * 2, x)
+
+        def call(self, x):
+            return self.inner(x)
+
+    model = tf.keras.Sequential([tf.keras.Input([4]), Function(), L.Dense(1)])
+    comparing = threading.Event()
+
+    def other():
+        return float(tf.function(lambda: tf.constant(float(tf.executing_eagerly())))())
+
+    layer = model.layers[0]
+    own = layer.inner
+
+    def inner(x):
+        comparing.set()
+        return own(x)
+
+    layer.inner = inner
+    seen.clear()
+    record, eager = run_together(
+        lambda: numerics.record(model, X), lambda: [comparing.wait(60), other()][1]
+    )
+    assert seen
+    assert all(seen.values())
+    assert eager == 0.0
+    np.testing.assert_allclose(record.layers[0].forward["output 0"].values, 2.0)
+
+
+def test_warnings_of_copies_are_left_out_in_this_thread_only():
+    from keras_mp.support import messages
+
+    def warned():
+        with messages.unheard():
+            messages.warn("a")
+        return True
+
+    with pytest.warns(keras_mp.MixedPrecisionWarning) as found:
+        run_together(warned, lambda: messages.warn("b") or True)
+    assert [str(each.message) for each in found] == ["b"]

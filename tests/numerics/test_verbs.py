@@ -1,0 +1,488 @@
+"""Four questions, four tools: `check`, `watch`, `tune` and `profile`."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.__main__ import main
+from keras_mp.kernels import measured, tables
+from keras_mp.numerics import check, profile, record, tune, watch
+from keras_mp.numerics.not_finite import NotFiniteError
+from tests import common
+
+L = tf.keras.layers
+X = np.random.default_rng(0).normal(size=[16, 8]).astype("float32")
+Y = np.random.default_rng(1).normal(size=[16, 1]).astype("float32")
+
+
+class Norm(L.Layer):
+    def call(self, x):
+        return x / tf.sqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True))
+
+
+class Logarithm(L.Layer):
+    def call(self, x):
+        return tf.math.log(tf.nn.relu(x))
+
+
+class Mask(L.Layer):
+    def call(self, x):
+        return tf.nn.softmax(x + tf.constant(-1e9, x.dtype) * tf.cast(x < 0, x.dtype))
+
+
+class NoConfig(L.Layer):
+    """A layer whose config has no name."""
+
+    def __init__(self, **kwargs):
+        super().__init__(dtype=kwargs.get("dtype"))
+
+    def call(self, x):
+        return tf.sqrt(tf.square(x * 400) + 1) / 400
+
+
+def small_model(*layers, policy="mixed_float16", optimizer="sgd", **compiled):
+    with keras_mp.policy_scope(policy):
+        head = L.Dense(1, dtype="float32", name="head")
+        model = tf.keras.Sequential([tf.keras.Input([8]), *(make() for make in layers), head])
+        model.compile(optimizer, **{"loss": "mse", **compiled})
+    return model
+
+
+def diverged():
+    model = small_model(lambda: L.Dense(8, name="one"), lambda: L.Dense(8, name="two"))
+    for layer in model.layers[:2]:
+        layer.set_weights([weight * 3e4 for weight in layer.get_weights()])
+    return model
+
+
+class OwnLoop(tf.keras.Model):
+    """A `train_step` that scales no loss, and a model that has no config."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.judge = L.Dense(8), L.Dense(1, dtype="float32")
+
+    def call(self, x):
+        return self.judge(self.made(x))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(data[0]) - data[1])) * 1e-7
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+
+def unscaled():
+    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
+        model = OwnLoop()
+        model.compile("sgd", "mse")
+        model(X)
+    return model
+
+
+BROKEN = {
+    "mask": (lambda: small_model(Mask), X, "a constant that is infinite", "its lowest number"),
+    "norm": (lambda: small_model(Norm), X * 1e-5, "an underflow", "scale its inputs up"),
+    "rate": (diverged, X, "Weights reach", "lower the learning rate"),
+    "input": (lambda: small_model(lambda: L.Dense(8)), X * 1e6, "the model's input", "Normalize"),
+    "inputs": (
+        lambda: small_model(lambda: L.Dense(512, kernel_initializer="ones")),
+        *(X * 1e4, "inputs of the batch", "Normalize"),
+    ),
+    "loop": (unscaled, X, "float16 without loss scaling", "LossScaleOptimizer"),
+    "log": (lambda: small_model(Logarithm), X, "not finite in any dtype", "where its results"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # the mask
+@pytest.mark.parametrize("name", sorted(BROKEN))
+def test_the_first_finding_is_the_cause_with_its_cure(name):
+    make, x, cause, cure = BROKEN[name]
+    found = check(make(), (x, Y))
+    text = str(found).partition("[2]")[0].replace("\n    ", " ")
+    assert cause in text
+    assert cure in text
+    assert "policy mixed_float16: " in text
+    # Nothing sends the reader to the tool that he has asked, or says one reason twice.
+    assert "numerics.check" not in text
+    assert text.count("Not looked at") <= (name == "loop")
+    assert all(len(line) <= 100 for line in str(found).splitlines())
+    described = json.loads(found.to_json())
+    assert described["findings"][0]["hazard"] == found.findings[0].hazard
+
+
+@common.once
+def test_bfloat16_is_no_cure_where_it_is_the_policy_or_no_dtype_helps():
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        found = check(small_model(Logarithm, policy=policy), (X, Y)).findings
+        assert "bfloat16" not in found[0].cure
+    large = small_model(lambda: L.Lambda(lambda x: x * 1e30), policy="mixed_bfloat16")
+    found = check(large, (X * 1e9, Y)).findings
+    assert "bfloat16" not in found[0].cure
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_sound_models_have_no_findings(policy):
+    model = small_model(lambda: L.Dense(8, "gelu"), L.LayerNormalization, policy=policy)
+    found = check(model, (X, Y))
+    assert found.findings == ()
+    assert found.notes == ()
+    assert "nothing found" in str(found)
+
+
+def transposed(x):
+    x = L.Conv2DTranspose(8, 3, strides=2, padding="same", activation="relu")(x)
+    x = L.SeparableConv2D(8, 3, padding="same")(L.DepthwiseConv2D(3, padding="same")(x))
+    return L.GlobalAveragePooling2D()(x)
+
+
+def mobile(x):
+    """A block of MobileNetV2."""
+    x = L.ReLU(6.0)(L.BatchNormalization()(L.Conv2D(8, 3, strides=2, padding="same")(x)))
+    y = L.ReLU(6.0)(L.BatchNormalization()(L.Conv2D(16, 1)(x)))
+    y = L.ReLU(6.0)(L.BatchNormalization()(L.DepthwiseConv2D(3, padding="same")(y)))
+    x = L.Add()([x, L.BatchNormalization()(L.Conv2D(8, 1)(y))])
+    return L.GlobalAveragePooling2D()(x)
+
+
+def attention(x):
+    x = L.Reshape([16, 16])(x)
+    x = L.LayerNormalization()(x + L.MultiHeadAttention(2, 8, dropout=0.1)(x, x))
+    return L.GlobalAveragePooling1D()(x)
+
+
+SOUND = {
+    "attention": attention,
+    "autoencoder": lambda x: L.Dense(256)(L.Dense(8, "relu")(L.Dense(32, "relu")(L.Flatten()(x)))),
+    "lstm": lambda x: L.LSTM(8)(
+        L.Bidirectional(L.LSTM(8, return_sequences=True))(L.Reshape([4, 64])(x))
+    ),
+    "mobile": mobile,
+    "transposed": transposed,
+}
+
+
+# How many times as long as float32's kernels those in 16 bits take, on some machine. If all are
+# slow, keras_mp computes in float32 inside of them.
+KERNELS = [("mixed_float16", 9), ("mixed_bfloat16", 9), ("mixed_bfloat16", 0.5)]
+
+
+@pytest.fixture
+def kernels(request):
+    products = measured.MATRIX_PRODUCT, measured.CONVOLUTION
+    times = {
+        op: dict.fromkeys(["float16", "bfloat16"], 0.5 if op in products else request.param)
+        for op in measured.BY_KIND["AVX512"]
+    }
+    with tables.on_trial(times):
+        yield
+
+
+@pytest.mark.parametrize(("policy", "kernels"), KERNELS, indirect=["kernels"])
+@pytest.mark.parametrize("kind", SOUND)
+def test_nothing_is_found_in_sound_models(kind, policy, kernels):
+    tf.keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope(policy):
+        image = tf.keras.Input([8, 8, 4])
+        output = SOUND[kind](image)
+        model = tf.keras.Model(image, output if kind == "autoencoder" else L.Dense(1)(output))
+        model.compile("adam", "mse")
+    images = np.random.default_rng(0).normal(size=[8, 8, 8, 4]).astype("float32")
+    found = check(model, (images, images.reshape(8, -1) if kind == "autoencoder" else Y[:8]))
+    assert (found.findings, found.notes) == ((), ()), str(found)
+
+
+def test_a_float32_model_is_looked_at_under_a_policy_with_all_of_its_loss():
+    inputs = tf.keras.Input([8])
+    outputs = {name: L.Dense(1, name=name)(inputs) for name in ("a", "b")}
+    model = tf.keras.Model(inputs, outputs)
+    model.compile("sgd", {"a": "mse", "b": "mse"}, loss_weights={"a": 1.0, "b": 0.0})
+    copy = keras_mp.numerics.copies.compiled(model, "mixed_float16")
+    assert copy.get_compile_config()["loss_weights"] == {"a": 1.0, "b": 0.0}
+    labels = {"a": Y, "b": Y}
+    assert check(model, (X, labels), policy="mixed_float16").findings == ()
+    with pytest.raises(ValueError, match="policy="):
+        check(model, (X, labels))
+
+
+@common.once
+def test_against_a_record_and_at_several_scales():
+    model = small_model(lambda: L.Dense(8, name="dense"))
+    before = record(model, X, Y)
+    assert check(model, (X, Y), reference=before).findings == ()
+    weights = model.layers[0].get_weights()
+    model.layers[0].set_weights([weight * 2 for weight in weights])
+    found = check(model, (X, Y), reference=before, scales=[1.0]).findings
+    assert found[0].where.startswith("dense")
+    at_scales = check(model, (X, Y), scales=[1.0, 2.0**20]).what_if
+    assert {1.0, 2.0**20} <= set(at_scales.scales)
+
+
+@common.once
+def test_gradients_that_are_zero_are_not_called_small():
+    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
+        model = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(1, kernel_initializer="zeros")])
+        model.compile("sgd", "mse")
+    assert check(model, (X, 0 * Y)).findings == ()
+
+
+@common.once
+def test_a_scale_that_has_to_fall_is_a_finding_if_it_is_fixed():
+    def found(optimizer):
+        model = small_model(lambda: L.Dense(8), optimizer=optimizer)
+        return [each.where for each in check(model, (X * 8, Y)).findings]
+
+    assert found("sgd") == []
+    fixed = keras_mp.FixedLossScale(2.0**15)
+    assert found(keras_mp.LossScaleOptimizer("sgd", fixed))[-1:] == ["the loss scale"]
+
+
+@common.once
+def test_several_batches_and_bad_input():
+    found = check(small_model(Norm), [(X, Y), (X * 1e-5, Y)])
+    assert "On 1 of 2 batches" in found.findings[0].why
+    with pytest.raises(TypeError, match=r"tf\.keras"):
+        check(3, X)
+
+
+def test_layers_without_a_name_in_their_config_are_named_as_in_the_model():
+    model = small_model(NoConfig)
+    name = model.layers[0].name
+    for scales in ([], [1.0]):
+        checked = check(model, (X, Y), scales=scales)
+        assert [each.where.partition(" ")[0] for each in checked.findings] == [name]
+    advice = checked.advice()
+    assert advice.policies == {name: "float32"}
+    copy = keras_mp.convert(model, advice.policies)
+    assert copy.layers[0].name == name
+    assert copy.layers[0].compute_dtype == "float32"
+
+
+def test_a_model_is_watched_in_fit_and_in_a_loop():
+    model = small_model(lambda: L.Dense(8, name="dense"))
+    watching = watch(model, every=1)
+    with watching:
+        model.fit(X, Y, 4, verbose=0, callbacks=[watching])
+    assert watching.report().counted == 4
+    assert not watching.found
+    assert "dense/kernel" in str(watching)
+    assert json.loads(watching.to_json())["report"]["counted"] == 4
+    optimizer = keras_mp.LossScaleOptimizer("sgd")
+    own = watch(model, optimizer, every=1, outputs=False)
+    with own.step():
+        optimizer.minimize(lambda: tf.reduce_mean(model(X)), model.trainable_variables)
+    assert own.report().counted == 1
+    assert own.advice().sentences == []
+    with pytest.raises(ValueError, match="model=None"):
+        watch().step()
+
+
+@common.once
+def test_the_first_operation_that_is_not_finite_is_named_at_its_step():
+    model = small_model(Logarithm)
+    watching = watch(model)
+    with pytest.raises(NotFiniteError) as error, watching:
+        model.fit(X, Y, 16, verbose=0, callbacks=[watching])
+    assert error.value.operation.operation == "Log"
+    assert error.value.operation.line.startswith("test_verbs.py:")
+
+
+@common.once
+@pytest.mark.parametrize("x", [X, X * 1e6, np.full_like(X, np.nan)], ids=["log", "large", "nan"])
+def test_what_comes_of_an_operation_that_was_named_is_not_named_again(x):
+    model = small_model(Logarithm)
+    watching = watch(model, raises=False)
+    with pytest.warns(keras_mp.MixedPrecisionWarning), watching:
+        model.fit(x, Y, 16, epochs=2, verbose=0)
+    assert len(watching.found) == 1
+    assert "OptionalGetValue" not in str(watching)
+
+
+def test_one_batch_is_cut_to_tune_with():
+    model = small_model(lambda: L.Dense(8), policy="float32")
+    for batch in ((X, Y), [(X, Y)], (X, Y, np.ones(16))):
+        tuned = tune(model, batch)
+        assert tuned.policies[""] == "mixed_float16"
+        assert len(tuned.errors) == len(tuned.held_out) == 1
+    with pytest.raises(ValueError, match="two samples"):
+        tune(model, (X[:1], Y[:1]))
+
+
+@common.once
+def test_a_model_is_tuned_with_a_loss_scale():
+    model = small_model(lambda: L.Dense(8), policy="float32")
+    tuned = tune(model, [(X, Y), (X, Y)], tolerance=0.05)
+    assert 1 <= tuned.loss_scale <= 2.0**15
+    assert f"initial loss scale: {tuned.loss_scale:g}" in str(tuned)
+    assert tune(model, [(X, Y), (X, Y)], dtype="bfloat16").loss_scale is None
+
+
+@common.once
+def test_the_public_names():
+    assert len(keras_mp.numerics.__all__) <= 12
+
+
+@common.once
+def test_a_function_without_keras_is_checked():
+    w = tf.Variable(tf.ones([4, 4]))
+
+    def loss(x):
+        with tf.name_scope("norm"):
+            return tf.reduce_mean(tf.sqrt(tf.linalg.matvec(w, x * x)))
+
+    x = tf.constant([[100.0, 200.0, 300.0, 400.0]])
+    assert check(loss, x / 100).findings == ()
+    [found] = check(loss, (x,), policy="mixed_float16", variables=[w]).findings
+    assert "norm/BatchMatMulV2" in found.where
+    assert "keras_mp.autocast(enabled=False)" in found.cure
+    assert check(loss, x, policy=keras_mp.Policy("mixed_bfloat16")).findings == ()
+
+
+def test_two_records_are_checked(tmp_path):
+    model = small_model(lambda: L.Dense(8, name="dense"))
+    before = record(model, X, Y)
+    before.save(tmp_path / "before.npz")
+    assert check(before, reference=type(before).load(tmp_path / "before.npz")).findings == ()
+    model.layers[0].set_weights([weight * 2 for weight in model.layers[0].get_weights()])
+    [found] = check(record(model, X, Y), reference=before).findings
+    assert found.where.startswith("dense")
+
+
+@common.once
+def test_what_follows_from_runs_at_several_scales():
+    model = small_model(lambda: L.Dense(8, name="dense"))
+    found = check(model, (X, Y), scales=[1.0, 2.0**8])
+    assert found.advice().loss_scale is None or found.advice().loss_scale >= 1
+    with pytest.raises(ValueError, match="bfloat16"):
+        found.advice("bfloat16")
+    with pytest.raises(ValueError, match="not run at loss scales"):
+        check(keras_mp.convert(model, {}), X).advice()
+
+
+@common.once
+def test_pictures_are_drawn_by_the_results():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    model = small_model(lambda: L.Dense(8, name="dense"))
+    watching = watch(every=1)
+    model.fit(X, Y, 4, epochs=2, verbose=0, callbacks=[watching])
+    checked = check(model, (X, Y))
+    for ax in (watching.plot(), watching.report().plot(), checked.what_if.plot(), *checked.plot()):
+        ax.figure.canvas.draw()
+    matplotlib.pyplot.close("all")
+
+
+@common.once
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_steps_of_a_function_are_watched(replicas):
+    strategy = common.mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        model = small_model(lambda: L.Dense(8, name="dense"))
+        optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD())
+        watching = watch(model, optimizer, every=1)
+
+    def replica_step():
+        with watching.step():
+            loss = lambda: tf.reduce_mean(tf.square(model(X) - Y))  # noqa: E731
+            optimizer.minimize(loss, model.trainable_variables)
+
+    step = tf.function(lambda: strategy.run(replica_step))
+    for _ in range(2):
+        step()
+    assert watching.report().counted == watching.report().counted == 2
+    step()
+    assert watching.report().counted == 3
+    assert watching.report()["output", "dense"].histogram.total == 3 * replicas * 16 * 8
+
+
+@common.once
+def test_several_optimizers_and_a_scaler_are_known_to_a_block():
+    model, scaler = small_model(lambda: L.Dense(8)), keras_mp.GradScaler()
+    weights = model.trainable_variables
+    optimizers = [tf.keras.optimizers.SGD(), tf.keras.optimizers.Adam()]
+    watching = watch(model, [*optimizers, scaler])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = scaler.scale(tf.reduce_mean(tf.square(model(X * 16) - Y)))
+        scaler.step(optimizers[0], zip(tape.gradient(loss, weights), weights))
+        scaler.update()
+
+    with watching:
+        step()
+    assert watching.planned == 1
+
+
+@common.once
+def test_a_model_is_profiled():
+    found = profile(small_model(lambda: L.Dense(8)), (X, Y), steps=1)
+    assert found.times.seconds > 0
+    assert "float16" in found.census.traced.work()
+    assert "A step of" in str(found)
+    assert json.loads(found.to_json())["census"]["name"].startswith("the training step")
+    assert profile(tf.matmul, X, tf.ones([8, 2])).times is None
+    assert profile(small_model(lambda: L.Dense(8)), (X, Y), steps=0).times is None
+
+
+MODULE = """
+import tensorflow as tf
+
+class Halved(tf.keras.layers.Layer):
+    def call(self, x):
+        return x / 2
+
+def own_metric(y, predictions):
+    return tf.reduce_mean(y)
+"""
+
+
+def test_commands_import_the_layers_of_a_model(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_layers.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import own_layers
+
+    model = small_model(own_layers.Halved, metrics=[own_layers.own_metric])
+    files = [os.fspath(tmp_path / name) for name in ("model.keras", "batches.npz")]
+    model.save(files[0])
+    np.savez(files[1], x=X, y=Y)
+    assert main(["check", *files, "--import", "own_layers"]) == 0
+    assert "nothing found" in capsys.readouterr().out
+    assert main(["watch", *files, "--import", "own_layers"]) == 0
+    assert "gradient" in capsys.readouterr().out
+    # Another machine: nothing is timed.
+    report = tmp_path / "profile.json"
+    arguments = ["--import", "own_layers", "--device", "GPU 8.0", "--json", os.fspath(report)]
+    assert main(["profile", *files, *arguments]) == 0
+    assert "training step" in json.loads(report.read_text())["census"]["name"]
+    with pytest.raises(SystemExit):
+        main(["check", *files, "--import", "no_such_module"])
+    with pytest.raises(SystemExit):
+        main(["check", *files])
+    assert "--import MODULE" in capsys.readouterr().err
+
+
+def test_commands_do_without_a_metric_that_is_missing(tmp_path, capsys):
+    def missing(y, predictions):
+        return tf.reduce_mean(y)
+
+    files = [os.fspath(tmp_path / name) for name in ("model.keras", "batches.npz")]
+    small_model(lambda: L.Dense(8), metrics=[missing]).save(files[0])
+    np.savez(files[1], x=X, y=Y)
+    assert main(["check", *files, "--loss", "mse"]) == 0
+    if common.IS_KERAS_3:
+        assert "--import MODULE" in capsys.readouterr().err
+
+
+@common.once
+def test_findings_end_the_command_with_1(tmp_path):
+    files = [os.fspath(tmp_path / name) for name in ("model.keras", "batches.npz")]
+    model = small_model(lambda: L.Dense(8), policy="float32")
+    model.save(files[0])
+    np.savez(files[1], x=X * 1e6, y=Y)
+    assert main(["check", *files, "--policy", "mixed_float16"]) == 1

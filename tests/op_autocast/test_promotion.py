@@ -1,0 +1,215 @@
+"""In layers and steps of keras_mp 16-bit beside float32 tensors are computed in float32."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import Mixes, mirrored, pairs
+
+L = tf.keras.layers
+WIDE = tf.constant([[1.5, 2.5]])
+X = np.array([[1.0, 3.0]], "float32")
+MODES = {
+    "eager": lambda function: function,
+    "function": lambda function: tf.function(function, autograph=False),
+    "jit": lambda function: tf.function(function, jit_compile=True),
+}
+MIXTURES = {
+    "+": lambda x: x + WIDE,
+    "+ reversed": lambda x: WIDE + x,
+    "-": lambda x: x - WIDE,
+    "*": lambda x: x * WIDE,
+    "/": lambda x: x / WIDE,
+    "/ reversed": lambda x: WIDE / x,
+    "**": lambda x: x**WIDE,
+    "%": lambda x: x % WIDE,
+    "@": lambda x: x @ tf.transpose(WIDE),
+    "maximum": lambda x: tf.maximum(x, WIDE),
+    "concat": lambda x: tf.concat([x, WIDE], 0),
+    "stack": lambda x: tf.stack([x, WIDE]),
+    "where": lambda x: tf.where(x > 2, x, WIDE),
+    "where reversed": lambda x: tf.where(x > 2, WIDE, x),
+    "tensordot": lambda x: tf.tensordot(x, tf.transpose(WIDE), 1),
+    "bias_add": lambda x: tf.nn.bias_add(x, WIDE[0]),
+    "conv1d": lambda x: tf.nn.conv1d(x[:, :, None], WIDE[None], 1, "SAME"),
+    "clip_by_value": lambda x: tf.clip_by_value(x, WIDE - 1, WIDE),
+    "add_n": lambda x: tf.add_n([x, WIDE]),
+    "squared_difference": lambda x: tf.math.squared_difference(x, WIDE),
+    "scatter": lambda x: tf.tensor_scatter_nd_update(x, [[0]], WIDE * 2),
+    "divide_no_nan": lambda x: tf.math.divide_no_nan(x, WIDE),
+    "convert_to_tensor": lambda x: tf.convert_to_tensor(x, dtype=tf.float32),
+    "convert_to_tensor by name": lambda x: tf.convert_to_tensor(x, dtype="float32"),
+    "assert_type": lambda x: tf.debugging.assert_type(x, tf.float32) or x + WIDE,
+    "raw_ops": lambda x: tf.raw_ops.AddV2(x=tf.raw_ops.Mul(x=WIDE, y=x), y=x),
+    "raw_ops of a list": lambda x: tf.raw_ops.ConcatV2(values=[x, WIDE], axis=0),
+    "a nested expression": lambda x: x + WIDE * (x - WIDE),
+}
+
+
+@tf.custom_gradient
+def doubled(x):
+    """Its gradient is float32, whatever x is."""
+
+    def gradient(upstream):
+        return 2.0 * tf.cast(upstream, tf.float32)
+
+    return 2 * x, gradient
+
+
+def written(x):
+    array = tf.TensorArray(tf.float32, 2)
+    return array.write(0, x).write(1, WIDE).stack()
+
+
+CONTROL_FLOW = {
+    "cond": lambda x: tf.cond(x[0, 0] > 0, lambda: x, lambda: WIDE),
+    "a dict of cond": lambda x: tf.cond(
+        x[0, 0] < 0, lambda: {"a": x, "b": WIDE}, lambda: {"a": WIDE, "b": x}
+    )["b"],
+    "switch_case": lambda x: tf.switch_case(tf.size(x) - 2, [lambda: x, lambda: WIDE]),
+    "while_loop": lambda x: tf.while_loop(
+        lambda i, y: i < 3, lambda i, y: (i + 1, y * WIDE), (0, x), maximum_iterations=3
+    )[1],
+    "TensorArray.write": written,
+    "TensorArray.unstack": lambda x: tf.TensorArray(tf.float32, 1).unstack(x).stack(),
+    "map_fn": lambda x: tf.map_fn(lambda row: row * WIDE[0], x),
+    "scan": lambda x: tf.scan(lambda a, b: a * b * WIDE[0], tf.concat([x, x], 0)),
+    "foldl": lambda x: tf.foldl(lambda a, b: a + b * WIDE[0], tf.concat([x, x], 0)),
+    "a custom gradient": lambda x: doubled(x) + x * x,
+}
+
+
+def run(layer, mode):
+    @MODES[mode]
+    def differentiate(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            low = tf.cast(x, layer.compute_dtype)
+            tape.watch(low)
+            y = layer(low)
+            loss = tf.reduce_sum(tf.cast(y, tf.float32) ** 2)
+        return y, tape.gradient(loss, [x, low])
+
+    return differentiate(tf.constant(X))
+
+
+@pytest.mark.parametrize(("name", "mode", "dtype"), pairs(MIXTURES, MODES, ["bfloat16", "float16"]))
+def test_the_result_is_that_of_float32(name, mode, dtype):
+    expected, (of_x, _) = run(Mixes(MIXTURES[name], dtype="float32"), mode)
+    found, (gradient, of_low) = run(
+        Mixes(MIXTURES[name], dtype=keras_mp.Policy(f"mixed_{dtype}")), mode
+    )
+    # TensorFlow itself multiplies matrices of bfloat16 and float32, and returns bfloat16.
+    assert found.dtype == tf.float32 or name in ("@", "tensordot")
+    np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-7)
+    assert (gradient.dtype, of_low.dtype) == (tf.float32, dtype)
+    np.testing.assert_allclose(gradient, of_x, rtol=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "dtype"), pairs(CONTROL_FLOW, MODES, ["bfloat16", "float16"])
+)
+def test_branches_loops_and_arrays(name, mode, dtype):
+    expected, (of_x, _) = run(Mixes(CONTROL_FLOW[name], dtype="float32"), mode)
+    policy = keras_mp.Policy(f"mixed_{dtype}")
+    found, (gradient, of_low) = run(Mixes(CONTROL_FLOW[name], dtype=policy), mode)
+    np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-7)
+    assert (gradient.dtype, of_low.dtype) == (tf.float32, dtype)
+    np.testing.assert_allclose(gradient, of_x, rtol=2**-6)
+
+
+def test_branches_that_float32_refuses_raise_the_error_of_tensorflow():
+    layer = Mixes(
+        lambda x: tf.cond(x[0, 0] > 0, lambda: x, lambda: tf.constant("a")),
+        dtype=keras_mp.Policy("mixed_bfloat16"),
+    )
+    with pytest.raises(TypeError, match="different types"):
+        tf.function(layer)(tf.constant(X))
+
+
+def test_variables_and_steps():
+    class Blends(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = L.Dense(2)
+            self.factor = tf.Variable([2.0, 3.0])
+
+        def call(self, x):
+            return self.inner(x) * self.factor
+
+        def train_step(self, data):
+            x, _ = data
+            with tf.GradientTape() as tape:
+                low = self.inner(x)
+                loss = tf.reduce_mean((low - x) * self.factor)
+                dtypes.append((low.dtype.name, loss.dtype.name))
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            return {"loss": loss}
+
+    dtypes = []
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = Blends()
+    model.compile("sgd", "mse")
+    model.fit(X, X, verbose=0)
+    assert dtypes[-1] == ("bfloat16", "float32")
+    assert model(X).dtype == tf.float32
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_sparse_matrices(mode):
+    layer = Mixes(
+        lambda x: tf.sparse.sparse_dense_matmul(tf.sparse.from_dense(WIDE), x, adjoint_b=True),
+        dtype=keras_mp.Policy("mixed_float16"),
+    )
+    result = MODES[mode](layer)(tf.constant(X))
+    assert result.dtype == tf.float32
+    np.testing.assert_array_equal(result, [[9.0]])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_assigned_to_a_float32_variable(mode):
+    total = tf.Variable([[0.0, 0.0]])
+    layer = Mixes(
+        lambda x: total.assign(x) + total.assign_add(x) + total.assign_sub(value(x), False),
+        dtype=keras_mp.Policy("mixed_bfloat16"),
+    )
+
+    def value(x):
+        return x / 2
+
+    low = tf.cast(X, "bfloat16")
+    MODES[mode](lambda: layer(low))()
+    np.testing.assert_array_equal(total, X * 1.5)
+    narrow = tf.Variable(low)
+    layer.function = lambda x: narrow.assign(tf.cast(x, tf.float32))
+    with pytest.raises(ValueError, match="conversion requested dtype bfloat16"):
+        MODES[mode](lambda: layer(low))()
+    with pytest.raises(ValueError, match="conversion requested dtype float32"):
+        total.assign(low)
+
+
+def test_elsewhere_and_in_float32_nothing_is_promoted():
+    layer = Mixes(lambda x: x + WIDE, dtype=keras_mp.Policy("mixed_bfloat16"))
+    layer(X)
+    low = tf.cast(X, tf.bfloat16)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        low + WIDE
+    with pytest.raises(TypeError):
+        tf.function(lambda: low + WIDE)()
+    with pytest.raises((tf.errors.InvalidArgumentError, TypeError)):
+        Mixes(lambda x: x + tf.cast(WIDE, tf.float64), dtype=layer.dtype_policy)(X)
+    # What float32 refuses is refused, with TensorFlow's own error.
+    for dtype in ("float32", layer.dtype_policy):
+        with pytest.raises(Exception, match="Incompatible shapes|must be broadcastable|Dimensions"):
+            Mixes(lambda x: x + tf.ones([3, 3]), dtype=dtype)(X)
+
+
+def test_on_replicas():
+    layer = Mixes(lambda x: tf.concat([x, WIDE], 0), dtype=keras_mp.Policy("mixed_bfloat16"))
+    strategy = mirrored(2)
+    for each in strategy.experimental_local_results(
+        strategy.run(tf.function(lambda: layer(tf.constant(X))))
+    ):
+        np.testing.assert_array_equal(each, [[1, 3], [1.5, 2.5]])

@@ -1,0 +1,51 @@
+"""What every test, and every doctest, starts from."""
+
+import gc
+import pathlib
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.grappler import passes
+
+# The modules of the Keras that is not there.
+_UNUSED = {"keras": "keras2*.py", "tf_keras": "keras3*.py"}[keras_mp.keras_api.ROOT_PACKAGE]
+
+# Replicas are logical CPU devices. They must exist before TensorFlow starts.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+)
+
+# The machines that run the tests are slow with float16, which keras_mp says once per process.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+    keras_mp.hardware.warn_if_slow("float16")
+    keras_mp.hardware.warn_if_slow("bfloat16")
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
+    """Leaves out doctests of modules that cannot be imported."""
+    is_unused = collection_path.match(f"keras_mp/keras_api/{_UNUSED}")
+    return True if is_unused else None
+
+
+@pytest.fixture(autouse=True)
+def clean_slate(doctest_namespace: dict) -> Iterator[None]:
+    """Names for doctests; policy, floatx and graph rewrite as TensorFlow starts with them."""
+    doctest_namespace.update(keras_mp=keras_mp, tf=tf)
+    tf.keras.backend.set_floatx("float32")
+    keras_mp.set_global_policy(None)
+    tf.keras.utils.set_random_seed(0)
+    yield
+    if passes.enabled_dtype() is not None:
+        keras_mp.disable_mixed_precision_graph_rewrite()
+    tf.keras.backend.set_floatx("float32")
+    keras_mp.set_global_policy(None)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from looking through TensorFlow again and again."""
+    gc.freeze()

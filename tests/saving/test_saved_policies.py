@@ -1,0 +1,175 @@
+"""What a policy has beyond its name is kept: in every format, in copies, and in subclasses."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import IS_KERAS_3
+
+keras_2 = pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 has it.")
+
+POLICIES = {
+    "output dtype": keras_mp.Policy("mixed_float16", output_dtype="float32"),
+    "fixed scale": keras_mp.Policy("mixed_float16", 1 / 16),
+    "dynamic scale": keras_mp.Policy("mixed_float16", keras_mp.DynamicLossScale(8, 7)),
+    "no scale": keras_mp.Policy("mixed_float16", None),
+    "scale in float32": keras_mp.Policy("float32", 8),
+    "bfloat16": keras_mp.Policy("mixed_bfloat16", output_dtype="float32"),
+}
+
+
+@tf.keras.utils.register_keras_serializable(package="tests")
+class Mine(keras_mp.Policy):
+    """A policy with an attribute of its own."""
+
+    def __init__(self, name, factor=2, **kwargs):
+        self.before = "before"
+        super().__init__(name, **kwargs)
+        self.factor = 1
+        self.factor = factor
+
+    def get_config(self):
+        return {**super().get_config(), "factor": self.factor}
+
+
+class Further(Mine):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.further = True
+
+
+POLICIES["subclass"] = Mine("mixed_bfloat16", 3)
+
+
+def make_model(policy):
+    return tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(2, dtype=policy)])
+
+
+def through_file(name):
+    def save_and_load(model, folder):
+        model.save(folder / name)
+        return tf.keras.models.load_model(folder / name)
+
+    return save_and_load
+
+
+WAYS = {
+    ".keras": through_file("model.keras"),
+    ".h5": through_file("model.h5"),
+    "JSON": lambda model, _: tf.keras.models.model_from_json(model.to_json()),
+    "clone_model": lambda model, _: tf.keras.models.clone_model(model),
+    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+}
+if not IS_KERAS_3:
+    WAYS["SavedModel"] = through_file("model")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_layer_keeps_its_policy(policy, way, tmp_path):
+    policy = POLICIES[policy]
+    layer = WAYS[way](make_model(policy), tmp_path).layers[-1]
+    assert type(layer.dtype_policy) is type(policy)
+    assert layer.dtype_policy == policy
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_copies_of_a_policy(policy):
+    policy = POLICIES[policy]
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        again = pickle.loads(pickle.dumps(policy, protocol))
+        assert (again, type(again)) == (policy, type(policy))
+        assert pickle.loads(pickle.dumps(policy.name, protocol)) == policy.name
+    assert copy.copy(policy) == copy.deepcopy(policy) == policy
+    layer = tf.keras.layers.Dense(2, dtype=policy)
+    assert pickle.loads(pickle.dumps(layer)).dtype_policy == policy
+
+
+def test_a_subclass_with_attributes_of_its_own():
+    for policy in (Mine("mixed_float16", 3), Further("mixed_float16", factor=3)):
+        assert (policy.factor, policy.before) == (3, "before")
+        assert type(policy).from_config(policy.get_config()) == policy
+        assert hash(policy) == hash(type(policy)("mixed_float16", 3))
+        assert policy != type(policy)("mixed_float16", 4)
+        for name in ("factor", "other"):
+            with pytest.raises(AttributeError, match=f"does not change.*{name}=4"):
+                setattr(policy, name, 4)
+        assert isinstance(policy.loss_scale, keras_mp.DynamicLossScale)
+        with keras_mp.policy_scope(policy):
+            assert keras_mp.global_policy() is policy
+            model = make_model(None)
+            model.compile("sgd", "mse")
+        assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+
+
+# SavedModels of Keras 2 with layers whose classes are not there when they are loaded.
+
+
+class Plain(keras_mp.layers.Layer):
+    def build(self, _):
+        self.kernel = self.add_weight(name="kernel", shape=[2, 2])
+
+    def call(self, x):
+        return x @ self.kernel
+
+
+class WithTraining(Plain):
+    def call(self, x, training=None):
+        return super().call(x) * (2.0 if training else 1.0)
+
+
+class WithKeywords(Plain):
+    def call(self, x, *, mask=None, scale=1.0):
+        return super().call(x) * scale
+
+
+class InModel(tf.keras.Model):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, x, training=None):
+        return self.layer(x)
+
+
+@keras_2
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("cls", [Plain, WithTraining, WithKeywords])
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_saved_model_of_a_layer_without_its_class(cls, policy, tmp_path):
+    x = np.ones([3, 2], "float32")
+    with keras_mp.policy_scope(policy):
+        layer = cls()
+        models = [tf.keras.Sequential([tf.keras.Input((2,)), layer]), InModel(cls())]
+    for i, model in enumerate(models):
+        expected = [model(x), model(x, training=True)]
+        # Saving leaves the layer as it was.
+        for _ in range(2):
+            model.save(tmp_path / str(i), save_format="tf")
+        np.testing.assert_array_equal(model(x), expected[0])
+        loaded = tf.keras.models.load_model(tmp_path / str(i))
+        found = [loaded(x), loaded(x, training=True)]
+        for ours, reference in zip(found, expected):
+            assert ours.dtype == reference.dtype
+            np.testing.assert_array_equal(ours, reference)
+        np.testing.assert_array_equal(loaded.predict(x, verbose=0), expected[0])
+
+
+@keras_2
+def test_a_wrapper_of_a_legacy_optimizer_is_one_already():
+    convert = tf.keras.__internal__.optimizers.convert_to_legacy_optimizer
+    legacy = tf.keras.optimizers.legacy
+    for wrapper in (
+        keras_mp.LossScaleOptimizer(legacy.Adam()),
+        keras_mp.LossScaleOptimizer(keras_mp.MasterWeightOptimizer(legacy.Adam())),
+    ):
+        assert convert(wrapper) is wrapper
+    converted = convert(keras_mp.LossScaleOptimizer(tf.keras.optimizers.Adam()))
+    assert isinstance(converted.inner_optimizer, legacy.Adam)

@@ -1,0 +1,584 @@
+"""An exception in any call leaves scale, calls, weights and slots as they were before the call."""
+
+import contextlib
+import gc
+import threading
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import FAMILIES, make_optimizer, mirrored, once, pairs, value
+
+pytestmark = pytest.mark.parametrize("name", FAMILIES)
+
+SCALE = 1024.0
+BROKEN = "broken on purpose"
+
+
+class Faults:
+    """What raises once where it is asked to."""
+
+    def __init__(self):
+        self.armed = False
+
+    def __call__(self, *args):
+        if self.armed:
+            self.armed = False
+            raise RuntimeError(BROKEN)
+
+
+def breaking(optimizer, faults):
+    """An optimizer whose `apply_gradients` may raise before it has changed anything."""
+    cls = type(optimizer)
+
+    class Breaking(cls):
+        def apply_gradients(self, *args, **kwargs):
+            faults()
+            return super().apply_gradients(*args, **kwargs)
+
+    optimizer.__class__ = Breaking
+    return optimizer
+
+
+class Program:
+    """An optimizer, a weight of 1 whose gradient is .5, and calls that may raise."""
+
+    def __init__(self, name, wrap=None, **arguments):
+        self.faults = Faults()
+        inner = breaking(make_optimizer(name, 1.0, momentum=0.0), self.faults)
+        scale = keras_mp.DynamicLossScale(SCALE)
+        self.ours = keras_mp.LossScaleOptimizer(inner, scale, **arguments)
+        self.optimizer = wrap(self.ours) if wrap else self.ours
+        self.v = tf.Variable(1.0)
+        self.optimizer.build([self.v])
+        self.gradients = []
+
+    def loss(self):
+        self.faults()
+        return self.v * 0.5
+
+    def compute(self, call):
+        with tf.GradientTape() as tape:
+            scaled = getattr(self.ours, call)(self.v * 0.5)
+        return [tape.gradient(scaled, self.v)]
+
+    def apply(self, gradients, **kwargs):
+        return self.optimizer.apply_gradients(zip(gradients, [self.v]), **kwargs)
+
+    def state(self):
+        scale = self.ours.loss_scale
+        variables = [self.v, *self.ours.variables, self.ours.steps_skipped, scale.loss_scale]
+        return [value(v) for v in (*variables, scale.num_good_steps, scale.num_bad_steps)]
+
+    def raises(self, call, *args, error=RuntimeError, **kwargs):
+        """Makes a call that raises, and shows that nothing has changed."""
+        before = self.state()
+        self.faults.armed = True
+        with pytest.raises(error):
+            call(*args, **kwargs)
+        self.faults.armed = False
+        for now, then in zip(self.state(), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+
+    def whole_step(self):
+        """Shows that the next step is right, whatever came before."""
+        weight = float(self.v)
+        self.apply(self.compute("scale_loss"))
+        assert float(self.v) == weight - 0.5
+
+
+class Watching(keras_mp.OptimizerWrapper):
+    """A wrapper of somebody else."""
+
+    def apply_gradients(self, grads_and_vars, **kwargs):
+        return super().apply_gradients(list(grads_and_vars), **kwargs)
+
+
+WRAPS = {"alone": None, "wrapped": Watching, "plainly wrapped": keras_mp.OptimizerWrapper}
+
+
+@pytest.mark.parametrize(
+    ("call", "wrap", "mode"),
+    pairs(["scale_loss", "get_scaled_loss", "by hand"], WRAPS, ["eager", "function", "jit"]),
+)
+def test_gradients_are_applied_again(name, call, wrap, mode):
+    program = Program(name, WRAPS[wrap])
+
+    def apply(gradients):
+        program.apply(gradients, **({"scaled": True} if call == "by hand" else {}))
+
+    if mode != "eager":
+        apply = tf.function(apply, jit_compile=mode == "jit")
+    for _ in range(2):
+        gradients = [tf.constant(0.5 * SCALE)] if call == "by hand" else program.compute(call)
+        if call == "get_scaled_loss":
+            gradients = program.ours.get_unscaled_gradients(gradients)
+        weight = float(program.v)
+        if program.v == 1 or mode == "eager":
+            program.raises(apply, gradients)
+        apply(gradients)
+        assert float(program.v) == weight - 0.5
+    program.whole_step()
+
+
+def test_an_operation_that_fails_when_a_function_runs(name):
+    program, is_broken = Program(name), tf.Variable(False)
+
+    class Asserting(type(program.ours.inner_optimizer)):
+        def apply_gradients(self, *args, **kwargs):
+            with tf.control_dependencies([tf.debugging.Assert(~is_broken, [BROKEN])]):
+                return super().apply_gradients(*args, **kwargs)
+
+    program.ours.inner_optimizer.__class__ = Asserting
+    apply = tf.function(program.apply)
+    apply(program.compute("scale_loss"))
+    gradients = program.compute("scale_loss")
+    is_broken.assign(True)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        apply(gradients)
+    is_broken.assign(False)
+    apply(gradients)
+    assert float(program.v) == 0
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("call", ["minimize", "compute_gradients", "hooks"])
+def test_a_loss_raises_between_the_calls_of_a_step(name, call, mode):
+    program = Program(name)
+    if call == "hooks":
+
+        class Hooked(type(program.ours)):
+            def compute_gradients(self, *args, **kwargs):
+                return super().compute_gradients(*args, **kwargs)
+
+        program.ours.__class__, call = Hooked, "minimize"
+
+    def make():
+        getattr(program.ours, call)(program.loss, [program.v])
+
+    gradients = program.compute("scale_loss")
+    program.raises(make if mode == "eager" else tf.function(make))
+    program.apply(gradients)
+    assert float(program.v) == 0.5
+    scaled = program.compute("get_scaled_loss")
+    program.raises(make if mode == "eager" else tf.function(make))
+    program.apply(program.ours.get_unscaled_gradients(scaled))
+    assert float(program.v) == 0
+    program.whole_step()
+
+
+def test_a_callable_loss_that_raises_was_not_scaled(name):
+    program = Program(name)
+    gradients = program.compute("get_scaled_loss")
+    unscaled = program.ours.get_unscaled_gradients(gradients)
+    program.raises(program.ours.scale_loss(program.loss))
+    program.apply(unscaled)
+    assert float(program.v) == 0.5
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_wrong_arguments_are_no_calls(name, mode):
+    program = Program(name)
+    ours, v = program.ours, program.v
+    wrong = [
+        lambda: ours.scale_loss(tf.constant(1)),
+        lambda: ours.get_scaled_loss([1.0]),
+        lambda: ours.get_unscaled_gradients("abc"),
+        lambda: ours.apply_gradients([(tf.constant(1.0), None)]),
+        lambda: ours.apply_gradients([(None, v)]),
+        lambda: ours.apply([tf.constant(1.0)] * 2, [v]),
+        lambda: ours.minimize(lambda: tf.constant(1), [v]),
+        lambda: ours.minimize(None, [v]),
+        lambda: ours.compute_gradients(lambda: "abc", [v]),
+    ]
+    for i, call in enumerate(wrong):
+        gradients = program.compute("scale_loss")
+        errors = (TypeError, ValueError, AttributeError)
+        program.raises(call if mode == "eager" else tf.function(call), error=errors)
+        program.apply(gradients)
+        assert float(v) == 1 - 0.5 * (i + 1), i
+
+
+def test_a_warning_that_is_an_error(name):
+    program = Program(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
+        scaled = program.compute("get_scaled_loss")
+        program.raises(program.apply, scaled, error=keras_mp.MixedPrecisionWarning)
+        program.apply(program.ours.get_unscaled_gradients(scaled))
+        assert float(program.v) == 0.5
+        program.raises(program.apply, [tf.constant(0.5)], error=keras_mp.MixedPrecisionWarning)
+    program.whole_step()
+
+
+@pytest.mark.parametrize("name_of_call", ["scale", "unscale", "step", "update"])
+@once
+def test_calls_of_a_scaler(name, name_of_call):
+    scaler, v, faults = keras_mp.GradScaler(SCALE), tf.Variable(1.0), Faults()
+    dynamic = keras_mp.GradScaler(keras_mp.DynamicLossScale(SCALE))
+
+    def optimizer(pairs):
+        faults()
+        for gradient, variable in pairs:
+            variable.assign_sub(gradient)
+
+    def fails(call, error=(TypeError, ValueError)):
+        before = float(dynamic.loss_scale()), int(scaler.steps_skipped), float(v)
+        with pytest.raises(error):
+            call()
+        assert before == (float(dynamic.loss_scale()), int(scaler.steps_skipped), float(v))
+
+    for each in (scaler, dynamic):
+        wrong = {
+            "scale": [lambda: each.scale(tf.constant(1)), lambda: each.scale([None])],
+            "unscale": [lambda: each.unscale("abc", optimizer)],
+            "step": [
+                lambda: each.step(optimizer, []),
+                lambda: each.step(7, [(tf.constant(1.0), v)]),
+                lambda: each.step(optimizer, [(None, v)]),
+            ],
+            "update": [lambda: each.update("a"), lambda: each.update(0.5 / 2**30)],
+        }[name_of_call]
+        v.assign(1.0)
+        if name_of_call == "update":
+            wrong.append(each.update)  # There was no step.
+        for call in wrong:
+            fails(call)
+        with tf.GradientTape() as tape:
+            scaled = each.scale(v * 0.5)
+        for call in wrong:
+            fails(call)
+        gradients = [tape.gradient(scaled, v)]
+        if name_of_call == "unscale":
+            gradients = each.unscale(gradients, optimizer)
+            for call in wrong:
+                fails(call)
+        faults.armed = True
+        fails(lambda: each.step(optimizer, zip(gradients, [v])), RuntimeError)
+        for call in wrong:
+            fails(call)
+        each.step(optimizer, zip(gradients, [v]))
+        each.update()
+        assert float(v) == 0.5
+
+
+@once
+def test_a_tape_beside_scale_moves_nothing(name):
+    scaler, v = keras_mp.GradScaler(keras_mp.DynamicLossScale(2.0**20)), tf.Variable(3.0)
+    scaler.scale(v)
+    with keras_mp.LossScaleGradientTape(scaler, persistent=True) as tape:
+        loss = tf.cast(tf.cast(v, tf.float16) ** 2, tf.float32)
+    with pytest.raises(ValueError, match="makes it unclear what is scaled"):
+        tape.gradient(loss, v)
+    assert float(scaler.loss_scale()) == 2.0**20
+
+
+@once
+def test_of_tensorflow_1(name):
+    faults, v = Faults(), tf.Variable(1.0)
+
+    class Breaking(tf.compat.v1.train.GradientDescentOptimizer):
+        def apply_gradients(self, *args, **kwargs):
+            faults()
+            return super().apply_gradients(*args, **kwargs)
+
+    optimizer = keras_mp.compat.v1.LossScaleOptimizer(Breaking(1.0), SCALE)
+    pairs = optimizer.compute_gradients(lambda: v * 0.5, [v])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        faults.armed = True
+        with pytest.raises(RuntimeError, match=BROKEN):
+            optimizer.apply_gradients(pairs)
+        optimizer.apply_gradients(pairs)
+    assert float(v) == 0.5
+
+
+@pytest.mark.parametrize("kind", ["all reduce", "master weights"])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_other_wrappers(name, kind, mode):
+    faults = Faults()
+    inner = breaking(make_optimizer(name, 0.5, momentum=0.5), faults)
+    dtype = tf.bfloat16 if kind == "master weights" else tf.float32
+    v = tf.Variable(1.0, dtype=dtype)
+    wrapper = {
+        "all reduce": keras_mp.AllReduceOptimizer,
+        "master weights": keras_mp.MasterWeightOptimizer,
+    }[kind]
+    optimizer = wrapper(inner)
+    optimizer.build([v])
+
+    def step():
+        optimizer.apply_gradients([(tf.constant(0.5, dtype), v)])
+
+    before = [value(each) for each in (v, *optimizer.variables)]
+    faults.armed = True
+    with pytest.raises(RuntimeError, match=BROKEN):
+        (step if mode == "eager" else tf.function(step))()
+    for now, then in zip((v, *optimizer.variables), before, strict=True):
+        np.testing.assert_array_equal(value(now), then)
+    (step if mode == "eager" else tf.function(step))()
+    assert float(v) == 0.75
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_training_step_that_raises_puts_back_what_the_forward_pass_wrote(name, nested):
+    program = Program(name)
+    statistic = tf.Variable(0.0, trainable=False)
+
+    def step():
+        with keras_mp.training_step(statistic, [program.v]), contextlib.ExitStack() as stack:
+            if nested:
+                stack.enter_context(keras_mp.training_step(program.v))
+            statistic.assign_add(1.0)
+            program.apply(program.compute("scale_loss"))
+
+    program.raises(step)
+    assert float(statistic) == 0
+    step()
+    assert (float(statistic), float(program.v)) == (1, 0.5)
+
+
+def test_fit_in_eager(name):
+    keras_mp.set_global_policy("mixed_float16")
+    faults = Faults()
+    model = tf.keras.Sequential(
+        [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+    )
+    model.compile(breaking(make_optimizer(name), faults), "mse", run_eagerly=True)
+    x, y = np.random.default_rng(0).normal(size=[8, 2]), np.ones([8, 1])
+    model.fit(x, y, batch_size=4, verbose=0)
+
+    def state():
+        scale = model.optimizer.loss_scale
+        others = [*model.optimizer.variables, scale.loss_scale, scale.num_good_steps]
+        return [*model.get_weights(), *map(value, others)]
+
+    before = state()
+    faults.armed = True
+    with pytest.raises(RuntimeError, match=BROKEN):
+        model.fit(x, y, batch_size=4, verbose=0)
+    for now, then in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+    class Breaks(tf.keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            raise RuntimeError(BROKEN)
+
+    with pytest.raises(RuntimeError, match=BROKEN):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[Breaks()])
+    for now, then in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
+        model.fit(x, y, batch_size=4, verbose=0)
+    made = int(value(model.optimizer.iterations)) + int(model.optimizer.steps_skipped)
+    assert made == 4
+
+
+@pytest.mark.parametrize("in_functions", [False, True])
+@once
+def test_threads_of_one_scaler(name, in_functions):
+    count = 4
+    scaler = keras_mp.GradScaler(4.0)
+    variables = [tf.Variable(100.0) for _ in range(count)]
+    optimizers = [tf.compat.v1.train.GradientDescentOptimizer(1.0) for _ in range(count)]
+    unscale = [lambda g, o=o: scaler.unscale([g], o)[0] for o in optimizers]
+    step = [lambda g, o=o, v=v: scaler.step(o, [(g, v)]) for o, v in zip(optimizers, variables)]
+    if in_functions:
+        unscale, step = ([tf.function(each) for each in calls] for calls in (unscale, step))
+    barrier, errors = threading.Barrier(count), []
+    rounds = 30
+
+    def run(i):
+        try:
+            for _ in range(rounds):
+                barrier.wait(60)
+                gradient = unscale[i](tf.constant(4.0))
+                barrier.wait(60)
+                assert bool(step[i](gradient))
+                barrier.wait(60)  # The main thread calls `update`.
+                barrier.wait(60)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    # Traced before, one after the other.
+    scaler.scale(tf.constant(1.0))
+    for i in range(count):
+        assert bool(step[i](unscale[i](tf.constant(4.0))))
+    scaler.update()
+    barrier = threading.Barrier(count + 1)
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    scaler.scale(tf.constant(1.0))
+    for thread in threads:
+        thread.start()
+    with contextlib.suppress(threading.BrokenBarrierError):
+        for _ in range(rounds):
+            barrier.wait(60)
+            barrier.wait(60)
+            barrier.wait(60)
+            scaler.update()
+            scaler.scale(tf.constant(1.0))
+            barrier.wait(60)
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert [float(v) for v in variables] == [100 - (rounds + 1)] * count
+
+
+def test_each_thread_makes_its_own_steps_with_an_optimizer(name):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0), SCALE)
+    variables = [tf.Variable(100.0) for _ in range(2)]
+    optimizer.build(variables)
+    barrier, errors, rounds = threading.Barrier(2), [], 20
+
+    def run(i):
+        v = variables[i]
+        try:
+            for _ in range(rounds):
+                barrier.wait(60)
+                with tf.GradientTape() as tape:
+                    scaled = (optimizer.scale_loss, optimizer.get_scaled_loss)[i](v * 0.5)
+                gradients = [tape.gradient(scaled, v)]
+                barrier.wait(60)
+                if i:
+                    gradients = optimizer.get_unscaled_gradients(gradients)
+                barrier.wait(60)
+                optimizer.apply_gradients(zip(gradients, [v]))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors
+    assert [float(v) for v in variables] == [100 - 0.5 * rounds] * 2
+
+
+def graphs_alive():
+    """Those that the garbage collector has left."""
+    return {id(each): each for each in gc.get_objects() if isinstance(each, tf.Graph)}
+
+
+def step_of_optimizer(name, calls):
+    optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable(1.0)
+    optimizer.build([v])
+
+    def step(factor):
+        if calls == "minimize":
+            optimizer.minimize(lambda: v * factor, [v])
+            return
+        with tf.GradientTape() as tape:
+            scaled = getattr(optimizer, calls)(v * factor)
+        gradients = [tape.gradient(scaled, v)]
+        if calls == "get_scaled_loss":
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, [v]))
+
+    return step, optimizer
+
+
+def step_of_scaler(name, unscales):
+    scaler, v, inner = keras_mp.GradScaler(), tf.Variable(1.0), make_optimizer(name)
+    keras_mp.OptimizerWrapper(inner).build([v])
+
+    def step(factor):
+        with tf.GradientTape() as tape:
+            scaled = scaler.scale(v * factor)
+        gradients = [tape.gradient(scaled, v)]
+        if unscales:
+            gradients = scaler.unscale(gradients)
+        scaler.step(inner, zip(gradients, [v]))
+        scaler.update()
+
+    return step, (scaler, inner)
+
+
+def step_of_tape(name):
+    scaler, v, inner = keras_mp.GradScaler(), tf.Variable(1.0), make_optimizer(name)
+    keras_mp.OptimizerWrapper(inner).build([v])
+
+    def step(factor):
+        with keras_mp.LossScaleGradientTape(scaler) as tape:
+            loss = v * factor
+        scaler.step(inner, [(tape.gradient(loss, v), v)])
+        scaler.update()
+
+    return step, (scaler, inner)
+
+
+def step_on_replicas(name):
+    strategy = mirrored(2)
+    with strategy.scope():
+        optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable(1.0)
+        optimizer.build([v])
+
+    def on_replica(factor):
+        optimizer.minimize(lambda: v * factor, [v])
+
+    return lambda factor: strategy.run(on_replica, (factor,)), (strategy, optimizer)
+
+
+STEPS = {
+    "scale_loss": lambda name: step_of_optimizer(name, "scale_loss"),
+    "get_scaled_loss": lambda name: step_of_optimizer(name, "get_scaled_loss"),
+    "minimize": lambda name: step_of_optimizer(name, "minimize"),
+    "scaler": lambda name: step_of_scaler(name, False),
+    "scaler that unscales": lambda name: step_of_scaler(name, True),
+    "tape": step_of_tape,
+    "replicas": step_on_replicas,
+}
+
+
+# What XLA compiles may keep messages that wait for Python: of one engine for each kind of calls.
+@pytest.mark.parametrize(
+    ("kind", "jit_compile"),
+    [*((kind, False) for kind in STEPS), ("scale_loss", True), ("scaler", True)],
+)
+def test_no_graph_is_kept_alive(name, kind, jit_compile):
+    step, alive = STEPS[kind](name)
+    function = tf.function(step, jit_compile=jit_compile)
+    for is_last in (False, True):  # What is made once, and stays, is made in the first round.
+        before = graphs_alive() if is_last else {}
+        for factor in (1.0, np.nan):
+            function(tf.constant(factor))
+        concrete = function.get_concrete_function(tf.TensorSpec([], tf.float32))
+        graph = weakref.ref(concrete.graph)
+        assert graph() is not None
+        del concrete
+        function = tf.function(lambda factor: step(factor), jit_compile=jit_compile)
+        gc.collect()
+        assert graph() is None
+    left = [each for key, each in graphs_alive().items() if key not in before]
+    assert left == []
+    assert alive
+
+
+def test_fit_keeps_no_graph_alive(name):
+    def fit(policy):
+        keras_mp.set_global_policy(policy)
+        model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+        model.compile(make_optimizer(name), "mse")
+        x = np.ones([8, 2], "float32")
+        model.fit(x, x[:, :1], batch_size=4, verbose=0)
+        model.fit(x * np.nan, x[:, :1], batch_size=4, verbose=0)
+
+    def left_by(policy):
+        fit(policy)
+        gc.collect()
+        before = graphs_alive()
+        fit(policy)
+        gc.collect()
+        left = [each for key, each in graphs_alive().items() if key not in before]
+        return sum(isinstance(each, tf.__internal__.FuncGraph) for each in left)
+
+    assert left_by("mixed_float16") <= left_by("float32")

@@ -1,0 +1,273 @@
+"""A model that no other layer calls returns float32, as exact as `output_dtype="float32"` would."""
+
+from concurrent import futures
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import mirrored, pairs
+
+L = tf.keras.layers
+DTYPES = ["bfloat16", "float16"]
+MODES = {
+    "eager": lambda function: function,
+    "function": tf.function,
+    "jit": lambda function: tf.function(function, jit_compile=True),
+}
+X = np.random.RandomState(0).normal(size=(4, 8)).astype("float32")
+IMAGES = np.random.RandomState(0).normal(size=(2, 8, 8, 3)).astype("float32")
+
+
+class Probabilities(tf.keras.Model):
+    """A subclassed model, as people write them: the softmax is no layer."""
+
+    def __init__(self, head="same", activation=tf.nn.softmax):
+        super().__init__()
+        self.hidden = L.Dense(16, "relu")
+        self.out = L.Dense(5, **head_policy(head))
+        self.activation = activation
+
+    def call(self, x, training=False):
+        return self.activation(self.out(self.hidden(x)))
+
+
+def head_policy(head):
+    if head == "same":
+        return {}
+    return {"dtype": keras_mp.Policy(keras_mp.global_policy().name, output_dtype="float32")}
+
+
+def sequential(head, activation="softmax"):
+    out = L.Dense(5, activation, bias_initializer="normal", **head_policy(head))
+    return tf.keras.Sequential([tf.keras.Input([8]), L.Dense(16, "relu"), out])
+
+
+def functional(head):
+    x = tf.keras.Input([8])
+    h = L.Dense(16, "relu")(x)
+    outputs = {
+        "logits": L.Dense(5, bias_initializer="normal", **head_policy(head))(h),
+        "probability": L.Dense(1, "sigmoid", **head_policy(head))(h),
+    }
+    return tf.keras.Model(x, outputs)
+
+
+def nested(head):
+    x = tf.keras.Input([8])
+    return tf.keras.Model(x, sequential(head)(L.Dense(8, "relu")(x)))
+
+
+def activation_layer(head):
+    out = [L.Dense(5, **head_policy(head)), L.Activation("softmax", **head_policy(head))]
+    return tf.keras.Sequential([tf.keras.Input([8]), L.Dense(16, "relu"), *out])
+
+
+def einsum(head):
+    out = [L.EinsumDense("abc,cd->abd", [None, 3], bias_axes="d", **head_policy(head))]
+    return tf.keras.Sequential([tf.keras.Input([8]), L.Reshape([2, 4]), L.ReLU(), *out])
+
+
+def image(head, layer, *args, **kwargs):
+    out = layer(*args, bias_initializer="normal", **kwargs, **head_policy(head))
+    return tf.keras.Sequential(
+        [tf.keras.Input([8, 8, 3]), L.Conv2D(4, 3, padding="same", activation="relu"), out]
+    )
+
+
+MODELS = {
+    "Sequential": sequential,
+    "sigmoid": lambda head: sequential(head, "sigmoid"),
+    "functional": functional,
+    "subclassed": Probabilities,
+    "nested": nested,
+    "Activation": activation_layer,
+    "EinsumDense": einsum,
+    "Conv2D": lambda head: image(head, L.Conv2D, 2, 3),
+    "SeparableConv2D": lambda head: image(head, L.SeparableConv2D, 2, 3),
+    "Conv2DTranspose": lambda head: image(head, L.Conv2DTranspose, 2, 3),
+}
+
+
+@pytest.mark.parametrize(("name", "mode", "dtype"), pairs(MODELS, MODES, DTYPES))
+def test_outputs_are_those_of_a_float32_last_layer(name, mode, dtype):
+    x = IMAGES if "Conv" in name else X
+    results = []
+    for head in ("same", "float32"):
+        tf.keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(f"mixed_{dtype}"):
+            model = MODELS[name](head)
+        model(x)
+
+        @MODES[mode]
+        def run(x):
+            with tf.GradientTape() as tape:
+                y = model(x)
+                loss = sum(tf.reduce_sum(tf.sin(each * 3)) for each in tf.nest.flatten(y))
+            return y, tape.gradient(loss, model.trainable_variables)
+
+        results.append(run(tf.constant(x)))
+    (found, gradients), (expected, of_expected) = results
+    for a, b in zip(tf.nest.flatten(found), tf.nest.flatten(expected)):
+        assert a.dtype == b.dtype == tf.float32
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(gradients, of_expected):
+        assert a.dtype == tf.float32
+        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02)
+
+
+def model_and_parts(dtype="bfloat16", **policy):
+    with keras_mp.policy_scope(keras_mp.Policy(f"mixed_{dtype}", **policy)):
+        return sequential("same")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_probabilities_sum_to_1_in_predict_fit_and_a_random_choice(dtype):
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        model = Probabilities()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    model.fit(X, np.arange(4), verbose=0)
+    for probabilities in (model.predict(X, verbose=0), model(X).numpy(), model.predict_on_batch(X)):
+        assert probabilities.dtype == np.float32
+        np.testing.assert_allclose(probabilities.sum(1), 1, rtol=1e-6)
+        assert np.random.RandomState(0).choice(5, p=probabilities[0]) in range(5)
+
+
+def test_inside_of_another_model_or_layer_nothing_changes():
+    class Outer(L.Layer):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def call(self, x):
+            seen.append(self.inner(x).dtype)
+            return self.inner(x)
+
+    seen = []
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        inner = sequential("same")
+        x = tf.keras.Input([8])
+        symbolic = inner(x)
+        model = tf.keras.Model(x, L.Dense(2)(Outer(inner)(x)))
+    assert symbolic.dtype == "bfloat16"
+    seen.clear()
+    assert (model(X).dtype, inner(X).dtype) == (tf.float32, tf.float32)
+    assert seen == [tf.bfloat16]
+    with keras_mp.policy_scope("float32"):
+        outer = Outer(inner)
+    assert outer(X).dtype == tf.bfloat16
+
+
+def test_what_ends_in_another_operation_is_cast():
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        x = tf.keras.Input([8])
+        h = L.Dense(8)(x)
+        model = tf.keras.Model(x, [L.ReLU()(h), L.Add()([h, L.Dense(8)(h)]), h])
+        inner = tf.keras.Model(x, list(model.outputs))
+    relu, added, product = model(X)
+    assert (relu.dtype, added.dtype, product.dtype) == (tf.float32,) * 3
+    for rounded in (relu, added):
+        np.testing.assert_array_equal(rounded, tf.cast(tf.cast(rounded, "bfloat16"), "float32"))
+    assert not np.array_equal(product, tf.cast(tf.cast(product, "bfloat16"), "float32"))
+    assert inner(X)[0].dtype == tf.float32
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_a_functional_model_may_end_in_operations_that_are_no_layers(tmp_path, policy):
+    with keras_mp.policy_scope(policy):
+        x = tf.keras.Input([8])
+        model = tf.keras.Model(x, 2.0 * (1.0 - L.Dense(3, "tanh")(x)))
+        file = str(tmp_path / "model.keras")
+        model.save(file)
+    weights = model.get_weights()
+    # Keras does not save the policy of a model.
+    loaded = tf.keras.models.load_model(file)
+    for found in (model(X), model.predict(X, verbose=0), loaded(X)):
+        assert found.dtype == "float32"
+        np.testing.assert_allclose(found, 2 - 2 * np.tanh(X @ weights[0] + weights[1]), atol=2**-5)
+
+
+def test_a_policy_or_the_last_layer_can_say_otherwise(tmp_path):
+    policy = keras_mp.Policy("mixed_bfloat16", model_outputs=None)
+    assert repr(policy) == '<Policy "mixed_bfloat16", model_outputs=None>'
+    assert policy != keras_mp.Policy("mixed_bfloat16")
+    assert keras_mp.Policy.from_config(policy.get_config()) == policy
+    assert policy.compute_dtype == "bfloat16"
+    models = {
+        "policy": model_and_parts(model_outputs=None),
+        "plain": model_and_parts(),
+    }
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        for name, dtype in (("layer", "mixed_float16"), ("its policy", policy)):
+            layers = [tf.keras.Input([8]), L.Dense(3), L.Dense(2, dtype=dtype)]
+            models[name] = tf.keras.Sequential(layers)
+    dtypes = {}
+    for name, model in models.items():
+        file = str(tmp_path / f"{name}.keras")
+        model.save(file)
+        loaded = tf.keras.models.load_model(file)
+        dtypes[name] = model(X).dtype.name
+        assert loaded(X).dtype == model(X).dtype, name
+        np.testing.assert_array_equal(loaded.predict(X), model.predict(X))
+    expected = {"policy": "bfloat16", "plain": "float32", "layer": "float16"}
+    assert dtypes == {**expected, "its policy": "bfloat16"}
+
+
+@pytest.mark.parametrize("wrong", ["bfloat16", tf.float64, 32])
+def test_bad_model_outputs(wrong):
+    with pytest.raises((TypeError, ValueError), match=r"`model_outputs`.*Received: model_outputs="):
+        keras_mp.Policy("mixed_bfloat16", model_outputs=wrong)
+
+
+def test_structures_masks_ragged_tensors_and_others():
+    class Several(tf.keras.Model):
+        def call(self, x):
+            low = tf.cast(x, tf.bfloat16)
+            ragged = tf.RaggedTensor.from_row_lengths(low, [1, 3])
+            return {"a": (low, [x]), "ids": tf.range(2), "none": None, "ragged": ragged}
+
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = Several()
+        masked = tf.keras.Sequential([L.Embedding(5, 4, mask_zero=True), L.Dense(3)])
+    found = model(X)
+    assert found["a"][0].dtype == found["ragged"].dtype == tf.float32
+    assert isinstance(found["a"], tuple)
+    assert found["none"] is None
+    assert found["ids"].dtype == tf.int32
+    y = masked(np.array([[1, 0]]))
+    assert y.dtype == tf.float32
+    np.testing.assert_array_equal(y._keras_mask, [[True, False]])
+
+
+def test_on_replicas_and_exported(tmp_path):
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = model_and_parts()
+    on_replicas = strategy.run(tf.function(lambda: model(X)))
+    for each in strategy.experimental_local_results(on_replicas):
+        np.testing.assert_allclose(each, model(X), rtol=1e-5)
+    model = model_and_parts()
+    model.export(str(tmp_path / "exported"))
+    exported = tf.saved_model.load(str(tmp_path / "exported"))
+    served = exported.serve(X)
+    assert served.dtype == tf.float32
+    np.testing.assert_allclose(tf.reduce_sum(served, 1), 1, rtol=1e-6)
+    np.testing.assert_allclose(served, model(X), rtol=1e-5)
+
+
+def test_other_models_in_the_process_compute_in_16_bits_as_before():
+    model_and_parts()
+    policy = tf.keras.mixed_precision.Policy("mixed_bfloat16")
+    with keras_mp.policy_scope("float32"):
+        layers = [L.Dense(3, "softmax", dtype=policy)]
+        stock = tf.keras.Sequential([tf.keras.Input([8]), *layers])
+    assert stock(X).dtype == tf.bfloat16
+
+
+def test_several_threads_share_a_model():
+    model = model_and_parts()
+    expected = model(X)
+    with futures.ThreadPoolExecutor(4) as pool:
+        for found in pool.map(model, [X] * 20):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
