@@ -21,6 +21,7 @@ _LARGE_SHARE = 0.1
 def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None) -> None:
     """Prints in which dtype each layer of a model computes, keeps its variables and returns.
 
+    The first line says so if the model returns as float32 what its last layers compute in 16 bits.
     Layers inside of others are indented. Numbers in the last column refer to the notes below the
     table, which are about:
 
@@ -121,13 +122,22 @@ class _Place(NamedTuple):
 
 
 def _lines(model: tf.keras.Model) -> Iterator[str]:
-    yield f"Model {model.name!r} ({type(model).__name__}), policy {model.dtype_policy.name}"
-    yield ""
     outputs = layer_paths.output_layers(model, subclassed=True)
     places = [
         _Place(layer, path.count("/"), id(layer) in outputs)
         for path, layer in layer_paths.layers_by_path(model, inputs=True).items()
     ]
+    is_widened = any(
+        place.is_output
+        and place.layer.compute_dtype in _DIGITS
+        and layer_call.returns_float32(model, place.layer.dtype_policy)
+        for place in places
+    )
+    yield (
+        f"Model {model.name!r} ({type(model).__name__}), policy {model.dtype_policy.name}"
+        + (", returns float32" if is_widened else "")
+    )
+    yield ""
     notes: dict[str, int] = {}
     rows: list[tuple[str, ...]] = [
         ("Layer", "Compute", "Variables", "Output", "Parameters", "Notes")

@@ -72,6 +72,25 @@ def test_the_table_of_a_nested_model():
     assert others[1] == "Parameters: 370, trainable: 370"
 
 
+@pytest.mark.parametrize(
+    ("last", "returns"),
+    [
+        (lambda: L.Dense(8), ", returns float32"),
+        (lambda: head(), ", returns float32"),
+        (lambda: L.Dense(8, dtype="float32"), ""),
+        (lambda: L.Dense(8, dtype=UNCHANGED), ""),
+        (lambda: L.Dense(8, dtype="mixed_bfloat16"), ""),
+    ],
+)
+def test_the_dtype_that_the_model_returns(last, returns):
+    keras_mp.set_global_policy("mixed_float16")
+    model = K.Sequential([K.Input([8]), L.Dense(8), last()])
+    is_float32 = model(tf.ones([1, 8])).dtype == tf.float32
+    assert is_float32 or not returns
+    first = table(model)[2][0]
+    assert first == f"Model {model.name!r} (Sequential), policy mixed_float16{returns}"
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("time", "verdict"), [(0.5, "is fast"), (0.92, "brings no gain"), (1.8, "is slow")]
