@@ -339,16 +339,17 @@ def defects() -> dict[str, Defect]:
 def look(tool: str, model: Any, batch: tuple[Any, Any]) -> list[Finding]:
     """Asks one of the tools."""
     from keras_mp import numerics
-    from keras_mp.numerics.audit import audit
-    from keras_mp.numerics.compare import compare
-    from keras_mp.numerics.first_bad_operation import FirstBadOperation
+    from keras_mp.numerics import audit, batches, compare, own_thread
 
+    [made] = batches.listed(model, batch)
     if tool == AUDIT:
-        return [Finding(f.where, f.hazard) for f in audit(model, batch).findings]
+        return [Finding(f.where, f.hazard) for f in audit.audit(model, made)]
     if tool == COMPARE:
-        return [Finding(f.path, f.what) for f in compare(model, *batch).findings]
+        with own_thread.random_numbers():
+            compared = compare.compare(*compare.runners(model, made))
+        return [Finding(f.path, f.what) for f in compared.findings]
     try:
-        with FirstBadOperation(model):
+        with numerics.watch(model):
             model.fit(*batch, batch_size=len(batch[0]), verbose=0)
     except numerics.NotFiniteError as error:
         return [Finding(error.operation.layer, error.operation.operation)]

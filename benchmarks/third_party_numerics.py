@@ -100,14 +100,18 @@ def _with_model(make: Callable[[], Example], dtype: str, tool: Callable[[Example
 def _compare(example: Example) -> dict:
     import tensorflow as tf
 
-    from keras_mp.numerics.compare import compare
+    from keras_mp.numerics import batches, compare, own_thread
 
     def loss_of_its_own(model: Any, x: Any, y: Any) -> Any:
         del y
         return tf.reduce_mean(model(x, training=True).loss)
 
     step = loss_of_its_own if example.labels is None else None
-    comparison = compare(example.model, example.inputs, example.labels, step=step)
+    batch = batches.as_fit_takes_it(example.model, (example.inputs, example.labels))
+    if step is None:
+        batches.build(example.model, batch)
+    with own_thread.random_numbers():
+        comparison = compare.compare(*compare.runners(example.model, batch, step=step))
     result = {"layers": len(comparison.layers), "findings": list(map(str, comparison.findings))}
     for name in ("own_output", "own_gradient", "output", "gradient"):
         distances = [getattr(layer, name) for layer in comparison.layers]
@@ -117,9 +121,9 @@ def _compare(example: Example) -> dict:
 
 
 def _audit(example: Example) -> dict:
-    from keras_mp.numerics.audit import audit
+    from keras_mp.numerics import audit, batches
 
-    found = audit(example.model, example.batch).findings
+    found = audit.audit(example.model, batches.as_fit_takes_it(example.model, example.batch))
     return {"findings": [f"{each.where}: {each.hazard}. {each.why}" for each in found]}
 
 

@@ -69,29 +69,13 @@ class Facts:
 
     @classmethod
     def of(cls, measured: Report | WhatIf, dtype: str, tolerance: float) -> "Facts":
-        """Takes the facts from what was measured.
-
-        Raises:
-            TypeError: it is something else.
-            ValueError: `what_if` has not run the dtype.
-        """
+        """Takes the facts from what was measured."""
         if isinstance(measured, Report):
             noise = measured.noise
             rows = [row for row in measured.rows_in_16_bits if row.key not in noise]
             where = f"in {measured.counted:,} of {measured.step:,} steps"
             return cls(measured, rows, dtype, tolerance, where, "fix the loss scale at")
-        if not isinstance(measured, WhatIf):
-            raise TypeError(
-                "Expected a keras_mp.numerics.Report or Check.what_if; findings "
-                f"have their own cures, `Finding.cure`. Received: {measured!r} (of type "
-                f"{type(measured)})"
-            )
-        if dtype not in measured.dtypes:
-            raise ValueError(
-                f"Expected one of the dtypes that were run, {measured.dtypes}. "
-                f"Received: dtype={dtype!r}"
-            )
-        computed_in, noise = measured.computed_in[dtype], measured.noise
+        computed_in, noise = measured.computed_in, measured.noise
         rows = [
             row._replace(dtype=computed_in[row.key])
             for row in measured.reference.rows
@@ -100,7 +84,7 @@ class Facts:
         losses = {
             scale: {
                 key: lost
-                for key, lost in measured.losses(dtype, scale, tolerance).items()
+                for key, lost in measured.losses(scale, tolerance).items()
                 if key not in noise
             }
             for scale in measured.scales
@@ -110,7 +94,7 @@ class Facts:
         return cls(
             *(measured, rows, dtype, tolerance, *how),
             losses=losses,
-            lost_in_run=measured[dtype, measured.scales[0]],
+            lost_in_run=measured[measured.scales[0]],
             computed_in=computed_in,
             amplification=measured.amplification,
             consumers=measured.consumers,

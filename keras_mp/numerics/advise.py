@@ -29,12 +29,11 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
     if there is one, and measure again, until nothing is lost.
 
     Args:
-        measured: a `Report` of the steps of a training run, or what `what_if` returned. (What
-            `audit` and `compare` find has a cure or a reason already.) The latter knows what each
-            value would have been in float32. In a report of a model in 16 bits, values that were
-            too small are zeros, and nothing is known about them. A sentence says so where that may
-            matter.
-        dtype: "float16" (the default) or "bfloat16".
+        measured: a `Report` of the steps of a training run, or what `what_if` returned. The latter
+            knows what each value would have been in float32. In a report of a model in 16 bits,
+            values that were too small are zeros, and nothing is known about them. A sentence says
+            so where that may matter.
+        dtype: "float16" (the default) or "bfloat16"; the one that `what_if` has run.
         tolerance: float, from 0 to 1. Which share of a gradient may become zero. Defaults to 0.001:
             a few values of a large gradient are always next to zero.
 
@@ -42,9 +41,7 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
         An `Advice`.
 
     Raises:
-        TypeError: `measured` is neither.
-        ValueError: `dtype` is another one, `what_if` has not run it, or the tolerance is not a
-            share.
+        ValueError: `dtype` is another one, or the tolerance is not a share.
 
     Example:
 
@@ -256,12 +253,7 @@ def _about_bfloat16(facts: Facts, is_inside: bool) -> list[str]:
     Histograms do not tell what is lost inside of a layer.
     """
     rows = facts.rows
-    if isinstance(facts.measured, WhatIf) and "bfloat16" in facts.measured.dtypes:
-        in_bfloat16 = Facts.of(facts.measured, "bfloat16", facts.tolerance)
-        has_lost = in_bfloat16.losses[facts.measured.scales[0]]
-        if has_lost or _about_runs(in_bfloat16) is not None:
-            return []
-    elif is_inside:
+    if is_inside:
         return []
     if any(row.dtype == "float16" for row in rows):
         # Nothing is known about what was not finite.

@@ -1,6 +1,5 @@
 """The batches that tools run models on: as tensors, with errors for those that do not fit."""
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -22,7 +21,7 @@ Structure: TypeAlias = (
     tf.Tensor | np.ndarray | Sequence["Structure"] | Mapping[str, "Structure"] | None
 )
 
-# Several batches, as `several` knows them.
+# Several batches, as `listed` knows them.
 Batches: TypeAlias = tf.data.Dataset | Iterator[Any] | Sequence[tuple[Structure, ...]]
 
 
@@ -61,10 +60,8 @@ class NotFinite(NamedTuple):
     size: int
 
 
-def several(
-    x: Structure | Batches, y: Structure = None, sample_weight: Structure = None
-) -> Iterator[tuple[Any, ...]] | None:
-    """Returns the batches if a tool was given several, or None if it was given one.
+def listed(model: tf.keras.Model, batches: Structure | Batches) -> list[Batch]:
+    """Returns the batches that a tool was given, one or several, as `fit` takes them.
 
     Several batches are a `tf.data.Dataset`, a `Sequence` of Keras (`PyDataset`), a generator or
     another iterator, or a list of tuples: a list of arrays is one batch, with an array for each
@@ -72,53 +69,30 @@ def several(
     which is no tuple.
 
     Args:
-        x: what the tool is given as x.
-        y: what it is given as y.
-        sample_weight: what it is given as weights.
+        model: a model of `tf.keras`.
+        batches: one batch or several.
 
     Raises:
-        ValueError: there are labels or weights beside the batches; or there is no batch, or no end
-            of them.
+        TypeError: x is None.
+        ValueError: there is no batch, or no end of them, or one does not suit the model.
     """
-    given: Any = x
-    found: Iterable[Any]
-    if isinstance(given, tf.keras.utils.Sequence):
-        found = (given[i] for i in range(len(given)))
-    elif isinstance(given, tf.data.Dataset | Iterator) or _is_list_of_tuples(given):
-        found = given
-    else:
-        return None
-    if y is not None or sample_weight is not None:
-        raise ValueError(
-            "Several batches contain their labels and weights: expected tuples (x, y) or (x, y, "
-            f"sample_weight). Received: y or sample_weight beside a {type(x).__name__} of batches"
-        )
-    if isinstance(x, tf.data.Dataset) and x.cardinality() == tf.data.INFINITE_CARDINALITY:
+    given: Any = batches
+    if isinstance(given, tf.data.Dataset) and given.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             "Expected a dataset that ends: pass dataset.take(4), for four batches. Received: a "
             "dataset with infinitely many batches"
         )
-    made = (each if isinstance(each, tuple) else (each,) for each in found)
-    first = next(made, None)
-    if first is None:
-        raise ValueError(f"Expected at least one batch. Received: {x!r} without any")
-    return itertools.chain([first], made)
-
-
-def listed(batches: Structure | Batches) -> list[tuple[Any, ...]]:
-    """Returns the batches that a tool was given, one or several, each as a tuple.
-
-    Args:
-        batches: a tuple `(x, y)` or `(x, y, sample_weight)`, or x alone; or what `several` takes.
-    """
-    made = several(batches)
-    if made is not None:
-        return list(made)
-    return [batches if isinstance(batches, tuple) else (batches,)]
-
-
-def _is_list_of_tuples(x: Structure | Batches) -> bool:
-    return isinstance(x, list) and bool(x) and all(isinstance(each, tuple) for each in x)
+    is_list = isinstance(given, list) and bool(given)
+    if isinstance(given, tf.keras.utils.Sequence):
+        found: Iterable[Any] = map(given.__getitem__, range(len(given)))
+    elif isinstance(given, tf.data.Dataset | Iterator):
+        found = given
+    else:
+        found = given if is_list and all(isinstance(each, tuple) for each in given) else [given]
+    made = [as_fit_takes_it(model, each) for each in found]
+    if not made:
+        raise ValueError(f"Expected at least one batch. Received: {batches!r} without any")
+    return made
 
 
 def as_fit_takes_it(

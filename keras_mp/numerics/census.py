@@ -6,18 +6,16 @@ Nothing runs: all of it is read from the graph.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware
 from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as rewrites
-from keras_mp.numerics import batches, census_text, estimates, graphs, origins, own_thread, traces
+from keras_mp.numerics import batches, census_text, graphs, origins, own_thread, traces
 from keras_mp.numerics import work as works
 from keras_mp.numerics.census_text import sums
-from keras_mp.numerics.estimates import Estimate
 from keras_mp.numerics.graphs import Node
 from keras_mp.numerics.results import Result
 from keras_mp.op_autocast import cast_policy, lower_precision
@@ -157,27 +155,6 @@ class Census(Result):
     def runs(self) -> Graph:
         """The graph that runs: the optimized one, where there is one."""
         return self.optimized or self.traced
-
-    def estimate(
-        self,
-        speeds: Mapping[str, Mapping[str, float]] | None = None,
-        bandwidth: float | None = None,
-    ) -> Estimate | None:
-        """Estimates from the speed of the device how fast the function could be.
-
-        Args:
-            speeds: floating-point operations a second, as `keras_mp.hardware.speeds` returns them,
-                which is the default.
-            bandwidth: bytes a second that casts move. By default a cast is timed, in some
-                milliseconds.
-
-        Returns:
-            `Estimate`; None where no speeds are known.
-        """
-        speeds = speeds or hardware.speeds()
-        if speeds is None:
-            return None
-        return estimates.estimate(self.runs, speeds, bandwidth or estimates.bandwidth_of_casts())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns an object with "name", "device", "traced" and "optimized"."""

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -11,16 +13,16 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.conversion import compute_dtypes
+from keras_mp.grappler import optimize
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.model_steps import has_own_train_step
+from keras_mp.numerics import audit, copies, own_thread
 from keras_mp.numerics import batches as batches_of
-from keras_mp.numerics import copies
 from keras_mp.numerics.advice import Advice
 from keras_mp.numerics.advise import advise
-from keras_mp.numerics.audit import Audit, audit
-from keras_mp.numerics.batches import Batches, Structure
-from keras_mp.numerics.compare import compare, compare_records, record
+from keras_mp.numerics.batches import Batch, Batches, Structure
+from keras_mp.numerics.compare import compare, compare_records, record, runners
 from keras_mp.numerics.compare_function import compare_function
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.exponents import round_down
@@ -35,6 +37,9 @@ from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+# What may not be looked at.
+_DISTANCES, _SCALES = "the distances from the reference", "loss scales"
 
 # What follows from these is no finding of its own.
 _CAUSES = (
@@ -51,7 +56,8 @@ class Check(Result):
 
     Attributes:
         name: str. The model's.
-        audit: `Audit`, the hazards of a step.
+        policy: str. The name of the policy that most of its layers have.
+        hazards: tuple of `Finding`s, the hazards of a step.
         comparison: `Comparison` with the reference; None if there is none.
         what_if: `WhatIf`, the runs at loss scales; None if there are none.
         notes: tuple of str. What could not be looked at, and why.
@@ -68,9 +74,10 @@ class Check(Result):
     """
 
     name: str
-    audit: Audit
-    comparison: Comparison | None
-    what_if: WhatIf | None
+    policy: str
+    hazards: tuple[Finding, ...]
+    comparison: Comparison | None = None
+    what_if: WhatIf | None = None
     notes: tuple[str, ...] = ()
     scale_moves: bool = True
     is_of_a_model: bool = True
@@ -78,13 +85,16 @@ class Check(Result):
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is wrong, the cause first; empty for a model that there is nothing to say about."""
-        found = list(self.audit.findings)
-        causes = [each for each in found if each.hazard in _CAUSES]
-        found.sort(key=lambda each: each.hazard not in _CAUSES)
-        if not causes:
+        found = sorted(self.hazards, key=lambda each: each.hazard not in _CAUSES)
+        if not self.has_cause:
             found += [each for each in self._compared() if not _is_named(each.where, found)]
             found += [each for each in self._advised() if not _is_named(each.where, found)]
         return tuple(found)
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether one of the hazards is the cause of whatever else could be found."""
+        return any(each.hazard in _CAUSES for each in self.hazards)
 
     def _compared(self) -> Iterable[Finding]:
         for each in self.comparison.findings if self.comparison else ():
@@ -109,31 +119,29 @@ class Check(Result):
     def _advised(self) -> Iterable[Finding]:
         if self.what_if is None:
             return
-        for dtype in self.what_if.dtypes:
-            advice = advise(self.what_if, dtype, MANY_ZEROS)
-            falls = 0 < (advice.loss_scale or 0.0) < self.what_if.loss_scale
-            is_planned = falls and self.scale_moves and not advice.policies
-            if advice.sentences and not is_planned:
-                where = next(iter(advice.policies), "the loss scale")
-                why = " ".join(advice.sentences)
-                yield Finding(f"numbers that {dtype} loses", where, None, why, _cure(advice))
+        advice = self.advice(MANY_ZEROS)
+        falls = 0 < (advice.loss_scale or 0.0) < self.what_if.loss_scale
+        is_planned = falls and self.scale_moves and not advice.policies
+        if advice.sentences and not is_planned:
+            where = next(iter(advice.policies), "the loss scale")
+            hazard, why = f"numbers that {self.what_if.dtype} loses", " ".join(advice.sentences)
+            yield Finding(hazard, where, None, why, _cure(advice))
 
-    def advice(self, dtype: str | None = None, tolerance: float = 0.001) -> Advice:
+    def advice(self, tolerance: float = 0.001) -> Advice:
         """Returns a loss scale, and policies of layers for `keras_mp.convert`, from the runs.
 
         Each sentence has the numbers that it is based on. After a layer has moved to float32, the
         next one may overflow: act on it, and check again, until nothing is lost.
 
         Args:
-            dtype: "float16" or "bfloat16". Defaults to the first one that the model computes in.
             tolerance: float. Which share of a gradient may become zero. Defaults to 0.001.
 
         Raises:
-            ValueError: the model was not run at loss scales, or not in this dtype.
+            ValueError: the model was not run at loss scales.
         """
         if self.what_if is None:
             raise ValueError(f"The model was not run at loss scales. {' '.join(self.notes)}")
-        return advise(self.what_if, dtype or self.what_if.dtypes[0], tolerance)
+        return advise(self.what_if, self.what_if.dtype, tolerance)
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: a headline, the findings, and what could not be looked at.
@@ -145,22 +153,35 @@ class Check(Result):
         Returns:
             str of several lines, of at most 100 characters each unless `rows` is None.
         """
-        shown = dataclasses.replace(self.audit, findings=self.findings)
-        text = shown.to_text(rows).replace("Audit of", "Check of", 1)
-        notes = [f"Not looked at: {note}" for note in self.notes]
+        found, head = list(self.findings), f"Check of {self.name!r}, policy {self.policy}: "
+        number, hidden = len(found), 0
+        head += f"{number} finding{'s' * (number > 1)}." if found else "nothing found."
         if rows is not None:
-            notes = ["\n".join(text_tables.wrapped(note, "    ")) for note in notes]
-        table = self.comparison.to_text(None) if rows is None and self.comparison else None
-        return "\n\n".join(filter(None, [text, *notes, table]))
+            groups = text_tables.merged(
+                found, lambda each: each.where, lambda each: (each.hazard, each.cure)
+            )
+            hidden = sum(len(group) for _, group in groups[rows:])
+            found = [_first_of(group, where) for where, group in groups[:rows]]
+        texts = [f"[{i}] {each}" for i, each in enumerate(found, 1)]
+        notes = [f"Not looked at: {note}" for note in self.notes]
+        table = [self.comparison.to_text(None)] if rows is None and self.comparison else []
+        if rows is not None:
+            texts, notes = ([_wrapped(each) for each in of] for of in (texts, notes))
+        more = text_tables.more(hidden, "finding")
+        return "\n\n".join([head, *texts, *more, *notes, *table])
 
     def __repr__(self) -> str:
         return f"<Check of {self.name!r}: {len(self.findings)} findings>"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the findings and the comparison, as JSON has them."""
-        described = dataclasses.replace(self.audit, findings=self.findings).to_dict()
-        compared = self.comparison and self.comparison.to_dict()
-        return {**described, "comparison": compared, "notes": list(self.notes)}
+        return {
+            "name": self.name,
+            "policy": self.policy,
+            "findings": [each._asdict() for each in self.findings],
+            "comparison": self.comparison and self.comparison.to_dict(),
+            "notes": self.notes,
+        }
 
     def to_csv(self, path: str | os.PathLike) -> None:
         """Writes a line for each layer, with its distances from the reference.
@@ -193,6 +214,18 @@ class Check(Result):
         return self.comparison
 
 
+def _first_of(group: Sequence[Finding], where: str) -> Finding:
+    """Returns the first of findings that are alike, with a name for the layers of all."""
+    first = group[0]
+    times = f"{len(group)} times. The first: " if len(group) > 1 else ""
+    return first._replace(where=where, why=times + first.why)
+
+
+def _wrapped(text: str) -> str:
+    lines = (text_tables.wrapped(line, "    ") for line in text.splitlines())
+    return "\n".join(itertools.chain.from_iterable(lines))
+
+
 def _check_function(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -207,7 +240,7 @@ def _check_function(
     other = reference if callable(reference) else None
     comparison = compare_function(function, *arguments, reference=other, **how)
     name = comparison.name.removesuffix(f" in {dtype}")
-    return Check(name, Audit(name, dtype, ()), comparison, None, is_of_a_model=False)
+    return Check(name, dtype, (), comparison, is_of_a_model=False)
 
 
 def _cure(advice: Advice) -> str:
@@ -295,13 +328,15 @@ def check(
     """
     if isinstance(model, Record):
         comparison = compare_records(model, reference)
-        return Check(model.name, Audit(model.name, "that of the record", ()), comparison, None)
+        return Check(model.name, "that of the record", (), comparison)
     if callable(model) and not hasattr(model, "compile"):
         arguments = batches if isinstance(batches, tuple) else (batches,)
         return _check_function(model, arguments, policy, reference, context, variables)
     keras_api.check_model(model)
-    made = batches_of.listed(batches)
+    if device is not None:
+        optimize.compute_capability(device)
     narrow = cast(tf.keras.Model, model)
+    made = batches_of.listed(narrow, batches)
     if policy is not None:
         narrow = copies.compiled(narrow, policy)
     dtypes = [name for name in LOW_PRECISION_NAMES if name in compute_dtypes(narrow)]
@@ -310,48 +345,62 @@ def check(
             f"The model {model.name!r} does not compute in 16 bits. Say which policy to try: pass "
             f'policy="mixed_float16", or "mixed_bfloat16". Received: policy={policy!r}'
         )
-    audited = Audit.of_batches([audit(narrow, each, device) for each in made])
-    notes: dict[str, str] = {}  # What could not be looked at, by the reason.
-    how: dict[str, Any] = {"loss": loss, "step": step, "training": training}
+    found = [audit.audit(narrow, each, device) for each in made]
+    checked = Check(narrow.name, audit.policy_of(narrow), tuple(audit.of_batches(found)))
+    has_own_step = has_own_train_step(narrow)
+    notes: dict[str, list[str]] = {}  # What could not be looked at, by the reason.
 
-    def compared() -> Comparison:
-        if isinstance(reference, Record):
-            return compare_records(record(narrow, *made[0], **how), reference)
-        found = [compare(narrow, *each, reference=reference, **how) for each in made]
-        return Comparison.of_batches(found)
-
-    def run_at_scales() -> WhatIf | None:
-        is_known = loss is not None or getattr(narrow, "loss", None)
-        if step is not None or not is_known or len(made[0]) < 2 or made[0][1] is None:
-            return None
-        first = INITIAL_LOSS_SCALE if "float16" in dtypes else 1.0
-        now = round_down(scale_in_training(narrow) or first)
-        wanted = sorted({*map(float, scales), now})
-        found = [what_if(narrow, *each, loss=loss, dtypes=dtypes, scales=wanted) for each in made]
-        return WhatIf.of_batches(found)
-
-    def noted(look: Callable[[], Any], what: str) -> Any:
+    def look(what: str, see: Callable[[], Any]) -> Any:
         """Calls a function, and notes why it cannot look at this model."""
         try:
-            return look()
+            return see()
         except ValueError as error:
             text, _, _ = str(error).partition(" Received: ")
             # What a `train_step` does with a batch need not be what `call` does.
-            if not audited.findings and "cannot be converted" not in text and not has_own_step:
+            if not checked.hazards and "cannot be converted" not in text and not has_own_step:
                 raise
-            reason = batches_of.reason(ValueError(text))
-            if not has_cause:
-                notes[reason] = f"{notes[reason]}, and {what}" if reason in notes else what
+            # What is not finite in float32 either is compared with nothing, and the cause says so.
+            if not checked.has_cause:
+                notes.setdefault(batches_of.reason(ValueError(text)), []).append(what)
             return None
 
-    has_own_step = has_own_train_step(narrow)
-    # What is not finite in float32 either is compared with nothing, and the cause says so.
-    has_cause = any(each.hazard in _CAUSES for each in audited.findings)
-    comparison = noted(compared, "the distances from the reference")
-    if comparison is not None and not comparison.is_judged and not has_cause:
-        notes["The loss of the reference is not finite either."] = "the distances"
-    at_scales = noted(run_at_scales, "loss scales") if dtypes else None
+    how: dict[str, Any] = {"loss": loss, "step": step, "training": training}
+    is_known = loss is not None or getattr(narrow, "loss", None)
+    first = INITIAL_LOSS_SCALE if "float16" in dtypes else 1.0
+    now = round_down(scale_in_training(narrow) or first)
+    wanted = sorted({*map(float, scales), now})
+
+    def look_at(batch: Batch) -> tuple[Comparison | None, WhatIf | None]:
+        pair = functools.cache(
+            lambda in_float32: runners(narrow, batch, "float32" if in_float32 else reference, **how)
+        )
+
+        def compared() -> Comparison:
+            if isinstance(reference, Record):
+                return compare_records(record(narrow, *batch, **how), reference)
+            if step is None:
+                batches_of.build(narrow, batch)
+            with own_thread.random_numbers():
+                return compare(*pair(reference == "float32"))
+
+        def run_at_scales() -> WhatIf:
+            with own_thread.random_numbers():
+                return what_if(*pair(True), dtypes[0], wanted)
+
+        can_run = dtypes and step is None and is_known and batch.y is not None
+        return look(_DISTANCES, compared), look(_SCALES, run_at_scales) if can_run else None
+
+    # A record is one of a single batch.
+    looked_at = map(look_at, made[:1] if isinstance(reference, Record) else made)
+    comparisons, at_scales = ([each for each in of if each] for of in zip(*looked_at))
+    comparison = Comparison.of_batches(comparisons) if comparisons else None
+    if comparison is not None and not comparison.is_judged and not checked.has_cause:
+        notes["The loss of the reference is not finite either."] = ["the distances"]
     scales_of = [each.loss_scale for each in wrappers_among(getattr(narrow, "optimizer", None))]
-    moves = all(isinstance(each, DynamicLossScale) for each in scales_of)
-    noted_reasons = tuple(f"{what}. {reason}" for reason, what in notes.items())
-    return Check(narrow.name, audited, comparison, at_scales, noted_reasons, moves)
+    return dataclasses.replace(
+        checked,
+        comparison=comparison,
+        what_if=WhatIf.of_batches(at_scales) if at_scales else None,
+        notes=tuple(f"{', and '.join(dict.fromkeys(of))}. {why}" for why, of in notes.items()),
+        scale_moves=all(isinstance(each, DynamicLossScale) for each in scales_of),
+    )

@@ -17,10 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api
 from keras_mp.conversion import compute_dtypes, convert
 from keras_mp.numerics import batches, own_share, own_thread, records
-from keras_mp.numerics.batches import Batches, Structure
+from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.layer_calls import RandomNumbers
@@ -32,19 +31,36 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
 
-def compare(
+def runners(
     model: tf.keras.Model,
-    x: Structure | Batches,
-    y: Structure = None,
-    sample_weight: Structure = None,
-    *,
-    policy: Any = None,
+    batch: Batch,
     reference: Any = "float32",
     loss: GivenLoss | None = None,
     step: Callable[..., tf.Tensor] | None = None,
-    loss_scale: float | None = None,
     training: bool = True,
-) -> Comparison:
+) -> tuple[Runner, Runner]:
+    """Returns what runs a model, and what runs its reference, with the same random numbers.
+
+    Args:
+        model: of `tf.keras`, built.
+        batch: Batch.
+        reference: a policy for a copy of the model, or a model with the same layers.
+        loss: as for `check`.
+        step: as for `check`.
+        training: as for `check`.
+    """
+    numbers = RandomNumbers()
+
+    def runner(each: tf.keras.Model, is_a_copy: bool) -> Runner:
+        value = loss_of(each, model, batch, loss, is_a_copy)
+        return Runner(each, batch, value, numbers=numbers, step=step, training=training)
+
+    is_given = isinstance(reference, tf.keras.Model)
+    wide = reference if is_given else convert(model, reference)
+    return runner(model, False), runner(wide, not is_given)
+
+
+def compare(narrow: Runner, wide: Runner) -> Comparison:
     """Runs a model in 16 bits and in float32, and says where the two part.
 
     Both runs have the same weights, the same batch and the same random numbers, and go forwards and
@@ -62,79 +78,28 @@ def compare(
     it is halved until they do not, as training would do.
 
     Args:
-        model: of `tf.keras`. If it computes in 16 bits, it is run as it is, and a copy in float32;
-            otherwise a copy in `policy`, and the model itself.
-        x: the inputs of a batch, as the model takes them. Or several batches, as
-            `keras_mp.numerics.batches.several` knows them: a `tf.data.Dataset`, a generator, or a
-            list of tuples `(x, y)` or `(x, y, sample_weight)`. Labels and weights are in them then.
-        y: its labels. Without them, or without a loss, the loss is a sum of the outputs with random
-            signs.
-        sample_weight: weights for the loss.
-        policy: what `keras_mp.set_global_policy` takes, for a model that is not in 16 bits.
-        reference: what to compare with: a policy, or a model with the same layers, such as one with
-            the weights of another checkpoint. Defaults to "float32".
-        loss: a loss of `tf.keras`, by name or not, or a function of labels and predictions.
-            Built-in losses compute in float32. Defaults to what the model was compiled with.
-        step: for training loops of your own. Called with a model, `x` and `y`; calls the model and
-            returns the loss, a scalar. Then `loss` is not used.
-        loss_scale: float, above 0. To begin with; see above.
-        training: bool. Whether layers are called with `training=True`.
+        narrow: Runner of the model.
+        wide: Runner of the reference, with the same random numbers.
 
     Returns:
-        A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table. Of
-        several batches it has the worst distances, `batches` those of each, and `mean` the means.
+        A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
 
     Raises:
-        TypeError: x is None.
-        ValueError: neither model computes in 16 bits, the two do not call the same layers, there
-            are no samples, x is a list with more or fewer parts than the model has inputs, or
-            numbers of the batch are not finite and so the loss is not either.
-
-    Example:
-
-    >>> layers = tf.keras.layers
-    >>> class Mean(layers.Layer):
-    ...     def call(self, x):
-    ...         return tf.reduce_sum(x, axis=1) / 1000
-    >>> model = tf.keras.Sequential([tf.keras.Input([1000, 1]), Mean(name="mean")], name="model")
-    >>> batch = tf.fill([2, 1000, 1], 90.0)
-    >>> comparison = keras_mp.numerics.compare.compare(model, batch, policy="mixed_float16")
-    >>> comparison.first.path
-    'mean'
-    >>> comparison.first.what
-    'overflow: Sum, a sum over 1,000 values, reaches 9e+04; the largest float16 is 65,504'
+        ValueError: the two do not call the same layers, or numbers of the batch are not finite and
+            so the loss is not either.
     """
-    keras_api.check_model(model)
-    several = batches.several(x, y, sample_weight)
-    if several is not None:
-        how = {"policy": policy, "reference": reference, "loss": loss, "step": step}
-        how |= {"loss_scale": loss_scale, "training": training}
-        return Comparison.of_batches([compare(model, *batch, **how) for batch in several])
-    batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
-    if step is None:
-        batches.build(model, batch)
-    with own_thread.random_numbers():
-        numbers = RandomNumbers()
-        runners = []
-        for each in _both(model, policy, reference):
-            is_a_copy = each is not model and each is not reference
-            value = loss_of(each, model, batch, loss, is_a_copy)
-            runners.append(
-                Runner(each, batch, value, numbers=numbers, step=step, training=training)
-            )
-        narrow, wide = runners
-        with Progress("compare", parts=4) as progress:
-            progress.begin("in 16 bits")
-            run = narrow.run_as_trained(loss_scale)
-            progress.begin("the reference")
-            other = wide.run()
-            check_finite(other, batch, needs_loss=False)
-            check_same_calls(run, other)
-            progress.begin("the reference, with noise")
-            references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
-            layers, findings = compare_layers(list(zip(records.layers_of(run), references)))
-            progress.begin("each layer by itself")
-            layers, own = own_share.judge(layers, run, other, numbers)
+    with Progress("compare", parts=4) as progress:
+        progress.begin("in 16 bits")
+        run = narrow.run_as_trained()
+        progress.begin("the reference")
+        other = wide.run()
+        check_finite(other, wide.batch, needs_loss=False)
+        check_same_calls(run, other)
+        progress.begin("the reference, with noise")
+        references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
+        layers, findings = compare_layers(list(zip(records.layers_of(run), references)))
+        progress.begin("each layer by itself")
+        layers, own = own_share.judge(layers, run, other, narrow.numbers)
     return Comparison(
         name=_describe(narrow.model),
         reference=_describe(wide.model),
@@ -153,28 +118,27 @@ def record(
     *,
     loss: GivenLoss | None = None,
     step: Callable[..., tf.Tensor] | None = None,
-    loss_scale: float | None = None,
     training: bool = True,
     seed: int = 0,
 ) -> Record:
     """Runs a model and keeps what each layer returned, and the gradients, to compare them later.
 
     Use it for runs that cannot be made side by side: of two commits, two machines, two versions of
-    TensorFlow, two checkpoints. Save the record, and pass it to `compare_records` with another one.
+    TensorFlow, two checkpoints. Save the record, and pass it to `check` with another one.
     Of a large tensor, a sample of 65,536 numbers is kept.
 
     Args:
-        model: as for `compare`. It is run as it is.
-        x: as for `compare`.
-        y: as for `compare`.
-        sample_weight: as for `compare`.
-        loss: as for `compare`.
-        step: as for `compare`.
-        loss_scale: as for `compare`.
-        training: as for `compare`.
+        model: of `tf.keras`. It is run as it is.
+        x: the inputs of a batch.
+        y: its labels. Without them, or without a loss, the loss is a sum of the outputs with random
+            signs.
+        sample_weight: weights for the loss.
+        loss: as for `check`.
+        step: as for `check`.
+        training: as for `check`.
         seed: int, of the random numbers, which two dtypes take different ones of: record both runs
-            with `training=False`, or in the same dtype, or use `compare`. Those of the program go
-            on as if nothing had been recorded.
+            with `training=False`, or in the same dtype, or use `check`. Those of the program go on
+            as if nothing had been recorded.
 
     Returns:
         A `Record`.
@@ -187,8 +151,8 @@ def record(
     >>> keras_mp.numerics.record(model, tf.ones([3, 4])).save(path)
     >>> today = keras_mp.numerics.Record.load(path)
     >>> now = keras_mp.numerics.record(model, tf.ones([3, 4]))
-    >>> keras_mp.numerics.compare.compare_records(now, today).findings
-    []
+    >>> keras_mp.numerics.check(now, reference=today).findings
+    ()
     """
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     if step is None:
@@ -196,7 +160,7 @@ def record(
     with own_thread.random_numbers(seed):
         value, numbers = loss_of(model, model, batch, loss, is_a_copy=False), RandomNumbers()
         runner = Runner(model, batch, value, numbers=numbers, step=step, training=training)
-        run = runner.run_as_trained(loss_scale)
+        run = runner.run_as_trained()
         check_finite(run, batch, needs_loss=False)
         layers = records.explained_layers(runner, run, UNIT_ROUNDOFF[run.dtype])
     return Record(_describe(model), layers, run.loss, run.loss_scale)
@@ -245,24 +209,6 @@ def _pairs(run: Record, reference: Record) -> list[tuple[LayerRecord, LayerRecor
         return list(zip(run.layers, reference.layers))
     others = {layer.path: layer for layer in reference.layers}
     return [(each, others[each.path]) for each in run.layers if each.path in others]
-
-
-def _both(
-    model: tf.keras.Model, policy: Any, reference: Any
-) -> tuple[tf.keras.Model, tf.keras.Model]:
-    """Returns the model in 16 bits, and the reference."""
-    dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
-    is_narrow = not dtypes.isdisjoint(LOW_PRECISION_NAMES)
-    has_reference = isinstance(reference, tf.keras.Model)
-    if policy is None and not is_narrow and not has_reference:
-        raise ValueError(
-            f"The model {model.name!r} does not compute in 16 bits. Say which policy to try: pass "
-            'policy="mixed_float16", or "mixed_bfloat16". Received: policy=None'
-        )
-    narrow = model if policy is None else convert(model, policy)
-    if has_reference:
-        return narrow, reference
-    return narrow, model if not is_narrow and reference == "float32" else convert(model, reference)
 
 
 def _describe(model: tf.keras.Model) -> str:

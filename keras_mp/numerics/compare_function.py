@@ -46,7 +46,6 @@ def compare_function(
     context: Callable[[str], contextlib.AbstractContextManager] | None = autocast,
     reference: Callable[..., Any] | None = None,
     variables: tf.Module | Iterable[tf.Variable] | None = None,
-    loss_scale: float | None = None,
 ) -> Comparison:
     """Runs a function in 16 bits and in float32, and says which operation is the first to part.
 
@@ -74,8 +73,9 @@ def compare_function(
         variables: a `tf.Module`, or an iterable of the variables that the function uses. They are
             put back to what they were. Defaults to the trainable ones that it reads; then other
             states that it assigns are not put back, nor what it assigns before it reads it.
-        loss_scale: float, above 0. The loss is multiplied by it. Defaults to 2 ** 15 in float16,
-            and 1 in bfloat16. If gradients overflow, it is halved until they do not.
+
+    The loss is multiplied by 2 ** 15 in float16. If gradients overflow, it is halved until they do
+    not.
 
     Returns:
         A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
@@ -83,7 +83,7 @@ def compare_function(
     Raises:
         TypeError: `function` cannot be called, or `variables` are others than these.
         ValueError: nothing is computed in 16 bits, nothing that is floating point is returned, or
-            the dtype or the loss scale is another one.
+            the dtype is another one.
 
     Example:
 
@@ -111,7 +111,7 @@ def compare_function(
     under = contextlib.nullcontext if context is None else lambda: context(dtype)
     held = _held(function, args, variables, under)
     narrow = _FunctionRunner(function, args, held, numbers, under)
-    run = narrow.run_as_trained(_LOSS_SCALES[dtype] if loss_scale is None else loss_scale)
+    run = narrow.run_as_trained(_LOSS_SCALES[dtype])
     dtypes = {each.dtype for call in run.calls for each in (*call.inputs, *call.outputs)}
     if dtypes.isdisjoint(LOW_PRECISION):
         raise ValueError(

@@ -5,12 +5,13 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from keras_mp.numerics.distances import LIMIT, Distance
 from keras_mp.numerics.results import Result
-from keras_mp.support import json_text, text_tables
+from keras_mp.support import text_tables
 
 _EXPLAINED = "Rounding explains all differences."
 
@@ -131,19 +132,12 @@ class Comparison(Result):
         return cls(
             first.name,
             first.reference,
-            _joined(found, Distance.worst),
+            _joined(found),
             list(findings.values()),
-            (_mean(each.losses[0] for each in found), _mean(each.losses[1] for each in found)),
+            (fmean(each.losses[0] for each in found), fmean(each.losses[1] for each in found)),
             min(each.loss_scale for each in found),
             tuple(found),
         )
-
-    @property
-    def mean(self) -> "Comparison":
-        """The comparison with the mean distances of all batches."""
-        if not self.batches:
-            return self
-        return dataclasses.replace(self, layers=_joined(self.batches, _mean_distance))
 
     @property
     def first(self) -> Difference | None:
@@ -207,10 +201,7 @@ class Comparison(Result):
 
         Infinity is the string "inf", since JSON has no such number.
         """
-        described = json_text.plain(dataclasses.asdict(self))
-        if not self.batches:
-            del described["batches"]
-        return described
+        return dataclasses.asdict(self)
 
     def plot(self, axes: Any = None) -> Any:
         """Draws how far the runs are apart, from the first layer to the last.
@@ -316,10 +307,8 @@ class Comparison(Result):
         return text_tables.shortened(header, cells, rows, left=(0, 1))
 
 
-def _joined(
-    found: Sequence[Comparison], join: Callable[[list[Distance]], Distance | None]
-) -> list[ComparedLayer]:
-    """Combines the rows of each call of a layer, one for each batch."""
+def _joined(found: Sequence[Comparison]) -> list[ComparedLayer]:
+    """Returns the worst of the rows of each call of a layer, one for each batch."""
     calls: dict[tuple[str, int], list[ComparedLayer]] = {}
     for one in found:
         counts: Counter[str] = Counter()
@@ -332,18 +321,9 @@ def _joined(
             side: [each for row in rows if (each := getattr(row, side)) is not None]
             for side in _SIDES
         }
-        distances = {side: join(each) if each else None for side, each in known.items()}
+        distances = {side: Distance.worst(each) for side, each in known.items()}
         joined.append(dataclasses.replace(rows[0], **distances))
     return joined
-
-
-def _mean_distance(distances: list[Distance]) -> Distance:
-    return Distance(*map(_mean, zip(*map(dataclasses.astuple, distances))))
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
 
 
 def _noise_cells(distance: Distance | None) -> tuple[str, str]:

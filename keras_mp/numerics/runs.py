@@ -98,16 +98,21 @@ class Runner:
         self.model: Any = model
         self.batch, self.numbers = batch, numbers
         self._loss, self._step, self._training = loss, step, training
+        self._first: Run | None = None
 
     def run(self, loss_scale: float = 1.0, noise: Noise | None = None) -> Run:
-        """Runs the model forwards and backwards, in eager.
+        """Runs the model forwards and backwards, in eager. The first run is kept, for all tools.
 
         Args:
             loss_scale: float. The loss is multiplied by it.
             noise: Noise on inputs and weights, and on what each layer returns.
         """
         if noise is None:
-            return self._run(self.batch, loss_scale, Watch(self.numbers))
+            if self._first is not None and self._first.loss_scale == loss_scale:
+                return self._first
+            run = self._run(self.batch, loss_scale, Watch(self.numbers))
+            self._first = self._first or run
+            return run
         with noise.on_weights(self.model):
             batch = self.batch._replace(x=noise.on_inputs(self.batch.x))
             return self._run(batch, loss_scale, Watch(self.numbers, noise.both_ways))
@@ -117,15 +122,8 @@ class Runner:
 
         Args:
             loss_scale: the first one; None for that with which the model would begin to train.
-
-        Raises:
-            ValueError: the loss scale is not positive, or not finite.
         """
-        if loss_scale is not None and not 0 < loss_scale < math.inf:
-            raise ValueError(
-                f"Expected a positive, finite loss scale. Received: loss_scale={loss_scale!r}"
-            )
-        scale = first_scale(self.model) if loss_scale is None else float(loss_scale)
+        scale = first_scale(self.model) if loss_scale is None else loss_scale
         while True:
             run = self.run(scale)
             if scale <= 1 or not math.isfinite(run.loss) or run.is_finite():

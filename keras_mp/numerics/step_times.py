@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api, layer_paths
 from keras_mp.conversion import convert
 from keras_mp.numerics import batches, copies, op_times, own_thread
-from keras_mp.numerics.estimates import Change, milliseconds
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
 from keras_mp.support import messages, text_tables, turns
@@ -19,6 +18,24 @@ from keras_mp.support.progress import Progress
 _WARM_UP, _PROFILED = 2, 3
 # A smaller share cannot be told from noise.
 _LEAST = 0.03
+
+
+class Change(NamedTuple):
+    """A change that would make a function faster.
+
+    Attributes:
+        what: str. What to change.
+        seconds: float. What a call would gain.
+
+    Example:
+
+    >>> from keras_mp.numerics.step_times import Change
+    >>> Change("compute 'dense' in bfloat16", 0.001).seconds
+    0.001
+    """
+
+    what: str
+    seconds: float
 
 
 class StepTimes(NamedTuple):
@@ -54,18 +71,18 @@ class StepTimes(NamedTuple):
     def __str__(self) -> str:
         total = sum(self.classes.values()) or 1.0
         rows = [
-            (name, milliseconds(seconds), f"{seconds / total:.0%}")
+            (name, _milliseconds(seconds), f"{seconds / total:.0%}")
             for name, seconds in sorted(self.classes.items(), key=lambda item: -item[1])
             if seconds
         ]
         lines = [
-            f"A step of {self.name!r} takes {milliseconds(self.seconds)}. Its operations take, by "
+            f"A step of {self.name!r} takes {_milliseconds(self.seconds)}. Its operations take, by "
             "class, in all threads together:",
             *text_tables.aligned(rows),
         ]
         if self.changes:
             lines.append("What saves most, each tried alone on a copy of the model:")
-            lines += [f"  {milliseconds(each.seconds)}: {each.what}" for each in self.changes]
+            lines += [f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes]
         else:
             lines.append(f"Nothing that was tried saves {100 * _LEAST:.0f} % or more.")
         failed = {what: error for what, error in self.tried.items() if isinstance(error, str)}
@@ -217,3 +234,8 @@ def _name_update(optimizer: tf.keras.optimizers.Optimizer) -> None:
             return update(*args, **kwargs)
 
     vars(optimizer).update({name: in_scope})
+
+
+def _milliseconds(seconds: float) -> str:
+    """Returns a time in words, such as "2.5 ms"."""
+    return f"{seconds * 1000:.3g} ms"

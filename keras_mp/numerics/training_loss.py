@@ -1,7 +1,7 @@
 """The loss that a model is trained with, and its loss scale."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,6 @@ Loss = Callable[[Batch, Structure], tf.Tensor]
 
 # A loss of `tf.keras`, by name or not, or a function of labels and predictions.
 GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
-
-# The same, or one for each output, as `compile` takes them.
-GivenLosses = GivenLoss | Sequence[GivenLoss] | Mapping[str, GivenLoss]
 
 
 def loss_of(

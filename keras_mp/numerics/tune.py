@@ -117,6 +117,7 @@ def tune(
     if not 0 < tolerance < math.inf:
         raise ValueError(f"Expected a tolerance above 0. Received: tolerance={tolerance!r}")
     given, aside = _divided(model, batches, held_out)
+    made = [*given, *aside]
     with own_thread.random_numbers(seed):
         reference = convert(model, "float32")
         units = _units(reference)
@@ -128,7 +129,6 @@ def tune(
                 "Expected at least one layer that may compute in 16 bits. Received: "
                 f"include={include!r}, leave_out={leave_out!r}, of the layers {list(units)}"
             )
-        made = [batches_of.as_fit_takes_it(model, batch) for batch in (*given, *aside)]
         # Before the search compiles the model, so that only the forward pass is counted.
         work = _multiplications(reference, units, made[0])
 
@@ -168,18 +168,18 @@ def tune(
 
 def _divided(
     model: tf.keras.Model, batches: Structure | Batches, held_out: Structure | Batches | None
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Batch], list[Batch]]:
     """Returns the batches to search with, and those to hold out."""
-    given = batches_of.listed(batches)
+    given = batches_of.listed(model, batches)
     if held_out is not None:
-        return given, batches_of.listed(held_out)
+        return given, batches_of.listed(model, held_out)
     if len(given) == 1:
-        return _cut(batches_of.as_fit_takes_it(model, given[0]))
+        return _cut(given[0])
     count = math.ceil(len(given) / _HELD_OUT)
     return given[:-count], given[-count:]
 
 
-def _cut(batch: Batch) -> tuple[list[Any], list[Any]]:
+def _cut(batch: Batch) -> tuple[list[Batch], list[Batch]]:
     """Cuts one batch into two, the second one to be held out."""
     parts = [each for each in tf.nest.flatten(tuple(batch)) if each is not None]
     sizes = {each.shape[0] if tf.is_tensor(each) and each.shape.rank else 0 for each in parts}
@@ -191,10 +191,8 @@ def _cut(batch: Batch) -> tuple[list[Any], list[Any]]:
         )
     end = size - math.ceil(size / _HELD_OUT)
 
-    def rows(start: int, end: int) -> tuple[Any, ...]:
-        return tf.nest.map_structure(
-            lambda each: None if each is None else each[start:end], tuple(batch)
-        )
+    def rows(start: int, end: int) -> Batch:
+        return tf.nest.map_structure(lambda each: None if each is None else each[start:end], batch)
 
     return [rows(0, end)], [rows(end, size)]
 

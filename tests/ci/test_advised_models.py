@@ -11,9 +11,9 @@ import keras_mp
 from keras_mp.numerics.advise import advise
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.report_rows import OUTPUT, TOLERANCE
-from keras_mp.numerics.what_if import what_if
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from tests.ci.advised_models import HEALTHY, SUFFERING
+from tests.numerics.tools import what_if
 
 SCALES = [1.0, 2.0**8, INITIAL_LOSS_SCALE]
 IN_FLOAT32 = re.compile(r"^Run `(.+?)` in float32: ")
@@ -35,12 +35,12 @@ WEIGHTS = re.compile(
 
 def run(case, model, dtype, scales):
     x, y = case.batch()
-    return what_if(model, x, y, loss=case.loss, dtypes=[dtype], scales=scales)
+    return what_if(model, x, y, loss=case.loss, dtype=dtype, scales=scales)
 
 
-def lost_outputs(result, dtype):
+def lost_outputs(result):
     """The layers that lose what they return: no healthy layer here is off by a tenth of that."""
-    of_run = result[dtype, result.scales[0]]
+    of_run = result[result.scales[0]]
     return {
         path
         for (kind, path), lost in of_run.items()
@@ -54,7 +54,7 @@ def do(case, model, advice, dtype):
     if advice.policies:
         after = keras_mp.convert(model, advice.policies)
         lost_before, lost_after = (
-            lost_outputs(run(case, each, dtype, [1.0]), dtype) for each in (model, after)
+            lost_outputs(run(case, each, dtype, [1.0])) for each in (model, after)
         )
     for sentence in advice.sentences:
         layer, scale = IN_FLOAT32.match(sentence), SCALE.search(sentence)
@@ -77,19 +77,19 @@ def do(case, model, advice, dtype):
             assert advice.loss_scale == best
             result = run(case, after, dtype, [low, best, high])
             for each in (low, best, high):
-                lossy = result.losses(dtype, each, TOLERANCE)
+                lossy = result.losses(each, TOLERANCE)
                 assert not set(lossy) - result.noise, (each, lossy)
         at = AT.search(sentence)
         if at:
             result = run(case, model, dtype, [2.0 ** int(at[1])])
             path = re.search("`(.+?)`", at[3])[1]
             kind = "output gradient" if "output" in at[3] else "gradient"
-            lost = result[dtype, 2.0 ** int(at[1])][kind, path]
+            lost = result[2.0 ** int(at[1])][kind, path]
             assert lost.infinite if at[4] == "beyond" else lost.zero
         if BFLOAT16.match(sentence):
             in_bfloat16 = keras_mp.convert(model, "mixed_bfloat16")
             result = run(case, in_bfloat16, "bfloat16", [1.0])
-            assert not lost_outputs(result, "bfloat16")
+            assert not lost_outputs(result)
             assert advise(result, "bfloat16").sentences == []
     return after
 
@@ -98,7 +98,7 @@ def do(case, model, advice, dtype):
 def test_a_model_that_follows_advice_to_its_end_loses_nothing(name):
     case = SUFFERING[name]
     model, dtype = case.model(), case.dtype
-    assert lost_outputs(run(case, model, dtype, SCALES), dtype) or case.factor != 1
+    assert lost_outputs(run(case, model, dtype, SCALES)) or case.factor != 1
     scale = INITIAL_LOSS_SCALE
     for _ in range(6):
         advice = advise(run(case, model, dtype, SCALES), dtype)
@@ -110,8 +110,8 @@ def test_a_model_that_follows_advice_to_its_end_loses_nothing(name):
             model.compile(keras_mp.LossScaleOptimizer("sgd", scale))
     assert advice == ([], {}, None)
     result = run(case, model, dtype, [scale if dtype == "float16" else 1.0])
-    assert not lost_outputs(result, dtype)
-    lossy = result.losses(dtype, result.scales[0], TOLERANCE)
+    assert not lost_outputs(result)
+    lossy = result.losses(result.scales[0], TOLERANCE)
     assert not set(lossy) - result.noise
     x, _ = case.batch()
     exact = keras_mp.convert(model, "float32")
@@ -189,7 +189,7 @@ def test_a_report_of_infinite_gradients_has_the_loss_scale_move_which_finds_one(
     assert str(advice) == "Nothing is lost."
     found = float(moving.loss_scale)
     result = run(case, model, "float16", [found])
-    assert not set(result.losses("float16", found, TOLERANCE)) - result.noise
+    assert not set(result.losses(found, TOLERANCE)) - result.noise
 
 
 def test_a_report_of_gradients_of_which_some_are_infinite_names_a_scale_that_is_good():
@@ -201,7 +201,7 @@ def test_a_report_of_gradients_of_which_some_are_infinite_names_a_scale_that_is_
     assert advice.loss_scale == best
     result = run(case, model, "float16", [low, best, high])
     for each in (low, best, high):
-        assert not set(result.losses("float16", each, TOLERANCE)) - result.noise
+        assert not set(result.losses(each, TOLERANCE)) - result.noise
     assert str(advise(report_of(case, model, sgd(1e-9, best)))) == "Nothing is lost."
 
 
@@ -213,7 +213,7 @@ def test_a_report_that_does_not_know_has_check_asked_which_does():
         "Whether it is zero in float32, too, is unknown: `keras_mp.numerics.check` tells."
     )
     path = re.search("of `(.+?)`", str(advice))[1]
-    assert run(case, model, "float16", [1.0])["float16", 1.0]["gradient", path].zero > 0
+    assert run(case, model, "float16", [1.0])[1.0]["gradient", path].zero > 0
 
 
 def test_a_report_of_weights_that_stay_names_the_optimizer_that_moves_them():

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import raw_inputs
-from keras_mp.numerics.audit import audit
 from tests.common import IS_KERAS_3, mirrored, needs_cuda, once, unscaled
+from tests.numerics.tools import audit
 
 K = tf.keras
 L = K.layers
@@ -584,7 +584,7 @@ def test_the_tensor_cores_of_a_gpu_that_is_not_here():
     assert not by_hazard(model, "GPU 6.1").keys() - {"a dtype without tensor cores"}
     assert by_hazard(model, "GPU 7.0").keys() == {"a shape that is slow on tensor cores"}
     with pytest.raises(ValueError, match="Expected a GPU and its compute capability"):
-        audit(model, (X, CLASSES), device="V100")
+        keras_mp.numerics.check(model, (X, CLASSES), device="V100")
 
 
 @once
@@ -626,7 +626,7 @@ def test_the_report_as_json():
 
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="Expected a model"):
-        audit(lambda x: x, X)
+        keras_mp.numerics.check(3, X)
     with pytest.raises(ValueError, match="Received a tuple of 4"):
         audit(classifier(dense(16)), (X, X, X, X))
 

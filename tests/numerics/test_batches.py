@@ -1,17 +1,12 @@
 """What is wrong with a batch, and what the tools make of several."""
 
-import json
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import batches
-from keras_mp.numerics.audit import audit
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.compare import compare
-from keras_mp.numerics.what_if import what_if
 from tests.common import Times, once
 
 
@@ -58,26 +53,25 @@ class Pairs(K.utils.Sequence):
 
 @once
 def test_what_are_several_batches():
+    model = mixed_model()
     x, y = np.ones([4, 2]), np.zeros([4, 1])
-    for one in (x, (x, y), [x, x], {"a": x}, tf.ones([2]), None, []):
-        assert batches.several(one) is None
+    for one in (x, (x, y), [x], {"a": x}, tf.ones([2])):
+        assert len(batches.listed(model, one)) == 1
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
     for several, shapes in (
         ([(x, y), (x,)], [[(4, 2), (4, 1)], [(4, 2)]]),
-        (([x, y][i] for i in range(2)), [[(4, 2)], [(4, 1)]]),
+        (((x, y)[i] for i in range(2)), [[(4, 2)], [(4, 1)]]),
         (iter([(x, y)]), [[(4, 2), (4, 1)]]),
         (dataset, [[(2, 2), (2, 1)]] * 2),
         (dataset.map(lambda x, y: x), [[(2, 2)]] * 2),
         (Pairs(), [[(1,), (1,)]] * 2),
     ):
-        found = list(batches.several(several))
-        assert [[tuple(part.shape) for part in batch] for batch in found] == shapes
-    with pytest.raises(ValueError, match="contain their labels and weights"):
-        batches.several(dataset, y)
+        found = batches.listed(model, several)
+        assert [[tuple(part.shape) for part in batch.data] for batch in found] == shapes
     with pytest.raises(ValueError, match=r"a dataset that ends: pass dataset.take\(4\)"):
-        batches.several(dataset.repeat())
+        batches.listed(model, dataset.repeat())
     with pytest.raises(ValueError, match="at least one batch"):
-        batches.several(iter(()))
+        batches.listed(model, iter(()))
 
 
 def mixed_model():
@@ -98,61 +92,30 @@ def pairs_of(*sizes):
     return [(np.full([4, 2], size, "float32"), np.ones([4, 1], "float32")) for size in sizes]
 
 
-def test_compare_has_the_worst_and_the_mean_of_several_batches():
+def test_check_has_the_worst_of_several_batches():
     with keras_mp.policy_scope("mixed_float16"):
         model = mixed_model()
+    model.compile("sgd", "mse")
     found = pairs_of(0.003, 100.0, 0.007)
-    comparison = compare(model, iter(found), loss_scale=1.0)
-    each = [compare(model, x, y, loss_scale=1.0) for x, y in found]
-    # Which has "nan" for what is not known, and so equals itself.
-    assert [one.to_dict() for one in comparison.batches] == [one.to_dict() for one in each]
+    checked = keras_mp.numerics.check(model, iter(found))
+    each = [keras_mp.numerics.check(model, one) for one in found]
+    comparisons = [one.comparison.to_json() for one in each]
+    assert [one.to_json() for one in checked.comparison.batches] == comparisons
     assert not each[0].findings
-    assert comparison.first.path == each[1].first.path == "large"
-    sound = compare(model, [found[0], found[2]], loss_scale=1.0)
-    for worst, mean, *rows in zip(sound.layers, sound.mean.layers, each[0].layers, each[2].layers):
+    assert checked.comparison.first.path == each[1].comparison.first.path == "large"
+    assert "the worst of 3 batches" in str(checked.comparison)
+    assert [one.hazard for one in checked.findings] == [one.hazard for one in each[1].findings]
+    assert "(On 1 of 3 batches.)" in str(checked)
+    sound = keras_mp.numerics.check(model, [found[0], found[2]])
+    rows = (one.comparison.layers for one in (sound, each[0], each[2]))
+    for worst, *others in zip(*rows, strict=True):
         if worst.output is not None:
-            units = [row.output.units for row in rows]
-            assert worst.output.units == max(units)
-            assert mean.output.units == pytest.approx(sum(units) / 2)
-    assert sound.losses[0] == pytest.approx((each[0].losses[0] + each[2].losses[0]) / 2)
-    assert len(sound.to_dict()["batches"]) == 2
-    assert "batches" not in each[0].to_dict()
-    assert "the worst of 3 batches" in str(comparison)
-    assert compare(model, found[:1], loss_scale=1.0).to_dict() == each[0].to_dict()
-    assert each[0].mean is each[0]
-
-
-@once
-def test_what_if_has_the_worst_and_the_mean_of_several_batches():
-    model, how = mixed_model(), {"dtypes": ["float16"], "scales": [1.0]}
-    found = pairs_of(0.3, 100.0)
-    dataset = tf.data.Dataset.from_generator(
-        lambda: found, output_signature=(tf.TensorSpec([4, 2]), tf.TensorSpec([4, 1]))
-    )
-    result = what_if(model, dataset, **how)
-    one, other = (what_if(model, x, y, **how) for x, y in found)
-    row = ("output", "large")
-    assert one["float16", 1.0][row].infinite == 0
-    assert result["float16", 1.0][row] == other["float16", 1.0][row]
-    assert result["float16", 1.0][row].infinite == 8
-    mean = result.mean["float16", 1.0][row]
-    assert (mean.values, mean.infinite) == (16, 8)
-    assert result.reference[row].histogram.total == 16
-    assert len(result.batches) == 2
-    assert keras_mp.numerics.advise.advise(result).policies == {"large": "float32"}
-    assert one.mean is one
-
-
-@once
-def test_audit_says_on_how_many_batches():
-    with keras_mp.policy_scope("mixed_float16"):
-        model = mixed_model()
-    report = audit(model, pairs_of(0.3, 100.0, 200.0))
-    first, *others = report.batches
-    assert not first.findings
-    assert {each.hazard for each in report.findings} == {
-        each.hazard for other in others for each in other.findings
-    }
-    assert "(On 2 of 3 batches.)" in str(report)
-    assert len(json.loads(report.to_json())["batches"]) == 3
-    assert "batches" not in json.loads(first.to_json())
+            assert worst.output.units == max(other.output.units for other in others)
+    losses = [one.comparison.losses[0] for one in (each[0], each[2])]
+    assert sound.comparison.losses[0] == pytest.approx(sum(losses) / 2)
+    row = "output", "large"
+    lost = [one.what_if[2.0**15][row] for one in (checked, *each)]
+    assert lost[0] == lost[2]
+    assert [each.infinite for each in lost] == [8, 0, 8, 0]
+    assert checked.what_if.reference[row].histogram.total == 24
+    assert checked.advice().policies == {"large": "float32"}

@@ -9,14 +9,13 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import numerics
-from keras_mp.numerics.audit import audit
 from keras_mp.numerics.census import census
-from keras_mp.numerics.compare import compare, compare_records
+from keras_mp.numerics.compare import compare_records
 from keras_mp.numerics.compare_function import compare_function
 from keras_mp.numerics.first_bad_operation import FirstBadOperation
 from keras_mp.numerics.step_times import step_times
-from keras_mp.numerics.what_if import what_if
 from tests import common
+from tests.numerics.tools import audit, compare, what_if
 
 L = tf.keras.layers
 
@@ -65,7 +64,7 @@ def function_of(model):
 TOOLS = {
     "compare": lambda model: compare(model, X, Y, policy="mixed_float16"),
     "record": lambda model: numerics.record(model, X, Y),
-    "what_if": lambda model: what_if(model, X, Y, dtypes="float16", scales=[1.0]),
+    "what_if": lambda model: what_if(model, X, Y, scales=[1.0]),
     "tune": lambda model: numerics.tune(model, [(X, Y), (X, Y)], dtype="bfloat16"),
     "compare_function": lambda model: compare_function(function_of(model), X),
     "audit": lambda model: audit(model, (X, Y)),

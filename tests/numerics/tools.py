@@ -1,0 +1,42 @@
+"""The tools behind `check`, each by itself, on a model and a batch."""
+
+from keras_mp.conversion import compute_dtypes
+from keras_mp.numerics import audit as auditing
+from keras_mp.numerics import batches, copies, own_thread
+from keras_mp.numerics import compare as comparing
+from keras_mp.numerics import what_if as running
+from keras_mp.numerics.check import Check
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
+
+
+def audit(model, batch, device=None):
+    """Returns a `Check` with the hazards of the step alone."""
+    made = batches.listed(model, batch)
+    found = auditing.of_batches([auditing.audit(model, each, device) for each in made])
+    return Check(model.name, auditing.policy_of(model), tuple(found))
+
+
+def runners(model, x, y=None, sample_weight=None, reference="float32", **how):
+    """Returns what runs a model, and what runs its reference."""
+    batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
+    if how.get("step") is None:
+        batches.build(model, batch)
+    return comparing.runners(model, batch, reference, **how)
+
+
+@own_thread.random_numbers()
+def compare(model, *batch, policy=None, **how):
+    """Returns a `Comparison`, on a copy of the model if there is a policy."""
+    narrow = model if policy is None else copies.compiled(model, policy)
+    return comparing.compare(*runners(narrow, *batch, **how))
+
+
+@own_thread.random_numbers()
+def what_if(model, *batch, dtype="float16", scales=SCALES, **how):
+    """Returns a `WhatIf` of the model in a dtype."""
+    is_kept = compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
+    is_kept = is_kept and model.compute_dtype in LOW_PRECISION_NAMES
+    narrow = copies.compiled(model, {} if is_kept else f"mixed_{dtype}")
+    return running.what_if(*runners(narrow, *batch, **how), dtype, scales)
