@@ -18,6 +18,9 @@ from keras_mp.support import host
 COUNTS = tf.float64
 # In place of a count: there are some.
 UNCOUNTED = -1.0
+# To how many values XLA reduces a small tensor: several vectors of a CPU, of which many fit in a
+# cache.
+_FEW = 64
 
 
 def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -84,32 +87,37 @@ def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
                 alike.setdefault((MANY,), []).append(tf.pad(values[-rest:], [[0, MANY - rest]]))
             values = tf.reduce_sum(tf.reshape(values[: size - rest], [-1, MANY]), 0)
         alike.setdefault(tuple(values.shape), []).append(values)
-    totals = [tf.reduce_sum(_add(values)) for values in alike.values()]
-    return tf.math.is_finite(_add(totals)) if totals else tf.constant(True)
+    # XLA reduces bools with vector units of CPUs, and floats to a single one without.
+    verdicts = [tf.reduce_all(tf.math.is_finite(_add(values))) for values in alike.values()]
+    return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
 
 
-def finite_flags(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+def finite_flags(gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
     """Returns whether each gradient is finite, for XLA, which makes one loop for each of them.
 
     Args:
-        gradients: as of `all_finite`.
+        gradients: sequence of floating-point gradients, at least one.
 
     Returns:
-        list of bool scalar tensors, for those that are neither None nor integers.
+        bool tensor of shape [gradients].
     """
-    flags = []
-    for gradient in gradients:
-        if gradient is not None and not gradient.dtype.is_integer:
-            values = _tested(gradient)
-            # A sum in float32 would miss values that are infinite in float16, since XLA leaves out
-            # a cast to float16 that is followed by one back.
-            if values.dtype == tf.float16:
-                is_finite = tf.reduce_all(_by_columns(tf.reduce_all, tf.math.is_finite(values)))
-            else:
-                sums = _by_columns(tf.reduce_sum, values)
-                is_finite = tf.reduce_all(tf.math.is_finite(sums))
-            flags.append(is_finite)
-    return flags
+    alike: dict[Any, dict[int, tf.Tensor]] = {}
+    for i, gradient in enumerate(gradients):
+        values = _tested(gradient)
+        # A sum in float32 would miss values that are infinite in float16, since XLA leaves out
+        # a cast to float16 that is followed by one back.
+        if values.dtype == tf.float16:
+            columns = _by_columns(tf.reduce_all, tf.math.is_finite(values))
+        else:
+            columns = tf.math.is_finite(_by_columns(tf.reduce_sum, values))
+        alike.setdefault(tuple(columns.shape), {})[i] = columns
+    flags: dict[int, tf.Tensor] = {}
+    for shape, group in alike.items():
+        if shape == (_FEW,):
+            flags.update(zip(group, tf.unstack(tf.reduce_all(tf.stack(list(group.values())), 1))))
+        else:
+            flags.update({i: tf.reduce_all(columns) for i, columns in group.items()})
+    return tf.stack([flags[i] for i in range(len(flags))])
 
 
 def is_any_at_least(values: tf.Tensor, limit: float) -> tf.Tensor:
@@ -127,7 +135,9 @@ def _by_columns(reduce: Callable[..., tf.Tensor], values: tf.Tensor) -> tf.Tenso
     """Reduces values to a few: on CPUs XLA reduces to a single one without vector units."""
     size = values.shape.num_elements()
     if size is None or size < 2 * MANY:
-        return reduce(values)
+        if not size or size % _FEW:
+            return reduce(values)
+        return reduce(tf.reshape(values, [-1, _FEW]), 0)
     values, whole = tf.reshape(values, [-1]), size // MANY * MANY
     columns = reduce(tf.reshape(values[:whole], [-1, MANY]), 0)
     return columns if whole == size else tf.concat([columns, [reduce(values[whole:])]], 0)
@@ -175,18 +185,20 @@ def flag_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         tensor as that of `count_not_finite`, in which a number other than 0 is `UNCOUNTED`; scalars
         are counted.
     """
-    infs, nans = [], []
     zero, some = tf.constant(0, COUNTS), tf.constant(UNCOUNTED, COUNTS)
-    for gradient in gradients:
-        kinds = [zero, zero]
+    kinds = [[zero, zero]] * len(gradients)
+    flagged: dict[int, Any] = {}
+    for i, gradient in enumerate(gradients):
         if isinstance(gradient, tf.Tensor) and gradient.shape.rank == 0:
-            kinds = [tf.cast(kind, COUNTS) for kind in _infs_and_nans(gradient)]
+            kinds[i] = [tf.cast(kind, COUNTS) for kind in _infs_and_nans(gradient)]
         elif gradient is not None and not gradient.dtype.is_integer:
-            [is_finite] = finite_flags([gradient])
-            kinds = [tf.where(is_finite, zero, some)] * 2
-        infs.append(kinds[0])
-        nans.append(kinds[1])
-    return tf.stack([tf.stack(infs), tf.stack(nans), tf.zeros([len(infs)], COUNTS)], 1)
+            flagged[i] = gradient
+    if flagged:
+        marks = tf.where(finite_flags(list(flagged.values())), zero, some)
+        for i, mark in zip(flagged, tf.unstack(marks), strict=True):
+            kinds[i] = [mark, mark]
+    infs, nans = zip(*kinds)
+    return tf.stack([tf.stack(infs), tf.stack(nans), tf.zeros([len(kinds)], COUNTS)], 1)
 
 
 def _count_group(group: list[Any]) -> tf.Tensor:
