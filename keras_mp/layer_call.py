@@ -54,6 +54,8 @@ def install(policy_class: type) -> None:
             # Keras takes away the cause, and with it the user's lines.
             raise explained.with_traceback(error.__traceback__) from None
 
+    # AutoGraph converts `call` where a `tf.function` is made of the layer itself.
+    @do_not_convert
     def call_in(
         policy: Any,
         dtype: tf.DType | None,

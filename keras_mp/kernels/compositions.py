@@ -50,7 +50,9 @@ _SIGNALS = (
     *("signal.kaiser_bessel_derived_window", "signal.vorbis_window"),
     "signal.linear_to_mel_weight_matrix",
 )
-NAMES = (*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_SQUARES, *_IMAGES, *_SIGNALS)
+# They refuse 16 bits, or make constants that float16 does not hold.
+_REFUSING = ("signal.rfft", "signal.rfft2d", "signal.rfft3d", "linalg.expm")
+NAMES = (*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_SQUARES, *_IMAGES, *_SIGNALS, *_REFUSING)
 # TensorFlow returns float32, whatever the dtype of their inputs.
 _OF_FLOAT32 = (
     *("math.zero_fraction", "image.ssim", "image.ssim_multiscale", "image.psnr"),

@@ -1,23 +1,30 @@
-"""Operations on 16-bit and float32 tensors together: computed in float32, where TensorFlow refuses.
+"""Operations that TensorFlow refuses for 16-bit tensors, and not for float32 ones.
+
+It refuses 16-bit beside float32 tensors, operations that it has in float32 only, and in graphs a
+number before a 16-bit tensor, as in `tf.maximum(0.0, x)`. The first two are computed in float32;
+the number gets the dtype of the tensor, as it does in eager.
 
 Only in code that is in the reach of keras_mp (`support/reach.py`), and only after TensorFlow has
-refused: a program without such mixtures runs as if this module did not exist. A function that is
+refused: a program that it accepts runs as if this module did not exist. A function that is
 refused has made nothing, so it is called again, with float32 in the place of 16 bits: in graphs the
-one that makes an operation; where a Python function of TensorFlow compares dtypes, the function,
-since its dispatcher for other types of arguments is asked, and is ours. In eager the kernel
-refuses, and generated code falls back to a slower way, in which the inputs of an operation get a
-common dtype. Branches and loops are made again with float32 in the place of 16 bits; what is
-written into a `tf.TensorArray` gets its dtype, and what is assigned to a float32 variable is cast.
+one that makes an operation; elsewhere the public function that was called, since its dispatcher for
+other types of arguments is asked, and is ours. Where dtypes are mixed in eager, generated code
+falls back to a slower way, in which the inputs of an operation get a common dtype. Branches and
+loops are made again with float32 in the place of 16 bits; what is written into a `tf.TensorArray`
+gets its dtype, and what is assigned to a float32 variable is cast.
 
 This module needs TensorFlow only.
 """
 
 import contextlib
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import execute as _execute
 from tensorflow.python.framework import op_def_library as _op_def_library
@@ -26,32 +33,40 @@ from tensorflow.python.ops import cond_v2 as _cond_v2
 from tensorflow.python.ops import resource_variable_ops as _variables
 from tensorflow.python.ops import while_v2 as _while_v2
 
-from keras_mp.support import reach
+from keras_mp.kernels import replaced as kernels_replaced
+from keras_mp.op_autocast import plans
+from keras_mp.support import reach, registered_kernels
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, parse
 
-_REFUSED = "was expected to be a"
+_MIXED = "was expected to be a"
 # Its generated code cannot go on: it has an argument `e`, and names the error so.
 _TAKES_E = "cannot compute SelectV2"
+_NO_KERNEL = ("Could not find device for node", "is not in the list of allowed values")
+# What a function raises whose dtypes do not fit.
+_ERRORS = (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
 
 # The methods of `tf.TensorArray` that take tensors of its dtype.
 _WRITING = ("write", "unstack", "scatter", "split")
 _ASSIGNING = {"assign", "assign_add", "assign_sub"}
 
 
-class _Refused(tf.errors.InvalidArgumentError, TypeError):
-    """A refusal in eager as one in a graph, for which TensorFlow asks its dispatchers."""
+class _Thread(threading.local):
+    """What this thread refuses, and has been refused.
 
-
-class _Strictness(threading.local):
-    """Whether mixtures are refused in this thread, and whether a function is called again."""
+    Attributes:
+        is_strict: whether mixtures are refused.
+        is_retrying: whether a function is called again.
+        refused: the code of the generated function that has no kernel for a dtype, while it runs.
+    """
 
     is_strict = False
     is_retrying = False
+    refused: types.CodeType | None = None
 
 
-_thread = _Strictness()
+_thread = _Thread()
 
 
 def refused() -> contextlib.AbstractContextManager[None]:
@@ -76,6 +91,10 @@ def install() -> None:
         setattr(tf.TensorArray, name, _in_the_dtype_of_the_array(getattr(tf.TensorArray, name)))
 
 
+class _Refused(tf.errors.InvalidArgumentError, TypeError):
+    """A refusal in eager as one in a graph, for which TensorFlow asks its dispatchers."""
+
+
 class _Dispatcher(tf.__internal__.dispatch.GlobalOpDispatcher):
     """Calls functions of TensorFlow again that have refused a mixture of dtypes."""
 
@@ -83,27 +102,31 @@ class _Dispatcher(tf.__internal__.dispatch.GlobalOpDispatcher):
         """Returns the result of a function, or `NOT_SUPPORTED` if dtypes are not the reason."""
         if not _is_active() or _thread.is_retrying:
             return self.NOT_SUPPORTED
-        values = tf.nest.flatten((list(args), kwargs))
-        is_mixed = _is_mixed([_dtype_of(each) for each in values])
-        if not (is_mixed or (_names_float32(args, kwargs) and any(map(_is_low_tensor, values)))):
-            return self.NOT_SUPPORTED
-        args, kwargs = tf.nest.map_structure(_widened, (list(args), kwargs))
-        try:
-            with replaced(_thread, "is_retrying", True):
-                return op(*args, **kwargs)
-        except (TypeError, ValueError, tf.errors.InvalidArgumentError):
-            return self.NOT_SUPPORTED  # What TensorFlow said of the user's own call is raised.
+        for args_again, kwargs_again in _in_other_dtypes((list(args), kwargs)):
+            with contextlib.suppress(*_ERRORS), replaced(_thread, "is_retrying", True):
+                return op(*args_again, **kwargs_again)
+        return self.NOT_SUPPORTED  # What TensorFlow said of the user's own call is raised.
 
 
 def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
-    def args_to_matching_eager(inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if _is_active() and _is_mixed([_dtype_of(each) for each in inputs]):
-            # A variable may appear in another dtype than it says.
-            inputs = [_read(each) for each in inputs]
-            if _is_mixed([_dtype_of(each) for each in inputs]):
+    def args_to_matching_eager(
+        inputs: Sequence[Any], ctx: Any, allowed: Sequence[tf.DType], *args: Any, **kwargs: Any
+    ) -> Any:
+        if _is_active():
+            # All inputs of the operation, which may come in several calls.
+            is_refused = _code_above(2) is _thread.refused
+            if not is_refused:
+                _thread.refused = None
+            dtypes = {_dtype_of(each) for each in inputs}.intersection(LOW_PRECISION)
+            if is_refused or (tf.float32 in allowed and not dtypes <= set(allowed)):
                 inputs = [_widened(each) for each in inputs]
-        return own(inputs, *args, **kwargs)
+            elif dtypes and _is_mixed([_dtype_of(each) for each in inputs]):
+                # A variable may appear in another dtype than it says.
+                inputs = [_read(each) for each in inputs]
+                if _is_mixed([_dtype_of(each) for each in inputs]):
+                    inputs = [_widened(each) for each in inputs]
+        return own(inputs, ctx, allowed, *args, **kwargs)
 
     return args_to_matching_eager
 
@@ -111,10 +134,14 @@ def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
 def _falling_back(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def raise_from_not_ok_status(error: Any, name: str | None) -> None:
-        if not (_is_active() and _REFUSED in str(error.message)):
+        message = str(error.message)
+        lacks_kernel = any(each in message for each in _NO_KERNEL)
+        if not (_is_active() and (lacks_kernel or _MIXED in message)):
             own(error, name)
-        elif _TAKES_E in error.message:
-            raise _Refused(None, None, error.message)
+        if _TAKES_E in message:
+            raise _Refused(None, None, message)
+        if lacks_kernel:
+            _thread.refused = _code_above(1)
         # Generated code goes on with `args_to_matching_eager`, and with the kernel once more.
 
     return raise_from_not_ok_status
@@ -125,18 +152,36 @@ def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def apply_op_helper(op_type_name: str, name: str | None = None, **inputs: Any) -> Any:
+        if not _is_active():
+            return own(op_type_name, name, **inputs)
+        missing = _dtypes_without_kernel(op_type_name)
+        if missing and any(_dtype_of(each) in missing for each in tf.nest.flatten(inputs)):
+            inputs = tf.nest.map_structure(_widened, inputs)
         try:
             return own(op_type_name, name, **inputs)
         except TypeError as error:
-            is_mixed = _is_active() and _is_mixed(list(map(_dtype_of, tf.nest.flatten(inputs))))
-            if not is_mixed:
-                raise
-            try:
-                return own(op_type_name, name, **tf.nest.map_structure(_widened, inputs))
-            except (TypeError, ValueError):
-                raise error from None
+            for again in _in_other_dtypes(inputs):
+                with contextlib.suppress(TypeError, ValueError):
+                    return own(op_type_name, name, **again)
+            raise error from None
 
     return apply_op_helper
+
+
+@functools.cache
+def _dtypes_without_kernel(op: str) -> frozenset[tf.DType]:
+    """Returns the 16-bit dtypes that an operation takes, and computes only in float32."""
+
+    def has_kernel(attr: str, dtype: tf.DType) -> bool:
+        device = kernels_replaced.usual_device()
+        return registered_kernels.has_kernel(op, {attr: dtype.as_datatype_enum}, device)
+
+    attrs = {dtype: plans.dtype_attr(op, dtype) for dtype in LOW_PRECISION}
+    return frozenset(
+        dtype
+        for dtype, attr in attrs.items()
+        if attr and has_kernel(attr, tf.float32) and not has_kernel(attr, dtype)
+    )
 
 
 def _widening_the_value(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,6 +274,14 @@ def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
+def _code_above(calls: int) -> types.CodeType:
+    """Returns the code that called the function that asks, by one call or by several."""
+    frame: Any = inspect.currentframe()
+    for _ in range(calls + 1):
+        frame = frame.f_back
+    return frame.f_code
+
+
 def _is_active() -> bool:
     return reach.current() is not None and not _thread.is_strict
 
@@ -243,14 +296,30 @@ def _dtype_of(value: Any) -> tf.DType | None:
     return parse(value.dtype) if is_tensor and hasattr(value, "dtype") else None
 
 
-def _names_float32(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    named = [each for each in args if isinstance(each, tf.DType)]
-    return tf.float32 in named or parse(kwargs.get("dtype")) == tf.float32
-
-
-def _is_low_tensor(value: Any) -> bool:
+def _in_other_dtypes(inputs: Any) -> Iterator[Any]:
+    """Yields the arguments of a refused call in the dtypes to try instead, the nearest first."""
+    values = tf.nest.flatten(inputs)
+    is_mixed = _is_mixed([_dtype_of(each) for each in values])
     # A variable that appears in 16 bits has the digits of float32, and widened would lose them.
-    return isinstance(value, tf.Tensor) and value.dtype in LOW_PRECISION
+    low = [each.dtype for each in values if isinstance(each, tf.Tensor)]
+    low = [dtype for dtype in low if dtype in LOW_PRECISION]
+    numbers = [each for each in values if _is_number(each)]
+    if low and numbers and not is_mixed and all(_is_finite_in(low[0], each) for each in numbers):
+        yield tf.nest.map_structure(
+            lambda value: tf.constant(value, low[0]) if _is_number(value) else value, inputs
+        )
+    if low or is_mixed:
+        yield tf.nest.map_structure(_widened, inputs)
+
+
+def _is_number(value: Any) -> bool:
+    is_array = isinstance(value, np.ndarray | np.generic)
+    return isinstance(value, float) or (is_array and value.dtype.kind == "f")
+
+
+def _is_finite_in(dtype: tf.DType, value: Any) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.all(np.isfinite(np.asarray(value).astype(dtype.as_numpy_dtype))))
 
 
 def _read(value: Any) -> Any:
@@ -259,6 +328,6 @@ def _read(value: Any) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    if _dtype_of(value) not in LOW_PRECISION:
-        return value
-    return tf.cast(value, tf.float32)
+    if isinstance(value, tf.DType):
+        return tf.float32 if value in LOW_PRECISION else value
+    return tf.cast(value, tf.float32) if _dtype_of(value) in LOW_PRECISION else value

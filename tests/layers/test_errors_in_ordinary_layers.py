@@ -163,3 +163,12 @@ def test_layers_in_other_policies_and_steps_of_other_models_say_nothing():
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         layer(X)
     assert "TensorFlow said" not in str(caught.value)
+
+
+def test_a_function_of_the_layer_itself_shows_the_lines_of_keras_mp():
+    layer = Mixes(float64, dtype=keras_mp.Policy("mixed_float16"))
+    with pytest.raises(TypeError) as raised:
+        tf.function(layer)(X)
+    lines = {each.name for each in raised.traceback}
+    assert "call_in" in lines
+    assert "tf__call_in" not in lines

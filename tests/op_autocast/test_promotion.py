@@ -1,4 +1,4 @@
-"""In layers and steps of keras_mp 16-bit beside float32 tensors are computed in float32."""
+"""In layers and steps of keras_mp what TensorFlow refuses in 16 bits is computed in float32."""
 
 import numpy as np
 import pytest
@@ -44,6 +44,45 @@ MIXTURES = {
     "raw_ops": lambda x: tf.raw_ops.AddV2(x=tf.raw_ops.Mul(x=WIDE, y=x), y=x),
     "raw_ops of a list": lambda x: tf.raw_ops.ConcatV2(values=[x, WIDE], axis=0),
     "a nested expression": lambda x: x + WIDE * (x - WIDE),
+}
+# In a graph TensorFlow makes a float32 tensor of what comes first.
+NUMBERS = {
+    "maximum": lambda x: tf.maximum(0.5, x),
+    "subtract": lambda x: tf.subtract(1.0, x),
+    "truediv": lambda x: tf.truediv(1.0, x),
+    "where": lambda x: tf.where(x > 2, 0.5, x),
+    "greater": lambda x: tf.where(tf.greater(2.0, x), x, 2 * x),
+    "squared_difference": lambda x: tf.math.squared_difference(1.0, x),
+    "multiply_no_nan": lambda x: tf.math.multiply_no_nan(0.5, x),
+    "a number of numpy": lambda x: tf.minimum(np.float32(2.5), x),
+    "an array": lambda x: tf.multiply(np.array([0.5, 2.0], "float32"), x),
+    "a list": lambda x: tf.pow([2.0, 0.5], x),
+    "linspace": lambda x: tf.linspace(0.5, x[0, 1], 3)[None],
+    "one_hot": lambda x: tf.one_hot([1], 2, on_value=0.5, off_value=x[0, 0]) * x,
+}
+SQUARE = tf.constant([[2.0, 0.5], [0.5, 1.5]])
+# TensorFlow has no kernel in 16 bits, does not take them, or only on GPUs.
+OF_FLOAT32 = {
+    "inv": lambda x: tf.linalg.inv(x @ tf.cast(SQUARE, x.dtype)),
+    "cholesky": lambda x: tf.linalg.cholesky(tf.cast(SQUARE, x.dtype) * x[0, 0]),
+    "svd": lambda x: tf.linalg.svd(x, compute_uv=False),
+    "slogdet": lambda x: tf.linalg.slogdet(tf.cast(SQUARE, x.dtype) * x[0, 0])[1],
+    "solve": lambda x: tf.linalg.solve(tf.cast(SQUARE, x.dtype), x),
+    "digamma": lambda x: tf.math.digamma(x),
+    "lgamma": lambda x: tf.math.lgamma(x),
+    "erfinv": lambda x: tf.math.erfinv(x / 8),
+    "igamma": lambda x: tf.math.igamma(x, x),
+    "bessel_i0e": lambda x: tf.math.bessel_i0e(x),
+    "max_pool3d": lambda x: tf.nn.max_pool3d(x[None, ..., None, None], 2, 2, "SAME"),
+    "avg_pool3d": lambda x: tf.nn.avg_pool3d(x[None, ..., None, None], 2, 2, "SAME"),
+    "crop_and_resize": lambda x: tf.image.crop_and_resize(
+        x[None, :, :, None], [[0.0, 0.0, 1.0, 1.0]], [0], [3, 3]
+    ),
+    "fake_quant": lambda x: tf.quantization.fake_quant_with_min_max_args(x, 0.0, 8.0),
+    "sparse.add": lambda x: tf.sparse.reduce_sum(
+        tf.sparse.add(tf.sparse.from_dense(x), tf.sparse.from_dense(x))
+    ),
+    "ctc_greedy_decoder": lambda x: tf.nn.ctc_greedy_decoder(x[:, None], [2])[1],
 }
 
 
@@ -105,6 +144,57 @@ def test_the_result_is_that_of_float32(name, mode, dtype):
     np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-7)
     assert (gradient.dtype, of_low.dtype) == (tf.float32, dtype)
     np.testing.assert_allclose(gradient, of_x, rtol=2**-6)
+
+
+@pytest.mark.parametrize(("name", "mode", "dtype"), pairs(NUMBERS, MODES, ["bfloat16", "float16"]))
+def test_a_number_has_the_dtype_of_the_tensor_beside_it(name, mode, dtype):
+    expected, (of_x, _) = run(Mixes(NUMBERS[name], dtype="float32"), mode)
+    policy = keras_mp.Policy(f"mixed_{dtype}")
+    found, (gradient, _) = run(Mixes(NUMBERS[name], dtype=policy), mode)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-6)
+    np.testing.assert_allclose(gradient, of_x, rtol=2**-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_number_that_16_bits_do_not_hold(mode):
+    layer = Mixes(lambda x: tf.truediv(1e6, x), dtype=keras_mp.Policy("mixed_float16"))
+    np.testing.assert_allclose(run(layer, mode)[0], 1e6 / X, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "dtype"), pairs(OF_FLOAT32, ["eager", "function"], ["bfloat16", "float16"])
+)
+def test_operations_that_tensorflow_has_in_float32_only(name, mode, dtype):
+    x = tf.constant([[1.0, 3.0], [2.0, 0.5]])
+    layer = Mixes(OF_FLOAT32[name], dtype=keras_mp.Policy(f"mixed_{dtype}"))
+
+    @MODES[mode]
+    def differentiate():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x)
+        return y, tape.gradient(y, x)
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        expected = OF_FLOAT32[name](x)
+    found, gradient = differentiate()
+    np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-5)
+    right = tape.gradient(expected, x)
+    assert (gradient is None) == (right is None)
+    if right is not None:
+        np.testing.assert_allclose(gradient, right, rtol=2**-4, atol=2**-6)
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_elsewhere_they_are_refused(mode):
+    Mixes(lambda x: x, dtype=keras_mp.Policy("mixed_bfloat16"))(X)
+    low = tf.cast(SQUARE, tf.bfloat16)
+    with pytest.raises((TypeError, tf.errors.InvalidArgumentError)):
+        MODES[mode](lambda: tf.linalg.inv(low))()
+    with pytest.raises(TypeError):
+        tf.function(lambda: tf.maximum(0.5, low))()
 
 
 @pytest.mark.parametrize(
