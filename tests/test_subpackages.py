@@ -26,7 +26,7 @@ SUBPACKAGES = {
         *("numerics", "keras_api", "step", "variables", "op_autocast", "kernels", "grappler"),
         *("hardware", "support", "loss_scale", "loss_scale_optimizer", "losses", "layers"),
         *("policy", "conversion", "model_summary", "optimizer_wrapper", "layer_paths"),
-        *("low_precision_weights", "callbacks", "raw_inputs", "model_steps"),
+        *("low_precision_weights", "callbacks", "raw_inputs", "model_steps", "model_outputs"),
     },
     # It uses the package as programs do.
     "hardware_check": {"hardware_check", "keras_api", "hardware", "kernels", "support"},

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -183,16 +182,13 @@ class Check(Result):
             "notes": self.notes,
         }
 
-    def to_csv(self, path: str | os.PathLike) -> None:
-        """Writes a line for each layer, with its distances from the reference.
-
-        Args:
-            path: of the file.
+    def rows_of_csv(self) -> Iterable[Sequence[Any]]:
+        """Yields a line for each layer, with its distances from the reference.
 
         Raises:
             ValueError: nothing was compared.
         """
-        self._comparison().to_csv(path)
+        return self._comparison().rows_of_csv()
 
     def plot(self, axes: Any = None) -> Any:
         """Draws how far the model is from the reference, layer by layer.

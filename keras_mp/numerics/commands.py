@@ -211,145 +211,12 @@ def _cut(samples: dict[str, Any], size: int) -> Iterator[tuple[Any, ...]]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m keras_mp")
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser(
-        "check",
-        description="Is a saved model safe and right in 16 bits? Looks for known hazards in its "
-        "training step, compares it with float32 layer by layer, and runs it at its loss scale. "
-        "The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used "
-        "or a part of this cannot be done.",
-    )
-    command.set_defaults(look=_check, looked_at="checked")
-    _add_files(command)
-    _add_policy(command)
-    _add_loss(command)
-    _add_device(command)
-    _add_comparison(command)
-
-    command = commands.add_parser(
-        "profile",
-        description="Why is a saved model not faster? Prints what computes in which dtype and why, "
-        "the time of a training step by class of operation, and the changes that save most.",
-    )
-    command.set_defaults(look=_profile, looked_at="profiled")
-    _add_files(command)
-    _add_policy(command)
-    _add_device(command)
-
-    command = commands.add_parser(
-        "watch",
-        description="What happens while a saved model trains? Trains it, and prints the first "
-        "operation that is not finite, and the exponents of gradients and outputs. The exit status "
-        "is 1 if an operation is not finite. The file is not changed.",
-    )
-    command.set_defaults(look=_watch, looked_at="watched")
-    _add_files(command)
-    _add_policy(command)
-    command.add_argument("--epochs", type=_positive, default=1, metavar="N")
-    command.add_argument("--batch-size", type=_positive, default=32, metavar="N")
-
-    command = commands.add_parser(
-        "tune",
-        description="Finds the policy of each layer of a saved model: as many multiplications in "
-        "16 bits as a tolerance allows, measured on batches, some of which are held "
-        "out. The exit status is 0 if layers may compute in 16 bits, 1 if none may, 2 "
-        "if a file cannot be used. The JSON has the policies, which keras_mp.convert "
-        "and --policy of the other commands take.",
-    )
-    command.set_defaults(look=_tune, looked_at="tuned")
-    _add_files(command)
-    _add_loss(command)
-    command.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.05,
-        help="the largest relative distance of outputs, loss and gradients from float32 "
-        "(default: %(default)s)",
-    )
-    command.add_argument("--dtype", choices=LOW_PRECISION_NAMES, default="float16")
-    command.add_argument(
-        "--batch-size",
-        type=_positive,
-        default=32,
-        metavar="N",
-        help="samples in a batch; the last quarter of the batches is held out (default: "
-        "%(default)s)",
-    )
-    for option, text in (
-        ("--include", "layers that may compute in 16 bits, such as encoder/* (default: all)"),
-        ("--leave-out", "layers that stay in float32"),
-    ):
-        help_text = f"{text}; may be repeated"
-        command.add_argument(option, action="append", default=[], metavar="PATTERN", help=help_text)
-    command.add_argument(
-        "--output",
-        type=_path(".keras"),
-        metavar="MIXED.keras",
-        help="the mixed model, not compiled",
-    )
+    for name, (look, looked_at, description, options) in _COMMANDS.items():
+        command = commands.add_parser(name, description=description)
+        command.set_defaults(look=look, looked_at=looked_at)
+        for option in (*_COMMON, *options):
+            command.add_argument(option, **_OPTIONS[option])
     return parser.parse_args(argv)
-
-
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL.keras", help="a model that tf.keras has saved")
-    parser.add_argument(
-        "batch",
-        metavar="BATCH.npz",
-        help="a batch in a file of numpy.savez, with the arrays x and, if needed, y and "
-        "sample_weight; for a model with several inputs or outputs x.NAME and y.NAME",
-    )
-    parser.add_argument(
-        "--all-rows",
-        action="store_const",
-        const=None,
-        default=text_tables.MOST,
-        dest="rows",
-        help="print all rows, not only the worst ten",
-    )
-    parser.add_argument("--json", type=_path(".json"), metavar="PATH")
-    parser.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="modules",
-        metavar="MODULE",
-        help="a module with layers, losses and metrics of the model; may be repeated",
-    )
-
-
-def _add_comparison(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--reference",
-        metavar="OTHER",
-        help="compare with this model (.keras), or with this record (.npz), instead of float32",
-    )
-    parser.add_argument(
-        "--inference", action="store_true", help="call layers with training=False (no dropout)"
-    )
-    parser.add_argument("--csv", type=_path(".csv"), metavar="PATH")
-    parser.add_argument("--picture", type=_path(".png", ".svg", ".pdf"), metavar="PATH")
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", metavar="GPU", help='a GPU and its compute capability, such as "GPU 8.0"'
-    )
-
-
-def _add_policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        help=(
-            "for a model that was saved in float32: for example mixed_float16, or a .json file of "
-            "tune"
-        ),
-    )
-
-
-def _add_loss(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--loss", metavar="NAME", help="a loss of tf.keras (default: that of the model)"
-    )
 
 
 def _fail(message: str) -> NoReturn:
@@ -377,3 +244,112 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, received {text}")
     return value
+
+
+_COMMON = ("model", "batch", "--all-rows", "--json", "--import")
+_COUNT = {"type": _positive, "metavar": "N"}
+_PATTERNS = {"action": "append", "default": [], "metavar": "PATTERN"}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"metavar": "MODEL.keras", "help": "a model that tf.keras has saved"},
+    "batch": {
+        "metavar": "BATCH.npz",
+        "help": "a batch in a file of numpy.savez, with the arrays x and, if needed, y and "
+        "sample_weight; for a model with several inputs or outputs x.NAME and y.NAME",
+    },
+    "--all-rows": {
+        "action": "store_const",
+        "const": None,
+        "default": text_tables.MOST,
+        "dest": "rows",
+        "help": "print all rows, not only the worst ten",
+    },
+    "--json": {"type": _path(".json"), "metavar": "PATH"},
+    "--import": {
+        "action": "append",
+        "default": [],
+        "dest": "modules",
+        "metavar": "MODULE",
+        "help": "a module with layers, losses and metrics of the model; may be repeated",
+    },
+    "--policy": {
+        "metavar": "NAME",
+        "help": "for a model that was saved in float32: for example mixed_float16, or a .json file "
+        "of tune",
+    },
+    "--loss": {"metavar": "NAME", "help": "a loss of tf.keras (default: that of the model)"},
+    "--device": {
+        "metavar": "GPU",
+        "help": 'a GPU and its compute capability, such as "GPU 8.0"',
+    },
+    "--reference": {
+        "metavar": "OTHER",
+        "help": "compare with this model (.keras), or with this record (.npz), instead of float32",
+    },
+    "--inference": {
+        "action": "store_true",
+        "help": "call layers with training=False (no dropout)",
+    },
+    "--csv": {"type": _path(".csv"), "metavar": "PATH"},
+    "--picture": {"type": _path(".png", ".svg", ".pdf"), "metavar": "PATH"},
+    "--epochs": {"default": 1, **_COUNT},
+    "--batch-size": {"default": 32, "help": "samples in a batch (default: %(default)s)", **_COUNT},
+    "--tolerance": {
+        "type": float,
+        "default": 0.05,
+        "help": "the largest relative distance of outputs, loss and gradients from float32 "
+        "(default: %(default)s)",
+    },
+    "--dtype": {"choices": LOW_PRECISION_NAMES, "default": "float16"},
+    "--include": {
+        "help": "layers that may compute in 16 bits, such as encoder/* (default: all); may be "
+        "repeated",
+        **_PATTERNS,
+    },
+    "--leave-out": {"help": "layers that stay in float32; may be repeated", **_PATTERNS},
+    "--output": {
+        "type": _path(".keras"),
+        "metavar": "MIXED.keras",
+        "help": "the mixed model, not compiled",
+    },
+}
+
+# What looks at a model, what it has then been, a description, and options beside `_COMMON`.
+_COMMANDS: dict[str, tuple[Callable[..., Any], str, str, tuple[str, ...]]] = {
+    "check": (
+        _check,
+        "checked",
+        "Is a saved model safe and right in 16 bits? Looks for known hazards in its training step, "
+        "compares it with float32 layer by layer, and runs it at its loss scale. The exit status "
+        "is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a part of this "
+        "cannot be done.",
+        ("--policy", "--loss", "--device", "--reference", "--inference", "--csv", "--picture"),
+    ),
+    "profile": (
+        _profile,
+        "profiled",
+        "Why is a saved model not faster? Prints what computes in which dtype and why, the time of "
+        "a training step by class of operation, and the changes that save most.",
+        ("--policy", "--device"),
+    ),
+    "watch": (
+        _watch,
+        "watched",
+        "What happens while a saved model trains? Trains it, and prints the first operation that "
+        "is not finite, and the exponents of gradients and outputs. The exit status is 1 if an "
+        "operation is not finite. The file is not changed.",
+        ("--policy", "--epochs", "--batch-size"),
+    ),
+    "tune": (
+        _tune,
+        "tuned",
+        "Finds the policy of each layer of a saved model: as many multiplications in 16 bits as a "
+        "tolerance allows, measured on batches, of which the last quarter is held out. The exit "
+        "status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be used. "
+        "The JSON has the policies, which keras_mp.convert and --policy of the other commands "
+        "take.",
+        (
+            *("--loss", "--tolerance", "--dtype", "--batch-size", "--include", "--leave-out"),
+            "--output",
+        ),
+    ),
+}

@@ -1,9 +1,7 @@
 """The results of a comparison, layer by layer: as a table, as a picture, as JSON."""
 
-import csv
 import dataclasses
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -177,24 +175,13 @@ class Comparison(Result):
             lines = [part for line in lines for part in text_tables.wrapped(line, "   ")]
         return "\n".join(lines)
 
-    def to_csv(self, path: str | os.PathLike) -> None:
-        """Writes a line for each layer, with all distances.
-
-        Args:
-            path: str or path of the file.
-        """
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            columns = [f"{side}_{name}" for side in _SIDES for name in _MEASURES]
-            writer.writerow(("path", "kind", "dtype", *columns))
-            for row in self.layers:
-                distances = [getattr(row, side) for side in _SIDES]
-                cells = [
-                    "" if each is None else getattr(each, name)
-                    for each in distances
-                    for name in _MEASURES
-                ]
-                writer.writerow((row.path, row.kind, row.dtype, *cells))
+    def rows_of_csv(self) -> Iterator[Sequence[Any]]:
+        """Yields a line for each layer, with all distances."""
+        yield "path", "kind", "dtype", *(f"{side}_{name}" for side in _SIDES for name in _MEASURES)
+        for row in self.layers:
+            distances = [getattr(row, side) for side in _SIDES]
+            cells = (each and getattr(each, name) for each in distances for name in _MEASURES)
+            yield row.path, row.kind, row.dtype, *cells
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison as dicts, lists, strings and numbers.

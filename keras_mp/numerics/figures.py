@@ -124,7 +124,7 @@ def window(
     """Draws the window of loss scales in which nothing is lost, and the scale's path through it.
 
     Args:
-        reports: sequence of `Report`s, such as the history of an `ExponentMonitor`.
+        reports: sequence of `Report`s, such as the history of a `watch`.
         dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
         tolerance: float, from 0 to 1. Which share of each row may become zero. Defaults to 0.
         history: the history of a `keras_mp.callbacks.LossScaleMonitor` of the same `fit`, or

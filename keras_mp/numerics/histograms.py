@@ -48,7 +48,7 @@ class ExponentHistograms:
     around each step, in the function that `strategy.run` runs. Gradients are counted as a
     `keras_mp.LossScaleOptimizer` or a `keras_mp.GradScaler` takes them, before they are tested and
     summed over replicas, and as if they had never been scaled. Those that another optimizer applies
-    are counted when its `apply_gradients` is called. `ExponentMonitor` does all this in `fit`.
+    are counted when its `apply_gradients` is called. `watch` does all this in `fit`.
 
     Values of a sparse gradient are counted before those of equal indices are added up. Values of
     float64 are counted as the float32 values next to them. Complex values are not counted, nor are
@@ -57,20 +57,13 @@ class ExponentHistograms:
     Args:
         model: A model of `tf.keras`, built.
         every: int. The first step is counted, and then one in so many. Defaults to 100.
-        gradients: bool or iterable of str. Counts the gradients of variables: of all, or of those
-            with these paths. Paths may be patterns such as `"decoder/*"`. Defaults to True.
-        outputs: bool or iterable of str. The same for the outputs of layers. Defaults to True.
-        output_gradients: bool or iterable of str. The same for the gradients of outputs. Defaults
-            to False.
-        inputs: bool or iterable of str. The same for what layers are called with. Defaults to
-            False.
-        weights: bool or iterable of str. The same for trainable variables, as they are when `read`
-            is called, with all digits that a `MasterWeightOptimizer` keeps. Defaults to False.
-        updates: bool or iterable of str. The same for what a step adds to them, relative to each
-            weight. A step that is counted holds a copy of these variables. Defaults to False.
         first_step: int. The first step that is counted, from 0. Defaults to 0.
         last_step: int or None. The last step that may be counted. Defaults to None: no limit.
         optimizer: The optimizer. Defaults to the one that the model is compiled with, if any.
+        **choices: what is counted, each a bool or paths, which may be patterns: gradients, inputs,
+            outputs, output_gradients, weights and updates, as for `watch`. Weights are those when
+            `read` is called, with all digits that a `MasterWeightOptimizer` keeps. For updates, a
+            step that is counted holds a copy of the variables.
 
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
@@ -98,15 +91,10 @@ class ExponentHistograms:
         model: tf.keras.Model,
         *,
         every: int = 100,
-        gradients: bool | Iterable[str] = True,
-        outputs: bool | Iterable[str] = True,
-        output_gradients: bool | Iterable[str] = False,
-        inputs: bool | Iterable[str] = False,
-        weights: bool | Iterable[str] = False,
-        updates: bool | Iterable[str] = False,
         first_step: int = 0,
         last_step: int | None = None,
         optimizer: tf.keras.optimizers.Optimizer | None = None,
+        **choices: bool | Iterable[str],
     ) -> None:
         keras_api.check_model(model)
         if not model.built:
@@ -125,14 +113,15 @@ class ExponentHistograms:
         self._plain_optimizers = list(filter(_scales_no_loss, tf.nest.flatten(self.optimizer)))
         layers, variables = layers_by_path(model), variables_by_path(model)
         shown = [path for path, layer in layers.items() if not _is_left_out(layer)]
-        self._chosen = {
-            GRADIENT: _chosen("gradients", gradients, variables),
-            INPUT: _chosen("inputs", inputs, layers, shown),
-            OUTPUT: _chosen("outputs", outputs, layers, shown),
-            OUTPUT_GRADIENT: _chosen("output_gradients", output_gradients, layers, shown),
-            WEIGHT: _chosen("weights", weights, variables),
-            UPDATE: _chosen("updates", updates, variables),
-        }
+        self._chosen: dict[str, list[str]] = {}
+        for kind in KINDS:
+            name = f"{kind}s".replace(" ", "_")
+            choice, paths = choices.get(name, kind in (GRADIENT, OUTPUT)), list(variables)
+            if kind in _OF_LAYERS:
+                paths = shown if choice is True else list(layers)
+            if not isinstance(choice, bool):
+                paths = patterns.chosen(name, choice, paths)
+            self._chosen[kind] = paths if choice is not False else []
         of_layers = {path for kind in _OF_LAYERS for path in self._chosen[kind]}
         self._layers = {path: layer for path, layer in layers.items() if path in of_layers}
         self._variables = {path: variable for path, (variable, _) in variables.items()}
@@ -371,19 +360,6 @@ class _Step:
             count()  # A step that is not due is not observed.
         else:
             tf.cond(self._due, host.as_one_operation(count), lambda: None)
-
-
-def _chosen(
-    name: str,
-    choice: bool | Iterable[str],
-    paths: Iterable[str],
-    all_of_them: Sequence[str] | None = None,
-) -> list[str]:
-    """Returns the paths that were chosen, by themselves, by patterns or, with True, as a whole."""
-    paths = list(paths)
-    if isinstance(choice, bool):
-        return list(paths if all_of_them is None else all_of_them) if choice else []
-    return patterns.chosen(name, choice, paths)
 
 
 def _is_left_out(layer: tf.keras.layers.Layer) -> bool:

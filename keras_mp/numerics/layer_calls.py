@@ -7,7 +7,7 @@ Everything runs in eager, so that a call of a layer is a call of a Python functi
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import tensorflow as tf
@@ -59,6 +59,7 @@ class LayerCall:
         outputs: list of the floating-point tensors that it returned.
         trained_through: set of the ids of those arguments whose gradients training computes, since
             trainable weights lie before them. Empty until a backward pass has told.
+        is_widened: whether the model has computed its outputs again, in float32, to return them.
     """
 
     position: Position
@@ -69,6 +70,7 @@ class LayerCall:
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: list[tf.Tensor] = dataclasses.field(default_factory=list)
     trained_through: set[int] = dataclasses.field(default_factory=set)
+    is_widened: bool = False
 
     @property
     def inputs(self) -> list[tf.Tensor]:
@@ -91,6 +93,16 @@ class LayerCall:
     def unit(self) -> float:
         """The unit roundoff of that dtype."""
         return UNIT_ROUNDOFF[self.dtype]
+
+    def return_wider(self, wider: Mapping[int, tf.Tensor]) -> None:
+        """Replaces outputs that the model has not returned as they are.
+
+        Args:
+            wider: what it has returned, by the ids of such outputs.
+        """
+        if any(id(value) in wider for value in self.outputs):
+            self.outputs = [wider.get(id(value), value) for value in self.outputs]
+            self.is_widened = True
 
     def contains(self, other: "LayerCall") -> bool:
         """Whether the other call was made inside of this one."""

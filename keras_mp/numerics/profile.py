@@ -47,7 +47,7 @@ class Profile(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the times and the census, as JSON has them."""
-        return {"times": self.times, "census": self.census.to_dict()}
+        return {"times": self.times and self.times.to_dict(), "census": self.census.to_dict()}
 
 
 def profile(

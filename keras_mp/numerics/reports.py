@@ -1,6 +1,5 @@
 """The report of histograms: as a table, as CSV, JSON and TensorBoard's events."""
 
-import csv
 import json
 import os
 import pathlib
@@ -304,23 +303,16 @@ class Report(Result):
 
         return figures.histograms(self, dtype, kind=kind, loss_scale=loss_scale, ax=ax)
 
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes how many values have which exponent: a line for each row and exponent.
-
-        Args:
-            path: str or path of the file.
-        """
-        with pathlib.Path(path).open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(("step", "kind", "path", "dtype", "exponent", "count"))
-            for row in self.rows:
-                histogram = row.histogram
-                special = histogram.zeros, histogram.infinities, histogram.nans
-                counts = {**histogram.exponents, **dict(zip(("zero", "inf", "nan"), special))}
-                for exponent, count in counts.items():
-                    if count:
-                        line = self.step, row.kind, row.path, row.dtype, exponent, count
-                        writer.writerow(line)
+    def rows_of_csv(self) -> Iterator[Sequence[Any]]:
+        """Yields how many values have which exponent: a line for each row and exponent."""
+        yield "step", "kind", "path", "dtype", "exponent", "count"
+        for row in self.rows:
+            histogram = row.histogram
+            special = histogram.zeros, histogram.infinities, histogram.nans
+            counts = {**histogram.exponents, **dict(zip(("zero", "inf", "nan"), special))}
+            for exponent, count in counts.items():
+                if count:
+                    yield self.step, row.kind, row.path, row.dtype, exponent, count
 
     def to_tensorboard(self, dtype: str = "float16") -> None:
         """Writes histograms and scalars to the default writer of `tf.summary`.

@@ -1,6 +1,8 @@
 """What the results of all tools have in common: a text, and JSON."""
 
+import csv
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_mp.support import json_text, text_tables
@@ -35,6 +37,19 @@ class Result:
             path: of the file. Defaults to none.
         """
         return json_text.to_json(json_text.plain(self.to_dict()), path)
+
+    def rows_of_csv(self) -> Iterable[Sequence[Any]]:
+        """Yields the header and the lines of `to_csv`."""
+        raise NotImplementedError
+
+    def to_csv(self, path: str | os.PathLike) -> None:
+        """Writes a line for each row, with all that was measured of it.
+
+        Args:
+            path: of the file.
+        """
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows(self.rows_of_csv())
 
     def __str__(self) -> str:
         return self.to_text()

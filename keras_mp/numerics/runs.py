@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_mp import model_outputs
 from keras_mp.layer_paths import native_variable
 from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
@@ -165,6 +166,10 @@ class Runner:
                 value = self._step(self.model, batch.x, batch.y)
             else:
                 prediction = self.model(batch.x, training=self._training)
+                pairs = zip(watch.calls[-1].outputs, floating(prediction))
+                wider = {id(low): wide for low, wide in pairs if low.dtype.size < wide.dtype.size}
+                for call in watch.calls:
+                    call.return_wider(wider)
                 kind = "sum of the outputs" if self._loss is signed_mean else LOSS
                 loss = functools.partial(self._loss, batch)
                 value = watch.run(LOSS, kind, loss, loss, prediction)
@@ -230,6 +235,7 @@ def replay(
         noise.on_weights(layer) if noise else contextlib.nullcontext(),
         tf.GradientTape() as tape,
         watch.over(layer),
+        model_outputs.noted() if call.is_widened else contextlib.nullcontext(),
     ):
         args, kwargs = map_floating(given, before)
         pairs = zip(tf.nest.flatten(before), tf.nest.flatten((args, kwargs)))
@@ -239,6 +245,8 @@ def replay(
             returned = layer(*args, **kwargs)
         else:
             returned = watch.run(call.path, call.kind, layer, layer, *args, **kwargs)
+        if call.is_widened:
+            returned = model_outputs.widened(returned, lambda _: True)
         outputs = floating(returned)
         weights = named_weights(layer)
     pairs = [

@@ -1,5 +1,6 @@
 """The time of a training step by class of operation, and changes that make it shorter, tried."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api, layer_paths
 from keras_mp.conversion import convert
 from keras_mp.numerics import batches, copies, op_times, own_thread
+from keras_mp.numerics.results import Result
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
 from keras_mp.support import messages, text_tables, turns
@@ -38,7 +40,8 @@ class Change(NamedTuple):
     seconds: float
 
 
-class StepTimes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class StepTimes(Result):
     """The time of a step, and what saves time. `str` of it, and `print`, give a table.
 
     Attributes:
@@ -68,9 +71,15 @@ class StepTimes(NamedTuple):
     tried: Mapping[str, float | str]
     changes: tuple[Change, ...]
 
-    def __str__(self) -> str:
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows.
+
+        Args:
+            rows: not used: there are few.
+        """
+        del rows
         total = sum(self.classes.values()) or 1.0
-        rows = [
+        classes = [
             (name, _milliseconds(seconds), f"{seconds / total:.0%}")
             for name, seconds in sorted(self.classes.items(), key=lambda item: -item[1])
             if seconds
@@ -78,7 +87,7 @@ class StepTimes(NamedTuple):
         lines = [
             f"A step of {self.name!r} takes {_milliseconds(self.seconds)}. Its operations take, by "
             "class, in all threads together:",
-            *text_tables.aligned(rows),
+            *text_tables.aligned(classes),
         ]
         if self.changes:
             lines.append("What saves most, each tried alone on a copy of the model:")
@@ -88,6 +97,10 @@ class StepTimes(NamedTuple):
         failed = {what: error for what, error in self.tried.items() if isinstance(error, str)}
         lines += [f"Could not be tried: {what} ({error})" for what, error in failed.items()]
         return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all that was measured, as JSON has it."""
+        return dataclasses.asdict(self)
 
 
 class _Candidate(NamedTuple):

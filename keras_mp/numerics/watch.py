@@ -1,9 +1,10 @@
 """What happens while a model trains? Exponents, and the first operation that is not finite."""
 
 import contextlib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
 
@@ -11,16 +12,31 @@ from keras_mp import keras_api
 from keras_mp.numerics import figures
 from keras_mp.numerics.advice import Advice
 from keras_mp.numerics.advise import advise
-from keras_mp.numerics.exponent_monitor import ExponentMonitor
 from keras_mp.numerics.first_bad_operation import FirstBadOperation
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.not_finite import NotFiniteError
 from keras_mp.numerics.reports import Report
 from keras_mp.numerics.results import Result
-from keras_mp.support import text_tables
+from keras_mp.support import attributes, text_tables, validation
+
+_TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
 
 
-class watch(ExponentMonitor, Result):
+class _Attached(NamedTuple):
+    """The objects that the monitor uses while a `fit` runs.
+
+    Attributes:
+        histograms: what counts.
+        plain: runs one execution of `fit`, of one or more steps, as Keras made it.
+        counting: runs an execution in which the histograms count.
+    """
+
+    histograms: ExponentHistograms
+    plain: _TrainFunction
+    counting: _TrainFunction
+
+
+class watch(keras_api.BaseCallback, Result):
     """Watches a model while it trains: in `fit`, or in a loop of your own.
 
     As a callback of `fit`, or by `step` in a loop of your own, it counts the exponents of
@@ -54,10 +70,14 @@ class watch(ExponentMonitor, Result):
         raises: bool. Whether it stops the program. If False, it warns, and `found` keeps what was
             found. Defaults to True.
 
+    Attributes:
+        history: list of `Report`s, one for each read of something that was counted. A second `fit`
+            continues it.
+
     Raises:
         NotFiniteError: from the block, the first operation that is not finite.
         TypeError: an argument is of another type.
-        ValueError: a number or a path is wrong.
+        ValueError: a number or a path is wrong, or a `fit` has two of these callbacks.
 
     Example:
 
@@ -91,28 +111,35 @@ class watch(ExponentMonitor, Result):
         exclude: Iterable[str] = (),
         raises: bool = True,
     ) -> None:
+        super().__init__()
         if model is not None:
             keras_api.check_model(model)
+        self.read_freq = validation.epoch_or_integer("read_freq", read_freq)
+        self.all_workers = validation.boolean("all_workers", all_workers)
+        self.history: list[Report] = []
         self._watched, self._optimizer = model, optimizer
-        super().__init__(
-            every,
-            gradients,
-            outputs,
-            output_gradients,
-            read_freq,
-            all_workers,
-            inputs=inputs,
-            weights=weights,
-            updates=updates,
-            first_step=first_step,
-            last_step=last_step,
-        )
+        self._counting: dict[str, Any] = {
+            "every": validation.integer("every", every),
+            "gradients": gradients,
+            "outputs": outputs,
+            "output_gradients": output_gradients,
+            "inputs": inputs,
+            "weights": weights,
+            "updates": updates,
+            "first_step": first_step,
+            "last_step": last_step,
+        }
         # Made now, in the scope of a strategy, and not in a replica.
         self._histograms = None if model is None or optimizer is None else self._made_histograms()
         scaled = [each for each in (model, *tf.nest.flatten(optimizer)) if each is not None]
         self._first_bad = FirstBadOperation(
             *scaled, include=include, exclude=exclude, raises=raises
         )
+        # In a `fit`, what counts; how many steps were made in it, in it before this epoch, in it
+        # when histograms were last read because of `read_freq`, and before this `fit`.
+        self._attached: _Attached | None = None
+        self._made = self._before_epoch = self._last_read = self._before_fit = 0
+        self._is_called = False
 
     @property
     def found(self) -> list[NotFiniteError]:
@@ -156,7 +183,7 @@ class watch(ExponentMonitor, Result):
             raise ValueError(
                 "Expected the model whose steps are counted: watch(model). Received: model=None"
             )
-        return ExponentHistograms(self._watched, optimizer=self._optimizer, **self._arguments)
+        return ExponentHistograms(self._watched, optimizer=self._optimizer, **self._counting)
 
     def report(self) -> Report:
         """Returns a `Report` of what was counted.
@@ -165,7 +192,9 @@ class watch(ExponentMonitor, Result):
             ValueError: nothing was counted yet.
         """
         self._read_own_steps()
-        return super().report()
+        if not self.history:
+            raise ValueError("Nothing was read yet: pass the callback to `fit` first.")
+        return functools.reduce(Report.__add__, self.history)
 
     def _read_own_steps(self) -> None:
         """Keeps what was counted in a loop of the program's since the last time."""
@@ -223,3 +252,126 @@ class watch(ExponentMonitor, Result):
         self._read_own_steps()
         found = [str(each) for each in self.found]
         return {"found": found, "report": self.report().to_dict() if self.history else None}
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Attaches the monitor to the training step.
+
+        Args:
+            logs: not used.
+        """
+        self._detach()  # if an error has ended the `fit` before
+        if self.model.built:
+            self._attach()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes where the epoch begins.
+
+        Args:
+            epoch: not used.
+            logs: not used.
+        """
+        self._before_epoch = self._last_read = self._made
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that the next steps belong to a `fit` with this callback.
+
+        Args:
+            batch: not used.
+            logs: not used.
+        """
+        self._is_called = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads, if that is due after this batch.
+
+        Args:
+            batch: not used.
+            logs: not used.
+        """
+        if self._attached is None:
+            # Keras 2 builds a model with its first batch, which is not counted then.
+            self._attach()
+        elif isinstance(self.read_freq, int) and self._made >= self._last_read + self.read_freq:
+            self._last_read = self._made
+            self._read()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads what was counted in the rest of the epoch.
+
+        Args:
+            epoch: not used.
+            logs: not used.
+        """
+        # The last execution of an epoch may have fewer steps than the others.
+        in_epoch = (self.params or {}).get("steps")
+        if in_epoch is not None:
+            self._made = min(self._made, self._before_epoch + in_epoch)
+        self._read()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Puts the training step back as it was.
+
+        Args:
+            logs: not used.
+        """
+        self._detach()
+
+    def _attach(self) -> None:
+        model = self.model
+        other = getattr(model.train_function, "__self__", None)
+        if isinstance(other, watch):
+            # All callbacks of a `fit` share their parameters. An error has ended any other `fit`.
+            if other.params is self.params:
+                raise ValueError(
+                    "Expected one `watch` in a `fit`: each counts in steps of its own. "
+                    f"Received: {other!r} and {self!r}"
+                )
+            other._detach()
+        histograms = ExponentHistograms(model, **self._counting)
+        self._made = self._before_epoch = self._last_read = 0
+        self._before_fit = self.history[-1].step if self.history else 0
+        plain = model.train_function
+        with self._counting_steps(histograms):
+            model.make_train_function(force=True)
+        self._attached = _Attached(histograms, plain, model.train_function)
+        model.train_function = self._execute
+
+    def _detach(self) -> None:
+        if self._attached is not None:
+            model = self._attached.histograms.model
+            if model.train_function == self._execute:  # unless it was compiled meanwhile
+                model.train_function = self._attached.plain
+            self._attached = None
+
+    def _counting_steps(
+        self, histograms: ExponentHistograms
+    ) -> contextlib.AbstractContextManager[None]:
+        """Wraps the step that Keras makes a function of, while it makes or traces it."""
+        # As a decorator, which enters it in each call.
+        counted = histograms.step()(self.model.train_step)
+        # Keras 3 keeps the method that it finds now, which goes on counting after the block.
+        return attributes.replaced(self.model, "train_step", counted)
+
+    def _execute(self, iterator: tf.data.Iterator) -> Mapping[str, tf.Tensor]:
+        """Runs one execution of `fit`, with the function that counts if one of its steps is due."""
+        histograms, plain, counting = cast(_Attached, self._attached)
+        if not self._is_called:  # An error has ended the `fit` that had this callback.
+            self._detach()
+            return plain(iterator)
+        self._is_called = False
+        steps = keras_api.steps_per_execution(self.model)
+        if not histograms.is_due(self._made, steps):
+            logs = plain(iterator)
+        else:
+            histograms.go_on_from(self._made)
+            with self._counting_steps(histograms):
+                logs = counting(iterator)
+        self._made += steps
+        return logs
+
+    def _read(self) -> None:
+        if self._attached is not None:
+            report = self._attached.histograms.read(self.all_workers)
+            report.step = self._before_fit + self._made
+            if report.counted:
+                self.history.append(report)

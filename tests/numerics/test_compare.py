@@ -583,6 +583,23 @@ def test_what_a_step_has_to_be():
             compare(model, x, y, policy="mixed_float16", step=step)
 
 
+def test_the_last_layer_is_named_where_its_gradient_overflows():
+    """What it returns does not: the model computes that in float32."""
+    with keras_mp.policy_scope("mixed_float16"):
+        layers = [L.Dense(8, "relu", name="first"), L.Dense(1, name="last")]
+        model = tf.keras.Sequential([tf.keras.Input([8]), *layers])
+        model.compile("sgd", "mse")
+    kernel, bias = model.layers[-1].get_weights()
+    model.layers[-1].set_weights([np.full_like(kernel, 3e4), bias])
+    comparison = compare(model, batch()[0], np.zeros([16, 1], np.float32))
+    [finding] = comparison.findings
+    assert (finding.path, finding.direction) == ("last", "backward")
+    assert "overflow: MatMul reaches" in finding.what
+    [last] = [layer for layer in comparison.layers if layer.path == "last"]
+    assert last.output.units < 2
+    assert last.own_output.units < 2
+
+
 @common.once
 def test_nothing_is_said_of_what_is_not_finite():
     model, (x, y) = small_model(), batch()

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics.exponent_monitor import ExponentMonitor
+from keras_mp.numerics import watch
 from keras_mp.numerics.exponents import EDGES, Histogram, count_exponents
 from keras_mp.numerics.histograms import ExponentHistograms
 from tests.common import IS_KERAS_3, mirrored, once
@@ -227,7 +227,7 @@ class Own(K.callbacks.Callback):
 
 
 def test_fit_is_watched_and_left_as_it_was():
-    (x, y), monitor = data(16), ExponentMonitor(every=3, output_gradients=["last"])
+    (x, y), monitor = data(16), watch(every=3, output_gradients=["last"])
     x, y = x / 8, y / 8  # with which nothing overflows
     with keras_mp.policy_scope("mixed_float16"):
         model = small_model()
@@ -254,14 +254,14 @@ def test_fit_is_watched_and_left_as_it_was():
 
 
 def test_several_steps_in_one_execution_and_a_fit_that_fails():
-    (x, y), monitor = data(16), ExponentMonitor(every=4, all_workers=True)
+    (x, y), monitor = data(16), watch(every=4, all_workers=True)
     # With several replicas Keras 3 cannot run its own loop of steps.
     strategy = tf.distribute.get_strategy() if IS_KERAS_3 else mirrored(2)
     with strategy.scope():
         model = small_model("mixed_bfloat16")
         model.compile(K.optimizers.SGD(0.01), "mse", steps_per_execution=3)
     with pytest.raises(ValueError, match="Expected one `watch`"):
-        model.fit(x, y, 2, callbacks=[ExponentMonitor(), monitor], verbose=0)
+        model.fit(x, y, 2, callbacks=[watch(), monitor], verbose=0)
     # The last of three executions of an epoch has two steps.
     model.fit(x, y, 2, epochs=2, callbacks=[monitor], verbose=0)
     assert [(report.step, report.counted) for report in monitor.history] == [(8, 2), (16, 2)]
@@ -270,7 +270,7 @@ def test_several_steps_in_one_execution_and_a_fit_that_fails():
 
 @once
 def test_an_execution_of_several_steps_is_read_when_one_of_them_is_due():
-    (x, y), monitor = data(12), ExponentMonitor(every=1, read_freq=2)
+    (x, y), monitor = data(12), watch(every=1, read_freq=2)
     model = small_model("mixed_bfloat16")
     model.compile(K.optimizers.SGD(0.01), "mse", steps_per_execution=3)
     model.fit(x, y, 2, callbacks=[monitor], verbose=0)
@@ -283,7 +283,7 @@ def test_a_fit_after_one_that_failed_does_not_count():
         def on_train_batch_end(self, batch, logs=None):
             raise RuntimeError("as a user's callback may")
 
-    model, (x, y), monitor = small_model("mixed_bfloat16"), data(8), ExponentMonitor(every=1)
+    model, (x, y), monitor = small_model("mixed_bfloat16"), data(8), watch(every=1)
     model.compile(K.optimizers.SGD(0.01), "mse")
     with pytest.raises(RuntimeError, match="as a user's"):
         model.fit(x, y, 2, callbacks=[monitor, Fails()], verbose=0)
@@ -316,7 +316,7 @@ def test_a_step_without_histograms_has_no_operation_more():
 
 
 def test_a_model_that_runs_eagerly_and_has_another_optimizer():
-    (x, y), monitor = data(16), ExponentMonitor(every=2, read_freq=2)
+    (x, y), monitor = data(16), watch(every=2, read_freq=2)
     model = small_model("mixed_bfloat16")
     model.compile(K.optimizers.SGD(0.01), "mse", run_eagerly=True)
     before = vars(model)["train_step"]
@@ -339,7 +339,7 @@ class Subclassed(K.Model):
 
 @pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 converts nothing, and builds first.")
 def test_a_model_that_is_built_by_its_first_batch():
-    (x, y), monitor = data(16), ExponentMonitor(every=1)
+    (x, y), monitor = data(16), watch(every=1)
     model = Subclassed()
     model.compile("sgd", "mse")
     model.fit(x, y, 4, callbacks=[monitor], verbose=0)
@@ -416,9 +416,9 @@ def test_what_cannot_be_watched_is_refused():
     with pytest.raises(ValueError, match="Expected a keras_mp.LossScaleOptimizer"):
         ExponentHistograms(model, optimizer=stock)
     with pytest.raises(ValueError, match="read_freq='batch'"):
-        ExponentMonitor(read_freq="batch")
+        watch(read_freq="batch")
     with pytest.raises(ValueError, match="Nothing was read yet"):
-        ExponentMonitor().report()
+        watch().report()
 
 
 def test_gradients_that_nobody_shows_are_missed():

@@ -8,9 +8,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import Report
+from keras_mp.numerics import Report, watch
 from keras_mp.numerics.advise import advise
-from keras_mp.numerics.exponent_monitor import ExponentMonitor
 from keras_mp.numerics.exponents import UPDATES, Histogram
 from keras_mp.numerics.histograms import ExponentHistograms
 from keras_mp.numerics.report_rows import Row
@@ -37,7 +36,7 @@ def data(count=32):
 
 
 def fitted(model, **kwargs):
-    monitor = ExponentMonitor(every=1, outputs=False, **kwargs)
+    monitor = watch(every=1, outputs=False, **kwargs)
     model.fit(*data(), batch_size=8, epochs=1, verbose=0, shuffle=False, callbacks=[monitor])
     return monitor.report()
 
@@ -165,7 +164,7 @@ def test_weights_that_need_not_move_are_not_advised_on():
         model.compile(K.optimizers.SGD(0.5), "mse", jit_compile=False)
     embedding.embeddings.assign(tf.ones([64, 4], tf.bfloat16))
     x, y = np.arange(8, dtype=np.int32).reshape(4, 2), np.zeros([4, 8], np.float32)
-    monitor = ExponentMonitor(every=1, outputs=False, updates=True)
+    monitor = watch(every=1, outputs=False, updates=True)
     model.fit(x, y, batch_size=4, verbose=0, callbacks=[monitor])
     zeros = monitor.report()["update", "words/embeddings"].histogram.zeros
     assert zeros == 56 * 4
@@ -176,7 +175,7 @@ def test_a_skipped_step_updates_nothing():
     wrapper = keras_mp.LossScaleOptimizer(K.optimizers.SGD(0.1))
     model = model_of("mixed_float16", wrapper)
     x, y = data(8)
-    monitor = ExponentMonitor(every=1, outputs=False, updates="b/kernel")
+    monitor = watch(every=1, outputs=False, updates="b/kernel")
     x[0, 0] = np.inf
     model.fit(x, y, batch_size=8, verbose=0, callbacks=[monitor])
     assert int(wrapper.steps_skipped) == 1
@@ -205,7 +204,7 @@ def test_first_and_last_steps_and_patterns():
     report = fitted(model, first_step=1, last_step=2, gradients="?/kernel")
     assert (report.step, report.counted) == (4, 2)
     assert [row.path for row in report.rows] == ["a/kernel", "b/kernel"]
-    every = ExponentMonitor(every=3, outputs="b", first_step=2, last_step=9)
+    every = watch(every=3, outputs="b", first_step=2, last_step=9)
     model.fit(*data(), batch_size=4, epochs=2, verbose=0, callbacks=[every])
     assert [(each.step, each.counted) for each in every.history] == [(8, 2), (16, 1)]
     for name in ("gradients", "weights", "updates", "outputs"):
