@@ -228,6 +228,28 @@ def kind_of(infs: int, nans: int) -> str:
     return "NaN" if nans else "Inf" if infs else "finite"
 
 
+def most_often(steps: Sequence[tuple[float, str]], of_loss: int | None) -> str:
+    """Returns a sentence about the gradients that most often were not finite, or "".
+
+    Args:
+        steps: pairs of in how many steps a gradient was not finite, and its variable's name.
+        of_loss: as of `Overflows.describe`.
+    """
+    # Among equals the last one comes first: NaN spreads backward, from the loss.
+    most = sorted((each for each in steps[::-1] if each[0]), key=lambda each: -each[0])
+    if {count for count, _ in most} <= {of_loss}:
+        return ""
+    texts = []
+    for count, name in most[:MAX_NAMES]:
+        of_layer = f" of layer {name.rpartition('/')[0]!r}" if "/" in name else ""
+        texts.append(f"{name!r}{of_layer} (in {int(count)})")
+    more = f" and {len(most) - MAX_NAMES} more" * (len(most) > MAX_NAMES)
+    return (
+        f" Most often it was the gradient of {', '.join(texts)}{more} that was not finite; "
+        "`last_overflow` tells more about the last step."
+    )
+
+
 def overflowed_gradients(
     sizes: dict[str, int | None],
     steps: np.ndarray,

@@ -18,10 +18,10 @@ from keras_mp.step import finiteness, gradients, replicas
 from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import state_variable
 from keras_mp.step.overflow_report import (
-    MAX_NAMES,
     LossOfReplica,
     Overflow,
     kind_of,
+    most_often,
     overflowed_gradients,
     overflowed_inputs,
     places_of,
@@ -397,19 +397,7 @@ class Overflows:
             header, _, consecutive, *_ = record.parts()
             if header[0] > began:
                 most += zip(consecutive, record.names)
-        # Among equals the last one comes first: NaN spreads backward, from the loss.
-        most = sorted((each for each in most[::-1] if each[0]), key=lambda each: -each[0])
-        texts = []
-        for steps, name in most[:MAX_NAMES]:
-            of_layer = f" of layer {name.rpartition('/')[0]!r}" if "/" in name else ""
-            texts.append(f"{name!r}{of_layer} (in {int(steps)})")
-        if {steps for steps, _ in most} <= {of_loss}:
-            return ""
-        more = f" and {len(most) - MAX_NAMES} more" * (len(most) > MAX_NAMES)
-        return (
-            f" Most often it was the gradient of {', '.join(texts)}{more} that was not finite; "
-            "`last_overflow` tells more about the last step."
-        )
+        return most_often(most, of_loss)
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
