@@ -183,9 +183,7 @@ class GradScaler(ScalerProperties, tf.Module):
         Args:
             optimizer: An optimizer of `tf.keras`, a `tf.compat.v1.train.Optimizer`, an object with
                 a method `apply(updates, parameters)`, or a function that takes a list of
-                (gradient, variable) pairs. If it has a method `apply_scaled_gradients(
-                grads_and_vars, loss_scale, finite)`, that is handed the scaled gradients, the
-                scale and the verdict, both tensors, and makes or skips the step by itself.
+                (gradient, variable) pairs.
             grads_and_vars: iterable of (gradient, variable) pairs, scaled or unscaled with
                 `unscale`. A gradient may be None.
             aggregate: bool. False where the gradients are summed over replicas already. Defaults
@@ -331,9 +329,7 @@ def _adapter_of(optimizer: Any) -> OptimizerAdapter:
             f"only that. Received: optimizer={optimizer!r}"
         )
     all_reduce_optimizer.refuse_inside(optimizer, "GradScaler")
-    adapter, hint = None, optimizer_wrapper.hint(optimizer)
-    if not callable(getattr(optimizer, "apply_scaled_gradients", None)):
-        adapter = optimizer_wrapper.adapter_of(optimizer)
+    adapter, hint = optimizer_wrapper.adapter_of(optimizer), optimizer_wrapper.hint(optimizer)
     if adapter is None and not hint:
         adapter = optimizer_adapter.other_adapter(optimizer)
     if adapter is None:

@@ -39,19 +39,6 @@ class Momentum(tf.Module):
             parameter.assign_sub(self.rate * slot)
 
 
-class Safe:
-    """Skips by itself, without a branch."""
-
-    def __init__(self, rate):
-        self.rate, self.seen = rate, []
-
-    def apply_scaled_gradients(self, grads_and_vars, loss_scale, finite):
-        self.seen[:] = loss_scale, finite
-        for gradient, v in grads_and_vars:
-            update = self.rate * tf.convert_to_tensor(gradient) / loss_scale
-            v.assign_sub(tf.where(finite, update, 0.0))
-
-
 def by_hand(rate):
     def apply(grads_and_vars):
         for gradient, v in grads_and_vars:
@@ -72,16 +59,12 @@ KINDS = {
     "v1": lambda rate: tf.compat.v1.train.MomentumOptimizer(rate, 0.5),
     "two lists": Momentum,
     "function": by_hand,
-    "safe": Safe,
 }
 
 
 def apply(optimizer, gradients, variables):
     """Makes a step without us."""
-    if hasattr(optimizer, "apply_scaled_gradients"):
-        one, true = tf.constant(1.0), tf.constant(True)
-        optimizer.apply_scaled_gradients(list(zip(gradients, variables)), one, true)
-    elif hasattr(optimizer, "apply_gradients"):
+    if hasattr(optimizer, "apply_gradients"):
         optimizer.apply_gradients(list(zip(gradients, variables)))
     elif hasattr(optimizer, "apply"):
         optimizer.apply(gradients, variables)
@@ -162,26 +145,6 @@ def test_every_kind_of_optimizer_equals_float32(kind, mode):
     assert int(scaler.steps_skipped) == 4
     if kind in FAMILIES:
         assert [int(optimizer.iterations) for optimizer in ours.optimizers] == [4, 4]
-
-
-@once
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_a_scaling_safe_optimizer_is_handed_scale_and_verdict(mode):
-    scaler, safe, v = keras_mp.GradScaler(64), Safe(0.5), tf.Variable(1.0)
-    seen = []
-
-    def step(unscale):
-        gradient = tape_gradient(scaler, v, 3.0)
-        if unscale:
-            [gradient] = scaler.unscale([gradient])
-        applied = scaler.step(safe, [(gradient, v)])
-        scaler.update()
-        return *safe.seen, applied
-
-    for unscale in (False, True):
-        seen += [[each.numpy().item() for each in placed(mode, lambda: step(unscale))()]]
-    assert seen == [[64.0, True, True], [1.0, True, True]]
-    assert float(v) == 1 - 2 * 1.5
 
 
 def tape_gradient(scaler, v, factor):
@@ -656,7 +619,7 @@ def test_a_bad_replica_skips_one_optimizer_everywhere(mode):
 
 
 @once
-@pytest.mark.parametrize("kind", ["v1", "function", "safe", "two lists"])
+@pytest.mark.parametrize("kind", ["v1", "function", "two lists"])
 def test_replicas_without_keras(kind):
     strategy = mirrored(2)
     with strategy.scope():

@@ -35,8 +35,6 @@ class OptimizerAdapter(abc.ABC):
         optimizer: The optimizer, or another object that applies gradients.
 
     Attributes:
-        unscales_and_skips: Whether `update` takes scaled gradients and the verdicts, and skips a
-            step by itself.
         takes_float32_gradients: Whether gradients in 16 bits are cast to float32 before they are
             unscaled, so that small ones stay.
         is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
@@ -49,7 +47,6 @@ class OptimizerAdapter(abc.ABC):
             variable that a slot is for.
     """
 
-    unscales_and_skips = False
     takes_float32_gradients = False
     is_revived_without_state = False
     is_saved_by_keras = True
@@ -133,8 +130,8 @@ class OptimizerAdapter(abc.ABC):
             name: str. Name of the operation.
             divisor: float32 scalar tensor. The number that unscales the gradients. Defaults to
                 None, for unscaled ones.
-            verdicts: bool scalar tensors. An optimizer that skips steps by itself, or an update
-                that XLA compiles, makes the step if all are True. Defaults to none.
+            verdicts: bool scalar tensors. An update that XLA compiles makes the step if all are
+                True. Defaults to none.
 
         Returns:
             The result of `apply`; of a compiled update, the optimizer's count of steps.
@@ -236,16 +233,13 @@ def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
 
     Args:
         optimizer: A `tf.compat.v1.train.Optimizer`, an object with a method `apply(updates,
-            parameters)`, or a function that takes the list of (gradient, variable) pairs. An object
-            with a method `apply_scaled_gradients` makes or skips steps by itself.
+            parameters)`, or a function that takes the list of (gradient, variable) pairs.
 
     Returns:
         An `OptimizerAdapter`, or None for anything else.
     """
     if isinstance(optimizer, type):
         return None
-    if callable(getattr(optimizer, "apply_scaled_gradients", None)):
-        return ScalingSafe(optimizer)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return V1Optimizer(optimizer)
     if callable(getattr(optimizer, "apply", None)):
@@ -315,30 +309,3 @@ class Function(OptimizerAdapter):
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         del name, aggregate
         return self._apply(list(grads_and_vars))
-
-
-class ScalingSafe(OptimizerAdapter):
-    """An optimizer with a method `apply_scaled_gradients(grads_and_vars, loss_scale, finite)`."""
-
-    unscales_and_skips = True
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._apply_scaled = allow_conversion(optimizer.apply_scaled_gradients)
-
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
-        del aggregate
-        return self.update(grads_and_vars, name)
-
-    def update(
-        self,
-        grads_and_vars: Pairs,
-        name: str | None,
-        *,
-        divisor: tf.Tensor | None = None,
-        verdicts: Sequence[tf.Tensor] = (),
-    ) -> Applied:
-        del name
-        loss_scale = tf.constant(1.0) if divisor is None else divisor
-        finite = functools.reduce(tf.logical_and, verdicts or [tf.constant(True)])
-        return self._apply_scaled(list(grads_and_vars), loss_scale, finite)

@@ -138,24 +138,23 @@ class ScaledStep:
                 grads.append(tf.where(is_good, 0.0, float("nan")))
         sums = self._summed(grads, variables, aggregate)
         # A compiled update unscales in its own pass over the gradients.
-        update_unscales = adapter.unscales_and_skips or (
-            adapter.jit_compile and not (sums.are_packed or new_values or adapter.accumulates())
-        )
         has_replicas = replicas.are_several()
-        if not update_unscales or (adapter.jit_compile and has_replicas):
+        update_unscales = adapter.jit_compile and not (
+            has_replicas or sums.are_packed or new_values or adapter.accumulates()
+        )
+        if not update_unscales:
             sums = sums.unscaled()
         if new_values or adapter.accumulates():
             sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
 
         def apply(step: ScaledStep) -> Any:
             pairs = list(zip(step.to_apply.one_by_one(), variables, strict=True))
-            verdicts = [step.finite, step.state.is_allowed] if step.skips_in_update else []
+            verdicts = [step.finite, step.state.is_allowed] if step.update_selects else []
             verdicts = [each for each in verdicts if each is not None]
             return adapter.update(pairs, name, divisor=step.to_apply.divisor, verdicts=verdicts)
 
         def judge_and_carry_out() -> tf.Operation | None:
-            for_xla = selection.is_without_branches() and not adapter.unscales_and_skips
-            tested = sums.unscaled() if for_xla else sums
+            tested = sums.unscaled() if selection.is_without_branches() else sums
             self.to_apply = dataclasses.replace(tested, count=len(variables))
             self._judge(tested, variables, aggregate)
             verdicts = self.finite, state.is_allowed
@@ -173,11 +172,6 @@ class ScaledStep:
         self.inputs = [_summary(each) for each in self.inputs]
         self.finite = tf.function(compute, autograph=False, jit_compile=True)()
         return None, self.finite
-
-    @property
-    def skips_in_update(self) -> bool:
-        """Whether the update is called in any case, and skips the step by itself."""
-        return self.adapter.unscales_and_skips or self.update_selects
 
     def _is_compiled_with_verdict(self, sums: Sums, variables: list[Any]) -> bool:
         """Whether XLA compiles an update that is told whether the gradients are finite.
@@ -245,9 +239,7 @@ class ScaledStep:
         summed = workers.checked(summed, scaled_by)
         if self.handler:
             self.sent = Sums(sent[: len(packed)], None, unpack, count)
-        # An adapter that unscales gets the sums in their wider dtypes.
-        dtypes_of = summed if self.adapter.unscales_and_skips else packed
-        return Sums(summed, divisor, lambda sums: unpack(gradients.cast_as(sums, dtypes_of)))
+        return Sums(summed, divisor, lambda sums: unpack(gradients.cast_as(sums, packed)))
 
     def _judge(self, sums: Sums, variables: list[Any], aggregate: bool) -> None:
         """Tests whether all gradients and marks are finite, on all replicas."""
@@ -315,10 +307,10 @@ class Decision:
         """Carries out the decision, in a TensorFlow 1 graph as the operation that it returns."""
         first = self.steps[0]
         adapter = first.adapter
-        if first.skips_in_update:
-            # The optimizer makes or skips the step itself. Here only the outcome is handled.
+        if first.update_selects:
+            # The update makes or skips the step itself. Here only the outcome is handled.
             applied = _operation(self.apply())
-            with selection.selecting() if first.update_selects else contextlib.nullcontext():
+            with selection.selecting():
                 return _operation([applied, self._choose(lambda: None, lambda: None)])
         if self.finite is None or not adapter.accumulates():
             return self._choose(self._make, adapter.drop_accumulated)
