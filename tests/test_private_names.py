@@ -18,7 +18,7 @@ from tests.common import IS_KERAS_3, once
 
 K = tf.keras
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "private_names.md"
-HERE = {"TensorFlow", "Python", "both Kerases", "Keras 3" if IS_KERAS_3 else "Keras 2"}
+HERE = {"TensorFlow", "both Kerases", "Keras 3" if IS_KERAS_3 else "Keras 2"}
 ELSEWHERE = {"Keras 2" if IS_KERAS_3 else "Keras 3"}
 
 # Names of the package's own that a base class of another class of the package has as well, or that

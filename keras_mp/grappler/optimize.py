@@ -85,7 +85,7 @@ def with_fetches(
 
 
 def _device(kind: str, **properties: Any) -> _device_properties.NamedDevice:
-    of_kind = _device_properties.DeviceProperties(type=kind, **properties)
+    of_kind: Any = {"type": kind, **properties}
     return _device_properties.NamedDevice(name=_NAME.format(kind), properties=of_kind)
 
 

@@ -12,18 +12,16 @@ from typing import Any
 
 import tensorflow as tf
 from tf_keras.src import backend as _backend
-from tf_keras.src import optimizers as _optimizers
 from tf_keras.src.engine import base_layer_utils as _base_layer_utils
-from tf_keras.src.engine import compile_utils as _compile_utils
 from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
 from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
 from tf_keras.src.mixed_precision import policy as _policies
-from tf_keras.src.saving.legacy.saved_model.save_impl import LayerCall as _CallForSaving
 from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
 from keras_mp import variables
 from keras_mp.keras_api import keras2_adapters, keras2_raw_inputs, keras2_recurrent
 from keras_mp.kernels import softmax_and_cross_entropy
+from keras_mp.kernels.replaced import Replacement, replace
 from keras_mp.step import replicas
 from keras_mp.support import replica_threads, wrapped
 from keras_mp.support.attributes import replaced
@@ -165,7 +163,8 @@ class BaseLayer(keras.layers.Layer):
 
 
 def is_call_for_saving(call: Any) -> bool:
-    return isinstance(getattr(call, "__wrapped__", None), _CallForSaving)
+    # That of a user's layer has the module of the user's `call`, which it wraps.
+    return type(getattr(call, "__wrapped__", None)).__module__.startswith("tf_keras.")
 
 
 def name_functions(layer: keras.layers.Layer, config: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +180,8 @@ def autocast_variables(weights: Sequence[Any]) -> list[Any]:
     return [weight for weight in weights if isinstance(weight, variables.AutoCastVariable)]
 
 
-LossFunctionWrapper = keras.__internal__.losses.LossFunctionWrapper
+# The class is in no public namespace, but every built-in loss is a subclass of it.
+LossFunctionWrapper = keras.losses.MeanSquaredError.__mro__[1]
 CROSSENTROPY_NAMES = ()
 
 
@@ -216,47 +216,65 @@ def is_symbolic() -> bool:
     return False
 
 
-class _WideLosses(_compile_utils.LossesContainer):
-    """Casts predictions as our losses do, since Keras's own class casts labels to their dtype."""
+@functools.cache
+def _wide_losses(container: type) -> type:
+    """Returns a subclass of the class in which Keras keeps the losses of a model."""
 
-    def __call__(
-        self,
-        y_true: Any,
-        y_pred: Any,
-        sample_weight: Any = None,
-        regularization_losses: Sequence[tf.Tensor] | None = None,
-    ) -> tf.Tensor | None:
-        if not self.built:
-            self.build(y_pred)
-        predictions = tf.nest.flatten(y_pred)
-        for i, (prediction, loss) in enumerate(zip(predictions, self._losses)):
-            if isinstance(loss, BaseLoss):
-                dtype = loss.dtype
-            else:
-                dtype = getattr(getattr(loss, "fn", None), "_keras_mp_casts_to", None)
-            if dtype is not None:
-                predictions[i] = softmax_and_cross_entropy.widen(prediction, dtype)
-        y_pred = tf.nest.pack_sequence_as(y_pred, predictions)
-        return super().__call__(y_true, y_pred, sample_weight, regularization_losses)
+    class _WideLosses(container):
+        """Casts predictions as our losses do; Keras's own class casts labels to their dtype."""
+
+        def __call__(
+            self,
+            y_true: Any,
+            y_pred: Any,
+            sample_weight: Any = None,
+            regularization_losses: Sequence[tf.Tensor] | None = None,
+        ) -> tf.Tensor | None:
+            if not self.built:
+                self.build(y_pred)
+            predictions = tf.nest.flatten(y_pred)
+            for i, (prediction, loss) in enumerate(zip(predictions, self._losses)):
+                if isinstance(loss, BaseLoss):
+                    dtype = loss.dtype
+                else:
+                    dtype = getattr(getattr(loss, "fn", None), "_keras_mp_casts_to", None)
+                if dtype is not None:
+                    predictions[i] = softmax_and_cross_entropy.widen(prediction, dtype)
+            y_pred = tf.nest.pack_sequence_as(y_pred, predictions)
+            return super().__call__(y_true, y_pred, sample_weight, regularization_losses)
+
+    return _WideLosses
 
 
-class _WideMetrics(_compile_utils.MetricsContainer):
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        y_pred = tf.nest.map_structure(softmax_and_cross_entropy.widen, y_pred)
-        super().update_state(y_true, y_pred, sample_weight)
+@functools.cache
+def _wide_metrics(container: type) -> type:
+    """Returns a subclass of the class in which Keras keeps the metrics of a model."""
+
+    class _WideMetrics(container):
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            y_pred = tf.nest.map_structure(softmax_and_cross_entropy.widen, y_pred)
+            super().update_state(y_true, y_pred, sample_weight)
+
+    return _WideMetrics
 
 
 def widen_predictions(model: keras.Model) -> None:
-    if type(model.compiled_loss) is _compile_utils.LossesContainer:
-        model.compiled_loss.__class__ = _WideLosses
-    if type(model.compiled_metrics) is _compile_utils.MetricsContainer:
-        model.compiled_metrics.__class__ = _WideMetrics
+    # They may be None, or wide already.
+    if type(model.compiled_loss).__module__.startswith("tf_keras."):
+        model.compiled_loss.__class__ = _wide_losses(type(model.compiled_loss))
+    if type(model.compiled_metrics).__module__.startswith("tf_keras."):
+        model.compiled_metrics.__class__ = _wide_metrics(type(model.compiled_metrics))
 
 
 def build_loss(model: keras.Model, predictions: Any) -> None:
     if not model.compiled_loss.built:
         with model.distribute_strategy.scope():
             model.compiled_loss.build(predictions)
+
+
+def _replace(own: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """Replaces a function of Keras wherever Keras has it."""
+    replace([Replacement(own, (own.__name__,), other)], "tf_keras")
 
 
 class _ThreadScope(threading.local):
@@ -342,9 +360,8 @@ def _make_scopes_the_threads_own() -> None:
         else:
             _thread.policy = (BasePolicy(policy),)
 
-    modules: list[Any] = [_policies, public]
-    for module in modules:
-        module.global_policy, module.set_global_policy = global_policy, set_global_policy
+    _replace(own_get, global_policy)
+    _replace(own_set, set_global_policy)
     replica_threads.inherit(lambda: _thread.policy, _entered)
 
 
@@ -371,7 +388,7 @@ def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
 def convert_wrappers_to_legacy(
     wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
 ) -> None:
-    keras_convert = _optimizers.convert_to_legacy_optimizer
+    keras_convert = keras.__internal__.optimizers.convert_to_legacy_optimizer
 
     @functools.wraps(keras_convert)
     def convert_to_legacy_optimizer(
@@ -387,9 +404,7 @@ def convert_wrappers_to_legacy(
             return convert_wrapper(optimizer, inner)
         return keras_convert(optimizer)
 
-    modules: list[Any] = [_optimizers, keras.__internal__.optimizers]
-    for module in modules:
-        module.convert_to_legacy_optimizer = convert_to_legacy_optimizer
+    _replace(keras_convert, convert_to_legacy_optimizer)
 
 
 def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -1,10 +1,10 @@
 """The adapters of Keras 2's optimizers, new and legacy."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.optimizers import utils as _optimizer_utils
 
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 
@@ -113,7 +113,7 @@ class _LegacyAdapter(_Keras2Adapter):
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], Pairs] | None:
         optimizer = self.optimizer
         is_keras_own = (
-            optimizer.gradient_aggregator is _optimizer_utils.all_reduce_sum_gradients
+            optimizer.gradient_aggregator is _keras_aggregator()
             and type(optimizer)._aggregate_gradients is _LegacyOptimizer._aggregate_gradients
             and type(optimizer)._transform_unaggregated_gradients
             is _LegacyOptimizer._transform_unaggregated_gradients
@@ -132,6 +132,12 @@ class _LegacyAdapter(_Keras2Adapter):
         return self.optimizer.apply_gradients(
             grads_and_vars, **_named(name), experimental_aggregate_gradients=aggregate
         )
+
+
+@functools.cache
+def _keras_aggregator() -> Callable[..., Any]:
+    """Returns the function with which legacy optimizers sum gradients by default."""
+    return _LegacyOptimizer("default").gradient_aggregator
 
 
 def _named(name: str | None) -> dict[str, str]:

@@ -12,12 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import backend as _backend
-from keras.src import dtype_policies as _dtype_policies
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
-from keras.src.random import seed_generator as _seed_generator
 from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
-from keras.src.trainers.compile_utils import CompileMetrics as _CompileMetrics
 
 from keras_mp import variables
 from keras_mp.keras_api import (
@@ -29,7 +26,7 @@ from keras_mp.keras_api import (
     keras3_recurrent,
     keras3_workers,
 )
-from keras_mp.kernels import softmax_and_cross_entropy
+from keras_mp.kernels import replaced, softmax_and_cross_entropy
 from keras_mp.support import replica_threads, wrapped
 from keras_mp.variables import casts
 
@@ -96,12 +93,13 @@ def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
 
 @functools.cache
 def _find_policies_by_name() -> None:
-    keras_get = _dtype_policies.get
+    keras_get = keras.dtype_policies.get
 
+    @functools.wraps(keras_get)
     def get(identifier: Any) -> Any:
         return identifier.policy if isinstance(identifier, _PolicyName) else keras_get(identifier)
 
-    _dtype_policies.get = functools.wraps(keras_get)(get)
+    replaced.replace([replaced.Replacement(keras_get, ("get",), get)], "keras")
 
 
 def compile_without_wrapping(
@@ -134,7 +132,7 @@ def output_layers(model: keras.Model) -> list[Any] | None:
 
 
 def autocast_dtype() -> tf.DType | None:
-    scope = _backend.get_autocast_scope()
+    scope = _global_state.get_global_attribute("autocast_scope")
     return None if scope is None or scope.dtype is None else tf.as_dtype(scope.dtype)
 
 
@@ -142,7 +140,7 @@ def autocast_dtype() -> tf.DType | None:
 def autocast_scope(dtype: tf.DType | None) -> Iterator[None]:
     # Not `AutocastScope(None)`, in which the dtype of a weight is floatx.
     scope = None if dtype is None else _backend.AutocastScope(dtype.name)
-    before = _backend.get_autocast_scope()
+    before = _global_state.get_global_attribute("autocast_scope")
     _global_state.set_global_attribute("autocast_scope", scope)
     try:
         yield
@@ -273,15 +271,22 @@ def is_symbolic() -> bool:
     return _in_symbolic_scope()
 
 
-class _WideMetrics(_CompileMetrics):
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        y_pred = keras.tree.map_structure(softmax_and_cross_entropy.widen, y_pred)
-        super().update_state(y_true, y_pred, sample_weight)
+@functools.cache
+def _wide_metrics(container: type) -> type:
+    """Returns a subclass of the class in which Keras keeps the metrics of a model."""
+
+    class _WideMetrics(container):
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            y_pred = keras.tree.map_structure(softmax_and_cross_entropy.widen, y_pred)
+            super().update_state(y_true, y_pred, sample_weight)
+
+    return _WideMetrics
 
 
 def widen_predictions(model: keras.Model) -> None:
-    if type(model._compile_metrics) is _CompileMetrics:
-        model._compile_metrics.__class__ = _WideMetrics
+    container = type(model._compile_metrics)
+    if container.__module__.startswith("keras."):  # neither None, nor wide already
+        model._compile_metrics.__class__ = _wide_metrics(container)
 
 
 # Keras 3 keeps one global policy for each thread, and a new thread starts from floatx. `_process`
@@ -309,21 +314,20 @@ def build_loss(model: keras.Model, predictions: Any) -> None:
 
 @contextlib.contextmanager
 def own_seeds(seed: int) -> Iterator[None]:
-    seeds = random.Random(seed)
-
-    def make_default_seed(own: Callable[[], int]) -> Callable[[], int]:
+    def randint(own: Callable[[int, int], int]) -> Callable[[int, int], int]:
         del own
-        return lambda: seeds.randint(1, 10**9)
+        return seeds.randint
 
+    seeds = random.Random(seed)
     # The generator of `keras.random` is one for each thread.
     name = "global_seed_generator"
     before = _global_state.get_global_attribute(name)
-    with contextlib.ExitStack() as stack:
-        for module in (_seed_generator, _backend.random):
-            stack.enter_context(wrapped.here(module, "make_default_seed", make_default_seed))
+    with wrapped.here(random, "randint", randint):  # by which Keras makes seeds
         _global_state.set_global_attribute(name, keras.random.SeedGenerator(seed))
-        stack.callback(_global_state.set_global_attribute, name, before)
-        yield
+        try:
+            yield
+        finally:
+            _global_state.set_global_attribute(name, before)
 
 
 def get_global_policy() -> keras.mixed_precision.Policy:

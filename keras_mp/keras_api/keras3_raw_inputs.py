@@ -5,13 +5,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from keras.src.layers.preprocessing.data_layer import DataLayer as PreprocessingLayer
 from keras.src.models.functional import Functional as _Functional
 
 from keras_mp.kernels.replaced import Replacement, replace
 from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
+
+# The layer that casts inputs before it calls `Layer.__call__`.
+PreprocessingLayer: Any = next(
+    cls for cls in keras.layers.Normalization.__mro__ if "__call__" in vars(cls)
+)
 
 # They square, count or sum themselves, where others call functions of TensorFlow.
 _OWN_ARITHMETIC = (

@@ -25,6 +25,7 @@ from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
+_Model: Any = keras.Model
 _Step = Callable[[Any], Any]
 
 
@@ -36,7 +37,7 @@ def _source_has(text: str, function: Callable[..., Any]) -> bool:
 
 
 # The defects. If Keras has changed one of these places, Keras's own code runs.
-_BUILDS_WITH_MEAN = _source_has('"MEAN"', _trainer.TensorFlowTrainer._maybe_symbolic_build)
+_BUILDS_WITH_MEAN = _source_has('"MEAN"', _Model._maybe_symbolic_build)
 _REDUCES_AN_AXIS = _source_has('reduce("MEAN", v, axis=0)', _trainer.reduce_per_replica)
 
 

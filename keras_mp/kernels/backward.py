@@ -6,9 +6,9 @@ get a mark, and the gradient function of a marked operation runs in the reach of
 marked operations itself, so that gradients of gradients do as well.
 
 In eager, and on all tapes, the mark is one more attribute in the list that TensorFlow keeps for the
-gradient function; an operation runs without it. In a graph it is the gradient function that
-TensorFlow finds at the operation, which is written into no file: a function that was saved and
-loaded is TensorFlow's own.
+gradient function; an operation runs without it. In a graph it is an attribute of the operation's
+Python object, which is written into no file: a function that was saved and loaded is TensorFlow's
+own.
 
 A `tf.function` has a trace for calls in reach beside that for others.
 
@@ -16,12 +16,12 @@ This module needs TensorFlow only.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
-from tensorflow.python.eager import backprop as _backprop
 from tensorflow.python.eager import execute as _execute
 from tensorflow.python.eager.polymorphic_function import function_context as _function_context
 from tensorflow.python.framework import ops as _ops
@@ -45,19 +45,16 @@ def install() -> None:
         for owner, name, make in (
             (_pywrap_tfe, "TFE_Py_FastPathExecute", _run_in_eager),
             (_execute, "record_gradient", _record),
-            (_backprop, "_gradient_function", _differentiate),
-            (tf.Graph, "_create_op_helper", _make_in_graph),
+            (type(_ops.gradient_registry), "lookup", _find_gradient),
+            (tf.Graph, "_create_op_internal", _make_in_graph),
             (_gradients_util, "_GradientsHelper", _out_of_reach),
             (_function_context, "make_function_context", _key_of_trace),
             (_custom_gradient, "_eager_mode_decorator", _with_custom_gradient),
             (_custom_gradient, "_graph_mode_decorator", _with_custom_gradient),
         )
     ]
-    register = _pywrap_tfe.TFE_Py_RegisterGradientFunction
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
-        if owner is _backprop:
-            register(replacement)
     replica_threads.inherit(reach.current, reach.entered)
 
 
@@ -88,60 +85,46 @@ def _record(own: Callable[..., None]) -> Callable[..., None]:
     return record
 
 
-def _differentiate(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that computes the gradient of an operation on a tape."""
+def _find_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method of registries that finds the gradient function of an operation."""
 
     @functools.wraps(own)
-    def gradient(op: str, attributes: tuple[Any, ...] | None, *args: Any) -> object:
-        names = attributes[::2] if attributes else ()
-        dtype = None
-        if attributes and _MARK in names:
-            dtype = tf.as_dtype(attributes[2 * names.index(_MARK) + 1])
-        if dtype is reach.current():
-            return own(op, attributes, *args)
-        with reach.entered(dtype):
-            return own(op, attributes, *args)
+    def lookup(self: object, name: str) -> Any:
+        found = own(self, name)
+        if found is None or self is not _ops.gradient_registry:
+            return found
+        return functools.partial(_differentiate, found)
 
-    return gradient
+    return lookup
 
 
-def _make_in_graph(own: Callable[..., None]) -> Callable[..., None]:
-    """Returns the method that completes an operation in a graph, and marks it."""
+def _differentiate(
+    gradient: Callable[..., object], op: tf.Operation, *upstream: tf.Tensor | None
+) -> object:
+    """Calls a gradient function, in the reach in which the operation was made."""
+    dtype = getattr(op, "_keras_mp_made_in", None)
+    attributes = getattr(op, "attrs", None)  # on a tape
+    if attributes and _MARK in attributes[::2]:
+        dtype = tf.as_dtype(attributes[2 * attributes[::2].index(_MARK) + 1])
+    if dtype is reach.current():
+        return gradient(op, *upstream)
+    with reach.entered(dtype):
+        return gradient(op, *upstream)
+
+
+def _make_in_graph(own: Callable[..., tf.Operation]) -> Callable[..., tf.Operation]:
+    """Returns the method that makes an operation in a graph, and marks it."""
 
     @functools.wraps(own)
-    def complete(self: Any, op: Any, *args: Any, **kwargs: Any) -> None:
-        own(self, op, *args, **kwargs)
-        dtype = reach.current()
-        if dtype is not None and reach.is_decided():
-            op._keras_mp_is_decided = True
-        # The gradient function of a call differentiates a function whose operations are marked.
-        if dtype is not None and op._gradient_function is None and _has_gradient(op.type):
-            op._gradient_function = _gradient_in_reach(dtype)
+    def make(*args: Any, **kwargs: Any) -> tf.Operation:
+        op, dtype = own(*args, **kwargs), reach.current()
+        if dtype is not None:
+            op._keras_mp_made_in = dtype  # pyright: ignore[reportAttributeAccessIssue]
+            if reach.is_decided():
+                op._keras_mp_is_decided = True  # pyright: ignore[reportAttributeAccessIssue]
+        return op
 
-    return complete
-
-
-@functools.cache
-def _gradient_in_reach(dtype: tf.DType) -> Callable[..., object]:
-    """Returns TensorFlow's gradient function of any operation, in reach."""
-
-    def differentiate(op: tf.Operation, *upstream: tf.Tensor | None) -> object:
-        try:
-            name = op.get_attr("_gradient_op_type")  # of a custom gradient
-        except ValueError:
-            name = op.type
-        with reach.entered(dtype):
-            return _ops.gradient_registry.lookup(name)(op, *upstream)
-
-    return differentiate
-
-
-@functools.cache
-def _has_gradient(op: str) -> bool:
-    try:
-        return _ops.gradient_registry.lookup(op) is not None
-    except LookupError:
-        return False
+    return make
 
 
 def _out_of_reach(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,8 +173,9 @@ def _with_custom_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
                 of_inputs, of_variables = found  # pyright: ignore[reportGeneralTypeIssues]
                 return _in_dtypes_of(inputs, of_inputs), of_variables
 
-            # TensorFlow asks whether the signature has `variables`, and looks through this.
-            return result, tf.__internal__.decorator.make_decorator(gradient, backward)
+            # TensorFlow asks whether it has `variables`.
+            vars(backward)["__signature__"] = inspect.signature(gradient)
+            return result, backward
 
         return own(forward, args, kwargs)
 

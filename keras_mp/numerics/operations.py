@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
+import inspect
 import os
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -149,7 +149,8 @@ def place() -> CallSite:
 
 
 def _frames() -> Iterator[tuple[str, int]]:
-    frame = sys._getframe(2)
+    here = inspect.currentframe()
+    frame = here and here.f_back
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back

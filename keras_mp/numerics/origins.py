@@ -28,9 +28,11 @@ _LIKE_TENSORFLOW = (
     *(os.path.join("src", each) + os.sep for each in ("ops", "backend", "utils")),
     os.path.join("keras_mp", "model_outputs.py"),
 )
-_PROMOTION = os.path.join("op_autocast", "promotion.py")
-# They call a function of TensorFlow, and do something only where it has refused.
-_HANDING_ON = ("apply_op_helper", "assign")
+# Files and functions that call one of TensorFlow, and do no more unless it has refused.
+_HANDING_ON = {
+    os.path.join("op_autocast", "promotion.py"): ("apply_op_helper", "assign", "make"),
+    os.path.join("kernels", "backward.py"): ("make",),
+}
 
 
 class Layers:
@@ -120,7 +122,7 @@ def maker_of(operation: tf.Operation) -> str:
             return "user"
         if frame.filename == compositions.__file__:
             continue  # It stands in for a function of TensorFlow.
-        if frame.filename.endswith(_PROMOTION) and frame.name in _HANDING_ON:
+        if any(frame.filename.endswith(f) and frame.name in n for f, n in _HANDING_ON.items()):
             continue
         is_like_tensorflow = any(part in frame.filename for part in _LIKE_TENSORFLOW)
         if package != "TensorFlow" and not is_like_tensorflow:

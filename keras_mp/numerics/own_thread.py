@@ -5,28 +5,26 @@ The program's random numbers are neither drawn nor seeded, and other threads not
 
 import contextlib
 import functools
-import importlib
 import inspect
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as _Function
-from tensorflow.python.framework import random_seed as _random_seed
 
 from keras_mp import keras_api
 from keras_mp.support import handles, wrapped
 
 # The modules through which random operations are called, and the names of those that draw.
-_MODULES = {
-    name: importlib.import_module(f"tensorflow.python.ops.{name}")
-    for name in (
-        *("gen_random_ops", "gen_stateful_random_ops", "gen_stateless_random_ops"),
-        "gen_stateless_random_ops_v2",
+_WITH_STATE, _OF_GENERATORS, *_OF_SEEDS = (
+    sys.modules[draw.__module__]
+    for draw in (
+        *(tf.raw_ops.RandomUniform, tf.raw_ops.StatefulUniform),
+        *(tf.raw_ops.StatelessRandomUniform, tf.raw_ops.StatelessRandomUniformV2),
     )
-}
+)
 _DISTRIBUTIONS = ("uniform", "normal")
 
 # A kernel of these operations goes on from call to call with the same seed, for all threads. The
@@ -88,14 +86,14 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        enter(wrapped.here(_random_seed, "get_seed", get_seed))
+        public = tf.compat.v1.get_seed
+        enter(wrapped.here(sys.modules[public.__module__], public.__name__, get_seed))
         for name, stateless in _WITHOUT_STATE.items():
             wrap = functools.partial(_without_state, stateless)
-            enter(wrapped.here(_MODULES["gen_random_ops"], name, wrap))
-        of_generators = _MODULES["gen_stateful_random_ops"]
-        for name in list(vars(of_generators)):
+            enter(wrapped.here(_WITH_STATE, name, wrap))
+        for name in list(vars(_OF_GENERATORS)):
             if name.startswith(("stateful_", "rng_")) and "fallback" not in name:
-                enter(wrapped.here(of_generators, name, with_copy))
+                enter(wrapped.here(_OF_GENERATORS, name, with_copy))
         enter(keras_api.own_seeds(seed))
         _thread.has_its_own = True
         stack.callback(setattr, _thread, "has_its_own", False)
@@ -150,7 +148,7 @@ def drawing(take: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
         return draw
 
     with contextlib.ExitStack() as stack:
-        for module in _MODULES.values():
+        for module in (_WITH_STATE, _OF_GENERATORS, *_OF_SEEDS):
             for key, function in list(vars(module).items()):
                 if _draws(key, function):
                     stack.enter_context(wrapped.here(module, key, shown))
@@ -177,4 +175,4 @@ def eager_functions() -> contextlib.AbstractContextManager[None]:
 
         return runs
 
-    return wrapped.here(_Function, "_run_functions_eagerly", runs_eagerly)
+    return wrapped.here(type(tf.function(len)), "_run_functions_eagerly", runs_eagerly)

@@ -11,6 +11,7 @@ regions refuse to be entered, and TensorFlow is left as it is. This module needs
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -89,8 +90,9 @@ def _with_gradient_as_forward(own: Callable[..., object]) -> Callable[..., objec
                 with entered(region):
                     return gradient(*args, **kwargs)
 
-            # TensorFlow asks whether the signature has `variables`, and looks through this.
-            return result, tf.__internal__.decorator.make_decorator(gradient, backward)
+            # TensorFlow asks whether it has `variables`.
+            vars(backward)["__signature__"] = inspect.signature(gradient)
+            return result, backward
 
         return own(forward, args, kwargs)
 

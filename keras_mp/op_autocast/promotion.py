@@ -29,9 +29,6 @@ import tensorflow as tf
 from tensorflow.python.eager import execute as _execute
 from tensorflow.python.framework import op_def_library as _op_def_library
 from tensorflow.python.framework import ops as _ops
-from tensorflow.python.ops import cond_v2 as _cond_v2
-from tensorflow.python.ops import resource_variable_ops as _variables
-from tensorflow.python.ops import while_v2 as _while_v2
 
 from keras_mp.kernels import replaced as kernels_replaced
 from keras_mp.op_autocast import plans
@@ -81,12 +78,14 @@ def install() -> None:
     _execute.args_to_matching_eager = _with_a_common_dtype(_execute.args_to_matching_eager)
     _ops.raise_from_not_ok_status = _falling_back(_ops.raise_from_not_ok_status)
     _op_def_library._apply_op_helper = _made_in_float32(_op_def_library._apply_op_helper)
-    for cls in (_variables.BaseResourceVariable, _variables.ResourceVariable):
-        for name in vars(cls).keys() & _ASSIGNING:
+    # The classes of variables, below one of them that is public.
+    for cls in tf.experimental.dtensor.DVariable.__mro__:
+        for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
             setattr(cls, name, _widening_the_value(getattr(cls, name)))
-    _cond_v2.cond_v2 = _with_equal_branches(_cond_v2.cond_v2)
-    _cond_v2.indexed_case = _with_equal_cases(_cond_v2.indexed_case)
-    _while_v2.while_loop = _with_constant_dtypes(_while_v2.while_loop)
+    branching: list[Any] = [tf.compat.v1.cond, tf.switch_case, tf.compat.v1.while_loop]
+    kernels_replaced.replace(
+        kernels_replaced.Replacement(own, (own.__name__,), _made_again(own)) for own in branching
+    )
     for name in _WRITING:
         setattr(tf.TensorArray, name, _in_the_dtype_of_the_array(getattr(tf.TensorArray, name)))
 
@@ -196,64 +195,34 @@ def _widening_the_value(own: Callable[..., Any]) -> Callable[..., Any]:
     return assign
 
 
-def _with_equal_branches(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that makes a `tf.cond`, whose branches may return several dtypes."""
+def _made_again(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that makes branches, which may return several dtypes, or a loop."""
 
     @functools.wraps(own)
-    def cond(pred: Any, true_fn: Any, false_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        return _made_again_if_refused(
-            lambda: own(pred, true_fn, false_fn, *args, **kwargs),
-            lambda: own(pred, _widening(true_fn), _widening(false_fn), *args, **kwargs),
-        )
-
-    return cond
-
-
-def _with_equal_cases(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that makes a `tf.switch_case`."""
-
-    @functools.wraps(own)
-    def case(index: Any, branches: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        return _made_again_if_refused(
-            lambda: own(index, branches, *args, **kwargs),
-            lambda: own(index, list(map(_widening, branches)), *args, **kwargs),
-        )
-
-    return case
-
-
-def _with_constant_dtypes(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that makes a `tf.while_loop`, whose variables may change their dtype."""
-
-    @functools.wraps(own)
-    def while_loop(cond: Any, body: Any, loop_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        def in_float32() -> Any:
-            wide = tf.nest.map_structure(_widened, loop_vars)
-            return own(cond, _widening(body), wide, *args, **kwargs)
-
-        return _made_again_if_refused(
-            lambda: own(cond, body, loop_vars, *args, **kwargs), in_float32
-        )
-
-    return while_loop
-
-
-def _made_again_if_refused(make: Callable[[], Any], in_float32: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except TypeError as error:
-        if not _is_active():
-            raise
+    def make(*args: Any, **kwargs: Any) -> Any:
         try:
-            return in_float32()
-        except (TypeError, ValueError):
-            raise error from None  # What TensorFlow said of the user's own call.
+            return own(*args, **kwargs)
+        except TypeError as error:
+            # In eager a branch has run.
+            if tf.executing_eagerly() or not _is_active():
+                raise
+            args, kwargs = tf.nest.map_structure(_widening, (args, kwargs))
+            try:
+                return own(*args, **kwargs)
+            except (TypeError, ValueError):
+                raise error from None  # What TensorFlow said of the user's own call.
+
+    return make
 
 
-def _widening(function: Callable[..., Any]) -> Callable[..., Any]:
+def _widening(value: Any) -> Any:
+    """Returns a tensor in float32, and a function as one that returns it."""
+    if not callable(value):
+        return _widened(value)
+
     @do_not_convert
     def call(*args: Any) -> Any:
-        return tf.nest.map_structure(_widened, function(*args))
+        return tf.nest.map_structure(_widened, value(*args))
 
     return call
 

@@ -1,6 +1,7 @@
 """Warnings of keras_mp: one category, raised at the user's own line."""
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
@@ -39,7 +40,8 @@ class Line(NamedTuple):
 
 def users_line() -> Line:
     """Returns the line of the first caller outside the libraries."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
+    assert frame is not None
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno)

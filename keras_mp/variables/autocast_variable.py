@@ -290,8 +290,8 @@ def _is_distributed(variable_class: type) -> bool:
 
 
 def _check(variable: object) -> None:
-    is_resource = tf.__internal__.ops.is_resource_variable(variable)
-    if not isinstance(variable, tf.Variable) or not is_resource:
+    # One of TensorFlow 1 that is no resource has none.
+    if not isinstance(variable, tf.Variable) or not hasattr(type(variable), "handle"):
         raise TypeError(
             "Only a `tf.Variable` can be made to cast itself (weights of Keras layers do so by "
             f"themselves). Received: {variable!r} (of type {type(variable)})"

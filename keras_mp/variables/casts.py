@@ -20,13 +20,6 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 from keras_mp.support import host, op_table, own_gradient
 from keras_mp.support.attributes import replaced
 
-# Graphs that run where they are built. Nothing public tells them from those of functions.
-_CONTROL_FLOW = (
-    _func_graphs.CondBranchFuncGraph,
-    _func_graphs.WhileBodyFuncGraph,
-    _func_graphs.WhileCondFuncGraph,
-)
-
 # Operations that take the handle of a variable and leave its value alone.
 _READS = op_table.ops("reads of variables", "looks at variables")
 # On operations that call a function: which of their inputs the function only reads.
@@ -186,7 +179,8 @@ def _graphs_within(outer: tf.Graph | None) -> list[tf.Graph] | None:
     """
     graph, within = host.current_graph(), []
     while graph is not outer:
-        if not isinstance(graph, _CONTROL_FLOW):
+        # Branches and loops have graphs of subclasses.
+        if type(graph) is tf.__internal__.FuncGraph or not hasattr(graph, "outer_graph"):
             return None
         within.append(graph)
         graph = graph.outer_graph
