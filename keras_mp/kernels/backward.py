@@ -174,7 +174,7 @@ def _with_custom_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
                 return _in_dtypes_of(inputs, of_inputs), of_variables
 
             # TensorFlow asks whether it has `variables`.
-            vars(backward)["__signature__"] = inspect.signature(gradient)
+            backward.__signature__ = inspect.signature(gradient)  # pyright: ignore
             return result, backward
 
         return own(forward, args, kwargs)

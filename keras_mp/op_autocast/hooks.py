@@ -91,7 +91,7 @@ def _with_gradient_as_forward(own: Callable[..., object]) -> Callable[..., objec
                     return gradient(*args, **kwargs)
 
             # TensorFlow asks whether it has `variables`.
-            vars(backward)["__signature__"] = inspect.signature(gradient)
+            backward.__signature__ = inspect.signature(gradient)  # pyright: ignore
             return result, backward
 
         return own(forward, args, kwargs)
