@@ -76,6 +76,9 @@ _MEANS = _Kind(lambda layer, tensors: True)
 _MASKED_MEANS = _Kind(lambda layer, tensors: any(map(_is_masked, tensors)))
 # Over several axes they subtract the logarithm of a sum of exponentials.
 _SEVERAL_AXES = _Kind(lambda layer, tensors: len(np.ravel(layer.axis)) > 1)
+# They compare with a number that 16 bits may round to another side of their inputs.
+_COMPARES = _Kind(lambda layer, tensors: True)
+_MAY_COMPARE = _Kind(lambda layer, tensors: bool(layer.threshold))
 # Ids are gathered with, not computed with: Keras casts no ids, but models cast their inputs.
 _IDS = _Kind(lambda layer, tensors: False)
 # What they assign to float32 weights is computed from float32 weights.
@@ -115,8 +118,11 @@ _TABLE: dict[str, _Kind] = {
     "UnitNormalization": _SQUARES,
     "SpectralNormalization": _WRITES,
     "Average": _MEANS,
+    **{f"AdaptiveAveragePooling{rank}D": _MEANS for rank in (1, 2, 3)},
     "GlobalAveragePooling1D": _MASKED_MEANS,
     "Softmax": _SEVERAL_AXES,
+    "ThresholdedReLU": _COMPARES,
+    "ReLU": _MAY_COMPARE,
     "Dot": _Kind(lambda layer, tensors: layer.normalize),
     "Embedding": _IDS,
 }

@@ -86,6 +86,7 @@ CASES: dict[str, _Case] = {
         SERIES,
     ),
     "Average": (layers.Average, [DEEP % 60000, DEEP % 50000 + 10000, DEEP % 60000]),
+    "ReLU threshold": (lambda: layers.ReLU(threshold=1999.7, negative_slope=0.3), YEARS - 9.7),
     "Softmax axes": (lambda: layers.Softmax(axis=[1, 2]), DEEP[..., 0] % 60000),
     "Reshape": (lambda: layers.Reshape([-1]), DEEP),
     "Concatenate": (lambda: layers.Concatenate(), [YEARS, YEARS]),
@@ -105,6 +106,10 @@ CASES: dict[str, _Case] = {
     "Resizing bicubic": (lambda: layers.Resizing(5, 11, interpolation="bicubic"), IMAGES),
     "CenterCrop": (lambda: layers.CenterCrop(5, 5), DEEP),
 }
+if hasattr(layers, "ThresholdedReLU"):
+    CASES["ThresholdedReLU"] = lambda: layers.ThresholdedReLU(1999.7), YEARS - 9.7
+if hasattr(layers, "AdaptiveAveragePooling2D"):
+    CASES["AdaptiveAveragePooling2D"] = lambda: layers.AdaptiveAveragePooling2D(3), DEEP - 45000
 if IS_KERAS_3:
     CASES |= {
         "RMSNormalization": (lambda: layers.RMSNormalization(), DEEP),

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.engine.functional import Functional as _Functional
 
+from keras_mp.kernels.replaced import Replacement, replace
 from keras_mp.support import reach
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION
@@ -66,7 +67,9 @@ def _cast_float(dtype: tf.DType, value: Any) -> Any:
 
 
 def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
-    del in_float32  # It calls the functions of TensorFlow.
+    # It subtracts itself; else it calls functions of TensorFlow.
+    own = keras.backend.hard_sigmoid
+    replace([Replacement(own, ("hard_sigmoid",), in_float32(own))], "tf_keras")
 
 
 def let_policy_change(cls: Any) -> None:

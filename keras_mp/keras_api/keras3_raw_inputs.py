@@ -17,10 +17,13 @@ PreprocessingLayer: Any = next(
     cls for cls in keras.layers.Normalization.__mro__ if "__call__" in vars(cls)
 )
 
-# They square, count or sum themselves, where others call functions of TensorFlow.
-_OWN_ARITHMETIC = (
+# They square, count, sum and subtract themselves, where others call functions of TensorFlow.
+OWN_ARITHMETIC = (
     *("norm", "normalize", "cdist", "average", "corrcoef", "nanmean", "nanvar", "nanstd"),
-    *("squareplus", "sparsemax"),
+    *("squareplus", "sparsemax", "tanh_shrink", "celu", "sparse_plus", "sinc", "trapezoid"),
+    *("quantile", "nanquantile", "percentile", "nanpercentile", "linspace", "logspace"),
+    *("logaddexp2", "log2", "log10", "cbrt", "hypot", "deg2rad", "rad2deg", "psnr"),
+    *("binary_crossentropy", "categorical_crossentropy", "floor_divide"),
 )
 
 
@@ -60,7 +63,7 @@ def note_input_casts(
 
 
 def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
-    functions = [(name, getattr(keras.ops, name, None)) for name in _OWN_ARITHMETIC]
+    functions = [(name, getattr(keras.ops, name, None)) for name in OWN_ARITHMETIC]
     replace([Replacement(f, (name,), in_float32(f)) for name, f in functions if f], "keras")
 
 

@@ -1,10 +1,10 @@
 """Functions of TensorFlow that lose in 16 bits what none of their kernels would lose alone.
 
 They count, square and sum in the dtype of their inputs: 70,000 rows are infinitely many in float16,
-the square of 300 is infinite, that of 1e-4 is 0. In layers of 16 bits and in regions of `autocast`
-such a function computes in float32 as a whole; its result is rounded once to the dtype in which
-TensorFlow returns it: that which was asked for, or that of its inputs, which in a region is
-float32.
+the square of 300 is infinite, that of 1e-4 is 0. The ELU of -1e-4 is 0. Decompositions of matrices
+are NaN, where there is a kernel at all. In layers of 16 bits and in regions of `autocast` such a
+function computes in float32 as a whole; its result is rounded once to the dtype in which TensorFlow
+returns it: that which was asked for, or that of its inputs, which in a region is float32.
 
 This module needs TensorFlow only.
 """
@@ -27,8 +27,21 @@ _COUNTS = (
     *("math.bincount", "sparse.bincount", "math.confusion_matrix", "nn.compute_average_loss"),
     *("histogram_fixed_width", "histogram_fixed_width_bins"),
 )
-_EXPONENTIALS = ("math.reduce_logsumexp", "math.cumulative_logsumexp")
-_PRODUCTS = ("math.cumprod", "math.segment_prod", "math.unsorted_segment_prod")
+_EXPONENTIALS = ("math.reduce_logsumexp", "math.cumulative_logsumexp", "math.lbeta")
+_PRODUCTS = (
+    *("math.cumprod", "math.reduce_prod", "math.segment_prod", "math.unsorted_segment_prod"),
+)
+# Differences of what is nearly equal, and logarithms of what 16 bits round to 1.
+_LOGARITHMS = (
+    *("math.softplus", "math.log_sigmoid", "nn.elu", "nn.selu"),
+    *("nn.log_poisson_loss", "nn.isotonic_regression"),
+)
+_MATRICES = (
+    *("linalg.cholesky", "linalg.det", "linalg.eigh", "linalg.eigvalsh", "linalg.expm"),
+    *("linalg.inv", "linalg.logdet", "linalg.lstsq", "linalg.lu", "linalg.matrix_rank"),
+    *("linalg.pinv", "linalg.qr", "linalg.slogdet", "linalg.solve", "linalg.svd"),
+    *("linalg.triangular_solve", "linalg.cholesky_solve", "linalg.trace"),
+)
 _SQUARES = (
     *("math.reduce_euclidean_norm", "nn.batch_normalization"),
     *("math.l2_normalize", "math.reduce_variance", "math.reduce_std", "nn.moments", "norm"),
@@ -50,9 +63,12 @@ _SIGNALS = (
     *("signal.kaiser_bessel_derived_window", "signal.vorbis_window"),
     "signal.linear_to_mel_weight_matrix",
 )
-# They refuse 16 bits, or make constants that float16 does not hold.
-_REFUSING = ("signal.rfft", "signal.rfft2d", "signal.rfft3d", "linalg.expm")
-NAMES = (*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_SQUARES, *_IMAGES, *_SIGNALS, *_REFUSING)
+# They refuse 16 bits.
+_REAL_TRANSFORMS = ("signal.rfft", "signal.rfft2d", "signal.rfft3d")
+NAMES = (
+    *(*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_LOGARITHMS, *_MATRICES, *_SQUARES, *_IMAGES),
+    *(*_SIGNALS, *_REAL_TRANSFORMS),
+)
 # TensorFlow returns float32, whatever the dtype of their inputs.
 _OF_FLOAT32 = (
     *("math.zero_fraction", "image.ssim", "image.ssim_multiscale", "image.psnr"),
@@ -79,10 +95,18 @@ def install() -> None:
     mean = tf.math.reduce_mean
     replacements.append(Replacement(mean, ("reduce_mean",), _of_ragged(mean)))
     for name in INTERPOLATIONS:
-        public: Any = getattr(tf.raw_ops, name)
-        own = getattr(sys.modules[public.__module__], public.__name__)
+        own = _generated(name)
         replacements.append(Replacement(own, (own.__name__,), _of_float32_images(own)))
+    # It adds up whole windows, and has no kernel for float16 on CPUs.
+    own = _generated("AvgPool3D")
+    replacements.append(Replacement(own, (own.__name__,), in_float32(own)))
     replace(replacements)
+
+
+def _generated(op: str) -> Callable[..., Any]:
+    """Returns the function of an operation that all code of TensorFlow calls."""
+    public: Any = getattr(tf.raw_ops, op)
+    return getattr(sys.modules[public.__module__], public.__name__)
 
 
 def in_float32(own: Callable[..., Any], rounds: bool = True) -> Callable[..., Any]:
