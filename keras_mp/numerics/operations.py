@@ -18,12 +18,13 @@ _GRADIENT_FILES = tuple(
     for path in (("eager", "backprop.py"), ("ops", "gradients_util.py"))
 )
 
-# Tools of keras_mp make their own operations through these files, one of which replaces the
-# function of TensorFlow that makes any operation of a graph.
+# Tools of keras_mp make their own operations through these files, two of which replace functions of
+# TensorFlow that make any operation of a graph.
 _BELOW_TOOLS = (
     os.path.join("tensorflow", "python", ""),
     os.path.join("keras_mp", "support", ""),
     os.path.join("keras_mp", "op_autocast", "promotion.py"),
+    os.path.join("keras_mp", "kernels", "backward.py"),
     os.sep + "contextlib.py",
 )
 

@@ -28,7 +28,7 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
     Where possible it tests sums, which takes a fraction of the time of testing each value: if a
     value is not finite, neither is the sum. Finite unscaled gradients whose sum overflows float32
-    are useless, too.
+    are useless, too. XLA forms fewer sums, and may let such gradients pass.
 
     Args:
         gradients: sequence of gradients, unscaled. In a sparse one, the sums over equal indices

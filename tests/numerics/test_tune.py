@@ -11,9 +11,8 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.layer_paths import layers_by_path
-from keras_mp.numerics import tune
+from keras_mp.numerics import commands, tune
 from keras_mp.numerics.tuned import Errors
-from keras_mp.support import text_tables
 from tests.common import Times, once
 
 K = tf.keras
@@ -285,7 +284,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert wanted.items() <= dtypes(K.models.load_model(outputs[0])).items()
     assert wanted.items() <= dtypes(keras_mp.convert(model, outputs[1])).items()
     assert main(["check", *files, "--policy", outputs[1]]) in (0, 1)
-    monkeypatch.setattr(text_tables, "MOST", 1)
+    monkeypatch.setitem(commands._OPTIONS["--all-rows"], "default", 1)
     for rows, is_cut in (([], True), (["--all-rows"], False)):
         capsys.readouterr()
         assert main(["tune", *files, *rows, "--batch-size", "8", "--include", "norm"]) == 1
