@@ -1,5 +1,6 @@
 """The CPU and its units for 16-bit floating point, as TensorFlow uses them. Needs no TensorFlow."""
 
+import functools
 import os
 import pathlib
 import platform
@@ -32,6 +33,7 @@ _FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", 
 _X86 = ("x86_64", "AMD64")
 
 
+@functools.cache
 def info() -> dict[str, str]:
     """Returns the model and the flags of the first CPU on Linux, and nothing elsewhere."""
     try:
