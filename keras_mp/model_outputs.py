@@ -13,7 +13,6 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -234,7 +233,7 @@ def _install() -> None:
         for op in sorted(ops):
             public = getattr(tf.raw_ops, op, None)
             if public is not None:
-                own = getattr(sys.modules[public.__module__], public.__name__)
+                own = replaced.in_its_module(public)
                 noting = _noting(kind, op, own)
                 replacements.append(replaced.Replacement(own, (own.__name__,), noting))
     replaced.replace(replacements)

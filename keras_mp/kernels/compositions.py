@@ -10,13 +10,12 @@ This module needs TensorFlow only.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Replacement, replace
+from keras_mp.kernels.replaced import Replacement, in_its_module, replace
 from keras_mp.support import reach, regions
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
@@ -95,18 +94,12 @@ def install() -> None:
     mean = tf.math.reduce_mean
     replacements.append(Replacement(mean, ("reduce_mean",), _of_ragged(mean)))
     for name in INTERPOLATIONS:
-        own = _generated(name)
+        own = in_its_module(getattr(tf.raw_ops, name))
         replacements.append(Replacement(own, (own.__name__,), _of_float32_images(own)))
     # It adds up whole windows, and has no kernel for float16 on CPUs.
-    own = _generated("AvgPool3D")
+    own = in_its_module(tf.raw_ops.AvgPool3D)
     replacements.append(Replacement(own, (own.__name__,), in_float32(own)))
     replace(replacements)
-
-
-def _generated(op: str) -> Callable[..., Any]:
-    """Returns the function of an operation that all code of TensorFlow calls."""
-    public: Any = getattr(tf.raw_ops, op)
-    return getattr(sys.modules[public.__module__], public.__name__)
 
 
 def in_float32(own: Callable[..., Any], rounds: bool = True) -> Callable[..., Any]:

@@ -159,7 +159,12 @@ class Table:
 def function_of(op: str, kernel: Kernel) -> Callable[..., Any] | None:
     """Returns the function of an operation, replaced or not; None where TensorFlow has none."""
     public = kernel.public or getattr(tf.raw_ops, op, None)
-    return None if public is None else getattr(sys.modules[public.__module__], public.__name__)
+    return None if public is None else in_its_module(public)
+
+
+def in_its_module(public: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function behind a public one, which the modules of TensorFlow call."""
+    return getattr(sys.modules[public.__module__], public.__name__)
 
 
 def replace(replacements: Iterable[Replacement], library: str = "tensorflow") -> None:

@@ -236,10 +236,17 @@ def check_names(argument: str, ops: Iterable[str], dtype: tf.DType | None) -> fr
 
 
 def _has_kernels(op: str, dtype: tf.DType, device: str) -> bool:
-    return all(_has_kernel(each, dtype, device) for each in (op, *op_table.gradients_of(op)))
+    return all(has_kernel(each, dtype, device) for each in (op, *op_table.gradients_of(op)))
 
 
 @functools.cache
-def _has_kernel(op: str, dtype: tf.DType, device: str) -> bool:
+def has_kernel(op: str, dtype: tf.DType, device: str) -> bool:
+    """Whether TensorFlow computes an operation in a dtype.
+
+    Args:
+        op: str. The operation's name.
+        dtype: DType.
+        device: str. The type of the device, "CPU" or "GPU".
+    """
     attr, enum = dtype_attr(op, dtype), dtype.as_datatype_enum
     return attr is not None and registered_kernels.has_kernel(op, {attr: enum}, device)

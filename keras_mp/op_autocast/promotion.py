@@ -32,7 +32,7 @@ from tensorflow.python.framework import ops as _ops
 
 from keras_mp.kernels import replaced as kernels_replaced
 from keras_mp.op_autocast import plans
-from keras_mp.support import reach, registered_kernels
+from keras_mp.support import reach
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, parse
@@ -114,13 +114,14 @@ def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if _is_active():
             # All inputs of the operation, which may come in several calls.
-            is_refused = _code_above(2) is _thread.refused
+            is_refused = _thread.refused is not None and _code_above(2) is _thread.refused
             if not is_refused:
                 _thread.refused = None
-            dtypes = {_dtype_of(each) for each in inputs}.intersection(LOW_PRECISION)
-            if is_refused or (tf.float32 in allowed and not dtypes <= set(allowed)):
+            dtypes = [_dtype_of(each) for each in inputs]
+            low = {dtype for dtype in dtypes if dtype in LOW_PRECISION}
+            if is_refused or (low and tf.float32 in allowed and not low <= set(allowed)):
                 inputs = [_widened(each) for each in inputs]
-            elif dtypes and _is_mixed([_dtype_of(each) for each in inputs]):
+            elif _is_mixed(dtypes):
                 # A variable may appear in another dtype than it says.
                 inputs = [_read(each) for each in inputs]
                 if _is_mixed([_dtype_of(each) for each in inputs]):
@@ -170,17 +171,11 @@ def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _dtypes_without_kernel(op: str) -> frozenset[tf.DType]:
     """Returns the 16-bit dtypes that an operation takes, and computes only in float32."""
-
-    def has_kernel(attr: str, dtype: tf.DType) -> bool:
-        device = kernels_replaced.usual_device()
-        return registered_kernels.has_kernel(op, {attr: dtype.as_datatype_enum}, device)
-
-    attrs = {dtype: plans.dtype_attr(op, dtype) for dtype in LOW_PRECISION}
-    return frozenset(
-        dtype
-        for dtype, attr in attrs.items()
-        if attr and has_kernel(attr, tf.float32) and not has_kernel(attr, dtype)
-    )
+    device = kernels_replaced.usual_device()
+    if not plans.has_kernel(op, tf.float32, device):
+        return frozenset()
+    taken = [dtype for dtype in LOW_PRECISION if plans.dtype_attr(op, dtype)]
+    return frozenset(dtype for dtype in taken if not plans.has_kernel(op, dtype, device))
 
 
 def _widening_the_value(own: Callable[..., Any]) -> Callable[..., Any]:
