@@ -24,7 +24,7 @@ from keras_mp import keras_api, master_writes, variables
 from keras_mp.kernels import compositions
 from keras_mp.support import marks
 from keras_mp.support.attributes import replaced
-from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES
+from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES, is_low
 
 
 class _Kind(NamedTuple):
@@ -335,7 +335,7 @@ def _note(value: Any, rounded: Any) -> None:
     """Notes on a tensor of 16 bits what it was before it was rounded."""
     if rounded is value or isinstance(value, tf.Variable):
         return
-    if hasattr(rounded, "dtype") and rounded.dtype in LOW_PRECISION:
+    if is_low(getattr(rounded, "dtype", None)):
         rounded._keras_mp_unrounded = before_rounding(value)
 
 
@@ -359,7 +359,7 @@ def before_rounding(value: Any) -> Any:
     noted = getattr(value, "_keras_mp_unrounded", None)
     if noted is not None:
         return noted
-    if not isinstance(value, tf.Tensor) or value.dtype not in LOW_PRECISION:
+    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
         return value
     is_symbolic = not isinstance(value, tf.__internal__.EagerTensor)
     return _moved_before_rounding(value) if is_symbolic else value

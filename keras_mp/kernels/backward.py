@@ -31,7 +31,11 @@ from tensorflow.python.ops import gradients_util as _gradients_util
 from keras_mp.support import reach, replica_threads
 from keras_mp.support.dtypes import LOW_PRECISION
 
+_thread = reach.thread
 _MARK = "keras_mp_reach"
+# By whether the dtype is bfloat16. Each operation needs one, and asking a DType takes long.
+_MARKS = [(_MARK, dtype.as_datatype_enum) for dtype in (tf.float16, tf.bfloat16)]
+_DTYPES = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
 
 
 def install() -> None:
@@ -65,8 +69,8 @@ def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def execute(*args: Any) -> object:
-        dtype = reach.current()
-        return own(*args) if dtype is None else own(*args, _MARK, dtype.as_datatype_enum)
+        dtype = _thread.dtype
+        return own(*args) if dtype is None else own(*args, *_MARKS[dtype is tf.bfloat16])
 
     return execute
 
@@ -79,7 +83,7 @@ def _record(own: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         dtype = reach.current()
         if dtype is not None:
-            attributes = (*(attributes or ()), _MARK, dtype.as_datatype_enum)
+            attributes = (*(attributes or ()), *_MARKS[dtype is tf.bfloat16])
         own(op, inputs, attributes, results)
 
     return record
@@ -102,14 +106,18 @@ def _differentiate(
     gradient: Callable[..., object], op: tf.Operation, *upstream: tf.Tensor | None
 ) -> object:
     """Calls a gradient function, in the reach in which the operation was made."""
-    dtype = getattr(op, "_keras_mp_made_in", None)
-    attributes = getattr(op, "attrs", None)  # on a tape
-    if attributes and _MARK in attributes[::2]:
-        dtype = tf.as_dtype(attributes[2 * attributes[::2].index(_MARK) + 1])
-    if dtype is reach.current():
+    attributes = getattr(op, "attrs", None)
+    if attributes is None:  # not on a tape
+        dtype = getattr(op, "_keras_mp_made_in", None)
+    else:
+        names = attributes[::2]
+        dtype = _DTYPES[attributes[2 * names.index(_MARK) + 1]] if _MARK in names else None
+    # As `reach.entered` does, in half the time.
+    before, _thread.dtype = _thread.dtype, dtype
+    try:
         return gradient(op, *upstream)
-    with reach.entered(dtype):
-        return gradient(op, *upstream)
+    finally:
+        _thread.dtype = before
 
 
 def _make_in_graph(own: Callable[..., tf.Operation]) -> Callable[..., tf.Operation]:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from keras_mp.support import messages, reach, regions
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.support.dtypes import LOW_PRECISION, is_low
 
 
 class Kernel(NamedTuple):
@@ -127,12 +127,13 @@ class Table:
             bool. False also where TensorFlow cannot compute it at all.
         """
         dtype = tf.as_dtype(dtype)
-        if dtype not in LOW_PRECISION or case is False:
+        return dtype in LOW_PRECISION and self._is_wrong(op, dtype, case, device or usual_device())
+
+    def _is_wrong(self, op: str, dtype: tf.DType, case: Any, device: str) -> bool:
+        if case is False:
             return False
         kernel = self.kernels[op]
-        if dtype in kernel.wrong_in_xla:
-            return True
-        return self._asks(op, kernel, dtype, case, device or usual_device())
+        return dtype in kernel.wrong_in_xla or self._asks(op, kernel, dtype, case, device)
 
     def _corrected(self, op: str, own: Callable[..., Any]) -> Callable[..., Any]:
         kernel = self.kernels[op]
@@ -141,14 +142,14 @@ class Table:
         @functools.wraps(own)
         @do_not_convert
         def call(*args: Any, **kwargs: Any) -> object:
-            if reach.current() is None:
+            if reach.thread.dtype is None:
                 return own(*args, **kwargs)
             dtype, region = _low_precision_dtype((*args, *kwargs.values())), regions.current()
             if dtype is None and kernel.autocasts and region is not None:
                 dtype = region.dtype
             if dtype is None or not self.enabled:
                 return own(*args, **kwargs)
-            if self.is_wrong(op, dtype, kernel.case(*args, **kwargs), device_type()):
+            if self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device_type()):
                 with reach.decided():
                     return correct(own, *args, **kwargs)
             return own(*args, **kwargs)
@@ -190,7 +191,12 @@ def _low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
     for value in values:
         for each in value if isinstance(value, (list, tuple)) else (value,):
             dtype = getattr(each, "dtype", None)
-            if dtype is not None and (tf.bfloat16 == dtype or tf.float16 == dtype):
+            if is_low(dtype):
+                return dtype
+            if dtype is None or isinstance(dtype, tf.DType):
+                continue
+            # One of Keras or NumPy.
+            if tf.bfloat16 == dtype or tf.float16 == dtype:
                 return tf.as_dtype(dtype)
     return None
 
@@ -220,7 +226,8 @@ def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def shape_of(value: object) -> tf.TensorShape:
     """Returns the static shape of an argument, which is unknown if it is not a tensor."""
-    return tf.TensorShape(getattr(value, "shape", None))  # pyright: ignore[reportArgumentType]
+    shape: Any = getattr(value, "shape", None)
+    return shape if isinstance(shape, tf.TensorShape) else tf.TensorShape(shape)
 
 
 def device_type() -> str:

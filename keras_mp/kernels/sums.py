@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Kernel, Table, in_float32, shape_of
+from keras_mp.kernels.replaced import Kernel, Table, in_float32, in_its_module, shape_of
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # Enough that 16 bits stop short of their sum, even shared out among dozens of lanes and threads.
@@ -42,8 +42,13 @@ def _reduction(
     shape, axes = shape_of(input), tf.get_static_value(axis)
     if shape.rank is None or axes is None:
         return True, False  # the layout for which most kernels are wrong
-    reduced = {int(a) % shape.rank for a in np.ravel(axes)} if shape.rank else set()
-    flags = [i in reduced for i, size in enumerate(shape.as_list()) if size != 1]
+    return _groups(tuple(shape.as_list()), tuple(np.ravel(axes).tolist()))
+
+
+@functools.lru_cache(1024)
+def _groups(sizes: tuple[int | None, ...], axes: tuple[int, ...]) -> tuple[bool, ...] | bool:
+    reduced = {axis % len(sizes) for axis in axes} if sizes else set()
+    flags = [i in reduced for i, size in enumerate(sizes) if size != 1]
     return any(flags) and tuple(flag for flag, _ in itertools.groupby(flags))
 
 
@@ -85,7 +90,9 @@ def _sum_of_all_but_channels(
     if rank is None:
         return in_float32(own, out_backprop, data_format=data_format, name=name)
     channels = 1 if tf.compat.as_str(data_format or "") == "NCHW" else rank - 1
-    return tf.reduce_sum(out_backprop, [i for i in range(rank) if i != channels], name=name)
+    # Not `tf.reduce_sum`, which takes as long as such a sum.
+    add_up = in_its_module(tf.raw_ops.Sum)
+    return add_up(out_backprop, [i for i in range(rank) if i != channels], name=name)
 
 
 def _bias(dtype: tf.DType, layout: str) -> dict[str, Any]:

@@ -83,10 +83,7 @@ def current() -> Table:
     Raises:
         ValueError: the environment names no such file.
     """
-    if _named.table is not None:
-        return _named.table
-    path = os.environ.get(VARIABLE)
-    return _of_kind(cpu.kind()) if not path else _of_environment(path)
+    return _of_process() if _named.table is None else _named.table
 
 
 def of_file(times: Mapping[str, Mapping[str, float]], machine: Mapping[str, Any]) -> str:
@@ -122,7 +119,12 @@ def _slow_on_all() -> Times:
 
 
 @functools.cache
-def _of_environment(path: str) -> Table:
+def _of_process() -> Table:
+    """Returns the table that the environment names, or else that of keras_mp, for good."""
+    # TensorFlow also reads once what the environment says of oneDNN.
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return _of_kind(cpu.kind())
     return _read(pathlib.Path(path), f"{VARIABLE}={path!r}")
 
 

@@ -35,7 +35,7 @@ from keras_mp.op_autocast import plans
 from keras_mp.support import reach
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.support.dtypes import LOW_PRECISION, parse
+from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
 
 _MIXED = "was expected to be a"
 # Its generated code cannot go on: it has an argument `e`, and names the error so.
@@ -118,8 +118,8 @@ def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
             if not is_refused:
                 _thread.refused = None
             dtypes = [_dtype_of(each) for each in inputs]
-            low = {dtype for dtype in dtypes if dtype in LOW_PRECISION}
-            if is_refused or (low and tf.float32 in allowed and not low <= set(allowed)):
+            low = [each for each in dtypes if is_low(each)]
+            if is_refused or (not _are_among(allowed, low) and tf.float32 in allowed):
                 inputs = [_widened(each) for each in inputs]
             elif _is_mixed(dtypes):
                 # A variable may appear in another dtype than it says.
@@ -251,13 +251,22 @@ def _is_active() -> bool:
 
 
 def _is_mixed(dtypes: Sequence[tf.DType | None]) -> bool:
-    return tf.float32 in dtypes and any(dtype in LOW_PRECISION for dtype in dtypes)
+    return any(map(is_low, dtypes)) and tf.float32 in dtypes
+
+
+def _are_among(allowed: Sequence[tf.DType], dtypes: Sequence[tf.DType | None]) -> bool:
+    """Whether all dtypes are allowed. Dtypes are unique, and comparing them takes long."""
+    return all(any(each is one for one in allowed) for each in dtypes)
 
 
 def _dtype_of(value: Any) -> tf.DType | None:
     """Returns the dtype of a tensor or variable."""
-    is_tensor = tf.is_tensor(value) or hasattr(value, "__tf_tensor__")
-    return parse(value.dtype) if is_tensor and hasattr(value, "dtype") else None
+    if isinstance(value, tf.Tensor):
+        return value.dtype
+    # The quickest question comes first: most others are numbers.
+    dtype = getattr(value, "dtype", None)
+    is_tensor = dtype is not None and (tf.is_tensor(value) or hasattr(value, "__tf_tensor__"))
+    return parse(dtype) if is_tensor else None
 
 
 def _in_other_dtypes(inputs: Any) -> Iterator[Any]:

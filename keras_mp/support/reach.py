@@ -19,12 +19,13 @@ class _Reach(threading.local):
     is_decided: bool = False
 
 
-_thread = _Reach()
+# What runs for each operation reads it; everything else calls the functions.
+thread = _Reach()
 
 
 def current() -> tf.DType | None:
     """Returns the 16-bit DType of the innermost layer or object of ours, or None elsewhere."""
-    return _thread.dtype
+    return thread.dtype
 
 
 class entered:
@@ -41,15 +42,15 @@ class entered:
         self._dtype = dtype
 
     def __enter__(self) -> None:
-        self._before, _thread.dtype = _thread.dtype, self._dtype
+        self._before, thread.dtype = thread.dtype, self._dtype
 
     def __exit__(self, *error: object) -> None:
-        _thread.dtype = self._before
+        thread.dtype = self._before
 
 
 def is_decided() -> bool:
     """Whether this thread makes operations whose dtype keras_mp has decided, not the program."""
-    return _thread.is_decided
+    return thread.is_decided
 
 
 class decided:
@@ -58,7 +59,7 @@ class decided:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before, _thread.is_decided = _thread.is_decided, True
+        self._before, thread.is_decided = thread.is_decided, True
 
     def __exit__(self, *error: object) -> None:
-        _thread.is_decided = self._before
+        thread.is_decided = self._before
