@@ -47,5 +47,9 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collector from looking through TensorFlow again and again."""
+    """Keeps the garbage collector from looking through TensorFlow and through graphs all the time.
+
+    Each graph that is traced allocates enough for it to start many times by default.
+    """
     gc.freeze()
+    gc.set_threshold(10_000)
