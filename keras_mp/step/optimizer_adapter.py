@@ -121,7 +121,7 @@ class OptimizerAdapter(abc.ABC):
         name: str | None,
         *,
         divisor: tf.Tensor | None = None,
-        verdicts: Sequence[tf.Tensor] = (),
+        verdict: tf.Tensor | None = None,
     ) -> Applied:
         """Lets the optimizer apply summed gradients; with `jit_compile`, XLA compiles this.
 
@@ -130,8 +130,8 @@ class OptimizerAdapter(abc.ABC):
             name: str. Name of the operation.
             divisor: float32 scalar tensor. The number that unscales the gradients. Defaults to
                 None, for unscaled ones.
-            verdicts: bool scalar tensors. An update that XLA compiles makes the step if all are
-                True. Defaults to none.
+            verdict: bool scalar tensor. An update that XLA compiles makes the step if it is True.
+                Defaults to None, for True.
 
         Returns:
             The result of `apply`; of a compiled update, the optimizer's count of steps.
@@ -139,7 +139,6 @@ class OptimizerAdapter(abc.ABC):
         apply = functools.partial(self._let_apply, name)
         if self.jit_compile and not host.is_compiled_by_xla():
             self.build([variable for _, variable in grads_and_vars])
-            verdict = functools.reduce(tf.logical_and, verdicts) if verdicts else None
             make = self._updates.compiled(apply, grads_and_vars, divisor, verdict)
             if make is not None:
                 make()

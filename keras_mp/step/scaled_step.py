@@ -1,28 +1,23 @@
 """One step with scaled gradients: sum them, judge them, unscale them, apply them or skip the step.
 
-RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". An `OutcomeHandler` moves the
-scale and counts skipped steps.
+RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". Read it downward:
+`ScaledStep.make` sums and judges on each replica, which gives a `JudgedStep`; a `Decision` makes or
+skips the steps of all replicas. An `OutcomeHandler` moves the scale and counts skipped steps.
 """
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import (
-    finiteness,
-    gradients,
-    overflows,
-    replicas,
-    state_rollback,
-    workers,
-)
+from keras_mp.step import finiteness, gradients, overflows, replicas, state_rollback, workers
 from keras_mp.step.calls import GradientState
 from keras_mp.step.gradients import Gradient, Sums
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.outcomes import OutcomeHandler
 from keras_mp.support import attributes, host, selection
 
@@ -34,6 +29,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_NEVER_SCALED = GradientState()
 
 
 def observing(observer: Observer) -> contextlib.AbstractContextManager[None]:
@@ -52,59 +48,28 @@ def observers_of_this_thread() -> tuple[Observer, ...]:
     return _thread.observers
 
 
+@dataclasses.dataclass(frozen=True)
 class ScaledStep:
     """A step of a replica.
 
-    Attributes:
-        adapter: the `OptimizerAdapter`, which applies the gradients.
-        state: the `GradientState` of the gradients.
-        handler: the `OutcomeHandler`; None if no step is ever skipped.
-        names: takes variables and returns the users' names for them, None for unknown ones.
-        kept: the values to restore if the step is skipped.
-        inputs: what the model was given, as far as it is known.
-        unclipped: the gradients as they were when they were unscaled; empty if they were not
-            changed since then.
-        variables: the variables of the gradients that are tested.
-        sent: the `Sums` as sent to the all-reduce; without an all-reduce, those that are tested.
-        totals: the `Sums` that are tested; None if these are `sent`.
-        to_apply: the `Sums` that are applied.
-        finite: bool scalar tensor, the verdict; None if no step is ever skipped.
-        update_selects: whether the update takes the verdict, and is called in any case.
-
     Args:
-        adapter: `OptimizerAdapter`, built.
-        state: `GradientState`. Defaults to that of gradients that were never scaled.
-        handler: `OutcomeHandler`, or None (the default).
+        adapter: `OptimizerAdapter`, built, which applies the gradients.
+        state: `GradientState` of the gradients. Defaults to that of gradients that were never
+            scaled.
+        handler: `OutcomeHandler`; None (the default) if no step is ever skipped.
         reduce_dtype: DType in which float32 gradients are summed over replicas. float16 is used
             only if they are scaled and a step may be skipped. Defaults to float32.
-        names: as the attribute, or None (the default).
+        names: takes variables and returns the users' names for them; or None (the default).
     """
 
-    def __init__(
-        self,
-        adapter: OptimizerAdapter,
-        state: GradientState | None = None,
-        handler: OutcomeHandler | None = None,
-        reduce_dtype: tf.DType = tf.float32,
-        names: overflows.Names | None = None,
-    ) -> None:
-        self.adapter, self.handler, self.names = adapter, handler, names
-        self.state = GradientState() if state is None else state
-        self._reduce_dtype = reduce_dtype
-        self.unclipped: list[Gradient] = []
-        # A branch that unpacks gradients itself has fewer inputs.
-        self.sent: Sums | None = None
-        self.totals: Sums | None = None
-        self.to_apply = Sums([])
-        self.finite: tf.Tensor | None = None
-        self.update_selects = False
+    adapter: OptimizerAdapter
+    state: GradientState = _NEVER_SCALED
+    handler: OutcomeHandler | None = None
+    reduce_dtype: tf.DType = tf.float32
+    names: overflows.Names | None = None
 
     def make(
-        self,
-        pairs: Sequence[tuple[Gradient, Any]],
-        *,
-        aggregate: bool = True,
-        name: str | None = None,
+        self, pairs: Pairs, *, aggregate: bool = True, name: str | None = None
     ) -> tuple[tf.Operation | None, tf.Tensor | None]:
         """Makes the step, once, in a replica context.
 
@@ -121,22 +86,11 @@ class ScaledStep:
         adapter, state = self.adapter, self.state
         for observe in observers_of_this_thread():
             observe(pairs, state.divisor(), state.scaled_by)
-        grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        self.kept = state_rollback.keep(variables if self.handler else ())
-        self.inputs = state_rollback.inputs()
-        if state.unclipped:
-            self.unclipped = gradients.changed_since(state.unclipped, grads)
-            state.unclipped.clear()
-        new_values = self._take_new_values(grads, variables)
-        if adapter.takes_float32_gradients:
-            grads = adapter.widened(grads)
-        # Of a batch without examples, statistics are not finite, though gradients may be.
-        has_examples = state_rollback.has_examples() if self.kept else None
-        # Such a verdict is one more gradient, a mark, which is summed and tested with them.
-        for is_good in (state.was_finite, has_examples):
-            if is_good is not None:
-                grads.append(tf.where(is_good, 0.0, float("nan")))
-        sums = self._summed(grads, variables, aggregate)
+        variables = [v for _, v in pairs]
+        evidence = self._evidence(pairs)
+        grads, new_values = self._split(pairs)
+        grads = [*adapter.widened(grads), *self._marks(evidence)]
+        sums, evidence.sent = self._sum(grads, variables, aggregate)
         # A compiled update unscales in its own pass over the gradients.
         has_replicas = replicas.are_several()
         update_unscales = adapter.jit_compile and not (
@@ -146,32 +100,100 @@ class ScaledStep:
             sums = sums.unscaled()
         if new_values or adapter.accumulates():
             sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
-
-        def apply(step: ScaledStep) -> Any:
-            pairs = list(zip(step.to_apply.one_by_one(), variables, strict=True))
-            verdicts = [step.finite, step.state.is_allowed] if step.update_selects else []
-            verdicts = [each for each in verdicts if each is not None]
-            return adapter.update(pairs, name, divisor=step.to_apply.divisor, verdicts=verdicts)
-
-        def judge_and_carry_out() -> tf.Operation | None:
-            tested = sums.unscaled() if selection.is_without_branches() else sums
-            self.to_apply = dataclasses.replace(tested, count=len(variables))
-            self._judge(tested, variables, aggregate)
-            verdicts = self.finite, state.is_allowed
-            return replicas.decide_for_all_replicas(_carry_out, verdicts, self, apply)
-
         is_compiled = self._is_compiled_with_verdict(sums, variables)
-        self.update_selects = is_compiled and has_replicas
+        update_selects = is_compiled and has_replicas
+
+        def apply(judged: JudgedStep) -> Any:
+            to_apply = list(zip(judged.sums.one_by_one(), variables, strict=True))
+            verdict = judged.finite if update_selects else None
+            return adapter.update(to_apply, name, divisor=judged.sums.divisor, verdict=verdict)
+
+        def judge_and_carry_out() -> tuple[tf.Operation | None, tf.Tensor | None]:
+            judged = self._judge(sums, evidence, variables, aggregate)
+            carry_out = functools.partial(_carry_out, update_selects)
+            verdicts = judged.finite, state.is_allowed
+            operation = replicas.decide_for_all_replicas(carry_out, verdicts, judged, apply)
+            return operation, judged.finite
+
         if not is_compiled or has_replicas:
-            return judge_and_carry_out(), self.finite
+            return judge_and_carry_out()
+        evidence.inputs = [_summary(each) for each in evidence.inputs]
+        compute = tf.function(lambda: judge_and_carry_out()[1], autograph=False, jit_compile=True)
+        return None, compute()
 
-        def compute() -> tf.Tensor | None:
-            judge_and_carry_out()
-            return self.finite
+    def _evidence(self, pairs: Pairs) -> "_Evidence":
+        unclipped: list[Gradient] = []
+        if self.state.unclipped:
+            unclipped = gradients.changed_since(self.state.unclipped, [g for g, _ in pairs])
+            self.state.unclipped.clear()
+        kept = state_rollback.keep([v for _, v in pairs] if self.handler else ())
+        return _Evidence(kept, state_rollback.inputs(), unclipped)
 
-        self.inputs = [_summary(each) for each in self.inputs]
-        self.finite = tf.function(compute, autograph=False, jit_compile=True)()
-        return None, self.finite
+    def _split(self, pairs: Pairs) -> tuple[list[Gradient], dict[int, Gradient]]:
+        """Splits gradients from new values of variables, which some have in place of a gradient.
+
+        New values were never scaled. If they were divided with the gradients, that is undone.
+
+        Returns:
+            tuple of the gradients, None for these variables, and of the new values by position.
+        """
+        grads, values = [g for g, _ in pairs], {}
+        for i, (gradient, variable) in enumerate(pairs):
+            if gradient is not None and self.adapter.is_overwritten(variable):
+                is_divided = self.state.is_divided()
+                values[i], grads[i] = gradient, None
+                if is_divided is not False:
+                    factor = tf.where(is_divided, self.state.scaled_by, 1.0)
+                    [values[i]] = gradients.scale([gradient], factor)
+        return grads, values
+
+    def _marks(self, evidence: "_Evidence") -> list[Gradient]:
+        """Returns verdicts as gradients, NaN for False, which are summed and tested with others."""
+        # Of a batch without examples, statistics are not finite, though gradients may be.
+        has_examples = state_rollback.has_examples() if evidence.kept else None
+        verdicts = self.state.was_finite, has_examples
+        return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
+
+    def _sum(
+        self, grads: list[Gradient], variables: list[Any], aggregate: bool
+    ) -> tuple[Sums, Sums | None]:
+        """Sums gradients over replicas, and the marks that follow those of the variables.
+
+        Returns:
+            tuple of the sums, and of what this replica sent to the others; None if these are its
+            own gradients.
+        """
+        divisor = self.state.divisor()
+        as_given = Sums(grads, divisor)
+        count = len(variables)
+        has_replicas = replicas.are_several()
+        custom = self.adapter.custom_aggregation()
+        if aggregate and custom:
+            grads = as_given.unscaled().values
+            marks = grads[count:]
+            if has_replicas:
+                marks = replicas.all_reduce(marks, tf.float32)
+            summed = custom(list(zip(grads[:count], variables, strict=True)))
+            return Sums([*(g for g, _ in summed), *marks]), Sums(grads[:count])
+        if not aggregate or not has_replicas:
+            return as_given, None
+        packed, unpack = gradients.pack(grads)
+        scaled_by, reduce_dtype = self.state.scaled_by, self.reduce_dtype
+        if reduce_dtype == tf.float16:
+            if self.handler is None or scaled_by is None:
+                # Small values vanish if they are not scaled, and a sum that overflows is harmless
+                # only if the step can be skipped.
+                reduce_dtype = tf.float32
+            elif divisor is not scaled_by:
+                factor = scaled_by if divisor is None else scaled_by / divisor
+                packed, divisor = gradients.scale(packed, factor), scaled_by
+        given = packed if self.handler else gradients.cast(packed, [tf.float16], tf.float32)
+        given = workers.with_scale(given, scaled_by, divisor)
+        sent = gradients.cast(given, [tf.float32], reduce_dtype)
+        summed = gradients.cast_as(replicas.all_reduce(sent, tf.float32), given)
+        summed = workers.checked(summed, scaled_by)
+        sums = Sums(summed, divisor, lambda sums: unpack(gradients.cast_as(sums, packed)))
+        return sums, Sums(sent[: len(packed)], None, unpack, count)
 
     def _is_compiled_with_verdict(self, sums: Sums, variables: list[Any]) -> bool:
         """Whether XLA compiles an update that is told whether the gradients are finite.
@@ -190,74 +212,21 @@ class ScaledStep:
         pairs = list(zip(sums.one_by_one(), variables))
         return adapter.can_compile(pairs, sums.divisor, judged=has_replicas)
 
-    def _take_new_values(self, grads: list[Gradient], variables: list[Any]) -> dict[int, Gradient]:
-        """Moves new values of variables, which are not gradients, out of `grads`.
-
-        They were never scaled. If they were divided with the gradients, that is undone.
-        """
-        values = {}
-        for i, variable in enumerate(variables):
-            if grads[i] is not None and self.adapter.is_overwritten(variable):
-                is_divided = self.state.is_divided()
-                values[i], grads[i] = grads[i], None
-                if is_divided is not False:
-                    factor = tf.where(is_divided, self.state.scaled_by, 1.0)
-                    [values[i]] = gradients.scale([values[i]], factor)
-        return values
-
-    def _summed(self, grads: list[Gradient], variables: list[Any], aggregate: bool) -> Sums:
-        """Sums gradients over replicas, and the marks that follow those of the variables."""
-        divisor = self.state.divisor()
-        as_given = Sums(grads, divisor)
-        count = len(variables)
-        has_replicas = replicas.are_several()
-        custom = self.adapter.custom_aggregation()
-        if aggregate and custom:
-            grads = as_given.unscaled().values
-            marks = grads[count:]
-            if has_replicas:
-                marks = replicas.all_reduce(marks, tf.float32)
-            self.sent = Sums(grads[:count])
-            summed = custom(list(zip(grads[:count], variables, strict=True)))
-            return Sums([*(g for g, _ in summed), *marks])
-        if not aggregate or not has_replicas:
-            return as_given
-        packed, unpack = gradients.pack(grads)
-        scaled_by, reduce_dtype = self.state.scaled_by, self._reduce_dtype
-        if reduce_dtype == tf.float16:
-            if self.handler is None or scaled_by is None:
-                # Small values vanish if they are not scaled, and a sum that overflows is harmless
-                # only if the step can be skipped.
-                reduce_dtype = tf.float32
-            elif divisor is not scaled_by:
-                factor = scaled_by if divisor is None else scaled_by / divisor
-                packed, divisor = gradients.scale(packed, factor), scaled_by
-        given = packed if self.handler else gradients.cast(packed, [tf.float16], tf.float32)
-        given = workers.with_scale(given, scaled_by, divisor)
-        sent = gradients.cast(given, [tf.float32], reduce_dtype)
-        summed = gradients.cast_as(replicas.all_reduce(sent, tf.float32), given)
-        summed = workers.checked(summed, scaled_by)
-        if self.handler:
-            self.sent = Sums(sent[: len(packed)], None, unpack, count)
-        return Sums(summed, divisor, lambda sums: unpack(gradients.cast_as(sums, packed)))
-
-    def _judge(self, sums: Sums, variables: list[Any], aggregate: bool) -> None:
+    def _judge(
+        self, sums: Sums, evidence: "_Evidence", variables: list[Any], aggregate: bool
+    ) -> "JudgedStep":
         """Tests whether all gradients and marks are finite, on all replicas."""
+        count = len(variables)
+        sums = sums.unscaled() if selection.is_without_branches() else sums
+        to_apply = dataclasses.replace(sums, count=count)
         if self.handler is None:
-            return
-        count, tested, self.variables = len(variables), sums.values, variables
-        if self.sent is None:
-            self.sent = self.to_apply
-        else:
-            self.totals = self.to_apply
+            return JudgedStep(self, evidence, to_apply)
+        tested, divisor = sums.values, sums.divisor
+        of_variables, totals = variables, None if evidence.sent is None else to_apply
         if self.adapter.accumulates():
             pairs = self.adapter.totals(list(zip(tested[:count], variables, strict=True)))
-            self.variables = [variable for _, variable in pairs]
-            self.totals = Sums([total for total, _ in pairs])
-            tested = [*self.totals.values, *tested[count:]]
-        divisor = sums.divisor
-        if divisor is not None and selection.is_without_branches():
-            tested, divisor = gradients.unscale(tested, divisor), None
+            of_variables, totals = [v for _, v in pairs], Sums([total for total, _ in pairs])
+            tested = [*totals.values, *tested[count:]]
         finite: Any = finiteness.all_finite(tested)
         if divisor is not None:
             # Unscaled gradients are finite where scaled ones are, unless the scale is below 1.
@@ -269,20 +238,61 @@ class ScaledStep:
             )
         if not aggregate and replicas.are_several():
             finite = replicas.agree(finite)
-        self.finite = finite
+        return JudgedStep(self, evidence, to_apply, finite, totals, of_variables)
+
+
+@dataclasses.dataclass
+class _Evidence:
+    """What a skipped step needs of what was there before its gradients were summed.
+
+    Attributes:
+        kept: the values to restore.
+        inputs: what the model was given, as far as it is known.
+        unclipped: the gradients as they were when they were unscaled; empty if they were not
+            changed since then.
+        sent: the `Sums` that this replica sent to the others; None if it sent none.
+    """
+
+    kept: state_rollback.Kept
+    inputs: list[state_rollback.Input]
+    unclipped: list[Gradient]
+    sent: Sums | None = None
+
+
+@dataclasses.dataclass
+class JudgedStep:
+    """The step of a replica after its gradients were summed and judged.
+
+    Attributes:
+        step: the `ScaledStep`.
+        evidence: what it needs if it is skipped.
+        sums: the `Sums` that are applied.
+        finite: bool scalar tensor, the verdict; None if no step is ever skipped.
+        totals: the `Sums` that were tested; None if these are the gradients of this replica.
+        variables: the variables of the gradients that were tested.
+    """
+
+    step: ScaledStep
+    evidence: _Evidence
+    sums: Sums
+    finite: tf.Tensor | None = None
+    totals: Sums | None = None
+    variables: Sequence[Any] = ()
 
     def release(self) -> None:
         """Releases the values that only a skipped step needs, which take memory in eager."""
-        self.kept.release()
+        self.evidence.kept.release()
         if tf.executing_eagerly():
-            self.unclipped.clear()
-            self.inputs = []
-            self.sent = self.totals = None
+            self.evidence.unclipped = []
+            self.evidence.inputs = []
+            self.evidence.sent = self.totals = None
 
-    def replica_values(self) -> overflows.ReplicaValues:
+    def values(self) -> overflows.ReplicaValues:
         """Returns the values in which a skipped step counts Inf and NaN."""
-        sent = [] if self.sent is None else self.sent.one_by_one()
-        return overflows.ReplicaValues(self.state.losses, self.unclipped, sent, self.inputs)
+        known = self.evidence
+        # A branch that unpacks gradients itself has fewer inputs.
+        own = (known.sent or self.sums).one_by_one()
+        return overflows.ReplicaValues(self.step.state.losses, known.unclipped, own, known.inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,22 +302,28 @@ class Decision:
     Each branch does only its own work, so that a good step has little to do.
 
     Attributes:
+        update_selects: whether the update takes the verdict, and is called in any case.
         finite: bool scalar tensor, the verdict; None if no step is ever skipped.
         is_allowed: that of the `GradientState`.
-        steps: the `ScaledStep`s of all replicas at hand.
+        steps: the `JudgedStep`s of all replicas at hand.
         apply: function that lets each replica apply its gradients.
     """
 
+    update_selects: bool
     finite: tf.Tensor | None
     is_allowed: tf.Tensor | None
-    steps: Sequence[ScaledStep]
+    steps: Sequence[JudgedStep]
     apply: Callable[[], Any]
+
+    @property
+    def _step(self) -> ScaledStep:
+        """What the steps of all replicas have in common is that of the first one."""
+        return self.steps[0].step
 
     def carry_out(self) -> tf.Operation | None:
         """Carries out the decision, in a TensorFlow 1 graph as the operation that it returns."""
-        first = self.steps[0]
-        adapter = first.adapter
-        if first.update_selects:
+        adapter = self._step.adapter
+        if self.update_selects:
             # The update makes or skips the step itself. Here only the outcome is handled.
             applied = _operation(self.apply())
             with selection.selecting():
@@ -323,7 +339,7 @@ class Decision:
         )
 
     def _choose(self, make: Callable[[], Any], drop: Callable[[], None]) -> tf.Operation | None:
-        handler = self.steps[0].handler
+        handler = self._step.handler
         if self.finite is None or handler is None:
             return self._unless_refused(lambda: _operation([make()]))
 
@@ -336,7 +352,7 @@ class Decision:
             seen = self._seen()
             drop()
             put_back = self._put_back()
-            weights = [weight for step in self.steps for weight in step.kept.weights]
+            weights = [weight for step in self.steps for weight in step.evidence.kept.weights]
             with tf.control_dependencies(put_back):
                 noted = handler.bad(seen, self._loss_is_finite(seen), weights)
             return _operation([*put_back, *noted])
@@ -357,51 +373,52 @@ class Decision:
 
     def _refuse(self) -> tf.Operation | None:
         put_back = self._put_back()
-        self.steps[0].state.refuse()
+        self._step.state.refuse()
         return _operation(put_back)
 
     def _make(self) -> tf.Operation | None:
         for step in self.steps:
-            if step.handler is not None:
-                step.release()
+            step.release()
         return _operation(self.apply())
 
     def _add(self) -> tf.Operation | None:
         """Lets the optimizer accumulate the gradients, which the complete step tests."""
         operations = [_operation(self.apply())]
-        if any(step.kept for step in self.steps):
+        if any(step.evidence.kept for step in self.steps):
             put_back = tf.cond(
                 self.finite, lambda: _operation([]), lambda: _operation(self._put_back())
             )
             operations.append(put_back)
-        handler = self.steps[0].handler
+        handler = self._step.handler
         return _operation([*operations, *(handler.accumulated() if handler else [])])
 
     def _put_back(self) -> list[tf.Operation]:
-        return [operation for step in self.steps for operation in step.kept.put_back()]
+        return [operation for step in self.steps for operation in step.evidence.kept.put_back()]
 
     def _seen(self) -> overflows.NonFiniteCounts | None:
         """Counts Inf and NaN on all replicas. Called in the branch that skips."""
         if host.in_v1_graph():
             return None
         first = self.steps[0]
-        totals = None if first.totals is None else first.totals.one_by_one()
-        steps_made = first.adapter.steps_made()
-        counts = overflows.count_not_finite([step.replica_values() for step in self.steps], totals)
-        inputs = [each.name for each in first.inputs]
+        totals = first.totals and first.totals.one_by_one()
+        steps_made = self._step.adapter.steps_made()
+        counts = overflows.count_not_finite([step.values() for step in self.steps], totals)
+        inputs = [each.name for each in first.evidence.inputs]
         return overflows.NonFiniteCounts(
-            first.variables, inputs, counts, totals is not None, steps_made, first.names
+            first.variables, inputs, counts, totals is not None, steps_made, self._step.names
         )
 
     def _loss_is_finite(self, seen: overflows.NonFiniteCounts | None) -> tf.Tensor:
         """Returns whether the losses of all replicas are known to be finite, a bool scalar."""
         if seen is not None:
             return seen.loss_is_finite()
-        losses = [loss for step in self.steps for loss in step.state.losses]
+        of_replicas = [step.step.state.losses for step in self.steps]
         count = tf.distribute.get_strategy().num_replicas_in_sync
-        if len(self.steps) < count or not all(step.state.losses for step in self.steps):
+        if len(self.steps) < count or not all(of_replicas):
             return tf.constant(False)
-        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(loss)) for loss in losses])
+        return tf.reduce_all(
+            [tf.reduce_all(tf.math.is_finite(loss)) for losses in of_replicas for loss in losses]
+        )
 
 
 def _carry_out(*what: Any) -> tf.Operation | None:
