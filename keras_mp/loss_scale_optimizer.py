@@ -397,19 +397,6 @@ class LossScaleOptimizer(
             self._scaler.calls.begin(scaled_by, to_apply=to_apply)
         return scaled
 
-    def _as_before_an_exception(self) -> contextlib.AbstractContextManager[None]:
-        return self._scaler.calls.as_before_an_exception()
-
-    def _unscaled_early(
-        self, pairs: Iterable[tuple[Any, Any]], scaled: bool
-    ) -> list[tuple[Any, Any]]:
-        pairs = list(pairs)
-        grads = self._adapter.widened([g for g, _ in pairs])
-        if scaled:
-            self._scaler.calls.begin_by_hand(grads)
-        grads = self._scaler.calls.unscale_early(grads)
-        return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
-
     def _gradients(
         self,
         scale: Callable[[Loss], Loss],

@@ -114,11 +114,8 @@ class OptimizerWrapper(
             **kwargs: Any,
         ) -> Any:
             # Even if a LossScaleOptimizer further in would unscale them later.
-            user_method = allow_conversion(method)
-            with self._as_before_an_exception():
-                return user_method(
-                    self, self._unscaled_early(grads_and_vars, scaled), *args, **kwargs
-                )
+            with self._unscaled(grads_and_vars, scaled) as pairs:
+                return allow_conversion(method)(self, pairs, *args, **kwargs)
 
         cls.apply_gradients = do_not_convert(apply_gradients)
 
@@ -262,23 +259,39 @@ class OptimizerWrapper(
             trainable_variables = self._adapter.built_variables()
         self.apply_gradients(zip(grads, trainable_variables, strict=True), scaled=scaled)
 
-    def _unscaled_early(
+    @contextlib.contextmanager
+    def _unscaled(
         self, pairs: Iterable[tuple[Any, Any]], scaled: bool
-    ) -> Iterable[tuple[Any, Any]]:
-        inner = self.inner_optimizer
-        if isinstance(inner, OptimizerWrapper):
-            return inner._unscaled_early(pairs, scaled)
-        if scaled:
+    ) -> Iterator[Iterable[tuple[Any, Any]]]:
+        """Context manager that unscales gradients as a LossScaleOptimizer further in would.
+
+        An exception leaves the record of its calls as it was.
+
+        Args:
+            pairs: iterable of (gradient, variable) pairs.
+            scaled: bool, as of `apply_gradients`.
+
+        Yields:
+            The pairs of unscaled gradients.
+        """
+        wrappers = (each for each in chain(self) if isinstance(each, OptimizerWrapper))
+        scaling = next((each for each in wrappers if hasattr(each, "_scaler")), None)
+        if scaling is None and scaled:
             raise ValueError(
                 "The gradients cannot be scaled: no LossScaleOptimizer is among the optimizers. "
                 f"Received: scaled={scaled!r} for {self!r}"
             )
-        return pairs
-
-    def _as_before_an_exception(self) -> contextlib.AbstractContextManager[None]:
-        inner = self.inner_optimizer
-        is_wrapper = isinstance(inner, OptimizerWrapper)
-        return inner._as_before_an_exception() if is_wrapper else contextlib.nullcontext()
+        if scaling is None:
+            yield pairs
+            return
+        calls = scaling._scaler.calls
+        with calls.as_before_an_exception():
+            pairs = list(pairs)
+            grads = scaling._adapter.widened([g for g, _ in pairs])
+            if scaled:
+                calls.begin_by_hand(grads)
+            grads = calls.unscale_early(grads)
+            yield [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
     @do_not_convert
     def apply_gradients(
@@ -306,11 +319,10 @@ class OptimizerWrapper(
         Raises:
             ValueError: the gradients are said to be scaled, and no optimizer inside scales any.
         """
-        with self._as_before_an_exception() if scaled else contextlib.nullcontext():
-            if scaled:
-                grads_and_vars = self._unscaled_early(grads_and_vars, scaled)
-            is_summed = skip_gradients_aggregation or not experimental_aggregate_gradients
-            return self._apply(list(grads_and_vars), name, not is_summed)
+        is_summed = skip_gradients_aggregation or not experimental_aggregate_gradients
+        given = contextlib.nullcontext(grads_and_vars)
+        with self._unscaled(grads_and_vars, scaled) if scaled else given as pairs:
+            return self._apply(list(pairs), name, not is_summed)
 
     def _apply(self, pairs: list[tuple[Any, Any]], name: str | None, aggregate: bool) -> Any:
         if not self.jit_compile:
