@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
-from keras_mp.step.overflow_report import Overflow
+from keras_mp.step.overflow_report import Overflow, listed
 from keras_mp.step.overflows import HALF, STREAK, NonFiniteCounts, Overflows
 from keras_mp.step.schedule import LossScaleState
 from keras_mp.step.state_rollback import Weight
@@ -175,10 +175,6 @@ class OutcomeHandler:
 
 def _ignore(result: Any) -> None:
     """Drops a result, so that all branches return None."""
-
-
-# A warning names at most this many weights that are not finite.
-_MOST_NAMES = 5
 
 
 class SkippedSteps:
@@ -357,7 +353,7 @@ class SkippedSteps:
         return math.ceil(falls - 1e-3) - 1
 
     def _warn(self, numbers: Sequence[int], line: messages.Line | None) -> None:
-        consecutive, not_finite, finite, began, _, is_share = numbers
+        consecutive, not_finite, finite, _, is_share = numbers
         is_over = self.raise_after is not None and consecutive >= self.raise_after
         was_reported = self.warn_after is None or consecutive > self.warn_after
         what = f"{consecutive} steps in a row were skipped."
@@ -369,20 +365,16 @@ class SkippedSteps:
                 what = "The loss scale has come down to its floor, and steps are still skipped."
             else:
                 return
-        bad = _names_of_bad(self._looked_at)
-        # Where the loss is not finite, gradients that never are tell nothing more.
-        of_loss = None if finite or not not_finite else not_finite
-        whose = self._overflows.describe(began, of_loss) if finite or not bad else ""
         last = self._overflows.last()
-        given = "" if last is None else last.of_inputs
-        text = f"{what}{given} {_diagnosis(not_finite, finite)}{whose}{bad}"
-        text += "" if whose else " `last_overflow` tells more about the last step."
+        inputs, grads = ("", "") if last is None else (last.of_inputs, last.of_gradients)
+        text = f"{what}{inputs} {_diagnosis(not_finite, finite)}{grads}"
+        text += _bad_weights(self._looked_at) + " `last_overflow` tells more about the last step."
         if is_over:
             raise RuntimeError(f"{text} Received: raise_after_skips={self.raise_after}")
         messages.warn(text, line)
 
 
-def _names_of_bad(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:
+def _bad_weights(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:
     """Returns a sentence that names the weights that are not finite, or an empty text."""
     bad: dict[str, None] = {}
     for name, reference, dtype in weights:
@@ -393,9 +385,7 @@ def _names_of_bad(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:
                 bad[name] = None
     if not bad:
         return ""
-    names = ", ".join(map(repr, list(bad)[:_MOST_NAMES]))
-    more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
-    return f" Weights that are already not finite: {names}{more}. Load them from a checkpoint."
+    return f" Weights that are already not finite: {listed([*bad])}. Load them from a checkpoint."
 
 
 def _diagnosis(not_finite: int, finite: int) -> str:

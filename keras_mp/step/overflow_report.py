@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras_mp.step.finiteness import UNCOUNTED
 from keras_mp.support import text_tables
 
-# How many variables a warning names.
-MAX_NAMES = 5
+# How many variables a text names.
+_MAX_NAMES = 5
 
 _NOT_FINITE = {"Inf", "NaN"}
 
@@ -61,7 +61,6 @@ class OverflowedGradient:
             that are not finite are not counted.
         nans: int. How many are NaN; None as well.
         size: int. How many values the variable has; None if that is not known.
-        steps: int. In how many skipped steps so far it was not finite.
     """
 
     variable: str
@@ -69,7 +68,6 @@ class OverflowedGradient:
     infs: int | None
     nans: int | None
     size: int | None
-    steps: int
 
     @property
     def layer(self) -> str:
@@ -117,8 +115,6 @@ class Overflow:
         losses: tuple of LossOfReplica, one for each replica.
         gradients: tuple of OverflowedGradient, in the order of the variables. Empty where all
             values were finite and only the sum of all of them was not.
-        totals: dict of the names of all variables, and in how many skipped steps each was not
-            finite.
         inputs: tuple of OverflowedInput, in `fit`: what the model was given that was not finite.
 
     Example:
@@ -128,8 +124,8 @@ class Overflow:
     >>> overflow = optimizer.last_overflow
     >>> [(row.variable, row.infs, row.nans, row.size) for row in overflow.gradients]
     [('v', 1, 1, 3)]
-    >>> [loss.kind for loss in overflow.losses], overflow.totals
-    (['NaN'], {'v': 1})
+    >>> [loss.kind for loss in overflow.losses]
+    ['NaN']
     """
 
     step: int | None
@@ -137,7 +133,6 @@ class Overflow:
     loss_scale: float
     losses: tuple[LossOfReplica, ...]
     gradients: tuple[OverflowedGradient, ...]
-    totals: dict[str, int]
     inputs: tuple[OverflowedInput, ...] = ()
 
     @property
@@ -156,12 +151,22 @@ class Overflow:
     @property
     def summary(self) -> str:
         """The report in one line."""
-        names = [repr(name) for name in self.variables]
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        whose = ", ".join(names[:MAX_NAMES]) + more if names else "no single variable"
+        whose = listed(self.variables) or "no single variable"
         return (
             f"{self._which()} ({self.steps_skipped} so far). {self._of_the_loss()}{self.of_inputs} "
             f"Gradients that were not finite: {whose}."
+        )
+
+    @property
+    def of_gradients(self) -> str:
+        """A sentence about the gradients that were not finite; empty if the loss was not, either.
+
+        The last variables come first: NaN spreads backward, from the loss.
+        """
+        if self.loss_is_finite is False or not self.gradients:
+            return ""
+        return (
+            f" In the last skipped step, gradients were not finite: {listed(self.variables[::-1])}."
         )
 
     @property
@@ -177,7 +182,7 @@ class Overflow:
             text += "\nprint(keras_mp.numerics.check(model, (x, y))) names the cause and the cure."
         if not self.gradients:
             return f"{text}\nEach gradient was finite, but their sum was not."
-        head = ("gradient of", "replica", "Inf", "NaN", "values", "skipped steps")
+        head = ("gradient of", "replica", "Inf", "NaN", "values")
         rows = [head, *map(_cells, self.gradients)]
         return "\n".join([text, "", *text_tables.aligned(rows, left=(0, 1))])
 
@@ -196,6 +201,12 @@ class Overflow:
         return "The loss was finite." if self.loss_is_finite else "The loss is not known."
 
 
+def listed(names: Sequence[str]) -> str:
+    """Returns names in quotes, of many the first ones; empty if there are none."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(map(repr, names[:_MAX_NAMES])) + more
+
+
 def _counted(count: int | None, kind: str) -> str:
     return kind if count is None else f"{count:,} {kind}"
 
@@ -204,7 +215,7 @@ def _cells(row: OverflowedGradient) -> tuple[str, ...]:
     where = "only the sum" if row.place is None else str(row.place)
     infs, nans = (f"{n:,}" if row.infs or row.nans else "-" for n in (row.infs, row.nans))
     size = "-" if row.size is None else f"{row.size:,}"
-    return row.variable, where, infs, nans, size, f"{row.steps:,}"
+    return row.variable, where, infs, nans, size
 
 
 def places_of(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[ReplicaPlace]:
@@ -228,31 +239,8 @@ def kind_of(infs: int, nans: int) -> str:
     return "NaN" if nans else "Inf" if infs else "finite"
 
 
-def most_often(steps: Sequence[tuple[float, str]], of_loss: int | None) -> str:
-    """Returns a sentence about the gradients that most often were not finite, or "".
-
-    Args:
-        steps: pairs of in how many steps a gradient was not finite, and its variable's name.
-        of_loss: as of `Overflows.describe`.
-    """
-    # Among equals the last one comes first: NaN spreads backward, from the loss.
-    most = sorted((each for each in steps[::-1] if each[0]), key=lambda each: -each[0])
-    if {count for count, _ in most} <= {of_loss}:
-        return ""
-    texts = []
-    for count, name in most[:MAX_NAMES]:
-        of_layer = f" of layer {name.rpartition('/')[0]!r}" if "/" in name else ""
-        texts.append(f"{name!r}{of_layer} (in {int(count)})")
-    more = f" and {len(most) - MAX_NAMES} more" * (len(most) > MAX_NAMES)
-    return (
-        f" Most often it was the gradient of {', '.join(texts)}{more} that was not finite; "
-        "`last_overflow` tells more about the last step."
-    )
-
-
 def overflowed_gradients(
     sizes: dict[str, int | None],
-    steps: np.ndarray,
     places: Sequence[ReplicaPlace],
     counts: np.ndarray,
 ) -> tuple[OverflowedGradient, ...]:
@@ -260,7 +248,6 @@ def overflowed_gradients(
 
     Args:
         sizes: the number of values of each variable, by its name.
-        steps: array, in how many skipped steps the gradient of each variable was not finite.
         places: sequence of the replicas.
         counts: array of shape [replicas, variables, 3], or with one more row for their sums.
     """
@@ -270,8 +257,7 @@ def overflowed_gradients(
         if not rows and counts[-1, i].any():
             rows = [(None, counts[-1, i])]
         for place, (infs, nans, _) in rows:
-            numbers = _number(infs), _number(nans), size, int(steps[i])
-            found.append(OverflowedGradient(name, place, *numbers))
+            found.append(OverflowedGradient(name, place, _number(infs), _number(nans), size))
     return tuple(found)
 
 

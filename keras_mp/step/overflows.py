@@ -21,7 +21,6 @@ from keras_mp.step.overflow_report import (
     LossOfReplica,
     Overflow,
     kind_of,
-    most_often,
     overflowed_gradients,
     overflowed_inputs,
     places_of,
@@ -40,9 +39,9 @@ _UNKNOWN = -1
 # many steps ago.
 HALF = 50
 # A streak describes the steps that were skipped in a row: in how many the loss was not finite, and
-# in how many it was; how many steps of this program had been skipped before the first of them, and
-# how many have been by now; and whether to tell that half of the last steps were skipped.
-STREAK = 5
+# in how many it was; how many steps of this program have been skipped by now; and whether to tell
+# that half of the last steps were skipped.
+STREAK = 4
 _KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is not finite
 
 Names = Callable[[Sequence[Any]], list[str | None]]
@@ -209,9 +208,8 @@ class _Record:
     Attributes:
         names: the names of the variables.
         inputs: the names of the inputs.
-        vector: variable of `COUNTS`: the header; for each variable, in how many skipped steps its
-            gradient was not finite, in all and in the present streak; the numbers of the last
-            `HALF` skipped steps; the counts of the last step.
+        vector: variable of `COUNTS`: the header; the numbers of the last `HALF` skipped steps; the
+            counts of the last step.
 
     Args:
         seen: the first of these steps.
@@ -226,7 +224,7 @@ class _Record:
         self._is_on_each = _is_on_each()
         rows = strategy.num_replicas_in_sync + seen.has_total
         self.shape = rows, 1 + len(self.names) + len(self.inputs), _KINDS
-        length = _HEADER + 2 * len(self.names) + HALF + int(np.prod(self.shape))
+        length = _HEADER + HALF + int(np.prod(self.shape))
         # An `init_scope` does not hide a variable from the tf.function that is being traced, which
         # would be traced again, or refuse it. A graph of its own does. The strategy's scope is
         # made in there: it enters the graph again in which it was made.
@@ -257,12 +255,12 @@ class _Record:
     def parts(self) -> list[np.ndarray]:
         """Returns the parts of `vector`, in eager."""
         vector = tf.convert_to_tensor(self.vector)
-        return [part.numpy() for part in _parts_of(vector, len(self.names))]
+        return [part.numpy() for part in _parts_of(vector)]
 
 
-def _parts_of(vector: tf.Tensor, count: int) -> list[tf.Tensor]:
-    """Returns the parts of a record's `vector`, given the number of its variables."""
-    return tf.split(vector, [_HEADER, count, count, 1, 1, HALF - 2, -1])
+def _parts_of(vector: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the parts of a record's `vector`."""
+    return tf.split(vector, [_HEADER, 1, 1, HALF - 2, -1])
 
 
 @host.shared_operation
@@ -275,33 +273,27 @@ def _after(
     total: tf.Tensor,
     made: tf.Tensor,
     skipped: tf.Tensor | None,
-    count: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the next `vector` of a record and the next streak, given the counts of a step.
 
-    `skipped` is how many steps of the optimizer were skipped; None to count these here. `count` is
-    the number of variables, and the rest is as in `Overflows.record`, the numbers in `COUNTS`.
+    `skipped` is how many steps of the optimizer were skipped; None to count these here. The rest is
+    as in `Overflows.record`, the numbers in `COUNTS`.
     """
-    header, in_all, consecutive, _, first, later, _ = _parts_of(vector, count)
-    last, _, _, skipped_before, _, is_reported = tf.unstack(header)
-    losses, before, now, _ = tf.split(streak, [2, 1, 1, 1])
-    of_losses, of_gradients, _ = tf.split(counts, [1, count, -1], 1)
+    header, _, first, later, _ = _parts_of(vector)
+    _, _, _, skipped_before, _, is_reported = tf.unstack(header)
+    losses, now, _ = tf.split(streak, [2, 1, 1])
     zero = tf.constant(0, COUNTS)
-    losses = tf.where(goes_on, losses, zero) + _how_many_are_finite(of_losses)
-    began = tf.where(goes_on, before, now)
+    losses = tf.where(goes_on, losses, zero) + _how_many_are_finite(counts[:, :1])
     now += 1
-    overflowed = tf.cast(tf.reduce_any(tf.not_equal(of_gradients, zero), axis=[0, 2]), COUNTS)
-    consecutive = overflowed + tf.where(last > began, consecutive, zero)
     skipped = skipped_before + 1 if skipped is None else skipped
     when = tf.where(made < zero, zero, made + skipped)
     steps = when - first
     is_due = (first > zero) & (steps < 2 * HALF) & tf.equal(is_reported, zero)
     is_reported = tf.cast((steps < 4 * HALF) & ((is_reported > zero) | is_due), COUNTS)
     rest = tf.stack([total, made, skipped, loss_scale])
-    counted = [in_all + overflowed, consecutive, first, later, [when], tf.reshape(counts, [-1])]
-    is_due = tf.cast(is_due, COUNTS)
+    counted = [first, later, [when], tf.reshape(counts, [-1])]
     return tf.concat([now, rest, is_reported, *counted], 0), tf.concat(
-        [losses, began, now, is_due], 0
+        [losses, now, tf.cast(is_due, COUNTS)], 0
     )
 
 
@@ -353,7 +345,6 @@ class Overflows:
             total,
             made,
             total if is_of_one else None,
-            len(record.names),
         )
         return streak, record.vector.assign(vector, read_value=False)
 
@@ -363,7 +354,7 @@ class Overflows:
         if not records:
             return None
         parts, record = max(records, key=lambda each: each[0][0][0])
-        (_, total, made, skipped, loss_scale, _), in_all, *_, counts = parts
+        (_, total, made, skipped, loss_scale, _), *_, counts = parts
         counts = counts.reshape(record.shape)
         own = 1 + len(record.names)
         return Overflow(
@@ -376,28 +367,11 @@ class Overflows:
             ),
             gradients=overflowed_gradients(
                 dict(zip(record.names, record.sizes, strict=True)),
-                in_all,
                 record.places,
                 counts[:, 1:own],
             ),
-            totals={name: int(steps) for name, steps in zip(record.names, in_all, strict=True)},
             inputs=overflowed_inputs(record.inputs, record.places, counts[:, own:]),
         )
-
-    def describe(self, began: int, of_loss: int | None) -> str:
-        """Returns a sentence about the gradients that most often were not finite, or "".
-
-        Args:
-            began: int. How many steps of this program had been skipped before those in a row.
-            of_loss: int. In how many steps the loss was not finite, if it never was: gradients that
-                were not in the same number of steps tell nothing more. None if it was.
-        """
-        most: list[tuple[float, str]] = []
-        for record in self._records:
-            header, _, consecutive, *_ = record.parts()
-            if header[0] > began:
-                most += zip(consecutive, record.names)
-        return most_often(most, of_loss)
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
