@@ -367,6 +367,8 @@ class SkippedSteps:
                 return
         last = self._overflows.last()
         inputs, grads = ("", "") if last is None else (last.of_inputs, last.of_gradients)
+        if last and last.loss_is_finite is False and not self._overflows.are_several():
+            grads = ""  # All gradients of such a loss are NaN.
         text = f"{what}{inputs} {_diagnosis(not_finite, finite)}{grads}"
         text += _bad_weights(self._looked_at) + " `last_overflow` tells more about the last step."
         if is_over:

@@ -159,15 +159,12 @@ class Overflow:
 
     @property
     def of_gradients(self) -> str:
-        """A sentence about the gradients that were not finite; empty if the loss was not, either.
+        """A sentence about the gradients that were not finite; empty if only their sum was not.
 
         The last variables come first: NaN spreads backward, from the loss.
         """
-        if self.loss_is_finite is False or not self.gradients:
-            return ""
-        return (
-            f" In the last skipped step, gradients were not finite: {listed(self.variables[::-1])}."
-        )
+        named = listed(self.variables[::-1])
+        return f" In the last skipped step, gradients were not finite: {named}." * bool(named)
 
     @property
     def of_inputs(self) -> str:

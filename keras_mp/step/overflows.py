@@ -373,6 +373,10 @@ class Overflows:
             inputs=overflowed_inputs(record.inputs, record.places, counts[:, own:]),
         )
 
+    def are_several(self) -> bool:
+        """Whether steps of several lists of variables were skipped, as of several optimizers."""
+        return len(self._records) > 1
+
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
         return {f"overflow_{i}": record.vector for i, record in enumerate(self._records)}
