@@ -128,6 +128,10 @@ _TABLE: dict[str, _Kind] = {
 }
 
 
+# They square and add up weights.
+_CONSTRAINTS = ("MaxNorm", "MinMaxNorm", "UnitNorm")
+_REGULARIZERS = ("L1", "L2", "L1L2", "OrthogonalRegularizer")
+
 # Operations that move the values of their first input and change none.
 _MOVING_OPS = frozenset(
     ("StridedSlice", "Slice", "Reshape", "Squeeze", "ExpandDims", "Transpose", "GatherV2")
@@ -191,6 +195,13 @@ def install(policy_class: type) -> None:
             let_read_raw(cls)
     keras_api.note_input_casts(policy_class, _note, before_rounding)
     keras_api.widen_functions(compositions.in_float32)
+    # Layers call them on their outputs, too. A penalty is a loss: it stays in float32.
+    for module, names, rounds in (
+        (tf.keras.constraints, _CONSTRAINTS, True),
+        (tf.keras.regularizers, _REGULARIZERS, False),
+    ):
+        for cls in filter(None, (getattr(module, name, None) for name in names)):
+            cls.__call__ = compositions.in_float32(cls.__call__, rounds)
 
 
 def let_read_raw(cls: type) -> None:

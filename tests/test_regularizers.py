@@ -127,3 +127,46 @@ def test_config_repr_and_bad_input():
         regularizers.Float32Regularizer(None)
     with pytest.raises(ValueError, match="nonsense"):
         regularizers.Float32Regularizer("nonsense")
+
+
+WEIGHTS = np.array([[300.0, 400.0], [1e-4, 2e-4], [3.0, 4.0], [60000.0, 65000.0]], "float32")
+MANY = np.full([700, 100], 0.02, "float32")
+C, R = K.constraints, K.regularizers
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (C.MaxNorm(1.0), WEIGHTS),
+        (C.MinMaxNorm(0.5, 1.0), WEIGHTS),
+        (C.UnitNorm(), WEIGHTS),
+        (R.L1(0.01), WEIGHTS),
+        (R.L2(0.01), MANY * 3e3),
+        (R.L1L2(0.01, 0.01), MANY * 3e3),
+        (R.OrthogonalRegularizer(mode="rows"), MANY),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_layer_calls_them_on_its_outputs(function, x, dtype):
+    class Penalized(K.layers.Layer):
+        def call(self, x):
+            return function(x)
+
+    def value_and_gradient(run, x):
+        x = tf.constant(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = run(x)
+            # Of what is of one length the sum has no gradient to speak of.
+            first = tf.cast(y[..., 0] if y.shape.rank else y, tf.float32)
+        return y, tape.gradient(first, x)
+
+    layer = Penalized(dtype=keras_mp.Policy(f"mixed_{dtype}", model_outputs=None))
+    rounded = tf.cast(tf.cast(x, dtype), tf.float32)
+    right = value_and_gradient(function, rounded)
+    for run in (layer, tf.function(layer), tf.function(layer, jit_compile=True)):
+        for found, exact in zip(value_and_gradient(run, rounded), right):
+            rtol = 2.0 ** (-10 if dtype == "float16" else -7)
+            exact = tf.cast(tf.cast(exact, found.dtype), tf.float32)
+            np.testing.assert_allclose(tf.cast(found, tf.float32), exact, rtol=rtol, atol=1e-6)

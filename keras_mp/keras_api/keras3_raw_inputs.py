@@ -24,6 +24,7 @@ OWN_ARITHMETIC = (
     *("quantile", "nanquantile", "percentile", "nanpercentile", "linspace", "logspace"),
     *("logaddexp2", "log2", "log10", "cbrt", "hypot", "deg2rad", "rad2deg", "psnr"),
     *("binary_crossentropy", "categorical_crossentropy", "floor_divide"),
+    *("moments", "histogram", "cross", "lstsq", "arange", "stft", "image.gaussian_blur"),
 )
 
 
@@ -63,8 +64,13 @@ def note_input_casts(
 
 
 def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
-    functions = [(name, getattr(keras.ops, name, None)) for name in OWN_ARITHMETIC]
-    replace([Replacement(f, (name,), in_float32(f)) for name, f in functions if f], "keras")
+    replacements = []
+    for path in OWN_ARITHMETIC:
+        group, _, name = path.rpartition(".")
+        own = getattr(getattr(keras.ops, group) if group else keras.ops, name, None)
+        if own:
+            replacements.append(Replacement(own, (name,), in_float32(own)))
+    replace(replacements, "keras")
 
 
 def let_policy_change(cls: type) -> None:

@@ -26,6 +26,7 @@ _COUNTS = (
     *("math.bincount", "sparse.bincount", "math.confusion_matrix", "nn.compute_average_loss"),
     *("histogram_fixed_width", "histogram_fixed_width_bins"),
 )
+_SUMS = ("math.add_n", "math.accumulate_n")
 _EXPONENTIALS = ("math.reduce_logsumexp", "math.cumulative_logsumexp", "math.lbeta")
 _PRODUCTS = (
     *("math.cumprod", "math.reduce_prod", "math.segment_prod", "math.unsorted_segment_prod"),
@@ -48,13 +49,14 @@ _SQUARES = (
     *("clip_by_norm", "clip_by_global_norm", "linalg.global_norm"),
     *("nn.local_response_normalization", "image.per_image_standardization"),
 )
-# Products of pixels, which go up to 255, and sums of their squares.
+# Products of pixels, which go up to 255, and sums of their squares. Areas of boxes.
 _IMAGES = (
     *("image.ssim", "image.ssim_multiscale", "image.psnr", "image.total_variation"),
     *("image.sobel_edges", "image.image_gradients", "image.rgb_to_grayscale", "image.rgb_to_yuv"),
     *("image.yuv_to_rgb", "image.rgb_to_yiq", "image.yiq_to_rgb", "image.rgb_to_hsv"),
     *("image.hsv_to_rgb", "image.adjust_contrast", "image.adjust_gamma", "image.adjust_hue"),
     *("image.adjust_saturation", "image.convert_image_dtype"),
+    *("image.non_max_suppression", "image.non_max_suppression_with_scores"),
 )
 # Times in samples and frequencies in hertz, where the caller asks for 16 bits.
 _SIGNALS = (
@@ -62,16 +64,21 @@ _SIGNALS = (
     *("signal.kaiser_bessel_derived_window", "signal.vorbis_window"),
     "signal.linear_to_mel_weight_matrix",
 )
+# Their windows and their factors would be rounded before what refuses 16 bits computes in float32.
+_TRANSFORMS = (
+    *("signal.stft", "signal.dct", "signal.idct", "signal.mdct", "signal.inverse_mdct"),
+    "signal.mfccs_from_log_mel_spectrograms",
+)
 # They refuse 16 bits.
 _REAL_TRANSFORMS = ("signal.rfft", "signal.rfft2d", "signal.rfft3d")
 NAMES = (
-    *(*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_LOGARITHMS, *_MATRICES, *_SQUARES, *_IMAGES),
-    *(*_SIGNALS, *_REAL_TRANSFORMS),
+    *(*_COUNTS, *_SUMS, *_EXPONENTIALS, *_PRODUCTS, *_LOGARITHMS, *_MATRICES, *_SQUARES, *_IMAGES),
+    *(*_SIGNALS, *_TRANSFORMS, *_REAL_TRANSFORMS),
 )
 # TensorFlow returns float32, whatever the dtype of their inputs.
 _OF_FLOAT32 = (
     *("math.zero_fraction", "image.ssim", "image.ssim_multiscale", "image.psnr"),
-    "image.per_image_standardization",
+    *("image.per_image_standardization", *_TRANSFORMS),
 )
 
 # They return float32 and send gradients back in the dtype of the images. XLA then meets two dtypes,

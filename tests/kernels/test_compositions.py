@@ -28,6 +28,10 @@ LABELS = tf.constant([[0.0, 1.0, 0.2], [1.0, 0.0, 0.5], [0.9, 0.1, 1.0]])
 # Symmetric, far from singular; its powers are beyond float16.
 MATRIX = tf.constant([[310.0, 20.5, 7.0], [20.5, 505.0, 60.2], [7.0, 60.2, 402.0]])
 VECTORS = tf.constant([[300.0, 2.0], [4.5, 3.1], [1.0, 700.0]])
+FRAMES = tf.constant(np.random.default_rng(3).normal(0, 300, [8, 256]), tf.float32)
+BOXES = tf.constant(
+    [[0.0, 0.0, 300.0, 300.0], [0.0, 30.0, 300.0, 331.0], [0.0, 900.0, 300.0, 999.0]]
+)
 LARGE = tf.constant(np.random.default_rng(2).integers(0, 256, [1, 180, 180, 1]), tf.float32)
 
 PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
@@ -61,6 +65,8 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     ),
     "math.reduce_prod": lambda c: tf.reduce_prod(c(FACTORS)),
     "math.lbeta": lambda c: tf.math.lbeta(c(ROWS + 0.5)),
+    "math.add_n": lambda c: tf.add_n([c(MANY[:1])] * 300),
+    "math.accumulate_n": lambda c: tf.math.accumulate_n([c(MANY[:1])] * 300),
     "math.softplus": lambda c: tf.math.softplus(c(ODDS)),
     "math.log_sigmoid": lambda c: tf.math.log_sigmoid(c(ODDS)),
     "nn.elu": lambda c: tf.nn.elu(c(ODDS)),
@@ -88,6 +94,20 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "linalg.trace": lambda c: tf.linalg.trace(c(tf.linalg.diag(ROWS[:, 1] * 100 - 19990))),
     "linalg.triangular_solve": lambda c: tf.linalg.triangular_solve(c(MATRIX), c(VECTORS)),
     "AvgPool3D": lambda c: tf.nn.avg_pool3d(c(tf.fill([1, 4, 4, 4, 1], 30000.0)), 4, 4, "VALID"),
+    "image.non_max_suppression": lambda c: tf.image.non_max_suppression(
+        c(BOXES), c(tf.constant([0.9, 0.8, 0.7])), 3
+    ),
+    "image.non_max_suppression_with_scores": lambda c: tf.image.non_max_suppression_with_scores(
+        c(BOXES), c(tf.constant([0.9, 0.8, 0.7])), 3, soft_nms_sigma=0.3
+    ),
+    "signal.stft": lambda c: tf.abs(tf.signal.stft(c(FRAMES[:2]), 64, 16)),
+    "signal.dct": lambda c: tf.signal.dct(c(FRAMES)),
+    "signal.idct": lambda c: tf.signal.idct(c(FRAMES)),
+    "signal.mdct": lambda c: tf.signal.mdct(c(FRAMES), 64),
+    "signal.inverse_mdct": lambda c: tf.signal.inverse_mdct(c(FRAMES[None])),
+    "signal.mfccs_from_log_mel_spectrograms": lambda c: tf.signal.mfccs_from_log_mel_spectrograms(
+        c(FRAMES / 600.0)
+    ),
     "math.reduce_euclidean_norm": lambda c: tf.math.reduce_euclidean_norm(c(ROWS), -1),
     "nn.batch_normalization": lambda c: tf.nn.batch_normalization(
         c(ROWS + 3000.0), c(ROWS[0] + 3000.0), c(ROWS[2]), None, None, 1e-3
@@ -183,7 +203,7 @@ def test_results_have_the_dtype_of_those_of_tensorflow(name: str) -> None:
     try:
         with reach.entered(None):
             own = dtypes()
-    except (ValueError, tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
+    except (ValueError, TypeError, tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
         pytest.skip("TensorFlow cannot compute it in float16 on this machine.")
     with reach.entered(tf.float16):
         assert dtypes() == own
@@ -241,6 +261,13 @@ if IS_KERAS_3:
         "categorical_crossentropy": lambda c: ops.categorical_crossentropy(
             c(LABELS), c(ROWS[:, :1] * 100 + LABELS)
         ),
+        "moments": lambda c: ops.moments(c(ROWS), [0]),
+        "histogram": lambda c: ops.histogram(c(tf.range(1990.0, 2022.0)), 5),
+        "cross": lambda c: ops.cross(c(MATRIX / 7), c(MATRIX[::-1] / 7.1)),
+        "lstsq": lambda c: ops.lstsq(c(MATRIX), c(VECTORS)),
+        "arange": lambda c: ops.arange(0, 3000, 1, dtype=c(ROWS).dtype),
+        "stft": lambda c: ops.stft(c(NUMBERS[:1024]), 128, 32, 128),
+        "image.gaussian_blur": lambda c: ops.image.gaussian_blur(c(IMAGES)),
         "floor_divide": lambda c: ops.floor_divide(c(ODDS * 30), c(LABELS + 0.7)),
     }
 
