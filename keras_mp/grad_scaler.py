@@ -14,10 +14,9 @@ from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
-from keras_mp.step.calls import NoCalls
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.step.scaler import Scaler, ScalerProperties
+from keras_mp.step.scaler import NoCalls, Scaler, ScalerProperties
 from keras_mp.step.scaler_calls import ScalerCalls
 from keras_mp.support import host, selection, validation
 from keras_mp.support.autograph import do_not_convert

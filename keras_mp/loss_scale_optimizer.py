@@ -18,10 +18,10 @@ from keras_mp.loss_scale import LossScaleArgument
 from keras_mp.loss_scale_saving import LossScaleSaving
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, state_rollback
-from keras_mp.step.calls import GradientState, NoCalls
+from keras_mp.step.calls import GradientState
 from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
-from keras_mp.step.scaler import Scaler, ScalerProperties
+from keras_mp.step.scaler import NoCalls, Scaler, ScalerProperties
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 

@@ -8,9 +8,8 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
-from keras_mp.step.calls import NoCalls
 from keras_mp.step.optimizer_calls import OptimizerCalls
-from keras_mp.step.scaler import Scaler
+from keras_mp.step.scaler import NoCalls, Scaler
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.wrapper_saving import WrapperSaving

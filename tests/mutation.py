@@ -45,7 +45,6 @@ _TESTS = {
     "keras_mp/step/calls.py": [*_CALLS, "tests/test_grad_scaler.py", *_STEP],
     "keras_mp/step/optimizer_calls.py": [*_CALLS[:1], *_STEP],
     "keras_mp/step/scaler_calls.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],
-    "keras_mp/step/call_states.py": _CALLS,
     "keras_mp/variables/autocast_variable.py": _VARIABLES,
     "keras_mp/variables/casts.py": _VARIABLES,
     "keras_mp/losses.py": ["tests/test_losses.py", "tests/kernels"],

@@ -23,10 +23,10 @@ from keras_mp.compat.loss_scale_managers import (
 )
 from keras_mp.grappler import passes
 from keras_mp.step import gradients, replicas
-from keras_mp.step.calls import GradientState, NoCalls
+from keras_mp.step.calls import GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
-from keras_mp.step.scaler import Scaler, ScalerProperties
+from keras_mp.step.scaler import NoCalls, Scaler, ScalerProperties
 from keras_mp.support import messages
 from keras_mp.support.autograph import do_not_convert
 

@@ -1,8 +1,15 @@
 """The record of the calls of a step, by which gradients are scaled and unscaled exactly once.
 
-The record is a variable, the facts of `call_states`, and the factor of the loss beside it. Eager
-code, functions, and all that were traced long ago share it: if gradients come from another
-`tf.function`, nobody else knows what was called. In ::
+RFC 293, "LossScaleOptimizer Overview". The states of an optimizer are
+
+    ready --scale--> scaled --unscale--> unscaled --apply--> applied --update--> ready
+
+It goes from scaled to applied directly if applying unscales. The state of all optimizers that share
+a scale is one int, in which each fact is a bit.
+
+The record is a variable, these facts, and the factor of the loss beside it. Eager code, functions,
+and all that were traced long ago share it: if gradients come from another `tf.function`, nobody
+else knows what was called. In ::
 
     gradients = compute()  # a function that calls `scale_loss`
     apply(gradients)       # a function that calls `apply_gradients`
@@ -17,6 +24,7 @@ Where Python runs with the calls, in eager and within one graph, it knows the fa
 import abc
 import contextlib
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,11 +32,134 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step.call_states import Facts, Truth, has_begun
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import host, messages
 
 LossScaleValue = Callable[[], tf.Tensor]
+
+# Facts about all optimizers: a loss was scaled; applying unscales, since `get_unscaled_gradients`
+# is not called; a tape has scaled the loss, and unscaled its gradients.
+SCALED, TO_APPLY, BY_TAPE = 1, 2, 4
+# In the place of the last one, for a single optimizer: the step began while another one was under
+# way that unscales at the other call.
+OVERLAPS = BY_TAPE
+# Facts about each optimizer: its gradients were unscaled; a step was made of them; something was
+# wrong, and reported; they were unscaled after the last loss was scaled; one was not finite.
+UNSCALED, APPLIED, SPOILED, JUST_UNSCALED, OVERFLOWED = 1, 2, 4, 8, 16
+EVERY_FACT = 31
+# The numbers of optimizers: 0 for one that was not named, or the only one; 1 to `MAX_OPTIMIZERS`;
+# one number for all others. A step that was refused counts as one of optimizer 0.
+UNNAMED, MAX_OPTIMIZERS, OTHERS = 0, 10, 11
+
+ALL_BITS = 2**63 - 1
+
+Truth = bool | tf.Tensor
+
+
+def bits_of(index: int, facts: int) -> int:
+    """Returns the bits of facts about one optimizer."""
+    return facts << (3 + 5 * index)
+
+
+def bits_of_any(facts: int) -> int:
+    """Returns the bits of facts about every optimizer."""
+    return sum(bits_of(index, facts) for index in range(OTHERS + 1))
+
+
+class Facts:
+    """The facts about a step: an int in eager; in a graph a tensor, of which some bits are known.
+
+    What is known leaves out operations. The rules about facts are the same for both, since the
+    answers of `has` go through `both`, `either` and `negated`.
+
+    Args:
+        ones: int. The bits that are known to be 1. Defaults to 0.
+        tensor: int64 scalar tensor. Defaults to None: then all bits are known.
+        known: int. The bits that are known. Defaults to all, or with a tensor to those of `ones`.
+    """
+
+    def __init__(
+        self, ones: int = 0, tensor: tf.Tensor | None = None, known: int | None = None
+    ) -> None:
+        everything = ALL_BITS if tensor is None else ones
+        self.ones, self._known = ones, everything if known is None else known
+        self._tensor = tensor if self._known != ALL_BITS else None
+
+    @property
+    def number(self) -> int | None:
+        """All facts as an int, None if only run time knows them."""
+        return self.ones if self._tensor is None else None
+
+    @property
+    def tensor(self) -> tf.Tensor:
+        """All facts, an int64 scalar tensor."""
+        return tf.constant(self.ones, tf.int64) if self._tensor is None else self._tensor
+
+    @property
+    def value(self) -> Any:
+        """All facts, as an int or as a tensor."""
+        return self.ones if self._tensor is None else self._tensor
+
+    def has(self, bits: int) -> Truth:
+        """Whether any of these facts is true."""
+        if self.ones & bits:
+            return True
+        unknown = bits & ~self._known
+        return tf.not_equal(self.tensor & unknown, 0) if unknown else False
+
+    def changed(self, *, add: int = 0, remove: int = 0, when: Truth = True) -> "Facts":
+        """Returns the facts after some have become true and others false, if `when` is true."""
+        if tf.is_tensor(when):
+            if tf.executing_eagerly():
+                when = bool(when)
+            else:
+                now = tf.where(when, _changed(self.tensor, add, remove), self.tensor)
+                unknown = add & ~self.ones | remove & (self.ones | ~self._known)
+                return Facts(self.ones & ~unknown, now, self._known & ~unknown)
+        if not when:
+            return self
+        tensor = None if self._tensor is None else _changed(self._tensor, add, remove)
+        return Facts(self.ones & ~remove | add, tensor, self._known | add | remove)
+
+
+def _changed(facts: tf.Tensor, add: int, remove: int) -> tf.Tensor:
+    kept = facts & ~remove if remove else facts
+    return kept | add if add else kept
+
+
+def both(*truths: Truth) -> Truth:
+    """Whether all are true; in Python as far as it is known there."""
+    if any(truth is False for truth in truths):
+        return False
+    unknown = [truth for truth in truths if truth is not True]
+    return functools.reduce(tf.logical_and, unknown) if unknown else True
+
+
+def either(*truths: Truth) -> Truth:
+    """Whether one is true; in Python as far as it is known there."""
+    return negated(both(*map(negated, truths)))
+
+
+def negated(truth: Truth) -> Truth:
+    """Whether it is false; in Python if it is known there."""
+    return not truth if isinstance(truth, bool) else tf.logical_not(truth)
+
+
+def chosen(
+    truth: Truth, value: Callable[[], tf.Tensor], other: Callable[[], tf.Tensor]
+) -> tf.Tensor:
+    """Returns one of two values; in Python if it is known there which one."""
+    if isinstance(truth, bool):
+        return value() if truth else other()
+    return tf.where(truth, value(), other())
+
+
+def has_begun(facts: Facts) -> Truth:
+    """Whether calls of the next step were made."""
+    return both(
+        facts.has(SCALED | bits_of(UNNAMED, UNSCALED)),
+        negated(facts.has(bits_of(UNNAMED, APPLIED))),
+    )
 
 
 class GradientState(NamedTuple):
@@ -308,59 +439,3 @@ class Calls(abc.ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._loss_scale,)
-
-
-class NoCalls(Calls):
-    """Calls that do nothing, for an optimizer that scales no loss or records calls itself."""
-
-    _needs_variables = False
-
-    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Does nothing."""
-
-    def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Does nothing: the loss scale is 1."""
-
-    def refuse_tape_beside_scale(self) -> None:
-        """Does nothing."""
-
-    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
-        """Does nothing."""
-
-    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
-        """Returns the loss, or the losses, as they are."""
-        flat = tf.nest.flatten(losses)
-        self._notes().losses = tuple(each for each in flat if tf.is_tensor(each))
-        return losses
-
-    def unscale(
-        self,
-        grads: Sequence[Any],
-        optimizer: Any = None,
-        *,
-        by_tape: bool = False,
-        may_skip: bool = True,
-    ) -> list[Any]:
-        """Returns the gradients as they are."""
-        return list(grads)
-
-    def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
-        """Returns the gradients as they are."""
-        return grads
-
-    @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
-        """Yields a function that returns the state of gradients that are not scaled."""
-        yield lambda scaled_by, scaled: GradientState(losses=self.losses())
-
-    @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Yields the state of gradients that are not scaled."""
-        yield GradientState(losses=self.losses())
-
-    def update(self, *, begins_anew: bool = False) -> tuple[bool, Callable[[], None]]:
-        """Ends the step, whatever was called."""
-        return True, lambda: None
-
-    def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        """Has nothing to report."""

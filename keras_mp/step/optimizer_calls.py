@@ -1,6 +1,7 @@
 """The calls of a `LossScaleOptimizer`.
 
-RFC 293, "LossScaleOptimizer Overview": the four steps, by the user and by the optimizer.
+RFC 293, "LossScaleOptimizer Overview": the four steps, by the user and by the optimizer. There is
+one optimizer, and no `update`: scaling a loss begins the next step.
 """
 
 import contextlib
@@ -12,10 +13,27 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import call_states as states
 from keras_mp.step import gradients, scaled_losses
-from keras_mp.step.call_states import UNNAMED, Facts
-from keras_mp.step.calls import Calls, GradientState
+from keras_mp.step.calls import (
+    ALL_BITS,
+    APPLIED,
+    OVERLAPS,
+    SCALED,
+    SPOILED,
+    TO_APPLY,
+    UNNAMED,
+    UNSCALED,
+    Calls,
+    Facts,
+    GradientState,
+    Truth,
+    bits_of,
+    both,
+    chosen,
+    either,
+    has_begun,
+    negated,
+)
 from keras_mp.support import host, messages
 
 
@@ -40,13 +58,13 @@ class OptimizerCalls(Calls):
             to_apply: bool. True if `apply` unscales, False if `unscale` does.
         """
         notes = self._notes()
-        before, after = notes.facts or Facts(), Facts(states.SCALED)
-        is_under_way = states.both(states.has_begun(before), before.has(states.SCALED))
-        if is_under_way is True and states.apply_unscales(before) is not to_apply:
-            after = after.changed(add=states.OVERLAPS)
+        before, after = notes.facts or Facts(), Facts(SCALED)
+        is_under_way = both(has_begun(before), before.has(SCALED))
+        if is_under_way is True and apply_unscales(before) is not to_apply:
+            after = after.changed(add=OVERLAPS)
         self._parts_of_step.applied = frozenset()
         notes.unclipped.clear()
-        self._note(after.changed(add=states.TO_APPLY if to_apply else 0))
+        self._note(after.changed(add=TO_APPLY if to_apply else 0))
         self._note_scale(scaled_by)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
@@ -78,21 +96,19 @@ class OptimizerCalls(Calls):
         facts, unscaled = self._so_far(), list(grads)
         if not by_tape:
             unscaled = gradients.unscale(grads, self._scale_of_step(facts))
-        self._note_unscaled(states.after_unscaling(facts), unscaled)
+        self._note_unscaled(after_unscaling(facts), unscaled)
         self._remember_results(unscaled)
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
         """Unscales gradients that `apply` would unscale, before a wrapper sees them."""
         facts = self._so_far()
-        is_scaled = states.apply_unscales(facts)
+        is_scaled = apply_unscales(facts)
         if is_scaled is False:
             return grads
         scale = functools.partial(self._scale_of_step, facts)
-        unscaled = gradients.unscale(
-            grads, states.chosen(is_scaled, scale, lambda: tf.constant(1.0))
-        )
-        after = facts.changed(add=states.bits_of(UNNAMED, states.UNSCALED), when=is_scaled)
+        unscaled = gradients.unscale(grads, chosen(is_scaled, scale, lambda: tf.constant(1.0)))
+        after = facts.changed(add=bits_of(UNNAMED, UNSCALED), when=is_scaled)
         self._note_unscaled(after, unscaled)
         return unscaled
 
@@ -132,20 +148,20 @@ class OptimizerCalls(Calls):
         notes, applied = self._notes(), frozenset(id(v) for v in variables)
         before, facts = self._parts_of_step.applied, self._so_far()
         is_more = bool(before) and before.isdisjoint(applied)
-        goes_on = states.both(is_more, states.negated(facts.has(states.OVERLAPS)))
+        goes_on = both(is_more, negated(facts.has(OVERLAPS)))
         applied = before | applied if is_more else applied
-        misses_a_call = states.misses_a_call(facts, goes_on)
+        is_missing = misses_a_call(facts, goes_on)
         if scaled_losses.are_by_tape(variables):
-            misses_a_call = False
+            is_missing = False
         elif facts.number is None:
-            self._warn_at_run_time(facts, is_more, misses_a_call)
-        elif misses_a_call:
-            messages.warn(states.missing_call(facts))
+            self._warn_at_run_time(facts, is_more, is_missing)
+        elif is_missing:
+            messages.warn(missing_call(facts))
             applied = frozenset()
         given = GradientState(
-            states.is_scaled(facts, goes_on),
+            is_scaled(facts, goes_on),
             self._scale_of_step(facts),
-            functools.partial(states.is_divided, facts, goes_on),
+            functools.partial(is_divided, facts, goes_on),
             self.losses(),
             notes.unclipped.pop(UNNAMED, []),
         )
@@ -153,7 +169,7 @@ class OptimizerCalls(Calls):
         first = 0 if graph is None else len(graph.get_operations())
         yield given
         with tf.control_dependencies(self._decisions_since(first)):
-            self._note(states.after_applying(facts, goes_on), ends=True)
+            self._note(after_applying(facts, goes_on), ends=True)
         self._parts_of_step.applied = applied
         notes.losses = ()
 
@@ -188,10 +204,8 @@ class OptimizerCalls(Calls):
         known = self._known_scale()
         if known is not None:
             return known
-        is_noted = states.both(self._has_variables, states.knows_its_scale(facts))
-        return states.chosen(
-            is_noted, lambda: tf.convert_to_tensor(self._scaled_by), self._loss_scale
-        )
+        is_noted = both(self._has_variables, knows_its_scale(facts))
+        return chosen(is_noted, lambda: tf.convert_to_tensor(self._scaled_by), self._loss_scale)
 
     def _remember_results(self, results: Iterable[Any]) -> None:
         self._notes().results = tuple(weakref.ref(r) for r in results if r is not None)
@@ -205,11 +219,11 @@ class OptimizerCalls(Calls):
                 f"Received: {values!r}"
             )
 
-    def _warn_at_run_time(self, facts: Facts, is_more: bool, misses_a_call: states.Truth) -> None:
+    def _warn_at_run_time(self, facts: Facts, is_more: bool, is_missing: Truth) -> None:
         if host.is_compiled_by_xla():
             self._warn_while_tracing(is_more)
-        was_reported = facts.has(states.bits_of(UNNAMED, states.SPOILED))
-        is_news = tf.convert_to_tensor(states.both(misses_a_call, states.negated(was_reported)))
+        was_reported = facts.has(bits_of(UNNAMED, SPOILED))
+        is_news = tf.convert_to_tensor(both(is_missing, negated(was_reported)))
         self._reports.watch()
         self._reports.post(facts.tensor[tf.newaxis], when=is_news)
 
@@ -218,17 +232,97 @@ class OptimizerCalls(Calls):
         graph = host.current_graph()
         with tf.init_scope():
             in_eager = self._notes().facts or Facts()
-            is_unknown = states.has_begun(in_eager) or any(
-                each is not graph for each in self._parts
-            )
+            is_unknown = has_begun(in_eager) or any(each is not graph for each in self._parts)
             if is_unknown or not tf.executing_eagerly():
                 return
             facts = Facts(int(tf.convert_to_tensor(self._facts)))
-            goes_on = is_more and not facts.has(states.OVERLAPS)
-            if states.misses_a_call(facts, goes_on):
-                messages.warn(states.missing_call(facts))
-                after = states.after_applying(facts, goes_on)
+            goes_on = is_more and not facts.has(OVERLAPS)
+            if misses_a_call(facts, goes_on):
+                messages.warn(missing_call(facts))
+                after = after_applying(facts, goes_on)
                 self._facts.assign(after.ones, read_value=False)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        messages.warn(states.missing_call(Facts(numbers[0])), line)
+        messages.warn(missing_call(Facts(numbers[0])), line)
+
+
+# The facts after a call, and what follows from them. If `goes_on`, the variables are others than
+# those of the last step, so this may be another part of that step.
+
+_UNSCALED, _APPLIED, _SPOILED = (bits_of(UNNAMED, fact) for fact in (UNSCALED, APPLIED, SPOILED))
+
+
+def is_scaled(facts: Facts, goes_on: Truth) -> Truth:
+    """Whether the gradients that are applied now are still scaled."""
+    is_of_this_step = either(goes_on, negated(facts.has(_APPLIED)))
+    return both(is_of_this_step, facts.has(SCALED), negated(facts.has(_UNSCALED)))
+
+
+def is_divided(facts: Facts, goes_on: Truth) -> Truth:
+    """Whether the gradients that are applied now were unscaled by a call."""
+    is_more = both(goes_on, facts.has(_APPLIED), negated(facts.has(SCALED | _SPOILED)))
+    return either(facts.has(_UNSCALED), is_more)
+
+
+def misses_a_call(facts: Facts, goes_on: Truth) -> Truth:
+    """Whether a call is missing if gradients are applied now."""
+    was_scaled = both(has_begun(facts), facts.has(SCALED))
+    is_complete = facts.has(TO_APPLY | _UNSCALED)
+    is_part = both(goes_on, facts.has(_APPLIED | _UNSCALED))
+    return negated(either(both(was_scaled, is_complete), both(negated(was_scaled), is_part)))
+
+
+def after_applying(facts: Facts, goes_on: Truth) -> Facts:
+    """Returns the facts after gradients were applied."""
+    is_spoiled = both(misses_a_call(facts, goes_on), negated(has_begun(facts)))
+    after = Facts(_APPLIED).changed(add=SCALED, when=is_scaled(facts, goes_on))
+    after = after.changed(add=_SPOILED, when=is_spoiled)
+    return after.changed(add=OVERLAPS, when=facts.has(OVERLAPS))
+
+
+def after_unscaling(facts: Facts) -> Facts:
+    """Returns the facts after gradients were unscaled."""
+    begun = has_begun(facts)
+    kept = facts.changed(remove=ALL_BITS & ~OVERLAPS, when=negated(begun))
+    return kept.changed(add=_UNSCALED)
+
+
+def apply_unscales(facts: Facts) -> Truth:
+    """Whether `apply` has to unscale the gradients of this step."""
+    return both(facts.has(TO_APPLY), negated(facts.has(_UNSCALED)))
+
+
+def knows_its_scale(facts: Facts) -> Truth:
+    """Whether the loss was scaled, in this step or in one of which this may be a part."""
+    return both(facts.has(SCALED | _APPLIED), negated(facts.has(_SPOILED)))
+
+
+def missing_call(facts: Facts) -> str:
+    """Returns the message about the missing call, given facts that are known."""
+    if not has_begun(facts):
+        return _NEITHER
+    return _NOT_UNSCALED if facts.has(SCALED) else _NOT_SCALED_BEFORE
+
+
+_OPTIMIZER_EXAMPLE = """
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(loss_fn())
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+    optimizer.apply_gradients(zip(gradients, variables))"""
+_NOT_UNSCALED = (
+    "get_scaled_loss() was called and get_unscaled_gradients() was not; apply_gradients() has "
+    "divided the gradients by the loss scale instead. If they were divided by hand too, this step "
+    f"is too small. Call both:{_OPTIMIZER_EXAMPLE}"
+)
+_NOT_SCALED_BEFORE = (
+    "get_unscaled_gradients() was called and get_scaled_loss() was not, so the gradients of this "
+    "step are too small by the loss scale, unless the loss was multiplied by hand. Call both:"
+    f"{_OPTIMIZER_EXAMPLE}"
+)
+_NEITHER = (
+    "Neither get_scaled_loss() nor get_unscaled_gradients() was called before apply_gradients(), "
+    "so the gradients were applied as they are: this step was made without loss scaling, and small "
+    "float16 gradients may have vanished. If the loss was multiplied by the loss scale by hand, "
+    "say so: apply_gradients(..., scaled=True). Else call both, or `minimize`:"
+    f"{_OPTIMIZER_EXAMPLE}"
+)

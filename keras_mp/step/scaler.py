@@ -4,7 +4,8 @@ RFC 293, "LossScaleOptimizer Overview". `LossScaleOptimizer`, `GradScaler` and t
 TensorFlow 1 have one each.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler, SkippedSteps
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.support import validation
+from keras_mp.support import messages, validation
 
 AnyCalls = TypeVar("AnyCalls", bound=Calls)
 
@@ -112,6 +113,62 @@ class Scaler(Generic[AnyCalls]):
         """Returns the variables that are not part of checkpoints, by name."""
         of_handler = {} if self.handler is None else self.handler.variables()
         return {**self.skipped.variables(), **self.calls.variables(), **of_handler}
+
+
+class NoCalls(Calls):
+    """Calls that do nothing, for an optimizer that scales no loss or records calls itself."""
+
+    _needs_variables = False
+
+    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
+        """Does nothing."""
+
+    def begin_by_hand(self, grads: Sequence[Any]) -> None:
+        """Does nothing: the loss scale is 1."""
+
+    def refuse_tape_beside_scale(self) -> None:
+        """Does nothing."""
+
+    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
+        """Does nothing."""
+
+    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
+        """Returns the loss, or the losses, as they are."""
+        flat = tf.nest.flatten(losses)
+        self._notes().losses = tuple(each for each in flat if tf.is_tensor(each))
+        return losses
+
+    def unscale(
+        self,
+        grads: Sequence[Any],
+        optimizer: Any = None,
+        *,
+        by_tape: bool = False,
+        may_skip: bool = True,
+    ) -> list[Any]:
+        """Returns the gradients as they are."""
+        return list(grads)
+
+    def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """Returns the gradients as they are."""
+        return grads
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
+        """Yields a function that returns the state of gradients that are not scaled."""
+        yield lambda scaled_by, scaled: GradientState(losses=self.losses())
+
+    @contextlib.contextmanager
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+        """Yields the state of gradients that are not scaled."""
+        yield GradientState(losses=self.losses())
+
+    def update(self, *, begins_anew: bool = False) -> tuple[bool, Callable[[], None]]:
+        """Ends the step, whatever was called."""
+        return True, lambda: None
+
+    def _report(self, numbers: list[int], line: messages.Line | None) -> None:
+        """Has nothing to report."""
 
 
 class ScalerProperties:

@@ -4,6 +4,7 @@ PyTorch's AMP feature proposal, "Gradient scaling".
 """
 
 import contextlib
+import enum
 import functools
 import types
 import weakref
@@ -12,20 +13,41 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import call_states as states
 from keras_mp.step import finiteness, gradients
-from keras_mp.step.call_states import (
+from keras_mp.step.calls import (
+    APPLIED,
+    BY_TAPE,
     EVERY_FACT,
+    JUST_UNSCALED,
     MAX_OPTIMIZERS,
     OTHERS,
+    OVERFLOWED,
+    SCALED,
+    SPOILED,
     UNNAMED,
-    Call,
+    UNSCALED,
+    Calls,
     Facts,
+    GradientState,
+    LossScaleValue,
+    Truth,
     bits_of,
     bits_of_any,
+    both,
+    chosen,
+    negated,
 )
-from keras_mp.step.calls import Calls, GradientState, LossScaleValue
 from keras_mp.support import host, messages
+
+
+class Call(enum.IntEnum):
+    """A call of a `GradScaler`."""
+
+    SCALE = 0
+    UNSCALE = 1
+    STEP = 2
+    UPDATE = 3
+    TAPE = 4
 
 
 class ScalerCalls(Calls):
@@ -51,13 +73,13 @@ class ScalerCalls(Calls):
         with self._lock:
             facts, notes = self._so_far(), self._notes()
             _raise(Call.SCALE, UNNAMED, facts)
-            goes_on = facts.has(states.SCALED)
+            goes_on = facts.has(SCALED)
             if scaled_by is None:
-                scaled_by = states.chosen(goes_on, self._scale_of_step, self._loss_scale)
+                scaled_by = chosen(goes_on, self._scale_of_step, self._loss_scale)
             scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
-            if goes_on is not True or facts.has(bits_of_any(states.JUST_UNSCALED)) is not False:
-                just_unscaled = bits_of_any(states.JUST_UNSCALED)
-                self._note(facts.changed(add=states.SCALED, remove=just_unscaled))
+            if goes_on is not True or facts.has(bits_of_any(JUST_UNSCALED)) is not False:
+                just_unscaled = bits_of_any(JUST_UNSCALED)
+                self._note(facts.changed(add=SCALED, remove=just_unscaled))
             self._note_scale(scaled_by)
             notes.losses = (*notes.losses, *flat) if goes_on is True else tuple(flat)
         return tf.nest.pack_sequence_as(losses, scaled)
@@ -82,19 +104,17 @@ class ScalerCalls(Calls):
                     "of further ones scaled: step() unscales them. "
                     f"Received: optimizer={optimizer!r}"
                 )
-            _raise(Call.UNSCALE, index, facts, or_else=states.SCALED)
-            after = facts.changed(add=bits_of(index, states.UNSCALED | states.JUST_UNSCALED))
-            after = after.changed(
-                add=bits_of(index, states.OVERFLOWED), when=states.negated(_in_python(finite))
-            )
-            if facts.number is None and facts.has(states.SCALED) is not True:
+            _raise(Call.UNSCALE, index, facts, or_else=SCALED)
+            after = facts.changed(add=bits_of(index, UNSCALED | JUST_UNSCALED))
+            after = after.changed(add=bits_of(index, OVERFLOWED), when=negated(_in_python(finite)))
+            if facts.number is None and facts.has(SCALED) is not True:
                 # `apply` checks gradients of a loss that is scaled here.
-                wrong = states.BY_TAPE | bits_of(index, states.JUST_UNSCALED | states.APPLIED)
-                is_right = states.both(facts.has(states.SCALED), states.negated(facts.has(wrong)))
-                is_wrong = tf.convert_to_tensor(states.negated(is_right))
+                wrong = BY_TAPE | bits_of(index, JUST_UNSCALED | APPLIED)
+                is_right = both(facts.has(SCALED), negated(facts.has(wrong)))
+                is_wrong = tf.convert_to_tensor(negated(is_right))
                 self._reports.watch()
                 self._post(Call.UNSCALE, index, facts, when=is_wrong)
-                after = after.changed(add=bits_of(index, states.SPOILED), when=is_wrong)
+                after = after.changed(add=bits_of(index, SPOILED), when=is_wrong)
             self._note(after, before=facts)
             self._notes().unclipped[index] = list(unscaled)
         return unscaled
@@ -111,8 +131,8 @@ class ScalerCalls(Calls):
         """
         with self._lock:
             facts, notes = self._so_far(), self._notes()
-            known = notes.losses if facts.has(states.BY_TAPE) is True else ()
-            self._note(facts.changed(add=states.BY_TAPE))
+            known = notes.losses if facts.has(BY_TAPE) is True else ()
+            self._note(facts.changed(add=BY_TAPE))
             self._note_scale(self._loss_scale())
             notes.losses = (*known, *losses)
 
@@ -130,7 +150,7 @@ class ScalerCalls(Calls):
         with self._lock:
             scaled_by, facts, notes = self._scale_of_step(), self._so_far(), self._notes()
             index = self._optimizers.index(optimizer, facts.number)
-            _raise(Call.STEP, index, facts, or_else=states.SCALED)
+            _raise(Call.STEP, index, facts, or_else=SCALED)
             given, after = self._given(index, facts, scaled_by)
             # Other threads have to know of it while it is made.
             self._note(after, before=facts)
@@ -153,29 +173,25 @@ class ScalerCalls(Calls):
     def _given(self, index: int, facts: Facts, scaled_by: tf.Tensor) -> tuple[GradientState, Facts]:
         """Returns the state of the gradients of an optimizer, and the facts after its step."""
         # Gradients that were unscaled without an optimizer are those of the first one to step.
-        unnamed = bits_of(UNNAMED, states.UNSCALED | states.JUST_UNSCALED | states.OVERFLOWED)
-        is_unscaled = facts.has(
-            states.BY_TAPE | bits_of(UNNAMED, states.UNSCALED) | bits_of(index, states.UNSCALED)
-        )
-        was_scaled, is_wrong = facts.has(states.SCALED), facts.has(states.wrong_if(index))
-        is_allowed: states.Truth = True
+        unnamed = bits_of(UNNAMED, UNSCALED | JUST_UNSCALED | OVERFLOWED)
+        is_unscaled = facts.has(BY_TAPE | bits_of(UNNAMED, UNSCALED) | bits_of(index, UNSCALED))
+        was_scaled, is_wrong = facts.has(SCALED), facts.has(wrong_if(index))
+        is_allowed: Truth = True
         if was_scaled is True and is_unscaled is not True:
             # Gradients that another function has unscaled are refused.
-            is_allowed = states.both(states.negated(is_unscaled), states.negated(is_wrong))
+            is_allowed = both(negated(is_unscaled), negated(is_wrong))
             is_unscaled = False
         else:
-            was_scaled = facts.has(states.SCALED | states.BY_TAPE)
-            is_allowed = states.both(was_scaled, states.negated(is_wrong))
-        overflowed = facts.has(
-            bits_of(UNNAMED, states.OVERFLOWED) | bits_of(index, states.OVERFLOWED)
-        )
+            was_scaled = facts.has(SCALED | BY_TAPE)
+            is_allowed = both(was_scaled, negated(is_wrong))
+        overflowed = facts.has(bits_of(UNNAMED, OVERFLOWED) | bits_of(index, OVERFLOWED))
         was_finite = None
         if is_unscaled is not False:
-            was_finite = tf.convert_to_tensor(states.negated(overflowed))
+            was_finite = tf.convert_to_tensor(negated(overflowed))
         unclipped = [
             gradient for i in (UNNAMED, index) for gradient in self._notes().unclipped.get(i, [])
         ]
-        scaled = states.negated(is_unscaled)
+        scaled = negated(is_unscaled)
         given = GradientState(
             scaled,
             scaled_by,
@@ -189,7 +205,7 @@ class ScalerCalls(Calls):
         after = facts if is_unscaled is False else facts.changed(remove=unnamed)
         if is_allowed is not True:
             self._reports.watch()
-        return given, after.changed(add=bits_of(index, states.APPLIED))
+        return given, after.changed(add=bits_of(index, APPLIED))
 
     def update(self, *, begins_anew: bool = False) -> tuple[bool | tf.Tensor, Callable[[], None]]:
         """Records that all steps were made.
@@ -203,7 +219,7 @@ class ScalerCalls(Calls):
         """
         with self._lock:
             facts, notes = self._so_far(), self._notes()
-            has_stepped = facts.has(bits_of_any(states.APPLIED | states.SPOILED))
+            has_stepped = facts.has(bits_of_any(APPLIED | SPOILED))
             if has_stepped is False and not begins_anew:
                 _raise(Call.UPDATE, UNNAMED, facts)
             self._note(Facts())
@@ -221,7 +237,7 @@ class ScalerCalls(Calls):
 
     def _refuse(self, index: int, facts: Facts) -> None:
         self._post(Call.STEP, index, facts, tf.constant(True))
-        after = facts.changed(add=bits_of(UNNAMED, states.APPLIED))
+        after = facts.changed(add=bits_of(UNNAMED, APPLIED))
         self._facts.assign(after.tensor, read_value=False)
 
     def _post(self, call: Call, index: int, facts: Facts, when: tf.Tensor) -> None:
@@ -230,7 +246,7 @@ class ScalerCalls(Calls):
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         # A right call was refused if another function had unscaled the gradients.
-        what = states.what_is_wrong(*numbers) or states.UNSCALED_ELSEWHERE
+        what = what_is_wrong(*numbers) or UNSCALED_ELSEWHERE
         messages.warn(f"The step was not made: {what}" if numbers[0] == Call.STEP else what, line)
 
 
@@ -300,13 +316,13 @@ def _checked_loss(loss: Any) -> tf.Tensor:
     return tf.convert_to_tensor(loss)
 
 
-def _in_python(truth: states.Truth) -> states.Truth:
+def _in_python(truth: Truth) -> Truth:
     return bool(truth) if tf.executing_eagerly() else truth
 
 
 def _raise(call: Call, index: int, facts: Facts, *, or_else: int = 0) -> None:
     """Raises an error about a wrong call, as far as it is known; of the rest `or_else` is."""
-    what = states.what_is_wrong(
+    what = what_is_wrong(
         call, index, facts.ones if facts.number is not None else facts.ones | or_else
     )
     if what is not None:
@@ -317,4 +333,76 @@ _WHOSE = (
     "GradScaler.unscale() was called without an optimizer, and there are several, of which each "
     "has a verdict of its own. Say whose gradients they are: scaler.unscale(gradients, optimizer). "
     "Received: optimizer=None with {}"
+)
+
+
+def wrong_if(index: int) -> int:
+    """Returns the facts that must not be true when an optimizer makes a step."""
+    once = 0 if index == OTHERS else bits_of(index, APPLIED)
+    return once | bits_of(UNNAMED, SPOILED) | bits_of(index, SPOILED)
+
+
+def what_is_wrong(call: int, index: int, facts: int) -> str | None:
+    """Returns the message about a wrong call; None if the call is right.
+
+    Args:
+        call: a `Call`.
+        index: int. The number of the optimizer.
+        facts: int. The state before the call.
+    """
+    if call == Call.UPDATE:
+        return None if facts & bits_of_any(APPLIED | SPOILED) else _NO_STEP
+    if call == Call.SCALE:
+        return _TWO_WAYS if facts & BY_TAPE else None
+    if call == Call.TAPE:
+        return _TWO_WAYS if facts & SCALED else None
+    if index != OTHERS and facts & bits_of(index, APPLIED):
+        return _NO_UPDATE if call == Call.STEP else _TOO_LATE
+    if call == Call.STEP and facts & wrong_if(index):
+        return _WRONGLY_UNSCALED
+    if call == Call.UNSCALE and facts & (BY_TAPE | bits_of(index, JUST_UNSCALED)):
+        return _TWICE
+    if not facts & (SCALED | BY_TAPE):
+        return _NOT_SCALED.format("unscale" if call == Call.UNSCALE else "step")
+    return None
+
+
+_SCALER_EXAMPLE = """
+    with tf.GradientTape() as tape:
+        scaled_loss = scaler.scale(loss_fn())
+    scaler.step(optimizer, zip(tape.gradient(scaled_loss, variables), variables))
+    scaler.update()"""
+_NO_UPDATE = (
+    "GradScaler.step() was called twice with this optimizer, and update() was not called in "
+    "between. Call update() once after all optimizers have made their steps; after an exception, "
+    f"it begins anew:{_SCALER_EXAMPLE}"
+)
+_WRONGLY_UNSCALED = (
+    "GradScaler.step() was given gradients for which unscale() was called wrongly, as a warning "
+    "said: they would be too small. Call update(), which begins anew, and compute them again."
+)
+_NO_STEP = (
+    "GradScaler.update() was called without a step() since the last update(), so the loss scale "
+    f"cannot move. Call it once after all optimizers have made their steps:{_SCALER_EXAMPLE}"
+)
+_NOT_SCALED = (
+    "GradScaler.{}() was called, and no loss was scaled since the last update(). If these are "
+    "gradients from before it, they are scaled by another number: make the steps of all optimizers "
+    f"first. If no loss was scaled, scale it under the tape:{_SCALER_EXAMPLE}"
+)
+_TWICE = (
+    "GradScaler.unscale() was given gradients that are unscaled already: do so once for each "
+    "optimizer, with gradients that were added up before, or after each scale()."
+)
+_TOO_LATE = (
+    "GradScaler.unscale() was called after step() with the same optimizer, which unscales by "
+    f"itself. Unscale before it, or not at all, and call update() after it:{_SCALER_EXAMPLE}"
+)
+_TWO_WAYS = (
+    "A LossScaleGradientTape scales the loss by itself, and unscales the gradients: a "
+    "GradScaler.scale() beside it, before the next update(), makes it unclear what is scaled."
+)
+UNSCALED_ELSEWHERE = (
+    "GradScaler.step() was given gradients of a loss that was scaled just before, although "
+    "unscale() had been called for the optimizer already, so it is unclear whether they are scaled."
 )

@@ -1,6 +1,7 @@
 """Whose gradients were not finite, on which replica, is known of a step that is skipped."""
 
 import collections
+import gc
 
 import numpy as np
 import pytest
@@ -333,6 +334,23 @@ def test_variables_of_one_name_are_told_apart():
     assert overflow.variables == ["v (2 of 2)"]
     overflow = skipped(optimizer, [tf.constant(np.nan)] * 3, variables)
     assert overflow.variables == ["v (1 of 2)", "w", "v (2 of 2)"]
+
+
+@once
+def test_what_is_known_of_variables_that_are_gone_is_dropped():
+    scaler = keras_mp.GradScaler(warn_after_skips=None)
+
+    def skip():
+        v = tf.Variable(1.0)
+        scaler.scale(tf.constant(1.0))
+        scaler.step(lambda pairs: None, [(tf.constant(np.nan), v)])
+        scaler.update()
+
+    for _ in range(4):
+        skip()
+        gc.collect()
+    of_records = [name for name in scaler._scaler.variables() if name.startswith("overflow")]
+    assert of_records == ["overflow_0"]
 
 
 def test_a_model_knows_what_its_variables_are_called():
