@@ -83,7 +83,8 @@ def assert_near(these, those):
 def test_it_is_the_same_update(wrap, inner, in_function):
     wrap, inner = WRAPPERS[wrap], INNER[inner]
     seed = {"seed": 1} if wrap is keras_mp.MasterWeightOptimizer else {}
-    expected = trained(wrap, inner, in_function, **seed)
+    # Whoever compiles it, eager code says what it is.
+    expected = trained(wrap, inner, in_function=False, **seed)
     with warnings.catch_warnings():
         warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
         found = trained(wrap, inner, in_function, jit_compile=True, **seed)
@@ -97,7 +98,7 @@ def test_it_is_the_same_update(wrap, inner, in_function):
 def test_weights_in_16_bits_are_joined_and_split_inside(method, slot_dtype):
     arguments = {"method": method, "slot_dtype": slot_dtype, "seed": 1}
     wrap = keras_mp.MasterWeightOptimizer
-    expected = trained(wrap, INNER["scheduled"], True, **arguments)
+    expected = trained(wrap, INNER["scheduled"], False, **arguments)
     found = trained(wrap, INNER["scheduled"], True, jit_compile=True, **arguments)
     # Stochastic rounding draws other numbers in XLA: in three steps, three times up or down.
     is_stochastic = method == "stochastic_rounding" or slot_dtype == "bfloat16"
@@ -260,7 +261,7 @@ def test_what_cannot_be_compiled_is_said_once(in_function):
 def test_sparse_gradients(wrap, inner, in_function):
     wrap, inner = WRAPPERS[wrap], INNER[inner]
 
-    def run(**kwargs):
+    def run(in_function, **kwargs):
         low = wrap is keras_mp.MasterWeightOptimizer
         weights = variables(tf.bfloat16 if low else tf.float32)[:2]
         optimizer = wrap(inner(), **kwargs)
@@ -281,10 +282,10 @@ def test_sparse_gradients(wrap, inner, in_function):
             step(tf.constant(rows), tf.constant(1.0))
         return all_of(optimizer, weights)
 
-    expected = run()
+    expected = run(in_function=False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
-        found = run(jit_compile=True)
+        found = run(in_function, jit_compile=True)
     assert ["equal rows" in str(each.message) for each in said] == ([] if IS_KERAS_3 else [True])
     assert_near(found, expected)
 
@@ -295,7 +296,7 @@ def test_gradients_are_accumulated(wrap):
     def inner():
         return tf.keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
 
-    expected = trained(wrap, inner, True, xs=(1.0, 2.0, 3.0, 4.0))
+    expected = trained(wrap, inner, False, xs=(1.0, 2.0, 3.0, 4.0))
     assert_near(trained(wrap, inner, True, xs=(1.0, 2.0, 3.0, 4.0), jit_compile=True), expected)
 
 
