@@ -46,6 +46,16 @@ def pairs(*parameters: Iterable[Any]) -> list[tuple]:
     return cases
 
 
+def eager_and_graph(names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Each name in eager and in a graph, which XLA compiles every other time; with a dtype.
+
+    For what is decided for each name, and where it is traced in one way for both kinds of graphs.
+    """
+    low = itertools.cycle(["float16", "bfloat16", "bfloat16", "float16"])
+    eager = zip(names, itertools.repeat("eager"), itertools.cycle(["bfloat16", "float16"]))
+    return [*eager, *zip(names, itertools.cycle(["function", "jit"]), low)]
+
+
 def unscaled(dtype: str) -> keras_mp.Policy:
     """The mixed policy of a dtype, which scales no loss."""
     return keras_mp.Policy(f"mixed_{dtype}", loss_scale=None)

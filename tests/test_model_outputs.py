@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import mirrored, pairs
+from tests.common import eager_and_graph, mirrored
 
 L = tf.keras.layers
 DTYPES = ["bfloat16", "float16"]
@@ -90,7 +90,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("name", "mode", "dtype"), pairs(MODELS, MODES, DTYPES))
+@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(MODELS))
 def test_outputs_are_those_of_a_float32_last_layer(name, mode, dtype):
     x = IMAGES if "Conv" in name else X
     results = []

@@ -56,10 +56,11 @@ def outputs_and_gradients(make, shape, mode, dtype):
 @pytest.mark.parametrize(("name", "mode", "dtype"), pairs(LAYERS, MODES, DTYPES))
 def test_outputs_are_those_of_float32_and_gradients_those_of_16_bits(name, mode, dtype):
     make, shape = LAYERS[name]
-    expected, exact = outputs_and_gradients(make, shape, mode, "float32")
+    # XLA adds up in another order anyway.
+    own_mode = "eager" if mode == "jit" else mode
+    expected, exact = outputs_and_gradients(make, shape, own_mode, "float32")
     found, gradients = outputs_and_gradients(make, shape, mode, policy_of(dtype))
     assert found.dtype == tf.float32
-    # XLA may add up in another order where the backward pass is another one.
     np.testing.assert_allclose(
         found, expected, rtol=1e-5 * (mode == "jit"), atol=1e-6 * (mode == "jit")
     )

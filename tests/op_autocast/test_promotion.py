@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import Mixes, mirrored, pairs
+from tests.common import Mixes, eager_and_graph, mirrored, pairs
 
 L = tf.keras.layers
 WIDE = tf.constant([[1.5, 2.5]])
@@ -142,7 +142,7 @@ def in_float32(function):
     return result, gradient
 
 
-@pytest.mark.parametrize(("name", "mode", "dtype"), pairs(MIXTURES, MODES, ["bfloat16", "float16"]))
+@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(MIXTURES))
 def test_the_result_is_that_of_float32(name, mode, dtype):
     expected, of_x = in_float32(MIXTURES[name])
     found, (gradient, of_low) = run(
@@ -155,7 +155,7 @@ def test_the_result_is_that_of_float32(name, mode, dtype):
     np.testing.assert_allclose(gradient, of_x, rtol=2**-6)
 
 
-@pytest.mark.parametrize(("name", "mode", "dtype"), pairs(NUMBERS, MODES, ["bfloat16", "float16"]))
+@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(NUMBERS))
 def test_a_number_has_the_dtype_of_the_tensor_beside_it(name, mode, dtype):
     expected, of_x = in_float32(NUMBERS[name])
     policy = keras_mp.Policy(f"mixed_{dtype}")
@@ -206,9 +206,7 @@ def test_elsewhere_they_are_refused(mode):
         tf.function(lambda: tf.maximum(0.5, low))()
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "dtype"), pairs(CONTROL_FLOW, MODES, ["bfloat16", "float16"])
-)
+@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(CONTROL_FLOW))
 def test_branches_loops_and_arrays(name, mode, dtype):
     expected, of_x = in_float32(CONTROL_FLOW[name])
     policy = keras_mp.Policy(f"mixed_{dtype}")
