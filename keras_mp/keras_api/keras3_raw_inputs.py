@@ -24,7 +24,8 @@ OWN_ARITHMETIC = (
     *("quantile", "nanquantile", "percentile", "nanpercentile", "linspace", "logspace"),
     *("logaddexp2", "log2", "log10", "cbrt", "hypot", "deg2rad", "rad2deg", "psnr"),
     *("binary_crossentropy", "categorical_crossentropy", "floor_divide"),
-    *("moments", "histogram", "cross", "lstsq", "arange", "stft", "image.gaussian_blur"),
+    *("moments", "histogram", "cross", "lstsq", "arange", "stft"),
+    *("image.gaussian_blur", "image.ssim"),
 )
 
 
