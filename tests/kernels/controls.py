@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tests.kernels.programs_of_others import OWN_POLICY, PROGRAMS, ROWS
+
 K = tf.keras
 L = K.layers
-OWN_POLICY = getattr(K, "DTypePolicy", None) or K.mixed_precision.Policy
-ROWS = 5_000  # 16 bits stop short of their sum.
 DTYPES = ("bfloat16", "float16")
 # Those in which most is replaced.
 OFTEN = ("Dense", "Conv2D", "Bidirectional", "bias", "broadcast", "gelu")
@@ -130,7 +130,7 @@ def controls() -> dict[str, Control]:
             continue
         inputs = [tf.cast(rows(*shape), dtype) for shape in shapes]
         results[f"{name}, of TensorFlow"] = in_both_modes(function, inputs, [])
-    return results
+    return {**results, **{name: make() for name, make in PROGRAMS.items()}}
 
 
 def control_of_layer(layer: Any, inputs: list[tf.Tensor]) -> Control:
@@ -277,7 +277,8 @@ def main() -> None:
     before = {name: digest(control) for name, control in all_of_them.items()}
     unstable = set(changed(all_of_them, before))
     all_of_them = {name: each for name, each in all_of_them.items() if name not in unstable}
-    few = {name: each for name, each in all_of_them.items() if name.split(",")[0] in OFTEN}
+    often = {*OFTEN, *PROGRAMS}
+    few = {name: each for name, each in all_of_them.items() if name.split(",")[0] in often}
     found = {"unstable without ours": sorted(unstable)}
     assert "keras_mp" not in sys.modules
     calls_of_ours = calls()

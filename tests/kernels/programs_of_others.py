@@ -1,0 +1,204 @@
+"""Controls that differentiate, vectorize, load and run what is not ours in less usual ways.
+
+Each makes once what it needs, and returns a function that computes the same numbers whenever, and
+in whichever thread, it is called.
+"""
+
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+K = tf.keras
+L = K.layers
+OWN_POLICY = getattr(K, "DTypePolicy", None) or K.mixed_precision.Policy
+ROWS = 5_000  # 16 bits stop short of their sum.
+Program = Callable[[], list[Any]]
+
+
+def _inputs(dtype: str = "bfloat16") -> tuple[tf.Tensor, tf.Tensor]:
+    return tf.ones([ROWS, 2], dtype), tf.ones([2], dtype)
+
+
+def _layer(dtype: str) -> tuple[Any, tf.Tensor]:
+    layer = L.Dense(2, "gelu", dtype=OWN_POLICY(f"mixed_{dtype}"))
+    x = tf.random.stateless_uniform([ROWS, 2], [1, 2], 0.5, 1.5)
+    layer(x)
+    return layer, x
+
+
+def _gradient(function: Callable[..., Any], *inputs: tf.Tensor) -> list[Any]:
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        y = tf.reduce_sum(tf.cast(function(*inputs), tf.float32))
+    return [y, *tape.gradient(y, inputs)]
+
+
+def recomputed() -> Program:
+    layer, x = _layer("bfloat16")
+    again = tf.recompute_grad(layer)
+
+    def run() -> list[Any]:
+        with tf.GradientTape() as tape:
+            y = again(x)
+        return tape.gradient(y, layer.trainable_variables)
+
+    return run
+
+
+def custom_gradient() -> Program:
+    @tf.custom_gradient
+    def add(x: tf.Tensor, b: tf.Tensor) -> Any:
+        y = tf.nn.bias_add(x, b)
+        return tf.nn.gelu(y), lambda up: (up * tf.nn.tanh(y), tf.cumsum(up, 0)[-1])
+
+    return lambda: _gradient(add, *_inputs())
+
+
+def loops() -> Program:
+    x, b = _inputs("float16")
+
+    def body(i: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return i + 1, y + tf.reduce_sum(tf.nn.bias_add(x, y), 0) / ROWS
+
+    def all_of_them(b: tf.Tensor) -> tf.Tensor:
+        y = tf.while_loop(lambda i, _: i < 2, body, (0, b))[1]
+        y = tf.scan(lambda _, row: tf.nn.bias_add(row[None], y)[0], x[:3], b)
+        return tf.map_fn(tf.nn.gelu, y)
+
+    return lambda: [*_gradient(all_of_them, b), *tf.function(_gradient)(all_of_them, b)]
+
+
+def forward_mode() -> Program:
+    layer, x = _layer("float16")
+
+    def run() -> list[Any]:
+        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+            y = tf.reduce_sum(layer(x), 0)
+        return [accumulator.jvp(y)]
+
+    return run
+
+
+def vectorized() -> Program:
+    x, b = _inputs()
+
+    def run() -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(b)
+            y = tf.nn.gelu(tf.nn.bias_add(x[:50], b))
+        sums = tf.vectorized_map(lambda column: tf.cumsum(column)[-1:], tf.transpose(x))
+        return [sums, tape.jacobian(y, b)]
+
+    return run
+
+
+def datasets() -> Program:
+    def total(i: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.ones([ROWS, 1], tf.bfloat16), 0) * tf.cast(i + 1, tf.bfloat16)
+
+    def gradient(i: tf.Tensor) -> tf.Tensor:
+        return _gradient(tf.nn.bias_add, *_inputs())[2] + tf.cast(i, tf.bfloat16)
+
+    def run() -> list[Any]:
+        data = tf.data.Dataset.range(4).map(
+            lambda i: (total(i), tf.py_function(gradient, [i], tf.bfloat16)), 2, deterministic=True
+        )
+        return [each for pair in data for each in pair]
+
+    return run
+
+
+def loaded() -> Program:
+    layer, _ = _layer("bfloat16")
+    signature = [tf.TensorSpec([None, 2], "bfloat16"), tf.TensorSpec([2], "bfloat16")]
+    module, directory = tf.Module(), tempfile.TemporaryDirectory()
+    module.layer = layer
+    module.call = tf.function(lambda x, b: tf.nn.bias_add(layer(x), b), input_signature=signature)
+    tf.saved_model.save(module, directory.name)
+
+    def run() -> list[Any]:
+        again = tf.saved_model.load(directory.name)  # It keeps its variables alive.
+        return _gradient(again.call, *_inputs())
+
+    return run
+
+
+def imported() -> Program:
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.bfloat16, [ROWS, 2], "x")
+        b = tf.compat.v1.placeholder(tf.bfloat16, [2], "b")
+        tf.nn.gelu(tf.raw_ops.BiasAdd(value=x, bias=b), name="y")
+        tf.raw_ops.BiasAddGrad(out_backprop=x, name="of_bias")
+    definition, names = graph.as_graph_def(), ["y/mul_1:0", "of_bias:0"]
+
+    def run() -> list[Any]:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            x, b = _inputs()
+            y, total = tf.graph_util.import_graph_def(definition, {"x": x, "b": b}, names)
+            return session.run([y, total, *tf.gradients(y, b)])
+
+    return run
+
+
+def traced_before() -> Program:
+    """A function, and its concrete one, that are called again and never traced again."""
+    layer, x = _layer("float16")
+
+    @tf.function
+    def step(x: tf.Tensor) -> list[Any]:
+        with tf.GradientTape() as tape:
+            y = layer(x)
+        return tape.gradient(y, layer.trainable_variables)
+
+    concrete = step.get_concrete_function(x)
+    return lambda: [*step(x), *concrete(x)]
+
+
+def tapes() -> Program:
+    """One that is persistent, one within another, and one that is asked in another thread."""
+    x, b = _inputs()
+
+    def run() -> list[Any]:
+        with tf.GradientTape() as outer:
+            outer.watch(b)
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(b)
+                y = tf.nn.bias_add(x, b) ** 3
+            first = tape.gradient(y, b)
+        found = [first, tape.gradient(y, b), outer.gradient(first, b)]
+        thread = threading.Thread(target=lambda: found.append(tape.gradient(y, b)))
+        thread.start()
+        thread.join()
+        return found
+
+    return run
+
+
+def trained() -> Program:
+    """A model of Keras's own policy, in `fit`."""
+    x = tf.random.stateless_uniform([64, 2], [1, 2], 0.5, 1.5)
+    policy = OWN_POLICY("mixed_bfloat16")
+    layers = [L.Dense(4, "gelu", dtype=policy), L.Reshape([2, 2], dtype=policy)]
+    layers += [L.LSTM(3, dtype=policy), L.Dense(1, dtype="float32")]
+    model = K.Sequential([K.Input([2]), *layers])
+    model.compile(K.optimizers.SGD(0.1), "mse")
+    start = model.get_weights()
+
+    def run() -> list[Any]:
+        model.set_weights(start)
+        model.fit(x, x[:, :1], 32, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    return run
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    each.__name__: each
+    for each in (
+        *(recomputed, custom_gradient, loops, forward_mode, vectorized, datasets, loaded),
+        *(imported, traced_before, tapes, trained),
+    )
+}
