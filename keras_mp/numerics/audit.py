@@ -4,7 +4,8 @@ import itertools
 import os
 import traceback
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +14,7 @@ from keras_mp import keras_api
 from keras_mp.numerics import batches, hazards, origins, own_thread, traces
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.hazards.traced_step import Finding, Suspect, TracedStep
+from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
@@ -96,14 +98,16 @@ def policy_of(model: tf.keras.Model) -> str:
 def _findings(
     model: tf.keras.Model, batch: Batch, device: str | None, progress: Progress
 ) -> Iterator[Finding]:
-    suspects: list[Suspect] = []
+    suspects: list[Suspect | Finding] = []
     scopes: dict[str, str] = {}
 
+    @do_not_convert
     def inspect(result: object) -> list[list[tf.Tensor]]:
         step = TracedStep(model, batch, result, scopes, device)
         # A function that makes variables is traced twice. The last trace is the one that runs.
-        suspects[:] = [suspect for hazard in hazards.HAZARDS for suspect in hazard(step)]
-        return [list(suspect.measured) for suspect in suspects]
+        begun = [each for hazard in hazards.HAZARDS for each in _begun(hazard(step))]
+        suspects[:] = [suspect for suspect, _ in begun]
+        return [list(measured) for _, measured in begun]
 
     progress.begin("tracing the step")
     step = traces.step_of(model, batch, scopes, inspect)
@@ -111,11 +115,32 @@ def _findings(
     measured = _run_and_restore(step, batch)
     places = set()
     for suspect, values in zip(suspects, measured, strict=True):
-        finding = suspect.say(*(np.asarray(value) for value in values))
+        finding = suspect if isinstance(suspect, Finding) else _answer(suspect, values)
         # Several operations of one line are one finding.
         if finding is not None and finding.place not in places:
             places.add(finding.place)
             yield finding
+
+
+def _begun(hazard: Any) -> Iterator[tuple[Suspect | Finding, Sequence[tf.Tensor]]]:
+    """Yields each suspect of a hazard, with the tensors that it waits for."""
+    for each in hazard:
+        if isinstance(each, Finding):
+            yield each, ()
+        elif isinstance(each, Generator):
+            yield from _begun(each)
+        else:
+            yield hazard, each
+            return
+
+
+def _answer(suspect: Suspect, values: Sequence[tf.Tensor]) -> Finding | None:
+    """Sends a suspect the values that it waits for, and returns its finding."""
+    try:
+        suspect.send([np.asarray(value) for value in values])
+    except StopIteration as end:
+        return end.value
+    return None
 
 
 def _run_and_restore(

@@ -1,9 +1,9 @@
 """The hazards that `keras_mp.numerics.audit` looks for.
 
-Each is a function that takes a `TracedStep` and yields `Suspect`s. A suspect has tensors to
-measure, and a function that makes a `Finding` of their values, or None. To add a hazard, write such
-a function, put it into `HAZARDS`, causes before their consequences, and plant the defect in a model
-in the tests.
+Each is a function that takes a `TracedStep`. It is a `Suspect` itself, or yields several, or
+findings that need no measurement. A suspect yields tensors to measure, gets their values, and
+returns a `Finding`, or None. To add a hazard, write such a function, put it into `HAZARDS`, causes
+before their consequences, and plant the defect in a model in the tests.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ from keras_mp.numerics.hazards import (
     updates,
     values,
 )
-from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
+from keras_mp.numerics.hazards.traced_step import Finding, Suspect, TracedStep
 
-HAZARDS: tuple[Callable[[TracedStep], Iterator[Suspect]], ...] = (
+HAZARDS: tuple[Callable[[TracedStep], Suspect | Iterator[Suspect | Finding]], ...] = (
     values.vanished_epsilon,
     rounded.inputs_that_are_rounded,
     not_finite.not_finite,

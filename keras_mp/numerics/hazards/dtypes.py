@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 
-import numpy as np
 import tensorflow as tf
 
 from keras_mp import kernels, raw_inputs
@@ -15,7 +14,7 @@ from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 _LARGE_SHARE = 0.01
 
 
-def layers_against_their_policy(traced: TracedStep) -> Iterator[Suspect]:
+def layers_against_their_policy(traced: TracedStep) -> Iterator[Finding]:
     """A layer whose policy says 16 bits multiplies in float32."""
     for share, operation, layer in _layers_in_float32(traced):
         if layer.compute_dtype not in LOW_PRECISION_NAMES or raw_inputs.reads_raw(type(layer)):
@@ -36,7 +35,7 @@ def layers_against_their_policy(traced: TracedStep) -> Iterator[Suspect]:
         yield _about_work(traced, operation, layer, hazard, share, cure)
 
 
-def layers_of_another_policy(traced: TracedStep) -> Iterator[Suspect]:
+def layers_of_another_policy(traced: TracedStep) -> Iterator[Finding]:
     """A layer inside of a 16-bit model was given float32, or got no policy."""
     found = (traced.layers.layer(operation.name) for operation, _ in traced.products)
     dtypes = {id(layer): layer.compute_dtype for layer in found if layer is not None}
@@ -86,12 +85,12 @@ def _about_work(
     hazard: str,
     share: float,
     cure: str,
-) -> Suspect:
+) -> Finding:
     why = (
         f"{share:.0%} of the multiplications of the forward pass run in float32 here; its policy "
         f"is {layer.dtype_policy.name}."
     )
-    return Suspect.certain(traced.finding(operation, hazard, why, cure))
+    return traced.finding(operation, hazard, why, cure)
 
 
 def _variable_of(tensor: tf.Tensor) -> tf.Operation | None:
@@ -120,46 +119,40 @@ def casts_there_and_back(traced: TracedStep) -> Iterator[Suspect]:
         size = source.shape.num_elements()
         if size is None or size < 2 or source.op.type == "Const":
             continue
-        wide, rounded = widened(source), widened(between)
-        measured = [tf.reduce_max(tf.abs(wide - rounded)), tf.reduce_max(tf.abs(wide))]
-
-        def say(
-            error: np.ndarray,
-            largest: np.ndarray,
-            first: tf.Operation = first,
-            second: tf.Operation = second,
-            size: int = size,
-        ) -> Finding:
-            there, back = first.outputs[0].dtype, second.outputs[0].dtype
-            moved = 2 * size * (there.size + back.size)
-            loss = f", and rounds numbers up to {largest:.3g} by up to {error:.2g}" if error else ""
-            return traced.finding(
-                second,
-                "a cast there and back",
-                f"{back.name} is cast to {there.name} and back with nothing computed in between: "
-                f"that moves {moved:,} bytes in the forward pass{loss}.",
-                "Leave both casts out.",
-            )
-
-        yield Suspect(measured, say)
+        yield _cast_there_and_back(traced, source, between, second)
 
 
-def float64(traced: TracedStep) -> Iterator[Suspect]:
+def _cast_there_and_back(
+    traced: TracedStep, source: tf.Tensor, between: tf.Tensor, second: tf.Operation
+) -> Suspect:
+    there, back = between.dtype, second.outputs[0].dtype
+    wide, rounded = widened(source), widened(between)
+    error, largest = yield tf.reduce_max(tf.abs(wide - rounded)), tf.reduce_max(tf.abs(wide))
+    moved = 2 * source.shape.num_elements() * (there.size + back.size)
+    loss = f", and rounds numbers up to {largest:.3g} by up to {error:.2g}" if error else ""
+    return traced.finding(
+        second,
+        "a cast there and back",
+        f"{back.name} is cast to {there.name} and back with nothing computed in between: that "
+        f"moves {moved:,} bytes in the forward pass{loss}.",
+        "Leave both casts out.",
+    )
+
+
+def float64(traced: TracedStep) -> Iterator[Finding]:
     """The batch, or something that is computed, is in float64."""
     for name, part in traced.batch._asdict().items():
         wide = [t for t in tf.nest.flatten(part) if t is not None and t.dtype == tf.float64]
         moved = sum(8 * (tensor.shape.num_elements() or 0) for tensor in wide)
         if wide:
-            yield Suspect.certain(
-                Finding(
-                    "data in float64",
-                    f"the batch's {name}",
-                    None,
-                    f"It is float64: {moved:,} bytes a batch, twice those of float32, are prepared "
-                    "and copied to the device, and cast there.",
-                    "Cast it in the data pipeline: dataset.map(lambda x, y: (tf.cast(x, "
-                    "tf.float32), y)).",
-                )
+            yield Finding(
+                "data in float64",
+                f"the batch's {name}",
+                None,
+                f"It is float64: {moved:,} bytes a batch, twice those of float32, are prepared "
+                "and copied to the device, and cast there.",
+                "Cast it in the data pipeline: dataset.map(lambda x, y: (tf.cast(x, tf.float32), "
+                "y)).",
             )
     computing = [
         operation
@@ -176,10 +169,10 @@ def float64(traced: TracedStep) -> Iterator[Suspect]:
             f"{numbers:,} numbers in float64, which most GPUs do at a small part of their speed."
         )
         cure = "Cast to self.compute_dtype, or to float32 where 16 bits are too few."
-        yield Suspect.certain(traced.finding(computing[0], "a layer in float64", why, cure))
+        yield traced.finding(computing[0], "a layer in float64", why, cure)
 
 
-def dtypes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
+def dtypes_for_no_tensor_core(traced: TracedStep) -> Iterator[Finding]:
     """Products are in 16 bits for which the GPU that was named has no tensor cores."""
     if traced.device is None:  # A policy itself warns where this machine is slow.
         return
@@ -200,10 +193,10 @@ def dtypes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
     )
     other = "mixed_float16" if tensor_cores.take("float16", traced.device) else "float32"
     cure = f"Train under the policy {other} there, or on a newer GPU."
-    yield Suspect.certain(traced.finding(operation, "a dtype without tensor cores", why, cure))
+    yield traced.finding(operation, "a dtype without tensor cores", why, cure)
 
 
-def shapes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
+def shapes_for_no_tensor_core(traced: TracedStep) -> Iterator[Finding]:
     """Products in 16 bits have sizes that are no multiple of 8, on a GPU with tensor cores."""
     total = sum(count for _, count in traced.products)
     by_layer: dict[str, tuple[int, tf.Operation, tuple[int | None, ...]]] = {}
@@ -225,6 +218,4 @@ def shapes_for_no_tensor_core(traced: TracedStep) -> Iterator[Suspect]:
             f"{' x '.join(map(str, sizes))}: tensor cores are fastest with multiples of 8."
         )
         cure = "Round units, filters, or the size of the batch up to a multiple of 8."
-        yield Suspect.certain(
-            traced.finding(operation, "a shape that is slow on tensor cores", why, cure)
-        )
+        yield traced.finding(operation, "a shape that is slow on tensor cores", why, cure)

@@ -67,7 +67,7 @@ class _Cause(NamedTuple):
     so: str = ""
 
 
-def not_finite(traced: TracedStep) -> Iterator[Suspect]:
+def not_finite(traced: TracedStep) -> Suspect:
     """The loss is infinite or NaN; names the first such operation of the forward pass.
 
     A pooling with the maximum drops NaN, and so the loss may be finite. The gradients are not.
@@ -75,59 +75,47 @@ def not_finite(traced: TracedStep) -> Iterator[Suspect]:
     operations = [o for o in traced.forward if o.outputs and o.outputs[0].dtype.is_floating]
     outputs = [operation.outputs[0] for operation in operations]
     if not any(output.dtype in LOW_PRECISION for output in outputs):
-        return
+        return None
     again = [(each, exact) for each in operations if (exact := _exactly(each)) is not None]
     inputs = list(_named_inputs(traced.batch.x))
     weights = [native_variable(weight) for weight in traced.model.trainable_weights]
     results = [t for t in tf.nest.flatten(traced.result) if tf.is_tensor(t) and t.dtype.is_floating]
     results += [traced.scaling.inputs[0]] if traced.scaling is not None else []
     if not results:
-        return
+        return None
     gradients = [health(gradient) for gradient in traced.backward_products]
-    measured = [
+    # Operations after the backward pass use gradients, which overflow as is planned.
+    before = set(
+        itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), traced.operations)
+    )
+    is_before = np.array([operation in before for operation in operations])
+    bad, counts, of_gradients, exact, *sizes = yield (
         tf.stack([health(result) for result in results]),
         tf.stack([health(output) for output in outputs]),
         tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64),
         tf.stack([exact for _, exact in again]) if again else tf.zeros([0, 2], tf.int64),
         tf.stack([0.0, *(tf.reduce_max(tf.abs(widened(x))) for _, x in inputs)]),
         tf.stack([0.0, *(tf.reduce_max(tf.abs(widened(w))) for w in weights)]),
-    ]
-
-    # Operations after the backward pass use gradients, which overflow as is planned.
-    before = set(
-        itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), traced.operations)
     )
-    is_before = np.array([operation in before for operation in operations])
-
-    def say(
-        bad: np.ndarray,
-        counts: np.ndarray,
-        of_gradients: np.ndarray,
-        exact: np.ndarray,
-        *sizes: np.ndarray,
-    ) -> Finding | None:
-        is_lost = bad[:, 2:].any()
-        if not is_lost and not (counts[is_before, 4].any() and of_gradients[2:].any()):
-            return None
-        pairs = zip(counts[:, 2] + counts[:, 3], counts[:, 4])
-        by_output = {output.ref(): pair for output, pair in zip(outputs, pairs)}
-        found = _first(operations, by_output)
-        if found is None or found.origin in traced.explained:
-            return None
-        so = "so is the loss" if is_lost else "so are gradients, though the loss is not"
-        found = found._replace(so=so)
-        in_float32 = {each: _Again(*map(int, row)) for (each, _), row in zip(again, exact)}
-        largest_input, largest_weight = (float(np.max(each)) for each in sizes)
-        named = {name: float(size) for (name, _), size in zip(inputs, sizes[0][1:])}
-        return (
-            _constant(traced, found)
-            or _large_input(traced, found, named)
-            or _underflow(traced, found, in_float32)
-            or _in_every_dtype(traced, found, in_float32)
-            or _overflow(traced, found, largest_input, largest_weight)
-        )
-
-    yield Suspect(measured, say)
+    is_lost = bad[:, 2:].any()
+    if not is_lost and not (counts[is_before, 4].any() and of_gradients[2:].any()):
+        return None
+    pairs = zip(counts[:, 2] + counts[:, 3], counts[:, 4])
+    found = _first(operations, {output.ref(): pair for output, pair in zip(outputs, pairs)})
+    if found is None or found.origin in traced.explained:
+        return None
+    so = "so is the loss" if is_lost else "so are gradients, though the loss is not"
+    found = found._replace(so=so)
+    in_float32 = {each: _Again(*map(int, row)) for (each, _), row in zip(again, exact)}
+    largest_input, largest_weight = (float(np.max(each)) for each in sizes)
+    named = {name: float(size) for (name, _), size in zip(inputs, sizes[0][1:])}
+    return (
+        _constant(traced, found)
+        or _large_input(traced, found, named)
+        or _underflow(traced, found, in_float32)
+        or _in_every_dtype(traced, found, in_float32)
+        or _overflow(traced, found, largest_input, largest_weight)
+    )
 
 
 def _first(

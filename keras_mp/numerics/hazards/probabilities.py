@@ -2,17 +2,10 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.numerics.hazards.traced_step import (
-    UNIT_ROUNDOFF,
-    Finding,
-    Suspect,
-    TracedStep,
-    widened,
-)
+from keras_mp.numerics.hazards.traced_step import UNIT_ROUNDOFF, Suspect, TracedStep, widened
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -34,38 +27,36 @@ _CROSS_ENTROPIES = {
 def softmax_before_a_logarithm(traced: TracedStep) -> Iterator[Suspect]:
     """A loss takes the logarithm of probabilities that 16 bits have rounded."""
     for operation, probabilities in _probabilities(traced):
-        if traced.leads_to(probabilities, ("Log", "Log1p"), _ON_THE_WAY, steps=12) is None:
-            continue
-        logits, wide = widened(operation.inputs[0]), widened(probabilities)
-        is_true = _labels(traced, wide)
-        if is_true is None:
-            continue
-        if operation.type == "Softmax":
-            exact, of_label = tf.nn.log_softmax(logits), wide
-        else:
-            exact = tf.where(is_true, tf.math.log_sigmoid(logits), tf.math.log_sigmoid(-logits))
-            of_label = tf.where(is_true, wide, 1.0 - wide)
-            is_true = tf.ones_like(is_true)
-        errors = tf.abs(tf.math.log(tf.clip_by_value(of_label, _SMALLEST, 1.0)) - exact)
-        worst = tf.reduce_max(tf.where(is_true, errors, 0.0))
+        if traced.leads_to(probabilities, ("Log", "Log1p"), _ON_THE_WAY, steps=12) is not None:
+            yield _before_a_logarithm(traced, operation, probabilities)
 
-        def say(
-            worst: np.ndarray,
-            operation: tf.Operation = operation,
-            dtype: str = probabilities.dtype.name,
-        ) -> Finding | None:
-            if worst < _TOO_FAR:
-                return None
-            return traced.finding(
-                operation,
-                f"a {operation.type.lower()} in 16 bits",
-                f"The loss takes the logarithm of what a {operation.type.lower()} returns in "
-                f"{dtype}: for a label of this batch it is {worst:.3g} away from that of float32.",
-                "Return logits and use a loss with from_logits=True, or give the activation "
-                'dtype="float32". A loss of keras_mp.losses computes it from the logits by itself.',
-            )
 
-        yield Suspect([worst], say)
+def _before_a_logarithm(
+    traced: TracedStep, operation: tf.Operation, probabilities: tf.Tensor
+) -> Suspect:
+    logits, wide = widened(operation.inputs[0]), widened(probabilities)
+    is_true = _labels(traced, wide)
+    if is_true is None:
+        return None
+    if operation.type == "Softmax":
+        exact, of_label = tf.nn.log_softmax(logits), wide
+    else:
+        exact = tf.where(is_true, tf.math.log_sigmoid(logits), tf.math.log_sigmoid(-logits))
+        of_label = tf.where(is_true, wide, 1.0 - wide)
+        is_true = tf.ones_like(is_true)
+    errors = tf.abs(tf.math.log(tf.clip_by_value(of_label, _SMALLEST, 1.0)) - exact)
+    [worst] = yield [tf.reduce_max(tf.where(is_true, errors, 0.0))]
+    if worst < _TOO_FAR:
+        return None
+    return traced.finding(
+        operation,
+        f"a {operation.type.lower()} in 16 bits",
+        f"The loss takes the logarithm of what a {operation.type.lower()} returns in "
+        f"{probabilities.dtype.name}: for a label of this batch it is {worst:.3g} away from that "
+        "of float32.",
+        "Return logits and use a loss with from_logits=True, or give the activation "
+        'dtype="float32". A loss of keras_mp.losses computes it from the logits by itself.',
+    )
 
 
 def _probabilities(traced: TracedStep) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
@@ -104,47 +95,42 @@ def _labels(traced: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None:
 def softmax_that_does_not_add_up(traced: TracedStep) -> Iterator[Suspect]:
     """Probabilities do not add up to 1, since their sum was made in 16 bits."""
     for operation in traced.in_16_bits(("Softmax",)):
-        probabilities = operation.outputs[0]
-        total = tf.reduce_sum(widened(probabilities), -1)
-        worst = tf.reduce_max(tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0))
+        yield _sum_of_probabilities(traced, operation)
 
-        def say(worst: np.ndarray, operation: tf.Operation = operation) -> Finding | None:
-            output = operation.outputs[0]
-            if worst < 16 * UNIT_ROUNDOFF[output.dtype]:
-                return None
-            return traced.finding(
-                operation,
-                "a softmax in 16 bits",
-                f"A softmax over {output.shape[-1]} values in {output.dtype.name} returns "
-                f"probabilities whose sum is up to {worst:.2g} away from 1: it adds up in "
-                f"{output.dtype.name}.",
-                'Give the softmax a layer of its own with dtype="float32", or cast its inputs to '
-                "float32.",
-            )
 
-        yield Suspect([worst], say)
+def _sum_of_probabilities(traced: TracedStep, operation: tf.Operation) -> Suspect:
+    output = operation.outputs[0]
+    total = tf.reduce_sum(widened(output), -1)
+    off = tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0)
+    [worst] = yield [tf.reduce_max(off)]
+    if worst < 16 * UNIT_ROUNDOFF[output.dtype]:
+        return None
+    return traced.finding(
+        operation,
+        "a softmax in 16 bits",
+        f"A softmax over {output.shape[-1]} values in {output.dtype.name} returns probabilities "
+        f"whose sum is up to {worst:.2g} away from 1: it adds up in {output.dtype.name}.",
+        'Give the softmax a layer of its own with dtype="float32", or cast its inputs to float32.',
+    )
 
 
 def loss_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
     """A cross entropy is computed in 16 bits."""
     for operation in traced.in_16_bits(_CROSS_ENTROPIES):
-        logits, labels = operation.inputs
-        labels = widened(labels) if labels.dtype in LOW_PRECISION else labels
-        exact = _CROSS_ENTROPIES[operation.type](labels=labels, logits=widened(logits))
-        measured = [tf.reduce_mean(widened(operation.outputs[0])), tf.reduce_mean(exact)]
+        yield _cross_entropy(traced, operation)
 
-        def say(
-            loss: np.ndarray, exact: np.ndarray, operation: tf.Operation = operation
-        ) -> Finding | None:
-            dtype = operation.outputs[0].dtype
-            if abs(loss - exact) <= 4 * UNIT_ROUNDOFF[dtype] * abs(exact):
-                return None
-            return traced.finding(
-                operation,
-                "a loss in 16 bits",
-                f"The cross entropy is computed in {dtype.name}, where its mean is {loss:.6g}; in "
-                f"float32 it is {exact:.6g}.",
-                "Cast the inputs of the loss to float32, or use a loss of keras_mp.losses.",
-            )
 
-        yield Suspect(measured, say)
+def _cross_entropy(traced: TracedStep, operation: tf.Operation) -> Suspect:
+    (logits, labels), output = operation.inputs, operation.outputs[0]
+    labels = widened(labels) if labels.dtype in LOW_PRECISION else labels
+    right = _CROSS_ENTROPIES[operation.type](labels=labels, logits=widened(logits))
+    loss, exact = yield tf.reduce_mean(widened(output)), tf.reduce_mean(right)
+    if abs(loss - exact) <= 4 * UNIT_ROUNDOFF[output.dtype] * abs(exact):
+        return None
+    return traced.finding(
+        operation,
+        "a loss in 16 bits",
+        f"The cross entropy is computed in {output.dtype.name}, where its mean is {loss:.6g}; in "
+        f"float32 it is {exact:.6g}.",
+        "Cast the inputs of the loss to float32, or use a loss of keras_mp.losses.",
+    )

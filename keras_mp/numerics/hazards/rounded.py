@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import tensorflow as tf
 
 from keras_mp.layer_paths import native_variable
 from keras_mp.numerics.hazards.traced_step import (
     UNIT_ROUNDOFF,
-    Finding,
     Suspect,
     TracedStep,
     count,
@@ -34,45 +32,44 @@ def inputs_that_are_rounded(traced: TracedStep) -> Iterator[Suspect]:
         # A few numbers may be close to one another by chance.
         if not takers or size < _FEW * (source.shape[-1] or 1):
             continue
-        wide, near = widened(source), widened(rounded)
-        rows = list(range(rank - 1))
-        error = tf.reduce_mean(tf.square(wide - near), rows)
-        variance = tf.math.reduce_variance(wide, rows)
-        # A constant tells nothing apart.
-        varies = variance > 1e-10 * tf.reduce_mean(tf.square(wide), rows)
-        lost = tf.reduce_max(tf.where(varies, tf.math.divide_no_nan(error, variance), 0.0))
-        whole = _cast_to_integers(traced, rounded)
-        ids = tf.int64 if whole is None else whole.outputs[0].dtype
-        others = count((tf.cast(wide, ids) != tf.cast(near, ids)) & tf.math.is_finite(near))
-        measured = [lost, count(tf.math.is_inf(near)), others, tf.reduce_max(tf.abs(wide))]
+        yield _rounded_input(traced, source, rounded, takers)
 
-        def say(
-            lost: np.ndarray,
-            infinite: np.ndarray,
-            others: np.ndarray,
-            largest: np.ndarray,
-            takers: list[tf.Operation] = takers,
-            dtype: tf.DType = rounded.dtype,
-            are_ids: bool = whole is not None,
-        ) -> Finding | None:
-            if infinite:
-                return None  # `not_finite` reports them.
-            if are_ids and others:
-                what = f"{others:,} become other integers"
-            elif not are_ids and lost > _MOST_VARIANCE:
-                what = f"up to {lost:.1%} of the variance of a column is lost"
-            else:
-                return None
-            return traced.finding(
-                _in_a_layer(traced, takers),
-                "inputs that are rounded",
-                f"Of this batch, whose numbers go up to {largest:.6g}, {what} when they are "
-                f"rounded to {dtype.name}.",
-                "Standardize them before the model, start it with a layer that reads raw numbers "
-                '(Normalization, Rescaling, Embedding), or give this layer dtype="float32".',
-            )
 
-        yield Suspect(measured, say)
+def _rounded_input(
+    traced: TracedStep, source: tf.Tensor, rounded: tf.Tensor, takers: list[tf.Operation]
+) -> Suspect:
+    wide, near = widened(source), widened(rounded)
+    rows = list(range(source.shape.rank - 1))
+    error = tf.reduce_mean(tf.square(wide - near), rows)
+    variance = tf.math.reduce_variance(wide, rows)
+    # A constant tells nothing apart.
+    varies = variance > 1e-10 * tf.reduce_mean(tf.square(wide), rows)
+    shares = tf.where(varies, tf.math.divide_no_nan(error, variance), 0.0)
+    whole = _cast_to_integers(traced, rounded)
+    ids = tf.int64 if whole is None else whole.outputs[0].dtype
+    are_others = (tf.cast(wide, ids) != tf.cast(near, ids)) & tf.math.is_finite(near)
+    lost, infinite, others, largest = yield (
+        tf.reduce_max(shares),
+        count(tf.math.is_inf(near)),
+        count(are_others),
+        tf.reduce_max(tf.abs(wide)),
+    )
+    if infinite:
+        return None  # `not_finite` reports them.
+    if whole is not None and others:
+        what = f"{others:,} become other integers"
+    elif whole is None and lost > _MOST_VARIANCE:
+        what = f"up to {lost:.1%} of the variance of a column is lost"
+    else:
+        return None
+    return traced.finding(
+        _in_a_layer(traced, takers),
+        "inputs that are rounded",
+        f"Of this batch, whose numbers go up to {largest:.6g}, {what} when they are rounded to "
+        f"{rounded.dtype.name}.",
+        "Standardize them before the model, start it with a layer that reads raw numbers "
+        '(Normalization, Rescaling, Embedding), or give this layer dtype="float32".',
+    )
 
 
 def _in_a_layer(traced: TracedStep, takers: list[tf.Operation]) -> tf.Operation:
@@ -116,22 +113,18 @@ def weights_written_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
         source = value
         while source.op.type in _SAME and source.dtype not in LOW_PRECISION:
             source = source.op.inputs[0]
-        if value.dtype != tf.float32 or source.dtype not in LOW_PRECISION:
-            continue
+        if value.dtype == tf.float32 and source.dtype in LOW_PRECISION:
+            yield _written_weight(traced, operation, source.dtype)
 
-        def say(
-            largest: np.ndarray,
-            operation: tf.Operation = operation,
-            dtype: tf.DType = source.dtype,
-        ) -> Finding:
-            return traced.finding(
-                operation,
-                "a weight that is written in 16 bits",
-                f"What is assigned to a float32 weight, numbers up to {largest:.3g}, was computed "
-                f"in {dtype.name}: updates of less than {UNIT_ROUNDOFF[dtype]:.2%} of a number are "
-                "lost in each step.",
-                'Compute what is assigned in float32: give this layer dtype="float32", or read the '
-                "weight in keras_mp.autocast_scope(None).",
-            )
 
-        yield Suspect([tf.reduce_max(tf.abs(value))], say)
+def _written_weight(traced: TracedStep, operation: tf.Operation, dtype: tf.DType) -> Suspect:
+    [largest] = yield [tf.reduce_max(tf.abs(operation.inputs[1]))]
+    return traced.finding(
+        operation,
+        "a weight that is written in 16 bits",
+        f"What is assigned to a float32 weight, numbers up to {largest:.3g}, was computed in "
+        f"{dtype.name}: updates of less than {UNIT_ROUNDOFF[dtype]:.2%} of a number are lost in "
+        "each step.",
+        'Compute what is assigned in float32: give this layer dtype="float32", or read the weight '
+        "in keras_mp.autocast_scope(None).",
+    )

@@ -34,10 +34,10 @@ _SMALLEST_NORMAL = 2.0**-14
 _MOST_SMALL = 0.1
 
 
-def gradients_that_vanish(traced: TracedStep) -> Iterator[Suspect]:
+def gradients_that_vanish(traced: TracedStep) -> Suspect:
     """Gradients in float16 are too small for it, and nothing scales the loss."""
     if traced.scaling is not None or getattr(traced.model, "optimizer", None) is None:
-        return
+        return None
     products = traced.backward_products
     # Where a kernel of float16 is slow, keras_mp computes in float32 and rounds.
     rounded = [
@@ -45,7 +45,7 @@ def gradients_that_vanish(traced: TracedStep) -> Iterator[Suspect]:
     ]
     gradients = [each for each in (*products, *rounded) if each.dtype == tf.float16]
     if not gradients:
-        return
+        return None
     sizes = [tf.abs(widened(gradient)) for gradient in gradients]
     casts = [
         operation
@@ -58,25 +58,21 @@ def gradients_that_vanish(traced: TracedStep) -> Iterator[Suspect]:
         for each in casts
         if each.outputs[0].dtype == tf.float16 and each.inputs[0].dtype == tf.float32
     ]
-    measured = [
+    small, others = yield (
         tf.add_n([count((size > 0) & (size < _SMALLEST_NORMAL)) for size in sizes] + gone),
         tf.add_n([count(size > 0) for size in sizes] + gone),
-    ]
-
-    def say(small: np.ndarray, others: np.ndarray) -> Finding | None:
-        if not others or small < _MOST_SMALL * others:
-            return None
-        return Finding(
-            "float16 without loss scaling",
-            _STEP,
-            None,
-            f"{small / others:.0%} of the numbers in gradients, apart from those that are 0 in "
-            "float32, too, are below 6e-5: there float16 loses digits, and below 6e-8 it is zero.",
-            'Make the model under keras_mp.set_global_policy("mixed_float16"), whose loss scale '
-            "keeps them large, or compile it with keras_mp.LossScaleOptimizer(optimizer).",
-        )
-
-    yield Suspect(measured, say)
+    )
+    if not others or small < _MOST_SMALL * others:
+        return None
+    return Finding(
+        "float16 without loss scaling",
+        _STEP,
+        None,
+        f"{small / others:.0%} of the numbers in gradients, apart from those that are 0 in "
+        "float32, too, are below 6e-5: there float16 loses digits, and below 6e-8 it is zero.",
+        'Make the model under keras_mp.set_global_policy("mixed_float16"), whose loss scale keeps '
+        "them large, or compile it with keras_mp.LossScaleOptimizer(optimizer).",
+    )
 
 
 def loss_multiplied_by_a_number(traced: TracedStep) -> Iterator[Suspect]:
@@ -107,22 +103,19 @@ def loss_multiplied_by_a_number(traced: TracedStep) -> Iterator[Suspect]:
 def _about_factor(
     traced: TracedStep, operation: tf.Operation, loss: tf.Tensor, factor: float
 ) -> Suspect:
-
-    def say(loss: np.ndarray, scale: np.ndarray) -> Finding:
-        return traced.finding(
-            operation,
-            "a loss multiplied by a number",
-            f"The loss, {loss:.4g} for this batch, is multiplied by {factor:g}, and then by the "
-            f"loss scale, {scale:g}. Only the latter is taken out of the gradients: they are "
-            f"{factor:g} times too large.",
-            "Remove this factor: the loss scale has the same purpose. (For a larger step, change "
-            "the learning rate.)",
-        )
-
-    return Suspect([tf.reduce_mean(widened(loss)), traced.scale], say)
+    mean, scale = yield tf.reduce_mean(widened(loss)), traced.scale
+    return traced.finding(
+        operation,
+        "a loss multiplied by a number",
+        f"The loss, {mean:.4g} for this batch, is multiplied by {factor:g}, and then by the loss "
+        f"scale, {scale:g}. Only the latter is taken out of the gradients: they are {factor:g} "
+        "times too large.",
+        "Remove this factor: the loss scale has the same purpose. (For a larger step, change the "
+        "learning rate.)",
+    )
 
 
-def clipping_before_unscaling(traced: TracedStep) -> Iterator[Suspect]:
+def clipping_before_unscaling(traced: TracedStep) -> Suspect:
     """Gradients are clipped while they are still multiplied by the loss scale."""
     for operation in traced.scaled:
         if not origins.is_made_in(operation, ("clip_ops.py",)):
@@ -130,26 +123,20 @@ def clipping_before_unscaling(traced: TracedStep) -> Iterator[Suspect]:
         if origins.maker_of(operation) != "user":
             continue
         gradient = next(tensor for tensor in operation.inputs if tensor.op in traced.scaled)
-        largest = tf.reduce_max(tf.abs(widened(gradient)))
-
-        def say(
-            largest: np.ndarray, scale: np.ndarray, operation: tf.Operation = operation
-        ) -> Finding:
-            return traced.finding(
-                operation,
-                "clipping before unscaling",
-                f"Gradients are clipped while they are multiplied by the loss scale, {scale:g}: "
-                f"the largest number of the first one is {largest:.3g} there, and "
-                f"{largest / scale:.3g} without it. So the threshold depends on the scale.",
-                "Unscale first: optimizer.get_unscaled_gradients(gradients), then clip, then "
-                "apply; or pass clipnorm, clipvalue or global_clipnorm to the optimizer.",
-            )
-
-        yield Suspect([largest, traced.scale], say)
-        return
+        largest, scale = yield tf.reduce_max(tf.abs(widened(gradient))), traced.scale
+        return traced.finding(
+            operation,
+            "clipping before unscaling",
+            f"Gradients are clipped while they are multiplied by the loss scale, {scale:g}: the "
+            f"largest number of the first one is {largest:.3g} there, and {largest / scale:.3g} "
+            "without it. So the threshold depends on the scale.",
+            "Unscale first: optimizer.get_unscaled_gradients(gradients), then clip, then apply; or "
+            "pass clipnorm, clipvalue or global_clipnorm to the optimizer.",
+        )
+    return None
 
 
-def accumulation_under_a_moving_scale(traced: TracedStep) -> Iterator[Suspect]:
+def accumulation_under_a_moving_scale(traced: TracedStep) -> Suspect:
     """Gradients that are still scaled are added up over steps, while the scale may move."""
     for operation in traced.scaled:
         if operation.type not in ("AssignAddVariableOp", "AssignVariableOp"):
@@ -158,29 +145,27 @@ def accumulation_under_a_moving_scale(traced: TracedStep) -> Iterator[Suspect]:
         if not value.shape.rank or origins.maker_of(operation) != "user":
             continue
 
-        def say(scale: np.ndarray, operation: tf.Operation = operation) -> Finding:
-            return traced.finding(
-                operation,
-                "gradient accumulation under a moving scale",
-                f"Gradients are added up while they are multiplied by the loss scale, {scale:g} "
-                "for this batch. When it moves in between, terms of one sum are scaled "
-                "differently, and one that is not finite stays in the sum.",
-                "Unscale each gradient before it is added; or let the optimizer do it "
-                "(gradient_accumulation_steps), or use keras_mp.GradScaler, which keeps the scale "
-                "until the sum is complete.",
-            )
-
-        yield Suspect([traced.scale], say)
-        return
+        [scale] = yield [traced.scale]
+        return traced.finding(
+            operation,
+            "gradient accumulation under a moving scale",
+            f"Gradients are added up while they are multiplied by the loss scale, {scale:g} for "
+            "this batch. When it moves in between, terms of one sum are scaled differently, and "
+            "one that is not finite stays in the sum.",
+            "Unscale each gradient before it is added; or let the optimizer do it "
+            "(gradient_accumulation_steps), or use keras_mp.GradScaler, which keeps the scale "
+            "until the sum is complete.",
+        )
+    return None
 
 
-def epsilon_of_the_optimizer(traced: TracedStep) -> Iterator[Suspect]:
+def epsilon_of_the_optimizer(traced: TracedStep) -> Suspect:
     """The optimizer divides by a root plus an epsilon that is 0 in the dtype of its variables."""
     optimizer = getattr(traced.model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     epsilon = getattr(optimizer, "epsilon", None)
     if not isinstance(epsilon, (int, float)):
-        return
+        return None
     variables = [
         v
         for v in traced.model.trainable_variables
@@ -188,39 +173,33 @@ def epsilon_of_the_optimizer(traced: TracedStep) -> Iterator[Suspect]:
         and np.array(epsilon, dtype.as_numpy_dtype) == 0
     ]
     if not variables:
-        return
+        return None
     dtypes = {tf.as_dtype(v.dtype).name for v in variables}
     in_16_bits = not dtypes.isdisjoint(LOW_PRECISION_NAMES)
-    bad = not_finite_of(variables)
     size = sum(math.prod(length or 0 for length in v.shape) for v in variables)
-
-    def say(bad: np.ndarray) -> Finding | None:
-        if not (bad or in_16_bits):
-            return None
-        names = " and ".join(sorted(dtypes))
-        return Finding(
-            "an epsilon that is 0 in 16 bits" if in_16_bits else "an epsilon that is 0",
-            f"the optimizer ({type(optimizer).__name__})",
-            None,
-            f"Its epsilon, {epsilon:g}, is 0 in {names}, the dtype of {len(variables)} variables: "
-            f"after one step with this batch {bad:,} of their {size:,} numbers are not finite.",
-            'Keep variables in float32 (the policy "mixed_float16"), or pass epsilon=1e-4.'
-            if in_16_bits
-            else "Pass an epsilon above 0, such as 1e-7.",
-        )
-
-    yield Suspect([bad], say)
+    [bad] = yield [not_finite_of(variables)]
+    if not (bad or in_16_bits):
+        return None
+    return Finding(
+        "an epsilon that is 0 in 16 bits" if in_16_bits else "an epsilon that is 0",
+        f"the optimizer ({type(optimizer).__name__})",
+        None,
+        f"Its epsilon, {epsilon:g}, is 0 in {' and '.join(sorted(dtypes))}, the dtype of "
+        f"{len(variables)} variables: after one step with this batch {bad:,} of their {size:,} "
+        "numbers are not finite.",
+        'Keep variables in float32 (the policy "mixed_float16"), or pass epsilon=1e-4.'
+        if in_16_bits
+        else "Pass an epsilon above 0, such as 1e-7.",
+    )
 
 
-def weights_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
+def weights_that_are_lost(traced: TracedStep) -> Suspect:
     """One step makes weights infinite or NaN, since it is not skipped."""
     variables = [v for v in traced.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
     optimizer = getattr(traced.model, "optimizer", None)
     in_16_bits = any(o.outputs and o.outputs[0].dtype in LOW_PRECISION for o in traced.forward)
     if optimizer is None or not variables or not in_16_bits or traced.scaling is None:
-        return
-    bad = not_finite_of(variables)
-    loss = widened(traced.scaling.inputs[0])
+        return None
     gradients = [
         health(operation.outputs[0])
         for operation in traced.operations
@@ -228,28 +207,27 @@ def weights_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
         and operation.outputs
         and operation.outputs[0].dtype.is_floating
     ]
-    of_gradients = tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64)
+    bad, scale, loss, of_gradients = yield (
+        not_finite_of(variables),
+        traced.scale,
+        widened(traced.scaling.inputs[0]),
+        tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64),
+    )
+    # Where all gradients are finite, it is the optimizer that makes the weights what they are.
+    if not bad or not np.all(np.isfinite(loss)) or not of_gradients[2:].any():
+        return None
+    return Finding(
+        "a step that cannot be skipped",
+        f"the optimizer ({type(optimizer).__name__})",
+        None,
+        f"Gradients overflow at the loss scale {scale:g}, and the step is not skipped: it makes "
+        f"{bad:,} numbers of the weights infinite or NaN.",
+        "Use a dynamic loss scale, which skips such a step and halves the scale, or a smaller "
+        "fixed one.",
+    )
 
-    def say(
-        bad: np.ndarray, scale: np.ndarray, loss: np.ndarray, of_gradients: np.ndarray
-    ) -> Finding | None:
-        # Where all gradients are finite, it is the optimizer that makes the weights what they are.
-        if not bad or not np.all(np.isfinite(loss)) or not of_gradients[2:].any():
-            return None
-        return Finding(
-            "a step that cannot be skipped",
-            f"the optimizer ({type(optimizer).__name__})",
-            None,
-            f"Gradients overflow at the loss scale {scale:g}, and the step is not skipped: "
-            f"it makes {bad:,} numbers of the weights infinite or NaN.",
-            "Use a dynamic loss scale, which skips such a step and halves the scale, or a smaller "
-            "fixed one.",
-        )
 
-    yield Suspect([bad, traced.scale, loss, of_gradients], say)
-
-
-def replicas_that_do_not_agree(traced: TracedStep) -> Iterator[Suspect]:
+def replicas_that_do_not_agree(traced: TracedStep) -> Iterator[Finding]:
     """Keras's own wrapper looks at the gradients of one replica before it skips a step for all."""
     optimizer = getattr(traced.model, "optimizer", None)
     replicas = traced.model.distribute_strategy.num_replicas_in_sync
@@ -258,14 +236,12 @@ def replicas_that_do_not_agree(traced: TracedStep) -> Iterator[Suspect]:
         return
     if not keras_api.APPLY_TAKES_SCALED_GRADIENTS:
         return  # Keras 2 asks all replicas.
-    yield Suspect.certain(
-        Finding(
-            "a step that cannot be skipped",
-            "the optimizer (Keras's own LossScaleOptimizer)",
-            None,
-            f"There are {replicas} replicas, and it skips a step if the gradients of the first "
-            f"one are not finite. An infinite gradient on one of the other {replicas - 1} reaches "
-            "the weights of all.",
-            "Pass the inner optimizer to compile() under a policy of keras_mp.",
-        )
+    yield Finding(
+        "a step that cannot be skipped",
+        "the optimizer (Keras's own LossScaleOptimizer)",
+        None,
+        f"There are {replicas} replicas, and it skips a step if the gradients of the first one are "
+        f"not finite. An infinite gradient on one of the other {replicas - 1} reaches the weights "
+        "of all.",
+        "Pass the inner optimizer to compile() under a policy of keras_mp.",
     )

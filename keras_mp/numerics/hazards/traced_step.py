@@ -1,8 +1,8 @@
 """The graph of one step, with its layers and the tensors of one batch, for hazards to inspect."""
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -59,21 +59,9 @@ class Finding(NamedTuple):
         return f"{self.hazard}, in {self.where}{at}\n    {self.why}\n    Cure: {self.cure}"
 
 
-class Suspect(NamedTuple):
-    """A possible hazard, with the tensors that have to be measured to tell.
-
-    Attributes:
-        measured: tensors of the graph. They are computed for one batch, together with the step.
-        say: called with their values, NumPy arrays; returns a `Finding`, or None.
-    """
-
-    measured: Sequence[tf.Tensor]
-    say: Callable[..., Finding | None]
-
-    @classmethod
-    def certain(cls, hazard: Finding) -> "Suspect":
-        """Makes a suspect of a hazard that needs no measurement."""
-        return cls((), lambda: hazard)
+# A possible hazard: yields tensors of the graph, which are computed for one batch together with the
+# step; is sent their values, NumPy arrays; and returns a `Finding`, or None.
+Suspect: TypeAlias = Generator[Sequence[tf.Tensor], Sequence[np.ndarray], Finding | None]
 
 
 class TracedStep:

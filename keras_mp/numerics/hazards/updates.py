@@ -1,8 +1,5 @@
 """The hazard of weights in 16 bits: updates that are too small for them."""
 
-from collections.abc import Iterator
-
-import numpy as np
 import tensorflow as tf
 
 from keras_mp import low_precision_weights
@@ -13,11 +10,11 @@ from keras_mp.support.dtypes import LOW_PRECISION
 _MOST_LOST = 0.1
 
 
-def updates_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
+def updates_that_are_lost(traced: TracedStep) -> Suspect:
     """Weights in 16 bits do not move, though they have gradients."""
     optimizer = getattr(traced.model, "optimizer", None)
     if optimizer is None or low_precision_weights.keeps_digits(optimizer):
-        return
+        return None
     of_shapes = {tuple(gradient.shape): gradient for gradient in traced.backward_products}
     measured = []
     for variable in traced.model.trainable_variables:
@@ -29,26 +26,23 @@ def updates_that_are_lost(traced: TracedStep) -> Iterator[Suspect]:
         stays = tf.equal(tf.convert_to_tensor(variable), before)
         measured.append(tf.stack([count(has_gradient & stays), count(has_gradient)]))
     if not measured:
-        return
+        return None
 
-    def say(counts: np.ndarray) -> Finding | None:
-        lost, all_of_them = counts
-        if lost < _MOST_LOST * all_of_them or not all_of_them:
-            return None
-        dtype = low_precision_weights.dtype_of(traced.model)
-        constants = ", ".join(low_precision_weights.vanishing_constants(optimizer, dtype))
-        why = f" In {dtype}, {constants}." if constants else ""
-        return Finding(
-            "updates that are lost",
-            f"the optimizer ({type(optimizer).__name__})",
-            None,
-            f"{lost / all_of_them:.0%} of {all_of_them:,} weights in {dtype} with a gradient have "
-            f"the same value after the step.{why}",
-            "Compile the model with keras_mp.MasterWeightOptimizer(optimizer), or keep variables "
-            f'in float32 (the policy "mixed_{dtype}").',
-        )
-
-    yield Suspect([tf.add_n(measured)], say)
+    [(lost, all_of_them)] = yield [tf.add_n(measured)]
+    if lost < _MOST_LOST * all_of_them or not all_of_them:
+        return None
+    dtype = low_precision_weights.dtype_of(traced.model)
+    constants = ", ".join(low_precision_weights.vanishing_constants(optimizer, dtype))
+    why = f" In {dtype}, {constants}." if constants else ""
+    return Finding(
+        "updates that are lost",
+        f"the optimizer ({type(optimizer).__name__})",
+        None,
+        f"{lost / all_of_them:.0%} of {all_of_them:,} weights in {dtype} with a gradient have "
+        f"the same value after the step.{why}",
+        "Compile the model with keras_mp.MasterWeightOptimizer(optimizer), or keep variables "
+        f'in float32 (the policy "mixed_{dtype}").',
+    )
 
 
 def _value_before_the_step(traced: TracedStep, variable: tf.Variable) -> tf.Tensor | None:

@@ -31,31 +31,26 @@ def vanished_epsilon(traced: TracedStep) -> Iterator[Suspect]:
             if value is None or np.any(value):
                 continue
             divides = _division(traced, operation.outputs[0])
-            if divides is None:
-                continue
-            measured = [count(tf.equal(operation.outputs[0], 0)), tf.reduce_min(widened(other))]
+            if divides is not None:
+                yield _epsilon(traced, operation, other, divides)
 
-            def say(
-                zeros: np.ndarray,
-                least: np.ndarray,
-                operation: tf.Operation = operation,
-                divides: tf.Operation = divides,
-            ) -> Finding:
-                traced.explained.add(divides)
-                dtype, n = operation.outputs[0].dtype, operation.outputs[0].shape.num_elements()
-                smallest = "6e-8" if dtype == tf.float16 else "9e-41"
-                return traced.finding(
-                    operation,
-                    "an epsilon that is 0 in 16 bits",
-                    f"The constant of {operation.type}, before {divides.type}, is 0 in "
-                    f"{dtype.name}, whose smallest number is {smallest}. Of "
-                    f"{n or 'the'} values of this batch {zeros:,} are 0 then; the smallest is "
-                    f"{least:.3g}.",
-                    f"Use an epsilon that {dtype.name} holds, such as 1e-4, or compute this in "
-                    "float32.",
-                )
 
-            yield Suspect(measured, say)
+def _epsilon(
+    traced: TracedStep, operation: tf.Operation, other: tf.Tensor, divides: tf.Operation
+) -> Suspect:
+    output = operation.outputs[0]
+    zeros, least = yield count(tf.equal(output, 0)), tf.reduce_min(widened(other))
+    traced.explained.add(divides)
+    dtype = output.dtype
+    smallest = "6e-8" if dtype == tf.float16 else "9e-41"
+    return traced.finding(
+        operation,
+        "an epsilon that is 0 in 16 bits",
+        f"The constant of {operation.type}, before {divides.type}, is 0 in {dtype.name}, whose "
+        f"smallest number is {smallest}. Of {output.shape.num_elements() or 'the'} values of this "
+        f"batch {zeros:,} are 0 then; the smallest is {least:.3g}.",
+        f"Use an epsilon that {dtype.name} holds, such as 1e-4, or compute this in float32.",
+    )
 
 
 def _division(traced: TracedStep, tensor: tf.Tensor) -> tf.Operation | None:
@@ -72,45 +67,40 @@ def _division(traced: TracedStep, tensor: tf.Tensor) -> tf.Operation | None:
 def long_sums(traced: TracedStep) -> Iterator[Suspect]:
     """A sum in 16 bits is further from that of float32 than its result's rounding explains."""
     for operation in traced.in_16_bits(("Sum", "Mean", "BiasAddGrad"), forward=False):
-        source, result = operation.inputs[0], operation.outputs[0]
-        length = _length(source, result)
-        if length is None or length < 2:
-            continue
-        wide = widened(source)
-        if operation.type == "BiasAddGrad":
-            is_first = operation.get_attr("data_format") == b"NCHW" and source.shape.rank > 2
-            channels = 1 if is_first else source.shape.rank - 1
-            axes = [axis for axis in range(source.shape.rank) if axis != channels]
-            reduce, keep = tf.reduce_sum, False
-        else:
-            axes, keep = operation.inputs[1], operation.get_attr("keep_dims")
-            reduce = tf.reduce_mean if operation.type == "Mean" else tf.reduce_sum
-        exact, magnitude = (reduce(each, axes, keep) for each in (wide, tf.abs(wide)))
-        # `not_finite` reports infinities; the loss scale takes care of those in backward passes.
-        smallest = 2.0**-24 if result.dtype == tf.float16 else 0.0
-        beyond = tf.maximum(tf.abs(widened(result) - exact) - smallest, 0.0)
-        errors = tf.math.divide_no_nan(beyond, magnitude)
-        worst = tf.reduce_max(tf.where(tf.math.is_finite(errors), errors, 0.0))
+        yield _long_sum(traced, operation)
 
-        def say(
-            worst: np.ndarray, operation: tf.Operation = operation, length: int = length
-        ) -> Finding | None:
-            output = operation.outputs[0]
-            roundoff = UNIT_ROUNDOFF[output.dtype]
-            if worst <= 4 * roundoff:
-                return None
-            is_loss = output.shape.rank == 0 and not origins.is_of_backward_pass(operation.name)
-            return traced.finding(
-                operation,
-                "a loss in 16 bits" if is_loss else "a long sum in 16 bits",
-                f"{operation.type} adds up {length:,} numbers in {output.dtype.name}, and is up to "
-                f"{worst:.1%} of the sum of magnitudes away from the float32 sum of them; rounding "
-                f"its result explains {roundoff:.1%}.",
-                "Cast the terms to float32. (Under a policy of keras_mp, gradients are summed in "
-                "float32.)",
-            )
 
-        yield Suspect([worst], say)
+def _long_sum(traced: TracedStep, operation: tf.Operation) -> Suspect:
+    source, result = operation.inputs[0], operation.outputs[0]
+    length, rank = _length(source, result), source.shape.rank
+    if length is None or length < 2:
+        return None
+    wide = widened(source)
+    if operation.type == "BiasAddGrad":
+        is_first = operation.get_attr("data_format") == b"NCHW" and rank > 2
+        axes = [axis for axis in range(rank) if axis != (1 if is_first else rank - 1)]
+        reduce, keep = tf.reduce_sum, False
+    else:
+        axes, keep = operation.inputs[1], operation.get_attr("keep_dims")
+        reduce = tf.reduce_mean if operation.type == "Mean" else tf.reduce_sum
+    exact, magnitude = (reduce(each, axes, keep) for each in (wide, tf.abs(wide)))
+    # `not_finite` reports infinities; the loss scale takes care of those in backward passes.
+    smallest = 2.0**-24 if result.dtype == tf.float16 else 0.0
+    beyond = tf.maximum(tf.abs(widened(result) - exact) - smallest, 0.0)
+    errors = tf.math.divide_no_nan(beyond, magnitude)
+    [worst] = yield [tf.reduce_max(tf.where(tf.math.is_finite(errors), errors, 0.0))]
+    roundoff = UNIT_ROUNDOFF[result.dtype]
+    if worst <= 4 * roundoff:
+        return None
+    is_loss = result.shape.rank == 0 and not origins.is_of_backward_pass(operation.name)
+    return traced.finding(
+        operation,
+        "a loss in 16 bits" if is_loss else "a long sum in 16 bits",
+        f"{operation.type} adds up {length:,} numbers in {result.dtype.name}, and is up to "
+        f"{worst:.1%} of the sum of magnitudes away from the float32 sum of them; rounding its "
+        f"result explains {roundoff:.1%}.",
+        "Cast the terms to float32. (Under a policy of keras_mp, gradients are summed in float32.)",
+    )
 
 
 def _length(source: tf.Tensor, result: tf.Tensor) -> int | None:
@@ -134,28 +124,24 @@ def labels_beyond_the_outputs(traced: TracedStep) -> Iterator[Suspect]:
             continue
         if not labels.shape.is_compatible_with(output.shape):
             continue
-        labels = widened(labels)
-        rounded = widened(tf.cast(labels, output.dtype))
-        lost = tf.reduce_mean(tf.square(labels - rounded)) / tf.math.reduce_variance(labels)
-        measured = [lost, count(tf.math.is_inf(rounded)), tf.reduce_max(tf.abs(labels))]
+        yield _labels(widened(labels), output.dtype)
 
-        def say(
-            lost: np.ndarray,
-            infinite: np.ndarray,
-            largest: np.ndarray,
-            dtype: tf.DType = output.dtype,
-        ) -> Finding | None:
-            if not infinite and not lost > _MOST_VARIANCE:
-                return None
-            is_lost = f"{lost:.1%} of the variance is lost"
-            share = f"{infinite:,} are infinite" if infinite else is_lost
-            return Finding(
-                "outputs in 16 bits",
-                "the model's outputs",
-                None,
-                f"The outputs are {dtype.name}. Of the labels of this batch, up to {largest:.6g}, "
-                f"{share} in it, so the outputs cannot predict them.",
-                'Give the last layer dtype="float32", or scale the labels.',
-            )
 
-        yield Suspect(measured, say)
+def _labels(labels: tf.Tensor, dtype: tf.DType) -> Suspect:
+    rounded = widened(tf.cast(labels, dtype))
+    lost, infinite, largest = yield (
+        tf.reduce_mean(tf.square(labels - rounded)) / tf.math.reduce_variance(labels),
+        count(tf.math.is_inf(rounded)),
+        tf.reduce_max(tf.abs(labels)),
+    )
+    if not infinite and not lost > _MOST_VARIANCE:
+        return None
+    share = f"{infinite:,} are infinite" if infinite else f"{lost:.1%} of the variance is lost"
+    return Finding(
+        "outputs in 16 bits",
+        "the model's outputs",
+        None,
+        f"The outputs are {dtype.name}. Of the labels of this batch, up to {largest:.6g}, {share} "
+        "in it, so the outputs cannot predict them.",
+        'Give the last layer dtype="float32", or scale the labels.',
+    )
