@@ -174,16 +174,15 @@ class ScalerCalls(Calls):
         """Returns the state of the gradients of an optimizer, and the facts after its step."""
         # Gradients that were unscaled without an optimizer are those of the first one to step.
         unnamed = bits_of(UNNAMED, UNSCALED | JUST_UNSCALED | OVERFLOWED)
-        is_unscaled = facts.has(BY_TAPE | bits_of(UNNAMED, UNSCALED) | bits_of(index, UNSCALED))
-        was_scaled, is_wrong = facts.has(SCALED), facts.has(wrong_if(index))
-        is_allowed: Truth = True
-        if was_scaled is True and is_unscaled is not True:
+        if_unscaled = BY_TAPE | bits_of(UNNAMED, UNSCALED) | bits_of(index, UNSCALED)
+        is_unscaled, if_wrong = facts.has(if_unscaled), wrong_if(index)
+        if facts.has(SCALED) is True and is_unscaled is not True:
             # Gradients that another function has unscaled are refused.
-            is_allowed = both(negated(is_unscaled), negated(is_wrong))
+            is_allowed = negated(facts.has(if_unscaled | if_wrong))
             is_unscaled = False
         else:
             was_scaled = facts.has(SCALED | BY_TAPE)
-            is_allowed = both(was_scaled, negated(is_wrong))
+            is_allowed = both(was_scaled, negated(facts.has(if_wrong)))
         overflowed = facts.has(bits_of(UNNAMED, OVERFLOWED) | bits_of(index, OVERFLOWED))
         was_finite = None
         if is_unscaled is not False:

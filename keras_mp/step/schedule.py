@@ -97,8 +97,12 @@ def next_state(
     bad = _choose(finite, lambda: zero, lambda: state.num_bad_steps + 1)
     # What is known in Python leaves out operations.
     grows = good >= increment_period if finite is not False else False
-    backs_off = bad >= hysteresis if finite is not True else False
-    moved = _choose(grows, grown, lambda: _choose(backs_off, backed_off, lambda: scale))
+    backs_off = bad >= hysteresis if hysteresis > 1 else True
+    moved = _choose(
+        finite,
+        lambda: _choose(grows, grown, lambda: scale),
+        lambda: _choose(backs_off, backed_off, lambda: scale),
+    )
     return LossScaleState(moved, _choose(grows, lambda: zero, lambda: good), bad)
 
 
