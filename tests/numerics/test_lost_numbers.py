@@ -22,6 +22,7 @@ YEARS = np.arange(1990, 2022, dtype="float32")[:, None] * np.ones([1, 2], "float
 ROWS = np.array([[300.0, 400.0], [310.0, 200.0], [500.0, 310.0], [280.0, 640.0]], "float32")
 IDS = np.array([[257, 2049], [3001, 3999], [4001, 259]] * 8, "float32")
 MANY = np.full([2, 70_000], 0.02, "float32")
+PADDED = np.where(np.arange(6)[:, None] < 3, 2.0, -999.0) * np.ones([4, 6, 2], "float32")
 
 
 class SegmentMeans(L.Layer):
@@ -78,6 +79,9 @@ PROGRAMS = {
     "UnitNormalization": Program(lambda: [L.UnitNormalization()], ROWS),
     "Dot": Program(lambda: [Similarity()], ROWS),
     "Embedding": Program(lambda: [LooksUp()], IDS),
+    "Masking": Program(
+        lambda: [L.Masking(-999.0), L.GlobalAveragePooling1D()], PADDED, "bfloat16", (3,)
+    ),
     "segment means": Program(lambda: [SegmentMeans()], MANY),
     "CategoryEncoding": Program(
         lambda: [L.CategoryEncoding(5000, "multi_hot")], IDS, "bfloat16", (3,)
