@@ -26,7 +26,6 @@ _COUNTS = (
     *("math.bincount", "sparse.bincount", "math.confusion_matrix", "nn.compute_average_loss"),
     *("histogram_fixed_width", "histogram_fixed_width_bins"),
 )
-_SUMS = ("math.add_n", "math.accumulate_n")
 _EXPONENTIALS = ("math.reduce_logsumexp", "math.cumulative_logsumexp", "math.lbeta")
 _PRODUCTS = (
     *("math.cumprod", "math.reduce_prod", "math.segment_prod", "math.unsorted_segment_prod"),
@@ -72,7 +71,7 @@ _TRANSFORMS = (
 # They refuse 16 bits.
 _REAL_TRANSFORMS = ("signal.rfft", "signal.rfft2d", "signal.rfft3d")
 NAMES = (
-    *(*_COUNTS, *_SUMS, *_EXPONENTIALS, *_PRODUCTS, *_LOGARITHMS, *_MATRICES, *_SQUARES, *_IMAGES),
+    *(*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_LOGARITHMS, *_MATRICES, *_SQUARES, *_IMAGES),
     *(*_SIGNALS, *_TRANSFORMS, *_REAL_TRANSFORMS),
 )
 # TensorFlow returns float32, whatever the dtype of their inputs.
@@ -84,6 +83,9 @@ _OF_FLOAT32 = (
 # They return float32 and send gradients back in the dtype of the images. XLA then meets two dtypes,
 # and some have no gradient in 16 bits.
 INTERPOLATIONS = ("ResizeBilinear", "ResizeBicubic", "ResizeArea", "ScaleAndTranslate")
+# They add up tensors one by one. So many roundings do no harm.
+SUMS_OF_TENSORS = (tf.math.add_n, tf.math.accumulate_n)
+_FEW_TENSORS = 8
 
 
 @functools.cache
@@ -100,6 +102,8 @@ def install() -> None:
     # It counts in 16 bits where rows have different lengths, and there only.
     mean = tf.math.reduce_mean
     replacements.append(Replacement(mean, ("reduce_mean",), _of_ragged(mean)))
+    for own in SUMS_OF_TENSORS:
+        replacements.append(Replacement(own, (own.__name__,), _of_many(own)))
     for name in INTERPOLATIONS:
         own = in_its_module(getattr(tf.raw_ops, name))
         replacements.append(Replacement(own, (own.__name__,), _of_float32_images(own)))
@@ -154,6 +158,19 @@ def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
     def call(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         is_ragged = isinstance(input_tensor, tf.RaggedTensor)
         return (wide if is_ragged else own)(input_tensor, *args, **kwargs)
+
+    return call
+
+
+def _of_many(own: Callable[..., Any]) -> Callable[..., Any]:
+    wide = in_float32(own)
+
+    @functools.wraps(own)
+    @do_not_convert
+    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        is_many = isinstance(inputs, list | tuple) and len(inputs) > _FEW_TENSORS
+        # A float32 tensor among them makes the sum float32 anyway.
+        return (wide if is_many and all(map(_is_low, inputs)) else own)(inputs, *args, **kwargs)
 
     return call
 
