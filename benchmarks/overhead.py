@@ -53,7 +53,7 @@ CELLS = {
         Cell("graph", "SGD", 160, 32, clip=True),
         *(Cell("graph", "Adam", count, 32, clip=True) for count in (10, 60)),
         Cell("graph", "Adam", 60, 32, minimize=True),
-        Cell("graph", "SGD", 160, 256),
+        Cell("graph", "SGD", 60, 256),
         Cell("graph", "Adam", 60, 256, compiled=True),
         Cell("XLA", "SGD", 160, 32),
         Cell("XLA", "Adam", 10, 32, scaler=True),
