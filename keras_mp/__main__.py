@@ -335,7 +335,7 @@ def _compare_times(results: Sequence[Result]) -> list[str]:
     speeds = {policy: float32 / milliseconds for policy, milliseconds in by_policy.items()}
     measured = " and ".join(f"{policy} ran at {speed:.2f}" for policy, speed in speeds.items())
     faster = [policy for policy, speed in speeds.items() if speed >= _LEAST_GAIN]
-    gain = f"{' and '.join(faster)} pays off" if faster else "16 bits bring no gain"
+    gain = f"16 bits pay off with {' and '.join(faster)}" if faster else "16 bits bring no gain"
     return [
         f"On this machine {measured} times the speed of float32: for this small model {gain}. "
         "`python -m keras_mp.hardware` measures larger ones."
