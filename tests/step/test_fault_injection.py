@@ -58,6 +58,15 @@ def components(variable):
     return [v.numpy() for v in getattr(variable, "values", [variable])]
 
 
+def multiplied(gradients, factor):
+    return [
+        tf.IndexedSlices(g.values * factor, g.indices, g.dense_shape)
+        if isinstance(g, tf.IndexedSlices)
+        else g * factor
+        for g in gradients
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "replicas", "xla"),
     [
@@ -96,12 +105,7 @@ def test_random_faults(name, replicas, xla):
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             loss, gradients = ours.gradients(step, tf.gather(factors, replica))
             optimizer.scale_loss(loss)
-            scaled = [
-                tf.IndexedSlices(g.values * optimizer.loss_scale(), g.indices, g.dense_shape)
-                if isinstance(g, tf.IndexedSlices)
-                else g * optimizer.loss_scale()
-                for g in gradients
-            ]
+            scaled = multiplied(gradients, optimizer.loss_scale())
             optimizer.apply_gradients(zip(scaled, ours.variables))
 
         strategy.run(replica_step)
@@ -168,12 +172,7 @@ def test_random_faults_of_optimizers_that_share_a_scale(name, xla):
         for i, each in enumerate(ours):
             loss, gradients = each.gradients(step, factors[i])
             scaler.scale(loss)
-            scaled = [
-                tf.IndexedSlices(g.values * scale(), g.indices, g.dense_shape)
-                if isinstance(g, tf.IndexedSlices)
-                else g * scale()
-                for g in gradients
-            ]
+            scaled = multiplied(gradients, scale())
             applied.append(scaler.step(each.optimizer, zip(scaled, each.variables)))
         scaler.update()
         return tf.stack(applied)
