@@ -100,14 +100,14 @@ def defects() -> dict[str, Defect]:
         "cubes that overflow",
         *("VGG16", "block1_pool", models.MeanOfCubes),
         audit="an overflow in the forward pass",
-        compare="overflow: Mul",
+        compare="Overflow: Mul",
         stops="Mul",
     )
     in_a_layer(
         "a sum over all positions that overflows",
         *("VGG16", "block1_pool", models.SumOfSquares),
         audit="an overflow in the forward pass",
-        compare="overflow: Sum",
+        compare="Overflow: Sum",
     )
     in_a_layer(
         "a sum in bfloat16 that stops at 256",
@@ -118,17 +118,17 @@ def defects() -> dict[str, Defect]:
         "exponentials that overflow",
         *("EfficientNetB0", "block2a_expand_activation", models.SoftmaxByHand),
         audit="an overflow in the forward pass",
-        compare="overflow: Exp",
+        compare="Overflow: Exp",
     )
     in_a_layer(
         "a variance by squares",
         *("MobileNetV2", "block_2_expand_relu", models.VarianceBySquares),
-        compare="cancellation: Sub",
+        compare="Cancellation: Sub",
     )
     in_a_layer(
         "3000 added and taken away",
         *("MobileNet", "conv_pw_2_relu", models.ThereAndBack),
-        compare="cancellation: Sub",
+        compare="Cancellation: Sub",
     )
     in_a_layer(
         "a mask of -1e9 times zero",
@@ -165,7 +165,7 @@ def defects() -> dict[str, Defect]:
     in_a_layer(
         "a gradient that is infinite in between",
         *("MobileNet", "conv_pw_6_relu", models.GradientThatOverflows),
-        compare="overflow",
+        compare="Overflow",
     )
     in_a_layer(
         "a custom gradient without dtypes",
@@ -358,7 +358,7 @@ def look(tool: str, model: Any, batch: tuple[Any, Any]) -> list[Finding]:
     if tool == COMPARE:
         with own_thread.random_numbers():
             compared = compare.compare(*compare.runners(model, made))
-        return [Finding(f.path, f.what) for f in compared.findings]
+        return [Finding(f.path, f.why) for f in compared.findings]
     try:
         with numerics.watch(model):
             model.fit(*batch, batch_size=len(batch[0]), verbose=0)

@@ -13,7 +13,8 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.numerics import batches, hazards, origins, own_thread, traces
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.hazards.traced_step import Finding, Suspect, TracedStep
+from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
+from keras_mp.numerics.results import Finding
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -25,11 +24,10 @@ from keras_mp.numerics.compare import compare, compare_records, record, runners
 from keras_mp.numerics.compare_function import compare_function
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.exponents import round_down
-from keras_mp.numerics.hazards.traced_step import Finding
 from keras_mp.numerics.layer_distances import MANY_ZEROS
 from keras_mp.numerics.lost import WhatIf
 from keras_mp.numerics.records import Record
-from keras_mp.numerics.results import Result
+from keras_mp.numerics.results import Finding, Result
 from keras_mp.numerics.training_loss import GivenLoss, scale_in_training
 from keras_mp.numerics.what_if import what_if
 from keras_mp.op_autocast.context_manager import autocast
@@ -61,7 +59,6 @@ class Check(Result):
         what_if: `WhatIf`, the runs at loss scales; None if there are none.
         notes: tuple of str. What could not be looked at, and why.
         scale_moves: bool. Whether the loss scale is dynamic, and so finds its way down by itself.
-        is_of_a_model: bool. False for a function.
 
     Example:
 
@@ -79,41 +76,21 @@ class Check(Result):
     what_if: WhatIf | None = None
     notes: tuple[str, ...] = ()
     scale_moves: bool = True
-    is_of_a_model: bool = True
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is wrong, the cause first; empty for a model that there is nothing to say about."""
         found = sorted(self.hazards, key=lambda each: each.hazard not in _CAUSES)
         if not self.has_cause:
-            found += [each for each in self._compared() if not _is_named(each.where, found)]
-            found += [each for each in self._advised() if not _is_named(each.where, found)]
+            for more in (self.comparison.findings if self.comparison else ()), self._advised():
+                paths = {each.path for each in found}
+                found += [each for each in more if each.path not in paths]
         return tuple(found)
 
     @property
     def has_cause(self) -> bool:
         """Whether one of the hazards is the cause of whatever else could be found."""
         return any(each.hazard in _CAUSES for each in self.hazards)
-
-    def _compared(self) -> Iterable[Finding]:
-        for each in self.comparison.findings if self.comparison else ():
-            distance = each.distance
-            what = each.what[0].upper() + each.what[1:]
-            if math.isfinite(distance.units):
-                what += f": {distance.units:,.0f} times as far off as rounding explains"
-            at = f" ({each.line})" if each.line else ""
-            yield Finding(
-                f"a difference in the {each.direction} pass",
-                f"{each.path} ({each.kind}){at}",
-                None,
-                f"{what}.",
-                f"Change that line, or run {self._in_float32(each.path)}.",
-            )
-
-    def _in_float32(self, path: str) -> str:
-        if not self.is_of_a_model:
-            return "it in float32: with keras_mp.autocast(enabled=False):"
-        return f'the layer in float32: keras_mp.convert(model, {{"{path}": "float32"}})'
 
     def _advised(self) -> Iterable[Finding]:
         if self.what_if is None:
@@ -177,7 +154,7 @@ class Check(Result):
         return {
             "name": self.name,
             "policy": self.policy,
-            "findings": [each._asdict() for each in self.findings],
+            "findings": self.findings,
             "comparison": self.comparison and self.comparison.to_dict(),
             "notes": self.notes,
         }
@@ -236,7 +213,7 @@ def _check_function(
     other = reference if callable(reference) else None
     comparison = compare_function(function, *arguments, reference=other, **how)
     name = comparison.name.removesuffix(f" in {dtype}")
-    return Check(name, dtype, (), comparison, is_of_a_model=False)
+    return Check(name, dtype, (), comparison)
 
 
 def _cure(advice: Advice) -> str:
@@ -246,11 +223,6 @@ def _cure(advice: Advice) -> str:
         scale = f"keras_mp.DynamicLossScale({advice.loss_scale:g})"
         lines.append(f"keras_mp.LossScaleOptimizer(optimizer, {scale})")
     return f"{' and '.join(lines)}, and check again." if lines else "See the numbers above."
-
-
-def _is_named(where: str, found: Sequence[Finding]) -> bool:
-    path = where.partition(" (")[0]
-    return any(each.where.partition(" (")[0] == path for each in found)
 
 
 def check(

@@ -97,14 +97,14 @@ def compare(narrow: Runner, wide: Runner) -> Comparison:
         check_same_calls(run, other)
         progress.begin("the reference, with noise")
         references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
-        layers, findings = compare_layers(list(zip(records.layers_of(run), references)))
+        layers, first = compare_layers(list(zip(records.layers_of(run), references)))
         progress.begin("each layer by itself")
         layers, own = own_share.judge(layers, run, other, narrow.numbers)
     return Comparison(
         name=_describe(narrow.model),
         reference=_describe(wide.model),
         layers=layers,
-        findings=own or findings,
+        findings=own or ([first.finding()] if first else []),
         losses=(run.loss, other.loss),
         loss_scale=run.loss_scale,
     )
@@ -189,10 +189,10 @@ def compare_records(run: Record, reference: Record) -> Comparison:
     >>> before = keras_mp.numerics.record(model, tf.ones([3, 4]))
     >>> model.layers[0].set_weights([2 * weight for weight in model.layers[0].get_weights()])
     >>> after = keras_mp.numerics.record(model, tf.ones([3, 4]))
-    >>> keras_mp.numerics.compare.compare_records(after, before).first.path
+    >>> keras_mp.numerics.compare.compare_records(after, before).findings[0].path
     'dense'
     """
-    layers, findings = compare_layers(_pairs(run, reference))
+    layers, first = compare_layers(_pairs(run, reference))
     if not layers:
         raise ValueError(
             "The two records have no layer in common. Expected layers such as "
@@ -200,7 +200,12 @@ def compare_records(run: Record, reference: Record) -> Comparison:
             f"Received: {[layer.path for layer in run.layers[:5]]}"
         )
     return Comparison(
-        run.name, reference.name, layers, findings, (run.loss, reference.loss), run.loss_scale
+        name=run.name,
+        reference=reference.name,
+        layers=layers,
+        findings=[first.finding()] if first else [],
+        losses=(run.loss, reference.loss),
+        loss_scale=run.loss_scale,
     )
 
 

@@ -8,7 +8,6 @@ stable algorithm is not further off than that.
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -17,13 +16,14 @@ import tensorflow as tf
 
 from keras_mp.numerics import operations, own_thread, records, runs
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.comparison import Comparison, Difference
+from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.numerics.explanations import explain, matches
+from keras_mp.numerics.explanations import Explanation, explain, matches
 from keras_mp.numerics.layer_calls import LayerCall, RandomNumbers, Variables, Watch, floating
-from keras_mp.numerics.layer_distances import compare_layers
+from keras_mp.numerics.layer_distances import TooFar, compare_layers, difference
 from keras_mp.numerics.operations import KeptOperation, KeptOperations
 from keras_mp.numerics.records import LayerRecord
+from keras_mp.numerics.results import Finding
 from keras_mp.numerics.runs import Run, Runner
 from keras_mp.numerics.training_loss import signed_mean
 from keras_mp.op_autocast.context_manager import autocast
@@ -95,9 +95,9 @@ def compare_function(
     >>> x = tf.constant([[100.0, 200.0, 300.0, 400.0]])
     >>> keras_mp.numerics.compare_function.compare_function(loss, x / 100).findings
     []
-    >>> first = keras_mp.numerics.compare_function.compare_function(loss, x).first
-    >>> first.path, first.direction
-    ('norm/BatchMatMulV2', 'forward')
+    >>> first = keras_mp.numerics.compare_function.compare_function(loss, x).findings[0]
+    >>> first.hazard, first.path
+    ('a difference in the forward pass', 'norm/BatchMatMulV2')
     """
     if not callable(function):
         raise TypeError(
@@ -127,12 +127,12 @@ def compare_function(
     for layer in layers:
         layer.unit = unit
     pairs = _pairs(run, exact, layers, references)
-    rows, findings = compare_layers(pairs)
+    rows, first = compare_layers(pairs)
     return Comparison(
         name=f"{narrow.name} in {dtype}",
         reference=f"{wide.name} in float32",
         layers=rows,
-        findings=[_explained(each, pairs, run, exact, dtype) for each in findings],
+        findings=[_explained(first, run, exact, dtype)] if first else [],
         losses=(run.loss, exact.loss),
         loss_scale=run.loss_scale,
     )
@@ -278,26 +278,22 @@ def _operations(run: Run) -> list[KeptOperation]:
     return [call.layer for call in run.calls if call.layer is not None]
 
 
-def _explained(
-    finding: Difference,
-    pairs: Sequence[tuple[LayerRecord, LayerRecord]],
-    run: Run,
-    exact: Run,
-    dtype: str,
-) -> Difference:
-    """Returns the finding with an explanation and the line of its operation."""
-    is_forward = finding.direction == "forward"
-    path, other = next((a.path, b.path) for a, b in pairs if a.path == finding.path)
-    line = next((each.layer.line for each in run.calls if each.layer and each.path == path), None)
-    both = (run, path), (exact, other)
-    narrow, wide = (_until(each, name if is_forward else None) for each, name in both)
-    reason = explain(narrow, wide, finding.direction, dtype)
+def _explained(first: TooFar, run: Run, exact: Run, dtype: str) -> Finding:
+    """Returns a finding with an explanation and the line of its operation."""
+    layer, other, side, _, distance = first
+    is_forward = side == "forward"
+    kept = (each.layer for each in run.calls if each.layer and each.path == layer.path)
+    line = next((each.line for each in kept), None)
+    both = (run, layer.path), (exact, other.path)
+    narrow, wide = (_until(each, path if is_forward else None) for each, path in both)
+    reason = explain(narrow, wide, side, dtype)
     if reason is None:
         what = "what it returns" if is_forward else "its gradient"
         what += f" in {dtype} is further off than rounding explains"
-        return dataclasses.replace(finding, what=what, line=line)
-    line = (is_forward and reason.line) or line
-    return dataclasses.replace(finding, what=reason.what, line=line)
+        reason = Explanation(what, line)
+    elif not is_forward or not reason.line:
+        reason = reason._replace(line=line)
+    return difference(layer, side, reason, distance, is_layer=False)
 
 
 def _until(run: Run, path: str | None) -> KeptOperations:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from keras_mp.numerics.distances import LIMIT, Distance
-from keras_mp.numerics.results import Result
+from keras_mp.numerics.results import Finding, Result
 from keras_mp.support import text_tables
 
 _EXPLAINED = "Rounding explains all differences."
@@ -45,38 +45,6 @@ class ComparedLayer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """A layer that is further from float32 than rounding explains.
-
-    Attributes:
-        path: str. The layer.
-        kind: str. Its class.
-        direction: "forward" or "backward".
-        what: str. What it does.
-        line: str or None. The line of the program, as "model.py:12".
-        distance: Distance.
-
-    Example:
-
-    >>> from keras_mp.numerics.comparison import Difference
-    >>> distance = keras_mp.numerics.distances.Distance(relative=0.5, units=200.0)
-    >>> print(Difference("norm", "Norm", "forward", "Log of zero", "a.py:12", distance))
-    norm (Norm, a.py:12), forward: Log of zero
-    """
-
-    path: str
-    kind: str
-    direction: str
-    what: str
-    line: str | None
-    distance: Distance
-
-    def __str__(self) -> str:
-        where = f"{self.path} ({self.kind}{f', {self.line}' if self.line else ''})"
-        return f"{where}, {self.direction}: {self.what}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Comparison(Result):
     """Where two runs part. Its `str` is a table.
 
@@ -84,7 +52,7 @@ class Comparison(Result):
         name: str. The run that was looked at.
         reference: str. The one that it was compared with.
         layers: list of ComparedLayer, in the order in which the layers returned.
-        findings: list of Difference, in the order in which things happened: the forward pass first.
+        findings: list of `Finding`, in the order in which things happened: the forward pass first.
             Layers that only pass on what another one did are not among them. Empty where rounding
             explains all.
         losses: the loss of the run and that of the reference.
@@ -97,8 +65,6 @@ class Comparison(Result):
 
     >>> from keras_mp.numerics.comparison import Comparison
     >>> comparison = Comparison("16 bits", "float32", [], [], (0.5, 0.5), 1.0)
-    >>> comparison.first is None
-    True
     >>> print(comparison)
     Rounding explains all differences. 16 bits and float32
     """
@@ -106,7 +72,7 @@ class Comparison(Result):
     name: str
     reference: str
     layers: list[ComparedLayer]
-    findings: list[Difference]
+    findings: list[Finding]
     losses: tuple[float, float]
     loss_scale: float
     batches: tuple["Comparison", ...] = ()
@@ -120,12 +86,10 @@ class Comparison(Result):
         """
         if len(found) == 1:
             return found[0]
-        findings: dict[tuple[str, str], Difference] = {}
+        findings: dict[tuple[str, str], Finding] = {}
         for each in (finding for one in found for finding in one.findings):
-            key = (each.path, each.direction)
-            before = findings.get(key, each)
-            is_worse = each.distance.units > before.distance.units
-            findings[key] = each if is_worse else before
+            key = (each.path, each.hazard)
+            findings[key] = max(findings.get(key, each), each, key=lambda one: one.units or 0.0)
         first = found[0]
         return cls(
             first.name,
@@ -136,11 +100,6 @@ class Comparison(Result):
             min(each.loss_scale for each in found),
             tuple(found),
         )
-
-    @property
-    def first(self) -> Difference | None:
-        """The first layer that is further apart than rounding explains."""
-        return self.findings[0] if self.findings else None
 
     @property
     def is_judged(self) -> bool:
@@ -252,7 +211,7 @@ class Comparison(Result):
         if self.findings:
             yield "Further apart than rounding explains:"
             for i, finding in enumerate(self.findings[:rows], 1):
-                yield f"{i}. {finding}"
+                yield f"{i}. {finding.hazard}, in {finding.where}: {finding.why}"
             yield from text_tables.more(len(self.findings[rows:]) if rows else 0, "finding")
         elif self.is_judged:
             yield _EXPLAINED

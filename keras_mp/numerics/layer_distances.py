@@ -3,12 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from keras_mp.numerics.comparison import ComparedLayer, Difference
+from keras_mp.numerics.comparison import ComparedLayer
 from keras_mp.numerics.distances import LIMIT, Distance, kind_of_gradient, rms, underflow
+from keras_mp.numerics.explanations import Explanation
+from keras_mp.numerics.layer_calls import LayerCall
 from keras_mp.numerics.records import SIDES, LayerRecord, Quantity
+from keras_mp.numerics.results import Finding
 from keras_mp.numerics.runs import LOSS
 
 # A gradient of which so many numbers are zero only in 16 bits has underflowed. In sound models a
@@ -16,20 +20,76 @@ from keras_mp.numerics.runs import LOSS
 MANY_ZEROS = 0.05
 
 
+class TooFar(NamedTuple):
+    """A layer that is further from the reference than rounding explains.
+
+    Attributes:
+        layer: LayerRecord.
+        other: the same of the reference.
+        side: "forward" or "backward".
+        name: str. The quantity that is furthest.
+        distance: Distance of that.
+    """
+
+    layer: LayerRecord
+    other: LayerRecord
+    side: str
+    name: str
+    distance: Distance
+
+    def finding(self) -> Finding:
+        """Returns what is wrong, as far as what the layer returned tells."""
+        return difference(self.layer, self.side, Explanation(_what(self), None), self.distance)
+
+
+def difference(
+    layer: LayerRecord | LayerCall,
+    side: str,
+    reason: Explanation,
+    distance: Distance,
+    is_layer: bool = True,
+) -> Finding:
+    """Returns the finding that a layer differs from the reference.
+
+    Args:
+        layer: LayerRecord or LayerCall.
+        side: "forward" or "backward".
+        reason: Explanation.
+        distance: Distance.
+        is_layer: bool. False for an operation of a function. Defaults to True.
+    """
+    at = f" ({reason.line})" if reason.line else ""
+    why = reason.what[0].upper() + reason.what[1:]
+    if math.isfinite(distance.units):
+        why += f": {distance.units:,.0f} times as far off as rounding explains"
+    in_float32 = "it in float32: with keras_mp.autocast(enabled=False):"
+    if is_layer:
+        convert = f'keras_mp.convert(model, {{"{layer.path}": "float32"}})'
+        in_float32 = f"the layer in float32: {convert}"
+    return Finding(
+        f"a difference in the {side} pass",
+        f"{layer.path} ({layer.kind}){at}",
+        None,
+        f"{why}.",
+        f"Change that line, or run {in_float32}.",
+        distance.units,
+    )
+
+
 def compare_layers(
     pairs: Sequence[tuple[LayerRecord, LayerRecord]],
-) -> tuple[list[ComparedLayer], list[Difference]]:
-    """Compares two runs, and names the first layer that is too far.
+) -> tuple[list[ComparedLayer], TooFar | None]:
+    """Compares two runs, and finds the first layer that is too far.
 
     Args:
         pairs: sequence of the same layers in a run and in the reference.
 
     Returns:
-        A row for each layer, and no finding or one.
+        A row for each layer, and the first one that is too far, if there is one.
     """
     largest = largest_gradients(other for _, other in pairs)
     rows: list[ComparedLayer] = []
-    too_far: dict[str, list[Difference]] = {side: [] for side in SIDES}
+    too_far: dict[str, list[TooFar]] = {side: [] for side in SIDES}
     for layer, other in pairs:
         worst = []
         for side in SIDES:
@@ -38,12 +98,12 @@ def compare_layers(
             worst.append(distance)
             if distance is not None and distance.units > LIMIT:
                 name = next(name for name in found if found[name] is distance)
-                what = _what(layer, other, side, name)
-                too_far[side].append(Difference(layer.path, layer.kind, side, what, None, distance))
+                too_far[side].append(TooFar(layer, other, side, name, distance))
         rows.append(ComparedLayer(layer.path, layer.kind, layer.dtype, *worst))
+    forward, backward = (too_far[side] for side in SIDES)
     # Variables and arguments of a function are behind its operations.
-    backward = [each for each in too_far["backward"] if each.kind not in ("variable", "argument")]
-    return rows, too_far["forward"][:1] or (backward or too_far["backward"])[-1:]
+    operations = [each for each in backward if each.layer.kind not in ("variable", "argument")]
+    return rows, next(iter([*forward, *reversed(operations), *reversed(backward)]), None)
 
 
 def distances(
@@ -88,7 +148,8 @@ def largest_gradients(layers: Iterable[LayerRecord]) -> dict[str, float]:
     return largest
 
 
-def _what(layer: LayerRecord, other: LayerRecord, side: str, name: str) -> str:
+def _what(too_far: TooFar) -> str:
+    layer, other, side, name, _ = too_far
     if layer.path == LOSS and layer.kind != other.kind:
         return f"different losses: a {layer.kind}, and a {other.kind} in the reference"
     value: Quantity = getattr(layer, side)[name]

@@ -7,14 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_mp.numerics import operations, runs
-from keras_mp.numerics.comparison import ComparedLayer, Difference
+from keras_mp.numerics.comparison import ComparedLayer
 from keras_mp.numerics.distances import LIMIT, Distance, relative, rms
 from keras_mp.numerics.explanations import Explanation, explain
 from keras_mp.numerics.layer_calls import Called, LayerCall, RandomNumbers
-from keras_mp.numerics.layer_distances import distances, largest_gradients
+from keras_mp.numerics.layer_distances import difference, distances, largest_gradients
 from keras_mp.numerics.noise import NOISE, NOISY_RUNS, Noise
 from keras_mp.numerics.records import SIDES, LayerRecord
 from keras_mp.numerics.records import explain as explain_by_noise
+from keras_mp.numerics.results import Finding
 from keras_mp.numerics.runs import Replay, Run
 
 # A layer amplifies rounding if its outputs move so many times as far as its inputs, and if on this
@@ -56,7 +57,7 @@ class _Culprit(NamedTuple):
 
 def judge(
     rows: Sequence[ComparedLayer], run: Run, other: Run, numbers: RandomNumbers
-) -> tuple[list[ComparedLayer], list[Difference]]:
+) -> tuple[list[ComparedLayer], list[Finding]]:
     """Runs each layer again, and says which of them lose more than rounding explains.
 
     Args:
@@ -157,11 +158,11 @@ def _off_before(call: LayerCall, wide: LayerCall) -> float:
     return max((relative(runs.array(n), runs.array(w)) for n, w in pairs), default=0.0)
 
 
-def _finding(culprit: _Culprit, run: Run, numbers: RandomNumbers) -> Difference:
+def _finding(culprit: _Culprit, run: Run, numbers: RandomNumbers) -> Finding:
     call, wide, side, distance, text = culprit
     text = text or _of_other_weights(call.layer, wide.layer)
     reason = Explanation(text, None) if text else _explanation(call, wide, side, run, numbers)
-    return Difference(call.path, call.kind, side, reason.what, reason.line, distance)
+    return difference(call, side, reason, distance)
 
 
 def _of_other_weights(layer: Called, wide: Called) -> str | None:

@@ -1,11 +1,55 @@
-"""What the results of all tools have in common: a text, and JSON."""
+"""What the results of all tools have in common: findings, a text, and JSON."""
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from keras_mp.support import json_text, text_tables
+from keras_mp.support.messages import Line
+
+
+class Finding(NamedTuple):
+    """Something that is wrong with a model in 16 bits.
+
+    Attributes:
+        hazard: str. Its name.
+        where: str. The path of the layer, or what else it is about.
+        line: the line of a program, or None where only libraries had a part in it.
+        why: str. Why it matters, with what was measured on the batch.
+        cure: str. What to change.
+        units: float. How many times as far from the reference as rounding explains; None for a
+            hazard, whose numbers `why` has.
+
+    Example:
+
+    >>> from keras_mp.numerics import Finding
+    >>> print(Finding("a loss in 16 bits", "loss", None, "It is 2 % off.", "Cast to float32."))
+    a loss in 16 bits, in loss
+        It is 2 % off.
+        Cure: Cast to float32.
+    """
+
+    hazard: str
+    where: str
+    line: Line | None
+    why: str
+    cure: str
+    units: float | None = None
+
+    @property
+    def path(self) -> str:
+        """`where` without what stands in parentheses: the path, if it is a layer."""
+        return self.where.partition(" (")[0]
+
+    @property
+    def place(self) -> Hashable:
+        """The hazard, the layer and the line: equal for findings about the same thing."""
+        return self.hazard, self.where, self.line
+
+    def __str__(self) -> str:
+        at = f" ({self.line.file}:{self.line.number})" if self.line else ""
+        return f"{self.hazard}, in {self.where}{at}\n    {self.why}\n    Cure: {self.cure}"
 
 
 class Result:

@@ -102,7 +102,7 @@ def test_check_has_the_worst_of_several_batches():
     comparisons = [one.comparison.to_json() for one in each]
     assert [one.to_json() for one in checked.comparison.batches] == comparisons
     assert not each[0].findings
-    assert checked.comparison.first.path == each[1].comparison.first.path == "large"
+    assert checked.comparison.findings[0].path == each[1].comparison.findings[0].path == "large"
     assert "the worst of 3 batches" in str(checked.comparison)
     assert [one.hazard for one in checked.findings] == [one.hazard for one in each[1].findings]
     assert "(On 1 of 3 batches.)" in str(checked)

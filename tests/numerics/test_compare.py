@@ -99,17 +99,17 @@ DEFECTS = {
     epsilon_of_zero: ("forward", "a constant of 1e-08, which is 0 in float16"),
     log_of_zero: ("forward", "a constant of 1e-09, which is 0 in float16"),
     norm_of_zero: ("forward", "a constant of 1e-10, which is 0 in float16"),
-    long_sum: ("forward", "overflow: Sum, a sum over 100,000 values"),
-    square: ("forward", "overflow: Square reaches"),
-    shifted: ("forward", "cancellation: Sub of numbers of about 3e+03"),
-    variance_by_squares: ("forward", "cancellation: Sub of numbers of about 1.0"),
-    softmax_by_hand: ("forward", "overflow: Exp reaches"),
+    long_sum: ("forward", "Overflow: Sum, a sum over 100,000 values"),
+    square: ("forward", "Overflow: Square reaches"),
+    shifted: ("forward", "Cancellation: Sub of numbers of about 3e+03"),
+    variance_by_squares: ("forward", "Cancellation: Sub of numbers of about 1.0"),
+    softmax_by_hand: ("forward", "Overflow: Exp reaches"),
     mask_of_minus_1e9: ("forward", "a constant of 1e+09, which is infinite in float16"),
     small_steps: ("forward", "of the results of Square are 0 in float16"),
     far_positions: ("forward", "Sin of numbers of about 5.01e+03, which are multiples of 4"),
-    log_sum_exp: ("forward", "overflow: Exp reaches"),
-    two_thousand_and_one: ("forward", "cancellation: Sub of numbers of about 512"),
-    gradient_that_overflows: ("backward", "overflow: Mul reaches"),
+    log_sum_exp: ("forward", "Overflow: Exp reaches"),
+    two_thousand_and_one: ("forward", "Cancellation: Sub of numbers of about 512"),
+    gradient_that_overflows: ("backward", "Overflow: Mul reaches"),
     gradient_that_underflows: ("backward", "a constant of 1e-09, which is 0 in float16"),
 }
 
@@ -157,13 +157,13 @@ def test_a_planted_defect_is_the_first_that_is_named(defect):
     model = small_model(Planted(defect, name="planted"))
     comparison = compare(model, *batch(), policy="mixed_float16")
     direction, what = DEFECTS[defect]
-    first = comparison.first
-    assert (first.path, first.kind, first.direction) == ("planted", "Planted", direction)
-    assert what in first.what
-    assert first.line.startswith("test_compare.py:")
+    first = comparison.findings[0]
+    assert (first.path, first.hazard) == ("planted", f"a difference in the {direction} pass")
+    assert what in first.why
+    assert first.where.startswith("planted (Planted) (test_compare.py:")
     assert [finding.path for finding in comparison.findings] == ["planted"]
     text = str(comparison)
-    assert "planted (Planted, test_compare.py:" in text
+    assert "in planted (Planted) (test_compare.py:" in text
     assert max(map(len, text.splitlines())) <= 100
     # What was found comes before what it has spoilt.
     assert text.splitlines()[text.splitlines().index("", 3) + 2].startswith("planted (Planted)")
@@ -183,8 +183,8 @@ def test_saturation_in_bfloat16_is_named():
     comparison = compare(
         small_model(Planted(shifted, name="planted")), *batch(), policy="mixed_bfloat16"
     )
-    assert comparison.first.path == "planted"
-    assert "multiples of 2e+01 in bfloat16" in comparison.first.what
+    assert comparison.findings[0].path == "planted"
+    assert "multiples of 2e+01 in bfloat16" in comparison.findings[0].why
 
 
 def clean(comparison, units=1.5):
@@ -398,8 +398,8 @@ def test_gradients_that_training_does_not_compute_do_not_count():
     for layers in ([], frozen):
         assert compare(large_kernel(*layers, trainable=True), x, y, **how).findings == []
     trained = L.Dense(8, "relu", kernel_initializer="ones", name="trained")
-    first = compare(large_kernel(trained, trainable=False), x, y, **how).first
-    assert (first.path, first.direction) == ("large", "backward")
+    first = compare(large_kernel(trained, trainable=False), x, y, **how).findings[0]
+    assert (first.path, first.hazard) == ("large", "a difference in the backward pass")
 
 
 @common.once
@@ -424,7 +424,7 @@ def test_a_loop_of_ones_own():
     comparison = compare(
         small_model(Planted(square, name="planted")), *batch(), policy="mixed_float16", step=step
     )
-    assert comparison.first.path == "planted"
+    assert comparison.findings[0].path == "planted"
     assert "loss" not in [layer.path for layer in comparison.layers]
 
 
@@ -450,8 +450,8 @@ def test_what_a_model_does_between_its_layers_is_its_own():
     wide(x)
     wide.set_weights(narrow.get_weights())
     comparison = compare(narrow, x, reference=wide)
-    assert comparison.first.path == "mine"
-    assert comparison.first.what.startswith("overflow: Exp reaches")
+    assert comparison.findings[0].path == "mine"
+    assert comparison.findings[0].why.startswith("Overflow: Exp reaches")
 
 
 @common.once
@@ -461,8 +461,8 @@ def test_a_checkpoint_with_other_weights():
     other = keras_mp.convert(model, "float32")
     other.layers[-1].set_weights([w * 2 for w in other.layers[-1].get_weights()])
     comparison = compare(model, *batch(), reference=other)
-    assert comparison.first.path == model.layers[-1].name
-    assert comparison.first.what.startswith("its weights differ from those of the reference")
+    assert comparison.findings[0].path == model.layers[-1].name
+    assert comparison.findings[0].why.startswith("Its weights differ from those of the reference")
 
 
 @common.once
@@ -481,16 +481,21 @@ def test_records_are_kept_in_files_and_compared(tmp_path):
     last = model.layers[-1]
     last.set_weights([weight * 1.01 for weight in last.get_weights()])
     after = compare_records(record(model, x, y), before)
-    assert (after.first.path, after.first.direction) == (last.name, "forward")
+    assert (after.findings[0].path, after.findings[0].hazard) == (
+        last.name,
+        "a difference in the forward pass",
+    )
     assert after.layers[0].output.units == 0
 
 
 @common.once
 def test_records_of_different_losses_say_so():
     model, (x, y) = small_model(), batch()
-    first = compare_records(record(model, x, y), record(model, x)).first
-    assert (first.path, first.direction) == ("loss", "forward")
-    assert first.what == "different losses: a loss, and a sum of the outputs in the reference"
+    first = compare_records(record(model, x, y), record(model, x)).findings[0]
+    assert (first.path, first.hazard) == ("loss", "a difference in the forward pass")
+    assert first.why.startswith(
+        "Different losses: a loss, and a sum of the outputs in the reference"
+    )
 
 
 def test_a_record_of_something_else(tmp_path):
@@ -519,7 +524,7 @@ def test_json_and_picture(tmp_path):
     comparison = compare(model, *batch(), policy="mixed_float16")
     comparison.to_json(tmp_path / "comparison.json")
     read = json.loads((tmp_path / "comparison.json").read_text())
-    assert read["findings"][0]["path"] == "planted"
+    assert read["findings"][0]["where"].startswith("planted (Planted)")
     assert read["layers"][1]["own_output"]["units"] == "inf"
     axes = comparison.plot()
     assert [label.get_text() for label in axes[1].get_xticklabels()][1] == "planted"
@@ -593,8 +598,8 @@ def test_the_last_layer_is_named_where_its_gradient_overflows():
     model.layers[-1].set_weights([np.full_like(kernel, 3e4), bias])
     comparison = compare(model, batch()[0], np.zeros([16, 1], np.float32))
     [finding] = comparison.findings
-    assert (finding.path, finding.direction) == ("last", "backward")
-    assert "overflow: MatMul reaches" in finding.what
+    assert (finding.path, finding.hazard) == ("last", "a difference in the backward pass")
+    assert "Overflow: MatMul reaches" in finding.why
     [last] = [layer for layer in comparison.layers if layer.path == "last"]
     assert last.output.units < 2
     assert last.own_output.units < 2

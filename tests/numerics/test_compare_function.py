@@ -112,8 +112,8 @@ def shifted(x):
     ("defect", "what"),
     [
         (epsilon_of_zero, "a constant of 1e-08, which is 0 in float16"),
-        (square, "overflow: Square reaches"),
-        (shifted, "cancellation: Sub of numbers of about 3e+03"),
+        (square, "Overflow: Square reaches"),
+        (shifted, "Cancellation: Sub of numbers of about 3e+03"),
     ],
 )
 def test_a_planted_defect_is_named(defect, what):
@@ -127,13 +127,13 @@ def test_a_planted_defect_is_named(defect, what):
         return loss_of(net)(tf.cast(x, net.weights[0].dtype))
 
     comparison = compare_function(loss, X, variables=net, context=keras_mp.autocast_scope)
-    first = comparison.first
+    first = comparison.findings[0]
     assert first.path.startswith("net/planted/")
-    assert (first.direction, len(comparison.findings)) == ("forward", 1)
-    assert what in first.what
-    assert first.line.startswith("test_compare_function.py:")
+    assert (first.hazard, len(comparison.findings)) == ("a difference in the forward pass", 1)
+    assert what in first.why
+    assert " (test_compare_function.py:" in first.where
     assert "net/planted/" in str(comparison)
-    assert json.loads(comparison.to_json())["findings"][0]["path"] == first.path
+    assert json.loads(comparison.to_json())["findings"][0]["where"] == first.where
 
 
 def test_a_defect_on_the_way_back_is_named():
@@ -150,9 +150,9 @@ def test_a_defect_on_the_way_back_is_named():
     comparison = compare_function(
         lambda x: loss(x, tf.float16), X, context=None, reference=lambda x: loss(x, tf.float32)
     )
-    first = comparison.first
-    assert (first.path, first.direction) == ("MatMul", "backward")
-    assert "a constant of 1e-09, which is 0 in float16" in first.what
+    first = comparison.findings[0]
+    assert (first.path, first.hazard) == ("MatMul", "a difference in the backward pass")
+    assert "a constant of 1e-09, which is 0 in float16" in first.why
 
 
 def test_a_gradient_that_is_zero_but_for_rounding():

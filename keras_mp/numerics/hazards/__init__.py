@@ -17,7 +17,8 @@ from keras_mp.numerics.hazards import (
     updates,
     values,
 )
-from keras_mp.numerics.hazards.traced_step import Finding, Suspect, TracedStep
+from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
+from keras_mp.numerics.results import Finding
 
 HAZARDS: tuple[Callable[[TracedStep], Suspect | Iterator[Suspect | Finding]], ...] = (
     values.vanished_epsilon,

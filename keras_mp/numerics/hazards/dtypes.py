@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from keras_mp import kernels, raw_inputs
 from keras_mp.numerics import origins, tensor_cores, work
-from keras_mp.numerics.hazards.traced_step import Finding, Suspect, TracedStep, shapes_of, widened
+from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep, shapes_of, widened
+from keras_mp.numerics.results import Finding
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
 # Layers with a smaller share of the model's work are not reported.

@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras_mp.layer_paths import native_variable
 from keras_mp.numerics import origins
 from keras_mp.numerics.hazards.traced_step import (
-    Finding,
     Suspect,
     TracedStep,
     count,
@@ -20,6 +19,7 @@ from keras_mp.numerics.hazards.traced_step import (
     widened,
 )
 from keras_mp.numerics.lost import LARGE_INPUTS, LARGE_WEIGHTS
+from keras_mp.numerics.results import Finding
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 

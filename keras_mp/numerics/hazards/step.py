@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.numerics import origins
 from keras_mp.numerics.hazards.traced_step import (
-    Finding,
     Suspect,
     TracedStep,
     count,
@@ -18,6 +17,7 @@ from keras_mp.numerics.hazards.traced_step import (
     static_value,
     widened,
 )
+from keras_mp.numerics.results import Finding
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 

@@ -1,8 +1,8 @@
 """The graph of one step, with its layers and the tensors of one batch, for hazards to inspect."""
 
 import functools
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_mp import layer_paths
 from keras_mp.numerics import origins, traces, work
 from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.results import Finding
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.messages import Line
 
@@ -22,41 +23,6 @@ _APPLYING = (
     *("apply_gradients", "apply", "minimize", "unscale", "get_unscaled_gradients"),
     *("compute_metrics", "update_state"),
 )
-
-
-class Finding(NamedTuple):
-    """A hazard that was found in a model.
-
-    Attributes:
-        hazard: str. Its name.
-        where: str. The path of the layer, or what else it is about.
-        line: the line of a program, or None where only libraries had a part in it.
-        why: str. Why it matters, with what was measured on the batch.
-        cure: str. What to change.
-
-    Example:
-
-    >>> from keras_mp.numerics import Finding
-    >>> print(Finding("a loss in 16 bits", "loss", None, "It is 2 % off.", "Cast to float32."))
-    a loss in 16 bits, in loss
-        It is 2 % off.
-        Cure: Cast to float32.
-    """
-
-    hazard: str
-    where: str
-    line: Line | None
-    why: str
-    cure: str
-
-    @property
-    def place(self) -> Hashable:
-        """The hazard, the layer and the line: equal for findings about the same thing."""
-        return self.hazard, self.where, self.line
-
-    def __str__(self) -> str:
-        at = f" ({self.line.file}:{self.line.number})" if self.line else ""
-        return f"{self.hazard}, in {self.where}{at}\n    {self.why}\n    Cure: {self.cure}"
 
 
 # A possible hazard: yields tensors of the graph, which are computed for one batch together with the

@@ -3,7 +3,8 @@
 import tensorflow as tf
 
 from keras_mp import low_precision_weights
-from keras_mp.numerics.hazards.traced_step import Finding, Suspect, TracedStep, count
+from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep, count
+from keras_mp.numerics.results import Finding
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # Rounding loses some updates everywhere.

@@ -9,13 +9,13 @@ from keras_mp.model_steps import has_own_train_step
 from keras_mp.numerics import origins
 from keras_mp.numerics.hazards.traced_step import (
     UNIT_ROUNDOFF,
-    Finding,
     Suspect,
     TracedStep,
     count,
     static_value,
     widened,
 )
+from keras_mp.numerics.results import Finding
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 
