@@ -58,8 +58,9 @@ def enable_mixed_precision_graph_rewrite(
             `keras_mp.compat.v1.LossScaleOptimizer` takes. bfloat16 needs none, and it is not used.
         dtype: "float16", which TensorFlow rewrites to on Nvidia GPUs of compute capability 7.0 and
             above and on CPUs with AMX-FP16 or AVX-NE-CONVERT; "bfloat16", which it rewrites to on
-            CPUs; or None (the default) for the one that is fast on this machine. If none is, that
-            is "float16", with a warning: TensorFlow then leaves graphs as they are.
+            CPUs with AVX512 or AVX-NE-CONVERT; or None (the default) for the one that is fast on
+            this machine. If none is, that is "float16", with a warning: TensorFlow then leaves
+            graphs as they are.
 
     Returns:
         A `keras_mp.LossScaleOptimizer` or a `keras_mp.compat.v1.LossScaleOptimizer` around
@@ -69,6 +70,7 @@ def enable_mixed_precision_graph_rewrite(
         TypeError: `optimizer` is of another kind.
         ValueError: the global policy of `tf.keras` is a mixed one, the rewrite is on already, or
             the optimizer scales the loss already.
+        RuntimeError: `dtype` is "bfloat16", and TensorFlow does not rewrite to it on this CPU.
 
     Example:
 
@@ -399,16 +401,16 @@ def _warn_if_it_is_in_vain(dtype: str) -> None:
         messages.warn(
             "TensorFlow will leave graphs in float32: it rewrites to float16 on Nvidia GPUs of "
             "compute capability 7.0 or above and on CPUs with AMX-FP16 or AVX-NE-CONVERT, and "
-            "there is none here. dtype='bfloat16' works on every CPU, whether it is fast there or "
-            "not."
+            "there is none here. It rewrites to bfloat16, dtype='bfloat16', on CPUs with AVX512 or "
+            "AVX-NE-CONVERT, fast or not."
         )
 
 
 def _with_wrong_sums(dtype: str) -> set[str]:
     """Returns the operations that the pass would move to kernels that stop short of long sums."""
+    found = lists.read(dtype)
     if not sums.are_enabled():
         return set()
-    found = lists.read(dtype)
     rewritten = found["allow"] | found["infer"] | found["clear"]
     # Sums of rows, and biases of both formats, in which most kernels are wrong.
     patterns = {"BiasAddGrad": ("NHWC", "NCHW"), "Sum": ((True, False),), "Mean": ((True, False),)}

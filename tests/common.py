@@ -142,6 +142,11 @@ def mirrored(count: int) -> tf.distribute.MirroredStrategy:
 has_all_of_onednn = not {"TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA"} & os.environ.keys()
 needs_onednn = pytest.mark.skipif(not has_all_of_onednn, reason="It takes all of oneDNN.")
 
+needs_bfloat16_rewrite = pytest.mark.skipif(
+    not keras_mp.hardware.cpu_takes_bfloat16_rewrite(),
+    reason="TensorFlow rewrites no graph to bfloat16 on this CPU.",
+)
+
 needs_cuda = pytest.mark.skipif(
     not tf.sysconfig.get_build_info().get("is_cuda_build"),
     reason="This TensorFlow was built without CUDA.",

@@ -46,6 +46,17 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
     keras_mp.set_global_policy(None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips examples of the graph rewrite on CPUs where TensorFlow rewrites nothing."""
+    if keras_mp.hardware.cpu_takes_bfloat16_rewrite():
+        return
+    skip = pytest.mark.skip(reason="TensorFlow rewrites no graph to bfloat16 on this CPU.")
+    for item in items:
+        examples = item.dtest.examples if isinstance(item, pytest.DoctestItem) else ()
+        if any("enable_mixed_precision_graph_rewrite(" in each.source for each in examples):
+            item.add_marker(skip)
+
+
 def pytest_collection_finish() -> None:
     """Keeps the garbage collector from looking through TensorFlow and through graphs all the time.
 

@@ -8,7 +8,16 @@ from tensorflow.python.eager import context
 import keras_mp
 from keras_mp import graph_rewrite, hardware, keras_api
 from keras_mp.grappler import passes
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, needs_cuda, once
+from keras_mp.support import cpu
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    digits,
+    make_optimizer,
+    needs_bfloat16_rewrite,
+    needs_cuda,
+    once,
+)
 
 K = tf.keras
 V1 = tf.compat.v1
@@ -32,6 +41,7 @@ def sgd():
 # Which optimizer comes back.
 
 
+@needs_bfloat16_rewrite
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_optimizer_of_keras_is_wrapped_for_float16_only(name):
     inner = make_optimizer(name)
@@ -44,6 +54,7 @@ def test_an_optimizer_of_keras_is_wrapped_for_float16_only(name):
     assert enable(inner, dtype="bfloat16") is inner
 
 
+@needs_bfloat16_rewrite
 def test_an_optimizer_of_tensorflow_1_is_wrapped_for_float16_only():
     inner = sgd()
     manager = keras_mp.compat.v1.FixedLossScaleManager(64)
@@ -69,6 +80,7 @@ def chosen(monkeypatch, policy, gpus=(), takes_float16=False):
     return dtype
 
 
+@needs_bfloat16_rewrite
 def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch):
     assert chosen(monkeypatch, "mixed_bfloat16") == "bfloat16"
 
@@ -82,6 +94,7 @@ def test_where_nothing_is_fast_graphs_stay_and_that_is_said(monkeypatch):
         assert chosen(monkeypatch, "float32") == "float16"
 
 
+@needs_bfloat16_rewrite
 def test_float16_is_chosen_on_a_gpu_and_bfloat16_does_not_reach_it(monkeypatch):
     monkeypatch.setattr(hardware, "why_slow", lambda dtype: None)
     monkeypatch.setattr(hardware, "warn_if_slow", lambda dtype=None: None)
@@ -110,6 +123,7 @@ def test_a_mixed_policy_before():
     refused(K.optimizers.SGD(), "The global policy is 'mixed_float16'")
 
 
+@needs_bfloat16_rewrite
 def test_a_mixed_policy_after():
     enable(K.optimizers.SGD(), dtype="bfloat16")
     with pytest.raises(ValueError, match="The graph rewrite to bfloat16 is on"):
@@ -123,6 +137,7 @@ def test_a_mixed_policy_after():
     keras_mp.set_global_policy("float64")
 
 
+@needs_bfloat16_rewrite
 def test_a_model_with_a_mixed_policy():
     layer = K.layers.Dense(1, dtype="mixed_bfloat16", name="narrow")
     model = K.Sequential([K.Input([2]), layer])
@@ -133,6 +148,7 @@ def test_a_model_with_a_mixed_policy():
     model.compile("sgd", "mse")
 
 
+@needs_bfloat16_rewrite
 def test_a_second_rewrite():
     enable(K.optimizers.SGD(), dtype="bfloat16")
     refused(K.optimizers.SGD(), "is on already, for bfloat16: use a second optimizer as it is")
@@ -202,12 +218,14 @@ def small_model(**kwargs):
     return model
 
 
+@needs_bfloat16_rewrite
 def test_a_model_that_xla_compiles():
     enable(K.optimizers.SGD(), dtype="bfloat16")
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="which XLA compiles"):
         small_model(jit_compile=True)
 
 
+@needs_bfloat16_rewrite
 def test_a_model_that_runs_eagerly():
     enable(K.optimizers.SGD(), dtype="bfloat16")
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="which runs eagerly"):
@@ -236,6 +254,7 @@ def dtypes_of(graphs, op):
     return {tf.as_dtype(node.attr["T"].type).name for node in nodes}
 
 
+@needs_bfloat16_rewrite
 def test_what_fit_runs():
     x, y = np.ones([8, 4], "float32"), np.ones([8, 1], "float32")
     enable(K.optimizers.SGD(), dtype="bfloat16")
@@ -249,6 +268,7 @@ def test_what_fit_runs():
     assert {w.dtype for w in model.get_weights()} == {np.dtype("float32")}
 
 
+@needs_bfloat16_rewrite
 def test_a_function_of_several_arguments():
     enable(K.optimizers.SGD(), dtype="bfloat16")
 
@@ -264,6 +284,7 @@ def test_a_function_of_several_arguments():
     assert graph_rewrite.report(concrete).operations == report.operations
 
 
+@needs_bfloat16_rewrite
 def test_what_has_no_graph():
     with pytest.raises(RuntimeError, match="report.. needs the graph rewrite, which is off"):
         graph_rewrite.report(tf.function(lambda x: x), 1.0)
@@ -280,6 +301,7 @@ def test_what_has_no_graph():
         graph_rewrite.report([one, other])
 
 
+@needs_bfloat16_rewrite
 def test_a_model_takes_one_batch():
     enable(K.optimizers.SGD(), dtype="bfloat16")
     x, y = np.ones([8, 4], "float32"), np.ones([8, 1], "float32")
@@ -301,6 +323,7 @@ def test_a_model_takes_one_batch():
         graph_rewrite.report(uncompiled, x, y)
 
 
+@needs_bfloat16_rewrite
 def test_a_model_of_several_inputs():
     enable(K.optimizers.SGD(), dtype="bfloat16")
     inputs = {name: K.Input([4], name=name) for name in ("a", "b")}
@@ -328,6 +351,7 @@ def test_what_fit_would_run_on_a_gpu():
     assert found["float16"]["MatMul"] == report.by_dtype()["float16"]["MatMul"]
 
 
+@needs_bfloat16_rewrite
 def test_a_function_that_xla_compiles():
     enable(K.optimizers.SGD(), dtype="bfloat16")
     product = tf.function(lambda x: tf.matmul(x, x), jit_compile=True)
@@ -338,6 +362,7 @@ def test_a_function_that_xla_compiles():
 # Sessions.
 
 
+@needs_bfloat16_rewrite
 def test_sessions_are_rewritten_by_the_config():
     x = np.ones([4, 4], "float32")
     enable(sgd(), dtype="bfloat16")
@@ -365,6 +390,7 @@ def test_sessions_are_rewritten_by_the_config():
         assert dtypes(None) == {"float32"}
 
 
+@needs_bfloat16_rewrite
 def test_a_config_needs_the_rewrite():
     with pytest.raises(RuntimeError, match="session_config.. needs the graph rewrite"):
         graph_rewrite.session_config()
@@ -376,6 +402,7 @@ def test_a_config_needs_the_rewrite():
 # Lists.
 
 
+@needs_bfloat16_rewrite
 def test_lists_are_changed_before_and_not_while_it_is_on():
     graph_rewrite.change_op_lists(deny=["Tanh"], none=["_FusedMatMul"])
     try:
@@ -422,6 +449,7 @@ def gradient_of_bias(x):
     return gradient(x)[0].numpy().tolist()
 
 
+@needs_bfloat16_rewrite
 def test_the_gradient_of_a_bias_does_not_stop_at_256():
     x = tf.ones([10_000, 2])
     enable(K.optimizers.SGD(), dtype="bfloat16")
@@ -460,6 +488,7 @@ def accuracy(is_rewritten):
     return model.evaluate(images[1400:], labels[1400:], verbose=0)[1]
 
 
+@needs_bfloat16_rewrite
 @once
 def test_digits_are_learnt_as_well_as_in_float32():
     in_float32 = accuracy(False)
@@ -471,9 +500,17 @@ def test_the_adapter_knows_no_optimizer_of_tensorflow_1():
     assert keras_api.optimizer_adapter(sgd()) is None
 
 
-def test_bfloat16_without_onednn(monkeypatch):
-    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+@pytest.mark.parametrize(
+    ("flags", "onednn"), [("avx512f", "0"), ("avx2 fma", "1")], ids=["no oneDNN", "no AVX512"]
+)
+def test_bfloat16_on_cpus_that_do_not_take_it(monkeypatch, flags, onednn):
+    monkeypatch.setattr(cpu, "flags", lambda: set(flags.split()))
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", onednn)
     optimizer = tf.keras.optimizers.SGD()
-    with pytest.raises(RuntimeError, match="bfloat16 with oneDNN only.*TF_ENABLE_ONEDNN_OPTS"):
-        keras_mp.enable_mixed_precision_graph_rewrite(optimizer, dtype="bfloat16")
-    assert passes.enabled_dtype() is None
+    match = "bfloat16 with oneDNN only.*TF_ENABLE_ONEDNN_OPTS.*on CPUs with AVX512"
+    for sums_are_wide in (True, False):
+        keras_mp.enable_float32_sums(sums_are_wide)
+        with pytest.raises(RuntimeError, match=match):
+            keras_mp.enable_mixed_precision_graph_rewrite(optimizer, dtype="bfloat16")
+        assert passes.enabled_dtype() is None
+    keras_mp.enable_float32_sums()

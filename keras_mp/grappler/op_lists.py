@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_mp.grappler import optimize
 from keras_mp.grappler.passes import PASSES
-from keras_mp.support import onednn
+from keras_mp.support import cpu
 
 # Parts of the names of environment variables; the second ones are those of TensorFlow 1.
 _NAMES = {
@@ -57,14 +57,15 @@ def read(dtype: str) -> dict[str, frozenset[str]]:
         dict of "allow", "infer", "deny", "clear" and the names of operations.
 
     Raises:
-        RuntimeError: TensorFlow does not tell, as when an operation is on two lists, or oneDNN is
-            switched off and `dtype` is "bfloat16".
+        RuntimeError: TensorFlow does not tell, as when an operation is on two lists, or `dtype` is
+            "bfloat16" and it rewrites nothing to bfloat16 on this CPU.
     """
-    if dtype == "bfloat16" and not onednn.is_on():
+    if dtype == "bfloat16" and not cpu.takes_rewrite(dtype):
         raise RuntimeError(
             "TensorFlow rewrites graphs to bfloat16 with oneDNN only, which the environment "
-            "variable TF_ENABLE_ONEDNN_OPTS switches off. Unset it, or use the policy "
-            f"'mixed_bfloat16'. Received: dtype={dtype!r}"
+            "variable TF_ENABLE_ONEDNN_OPTS can switch off, and on CPUs with AVX512 or "
+            "AVX-NE-CONVERT only. Here it would leave them in float32. Use the policy "
+            f"'mixed_bfloat16', or float32. Received: dtype={dtype!r}"
         )
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.optimizers.append(_TRIED_WITH[dtype])

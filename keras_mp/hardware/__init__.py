@@ -14,7 +14,7 @@ from keras_mp.hardware import devices, fast_dtypes
 from keras_mp.hardware.stopwatch import Speeds
 from keras_mp.kernels import tables
 from keras_mp.kernels.replaced import usual_device
-from keras_mp.support import messages
+from keras_mp.support import cpu, messages
 
 _lock = threading.Lock()
 # The dtypes of policies that were fast so far, and those that need no more warning.
@@ -216,6 +216,21 @@ def cpu_has_float16() -> bool:
     return devices.cpu_has("float16")
 
 
+def cpu_takes_bfloat16_rewrite() -> bool:
+    """Whether TensorFlow's graph rewrite goes to bfloat16 on this CPU.
+
+    It does where oneDNN is on and the CPU has AVX512 or AVX-NE-CONVERT, fast or not.
+
+    Example:
+
+    >>> isinstance(keras_mp.hardware.cpu_takes_bfloat16_rewrite(), bool)
+    True
+
+    Source: TensorFlow, `IsDataTypeSupportedByOneDNNOnThisCPU`.
+    """
+    return cpu.takes_rewrite("bfloat16")
+
+
 def cpu_takes_float16_rewrite() -> bool:
     """Whether TensorFlow's graph rewrite goes to float16 on this CPU.
 
@@ -229,7 +244,7 @@ def cpu_takes_float16_rewrite() -> bool:
 
     Source: TensorFlow, `auto_mixed_precision.cc` of grappler.
     """
-    return devices.takes_float16_rewrite()
+    return cpu.takes_rewrite("float16")
 
 
 def _checked(dtype: str) -> str:

@@ -4,14 +4,13 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.support import cpu, onednn
+from keras_mp.support import cpu
 
 COMPUTE_CAPABILITY = {"float16": (7, 0), "bfloat16": (8, 0)}
 _CPU_FLAGS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16"},
 }
-_REWRITE_FLAGS = {"amx_fp16", "avx_ne_convert"}
 
 
 class Gpu(NamedTuple):
@@ -60,11 +59,6 @@ def cpu_has(dtype: str) -> bool:
     # On macOS they are there from the M2 on; neither TensorFlow nor Python says which chip it is
     # without asking sysctl, and TensorFlow's CPU kernels do not use them there.
     return not _CPU_FLAGS[dtype].isdisjoint(cpu.flags())
-
-
-def takes_float16_rewrite() -> bool:
-    """Whether TensorFlow's graph rewrite goes to float16 on this CPU."""
-    return onednn.is_on() and not _REWRITE_FLAGS.isdisjoint(cpu.flags())
 
 
 def why_slow(dtype: str) -> str | None:

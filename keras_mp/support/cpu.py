@@ -29,6 +29,11 @@ _AVX10_LIMITS = {
 }
 # Which unit says most about a CPU, of those that it has.
 _BEST_FIRST = ("AMX-FP16", "AMX-BF16", "AVX512-FP16", "AVX512-BF16", "AVX-NE-CONVERT")
+# TensorFlow's `IsDataTypeSupportedByOneDNNOnThisCPU`, for x86.
+_REWRITE_FLAGS = {
+    "bfloat16": {"avx512f", "avx_ne_convert"},
+    "float16": {"amx_fp16", "avx_ne_convert"},
+}
 _FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 _X86 = ("x86_64", "AMD64")
 
@@ -86,6 +91,15 @@ def kind() -> str:
             return unit
     has_avx512 = "avx512bw" in flags() and "AVX512_CORE" in _allowed_by_onednn()
     return "AVX512" if has_avx512 else "AVX2"
+
+
+def takes_rewrite(dtype: str) -> bool:
+    """Whether TensorFlow's graph rewrite goes to a dtype on this CPU.
+
+    Args:
+        dtype: str, "float16" or "bfloat16".
+    """
+    return onednn.is_on() and not _REWRITE_FLAGS[dtype].isdisjoint(flags())
 
 
 def _allowed_by_onednn() -> tuple[str, ...]:

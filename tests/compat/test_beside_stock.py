@@ -7,7 +7,7 @@ from tensorflow.python.eager import context
 
 import keras_mp
 from keras_mp.compat import v1
-from tests.common import IS_KERAS_3, mirrored, once, value
+from tests.common import IS_KERAS_3, mirrored, needs_bfloat16_rewrite, once, value
 
 V1 = tf.compat.v1
 STOCK = V1.mixed_precision
@@ -163,12 +163,14 @@ def off():
         STOCK.disable_mixed_precision_graph_rewrite()
 
 
+@needs_bfloat16_rewrite
 def test_optimizers_of_keras():
     with pytest.raises(ValueError, match="must be an instance of a tf.train.Optimizer"):
         stock_enable(tf.keras.optimizers.SGD())
     our_enable(tf.keras.optimizers.SGD())
 
 
+@needs_bfloat16_rewrite
 @once
 def test_a_graph_on_a_cpu():
     dtypes = []
@@ -200,6 +202,7 @@ def test_a_mixed_policy_before(enable):
             enable(sgd())
 
 
+@needs_bfloat16_rewrite
 def test_a_mixed_policy_after():
     stock_enable(sgd())
     if IS_KERAS_3:
@@ -219,6 +222,7 @@ def test_a_mixed_policy_after():
             model.compile("sgd", "mse")
 
 
+@needs_bfloat16_rewrite
 @once
 def test_the_gradient_of_a_bias():
     kernel, bias = tf.Variable(tf.ones([2, 3])), tf.Variable(tf.zeros([3]))

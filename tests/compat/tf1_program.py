@@ -82,5 +82,5 @@ def train(kind, folder):
 
 
 if __name__ == "__main__":
-    kinds = ("float32", "contrib", "rewrite")
-    print(json.dumps({kind: train(kind, sys.argv[1]) for kind in kinds}))
+    folder, *kinds = sys.argv[1:]
+    print(json.dumps({kind: train(kind, folder) for kind in kinds}))

@@ -8,7 +8,7 @@ import keras_mp
 from keras_mp import graph_rewrite
 from keras_mp.grappler import op_lists, optimize, passes
 from keras_mp.grappler import report as reports
-from tests.common import needs_cuda, once
+from tests.common import needs_bfloat16_rewrite, needs_cuda, once
 from tests.grappler import rewritten as rewritten_graphs
 
 V1 = tf.compat.v1
@@ -93,6 +93,7 @@ def test_the_lists_count():
         op_lists.change({})
 
 
+@needs_bfloat16_rewrite
 def test_a_rewrite_to_bfloat16_does_not_reach_a_gpu():
     passes.turn_on("bfloat16")
     try:

@@ -8,9 +8,9 @@ from tensorflow.python.eager import context
 
 from keras_mp.grappler import passes
 from keras_mp.grappler import report as reports
-from tests.common import once
+from tests.common import needs_bfloat16_rewrite, once
 
-pytestmark = once
+pytestmark = [once, needs_bfloat16_rewrite]
 
 X = tf.constant(tf.reshape(tf.range(64.0) / 64, [8, 8]))
 

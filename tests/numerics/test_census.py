@@ -12,7 +12,7 @@ import keras_mp
 from keras_mp.grappler import passes
 from keras_mp.numerics import graphs, work
 from keras_mp.numerics.census import Cast, Census, Graph, Operation, census
-from tests.common import needs_cuda, needs_onednn, once
+from tests.common import needs_bfloat16_rewrite, needs_cuda, once
 
 K = tf.keras
 L = K.layers
@@ -169,8 +169,8 @@ def test_what_xla_compiles_is_shown_as_traced():
     assert census(model, (tf.ones([2, 8]), tf.ones([2, 4]))).optimized is None
 
 
+@needs_bfloat16_rewrite
 @once
-@needs_onednn
 def test_after_the_graph_rewrite():
     def function(x):
         return tf.exp(tf.nn.relu(x @ x) @ x)

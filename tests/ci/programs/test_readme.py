@@ -10,7 +10,7 @@ import matplotlib
 import pytest
 
 import keras_mp
-from tests.common import IS_KERAS_3, once
+from tests.common import IS_KERAS_3, needs_bfloat16_rewrite, once
 from tests.replicas import workers
 
 matplotlib.use("agg")
@@ -133,6 +133,7 @@ def test_the_block_about_overflows_prints_what_it_says(tmp_path, capfd):
     assert f"  # {below_1}\n" in page
 
 
+@needs_bfloat16_rewrite
 def test_the_blocks_about_the_graph_rewrite_print_the_table(tmp_path, capfd):
     *lines, older_gpu, gpu, in_deny = printed_by_the_blocks_of("graph_rewrite.md", tmp_path, capfd)
     assert in_deny == "True"
