@@ -19,7 +19,7 @@ from keras_mp.grappler import report as reports
 from keras_mp.grappler.report import RewriteReport, RewrittenOperation
 from keras_mp.kernels import sums
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, find_loss_scale_optimizer, wrapper_of
-from keras_mp.support import messages
+from keras_mp.support import cpu, messages
 
 _Optimizer: TypeAlias = tf.keras.optimizers.Optimizer | tf.compat.v1.train.Optimizer
 
@@ -59,8 +59,8 @@ def enable_mixed_precision_graph_rewrite(
         dtype: "float16", which TensorFlow rewrites to on Nvidia GPUs of compute capability 7.0 and
             above and on CPUs with AMX-FP16 or AVX-NE-CONVERT; "bfloat16", which it rewrites to on
             CPUs with AVX512 or AVX-NE-CONVERT; or None (the default) for the one that is fast on
-            this machine. If none is, that is "float16", with a warning: TensorFlow then leaves
-            graphs as they are.
+            this machine, or "float16" if none is. Where TensorFlow leaves graphs as they are, a
+            warning says so.
 
     Returns:
         A `keras_mp.LossScaleOptimizer` or a `keras_mp.compat.v1.LossScaleOptimizer` around
@@ -70,7 +70,6 @@ def enable_mixed_precision_graph_rewrite(
         TypeError: `optimizer` is of another kind.
         ValueError: the global policy of `tf.keras` is a mixed one, the rewrite is on already, or
             the optimizer scales the loss already.
-        RuntimeError: `dtype` is "bfloat16", and TensorFlow does not rewrite to it on this CPU.
 
     Example:
 
@@ -395,22 +394,22 @@ def _warn_if_it_is_in_vain(dtype: str) -> None:
             "what runs there stays in float32. Use dtype='float16', or the policy "
             "'mixed_bfloat16' in place of the graph rewrite."
         )
-    elif dtype == "bfloat16" or (not has_gpu and hardware.cpu_takes_float16_rewrite()):
+    elif not has_gpu and cpu.takes_rewrite(dtype):
         hardware.warn_if_slow(dtype)
     elif not (has_gpu and hardware.why_slow(dtype) is None):
         messages.warn(
-            "TensorFlow will leave graphs in float32: it rewrites to float16 on Nvidia GPUs of "
-            "compute capability 7.0 or above and on CPUs with AMX-FP16 or AVX-NE-CONVERT, and "
-            "there is none here. It rewrites to bfloat16, dtype='bfloat16', on CPUs with AVX512 or "
-            "AVX-NE-CONVERT, fast or not."
+            "TensorFlow will leave graphs in float32. It rewrites to float16 on Nvidia GPUs of "
+            "compute capability 7.0 or above, and on CPUs with AMX-FP16 or AVX-NE-CONVERT; to "
+            "bfloat16 on CPUs with AVX512 or AVX-NE-CONVERT, fast or not, and only with oneDNN, "
+            f"which TF_ENABLE_ONEDNN_OPTS=0 switches off. Received: dtype={dtype!r}"
         )
 
 
 def _with_wrong_sums(dtype: str) -> set[str]:
     """Returns the operations that the pass would move to kernels that stop short of long sums."""
-    found = lists.read(dtype)
-    if not sums.are_enabled():
+    if not (sums.are_enabled() and lists.can_be_read(dtype)):
         return set()
+    found = lists.read(dtype)
     rewritten = found["allow"] | found["infer"] | found["clear"]
     # Sums of rows, and biases of both formats, in which most kernels are wrong.
     patterns = {"BiasAddGrad": ("NHWC", "NCHW"), "Sum": ((True, False),), "Mean": ((True, False),)}

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
+from keras_mp.support import cpu
 
 IS_KERAS_3 = keras_api.ROOT_PACKAGE == "keras"
 
@@ -143,7 +144,7 @@ has_all_of_onednn = not {"TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA"} & os.env
 needs_onednn = pytest.mark.skipif(not has_all_of_onednn, reason="It takes all of oneDNN.")
 
 needs_bfloat16_rewrite = pytest.mark.skipif(
-    not keras_mp.hardware.cpu_takes_bfloat16_rewrite(),
+    not cpu.takes_rewrite("bfloat16"),
     reason="TensorFlow rewrites no graph to bfloat16 on this CPU.",
 )
 

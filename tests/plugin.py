@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.grappler import passes
+from keras_mp.support import cpu
 
 # The modules of the Keras that is not there.
 _UNUSED = {"keras": "keras2*.py", "tf_keras": "keras3*.py"}[keras_mp.keras_api.ROOT_PACKAGE]
@@ -48,7 +49,7 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips examples of the graph rewrite on CPUs where TensorFlow rewrites nothing."""
-    if keras_mp.hardware.cpu_takes_bfloat16_rewrite():
+    if cpu.takes_rewrite("bfloat16"):
         return
     skip = pytest.mark.skip(reason="TensorFlow rewrites no graph to bfloat16 on this CPU.")
     for item in items:

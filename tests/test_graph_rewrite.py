@@ -72,7 +72,7 @@ def test_an_optimizer_of_tensorflow_1_is_wrapped_for_float16_only():
 
 def chosen(monkeypatch, policy, gpus=(), takes_float16=False):
     monkeypatch.setattr(hardware, "best_policy", lambda: policy)
-    monkeypatch.setattr(hardware, "cpu_takes_float16_rewrite", lambda: takes_float16)
+    monkeypatch.setattr(cpu, "takes_rewrite", lambda dtype: takes_float16 or dtype == "bfloat16")
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: list(gpus))
     enable(K.optimizers.SGD())
     dtype = passes.enabled_dtype()
@@ -503,14 +503,23 @@ def test_the_adapter_knows_no_optimizer_of_tensorflow_1():
 @pytest.mark.parametrize(
     ("flags", "onednn"), [("avx512f", "0"), ("avx2 fma", "1")], ids=["no oneDNN", "no AVX512"]
 )
-def test_bfloat16_on_cpus_that_do_not_take_it(monkeypatch, flags, onednn):
+@pytest.mark.parametrize("sums_are_wide", [True, False])
+def test_bfloat16_on_cpus_that_do_not_take_it(monkeypatch, flags, onednn, sums_are_wide):
     monkeypatch.setattr(cpu, "flags", lambda: set(flags.split()))
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", onednn)
-    optimizer = tf.keras.optimizers.SGD()
-    match = "bfloat16 with oneDNN only.*TF_ENABLE_ONEDNN_OPTS.*on CPUs with AVX512"
-    for sums_are_wide in (True, False):
-        keras_mp.enable_float32_sums(sums_are_wide)
-        with pytest.raises(RuntimeError, match=match):
-            keras_mp.enable_mixed_precision_graph_rewrite(optimizer, dtype="bfloat16")
-        assert passes.enabled_dtype() is None
-    keras_mp.enable_float32_sums()
+    keras_mp.enable_float32_sums(sums_are_wide)
+    try:
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match="will leave graphs in float32"):
+            enable(K.optimizers.SGD(), dtype="bfloat16")
+    finally:
+        keras_mp.enable_float32_sums()
+    with pytest.raises(RuntimeError, match="shows no lists"):
+        graph_rewrite.op_lists("bfloat16")
+
+
+@pytest.mark.skipif(cpu.takes_rewrite("bfloat16"), reason="TensorFlow rewrites graphs on this CPU.")
+def test_a_report_on_a_cpu_that_leaves_graphs_as_they_are():
+    ignored(enable, K.optimizers.SGD(), dtype="bfloat16")
+    report = graph_rewrite.report(tf.function(lambda x: tf.exp(x @ x)), tf.ones([8, 8]))
+    assert report.by_dtype() == {"float32": {"Exp": 1, "MatMul": 1}}
+    assert {each.why for each in report.operations} == {"not on this CPU"}

@@ -47,6 +47,15 @@ class _Changes:
     kept_out: frozenset[str] = frozenset()
 
 
+def can_be_read(dtype: str) -> bool:
+    """Whether TensorFlow shows its lists: for bfloat16 only where it rewrites to it.
+
+    Args:
+        dtype: str, "float16" or "bfloat16".
+    """
+    return dtype == "float16" or cpu.takes_rewrite(dtype)
+
+
 def read(dtype: str) -> dict[str, frozenset[str]]:
     """Asks TensorFlow for its lists.
 
@@ -57,15 +66,14 @@ def read(dtype: str) -> dict[str, frozenset[str]]:
         dict of "allow", "infer", "deny", "clear" and the names of operations.
 
     Raises:
-        RuntimeError: TensorFlow does not tell, as when an operation is on two lists, or `dtype` is
-            "bfloat16" and it rewrites nothing to bfloat16 on this CPU.
+        RuntimeError: TensorFlow does not tell, as when an operation is on two lists, or where they
+            cannot be read.
     """
-    if dtype == "bfloat16" and not cpu.takes_rewrite(dtype):
+    if not can_be_read(dtype):
         raise RuntimeError(
-            "TensorFlow rewrites graphs to bfloat16 with oneDNN only, which the environment "
-            "variable TF_ENABLE_ONEDNN_OPTS can switch off, and on CPUs with AVX512 or "
-            "AVX-NE-CONVERT only. Here it would leave them in float32. Use the policy "
-            f"'mixed_bfloat16', or float32. Received: dtype={dtype!r}"
+            "TensorFlow rewrites graphs to bfloat16 on CPUs with AVX512 or AVX-NE-CONVERT only, "
+            "and with oneDNN, which TF_ENABLE_ONEDNN_OPTS=0 switches off. On others it leaves "
+            f"graphs in float32, and shows no lists. Received: dtype={dtype!r}"
         )
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.optimizers.append(_TRIED_WITH[dtype])

@@ -125,7 +125,7 @@ def report(
     before = sum(dtype in each for body in bodies for _, each in _computations(body.nodes))
     operations: list[RewrittenOperation] = []
     casts = {dtype: 0, "float32": 0}
-    lists = op_lists.read(dtype)
+    lists = op_lists.read(dtype) if op_lists.can_be_read(dtype) else {}
     for body in _bodies(rewritten, of_xla, compiled):
         why = _Why(body, dtype, lists, device)
         for node, dtypes in _computations(body.nodes):
@@ -267,7 +267,7 @@ class _Why:
     Args:
         body: the nodes among which they are.
         dtype: str. The dtype to which the others were rewritten.
-        lists: what `op_lists.read` returns.
+        lists: what `op_lists.read` returns; nothing where TensorFlow rewrites nothing.
         device: str. The GPU that the graph was rewritten for; None for this machine.
     """
 
@@ -290,6 +290,8 @@ class _Why:
             return "XLA compiles it"
         if "float32" not in dtypes:
             return f"is {dtypes[0]} already"
+        if not self._lists:
+            return "not on this CPU"
         op_list = next((name for name, ops in self._lists.items() if node.op in ops), None)
         if node.op in op_lists.kept_out():
             return "kept for its sum"

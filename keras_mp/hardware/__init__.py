@@ -216,21 +216,6 @@ def cpu_has_float16() -> bool:
     return devices.cpu_has("float16")
 
 
-def cpu_takes_bfloat16_rewrite() -> bool:
-    """Whether TensorFlow's graph rewrite goes to bfloat16 on this CPU.
-
-    It does where oneDNN is on and the CPU has AVX512 or AVX-NE-CONVERT, fast or not.
-
-    Example:
-
-    >>> isinstance(keras_mp.hardware.cpu_takes_bfloat16_rewrite(), bool)
-    True
-
-    Source: TensorFlow, `IsDataTypeSupportedByOneDNNOnThisCPU`.
-    """
-    return cpu.takes_rewrite("bfloat16")
-
-
 def cpu_takes_float16_rewrite() -> bool:
     """Whether TensorFlow's graph rewrite goes to float16 on this CPU.
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_mp
+from keras_mp.support import cpu
 from tests.common import needs_bfloat16_rewrite, once
 
 pytestmark = once
 
 KINDS = ["float32", "contrib"]
-if keras_mp.hardware.cpu_takes_bfloat16_rewrite():
+if cpu.takes_rewrite("bfloat16"):
     KINDS.append("rewrite")
 
 
