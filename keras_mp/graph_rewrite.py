@@ -401,7 +401,8 @@ def _warn_if_it_is_in_vain(dtype: str) -> None:
             "TensorFlow will leave graphs in float32. It rewrites to float16 on Nvidia GPUs of "
             "compute capability 7.0 or above, and on CPUs with AMX-FP16 or AVX-NE-CONVERT; to "
             "bfloat16 on CPUs with AVX512 or AVX-NE-CONVERT, fast or not, and only with oneDNN, "
-            f"which TF_ENABLE_ONEDNN_OPTS=0 switches off. Received: dtype={dtype!r}"
+            "which TensorFlow uses on CPUs with AVX512-VNNI or newer, or where the environment "
+            f"has TF_ENABLE_ONEDNN_OPTS=1. Received: dtype={dtype!r}"
         )
 
 

@@ -139,8 +139,8 @@ def mirrored(count: int) -> tf.distribute.MirroredStrategy:
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])
 
 
-# oneDNN may be switched off, or be kept from using what the CPU has.
-has_all_of_onednn = not {"TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA"} & os.environ.keys()
+# oneDNN may be switched off, as it is on older CPUs, or be kept from using what the CPU has.
+has_all_of_onednn = cpu.uses_onednn() and "ONEDNN_MAX_CPU_ISA" not in os.environ
 needs_onednn = pytest.mark.skipif(not has_all_of_onednn, reason="It takes all of oneDNN.")
 
 needs_bfloat16_rewrite = pytest.mark.skipif(

@@ -72,8 +72,8 @@ def read(dtype: str) -> dict[str, frozenset[str]]:
     if not can_be_read(dtype):
         raise RuntimeError(
             "TensorFlow rewrites graphs to bfloat16 on CPUs with AVX512 or AVX-NE-CONVERT only, "
-            "and with oneDNN, which TF_ENABLE_ONEDNN_OPTS=0 switches off. On others it leaves "
-            f"graphs in float32, and shows no lists. Received: dtype={dtype!r}"
+            "and with oneDNN (TF_ENABLE_ONEDNN_OPTS=1). On others it leaves graphs in float32, and "
+            f"shows no lists. Received: dtype={dtype!r}"
         )
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.optimizers.append(_TRIED_WITH[dtype])

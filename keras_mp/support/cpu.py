@@ -5,8 +5,6 @@ import os
 import pathlib
 import platform
 
-from keras_mp.support import onednn
-
 # Units by flag, each with what it is called and the lowest limit of ONEDNN_MAX_CPU_ISA under which
 # oneDNN uses it, if that is an x86 unit.
 _UNITS = {
@@ -34,6 +32,9 @@ _REWRITE_FLAGS = {
     "bfloat16": {"avx512f", "avx_ne_convert"},
     "float16": {"amx_fp16", "avx_ne_convert"},
 }
+# On Linux, TensorFlow computes with oneDNN by default on x86 CPUs that have one of these.
+_ONEDNN_FLAGS = {"avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}
+_NEOVERSE_V1 = ("0x41", "0xd40")
 _FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 _X86 = ("x86_64", "AMD64")
 
@@ -61,6 +62,23 @@ def flags() -> set[str]:
     return set((found.get("flags") or found.get("Features") or "").split())
 
 
+def uses_onednn() -> bool:
+    """Whether TensorFlow computes with oneDNN, its library for CPUs, in this process.
+
+    The environment variable TF_ENABLE_ONEDNN_OPTS says so, or else it depends on the CPU.
+
+    Source: TensorFlow, `IsMklEnabled` in `tsl/util/port.cc`.
+    """
+    given = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "").lower()
+    if given in ("0", "false", "1", "true"):
+        return given in ("1", "true")
+    if platform.system() == "Windows":
+        return platform.machine() in _X86
+    found = info()
+    is_v1 = (found.get("CPU implementer"), found.get("CPU part")) == _NEOVERSE_V1
+    return platform.system() == "Linux" and (is_v1 or not _ONEDNN_FLAGS.isdisjoint(flags()))
+
+
 def units() -> tuple[list[str], list[str]]:
     """Returns the CPU's units for 16-bit floating point, and those that TensorFlow uses.
 
@@ -70,7 +88,7 @@ def units() -> tuple[list[str], list[str]]:
     """
     allowed, of_cpu = _allowed_by_onednn(), flags()
     found = [_UNITS[flag] for flag in _UNITS if flag in of_cpu]
-    used = [name for name, isa in found if onednn.is_on() and (isa is None or isa in allowed)]
+    used = [name for name, isa in found if uses_onednn() and (isa is None or isa in allowed)]
     return [name for name, _ in found], used
 
 
@@ -78,13 +96,13 @@ def kind() -> str:
     """Returns what decides which 16-bit kernels TensorFlow runs on this CPU, and how fast they are.
 
     It is the best of the units that TensorFlow uses; "AVX512" where there is none but AVX512,
-    "AVX2" on an x86 CPU with less, or one whose flags are not known; "x86 without oneDNN", where
-    TensorFlow has its own kernels only. On other CPUs it is the unit or the architecture.
+    "AVX2" on an x86 CPU with less; "x86 without oneDNN" where TensorFlow has its own kernels only,
+    as on older CPUs by default. On other CPUs it is the unit or the architecture.
     """
     _, used = units()
     if platform.machine() not in _X86:
         return used[0] if used else platform.machine()
-    if not onednn.is_on():
+    if not uses_onednn():
         return "x86 without oneDNN"
     for unit in _BEST_FIRST:
         if unit in used:
@@ -99,7 +117,7 @@ def takes_rewrite(dtype: str) -> bool:
     Args:
         dtype: str, "float16" or "bfloat16".
     """
-    return onednn.is_on() and not _REWRITE_FLAGS[dtype].isdisjoint(flags())
+    return uses_onednn() and not _REWRITE_FLAGS[dtype].isdisjoint(flags())
 
 
 def _allowed_by_onednn() -> tuple[str, ...]:

@@ -432,7 +432,12 @@ def test_units_and_what_tensorflow_uses(machine, monkeypatch, flags, environment
 
 @pytest.mark.parametrize(
     ("flags", "takes"),
-    [("avx512_fp16 amx_bf16", False), ("amx_fp16", True), ("avx_ne_convert", True)],
+    [
+        ("avx512_fp16 amx_bf16", False),
+        ("amx_bf16 amx_fp16", True),
+        ("avx_vnni avx_ne_convert", True),
+        ("avx_ne_convert", False),
+    ],
 )
 def test_which_cpus_take_the_rewrite_to_float16(machine, monkeypatch, flags, takes):
     machine(cpu_flags=flags)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_util_port
 
 import keras_mp
 from keras_mp import hardware
@@ -135,8 +136,11 @@ SAPPHIRE_RAPIDS = f"{ZEN} avx512_fp16 amx_bf16"
 @pytest.mark.parametrize(
     ("machine", "flags", "environment", "kind"),
     [
-        ("x86_64", "fpu avx2", {}, "AVX2"),
-        ("x86_64", FLAGS, {}, "AVX512"),
+        ("x86_64", "fpu avx2", {}, "x86 without oneDNN"),
+        ("x86_64", "fpu avx2", {"TF_ENABLE_ONEDNN_OPTS": "1"}, "AVX2"),
+        ("x86_64", "fpu avx2 avx_vnni", {}, "AVX2"),
+        ("x86_64", FLAGS, {}, "x86 without oneDNN"),
+        ("x86_64", f"{FLAGS} avx512_vnni", {}, "AVX512"),
         ("x86_64", ZEN, {}, "AVX512-BF16"),
         ("x86_64", ZEN, {"TF_ENABLE_ONEDNN_OPTS": "0"}, "x86 without oneDNN"),
         ("x86_64", ZEN, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, "AVX512"),
@@ -145,8 +149,9 @@ SAPPHIRE_RAPIDS = f"{ZEN} avx512_fp16 amx_bf16"
         ("x86_64", SAPPHIRE_RAPIDS, {}, "AMX-BF16"),
         ("x86_64", SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "AVX10_1_512"}, "AVX512-FP16"),
         ("x86_64", f"{SAPPHIRE_RAPIDS} amx_fp16", {}, "AMX-FP16"),
-        ("AMD64", "", {}, "AVX2"),
-        ("aarch64", "fp asimd bf16", {}, "Arm BF16"),
+        ("AMD64", "", {}, "x86 without oneDNN"),
+        ("aarch64", "fp asimd bf16", {"TF_ENABLE_ONEDNN_OPTS": "1"}, "Arm BF16"),
+        ("aarch64", "fp asimd bf16", {}, "aarch64"),
         ("aarch64", "fp asimd", {}, "aarch64"),
         ("arm64", "", {}, "arm64"),
     ],
@@ -159,3 +164,17 @@ def test_kinds_of_cpus(machine, flags, environment, kind, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cpu.kind() == kind
+
+
+def test_whether_tensorflow_computes_with_onednn_is_what_it_says_itself():
+    assert cpu.uses_onednn() == _pywrap_util_port.IsMklEnabled()
+
+
+def test_the_arm_cpu_on_which_onednn_is_on(monkeypatch):
+    monkeypatch.setattr(cpu.platform, "system", lambda: "Linux")
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
+    for part, is_on in (("0xd40", True), ("0xd0c", False)):
+        monkeypatch.setattr(
+            cpu, "info", lambda part=part: {"CPU implementer": "0x41", "CPU part": part}
+        )
+        assert cpu.uses_onednn() == is_on
