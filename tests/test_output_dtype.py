@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.kernels import slow
 from tests.common import IS_KERAS_3, mirrored, pairs
 
 L = tf.keras.layers
@@ -69,6 +70,17 @@ def test_outputs_are_those_of_float32_and_gradients_those_of_16_bits(name, mode,
     # Older XLAs do without casts to 16 bits and back.
     assert max(errors) > 0 or mode == "jit"
     assert max(errors) < ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slow_and_wrong_kernels_are_avoided_in_eager_gradients_too(dtype, monkeypatch):
+    monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: True)
+    make, shape = LAYERS["Conv2D"]
+    (_, eager), (_, graph) = (
+        outputs_and_gradients(make, shape, mode, policy_of(dtype)) for mode in ("eager", "function")
+    )
+    for one, other in zip(eager, graph):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_the_gradient_is_that_of_a_product_in_16_bits():

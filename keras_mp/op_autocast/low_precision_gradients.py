@@ -71,6 +71,8 @@ class _InLowPrecision:
 
     def __init__(self, op: tf.Operation, dtype: tf.DType) -> None:
         self._op, self._dtype = op, dtype
+        # As `kernels/backward.py` marks what was made in reach; a tape has no mark of this one.
+        self.attrs, self._keras_mp_made_in = None, dtype
         self.inputs = [lower_precision.cast(each, dtype) for each in op.inputs]
 
     def get_attr(self, name: str) -> object:
