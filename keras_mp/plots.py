@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from keras_mp.callbacks import LossScaleMonitor
-from keras_mp.support import axes
+from keras_mp.support.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def loss_scale(
         # The number of skipped steps before the first epoch is unknown.
         skipped_before = 0 if positions[0] == 1 else totals[0]
     skipped = [now - before for before, now in zip([skipped_before, *totals], totals)]
-    ax = axes.given_or_new(ax, __name__, (8, 4))
+    ax = new_figure(__name__, (8, 4)).subplots() if ax is None else ax
     from matplotlib import ticker
 
     marker = "." if len(scales) <= _MOST_MARKED else None

@@ -1,15 +1,15 @@
 """Advice, the facts that it is based on, and words for them."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from keras_mp.numerics.exponents import EVERYWHERE, Window, exponent_of, round_down
-from keras_mp.numerics.lost import Lost, WhatIf
 from keras_mp.numerics.report_rows import GRADIENT, Row, RowKey
 from keras_mp.numerics.reports import Report
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.numerics.what_if import Lost, WhatIf
 
 
 class Advice(NamedTuple):
@@ -41,65 +41,54 @@ class Facts:
 
     Attributes:
         measured: `Report` or `WhatIf`.
-        rows: those of tensors that are computed in 16 bits, without noise.
         dtype: str.
         tolerance: float. Which share of a gradient may become zero.
-        where: str. Where the numbers were measured, in words.
-        set_scale: str. What to do with a loss scale that suits them, in words.
-        losses: what real runs have lost of gradients, by loss scale.
-        lost_in_run: what a run in the dtype at the smallest scale has lost.
-        computed_in: the dtype of each tensor in a run in the dtype.
-        amplification: how much layers amplify an error of what they take.
-        consumers: dict of paths of layers and of those that take what they return.
-        units: dict of paths of layers and of those around them whose policy they have.
     """
 
     measured: Report | WhatIf
-    rows: list[Row]
     dtype: str
     tolerance: float
-    where: str
-    set_scale: str
-    losses: Mapping[float, Mapping[RowKey, Lost]] = dataclasses.field(default_factory=dict)
-    lost_in_run: Mapping[RowKey, Lost] = dataclasses.field(default_factory=dict)
-    computed_in: Mapping[RowKey, str] = dataclasses.field(default_factory=dict)
-    amplification: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    consumers: Mapping[str, set[str]] = dataclasses.field(default_factory=dict)
-    units: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def of(cls, measured: Report | WhatIf, dtype: str, tolerance: float) -> "Facts":
-        """Takes the facts from what was measured."""
-        if isinstance(measured, Report):
-            noise = measured.noise
-            rows = [row for row in measured.rows_in_16_bits if row.key not in noise]
-            where = f"in {measured.counted:,} of {measured.step:,} steps"
-            return cls(measured, rows, dtype, tolerance, where, "fix the loss scale at")
-        computed_in, noise = measured.computed_in, measured.noise
-        rows = [
-            row._replace(dtype=computed_in[row.key])
-            for row in measured.reference.rows
-            if computed_in.get(row.key) in LOW_PRECISION_NAMES and row.key not in noise
-        ]
-        losses = {
+    @property
+    def report(self) -> Report | None:
+        """What was measured, if it is a training run."""
+        return self.measured if isinstance(self.measured, Report) else None
+
+    @property
+    def runs(self) -> WhatIf | None:
+        """What was measured, if it is runs at loss scales."""
+        return self.measured if isinstance(self.measured, WhatIf) else None
+
+    @functools.cached_property
+    def rows(self) -> list[Row]:
+        """The rows of tensors that are computed in 16 bits, without noise."""
+        noise = self.measured.noise
+        return [row for row in self.measured.rows_in_16_bits if row.key not in noise]
+
+    @functools.cached_property
+    def losses(self) -> Mapping[float, Mapping[RowKey, Lost]]:
+        """What real runs have lost of gradients, by loss scale."""
+        if self.runs is None:
+            return {}
+        lost, noise = self.runs.losses, self.runs.noise
+        return {
             scale: {
-                key: lost
-                for key, lost in measured.losses(scale, tolerance).items()
-                if key not in noise
+                key: each for key, each in lost(scale, self.tolerance).items() if key not in noise
             }
-            for scale in measured.scales
+            for scale in self.runs.scales
         }
+
+    @property
+    def where(self) -> str:
+        """Where the numbers were measured, in words."""
+        report = self.report
+        return f"in {report.counted:,} of {report.step:,} steps" if report else "in the batch"
+
+    @property
+    def set_scale(self) -> str:
+        """What to do with a loss scale that suits them, in words."""
         # Other batches may well have larger gradients: that is no scale to keep.
-        how = "in the batch", "start the loss scale at"
-        return cls(
-            *(measured, rows, dtype, tolerance, *how),
-            losses=losses,
-            lost_in_run=measured[measured.scales[0]],
-            computed_in=computed_in,
-            amplification=measured.amplification,
-            consumers=measured.consumers,
-            units=measured.units,
-        )
+        return "fix the loss scale at" if self.report else "start the loss scale at"
 
     @property
     def now(self) -> float:
@@ -129,19 +118,16 @@ class Facts:
 
     def unit(self, path: str) -> str:
         """Returns the layer whose policy a layer has: itself, or the one around it."""
-        return self.units.get(path, path)
+        return self.runs.units.get(path, path) if self.runs else path
 
     def owner(self, kind: str, path: str) -> str:
         """Returns the layer of a row; for a variable of the model itself, ""."""
         return self.unit(path.rpartition("/")[0] if kind == GRADIENT else path)
 
-    def makers(self, path: str) -> list[str]:
-        """Returns the layers whose output a layer takes."""
-        return [maker for maker, takers in self.consumers.items() if path in takers]
-
     def takers(self, path: str) -> list[str]:
         """Returns the layers that take what a layer returns, and so compute its gradient."""
-        return sorted({self.unit(taker) for taker in self.consumers.get(path, ())})
+        takers = self.runs.consumers.get(path, ()) if self.runs else ()
+        return sorted({self.unit(taker) for taker in takers})
 
 
 def named(kind: str, path: str) -> str:

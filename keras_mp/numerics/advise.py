@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from keras_mp.numerics.advice import Advice, Facts, power, share_of
-from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.distances import LARGE_INPUTS, LARGE_WEIGHTS, UNIT_ROUNDOFF
 from keras_mp.numerics.gradient_advice import about_gradients, overflow
-from keras_mp.numerics.lost import LARGE_INPUTS, LARGE_WEIGHTS, WhatIf
 from keras_mp.numerics.report_rows import GRADIENT, OUTPUT, UPDATE, UPDATE_TOLERANCE
 from keras_mp.numerics.reports import Report
+from keras_mp.numerics.what_if import WhatIf
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # A layer loses what it returns if the error of that is larger than `tune` tolerates by default, and
@@ -67,7 +67,7 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
         raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
     if not 0 <= tolerance <= 1:
         raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
-    facts = Facts.of(measured, dtype, tolerance)
+    facts = Facts(measured, dtype, tolerance)
     outputs = _about_outputs(facts)
     inside = None if outputs else _about_runs(facts)
     found = outputs or inside
@@ -114,18 +114,18 @@ def _about_outputs(facts: Facts) -> Advice | None:
 
 def _cause(facts: Facts, layer: str) -> list[str]:
     """Returns a sentence if weights, or inputs of the model, are too large for any layer."""
-    measured = facts.measured
-    if not isinstance(measured, WhatIf):
+    runs = facts.runs
+    if runs is None:
         return []
-    weight = measured.largest_weights.get(layer, 0.0)
+    weight = runs.largest_weights.get(layer, 0.0)
     if weight >= LARGE_WEIGHTS:
         return [
             f"The weights of `{layer}` reach {weight:.3g}. If training has made them so large, it "
             "has diverged: lower the learning rate, and restart from earlier weights."
         ]
-    if measured.largest_input >= LARGE_INPUTS:
+    if runs.largest_input >= LARGE_INPUTS:
         return [
-            f"The inputs reach {measured.largest_input:.3g}: normalize them first, for example "
+            f"The inputs reach {runs.largest_input:.3g}: normalize them first, for example "
             "with tf.keras.layers.Normalization."
         ]
     return []
@@ -141,13 +141,20 @@ def _output(path: str, layer: str) -> str:
 
 def _about_runs(facts: Facts) -> Advice | None:
     """Returns advice about the first layer that loses an output inside which would fit."""
-    dtype, computed_in = facts.dtype, facts.computed_in
-    for (kind, path), lost in facts.lost_in_run.items():
-        if kind != OUTPUT or not (lost.infinite or _is_off(facts, path)):
+    if facts.runs is None:
+        return None
+    runs, dtype, computed_in = facts.runs, facts.dtype, facts.runs.computed_in
+    for (kind, path), lost in runs[runs.scales[0]].items():
+        if kind != OUTPUT:
+            continue
+        before = _off_before(runs, path)
+        # The layer makes as large an error in float32 of what it takes in 16 bits.
+        is_amplified = lost.error <= _RISES * runs.amplification.get(path, 0.0) * before
+        if not lost.infinite and lost.error <= max(_OFF, _RISES * before):
             continue
         layers = [path]
-        if computed_in[kind, path] not in LOW_PRECISION_NAMES or _is_amplified(facts, path):
-            layers += facts.makers(path)
+        if computed_in[kind, path] not in LOW_PRECISION_NAMES or is_amplified:
+            layers += runs.makers(path)
         layers = [each for each in layers if computed_in.get((OUTPUT, each)) in LOW_PRECISION_NAMES]
         if lost.infinite:
             what = f"{lost.infinite:,} values of {{}} are infinite or NaN"
@@ -165,29 +172,18 @@ def _about_runs(facts: Facts) -> Advice | None:
     return None
 
 
-def _is_off(facts: Facts, path: str) -> bool:
-    """Whether the error of what a layer returns is larger than that of what it takes."""
-    return facts.lost_in_run[OUTPUT, path].error > max(_OFF, _RISES * _off_before(facts, path))
-
-
-def _is_amplified(facts: Facts, path: str) -> bool:
-    """Whether a layer makes as large an error in float32 of what it takes in 16 bits."""
-    limit = _RISES * facts.amplification.get(path, 0.0) * _off_before(facts, path)
-    return facts.lost_in_run[OUTPUT, path].error <= limit
-
-
-def _off_before(facts: Facts, path: str) -> float:
+def _off_before(runs: WhatIf, path: str) -> float:
     """Returns the error of what a layer takes, which is one rounding at least."""
-    lost = facts.lost_in_run
-    rows = [(OUTPUT, maker) for maker in facts.makers(path)]
-    return max([UNIT_ROUNDOFF[facts.dtype], *(lost[row].error for row in rows if row in lost)])
+    lost = runs[runs.scales[0]]
+    rows = [(OUTPUT, maker) for maker in runs.makers(path)]
+    return max([UNIT_ROUNDOFF[runs.dtype], *(lost[row].error for row in rows if row in lost)])
 
 
 def _about_zeros(facts: Facts) -> str | None:
     """Returns a sentence about gradients whose zeros may have been too small for the dtype."""
-    if not isinstance(facts.measured, Report):
+    if facts.report is None:
         return None
-    rows = facts.measured.rows_with_unknown_zeros(facts.tolerance)
+    rows = facts.report.rows_with_unknown_zeros(facts.tolerance)
     rows = [row for row in rows if row.dtype == facts.dtype]
     if not rows:
         return None
@@ -196,7 +192,7 @@ def _about_zeros(facts: Facts) -> str | None:
     others = f" (and of {len(rows) - 1} more)" if len(rows) > 1 else ""
     return (
         f"{share_of(zeros, total)} of `{worst.path}`{others} is zero in {facts.dtype} at a loss "
-        f"scale of {facts.measured.loss_scale:g}. Whether it is zero in float32, too, is unknown: "
+        f"scale of {facts.report.loss_scale:g}. Whether it is zero in float32, too, is unknown: "
         "`keras_mp.numerics.check` tells."
     )
 
@@ -206,10 +202,10 @@ def _about_noise(facts: Facts) -> str | None:
 
     A histogram tells their size alone.
     """
-    measured = facts.measured
-    if not isinstance(measured, Report):
+    report = facts.report
+    if report is None:
         return None
-    of_noise = (row for row in measured.rows_in_16_bits if row.key in measured.noise)
+    of_noise = (row for row in report.rows_in_16_bits if row.key in report.noise)
     fates = {row.path: row.histogram.fate(facts.dtype, facts.now) for row in of_noise}
     lost = {path: fate for path, fate in fates.items() if fate.share("zero") > facts.tolerance}
     if not lost:
@@ -225,13 +221,13 @@ def _about_noise(facts: Facts) -> str | None:
 
 def _about_updates(facts: Facts) -> Iterator[str]:
     """Yields sentences about weights in 16 bits that did not move, though they have gradients."""
-    measured = facts.measured
-    if not isinstance(measured, Report):
+    if facts.report is None:
         return
-    gradients = {row.path: row.histogram for row in measured.rows if row.kind == GRADIENT}
+    rows = facts.report.rows
+    gradients = {row.path: row.histogram for row in rows if row.kind == GRADIENT}
     for dtype in LOW_PRECISION_NAMES:
         lost = total = 0
-        for row in measured.rows:
+        for row in rows:
             gradient = gradients.get(row.path)
             if row.kind != UPDATE or row.dtype != dtype or gradient is None:
                 continue

@@ -45,6 +45,14 @@ class Batch(NamedTuple):
             return tuple(self)
         return (self.x, self.y) if self.y is not None else (self.x,)
 
+    def parts(self) -> list[Any]:
+        """Returns its tensors or arrays."""
+        return [each for each in tf.nest.flatten(tuple(self)) if each is not None]
+
+    def rows(self, start: int, end: int) -> "Batch":
+        """Returns the samples from `start` to `end`."""
+        return tf.nest.map_structure(lambda each: None if each is None else each[start:end], self)
+
 
 class NotFinite(NamedTuple):
     """Numbers of a batch that are NaN or infinite.

@@ -25,13 +25,11 @@ from keras_mp.numerics.compare_function import compare_function
 from keras_mp.numerics.comparison import Comparison
 from keras_mp.numerics.exponents import round_down
 from keras_mp.numerics.layer_distances import MANY_ZEROS
-from keras_mp.numerics.lost import WhatIf
 from keras_mp.numerics.records import Record
 from keras_mp.numerics.results import Finding, Result
-from keras_mp.numerics.training_loss import GivenLoss, scale_in_training
-from keras_mp.numerics.what_if import what_if
+from keras_mp.numerics.training_loss import GivenLoss, first_scale
+from keras_mp.numerics.what_if import WhatIf, what_if
 from keras_mp.op_autocast.context_manager import autocast
-from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -334,9 +332,7 @@ def check(
 
     how: dict[str, Any] = {"loss": loss, "step": step, "training": training}
     is_known = loss is not None or getattr(narrow, "loss", None)
-    first = INITIAL_LOSS_SCALE if "float16" in dtypes else 1.0
-    now = round_down(scale_in_training(narrow) or first)
-    wanted = sorted({*map(float, scales), now})
+    wanted = sorted({*map(float, scales), round_down(first_scale(narrow))})
 
     def look_at(batch: Batch) -> tuple[Comparison | None, WhatIf | None]:
         pair = functools.cache(

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics import copies
+from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.check import Check, check
 from keras_mp.numerics.profile import Profile, profile
 from keras_mp.numerics.records import Record
@@ -33,7 +34,6 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 # The exit status, for CI: nothing found, something found, or a file that cannot be used.
 SOUND, FOUND, FAILED = 0, 1, 2
 
-_SAMPLES = ("x", "y", "sample_weight")
 
 _IMPORT = "\nIf it has layers of your own: --import MODULE, with the module that defines them."
 
@@ -58,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
 def _look(options: argparse.Namespace) -> int:
     model, batch = _load_model(options.model), load_batch(options.batch)
     try:
+        if getattr(options, "policy", None):
+            model = copies.compiled(model, options.policy)
         result, status = options.look(model, batch, options)
     except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
         # For example, labels of another shape, or matplotlib is missing.
@@ -68,11 +70,11 @@ def _look(options: argparse.Namespace) -> int:
     return status
 
 
-def load_batch(path: str) -> dict[str, Any]:
+def load_batch(path: str) -> Batch:
     """Loads a batch.
 
     Returns:
-        dict with `x`, and `y` and `sample_weight` if they are there: an array or a dict of arrays.
+        `Batch`, each part of which is an array, a dict of arrays or None.
 
     Raises:
         SystemExit: it cannot be loaded, or there is something else in it.
@@ -89,12 +91,12 @@ def load_batch(path: str) -> dict[str, Any]:
             batch.setdefault(name, {})[part] = array
         else:
             batch[name] = array
-    if "x" not in batch or batch.keys() - {*_SAMPLES}:
+    if "x" not in batch or batch.keys() - {*Batch._fields}:
         _fail(
             f"Expected arrays named x, y and sample_weight, or x.NAME and y.NAME, in {path}. "
             f"Received: {', '.join(arrays)}"
         )
-    return batch
+    return Batch(**batch)
 
 
 def _load_model(path: str) -> tf.keras.Model:
@@ -127,13 +129,10 @@ def _objects_of(modules: Sequence[str]) -> dict[str, Any]:
     return objects
 
 
-def _check(
-    model: tf.keras.Model, batch: dict[str, Any], options: argparse.Namespace
-) -> tuple[Check, int]:
+def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Check, int]:
     found = check(
         model,
-        tuple(batch.get(name) for name in _SAMPLES),
-        policy=options.policy,
+        tuple(batch),
         reference=_reference(options),
         loss=options.loss,
         device=options.device,
@@ -149,28 +148,20 @@ def _check(
 
 
 def _profile(
-    model: tf.keras.Model, batch: dict[str, Any], options: argparse.Namespace
+    model: tf.keras.Model, batch: Batch, options: argparse.Namespace
 ) -> tuple[Profile, int]:
-    if options.policy:
-        model = copies.compiled(model, options.policy)
-    samples = tuple(batch.get(name) for name in _SAMPLES)
-    return profile(model, samples, device=options.device), SOUND
+    return profile(model, tuple(batch), device=options.device), SOUND
 
 
-def _watch(
-    model: tf.keras.Model, batch: dict[str, Any], options: argparse.Namespace
-) -> tuple[watch, int]:
-    if options.policy:
-        model = copies.compiled(model, options.policy)
+def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[watch, int]:
     if getattr(model, "optimizer", None) is None:
         raise ValueError("it is not compiled, so it cannot be trained")
     watching = watch(model, every=1, weights=True, raises=False)
-    arrays = {name: batch.get(name) for name in _SAMPLES}
     how = {"batch_size": options.batch_size, "epochs": options.epochs, "verbose": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", messages.MixedPrecisionWarning)  # `found` has them.
         with watching:
-            model.fit(**arrays, **how, callbacks=[watching])
+            model.fit(**batch._asdict(), **how, callbacks=[watching])
     return watching, FOUND if watching.found else SOUND
 
 
@@ -182,9 +173,7 @@ def _reference(options: argparse.Namespace) -> Any:
     return _load_model(options.reference)
 
 
-def _tune(
-    model: tf.keras.Model, batch: dict[str, Any], options: argparse.Namespace
-) -> tuple[Tuned, int]:
+def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Tuned, int]:
     tuned = tune(
         model,
         list(_cut(batch, options.batch_size)),
@@ -199,13 +188,10 @@ def _tune(
     return tuned, SOUND if tuned.policies[""] != "float32" else FOUND
 
 
-def _cut(samples: dict[str, Any], size: int) -> Iterator[tuple[Any, ...]]:
+def _cut(samples: Batch, size: int) -> Iterator[tuple[Any, ...]]:
     """Cuts samples into batches of that size."""
-    arrays = tf.nest.flatten(samples)
-    for start in range(0, min(map(len, arrays)), size):
-        rows = [array[start : start + size] for array in arrays]
-        batch = tf.nest.pack_sequence_as(samples, rows)
-        yield tuple(batch.get(name) for name in _SAMPLES)
+    for start in range(0, min(len(each) for each in samples.parts()), size):
+        yield tuple(samples.rows(start, start + size))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

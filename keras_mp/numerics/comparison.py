@@ -10,6 +10,7 @@ from typing import Any
 from keras_mp.numerics.distances import LIMIT, Distance
 from keras_mp.numerics.results import Finding, Result
 from keras_mp.support import text_tables
+from keras_mp.support.figures import new_figure
 
 _EXPLAINED = "Rounding explains all differences."
 
@@ -165,14 +166,8 @@ class Comparison(Result):
             ImportError: matplotlib is not installed.
         """
         if axes is None:
-            try:
-                import matplotlib.pyplot as plt
-            except ImportError as error:
-                raise ImportError(
-                    'Pictures need matplotlib: pip install "keras-mp[tutorials]"'
-                ) from error
-            size = self.figure_size
-            _, axes = plt.subplots(2, figsize=size, sharex=True, layout="constrained")
+            size = min(24.0, max(6.0, 0.3 * len(self.layers))), 8.0
+            axes = new_figure(__name__, size).subplots(2, sharex=True)
         for side, ax in zip(("output", "gradient"), axes):
             self._draw(ax, side, "tab:blue", "with all that came before")
             self._draw(ax, f"own_{side}", "tab:orange", "the layer's own share")
@@ -184,11 +179,6 @@ class Comparison(Result):
         axes[0].set_title(f"{self.name} and {self.reference}")
         axes[1].set_xticks(range(len(self.layers)), [row.path for row in self.layers], rotation=90)
         return axes
-
-    @property
-    def figure_size(self) -> tuple[float, float]:
-        """Inches that suit the number of layers."""
-        return min(24.0, max(6.0, 0.3 * len(self.layers))), 8.0
 
     def _draw(self, ax: Any, name: str, color: str, label: str) -> None:
         found = [(i, getattr(row, name)) for i, row in enumerate(self.layers)]

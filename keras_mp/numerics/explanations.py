@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics.distances import UNIT_ROUNDOFF, relative, rms, underflow
+from keras_mp.numerics.distances import SMALLEST, UNIT_ROUNDOFF, relative, rms, underflow
 from keras_mp.numerics.layer_calls import is_floating, shape_of
 from keras_mp.numerics.operations import KeptOperation, KeptOperations
 from keras_mp.numerics.runs import array
@@ -22,8 +22,6 @@ _DIFFERENCES = op_table.ops("additions", "squared differences")
 # A difference that is so many times smaller than its inputs is called a cancellation.
 _CANCELS = 32
 
-# The smallest subnormal number above zero.
-_SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149}
 
 # A smaller share of zeros is not mentioned.
 _FEW_ZEROS = 0.01
@@ -114,8 +112,8 @@ def _lost_inputs(
         if w.size == 1:
             takes, are = "takes a constant", "which is"
         what = f"{op.type} {takes} of {largest:.1g}, {are}"
-        if 0 < largest < _SMALLEST[dtype] and not n.any():
-            return f"{what} 0 in {dtype}: its smallest number is {_SMALLEST[dtype]:.1g}"
+        if 0 < largest < SMALLEST[dtype] and not n.any():
+            return f"{what} 0 in {dtype}: its smallest number is {SMALLEST[dtype]:.1g}"
         if np.isfinite(largest) and not np.isfinite(n).all():
             return f"{what} infinite in {dtype}: its largest number is {_largest(dtype)}"
     return None

@@ -9,7 +9,8 @@ import numpy as np
 from keras_mp.numerics.exponents import EVERYWHERE, exponent_of, round_down
 from keras_mp.numerics.report_rows import GRADIENT, SCALED, UPDATE, borders_of, ranked
 from keras_mp.numerics.reports import Report
-from keras_mp.support import axes, text_tables
+from keras_mp.support import text_tables
+from keras_mp.support.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,7 +88,7 @@ def histograms(
     for place, column in enumerate(columns):
         for exponent, count in column.items():
             picture[exponent - low, place] = count / sum(column.values())
-    ax = axes.given_or_new(ax, __name__, (8, 4.5))
+    ax = new_figure(__name__, (8, 4.5)).subplots() if ax is None else ax
     from matplotlib import colors
 
     norm = colors.LogNorm(_SMALLEST, _LARGEST, clip=True)
@@ -154,7 +155,7 @@ def window(
         raise ValueError(f"Expected at least one report. Received: {reports!r}")
     steps = [report.step for report in reports]
     windows = [report.window(dtype, tolerance) for report in reports]
-    ax = axes.given_or_new(ax, __name__, (8, 4))
+    ax = new_figure(__name__, (8, 4)).subplots() if ax is None else ax
     path: Any = getattr(history, "history", history)
     if path is None:
         path = {"step": steps, "loss_scale": [report.loss_scale for report in reports]}

@@ -9,7 +9,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import tensorflow as tf
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.numerics import graph_recorder, patterns, watching
-from keras_mp.numerics.lost import LARGE_WEIGHTS
+from keras_mp.numerics.distances import LARGE_WEIGHTS
 from keras_mp.numerics.not_finite import NotFiniteError, Range
 from keras_mp.numerics.operation_rows import (
     PASSED_IN,
@@ -139,12 +138,7 @@ class FirstBadOperation:
         self._block.enter_context(attributes.replaced(_thread, "is_in_block", True))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._block.close()
         if kind is None:
             self.check()

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from keras_mp.numerics.advice import Advice, Facts, named, power, share_of
 from keras_mp.numerics.exponents import EVERYWHERE, Fate, Window
-from keras_mp.numerics.lost import Lost
 from keras_mp.numerics.report_rows import OUTPUT_GRADIENT, Row, RowKey
+from keras_mp.numerics.what_if import Lost
 
 
 def overflow(facts: Facts) -> bool:

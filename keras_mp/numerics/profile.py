@@ -1,16 +1,123 @@
 """Why is a model not faster? Its dtypes, the time of a step by class, and changes, tried."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.numerics import traces
+from keras_mp import hardware, keras_api, layer_paths
+from keras_mp.conversion import convert
+from keras_mp.numerics import batches, copies, op_times, own_thread, traces
 from keras_mp.numerics.census import Census, census
 from keras_mp.numerics.results import Result
-from keras_mp.numerics.step_times import StepTimes, step_times
-from keras_mp.support import text_tables
+from keras_mp.optimizer_wrapper import OptimizerWrapper
+from keras_mp.policy import Policy
+from keras_mp.support import messages, text_tables, turns
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support.progress import Progress
+
+_WARM_UP, _PROFILED = 2, 3
+# A smaller share cannot be told from noise.
+_LEAST = 0.03
+
+
+class Change(NamedTuple):
+    """A change that would make a function faster.
+
+    Attributes:
+        what: str. What to change.
+        seconds: float. What a call would gain.
+
+    Example:
+
+    >>> from keras_mp.numerics.profile import Change
+    >>> Change("compute 'dense' in bfloat16", 0.001).seconds
+    0.001
+    """
+
+    what: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes(Result):
+    """The time of a step, and what saves time. `str` of it, and `print`, give a table.
+
+    Attributes:
+        name: str. The name of the model.
+        seconds: float. Median time of a step.
+        classes: dict of classes of operations, and the seconds that all threads together spend on
+            each in a step. "update" is that of the weights; "compiled" is what XLA has compiled,
+            whatever it is.
+        tried: dict of the changes that were tried, each a line of code, and the median time of a
+            step with it; or, where a change cannot be made, the error as a str.
+        changes: tuple of at most three `Change`s, that which saves most first. Each was tried
+            alone.
+
+    Example:
+
+    >>> from keras_mp.numerics.profile import StepTimes
+    >>> print(StepTimes("model", 0.002, {"products": 0.003, "casts": 0.001}, {}, ()))
+    A step of 'model' takes 2 ms. Its operations take, by class, in all threads together:
+    products  3 ms  75%
+    casts     1 ms  25%
+    Nothing that was tried saves 3 % or more.
+    """
+
+    name: str
+    seconds: float
+    classes: Mapping[str, float]
+    tried: Mapping[str, float | str]
+    changes: tuple[Change, ...]
+
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows.
+
+        Args:
+            rows: not used: there are few.
+        """
+        del rows
+        total = sum(self.classes.values()) or 1.0
+        classes = [
+            (name, _milliseconds(seconds), f"{seconds / total:.0%}")
+            for name, seconds in sorted(self.classes.items(), key=lambda item: -item[1])
+            if seconds
+        ]
+        lines = [
+            f"A step of {self.name!r} takes {_milliseconds(self.seconds)}. Its operations take, by "
+            "class, in all threads together:",
+            *text_tables.aligned(classes),
+        ]
+        if self.changes:
+            lines.append("What saves most, each tried alone on a copy of the model:")
+            lines += [f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes]
+        else:
+            lines.append(f"Nothing that was tried saves {100 * _LEAST:.0f} % or more.")
+        failed = {what: error for what, error in self.tried.items() if isinstance(error, str)}
+        lines += [f"Could not be tried: {what} ({error})" for what, error in failed.items()]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all that was measured, as JSON has it."""
+        return dataclasses.asdict(self)
+
+
+class _Candidate(NamedTuple):
+    """A change to try.
+
+    Attributes:
+        what: str. The line of code, and what it is about.
+        policies: what `convert` takes; None (the default) for those that the layers have.
+        compiles_update: bool. Whether XLA compiles the update.
+        compiles: bool. Whether XLA compiles the whole step.
+    """
+
+    what: str
+    policies: Any = None
+    compiles_update: bool = False
+    compiles: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,3 +197,132 @@ def profile(
     if device is not None or model is None or not steps or not traces.trains(model):
         return Profile(counted, None)
     return Profile(counted, step_times(model, args[0], steps))
+
+
+def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
+    """Measures a training step of a compiled model, and what would make it shorter.
+
+    The model itself is left as it is: copies of it make the steps, in turns. What is tried: the
+    policy that `keras_mp.hardware.best_policy` names, or float32 in place of a slow one; float32
+    outputs with gradients in 16 bits; an update of the weights that XLA compiles; a whole step
+    that XLA compiles. Under a strategy of several replicas, it is a step of one.
+
+    Args:
+        model: a compiled model of `tf.keras` that `convert` takes.
+        batch: what `fit` takes for a step: a tuple `(x, y)` or `(x, y, sample_weight)`.
+        steps: int. How many steps of each copy are timed. Defaults to 9.
+
+    Returns:
+        `StepTimes`.
+
+    Raises:
+        TypeError: the batch is None or a dataset.
+        ValueError: the model cannot be copied, the batch does not suit it, or `steps` is below 1.
+
+    Example:
+
+    >>> model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(4)])
+    >>> model.compile("sgd", "mse")
+    >>> from keras_mp.numerics.profile import step_times
+    >>> times = step_times(model, (tf.ones([2, 8]), tf.ones([2, 4])), steps=1)
+    >>> times.seconds > 0, sorted(times.tried)[0]
+    (True, 'keras_mp.OptimizerWrapper(optimizer, jit_compile=True)')
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"Expected at least one step. Received: steps={steps!r}")
+    data = batches.as_fit_takes_it(model, batch)
+    candidates = list(_candidates(model))
+    with (
+        own_thread.random_numbers(),
+        Progress("step_times", parts=len(candidates) + 2) as progress,
+        messages.unheard(),  # They would be about copies.
+    ):
+        progress.begin("the model as it is")
+        variants = {"": _step_of(model, _Candidate(""), data)}
+        tried: dict[str, float | str] = {}
+        for candidate in candidates:
+            progress.begin(candidate.what)
+            try:
+                variants[candidate.what] = _step_of(model, candidate, data)
+            except Exception as error:  # A user's model may raise anything under another policy.
+                tried[candidate.what] = batches.reason(error)
+        progress.begin("taking turns")
+        seconds = turns.medians(turns.take(variants, steps))
+        with op_times.profiled() as classes:
+            for _ in range(_PROFILED):
+                variants[""]()
+    now = seconds.pop("")
+    tried.update(seconds)
+    gains = (
+        Change(what, now - each) for what, each in seconds.items() if now - each >= _LEAST * now
+    )
+    changes = sorted(gains, key=lambda change: -change.seconds)
+    per_step = {name: total / _PROFILED for name, total in classes.items()}
+    return StepTimes(model.name, now, per_step, tried, tuple(changes[:3]))
+
+
+def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
+    layers = [layer for layer in keras_api.flatten_layers(model) if layer.weights]
+    dtypes = {layer.compute_dtype for layer in layers} | {model.compute_dtype}
+    low = next((name for name in LOW_PRECISION_NAMES if name in dtypes), None)
+    best = hardware.best_policy()
+    now = "float32" if low is None else f"mixed_{low}"
+    for policy in dict.fromkeys((best, "float32")):
+        if policy != now:
+            what = f'keras_mp.set_global_policy("{policy}"), before the model is made'
+            yield _Candidate(what, policy)
+    heads = keras_api.output_layers(model) or []
+    paths = {path: layer for path, layer in layer_paths.layers_by_path(model).items() if path}
+    for path, layer in paths.items():
+        is_head = any(layer is each for each in heads) and layer.weights
+        if low is not None and is_head and layer.dtype_policy.name == "float32":
+            policy = Policy(f"mixed_{low}", output_dtype="float32")
+            code = f'dtype=keras_mp.Policy("mixed_{low}", output_dtype="float32")'
+            yield _Candidate(f"{code}, of layer {path!r}", {path: policy})
+    if getattr(model.optimizer, "jit_compile", False) is not True:
+        is_ours = isinstance(model.optimizer, OptimizerWrapper)
+        wrapper = type(model.optimizer) if is_ours else OptimizerWrapper
+        what = f"keras_mp.{wrapper.__name__}(optimizer, jit_compile=True)"
+        yield _Candidate(what, compiles_update=True)
+    if model.jit_compile is not True:
+        yield _Candidate("model.compile(..., jit_compile=True)", compiles=True)
+
+
+def _step_of(
+    model: tf.keras.Model, candidate: _Candidate, data: batches.Batch
+) -> Callable[[], object]:
+    """Returns a function that makes a step with a copy of the model, with the change."""
+    copy: Any = convert(model, candidate.policies or {})
+    optimizer = copies.optimizer_of(model)
+    if candidate.compiles_update:
+        if isinstance(optimizer, OptimizerWrapper):
+            optimizer.jit_compile = True
+        else:
+            optimizer = OptimizerWrapper(optimizer, jit_compile=True)
+    compiles = candidate.compiles or model.jit_compile is True
+    copies.compile_as(copy, model, optimizer, jit_compile=compiles)
+    _name_update(copy.optimizer)
+
+    step = functools.partial(copy.train_on_batch, data.x, data.y, sample_weight=data.sample_weight)
+    for _ in range(_WARM_UP):
+        step()
+    return step
+
+
+def _name_update(optimizer: tf.keras.optimizers.Optimizer) -> None:
+    """Runs the update of the weights in a name scope, by which the profiler tells it."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    name = "apply" if hasattr(optimizer, "apply") else "apply_gradients"
+    update = getattr(optimizer, name)
+
+    def in_scope(*args: Any, **kwargs: Any) -> Any:
+        with tf.name_scope(op_times.UPDATE):
+            return update(*args, **kwargs)
+
+    vars(optimizer).update({name: in_scope})
+
+
+def _milliseconds(seconds: float) -> str:
+    """Returns a time in words, such as "2.5 ms"."""
+    return f"{seconds * 1000:.3g} ms"

@@ -181,7 +181,7 @@ def _divided(
 
 def _cut(batch: Batch) -> tuple[list[Batch], list[Batch]]:
     """Cuts one batch into two, the second one to be held out."""
-    parts = [each for each in tf.nest.flatten(tuple(batch)) if each is not None]
+    parts = batch.parts()
     sizes = {each.shape[0] if tf.is_tensor(each) and each.shape.rank else 0 for each in parts}
     size = min(sizes)
     if len(sizes) > 1 or size < 2:
@@ -190,11 +190,7 @@ def _cut(batch: Batch) -> tuple[list[Batch], list[Batch]]:
             f"more, which is split; or pass `held_out`. Received: one batch, with {size} samples"
         )
     end = size - math.ceil(size / _HELD_OUT)
-
-    def rows(start: int, end: int) -> Batch:
-        return tf.nest.map_structure(lambda each: None if each is None else each[start:end], batch)
-
-    return [rows(0, end)], [rows(end, size)]
+    return [batch.rows(0, end)], [batch.rows(end, size)]
 
 
 def _units(model: tf.keras.Model) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
@@ -155,13 +154,8 @@ class watch(keras_api.BaseCallback, Result):
         self._first_bad.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._first_bad.__exit__(kind, error, traceback)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._first_bad.__exit__(kind, *error)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager around a step of a loop of your own, which is counted.

@@ -699,7 +699,7 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
     assert "a batch that is not finite" in capsys.readouterr().out
     np.savez(tmp_path / "batch.npz", **{"x.a": [1.0], "x.b": [2.0], "y": [0.0]})
     batch = keras_mp.numerics.commands.load_batch(data)
-    assert (sorted(batch["x"]), batch["y"].tolist()) == (["a", "b"], [0.0])
+    assert (sorted(batch.x), batch.y.tolist()) == (["a", "b"], [0.0])
 
 
 @common.once

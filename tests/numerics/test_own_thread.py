@@ -13,7 +13,7 @@ from keras_mp.numerics.census import census
 from keras_mp.numerics.compare import compare_records
 from keras_mp.numerics.compare_function import compare_function
 from keras_mp.numerics.first_bad_operation import FirstBadOperation
-from keras_mp.numerics.step_times import step_times
+from keras_mp.numerics.profile import step_times
 from tests import common
 from tests.numerics.tools import audit, compare, what_if
 

@@ -8,15 +8,7 @@ before their consequences, and plant the defect in a model in the tests.
 
 from collections.abc import Callable, Iterator
 
-from keras_mp.numerics.hazards import (
-    dtypes,
-    not_finite,
-    probabilities,
-    rounded,
-    step,
-    updates,
-    values,
-)
+from keras_mp.numerics.hazards import dtypes, not_finite, probabilities, rounded, step, values
 from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
 from keras_mp.numerics.results import Finding
 
@@ -29,8 +21,7 @@ HAZARDS: tuple[Callable[[TracedStep], Suspect | Iterator[Suspect | Finding]], ..
     probabilities.softmax_before_a_logarithm,
     probabilities.softmax_that_does_not_add_up,
     probabilities.loss_in_16_bits,
-    dtypes.layers_against_their_policy,
-    dtypes.layers_of_another_policy,
+    dtypes.layers_in_float32,
     dtypes.casts_there_and_back,
     dtypes.float64,
     dtypes.dtypes_for_no_tensor_core,
@@ -42,6 +33,6 @@ HAZARDS: tuple[Callable[[TracedStep], Suspect | Iterator[Suspect | Finding]], ..
     step.epsilon_of_the_optimizer,
     step.weights_that_are_lost,
     step.replicas_that_do_not_agree,
-    updates.updates_that_are_lost,
+    step.updates_that_are_lost,
     rounded.weights_written_in_16_bits,
 )

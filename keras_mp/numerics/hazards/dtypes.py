@@ -15,42 +15,40 @@ from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 _LARGE_SHARE = 0.01
 
 
-def layers_against_their_policy(traced: TracedStep) -> Iterator[Finding]:
-    """A layer whose policy says 16 bits multiplies in float32."""
-    for share, operation, layer in _layers_in_float32(traced):
-        if layer.compute_dtype not in LOW_PRECISION_NAMES or raw_inputs.reads_raw(type(layer)):
-            continue
-        variable = next(filter(None, map(_variable_of, operation.inputs)), None)
-        if variable is None:
-            hazard = "a layer that ignores its policy"
-            cure = (
-                "Let its `call` cast to self.compute_dtype, and not to float32; or, if it needs "
-                'float32, create it with dtype="float32".'
-            )
-        else:
-            hazard = "a variable that is not cast"
-            cure = (
-                "Make the variable with `add_weight`, which casts it where it is read, or wrap it "
-                "in keras_mp.autocast_variable."
-            )
-        yield _about_work(traced, operation, layer, hazard, share, cure)
-
-
-def layers_of_another_policy(traced: TracedStep) -> Iterator[Finding]:
-    """A layer inside of a 16-bit model was given float32, or got no policy."""
+def layers_in_float32(traced: TracedStep) -> Iterator[Finding]:
+    """A layer multiplies in float32, against its policy or in the middle of a 16-bit model."""
     found = (traced.layers.layer(operation.name) for operation, _ in traced.products)
     dtypes = {id(layer): layer.compute_dtype for layer in found if layer is not None}
     in_16_bits = [dtype for dtype in dtypes.values() if dtype in LOW_PRECISION_NAMES]
-    if len(in_16_bits) < len(dtypes) / 2:
-        return
     for share, operation, layer in _layers_in_float32(traced):
         if layer.compute_dtype not in LOW_PRECISION_NAMES:
+            if len(in_16_bits) < len(dtypes) / 2:
+                continue
+            hazard = "a layer of another policy"
             cure = (
                 "Create it under the policy of the model, without a dtype of its own, or pass "
                 "dtype=self.dtype_policy from the layer that creates it. If float32 is intended, "
                 "ignore this."
             )
-            yield _about_work(traced, operation, layer, "a layer of another policy", share, cure)
+        elif raw_inputs.reads_raw(type(layer)):
+            continue
+        elif any(map(_variable_of, operation.inputs)):
+            hazard = "a variable that is not cast"
+            cure = (
+                "Make the variable with `add_weight`, which casts it where it is read, or wrap it "
+                "in keras_mp.autocast_variable."
+            )
+        else:
+            hazard = "a layer that ignores its policy"
+            cure = (
+                "Let its `call` cast to self.compute_dtype, and not to float32; or, if it needs "
+                'float32, create it with dtype="float32".'
+            )
+        why = (
+            f"{share:.0%} of the multiplications of the forward pass run in float32 here; its "
+            f"policy is {layer.dtype_policy.name}."
+        )
+        yield traced.finding(operation, hazard, why, cure)
 
 
 def _layers_in_float32(
@@ -77,21 +75,6 @@ def _layers_in_float32(
             continue
         if counts[path] >= _LARGE_SHARE * total:
             yield counts[path] / total, operation, layer
-
-
-def _about_work(
-    traced: TracedStep,
-    operation: tf.Operation,
-    layer: tf.keras.layers.Layer,
-    hazard: str,
-    share: float,
-    cure: str,
-) -> Finding:
-    why = (
-        f"{share:.0%} of the multiplications of the forward pass run in float32 here; its policy "
-        f"is {layer.dtype_policy.name}."
-    )
-    return traced.finding(operation, hazard, why, cure)
 
 
 def _variable_of(tensor: tf.Tensor) -> tf.Operation | None:

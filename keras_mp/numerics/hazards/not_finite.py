@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_mp.layer_paths import native_variable
 from keras_mp.numerics import origins
+from keras_mp.numerics.distances import LARGE_INPUTS, LARGE_WEIGHTS, SMALLEST
 from keras_mp.numerics.hazards.traced_step import (
     Suspect,
     TracedStep,
@@ -18,7 +19,6 @@ from keras_mp.numerics.hazards.traced_step import (
     static_value,
     widened,
 )
-from keras_mp.numerics.lost import LARGE_INPUTS, LARGE_WEIGHTS
 from keras_mp.numerics.results import Finding
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -228,14 +228,13 @@ def _underflow(
             zeros = in_float32.get(maker, _Again()).zeros
             if zeros:
                 dtype = maker.outputs[0].dtype
-                smallest = "6e-08" if dtype == tf.float16 else "9e-41"
                 return traced.finding(
                     maker,
                     "an underflow in the forward pass",
                     f"{zeros:,} results of {maker.type} are 0 in {dtype.name}, whose smallest "
-                    f"number is {smallest}, but not in float32. {cause.origin.type} of them is "
-                    f"the first result that is not finite: {cause.number:,} of {cause.ended.type} "
-                    f"are {cause.in_words}; {cause.so}.",
+                    f"number is {SMALLEST[dtype.name]:.1g}, but not in float32. "
+                    f"{cause.origin.type} of them is the first result that is not finite: "
+                    f"{cause.number:,} of {cause.ended.type} are {cause.in_words}; {cause.so}.",
                     "Compute it in float32, or scale its inputs up. An epsilon must be a number "
                     f"that {dtype.name} can represent.",
                 )

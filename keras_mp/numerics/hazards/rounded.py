@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from keras_mp.layer_paths import native_variable
 from keras_mp.numerics.hazards.traced_step import (
+    MOST_VARIANCE,
     UNIT_ROUNDOFF,
     Suspect,
     TracedStep,
@@ -14,7 +15,6 @@ from keras_mp.numerics.hazards.traced_step import (
 )
 from keras_mp.support.dtypes import LOW_PRECISION
 
-_MOST_VARIANCE = 0.01
 _FEW = 8
 _SAME = ("Identity", "Cast", "Reshape", "ExpandDims", "Squeeze")
 
@@ -58,7 +58,7 @@ def _rounded_input(
         return None  # `not_finite` reports them.
     if whole is not None and others:
         what = f"{others:,} become other integers"
-    elif whole is None and lost > _MOST_VARIANCE:
+    elif whole is None and lost > MOST_VARIANCE:
         what = f"up to {lost:.1%} of the variance of a column is lost"
     else:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, low_precision_weights
 from keras_mp.numerics import origins
 from keras_mp.numerics.hazards.traced_step import (
     Suspect,
@@ -32,11 +32,13 @@ _STEP = "the training step"
 # Of float16. Smaller numbers have fewer digits, which some gradients may have.
 _SMALLEST_NORMAL = 2.0**-14
 _MOST_SMALL = 0.1
+# Rounding loses some updates everywhere.
+_MOST_LOST = 0.1
 
 
 def gradients_that_vanish(traced: TracedStep) -> Suspect:
     """Gradients in float16 are too small for it, and nothing scales the loss."""
-    if traced.scaling is not None or getattr(traced.model, "optimizer", None) is None:
+    if traced.scaling is not None or traced.optimizer is None:
         return None
     products = traced.backward_products
     # Where a kernel of float16 is slow, keras_mp computes in float32 and rounds.
@@ -161,8 +163,7 @@ def accumulation_under_a_moving_scale(traced: TracedStep) -> Suspect:
 
 def epsilon_of_the_optimizer(traced: TracedStep) -> Suspect:
     """The optimizer divides by a root plus an epsilon that is 0 in the dtype of its variables."""
-    optimizer = getattr(traced.model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer = getattr(traced.optimizer, "inner_optimizer", traced.optimizer)
     epsilon = getattr(optimizer, "epsilon", None)
     if not isinstance(epsilon, (int, float)):
         return None
@@ -196,7 +197,7 @@ def epsilon_of_the_optimizer(traced: TracedStep) -> Suspect:
 def weights_that_are_lost(traced: TracedStep) -> Suspect:
     """One step makes weights infinite or NaN, since it is not skipped."""
     variables = [v for v in traced.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
-    optimizer = getattr(traced.model, "optimizer", None)
+    optimizer = traced.optimizer
     in_16_bits = any(o.outputs and o.outputs[0].dtype in LOW_PRECISION for o in traced.forward)
     if optimizer is None or not variables or not in_16_bits or traced.scaling is None:
         return None
@@ -227,9 +228,57 @@ def weights_that_are_lost(traced: TracedStep) -> Suspect:
     )
 
 
+def updates_that_are_lost(traced: TracedStep) -> Suspect:
+    """Weights in 16 bits do not move, though they have gradients."""
+    optimizer = traced.optimizer
+    if optimizer is None or low_precision_weights.keeps_digits(optimizer):
+        return None
+    of_shapes = {tuple(gradient.shape): gradient for gradient in traced.backward_products}
+    measured = []
+    for variable in traced.model.trainable_variables:
+        gradient = of_shapes.get(tuple(variable.shape))
+        before = _value_before_the_step(traced, variable)
+        if tf.as_dtype(variable.dtype) not in LOW_PRECISION or gradient is None or before is None:
+            continue
+        has_gradient = tf.not_equal(gradient, 0)
+        stays = tf.equal(tf.convert_to_tensor(variable), before)
+        measured.append(tf.stack([count(has_gradient & stays), count(has_gradient)]))
+    if not measured:
+        return None
+
+    [(lost, all_of_them)] = yield [tf.add_n(measured)]
+    if lost < _MOST_LOST * all_of_them or not all_of_them:
+        return None
+    dtype = low_precision_weights.dtype_of(traced.model)
+    constants = ", ".join(low_precision_weights.vanishing_constants(optimizer, dtype))
+    why = f" In {dtype}, {constants}." if constants else ""
+    return Finding(
+        "updates that are lost",
+        f"the optimizer ({type(optimizer).__name__})",
+        None,
+        f"{lost / all_of_them:.0%} of {all_of_them:,} weights in {dtype} with a gradient have "
+        f"the same value after the step.{why}",
+        "Compile the model with keras_mp.MasterWeightOptimizer(optimizer), or keep variables "
+        f'in float32 (the policy "mixed_{dtype}").',
+    )
+
+
+def _value_before_the_step(traced: TracedStep, variable: tf.Variable) -> tf.Tensor | None:
+    """Returns what the forward pass reads of a variable."""
+    stored = tf.convert_to_tensor(variable)
+    while stored.op.type == "Identity":
+        stored = stored.op.inputs[0]
+    if stored.op.type != "ReadVariableOp":
+        return None
+    [handle] = stored.op.inputs
+    reads = (op for op in traced.forward if op.type == "ReadVariableOp" and op.inputs[0] is handle)
+    first = next(reads, None)
+    return None if first is None else first.outputs[0]
+
+
 def replicas_that_do_not_agree(traced: TracedStep) -> Iterator[Finding]:
     """Keras's own wrapper looks at the gradients of one replica before it skips a step for all."""
-    optimizer = getattr(traced.model, "optimizer", None)
+    optimizer = traced.optimizer
     replicas = traced.model.distribute_strategy.num_replicas_in_sync
     is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
     if replicas < 2 or not is_of_keras or type(optimizer).__module__.startswith("keras_mp"):

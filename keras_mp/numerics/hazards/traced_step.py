@@ -8,14 +8,16 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import layer_paths
-from keras_mp.numerics import origins, traces, work
+from keras_mp.numerics import distances, origins, traces, work
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.results import Finding
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.messages import Line
 
-# Half a unit in the last place of 1: the largest error that rounding explains.
-UNIT_ROUNDOFF = {tf.float16: 2.0**-11, tf.bfloat16: 2.0**-8}
+# The largest error that rounding explains.
+UNIT_ROUNDOFF = {dtype: distances.UNIT_ROUNDOFF[dtype.name] for dtype in LOW_PRECISION}
+# Numbers of a batch are lost if rounding them to 16 bits takes a larger share of their variance.
+MOST_VARIANCE = 0.01
 
 # Functions of libraries that scale a loss, and those that run after the gradients.
 _SCALING = ("scale_loss", "get_scaled_loss")
@@ -35,6 +37,7 @@ class TracedStep:
 
     Attributes:
         model: the model.
+        optimizer: that of the model, or None.
         batch: `Batch`.
         result: what the step returns.
         device: str. The GPU that the audit is about; None for this machine.
@@ -60,6 +63,7 @@ class TracedStep:
         device: str | None = None,
     ) -> None:
         self.model, self.batch, self.result = model, batch, result
+        self.optimizer = getattr(model, "optimizer", None)
         # Operations whose failure another finding explains.
         self.explained: set[tf.Operation] = set()
         self.device = device

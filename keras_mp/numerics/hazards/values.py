@@ -7,7 +7,9 @@ import tensorflow as tf
 
 from keras_mp.model_steps import has_own_train_step
 from keras_mp.numerics import origins
+from keras_mp.numerics.distances import SMALLEST
 from keras_mp.numerics.hazards.traced_step import (
+    MOST_VARIANCE,
     UNIT_ROUNDOFF,
     Suspect,
     TracedStep,
@@ -20,7 +22,6 @@ from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 
 _DIVIDE = op_table.ops("divisions", "reciprocals") | {"Log"}
-_MOST_VARIANCE = 0.01
 
 
 def vanished_epsilon(traced: TracedStep) -> Iterator[Suspect]:
@@ -42,13 +43,13 @@ def _epsilon(
     zeros, least = yield count(tf.equal(output, 0)), tf.reduce_min(widened(other))
     traced.explained.add(divides)
     dtype = output.dtype
-    smallest = "6e-8" if dtype == tf.float16 else "9e-41"
     return traced.finding(
         operation,
         "an epsilon that is 0 in 16 bits",
         f"The constant of {operation.type}, before {divides.type}, is 0 in {dtype.name}, whose "
-        f"smallest number is {smallest}. Of {output.shape.num_elements() or 'the'} values of this "
-        f"batch {zeros:,} are 0 then; the smallest is {least:.3g}.",
+        f"smallest number is {SMALLEST[dtype.name]:.1g}. Of "
+        f"{output.shape.num_elements() or 'the'} values of this batch {zeros:,} are 0 then; the "
+        f"smallest is {least:.3g}.",
         f"Use an epsilon that {dtype.name} holds, such as 1e-4, or compute this in float32.",
     )
 
@@ -134,7 +135,7 @@ def _labels(labels: tf.Tensor, dtype: tf.DType) -> Suspect:
         count(tf.math.is_inf(rounded)),
         tf.reduce_max(tf.abs(labels)),
     )
-    if not infinite and not lost > _MOST_VARIANCE:
+    if not infinite and not lost > MOST_VARIANCE:
         return None
     share = f"{infinite:,} are infinite" if infinite else f"{lost:.1%} of the variance is lost"
     return Finding(
