@@ -151,6 +151,8 @@ class ScaledStep:
         """Returns verdicts as gradients, NaN for False, which are summed and tested with others."""
         # Of a batch without examples, statistics are not finite, though gradients may be.
         has_examples = state_rollback.has_examples() if evidence.kept else None
+        if has_examples is not None and not evidence.kept.may_have_changed():
+            has_examples = None
         verdicts = self.state.was_finite, has_examples
         return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
 

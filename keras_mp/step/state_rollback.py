@@ -89,6 +89,16 @@ class Kept:
     def __bool__(self) -> bool:
         return bool(self._old)
 
+    def may_have_changed(self) -> bool:
+        """Whether the step has written to a weight. In eager, its value tells."""
+        if not tf.executing_eagerly():
+            return bool(self)
+        now = (tf.raw_ops.ReadVariableOp(resource=h, dtype=old.dtype) for h, old in self._old)
+        return any(
+            bool(tf.reduce_any(tf.not_equal(value, old)))
+            for value, (_, old) in zip(now, self._old, strict=True)
+        )
+
     def put_back(self) -> list[tf.Operation]:
         """Restores the values. Works in any context, also for all replicas."""
         ops = [tf.raw_ops.AssignVariableOp(resource=h, value=value) for h, value in self._old]

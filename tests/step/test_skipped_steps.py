@@ -349,12 +349,13 @@ def test_fit_names_the_input(name, run_eagerly):
         model.fit(batches(*[(x, nan)] * 3), verbose=0, shuffle=False)
 
 
-def test_a_batch_without_examples_is_skipped(name):
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_batch_without_examples_is_skipped(name, run_eagerly):
     keras_mp.set_global_policy("mixed_float16")
     model = tf.keras.Sequential(
         [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
     )
-    model.compile(make_optimizer(name), "mse")
+    model.compile(make_optimizer(name), "mse", run_eagerly=run_eagerly)
     x, y = np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
     model.fit(batches((x, y)), verbose=0, shuffle=False)
     before, skipped = model.get_weights(), int(model.optimizer.steps_skipped)
@@ -362,3 +363,13 @@ def test_a_batch_without_examples_is_skipped(name):
     assert int(model.optimizer.steps_skipped) == skipped + 1
     for now, then in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(now, then)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_batch_without_examples_is_a_step_where_no_layer_has_statistics(name, run_eagerly):
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile(make_optimizer(name), "mse", run_eagerly=run_eagerly)
+    x, y = np.zeros([0, 2], "float32"), np.zeros([0, 1], "float32")
+    model.fit(batches((x, y)), verbose=0, shuffle=False)
+    assert (int(model.optimizer.iterations), int(model.optimizer.steps_skipped)) == (1, 0)
