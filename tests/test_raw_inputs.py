@@ -620,6 +620,10 @@ class Averaging(tf.keras.layers.Layer):
 
 
 class Counting(tf.keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(name="c", shape=(), initializer="zeros", trainable=False)
+        self.built = True
+
     def call(self, x: tf.Tensor) -> tf.Tensor:
         self.calls.assign_add(1.0)
         return x
@@ -628,6 +632,21 @@ class Counting(tf.keras.layers.Layer):
 def test_layers_that_count_stay_in_16_bits() -> None:
     assert raw_inputs.reads_raw(Counting) is None
     assert raw_inputs.reads_raw(Averaging) is raw_inputs.reads_raw(Pruned) is not None
+
+
+@pytest.mark.parametrize(("dtype", "calls"), [("bfloat16", 300), ("float16", 2100)])
+def test_counts_of_layers_do_not_stop(dtype: str, calls: int) -> None:
+    layer = Counting(dtype=unscaled(dtype))
+    x = tf.ones([1, 1])
+    layer(x)
+
+    @tf.function
+    def call_on() -> None:
+        for _ in tf.range(calls - 1):
+            layer(x)
+
+    call_on()
+    assert float(tf.convert_to_tensor(layer.calls)) == calls
 
 
 class Through(tf.keras.constraints.Constraint):

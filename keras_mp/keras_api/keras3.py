@@ -45,7 +45,6 @@ name_functions = keras3_lambdas.name_functions
 PreprocessingLayer = keras3_raw_inputs.PreprocessingLayer
 note_input_casts = keras3_raw_inputs.note_input_casts
 let_policy_change = keras3_raw_inputs.let_policy_change
-widen_functions = keras3_raw_inputs.widen_functions
 report_rounded = keras3_raw_inputs.report_rounded
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
@@ -53,6 +52,11 @@ register_serializable = keras.utils.register_keras_serializable(package="keras_m
 
 def rename(layer: Any, name: str) -> None:
     layer.name = name
+
+
+def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
+    keras3_raw_inputs.widen_functions(in_float32)
+    keras3_raw_inputs.add_in_float32(autocast_scope)
 
 
 def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:

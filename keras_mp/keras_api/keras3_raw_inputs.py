@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 from keras.src.models.functional import Functional as _Functional
 
 from keras_mp.kernels.replaced import Replacement, replace
+from keras_mp.support import reach
 from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
@@ -72,6 +74,30 @@ def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
         if own:
             replacements.append(Replacement(own, (name,), in_float32(own)))
     replace(replacements, "keras")
+
+
+def add_in_float32(autocast_scope: Callable[[None], AbstractContextManager[None]]) -> None:
+    """Lets `assign_add` and `assign_sub` of weights add to the float32 value.
+
+    Keras adds to what a layer reads, so that a count in bfloat16 stops at 256.
+
+    Args:
+        autocast_scope: a context manager in which weights are not cast.
+    """
+
+    def in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        @do_not_convert
+        def add(self: Any, value: Any) -> Any:
+            if reach.current() is None:
+                return own(self, value)
+            with autocast_scope(None):
+                return own(self, value)
+
+        return add
+
+    for name in ("assign_add", "assign_sub"):
+        setattr(keras.Variable, name, in_float32(getattr(keras.Variable, name)))
 
 
 def let_policy_change(cls: type) -> None:

@@ -195,10 +195,35 @@ def trained() -> Program:
     return run
 
 
+class Counts(L.Layer):
+    def build(self, input_shape: Any) -> None:
+        self.sum = self.add_weight(name="sum", shape=[], initializer="zeros", trainable=False)
+        self.built = True
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        self.sum.assign_add(tf.constant(0.001))
+        return x
+
+
+def counting() -> Program:
+    """A layer that adds to a weight, which Keras 3 reads in 16 bits for that."""
+    layer, x = Counts(dtype=OWN_POLICY("mixed_bfloat16")), tf.ones([1, 1])
+    layer(x)
+    call = tf.function(layer)
+
+    def run() -> list[Any]:
+        layer.sum.assign(tf.constant(1.0))
+        for each in (layer, layer, call, call):
+            each(x)
+        return [tf.convert_to_tensor(layer.sum)]
+
+    return run
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     each.__name__: each
     for each in (
         *(recomputed, custom_gradient, loops, forward_mode, vectorized, datasets, loaded),
-        *(imported, traced_before, tapes, trained),
+        *(imported, traced_before, tapes, trained, counting),
     )
 }
