@@ -14,9 +14,10 @@ from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
+from keras_mp.step.calls import Calls
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.step.scaler import NoCalls, Scaler, ScalerProperties
+from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.step.scaler_calls import ScalerCalls
 from keras_mp.support import host, selection, validation
 from keras_mp.support.autograph import do_not_convert
@@ -90,7 +91,6 @@ class GradScaler(ScalerProperties, tf.Module):
     Overview".
     """
 
-    _scaler: Scaler[ScalerCalls | NoCalls]
     _configured: LossScale | None
 
     def __init__(
@@ -114,7 +114,7 @@ class GradScaler(ScalerProperties, tf.Module):
         vars(self)["_configured"] = configured
         self._scaler = Scaler(
             used,
-            (ScalerCalls if used is configured else NoCalls)(used),
+            (ScalerCalls if used is configured else Calls)(used),
             skip_nonfinite=enabled and skip_nonfinite,
             reduce_dtype=reduce_dtype,
             aggregate_in_float16=aggregate_in_float16,
@@ -281,12 +281,12 @@ class GradScaler(ScalerProperties, tf.Module):
         return cls(**config)
 
     @property
-    def _calls(self) -> ScalerCalls | NoCalls:
+    def _calls(self) -> Calls:
         return self._scaler.calls
 
     def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:
         loss_scale = self._scaler.loss_scale
-        if isinstance(self._scaler.calls, NoCalls):
+        if not self._scaler.calls.scales:
             return None
         if not isinstance(loss_scale, DynamicLossScale):
             raise ValueError(

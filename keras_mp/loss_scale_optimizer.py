@@ -18,10 +18,10 @@ from keras_mp.loss_scale import LossScaleArgument
 from keras_mp.loss_scale_saving import LossScaleSaving
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, state_rollback
-from keras_mp.step.calls import GradientState
+from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
-from keras_mp.step.scaler import NoCalls, Scaler, ScalerProperties
+from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 
@@ -145,7 +145,6 @@ class LossScaleOptimizer(
     Source: RFC 293, "LossScaleOptimizer Overview".
     """
 
-    _scaler: Scaler[OptimizerCalls | NoCalls]
     _takes_scaled_gradients = True
 
     def __init__(
@@ -200,7 +199,7 @@ class LossScaleOptimizer(
             _skip_nonfinite=skip_nonfinite,
             _scaler=Scaler(
                 loss_scale,
-                (OptimizerCalls if scales else NoCalls)(loss_scale),
+                (OptimizerCalls if scales else Calls)(loss_scale),
                 skip_nonfinite=skip_nonfinite,
                 reduce_dtype=reduce_dtype,
                 aggregate_in_float16=aggregate_in_float16,
@@ -381,8 +380,7 @@ class LossScaleOptimizer(
 
     def _scales_on_tape(self) -> bool:
         """Whether the tape has to scale, since the inner optimizer must see the loss unscaled."""
-        calls = self._scaler.calls
-        return not (self._adapter.only_differentiates or isinstance(calls, NoCalls))
+        return self._scaler.calls.scales and not self._adapter.only_differentiates
 
     def _scaled(
         self, loss: Loss, scaled_by: tf.Tensor | None = None, to_apply: bool | None = None

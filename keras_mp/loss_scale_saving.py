@@ -8,8 +8,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
-from keras_mp.step.optimizer_calls import OptimizerCalls
-from keras_mp.step.scaler import NoCalls, Scaler
+from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.wrapper_saving import WrapperSaving
@@ -22,7 +21,7 @@ class LossScaleSaving(WrapperSaving):
     """The part of a `LossScaleOptimizer` that saves and loads it."""
 
     _name: str | None
-    _scaler: Scaler[OptimizerCalls | NoCalls]
+    _scaler: Scaler
     _skip_nonfinite: bool
     aggregate_in_float16: bool
     dynamic: bool
@@ -169,5 +168,5 @@ class LossScaleSaving(WrapperSaving):
         return next((each.dtype_policy.name for each in half), None)
 
     def _config_of_scale(self) -> dict[str, Any] | None:
-        nothing = isinstance(self._scaler.calls, NoCalls)
-        return None if nothing else loss_scale_lib.serialize(self._scaler.loss_scale)
+        scaler = self._scaler
+        return loss_scale_lib.serialize(scaler.loss_scale) if scaler.calls.scales else None

@@ -23,10 +23,10 @@ from keras_mp.compat.loss_scale_managers import (
 )
 from keras_mp.grappler import passes
 from keras_mp.step import gradients, replicas
-from keras_mp.step.calls import GradientState
+from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
-from keras_mp.step.scaler import NoCalls, Scaler, ScalerProperties
+from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import messages
 from keras_mp.support.autograph import do_not_convert
 
@@ -112,8 +112,6 @@ class LossScaleOptimizer(
     Source: TensorFlow 1, `tf.contrib.mixed_precision.LossScaleOptimizer`.
     """
 
-    _scaler: Scaler[NoCalls]
-
     def __init__(
         self,
         opt: tf.compat.v1.train.Optimizer,
@@ -150,7 +148,7 @@ class LossScaleOptimizer(
         loss_scale = _loss_scale(loss_scale, loss_scale_manager)
         self._scaler = Scaler(
             loss_scale,
-            NoCalls(loss_scale),
+            Calls(loss_scale),
             aggregate_in_float16=aggregate_in_float16,
             warn_after_skips=warn_after_skips,
         )

@@ -227,36 +227,24 @@ class _Notes:
 _NotesOfThreads = weakref.WeakKeyDictionary[threading.Thread, _Notes]
 
 
-class Calls(abc.ABC):
-    """The calls of the step that is under way.
+class Calls:
+    """The calls of a step that scales nothing, or of an optimizer that records calls itself.
+
+    Attributes:
+        scales: whether these calls scale the loss.
+        reports: the `HostCallback` that reports wrong calls in graphs; None if there is none.
 
     Args:
         loss_scale: function that returns the current loss scale, a float32 scalar tensor.
     """
 
-    # The length of a report.
-    _report_size = 1
-    # Whether calls are also recorded in variables, for functions that run without Python.
-    _needs_variables = True
-    # Whether all threads make one step together. Otherwise each makes its own.
-    _is_shared = False
+    scales = False
+    reports: host.HostCallback | None = None
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         self._loss_scale = loss_scale
         self._in_eager: _NotesOfThreads = weakref.WeakKeyDictionary()
-        # A graph of TensorFlow 1 saves all variables that it has, and makes its calls once.
-        self._has_variables = self._needs_variables and not host.in_v1_graph()
-        if self._has_variables:
-            self._facts = host.local_variable("facts", 0)
-            self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
-            self._reports = host.HostCallback(self._report, size=self._report_size)
-        # Graphs whose calls are a part of a step only. While there are any, eager code reads the
-        # variable, since it cannot know when these functions run.
-        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = threading.RLock()
-        self._latest_thread: int | None = None
 
-    @abc.abstractmethod
     def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
         """Multiplies the loss, or a structure of losses, by the loss scale.
 
@@ -264,8 +252,10 @@ class Calls(abc.ABC):
             losses: tensor, or structure of tensors.
             scaled_by: float32 scalar tensor. Defaults to the current loss scale.
         """
+        flat = tf.nest.flatten(losses)
+        self._notes().losses = tuple(each for each in flat if tf.is_tensor(each))
+        return losses
 
-    @abc.abstractmethod
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Records that a loss was scaled, which begins a step of a `LossScaleOptimizer`.
 
@@ -274,7 +264,9 @@ class Calls(abc.ABC):
             to_apply: bool. True if `apply` unscales, False if `unscale` does.
         """
 
-    @abc.abstractmethod
+    def begin_by_hand(self, grads: Sequence[Any]) -> None:
+        """Records that the user has multiplied the loss of these gradients by the loss scale."""
+
     def unscale(
         self,
         grads: Sequence[Any],
@@ -292,59 +284,74 @@ class Calls(abc.ABC):
             may_skip: bool. Whether a step can be skipped, so that they may have to be tested.
                 Defaults to True.
         """
+        return list(grads)
 
-    @abc.abstractmethod
-    def apply(
-        self, optimizer: Any, variables: Iterable[Any]
-    ) -> contextlib.AbstractContextManager[GradientState]:
-        """Returns a context manager in which gradients are applied, which it records at the end.
+    def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """Unscales gradients that `apply` would unscale, before a wrapper sees them."""
+        return grads
+
+    def refuse_tape_beside_scale(self) -> None:
+        """Refuses a tape that scales after a loss was scaled otherwise."""
+
+    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
+        """Records that a tape has scaled losses, and unscaled the gradients.
+
+        Args:
+            losses: sequence of tensors, not scaled.
+        """
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
+        """Context manager in which one call, `minimize`, makes a whole step.
+
+        It may come between the calls of another step, which it does not affect.
+
+        Yields:
+            A function that returns the `GradientState`, given the factor of the loss, and whether
+            the gradients are still scaled by it.
+        """
+        yield lambda scaled_by, scaled: GradientState(losses=self.losses())
+
+    @contextlib.contextmanager
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+        """Context manager in which gradients are applied, which it records at the end.
 
         Args:
             optimizer: the optimizer.
             variables: iterable of the variables that the gradients are applied to.
         """
+        yield GradientState(losses=self.losses())
+
+    def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
+        """Records that all optimizers have made their steps.
+
+        Args:
+            begins_anew: bool. Whether it is right without any step. Defaults to False.
+
+        Returns:
+            tuple of whether a step was made, and of a function that reports that none was.
+        """
+        return True, lambda: None
+
+    def as_before_an_exception(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that an exception leaves with the record as it was.
+
+        It is for calls in which users' code may make other calls before it raises.
+        """
+        return contextlib.nullcontext()
 
     def losses(self) -> list[tf.Tensor]:
         """Returns the unscaled losses of this step, as far as they are known here."""
         return list(self._notes().losses)
 
-    def callback(self) -> host.HostCallback | None:
-        """Returns the callback that reports wrong calls in graphs; None if there is none."""
-        return self._reports if self._has_variables else None
-
     def collect_reports(self) -> None:
         """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
-        if self._has_variables:
-            self._reports.collect()
+        if self.reports is not None:
+            self.reports.collect()
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        if not self._has_variables:
-            return {}
-        own = {"facts": self._facts, "scaled_by": self._scaled_by}
-        return {**own, **self._reports.variables("call_report")}
-
-    @contextlib.contextmanager
-    def as_before_an_exception(self) -> Iterator[None]:
-        """Context manager that an exception leaves with the record as it was.
-
-        It is for calls in which users' code may make other calls before it raises.
-        """
-        notes = self._notes()
-        before = dict(vars(notes)), dict(notes.unclipped)
-        values = []
-        if self._has_variables and tf.executing_eagerly():
-            values = [(v, tf.convert_to_tensor(v)) for v in (self._facts, self._scaled_by)]
-        try:
-            yield
-        except BaseException:
-            facts = notes.facts
-            vars(notes).update(before[0], unclipped=before[1])
-            for variable, value in values:
-                variable.assign(value, read_value=False)
-            if not values and notes.facts is not None and notes.facts is not facts:
-                self._note(notes.facts)
-            raise
+        return {}
 
     def _notes(self) -> _Notes:
         graph = host.current_graph()
@@ -359,6 +366,44 @@ class Calls(abc.ABC):
             return of_threads[thread]
         except KeyError:
             return of_threads.setdefault(thread, _Notes())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
+        return type(self)(copy.deepcopy(self._loss_scale, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._loss_scale,)
+
+
+class RecordedCalls(Calls, abc.ABC):
+    """Calls that scale, and that are recorded in variables, for functions run without Python."""
+
+    scales = True
+    reports: host.HostCallback
+    # The length of a report.
+    _report_size = 1
+    # Whether all threads make one step together. Otherwise each makes its own.
+    _is_shared = False
+
+    def __init__(self, loss_scale: LossScaleValue) -> None:
+        super().__init__(loss_scale)
+        # A graph of TensorFlow 1 saves all variables that it has, and makes its calls once.
+        self._has_variables = not host.in_v1_graph()
+        if self._has_variables:
+            self._facts = host.local_variable("facts", 0)
+            self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
+            self.reports = host.HostCallback(self._report, size=self._report_size)
+        # Graphs whose calls are a part of a step only. While there are any, eager code reads the
+        # variable, since it cannot know when these functions run.
+        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._latest_thread: int | None = None
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns the record and the buffer of reports."""
+        if not self._has_variables:
+            return {}
+        own = {"facts": self._facts, "scaled_by": self._scaled_by}
+        return {**own, **self.reports.variables("call_report")}
 
     def _so_far(self) -> Facts:
         """Returns the facts of the step that is under way."""
@@ -433,9 +478,3 @@ class Calls(abc.ABC):
     @abc.abstractmethod
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         """Warns of a wrong call, given the numbers that were posted."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
-        return type(self)(copy.deepcopy(self._loss_scale, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._loss_scale,)

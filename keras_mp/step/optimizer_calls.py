@@ -23,9 +23,9 @@ from keras_mp.step.calls import (
     TO_APPLY,
     UNNAMED,
     UNSCALED,
-    Calls,
     Facts,
     GradientState,
+    RecordedCalls,
     Truth,
     bits_of,
     both,
@@ -43,7 +43,7 @@ class _Parts(threading.local):
     applied: frozenset[int] = frozenset()
 
 
-class OptimizerCalls(Calls):
+class OptimizerCalls(RecordedCalls):
     """The calls of a `LossScaleOptimizer`. A missing call is reported, and the step is made."""
 
     def __init__(self, loss_scale: Callable[[], tf.Tensor]) -> None:
@@ -51,12 +51,7 @@ class OptimizerCalls(Calls):
         self._parts_of_step = _Parts()
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Records that the loss is scaled. This begins a step.
-
-        Args:
-            scaled_by: float32 scalar tensor.
-            to_apply: bool. True if `apply` unscales, False if `unscale` does.
-        """
+        """Records that the loss is scaled, whatever was called before."""
         notes = self._notes()
         before, after = notes.facts or Facts(), Facts(SCALED)
         is_under_way = both(has_begun(before), before.has(SCALED))
@@ -68,12 +63,12 @@ class OptimizerCalls(Calls):
         self._note_scale(scaled_by)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Records that the user has multiplied the loss of these gradients by the loss scale."""
+        """Begins a step that `apply` unscales."""
         self._refuse_results(grads, "apply_gradients(scaled=True)")
         self.begin(self._loss_scale(), to_apply=True)
 
     def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> tf.Tensor:
-        """Multiplies a loss by `scaled_by`, or by the current loss scale."""
+        """Multiplies a loss, not a structure. `begin` records it."""
         self._refuse_results([losses], "get_scaled_loss")
         scaled_by = self._loss_scale() if scaled_by is None else scaled_by
         scaled = gradients.scale_loss(losses, scaled_by)
@@ -101,7 +96,7 @@ class OptimizerCalls(Calls):
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
-        """Unscales gradients that `apply` would unscale, before a wrapper sees them."""
+        """Does what `unscale` does, if `apply` would unscale."""
         facts = self._so_far()
         is_scaled = apply_unscales(facts)
         if is_scaled is False:
@@ -114,35 +109,17 @@ class OptimizerCalls(Calls):
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
-        """Context manager in which one call, `minimize`, makes a whole step.
-
-        It may come between the calls of another step, which it does not affect.
-
-        Yields:
-            A function that returns the `GradientState`, given the factor of the loss, and whether
-            the gradients are still scaled by it.
-        """
+        """Context manager that records nothing, and restores the notes of another step."""
         notes = self._notes()
         kept = notes.losses, notes.scaled_by, notes.results
-        applied = self._parts_of_step.applied
-        try:
-            with self.as_before_an_exception():
-                yield lambda by, scaled: GradientState(
-                    scaled, by, lambda: not scaled, self.losses()
-                )
-                applied = frozenset()
-        finally:
-            notes.losses, notes.scaled_by, notes.results = kept
-            self._parts_of_step.applied = applied
+        with self.as_before_an_exception():
+            yield lambda by, scaled: GradientState(scaled, by, lambda: not scaled, self.losses())
+        notes.losses, notes.scaled_by, notes.results = kept
+        self._parts_of_step.applied = frozenset()
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Context manager in which the step is made. Records it, and warns of missing calls.
-
-        Args:
-            optimizer: not used.
-            variables: iterable of the variables that the gradients are applied to.
-        """
+        """Context manager in which the step is made. Records it, and warns of missing calls."""
         del optimizer
         variables = list(variables)
         notes, applied = self._notes(), frozenset(id(v) for v in variables)
@@ -176,12 +153,21 @@ class OptimizerCalls(Calls):
     @contextlib.contextmanager
     def as_before_an_exception(self) -> Iterator[None]:
         """Context manager that an exception leaves with the record as it was."""
-        applied = self._parts_of_step.applied
+        notes, applied = self._notes(), self._parts_of_step.applied
+        before = dict(vars(notes)), dict(notes.unclipped)
+        values = []
+        if self._has_variables and tf.executing_eagerly():
+            values = [(v, tf.convert_to_tensor(v)) for v in (self._facts, self._scaled_by)]
         try:
-            with super().as_before_an_exception():
-                yield
+            yield
         except BaseException:
+            facts = notes.facts
+            vars(notes).update(before[0], unclipped=before[1])
             self._parts_of_step.applied = applied
+            for variable, value in values:
+                variable.assign(value, read_value=False)
+            if not values and notes.facts is not None and notes.facts is not facts:
+                self._note(notes.facts)
             raise
 
     def _decisions_since(self, first: int) -> list[tf.Operation]:
@@ -224,8 +210,8 @@ class OptimizerCalls(Calls):
             self._warn_while_tracing(is_more)
         was_reported = facts.has(bits_of(UNNAMED, SPOILED))
         is_news = tf.convert_to_tensor(both(is_missing, negated(was_reported)))
-        self._reports.watch()
-        self._reports.post(facts.tensor[tf.newaxis], when=is_news)
+        self.reports.watch()
+        self.reports.post(facts.tensor[tf.newaxis], when=is_news)
 
     def _warn_while_tracing(self, is_more: bool) -> None:
         """Warns while tracing, since a compiled function cannot warn when it runs."""

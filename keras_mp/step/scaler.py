@@ -4,9 +4,8 @@ RFC 293, "LossScaleOptimizer Overview". `LossScaleOptimizer`, `GradScaler` and t
 TensorFlow 1 have one each.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -17,12 +16,10 @@ from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler, SkippedSteps
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.support import messages, validation
-
-AnyCalls = TypeVar("AnyCalls", bound=Calls)
+from keras_mp.support import validation
 
 
-class Scaler(Generic[AnyCalls]):
+class Scaler:
     """Follows the calls that scale and unscale, and makes or skips steps.
 
     Attributes:
@@ -48,7 +45,7 @@ class Scaler(Generic[AnyCalls]):
     def __init__(
         self,
         loss_scale: LossScale,
-        calls: AnyCalls,
+        calls: Calls,
         *,
         skip_nonfinite: bool = False,
         reduce_dtype: str | tf.DType | None = None,
@@ -65,7 +62,7 @@ class Scaler(Generic[AnyCalls]):
             loss_scale,
             validation.integer_or_none("warn_after_skips", warn_after_skips),
             validation.integer_or_none("raise_after_skips", raise_after_skips),
-            calls.callback(),
+            calls.reports,
         )
         self.handler: OutcomeHandler | None = None
         if can_skip:
@@ -115,66 +112,10 @@ class Scaler(Generic[AnyCalls]):
         return {**self.skipped.variables(), **self.calls.variables(), **of_handler}
 
 
-class NoCalls(Calls):
-    """Calls that do nothing, for an optimizer that scales no loss or records calls itself."""
-
-    _needs_variables = False
-
-    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Does nothing."""
-
-    def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Does nothing: the loss scale is 1."""
-
-    def refuse_tape_beside_scale(self) -> None:
-        """Does nothing."""
-
-    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
-        """Does nothing."""
-
-    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
-        """Returns the loss, or the losses, as they are."""
-        flat = tf.nest.flatten(losses)
-        self._notes().losses = tuple(each for each in flat if tf.is_tensor(each))
-        return losses
-
-    def unscale(
-        self,
-        grads: Sequence[Any],
-        optimizer: Any = None,
-        *,
-        by_tape: bool = False,
-        may_skip: bool = True,
-    ) -> list[Any]:
-        """Returns the gradients as they are."""
-        return list(grads)
-
-    def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
-        """Returns the gradients as they are."""
-        return grads
-
-    @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
-        """Yields a function that returns the state of gradients that are not scaled."""
-        yield lambda scaled_by, scaled: GradientState(losses=self.losses())
-
-    @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Yields the state of gradients that are not scaled."""
-        yield GradientState(losses=self.losses())
-
-    def update(self, *, begins_anew: bool = False) -> tuple[bool, Callable[[], None]]:
-        """Ends the step, whatever was called."""
-        return True, lambda: None
-
-    def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        """Has nothing to report."""
-
-
 class ScalerProperties:
     """The properties of a `Scaler`, and its children in checkpoints."""
 
-    _scaler: Scaler[Any]
+    _scaler: Scaler
     _skip_nonfinite = False
 
     @property

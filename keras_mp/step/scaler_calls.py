@@ -26,10 +26,10 @@ from keras_mp.step.calls import (
     SPOILED,
     UNNAMED,
     UNSCALED,
-    Calls,
     Facts,
     GradientState,
     LossScaleValue,
+    RecordedCalls,
     Truth,
     bits_of,
     bits_of_any,
@@ -50,7 +50,7 @@ class Call(enum.IntEnum):
     TAPE = 4
 
 
-class ScalerCalls(Calls):
+class ScalerCalls(RecordedCalls):
     """The calls of a `GradScaler`, which all threads share.
 
     A wrong call is an error if Python can tell, which is in eager and while a function is traced.
@@ -63,9 +63,6 @@ class ScalerCalls(Calls):
     def __init__(self, loss_scale: LossScaleValue) -> None:
         super().__init__(loss_scale)
         self._optimizers = _NumberedOptimizers()
-
-    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Does nothing: `scale` records itself."""
 
     def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
         """Multiplies a structure of losses, by the same number between two updates."""
@@ -112,7 +109,7 @@ class ScalerCalls(Calls):
                 wrong = BY_TAPE | bits_of(index, JUST_UNSCALED | APPLIED)
                 is_right = both(facts.has(SCALED), negated(facts.has(wrong)))
                 is_wrong = tf.convert_to_tensor(negated(is_right))
-                self._reports.watch()
+                self.reports.watch()
                 self._post(Call.UNSCALE, index, facts, when=is_wrong)
                 after = after.changed(add=bits_of(index, SPOILED), when=is_wrong)
             self._note(after, before=facts)
@@ -120,15 +117,11 @@ class ScalerCalls(Calls):
         return unscaled
 
     def refuse_tape_beside_scale(self) -> None:
-        """Refuses a tape that scales after a loss was scaled otherwise."""
+        """Raises an error if a loss was scaled since the last update."""
         _raise(Call.TAPE, UNNAMED, self._so_far())
 
     def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
-        """Records that a tape has scaled losses, and unscaled the gradients.
-
-        Args:
-            losses: sequence of tensors, not scaled.
-        """
+        """Records that a tape has scaled losses, and unscaled the gradients."""
         with self._lock:
             facts, notes = self._so_far(), self._notes()
             known = notes.losses if facts.has(BY_TAPE) is True else ()
@@ -141,10 +134,6 @@ class ScalerCalls(Calls):
         """Context manager in which an optimizer makes a step. Records the step.
 
         A step that raises an exception, or that is refused, does not count.
-
-        Args:
-            optimizer: the optimizer.
-            variables: not used.
         """
         del variables
         with self._lock:
@@ -203,19 +192,11 @@ class ScalerCalls(Calls):
         )
         after = facts if is_unscaled is False else facts.changed(remove=unnamed)
         if is_allowed is not True:
-            self._reports.watch()
+            self.reports.watch()
         return given, after.changed(add=bits_of(index, APPLIED))
 
-    def update(self, *, begins_anew: bool = False) -> tuple[bool | tf.Tensor, Callable[[], None]]:
-        """Records that all steps were made.
-
-        Args:
-            begins_anew: bool. Whether it is right without any step. Defaults to False.
-
-        Returns:
-            tuple of whether a step was made, a bool or bool scalar tensor, and of a function that
-            reports that none was.
-        """
+    def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
+        """Records that all steps were made, after which nothing is known."""
         with self._lock:
             facts, notes = self._so_far(), self._notes()
             has_stepped = facts.has(bits_of_any(APPLIED | SPOILED))
@@ -226,7 +207,7 @@ class ScalerCalls(Calls):
             notes.unclipped = {}
         if isinstance(has_stepped, bool) or begins_anew:
             return has_stepped, lambda: None
-        self._reports.watch()
+        self.reports.watch()
         return has_stepped, lambda: self._post(Call.UPDATE, UNNAMED, facts, tf.constant(True))
 
     def _scale_of_step(self) -> tf.Tensor:
@@ -241,7 +222,7 @@ class ScalerCalls(Calls):
 
     def _post(self, call: Call, index: int, facts: Facts, when: tf.Tensor) -> None:
         numbers = [tf.constant(int(value), tf.int64) for value in (call, index)]
-        self._reports.post(tf.stack([*numbers, facts.tensor]), when=when)
+        self.reports.post(tf.stack([*numbers, facts.tensor]), when=when)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         # A right call was refused if another function had unscaled the gradients.
