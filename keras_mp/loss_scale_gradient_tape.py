@@ -242,11 +242,7 @@ class LossScaleGradientTape(tf.GradientTape):
 
             def count() -> None:
                 if self._scaler is None:  # which counts by itself
-                    tf.cond(
-                        finite,
-                        lambda: _ignore(scale.move(True)),
-                        lambda: _ignore(scale.move(False, loss_is_finite)),
-                    )
+                    scale.move(finite, loss_is_finite)
 
             tf.cond(finite & was_lowered, go_on, count)
 
@@ -274,7 +270,3 @@ def _set_shapes(gradient: Any, known: Any) -> None:
     for part, known_part in zip(*parts):
         if not tf.executing_eagerly():
             part.set_shape(known_part.shape)
-
-
-def _ignore(result: Any) -> None:
-    """Drops a result, so that all branches return None."""

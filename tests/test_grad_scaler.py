@@ -500,6 +500,17 @@ def test_arguments_are_checked_and_come_back_from_the_config():
     assert float(copy.deepcopy(scaler).loss_scale()) == 64
 
 
+def test_a_copy_counts_its_own_skipped_steps():
+    scaler, v = keras_mp.GradScaler(), tf.Variable(1.0)
+    copied = copy.deepcopy(scaler)
+    with tf.GradientTape() as tape:
+        loss = copied.scale(v * float("inf"))
+    copied.step(tf.keras.optimizers.SGD(1.0), [(tape.gradient(loss, v), v)])
+    copied.update()
+    assert bool(copied.last_step_skipped)
+    assert not bool(scaler.last_step_skipped)
+
+
 def test_it_has_the_properties_of_a_loss_scale_optimizer():
     scaler, v = keras_mp.GradScaler(), tf.Variable(8.0)
     scaler.reduce_dtype, scaler.warn_after_skips = "bfloat16", 3

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_mp.step.loss_scales import LARGEST, SMALLEST, LossScale, state_variable
 from keras_mp.step.schedule import LossScaleState
-from keras_mp.support import host, validation
+from keras_mp.support import host, selection, validation
 
 
 class LossScaleManager(tf.Module, abc.ABC):
@@ -274,23 +274,36 @@ class ManagedLossScale(LossScale):
         return tf.cast(self._manager.get_loss_scale(), tf.float32)
 
     def move(
-        self, finite: bool, loss_is_finite: bool | tf.Tensor = False
+        self,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+        when: bool | tf.Tensor = True,
     ) -> tuple[list[Any], tf.Tensor]:
         """Lets the manager move the scale, as a step does.
 
         Args:
-            finite: bool. Whether all gradients were finite.
+            finite: bool, or bool scalar tensor. Whether all gradients were finite.
             loss_is_finite: not used.
+            when: bool, or bool scalar tensor. If it is False, nothing is moved. Defaults to True.
 
         Returns:
             tuple of a list of operations and of the number of steps skipped in a row, an int64
             scalar tensor.
         """
         del loss_is_finite
-        num_bad_steps = tf.constant(0, tf.int64) if finite else self.num_bad_steps + 1
-        moved = self._manager.update_loss_scale(tf.constant(finite))
-        counted = self.num_bad_steps.assign(num_bad_steps, read_value=False)
-        return [each for each in (moved, counted) if each is not None], num_bad_steps
+        zero = tf.constant(0, tf.int64)
+        num_bad_steps = selection.chosen(finite, lambda: zero, lambda: self.num_bad_steps + 1)
+        operations: list[Any] = []
+
+        def move() -> None:
+            operations.append(self._manager.update_loss_scale(tf.convert_to_tensor(finite)))
+            operations.append(self.num_bad_steps.assign(num_bad_steps, read_value=False))
+
+        if when is True:
+            move()
+        else:  # the manager assigns by itself
+            selection.choose(when, move, lambda: None)
+        return [each for each in operations if each is not None], num_bad_steps
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"manager": ...}`."""

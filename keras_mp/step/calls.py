@@ -145,15 +145,6 @@ def negated(truth: Truth) -> Truth:
     return not truth if isinstance(truth, bool) else tf.logical_not(truth)
 
 
-def chosen(
-    truth: Truth, value: Callable[[], tf.Tensor], other: Callable[[], tf.Tensor]
-) -> tf.Tensor:
-    """Returns one of two values; in Python if it is known there which one."""
-    if isinstance(truth, bool):
-        return value() if truth else other()
-    return tf.where(truth, value(), other())
-
-
 def has_begun(facts: Facts) -> Truth:
     """Whether calls of the next step were made."""
     return both(

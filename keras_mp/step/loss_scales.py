@@ -381,20 +381,28 @@ class DynamicLossScale(LossScale):
         ]
 
     def move(
-        self, finite: bool, loss_is_finite: bool | tf.Tensor = False
+        self,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+        when: bool | tf.Tensor = True,
     ) -> tuple[list[Any], tf.Tensor]:
         """Moves the scale as a step moves it.
 
         Args:
-            finite: bool. Whether all gradients were finite.
+            finite: as of `next_state`.
             loss_is_finite: as of `next_state`.
+            when: bool, or bool scalar tensor. If it is False, the state stays as it is. Defaults to
+                True.
 
         Returns:
             tuple of the list of assignments and of how many steps were skipped in a row, an int64
             scalar tensor.
         """
-        state = self.next_state(self(), finite, loss_is_finite)
-        return self.assign(state), state.num_bad_steps
+        before = LossScaleState(self(), self.good_steps, self.bad_steps)
+        after = self.next_state(before.loss_scale, finite, loss_is_finite)
+        if when is not True:
+            after = LossScaleState(*(tf.where(when, *pair) for pair in zip(after, before)))
+        return self.assign(after), after.num_bad_steps
 
     def to_compat_v1(self) -> Any:
         """Makes a `tf.compat.v1.mixed_precision.DynamicLossScale` with these arguments.

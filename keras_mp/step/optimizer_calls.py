@@ -29,12 +29,12 @@ from keras_mp.step.calls import (
     Truth,
     bits_of,
     both,
-    chosen,
     either,
     has_begun,
     negated,
 )
 from keras_mp.support import host, messages
+from keras_mp.support.selection import chosen
 
 
 class _Parts(threading.local):

@@ -31,9 +31,6 @@ class OutcomeHandler:
     of a process. They return their operations. A good step is cheap: it moves the scale, or costs
     nothing if `update` does so.
 
-    Attributes:
-        skips_in_a_row: int64 variable, the number of steps skipped since the last good one.
-
     Args:
         loss_scale: the `LossScale`. A dynamic one and that of a manager are moved.
         skipped: the `SkippedSteps`.
@@ -46,15 +43,16 @@ class OutcomeHandler:
     ) -> None:
         self._loss_scale: Any = loss_scale
         self._skipped = skipped
-        self._moves = loss_scale.moves
         self._worst: Any = None
         with tf.init_scope():
-            if self._moves:
-                self.skips_in_a_row = self._loss_scale.num_bad_steps
-            else:
-                self.skips_in_a_row = state_variable(0, tf.int64, "bad_steps")
+            self._moved: Any = loss_scale if loss_scale.moves else _Counter()
             if at_update:
                 self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
+
+    @property
+    def skips_in_a_row(self) -> tf.Variable:
+        """The number of steps skipped since the last good one, an int64 variable."""
+        return self._moved.num_bad_steps
 
     def watch(self) -> None:
         """Prepares for the other methods. Called outside of any branch."""
@@ -62,7 +60,7 @@ class OutcomeHandler:
 
     def good(self) -> list[Any]:
         """Handles a step whose gradients are finite: the scale may grow."""
-        return self._move(True)[0] if self._worst is None else []
+        return self._moved.move(True)[0] if self._worst is None else []
 
     def bad(
         self,
@@ -84,7 +82,7 @@ class OutcomeHandler:
             goes_on |= tf.logical_not(is_first)
         noted = self._skipped.skip(goes_on, before, seen, weights, is_of_one=at_once)
         if at_once:
-            moved, consecutive = self._move(False, loss_is_finite)
+            moved, consecutive = self._moved.move(False, loss_is_finite)
             noted, after = [*moved, *noted], self._loss_scale()
         else:
             # `update` moves it, and counts one for all optimizers that were skipped.
@@ -130,51 +128,47 @@ class OutcomeHandler:
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        own = {} if self._moves else {"skips_in_a_row": self.skips_in_a_row}
+        own = {}
+        if isinstance(self._moved, _Counter):
+            own["skips_in_a_row"] = self.skips_in_a_row
         return own if self._worst is None else {**own, "worst_verdict": self._worst}
 
     def _note(self, outcome: tf.Tensor) -> Any:
         return self._worst.assign(tf.maximum(self._worst, outcome), read_value=False)
 
-    def _move(
-        self, finite: bool, loss_is_finite: bool | tf.Tensor = False
-    ) -> tuple[list[Any], tf.Tensor]:
-        """Moves the scale. Returns the operations, and the number of steps skipped in a row."""
-        if self._moves:
-            return self._loss_scale.move(finite, loss_is_finite)
-        consecutive = tf.constant(0, tf.int64) if finite else self.skips_in_a_row + 1
-        return [self.skips_in_a_row.assign(consecutive, read_value=False)], consecutive
-
     def _move_by(self, outcome: tf.Tensor) -> None:
         """Moves the scale at `update`. In a graph without a branch, for which a GPU would wait."""
         is_good, loss_is_finite = tf.equal(outcome, _GOOD), tf.equal(outcome, _OVERFLOWED)
-        if tf.executing_eagerly():
-            if outcome != _UNFINISHED:
-                self._move(bool(is_good), loss_is_finite)
-            return
         is_over = tf.not_equal(outcome, _UNFINISHED)
-        if isinstance(self._loss_scale, DynamicLossScale):
-            scale = self._loss_scale
-            before = LossScaleState(scale(), scale.num_good_steps, scale.num_bad_steps)
-            after = scale.next_state(before.loss_scale, is_good, loss_is_finite)
-            pairs = zip(after, before, strict=True)
-            scale.assign(LossScaleState(*(tf.where(is_over, *pair) for pair in pairs)))
-        elif self._moves:  # by rules of its own
-            good, bad = (lambda: _ignore(self._move(True))), (lambda: _ignore(self._move(False)))
-            which = tf.minimum(tf.cast(outcome, tf.int32), _OVERFLOWED)
-            selection.choose_among(which, [good, lambda: None, bad])
-        else:
-            consecutive = tf.where(is_good, tf.constant(0, tf.int64), self.skips_in_a_row + 1)
-            consecutive = tf.where(is_over, consecutive, self.skips_in_a_row)
-            self.skips_in_a_row.assign(consecutive, read_value=False)
+        if not tf.executing_eagerly():
+            self._moved.move(is_good, loss_is_finite, is_over)
+        elif is_over:
+            self._moved.move(bool(is_good), loss_is_finite)
 
     def _comes_to_floor(self, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
         floor = getattr(self._loss_scale, "min_loss_scale", None)
         return tf.constant(False) if floor is None else (after <= floor) & (before > floor)
 
 
-def _ignore(result: Any) -> None:
-    """Drops a result, so that all branches return None."""
+class _Counter:
+    """Counts the steps that were skipped in a row, in place of a loss scale that moves."""
+
+    def __init__(self) -> None:
+        self.num_bad_steps = state_variable(0, tf.int64, "bad_steps")
+
+    def move(
+        self,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+        when: bool | tf.Tensor = True,
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Counts a step, as `DynamicLossScale.move` does."""
+        del loss_is_finite
+        zero = tf.constant(0, tf.int64)
+        consecutive = selection.chosen(finite, lambda: zero, lambda: self.num_bad_steps + 1)
+        if when is not True:
+            consecutive = tf.where(when, consecutive, self.num_bad_steps)
+        return [self.num_bad_steps.assign(consecutive, read_value=False)], consecutive
 
 
 class SkippedSteps:

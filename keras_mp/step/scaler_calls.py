@@ -34,10 +34,10 @@ from keras_mp.step.calls import (
     bits_of,
     bits_of_any,
     both,
-    chosen,
     negated,
 )
 from keras_mp.support import host, messages
+from keras_mp.support.selection import chosen
 
 
 class Call(enum.IntEnum):
@@ -64,7 +64,7 @@ class ScalerCalls(RecordedCalls):
         super().__init__(loss_scale)
         self._optimizers = _NumberedOptimizers()
 
-    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
+    def scale(self, losses: Any, scaled_by: Any = None) -> Any:
         """Multiplies a structure of losses, by the same number between two updates."""
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         with self._lock:

@@ -1,9 +1,10 @@
 """The schedule of dynamic loss scaling: pure functions of a state. It needs TensorFlow only."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from keras_mp.support.selection import chosen
 
 # Where a dynamic loss scale starts, and where it stops falling: at the smallest float16.
 INITIAL_LOSS_SCALE, MIN_LOSS_SCALE = 2.0**15, 2.0**-24
@@ -93,21 +94,14 @@ def next_state(
             floor = tf.where(loss_is_finite, min_loss_scale, tf.minimum(scale, 1.0))
         return tf.maximum(scale * backoff_multiplier, floor)
 
-    good = _choose(finite, lambda: state.num_good_steps + 1, lambda: zero)
-    bad = _choose(finite, lambda: zero, lambda: state.num_bad_steps + 1)
+    good = chosen(finite, lambda: state.num_good_steps + 1, lambda: zero)
+    bad = chosen(finite, lambda: zero, lambda: state.num_bad_steps + 1)
     # What is known in Python leaves out operations.
     grows = good >= increment_period if finite is not False else False
     backs_off = bad >= hysteresis if hysteresis > 1 else True
-    moved = _choose(
+    moved = chosen(
         finite,
-        lambda: _choose(grows, grown, lambda: scale),
-        lambda: _choose(backs_off, backed_off, lambda: scale),
+        lambda: chosen(grows, grown, lambda: scale),
+        lambda: chosen(backs_off, backed_off, lambda: scale),
     )
-    return LossScaleState(moved, _choose(grows, lambda: zero, lambda: good), bad)
-
-
-def _choose(condition: Any, value: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    # Eager code computes only the value that it takes.
-    if isinstance(condition, bool) or tf.executing_eagerly():
-        return value() if condition else otherwise()
-    return tf.where(condition, value(), otherwise())
+    return LossScaleState(moved, chosen(grows, lambda: zero, lambda: good), bad)

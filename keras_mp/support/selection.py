@@ -49,6 +49,21 @@ def is_without_branches() -> bool:
     return host.is_compiled_by_xla() or _thread.is_selecting
 
 
+def chosen(
+    condition: bool | tf.Tensor, value: Callable[[], Any], otherwise: Callable[[], Any]
+) -> Any:
+    """Returns one of two values, without a branch. Eager code computes only the one it takes.
+
+    Args:
+        condition: bool, or bool scalar tensor.
+        value: function that returns the value if it is True.
+        otherwise: function that returns the value if it is False.
+    """
+    if isinstance(condition, bool) or tf.executing_eagerly():
+        return value() if condition else otherwise()
+    return tf.where(condition, value(), otherwise())
+
+
 def choose(
     condition: bool | tf.Tensor, chosen: Callable[[], Any], otherwise: Callable[[], Any]
 ) -> Any:
