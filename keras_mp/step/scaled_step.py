@@ -7,7 +7,6 @@ skips the steps of all replicas. An `OutcomeHandler` moves the scale and counts 
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,9 +109,12 @@ class ScaledStep:
 
         def judge_and_carry_out() -> tuple[tf.Operation | None, tf.Tensor | None]:
             judged = self._judge(sums, evidence, variables, aggregate)
-            carry_out = functools.partial(_carry_out, update_selects)
-            verdicts = judged.finite, state.is_allowed
-            operation = replicas.decide_for_all_replicas(carry_out, verdicts, judged, apply)
+            operation = replicas.decide_for_all_replicas(
+                lambda *given: Decision(update_selects, *given).carry_out(),
+                (judged.finite, state.is_allowed),
+                judged,
+                apply,
+            )
             return operation, judged.finite
 
         if not is_compiled or has_replicas:
@@ -219,25 +221,18 @@ class ScaledStep:
     ) -> "JudgedStep":
         """Tests whether all gradients and marks are finite, on all replicas."""
         count = len(variables)
-        sums = sums.unscaled() if selection.is_without_branches() else sums
+        if selection.is_without_branches() or (self.handler and not _is_as_finite(sums)):
+            sums = sums.unscaled()
         to_apply = dataclasses.replace(sums, count=count)
         if self.handler is None:
             return JudgedStep(self, evidence, to_apply)
-        tested, divisor = sums.values, sums.divisor
+        tested = sums.values
         of_variables, totals = variables, None if evidence.sent is None else to_apply
         if self.adapter.accumulates():
             pairs = self.adapter.totals(list(zip(tested[:count], variables, strict=True)))
             of_variables, totals = [v for _, v in pairs], Sums([total for total, _ in pairs])
             tested = [*totals.values, *tested[count:]]
         finite: Any = finiteness.all_finite(tested)
-        if divisor is not None:
-            # Unscaled gradients are finite where scaled ones are, unless the scale is below 1.
-            of_scaled = finite
-            finite = tf.cond(
-                of_scaled & (divisor < 1),
-                lambda: finiteness.all_finite(gradients.unscale(tested, divisor)),
-                lambda: of_scaled,
-            )
         if not aggregate and replicas.are_several():
             finite = replicas.agree(finite)
         return JudgedStep(self, evidence, to_apply, finite, totals, of_variables)
@@ -423,8 +418,9 @@ class Decision:
         )
 
 
-def _carry_out(*what: Any) -> tf.Operation | None:
-    return Decision(*what).carry_out()
+def _is_as_finite(sums: Sums) -> bool:
+    """Whether scaled gradients are known to be finite only where unscaled ones are."""
+    return tf.executing_eagerly() and (sums.divisor is None or bool(sums.divisor >= 1))
 
 
 def _replicas_may_meet() -> bool:
