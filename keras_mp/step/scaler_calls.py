@@ -6,6 +6,7 @@ PyTorch's AMP feature proposal, "Gradient scaling".
 import contextlib
 import enum
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,9 +107,7 @@ class ScalerCalls(RecordedCalls):
             after = after.changed(add=bits_of(index, OVERFLOWED), when=negated(_in_python(finite)))
             if facts.number is None and facts.has(SCALED) is not True:
                 # `apply` checks gradients of a loss that is scaled here.
-                wrong = BY_TAPE | bits_of(index, JUST_UNSCALED | APPLIED)
-                is_right = both(facts.has(SCALED), negated(facts.has(wrong)))
-                is_wrong = tf.convert_to_tensor(negated(is_right))
+                is_wrong = tf.convert_to_tensor(negated(_is_right(Call.UNSCALE, index, facts)))
                 self.reports.watch()
                 self._post(Call.UNSCALE, index, facts, when=is_wrong)
                 after = after.changed(add=bits_of(index, SPOILED), when=is_wrong)
@@ -164,14 +163,11 @@ class ScalerCalls(RecordedCalls):
         # Gradients that were unscaled without an optimizer are those of the first one to step.
         unnamed = bits_of(UNNAMED, UNSCALED | JUST_UNSCALED | OVERFLOWED)
         if_unscaled = BY_TAPE | bits_of(UNNAMED, UNSCALED) | bits_of(index, UNSCALED)
-        is_unscaled, if_wrong = facts.has(if_unscaled), wrong_if(index)
+        is_unscaled, also_wrong = facts.has(if_unscaled), 0
         if facts.has(SCALED) is True and is_unscaled is not True:
             # Gradients that another function has unscaled are refused.
-            is_allowed = negated(facts.has(if_unscaled | if_wrong))
-            is_unscaled = False
-        else:
-            was_scaled = facts.has(SCALED | BY_TAPE)
-            is_allowed = both(was_scaled, negated(facts.has(if_wrong)))
+            is_unscaled, also_wrong = False, if_unscaled
+        is_allowed = _is_right(Call.STEP, index, facts, also_wrong)
         overflowed = facts.has(bits_of(UNNAMED, OVERFLOWED) | bits_of(index, OVERFLOWED))
         was_finite = None
         if is_unscaled is not False:
@@ -199,7 +195,7 @@ class ScalerCalls(RecordedCalls):
         """Records that all steps were made, after which nothing is known."""
         with self._lock:
             facts, notes = self._so_far(), self._notes()
-            has_stepped = facts.has(bits_of_any(APPLIED | SPOILED))
+            has_stepped = _is_right(Call.UPDATE, UNNAMED, facts)
             if has_stepped is False and not begins_anew:
                 _raise(Call.UPDATE, UNNAMED, facts)
             self._note(Facts())
@@ -226,7 +222,7 @@ class ScalerCalls(RecordedCalls):
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         # A right call was refused if another function had unscaled the gradients.
-        what = what_is_wrong(*numbers) or UNSCALED_ELSEWHERE
+        what = _what_is_wrong(*numbers) or UNSCALED_ELSEWHERE
         messages.warn(f"The step was not made: {what}" if numbers[0] == Call.STEP else what, line)
 
 
@@ -302,9 +298,8 @@ def _in_python(truth: Truth) -> Truth:
 
 def _raise(call: Call, index: int, facts: Facts, *, or_else: int = 0) -> None:
     """Raises an error about a wrong call, as far as it is known; of the rest `or_else` is."""
-    what = what_is_wrong(
-        call, index, facts.ones if facts.number is not None else facts.ones | or_else
-    )
+    known = facts.ones if facts.number is not None else facts.ones | or_else
+    what = _what_is_wrong(call, index, known)
     if what is not None:
         raise ValueError(what)
 
@@ -316,35 +311,39 @@ _WHOSE = (
 )
 
 
-def wrong_if(index: int) -> int:
-    """Returns the facts that must not be true when an optimizer makes a step."""
-    once = 0 if index == OTHERS else bits_of(index, APPLIED)
-    return once | bits_of(UNNAMED, SPOILED) | bits_of(index, SPOILED)
+def _rules(call: int, index: int) -> tuple[dict[int, str], dict[int, str]]:
+    """Returns the rules of a call for the optimizer of this number, and the messages about them.
 
-
-def what_is_wrong(call: int, index: int, facts: int) -> str | None:
-    """Returns the message about a wrong call; None if the call is right.
-
-    Args:
-        call: a `Call`.
-        index: int. The number of the optimizer.
-        facts: int. The state before the call.
+    Returns:
+        tuple of a dict of facts, of which none may be true before the call, and of a dict of facts
+        of which one has to be.
     """
     if call == Call.UPDATE:
-        return None if facts & bits_of_any(APPLIED | SPOILED) else _NO_STEP
-    if call == Call.SCALE:
-        return _TWO_WAYS if facts & BY_TAPE else None
-    if call == Call.TAPE:
-        return _TWO_WAYS if facts & SCALED else None
-    if index != OTHERS and facts & bits_of(index, APPLIED):
-        return _NO_UPDATE if call == Call.STEP else _TOO_LATE
-    if call == Call.STEP and facts & wrong_if(index):
-        return _WRONGLY_UNSCALED
-    if call == Call.UNSCALE and facts & (BY_TAPE | bits_of(index, JUST_UNSCALED)):
-        return _TWICE
-    if not facts & (SCALED | BY_TAPE):
-        return _NOT_SCALED.format("unscale" if call == Call.UNSCALE else "step")
-    return None
+        return {}, {bits_of_any(APPLIED | SPOILED): _NO_STEP}
+    if call in (Call.SCALE, Call.TAPE):
+        return {BY_TAPE if call == Call.SCALE else SCALED: _TWO_WAYS}, {}
+    applied = 0 if index == OTHERS else bits_of(index, APPLIED)
+    if call == Call.UNSCALE:
+        wrong = {applied: _TOO_LATE, BY_TAPE | bits_of(index, JUST_UNSCALED): _TWICE}
+    else:
+        spoiled = bits_of(UNNAMED, SPOILED) | bits_of(index, SPOILED)
+        wrong = {applied: _NO_UPDATE, spoiled: _WRONGLY_UNSCALED}
+    return wrong, {SCALED | BY_TAPE: _NOT_SCALED.format(Call(call).name.lower())}
+
+
+def _is_right(call: Call, index: int, facts: Facts, also_wrong: int = 0) -> Truth:
+    """Whether a call is right; no fact of `also_wrong` may be true either."""
+    wrong, needed = _rules(call, index)
+    any_wrong = functools.reduce(operator.or_, wrong, also_wrong)
+    return both(*map(facts.has, needed), negated(facts.has(any_wrong)))
+
+
+def _what_is_wrong(call: int, index: int, facts: int) -> str | None:
+    """Returns the message about a wrong call, given all facts; None if the call is right."""
+    wrong, needed = _rules(call, index)
+    broken = [message for bits, message in wrong.items() if facts & bits]
+    broken += [message for bits, message in needed.items() if not facts & bits]
+    return broken[0] if broken else None
 
 
 _SCALER_EXAMPLE = """
