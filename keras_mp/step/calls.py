@@ -385,7 +385,7 @@ class RecordedCalls(Calls, abc.ABC):
             self.reports = host.HostCallback(self._report, size=self._report_size)
         # Graphs whose calls are a part of a step only. While there are any, eager code reads the
         # variable, since it cannot know when these functions run.
-        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._latest_thread: int | None = None
 
@@ -405,7 +405,7 @@ class RecordedCalls(Calls, abc.ABC):
             return notes.facts or Facts()
         if graph is None:
             return Facts(int(tf.convert_to_tensor(self._facts)))
-        self._parts.add(graph)
+        self._open_graphs.add(graph)
         notes.is_open = True
         return Facts(tensor=tf.convert_to_tensor(self._facts))
 
@@ -422,7 +422,7 @@ class RecordedCalls(Calls, abc.ABC):
         if self._is_shared and self._latest_thread != threading.get_ident():
             return False
         # Outside of graphs, facts are those of an int.
-        return notes.facts is not None and bool(has_begun(notes.facts)) and not self._parts
+        return notes.facts is not None and bool(has_begun(notes.facts)) and not self._open_graphs
 
     def _uses(self, graph: Any) -> int:
         """Returns how many operations of a graph take the variable of the facts; calls do."""
@@ -449,7 +449,9 @@ class RecordedCalls(Calls, abc.ABC):
                 # An addition of bits is atomic, and so in any order with those of others.
                 self._facts.assign_add(facts.value - before.value, read_value=False)
         if graph is not None:
-            (self._parts.discard if ends and not notes.is_open else self._parts.add)(graph)
+            (self._open_graphs.discard if ends and not notes.is_open else self._open_graphs.add)(
+                graph
+            )
             if self._are_variables_in_use():
                 notes.uses = self._uses(graph)
         self._latest_thread = threading.get_ident()

@@ -41,13 +41,13 @@ def convert(gradients: Any) -> list[Gradient]:
     return [map_values(lambda g: g, gradient) for gradient in list[Any](gradients)]
 
 
-def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
+def scale_loss(loss: tf.Tensor, scaled_by: tf.Tensor) -> tf.Tensor:
     """Multiplies a loss by the loss scale.
 
     Args:
         loss: float tensor of any shape. A float16 or bfloat16 loss is cast to float32 first:
             `2**16`, an ordinary loss scale, is infinite in float16.
-        loss_scale: float32 scalar tensor.
+        scaled_by: float32 scalar tensor.
 
     Returns:
         The scaled loss, in float32, or in float64 if `loss` is.
@@ -68,35 +68,35 @@ def scale_loss(loss: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
         )
     if loss.dtype.size < tf.float32.size:
         loss = tf.cast(loss, tf.float32)
-    return scaled_losses.note_loss(loss * tf.cast(loss_scale, loss.dtype))
+    return scaled_losses.note_loss(loss * tf.cast(scaled_by, loss.dtype))
 
 
-def scale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradient]:
-    """Multiplies gradients by the loss scale, each in its own dtype.
+def scale(gradients: Sequence[Gradient], scaled_by: tf.Tensor) -> list[Gradient]:
+    """Multiplies gradients by a number, each in its own dtype.
 
     Args:
         gradients: sequence of gradients.
-        loss_scale: float32 scalar tensor.
+        scaled_by: float32 scalar tensor.
 
     Returns:
         list of gradients.
     """
-    return _multiply(gradients, lambda dtype: tf.cast(loss_scale, dtype))
+    return _multiply(gradients, lambda dtype: tf.cast(scaled_by, dtype))
 
 
-def unscale(gradients: Sequence[Gradient], loss_scale: tf.Tensor) -> list[Gradient]:
-    """Divides gradients by the loss scale, each in its own dtype.
+def unscale(gradients: Sequence[Gradient], divisor: tf.Tensor) -> list[Gradient]:
+    """Divides gradients by a number, each in its own dtype.
 
     Args:
         gradients: sequence of gradients.
-        loss_scale: float32 scalar tensor, of a value whose reciprocal float32 holds too.
+        divisor: float32 scalar tensor, of a value whose reciprocal float32 holds too.
 
     Returns:
-        list of gradients: bitwise the quotients where the scale is a power of two, within one unit
-        in the last place of them otherwise.
+        list of gradients: bitwise the quotients if the divisor is a power of two, else within one
+        unit in the last place of them.
     """
     # A product takes half the time of a quotient.
-    return _multiply(gradients, lambda dtype: 1 / tf.cast(loss_scale, dtype))
+    return _multiply(gradients, lambda dtype: 1 / tf.cast(divisor, dtype))
 
 
 def cast(

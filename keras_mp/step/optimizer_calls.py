@@ -218,7 +218,7 @@ class OptimizerCalls(RecordedCalls):
         graph = host.current_graph()
         with tf.init_scope():
             in_eager = self._notes().facts or Facts()
-            is_unknown = has_begun(in_eager) or any(each is not graph for each in self._parts)
+            is_unknown = has_begun(in_eager) or any(each is not graph for each in self._open_graphs)
             if is_unknown or not tf.executing_eagerly():
                 return
             facts = Facts(int(tf.convert_to_tensor(self._facts)))

@@ -419,7 +419,8 @@ class Decision:
 
 
 def _is_as_finite(sums: Sums) -> bool:
-    """Whether scaled gradients are known to be finite only where unscaled ones are."""
+    """Whether gradients are known to be finite, once they are unscaled, where these are."""
+    # They become larger only at a scale below 1. In a graph it is unknown.
     return tf.executing_eagerly() and (sums.divisor is None or bool(sums.divisor >= 1))
 
 
