@@ -19,7 +19,7 @@ COMPARED = [
 ]
 
 # How often more than Keras's own the host waits in a step that is skipped.
-MORE_IF_SKIPPED = {"LossScaleGradientTape": 3, "a model, ExponentHistograms": 1}
+MORE_IF_SKIPPED = {"LossScaleGradientTape": 2, "a model, ExponentHistograms": 1}
 
 
 @functools.cache
