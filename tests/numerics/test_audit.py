@@ -77,6 +77,26 @@ def test_a_clean_model_gets_an_empty_report(dtype):
     assert str(report).endswith(f"policy mixed_{dtype}: nothing found.")
 
 
+class Counter(tf.keras.metrics.Metric):
+    """A metric whose result is its variable."""
+
+    def __init__(self):
+        super().__init__(name="counter")
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign(self.count + 1)
+
+    def result(self):
+        return self.count
+
+
+def test_a_metric_that_returns_its_variable():
+    model = classifier(dense(), metrics=[Counter()])
+    images = RANDOM.normal(size=(8, 16)).astype("float32")
+    assert not found(model, (images, CLASSES))
+
+
 def test_nothing_of_the_model_is_changed():
     model = classifier(dense(), L.BatchNormalization, optimizer="adam")
     model.fit(X, CLASSES, verbose=0)

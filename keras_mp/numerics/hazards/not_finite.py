@@ -79,7 +79,9 @@ def not_finite(traced: TracedStep) -> Suspect:
     again = [(each, exact) for each in operations if (exact := _exactly(each)) is not None]
     inputs = list(_named_inputs(traced.batch.x))
     weights = [native_variable(weight) for weight in traced.model.trainable_weights]
-    results = [t for t in tf.nest.flatten(traced.result) if tf.is_tensor(t) and t.dtype.is_floating]
+    # A metric of Keras 3 may return its variable, which is not of this graph.
+    tensors = [each for each in tf.nest.flatten(traced.result) if isinstance(each, tf.Tensor)]
+    results = [tensor for tensor in tensors if tensor.dtype.is_floating]
     results += [traced.scaling.inputs[0]] if traced.scaling is not None else []
     if not results:
         return None
