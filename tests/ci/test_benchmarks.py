@@ -34,7 +34,7 @@ from benchmarks import (
 )
 from keras_mp import keras_api
 from keras_mp.numerics import op_times
-from tests.common import mirrored, once
+from tests.common import mirrored, needs_bfloat16_rewrite, once
 
 
 @once
@@ -178,6 +178,7 @@ def test_autocast_is_measured_for_every_variant(tiny, monkeypatch):
 
 
 @once
+@needs_bfloat16_rewrite
 def test_the_graph_rewrite_computes_in_bfloat16(tiny):
     a = 1 + tf.random.uniform([64, 64])
     multiply = tf.function(lambda a: tf.nn.relu(a @ a))
