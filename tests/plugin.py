@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.grappler import passes
-from keras_mp.support import cpu
+from tests.common import needs_bfloat16_rewrite
 
 # The modules of the Keras that is not there.
 _UNUSED = {"keras": "keras2*.py", "tf_keras": "keras3*.py"}[keras_mp.keras_api.ROOT_PACKAGE]
@@ -49,13 +49,10 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips examples of the graph rewrite on CPUs where TensorFlow rewrites nothing."""
-    if cpu.takes_rewrite("bfloat16"):
-        return
-    skip = pytest.mark.skip(reason="TensorFlow rewrites no graph to bfloat16 on this CPU.")
     for item in items:
         examples = item.dtest.examples if isinstance(item, pytest.DoctestItem) else ()
         if any("enable_mixed_precision_graph_rewrite(" in each.source for each in examples):
-            item.add_marker(skip)
+            item.add_marker(needs_bfloat16_rewrite)
 
 
 def pytest_collection_finish() -> None:
