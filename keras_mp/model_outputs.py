@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import raw_inputs
+from keras_mp import kernels, raw_inputs
 from keras_mp.kernels import replaced
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
 from keras_mp.op_autocast import context_manager
@@ -228,6 +228,8 @@ def _noting(kind: str, op: str, own: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _install() -> None:
     """Lets functions of TensorFlow note what they make, while a model of ours runs."""
+    # What is noted is the whole of a kernel's replacement, and none of the casts inside of it.
+    kernels.install()
     replacements = []
     for kind, ops in _OPS.items():
         for op in sorted(ops):

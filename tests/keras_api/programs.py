@@ -1,4 +1,4 @@
-"""Programs in which keras_mp cannot work, or not all of it; prints what they raise, as JSON.
+"""Programs in which keras_mp cannot work, or not all of it; prints what they find, as JSON.
 
 Each is a fork of one process that has imported TensorFlow and no Keras, the last ones of one that
 has imported keras_mp: imports take longer than what programs do.
@@ -89,6 +89,20 @@ def other_keras_after_a_policy() -> list[str]:
     return [_error_of_compile(other, lambda: "sgd")]
 
 
+def outputs_noted_before_any_layer() -> list[str]:
+    """A tool of numerics may be the first of ours to compute: what is not noted by its kernel."""
+    from keras_mp import kernels, model_outputs
+    from keras_mp.kernels import replaced, slow
+
+    with model_outputs.noted():
+        kernels.install()
+    ops = {op for each in model_outputs._OPS.values() for op in each} & set(slow.KERNELS)
+    assert ops
+    functions = {op: replaced.in_its_module(getattr(tf.raw_ops, op)) for op in sorted(ops)}
+    noting = model_outputs.__file__
+    return [op for op, each in functions.items() if each.__code__.co_filename != noting]
+
+
 def _error_of_compile(keras: Any, make_optimizer: Callable[[], Any]) -> str:
     model = keras.Sequential([keras.layers.Dense(1)])
     try:
@@ -114,7 +128,11 @@ def main() -> None:
     raised = {each.__name__: in_a_fork(each) for each in _OF_BOTH if is_keras_3}
     import keras_mp  # noqa: F401
 
-    for each in (other_keras_before_a_policy, other_keras_after_a_policy):
+    for each in (
+        other_keras_before_a_policy,
+        other_keras_after_a_policy,
+        outputs_noted_before_any_layer,
+    ):
         raised[each.__name__] = in_a_fork(each)
     print(json.dumps(raised))
 

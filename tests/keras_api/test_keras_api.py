@@ -19,7 +19,7 @@ from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, once
 
 @pytest.fixture(scope="module")
 def raised():
-    """What programs raise in processes of their own: {name: list of messages}."""
+    """What programs find in processes of their own: {name: list of messages}."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.keras_api.programs"],
         cwd=pathlib.Path(__file__).parents[2],
@@ -107,6 +107,10 @@ def test_what_is_not_mixed_may_be_of_the_other_keras(raised):
     assert inner.startswith("Expected an optimizer of `tf.keras`")
     assert keras_api.switch_hint() in wrapper
     assert keras_api.switch_hint() in inner
+
+
+def test_outputs_are_noted_around_kernels(raised):
+    assert raised["outputs_noted_before_any_layer"] == []
 
 
 def test_compile_owner_defines_compile():
