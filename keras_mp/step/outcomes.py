@@ -19,8 +19,9 @@ from keras_mp.step.schedule import LossScaleState
 from keras_mp.step.state_rollback import Weight
 from keras_mp.support import host, messages, selection
 
-# The worst outcome since the last `update`: all steps were made; gradients were accumulated for a
-# step that is not complete; a step was skipped although its loss is finite; another was skipped.
+# The worst outcome since the last `update`: all steps were made; none that says anything of the
+# scale, since gradients were accumulated for a step that is not complete, or a replica had no
+# examples; a step was skipped although its loss is finite; another was skipped.
 _GOOD, _UNFINISHED, _OVERFLOWED, _BAD = 0, 1, 2, 3
 
 
@@ -76,21 +77,26 @@ class OutcomeHandler:
             weights: the known weights of the model, from every replica of this process.
         """
         before, at_once = self._loss_scale(), self._worst is None
+        has_overflowed = True if seen is None else seen.has_overflowed()
+        zero = tf.constant(0, tf.int64)
         goes_on, is_first = tf.convert_to_tensor(self.skips_in_a_row) > 0, True
         if not at_once:
             is_first = self._worst < _OVERFLOWED
             goes_on |= tf.logical_not(is_first)
         noted = self._skipped.skip(goes_on, before, seen, weights, is_of_one=at_once)
         if at_once:
-            moved, consecutive = self._moved.move(False, loss_is_finite)
+            moved, consecutive = self._moved.move(False, loss_is_finite, has_overflowed)
             noted, after = [*moved, *noted], self._loss_scale()
         else:
             # `update` moves it, and counts one for all optimizers that were skipped.
             outcome = tf.where(loss_is_finite, tf.constant(_OVERFLOWED, tf.int64), _BAD)
+            outcome = selection.chosen(has_overflowed, lambda: outcome, lambda: zero + _UNFINISHED)
             noted = [self._note(outcome), *noted]
             consecutive, after = self.skips_in_a_row + 1, before
             if isinstance(self._loss_scale, DynamicLossScale):
-                after, *_ = self._loss_scale.next_state(before, False, loss_is_finite)
+                lowered, *_ = self._loss_scale.next_state(before, False, loss_is_finite)
+                after = selection.chosen(has_overflowed, lambda: lowered, lambda: before)
+        consecutive = selection.chosen(has_overflowed, lambda: consecutive, lambda: zero)
         # What the warning says is read after these operations.
         with tf.control_dependencies([op for op in noted if isinstance(op, tf.Operation)]):
             self._skipped.warn_if_due(consecutive, self._comes_to_floor(before, after), is_first)

@@ -12,7 +12,7 @@ from keras_mp.support import text_tables
 # How many variables a text names.
 _MAX_NAMES = 5
 
-_NOT_FINITE = {"Inf", "NaN"}
+_NOT_FINITE, NO_EXAMPLES = {"Inf", "NaN"}, "no examples"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,9 @@ class LossOfReplica:
 
     Attributes:
         place: the replica.
-        kind: "finite", "Inf", "NaN", or "not known" where the loss was scaled in another function
-            than the one that applied the gradients, or was not scaled by keras_mp.
+        kind: "finite", "Inf", "NaN"; "no examples" where `fit` gave it none; or "not known" where
+            the loss was scaled in another function than the one that applied the gradients, or was
+            not scaled by keras_mp.
     """
 
     place: ReplicaPlace
@@ -141,7 +142,12 @@ class Overflow:
         kinds = {loss.kind for loss in self.losses}
         if kinds & _NOT_FINITE:
             return False
-        return None if "not known" in kinds else True
+        return True if kinds == {"finite"} else None
+
+    @property
+    def without_examples(self) -> list[str]:
+        """The replicas that had no examples."""
+        return [str(loss.place) for loss in self.losses if loss.kind == NO_EXAMPLES]
 
     @property
     def variables(self) -> list[str]:
@@ -168,15 +174,20 @@ class Overflow:
 
     @property
     def of_inputs(self) -> str:
-        """A sentence about the inputs that were not finite; empty if there were none."""
-        named = dict.fromkeys(map(str, self.inputs))
-        return f" The input was already not finite or too large: {', '.join(named)}." * any(named)
+        """Sentences about inputs that were missing or not finite; empty if there were none."""
+        named = ", ".join(dict.fromkeys(map(str, self.inputs)))
+        return (
+            " There were no examples: leave such batches out, as with `drop_remainder=True`."
+            * bool(self.without_examples)
+        ) + f" The input was already not finite or too large: {named}." * bool(named)
 
     def __str__(self) -> str:
         text = f"{self._which()} ({self.steps_skipped} skipped so far).\n{self._of_the_loss()}"
         text += self.of_inputs
         if any(loss.kind in _NOT_FINITE for loss in self.losses):
             text += "\nprint(keras_mp.numerics.check(model, (x, y))) names the cause and the cure."
+        if not self.gradients and self.without_examples:
+            return text
         if not self.gradients:
             return f"{text}\nEach gradient was finite, but their sum was not."
         head = ("gradient of", "replica", "Inf", "NaN", "values")
@@ -229,8 +240,10 @@ def places_of(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[R
     return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]
 
 
-def kind_of(infs: int, nans: int) -> str:
+def kind_of(infs: int, nans: int, no_examples: int) -> str:
     """Returns what a loss was, given the numbers of its values; -1 for a loss that is unknown."""
+    if no_examples:
+        return NO_EXAMPLES
     if infs < 0:
         return "not known"
     return "NaN" if nans else "Inf" if infs else "finite"

@@ -35,6 +35,8 @@ from keras_mp.support.autograph import do_not_convert
 # scale; and whether it was told that many of its last steps were skipped.
 _HEADER = 6
 _UNKNOWN = -1
+# The loss of a replica without examples: nothing is known of it.
+_OF_NO_EXAMPLES = [_UNKNOWN, _UNKNOWN, 1]
 # Half of the last steps were skipped if the first of the last `HALF` skips was less than twice as
 # many steps ago.
 HALF = 50
@@ -55,11 +57,13 @@ class NonFiniteCounts(NamedTuple):
         inputs: the names of the inputs of the model that were looked at.
         counts: `COUNTS` tensor of shape [rows, 1 + variables + inputs, 3]. Each replica has a row;
             with `has_total`, a last row is for the gradients that were tested. A row begins with
-            the loss, -1 if it is unknown. `finiteness.count_not_finite` defines the three numbers;
+            the loss, -1 if it is unknown; its third number is 1 where a replica had no examples.
+            `finiteness.count_not_finite` defines the three numbers;
             of an input the third is how many values are infinite in the dtype of the model only.
         has_total: bool. Whether the gradients that were tested are not those of single replicas.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         names: takes variables and returns the users' names for them, None for unknown ones.
+        may_be_empty: bool. Whether a replica may have had no examples. Defaults to False.
     """
 
     variables: Sequence[Any]
@@ -68,10 +72,25 @@ class NonFiniteCounts(NamedTuple):
     has_total: bool
     steps_made: tf.Tensor | None
     names: Names | None
+    may_be_empty: bool = False
 
     def loss_is_finite(self) -> tf.Tensor:
         """Returns whether the losses of all replicas are known to be finite, a bool scalar."""
         return tf.reduce_all(tf.equal(tf.slice(self.counts, [0, 0, 0], [-1, 1, -1]), 0))
+
+    def has_overflowed(self) -> bool | tf.Tensor:
+        """Returns False if the step was skipped only since replicas had no examples.
+
+        Then a smaller loss scale would change nothing. The result is a bool scalar tensor where it
+        is not certain.
+        """
+        if not self.may_be_empty:
+            return True
+        is_bad = tf.reduce_any(self.counts[:, 1 : 1 + len(self.variables)] != 0, [1, 2])
+        replicas = slice(-1 if self.has_total else None)
+        of_replicas, is_empty = is_bad[replicas], self.counts[replicas, 0, 2] > 0
+        is_only_the_sum = is_bad[-1] & ~tf.reduce_any(of_replicas)
+        return ~tf.reduce_any(is_empty) | tf.reduce_any(of_replicas & ~is_empty) | is_only_the_sum
 
     def names_of(self, variables: Sequence[Any]) -> list[str]:
         """Returns names for variables: those of `names`, else their paths or own names."""
@@ -87,12 +106,14 @@ class ReplicaValues(NamedTuple):
         unclipped: its gradients before they were clipped; empty if they were not.
         sent: its gradients as they are, or as it sent them to the others.
         inputs: what the model was given.
+        has_examples: bool scalar tensor; None if it is certain, or not known.
     """
 
     losses: Sequence[tf.Tensor]
     unclipped: Sequence[gradients.Gradient]
     sent: Sequence[gradients.Gradient]
     inputs: Sequence[Input] = ()
+    has_examples: tf.Tensor | None = None
 
 
 def count_not_finite(
@@ -119,6 +140,9 @@ def count_not_finite(
         device = strategy.extended.worker_devices[i] if len(of_replicas) > 1 else None
         with tf.device(device):
             row = row_of(list(each.losses), list(each.unclipped), sent)
+            if each.has_examples is not None:
+                loss = tf.where(each.has_examples, row[:1], tf.constant([_OF_NO_EXAMPLES], COUNTS))
+                row = tf.concat([loss, row[1:]], 0)
             rows.append(tf.concat([row, *map(_row_of_input, each.inputs)], 0))
     of_total = None
     if totals is not None:
@@ -362,7 +386,7 @@ class Overflows:
             steps_skipped=int(total),
             loss_scale=float(loss_scale),
             losses=tuple(
-                LossOfReplica(place, kind_of(*loss[:2]))
+                LossOfReplica(place, kind_of(*loss))
                 for place, loss in zip(record.places, counts[:, 0])
             ),
             gradients=overflowed_gradients(

@@ -129,7 +129,8 @@ class ScaledStep:
             unclipped = gradients.changed_since(self.state.unclipped, [g for g, _ in pairs])
             self.state.unclipped.clear()
         kept = state_rollback.keep([v for _, v in pairs] if self.handler else ())
-        return _Evidence(kept, state_rollback.inputs(), unclipped)
+        has_examples = state_rollback.has_examples()
+        return _Evidence(kept, state_rollback.inputs(), has_examples, unclipped)
 
     def _split(self, pairs: Pairs) -> tuple[list[Gradient], dict[int, Gradient]]:
         """Splits gradients from new values of variables, which some have in place of a gradient.
@@ -152,10 +153,9 @@ class ScaledStep:
     def _marks(self, evidence: "_Evidence") -> list[Gradient]:
         """Returns verdicts as gradients, NaN for False, which are summed and tested with others."""
         # Of a batch without examples, statistics are not finite, though gradients may be.
-        has_examples = state_rollback.has_examples() if evidence.kept else None
-        if has_examples is not None and not evidence.kept.may_have_changed():
-            has_examples = None
-        verdicts = self.state.was_finite, has_examples
+        has_examples = evidence.has_examples
+        is_marked = has_examples is not None and evidence.kept.may_have_changed()
+        verdicts = self.state.was_finite, has_examples if is_marked else None
         return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
 
     def _sum(
@@ -245,6 +245,7 @@ class _Evidence:
     Attributes:
         kept: the values to restore.
         inputs: what the model was given, as far as it is known.
+        has_examples: bool scalar tensor; None if it is certain, or not known.
         unclipped: the gradients as they were when they were unscaled; empty if they were not
             changed since then.
         sent: the `Sums` that this replica sent to the others; None if it sent none.
@@ -252,6 +253,7 @@ class _Evidence:
 
     kept: state_rollback.Kept
     inputs: list[state_rollback.Input]
+    has_examples: tf.Tensor | None
     unclipped: list[Gradient]
     sent: Sums | None = None
 
@@ -289,7 +291,10 @@ class JudgedStep:
         known = self.evidence
         # A branch that unpacks gradients itself has fewer inputs.
         own = (known.sent or self.sums).one_by_one()
-        return overflows.ReplicaValues(self.step.state.losses, known.unclipped, own, known.inputs)
+        losses = self.step.state.losses
+        return overflows.ReplicaValues(
+            losses, known.unclipped, own, known.inputs, known.has_examples
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,8 +406,9 @@ class Decision:
         steps_made = self._step.adapter.steps_made()
         counts = overflows.count_not_finite([step.values() for step in self.steps], totals)
         inputs = [each.name for each in first.evidence.inputs]
+        has_total, may_be_empty = totals is not None, first.evidence.has_examples is not None
         return overflows.NonFiniteCounts(
-            first.variables, inputs, counts, totals is not None, steps_made, self._step.names
+            first.variables, inputs, counts, has_total, steps_made, self._step.names, may_be_empty
         )
 
     def _loss_is_finite(self, seen: overflows.NonFiniteCounts | None) -> tf.Tensor:

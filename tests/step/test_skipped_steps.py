@@ -365,6 +365,46 @@ def test_a_batch_without_examples_is_skipped(name, run_eagerly):
         np.testing.assert_array_equal(now, then)
 
 
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, {}, {"jit_compile": True}])
+def test_batches_without_examples_leave_the_scale(name, how):
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential(
+        [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+    )
+    model.compile(make_optimizer(name), "mse", **how)
+    x, y = np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
+    empty = x[:0], y[:0]
+    model.fit(batches((x, y), *[empty] * 40), verbose=0, shuffle=False)
+    scale, optimizer = float(model.optimizer.loss_scale()), model.optimizer
+    assert (scale, int(optimizer.steps_skipped)) == (2.0**15, 40)
+    assert [loss.kind for loss in optimizer.last_overflow.losses] == ["no examples"]
+    assert "There were no examples" in str(optimizer.last_overflow)
+    # One with examples counts as it always does, and the empty ones are no part of its row.
+    model.fit(batches((x * np.inf, y), empty), verbose=0, shuffle=False)
+    assert float(optimizer.loss_scale()) == scale / 2
+    with pytest.warns(
+        keras_mp.MixedPrecisionWarning, match="There were no examples: leave such batches out"
+    ):
+        model.fit(batches(*[empty] * 60), verbose=0, shuffle=False)
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_a_replica_without_examples_leaves_the_scale_to_the_others(name, is_bad):
+    keras_mp.set_global_policy("mixed_float16")
+    with mirrored(2).scope():
+        model = tf.keras.Sequential(
+            [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+        )
+        model.compile(make_optimizer(name), "mse")
+    x, y = np.ones([2, 2], "float32"), np.full([2, 1], 0.1, "float32")
+    of_one = np.array([[np.inf if is_bad else 0.1]], "float32")
+    model.fit(batches((x, y), (x[:1], of_one)), verbose=0, shuffle=False)
+    assert int(model.optimizer.steps_skipped) == 1
+    assert float(model.optimizer.loss_scale()) == 2.0**15 / (2 if is_bad else 1)
+    kinds = [loss.kind for loss in model.optimizer.last_overflow.losses]
+    assert kinds == ["Inf" if is_bad else "finite", "no examples"]
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_batch_without_examples_is_a_step_where_no_layer_has_statistics(name, run_eagerly):
     keras_mp.set_global_policy("mixed_float16")
