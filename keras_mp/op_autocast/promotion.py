@@ -20,7 +20,6 @@ import contextlib
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from tensorflow.python.framework import op_def_library as _op_def_library
 from tensorflow.python.framework import ops as _ops
 
 from keras_mp.kernels import replaced as kernels_replaced
+from keras_mp.kernels.replaced import device_type, usual_device
 from keras_mp.op_autocast import plans
 from keras_mp.support import reach
 from keras_mp.support.attributes import replaced
@@ -55,12 +55,10 @@ class _Thread(threading.local):
     Attributes:
         is_strict: whether mixtures are refused.
         is_retrying: whether a function is called again.
-        refused: the code of the generated function that has no kernel for a dtype, while it runs.
     """
 
     is_strict = False
     is_retrying = False
-    refused: types.CodeType | None = None
 
 
 _thread = _Thread()
@@ -113,13 +111,11 @@ def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
         inputs: Sequence[Any], ctx: Any, allowed: Sequence[tf.DType], *args: Any, **kwargs: Any
     ) -> Any:
         if _is_active():
-            # All inputs of the operation, which may come in several calls.
-            is_refused = _thread.refused is not None and _code_above(2) is _thread.refused
-            if not is_refused:
-                _thread.refused = None
             dtypes = [_dtype_of(each) for each in inputs]
             low = [each for each in dtypes if is_low(each)]
-            if is_refused or (not _are_among(allowed, low) and tf.float32 in allowed):
+            op = _ops_by_slow_way().get(inspect.currentframe().f_back.f_code.co_name)
+            lacks_kernel = low and op and low[0] in _dtypes_without_kernel(op, device_type())
+            if lacks_kernel or (not _are_among(allowed, low) and tf.float32 in allowed):
                 inputs = [_widened(each) for each in inputs]
             elif _is_mixed(dtypes):
                 # A variable may appear in another dtype than it says.
@@ -140,8 +136,6 @@ def _falling_back(own: Callable[..., Any]) -> Callable[..., Any]:
             own(error, name)
         if _TAKES_E in message:
             raise _Refused(None, None, message)
-        if lacks_kernel:
-            _thread.refused = _code_above(1)
         # Generated code goes on with `args_to_matching_eager`, and with the kernel once more.
 
     return raise_from_not_ok_status
@@ -154,7 +148,7 @@ def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
     def apply_op_helper(op_type_name: str, name: str | None = None, **inputs: Any) -> Any:
         if not _is_active():
             return own(op_type_name, name, **inputs)
-        missing = _dtypes_without_kernel(op_type_name)
+        missing = _dtypes_without_kernel(op_type_name, usual_device())
         if missing and any(_dtype_of(each) in missing for each in tf.nest.flatten(inputs)):
             inputs = tf.nest.map_structure(_widened, inputs)
         try:
@@ -169,9 +163,15 @@ def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _dtypes_without_kernel(op: str) -> frozenset[tf.DType]:
+def _ops_by_slow_way() -> dict[str, str]:
+    """Returns the operations by the names of the functions that compute them in a slower way."""
+    functions = ((name, getattr(tf.raw_ops, name)) for name in dir(tf.raw_ops) if name[0] != "_")
+    return {f"{function.__name__}_eager_fallback": name for name, function in functions}
+
+
+@functools.cache
+def _dtypes_without_kernel(op: str, device: str) -> frozenset[tf.DType]:
     """Returns the 16-bit dtypes that an operation takes, and computes only in float32."""
-    device = kernels_replaced.usual_device()
     if not plans.has_kernel(op, tf.float32, device):
         return frozenset()
     taken = [dtype for dtype in LOW_PRECISION if plans.dtype_attr(op, dtype)]
@@ -236,14 +236,6 @@ def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(array, *args, **kwargs)
 
     return write
-
-
-def _code_above(calls: int) -> types.CodeType:
-    """Returns the code that called the function that asks, by one call or by several."""
-    frame: Any = inspect.currentframe()
-    for _ in range(calls + 1):
-        frame = frame.f_back
-    return frame.f_code
 
 
 def _is_active() -> bool:

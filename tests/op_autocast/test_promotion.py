@@ -76,6 +76,8 @@ OF_FLOAT32 = {
     "igamma": lambda x: tf.math.igamma(x, x),
     "bessel_i0e": lambda x: tf.math.bessel_i0e(x),
     "max_pool3d": lambda x: tf.nn.max_pool3d(x[None, ..., None, None], 2, 2, "SAME"),
+    # Generated code takes its slower way at once for a number of NumPy in a list.
+    "pool": lambda x: tf.nn.pool(x[None, ..., None, None], [np.int64(2), 2, 1], "MAX"),
     "avg_pool3d": lambda x: tf.nn.avg_pool3d(x[None, ..., None, None], 2, 2, "SAME"),
     "crop_and_resize": lambda x: tf.image.crop_and_resize(
         x[None, :, :, None], [[0.0, 0.0, 1.0, 1.0]], [0], [3, 3]
