@@ -3,8 +3,10 @@
 That is all that a graph needs, so that functions that XLA compiles are watched as others are.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -131,7 +133,9 @@ class GraphRecorder(OperationTable):
         # Tensors of another graph cannot be used.
         found = [self._bad[i] for i in set(inputs) if i in self._bad]
         before = [bad for bad in found if bad.graph is graph]
-        self._bad[index] = _measured(self._state(values[0].device), index, values, before)
+        dtypes = tuple(value.dtype for value in values)
+        measured = _measuring(dtypes, len(before), _is_inside(graph, _LOOP))
+        self._bad[index] = measured(self._state(values[0].device), index, *values, *before)
 
     def _state(self, device: str) -> tf.Tensor:
         """Returns the handle of the variable with the rows of a device."""
@@ -143,40 +147,52 @@ class GraphRecorder(OperationTable):
         return self._states[device]
 
 
-def _measured(
-    state: tf.Tensor, index: int, values: Sequence[tf.Tensor], before: Sequence[tf.Tensor]
-) -> tf.Tensor:
-    """Writes what an operation of the graph returned into its row of the variable.
+@functools.cache
+def _measuring(dtypes: tuple[tf.DType, ...], inputs: int, is_in_loop: bool) -> Callable[..., Any]:
+    """Returns a function that writes what an operation returned into its row of the variable.
+
+    It is traced once: to call it adds one operation to a graph, and not twenty.
 
     Args:
-        state: the handle of the variable.
-        index: the number of the row.
-        values: what was returned.
-        before: for each input, how many of its numbers are not finite.
+        dtypes: of the tensors that the operation returned.
+        inputs: of how many tensors that go in it is known how many numbers are not finite.
+        is_in_loop: whether the operation may run several times before the row is read.
 
     Returns:
-        How many numbers are not finite.
+        A function of the handle of the variable, the number of the row, the tensors, and for each
+        input that number. It returns how many numbers are not finite.
     """
-    bad, low, high = [], [], []
-    for value in values:
-        finite = tf.math.is_finite(value)
-        numbers = tf.cast(value, tf.float32)
-        bad.append(tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float32)))
-        low.append(tf.reduce_min(tf.where(finite, numbers, math.inf)))
-        high.append(tf.reduce_max(tf.where(finite, numbers, -math.inf)))
-    if len(values) > 1:
-        bad, low, high = [tf.add_n(bad)], [tf.reduce_min(low)], [tf.reduce_max(high)]
-    begins_here = bad[0] > 0
-    if before:
-        begins_here = tf.logical_and(begins_here, tf.equal(tf.add_n(before), 0))
-    row = tf.stack([bad[0], low[0], high[0], tf.cast(begins_here, tf.float32)])
-    if _is_inside(bad[0].graph, _LOOP):
-        # In later iterations, what an iteration has computed is not finite from the start: the row
-        # keeps where it began. And if several steps are made in a loop, a later one may be finite.
-        old = tf.raw_ops.ResourceGather(resource=state, indices=index, dtype=tf.float32)
-        row = tf.where(tf.logical_and(old[0] > 0, old[3] >= row[3]), old, row)
-    tf.raw_ops.ResourceScatterUpdate(resource=state, indices=index, updates=row)
-    return bad[0]
+    values = [tf.TensorSpec(None, dtype) for dtype in dtypes]
+    counts = [tf.TensorSpec([], tf.float32)] * inputs
+    signature = [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int32), *values, *counts]
+
+    @tf.function(input_signature=signature, autograph=False)
+    def measured(state: tf.Tensor, index: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
+        values, before = tensors[: len(dtypes)], tensors[len(dtypes) :]
+        bad, low, high = [], [], []
+        for value in values:
+            finite = tf.math.is_finite(value)
+            numbers = tf.cast(value, tf.float32)
+            bad.append(tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float32)))
+            low.append(tf.reduce_min(tf.where(finite, numbers, math.inf)))
+            high.append(tf.reduce_max(tf.where(finite, numbers, -math.inf)))
+        count = tf.add_n(bad)
+        begins_here = count > 0
+        if before:
+            begins_here = tf.logical_and(begins_here, tf.equal(tf.add_n(before), 0))
+        ends = tf.reduce_min(low), tf.reduce_max(high)
+        row = tf.stack([count, *ends, tf.cast(begins_here, tf.float32)])
+        if is_in_loop:
+            # In later iterations, what an iteration has computed is not finite from the start: the
+            # row keeps where it began. And if several steps are made in a loop, a later one may be
+            # finite.
+            old = tf.raw_ops.ResourceGather(resource=state, indices=index, dtype=tf.float32)
+            row = tf.where(tf.logical_and(old[0] > 0, old[3] >= row[3]), old, row)
+        tf.raw_ops.ResourceScatterUpdate(resource=state, indices=index, updates=row)
+        return count
+
+    with tf.init_scope():
+        return measured.get_concrete_function()
 
 
 def _is_inside(graph: tf.Graph, kind: str) -> bool:

@@ -40,6 +40,9 @@ _WITHOUT_STATE = {
 }
 _RENAMED = {"rate": "lam"}
 
+# The class of what `tf.function` returns.
+_FUNCTION = type(tf.function(len))
+
 Draw = Callable[..., tf.Tensor]
 
 
@@ -148,11 +151,17 @@ def drawing(take: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
         return draw
 
     with contextlib.ExitStack() as stack:
-        for module in (_WITH_STATE, _OF_GENERATORS, *_OF_SEEDS):
-            for key, function in list(vars(module).items()):
-                if _draws(key, function):
-                    stack.enter_context(wrapped.here(module, key, shown))
+        for module, name in _all_draws():
+            stack.enter_context(wrapped.here(module, name, shown))
         yield
+
+
+# Each call of a layer that is run again asks for it.
+@functools.cache
+def _all_draws() -> list[tuple[Any, str]]:
+    modules = (_WITH_STATE, _OF_GENERATORS, *_OF_SEEDS)
+    pairs = ((module, *each) for module in modules for each in vars(module).items())
+    return [(module, name) for module, name, function in pairs if _draws(name, function)]
 
 
 def _draws(name: str, function: Any) -> bool:
@@ -175,4 +184,4 @@ def eager_functions() -> contextlib.AbstractContextManager[None]:
 
         return runs
 
-    return wrapped.here(type(tf.function(len)), "_run_functions_eagerly", runs_eagerly)
+    return wrapped.here(_FUNCTION, "_run_functions_eagerly", runs_eagerly)
