@@ -7,6 +7,9 @@ import tensorflow as tf
 from keras_mp.hardware import stopwatch
 from keras_mp.kernels import slow
 from keras_mp.support.turns import Turn, medians
+from tests.common import once
+
+pytestmark = once
 
 
 def test_every_dtype_gets_a_speed_for_every_operation(monkeypatch):

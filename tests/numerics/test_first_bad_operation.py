@@ -237,11 +237,11 @@ def test_it_goes_on_with_several_steps_per_execution():
     x = np.array([[4], [0]], "float32")
     with FirstBadOperation(model) as watch:
         model.fit(x, np.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
-    assert watch.planned == 1
-    # Not planned: what is computed of the input, in the first of two steps.
-    x[0] = 1e30
-    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
-        model.fit(x, np.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
+        assert watch.planned == 1
+        # Not planned: what is computed of the input, in the first of two steps.
+        x[0] = 1e30
+        with pytest.raises(NotFiniteError) as raised:
+            model.fit(x, np.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
     assert not raised.value.operation.is_gradient
 
 

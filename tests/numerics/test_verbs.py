@@ -159,9 +159,7 @@ def attention(x):
 SOUND = {
     "attention": attention,
     "autoencoder": lambda x: L.Dense(256)(L.Dense(8, "relu")(L.Dense(32, "relu")(L.Flatten()(x)))),
-    "lstm": lambda x: L.LSTM(8)(
-        L.Bidirectional(L.LSTM(8, return_sequences=True))(L.Reshape([2, 128])(x))
-    ),
+    "lstm": lambda x: L.Bidirectional(L.LSTM(8))(L.Reshape([2, 128])(x)),
     "mobile": mobile,
     "transposed": transposed,
 }
@@ -195,7 +193,7 @@ def test_nothing_is_found_in_sound_models(kind, policy, kernels):
         image = tf.keras.Input([8, 8, 4])
         output = SOUND[kind](image)
         model = tf.keras.Model(image, output if kind == "autoencoder" else L.Dense(1)(output))
-        model.compile("adam", "mse")
+        model.compile("sgd", "mse")
     images = np.random.default_rng(0).normal(size=[8, 8, 8, 4]).astype("float32")
     found = check(model, (images, images.reshape(8, -1) if kind == "autoencoder" else Y[:8]))
     assert (found.findings, found.notes) == ((), ()), str(found)

@@ -34,10 +34,19 @@ def train(strategy, index, method, dtype):
 
 
 # TensorFlow sends initial values to all workers, which it cannot with bfloat16 and int16.
+METHODS = {"copy": "float16", "stochastic_rounding": "float16", None: "float32"}
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each of two workers ends with, by method."""
+    calls = [(train, {"method": method, "dtype": METHODS[method]}) for method in METHODS]
+    return dict(zip(METHODS, workers.run(calls, count=2), strict=True))
+
+
 @pytest.mark.parametrize("method", ["copy", "stochastic_rounding"])
-def test_all_workers_have_the_same_weights(method):
-    [results] = workers.run([(train, {"method": method, "dtype": "float16"})], count=2)
-    first, second = results
+def test_all_workers_have_the_same_weights(method, results):
+    first, second = results[method]
     np.testing.assert_array_equal(first[0], second[0])
     np.testing.assert_array_equal(first[1], second[1])
     for ours, theirs in zip(first[2], second[2], strict=True):
@@ -45,11 +54,6 @@ def test_all_workers_have_the_same_weights(method):
     assert (first[1] != 1).any()
 
 
-def test_two_workers_train_as_with_float32_variables():
-    calls = [
-        (train, {"method": "copy", "dtype": "float16"}),
-        (train, {"method": None, "dtype": "float32"}),
-    ]
-    ours, theirs = workers.run(calls, count=2)
-    for (_, our, _), (_, their, _) in zip(ours, theirs, strict=True):
+def test_two_workers_train_as_with_float32_variables(results):
+    for (_, our, _), (_, their, _) in zip(results["copy"], results[None], strict=True):
         np.testing.assert_array_equal(our, their)

@@ -252,9 +252,10 @@ def test_what_cannot_be_compiled_is_said_once(in_function):
 @pytest.mark.parametrize(
     ("wrap", "inner", "in_function"),
     # RMSprop adds to some rows of a variable, which those in 16 bits do in their own way. The
-    # others among the wrappers leave rows to the one that may skip steps.
+    # others among the wrappers leave rows to the one that may skip steps. A schedule sees no rows.
     [
-        *(case for case in CASES if case[0] in ("LossScaleOptimizer", "MasterWeightOptimizer")),
+        *(case for case in CASES if case[0] == "LossScaleOptimizer" and case[1] != "scheduled"),
+        *(case for case in CASES if case[0] == "MasterWeightOptimizer"),
         ("MasterWeightOptimizer", "clipped by value", False),
     ],
 )

@@ -5,6 +5,9 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.support import selection
+from tests.common import once
+
+pytestmark = once
 
 # A number too small for a processor that flushes, a zero with a sign, and a NaN with digits.
 ODD = np.array([1e-42, -0.0, np.inf, np.nan], np.float32)
