@@ -3,18 +3,17 @@
 RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are skipped.
 """
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
 from keras_mp.step.overflow_report import Overflow, listed
-from keras_mp.step.overflows import HALF, STREAK, NonFiniteCounts, Overflows
+from keras_mp.step.overflows import HALF, NonFiniteCounts, Overflows
 from keras_mp.step.schedule import LossScaleState
 from keras_mp.step.state_rollback import Weight
 from keras_mp.support import host, messages, selection
@@ -76,31 +75,25 @@ class OutcomeHandler:
             loss_is_finite: bool scalar tensor. Whether the loss is known to be finite.
             weights: the known weights of the model, from every replica of this process.
         """
-        before, at_once = self._loss_scale(), self._worst is None
+        before, zero = self._loss_scale(), tf.constant(0, tf.int64)
         has_overflowed = True if seen is None else seen.has_overflowed()
-        zero = tf.constant(0, tf.int64)
-        goes_on, is_first = tf.convert_to_tensor(self.skips_in_a_row) > 0, True
-        if not at_once:
-            is_first = self._worst < _OVERFLOWED
-            goes_on |= tf.logical_not(is_first)
-        noted = self._skipped.skip(goes_on, before, seen, weights, is_of_one=at_once)
-        if at_once:
+        if self._worst is None:
             moved, consecutive = self._moved.move(False, loss_is_finite, has_overflowed)
-            noted, after = [*moved, *noted], self._loss_scale()
+            is_first, after = None, self._loss_scale()
         else:
             # `update` moves it, and counts one for all optimizers that were skipped.
+            is_first = self._worst < _OVERFLOWED
             outcome = tf.where(loss_is_finite, tf.constant(_OVERFLOWED, tf.int64), _BAD)
             outcome = selection.chosen(has_overflowed, lambda: outcome, lambda: zero + _UNFINISHED)
-            noted = [self._note(outcome), *noted]
-            consecutive, after = self.skips_in_a_row + 1, before
+            moved, consecutive = [self._note(outcome)], self.skips_in_a_row + 1
+            after = before
             if isinstance(self._loss_scale, DynamicLossScale):
                 lowered, *_ = self._loss_scale.next_state(before, False, loss_is_finite)
                 after = selection.chosen(has_overflowed, lambda: lowered, lambda: before)
         consecutive = selection.chosen(has_overflowed, lambda: consecutive, lambda: zero)
-        # What the warning says is read after these operations.
-        with tf.control_dependencies([op for op in noted if isinstance(op, tf.Operation)]):
-            self._skipped.warn_if_due(consecutive, self._comes_to_floor(before, after), is_first)
-        return noted
+        with _after(moved):
+            counted = self._skipped.skip(seen, weights, (before, after), consecutive, is_first)
+        return [*moved, *counted]
 
     def accumulated(self) -> list[Any]:
         """Handles gradients that were accumulated for a step that is not complete."""
@@ -151,9 +144,10 @@ class OutcomeHandler:
         elif is_over:
             self._moved.move(bool(is_good), loss_is_finite)
 
-    def _comes_to_floor(self, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
-        floor = getattr(self._loss_scale, "min_loss_scale", None)
-        return tf.constant(False) if floor is None else (after <= floor) & (before > floor)
+
+def _after(operations: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which a graph computes after operations; eager has None."""
+    return tf.control_dependencies([op for op in operations if isinstance(op, tf.Operation)])
 
 
 class _Counter:
@@ -211,13 +205,10 @@ class SkippedSteps:
         # A graph of TensorFlow 1 only counts, and saves all variables that it has.
         self._is_recorded = not host.in_v1_graph()
         if self._is_recorded:
-            with tf.init_scope():
-                # The streak of `Overflows`.
-                self._streak = state_variable(np.zeros(STREAK), COUNTS, "streak")
             self._overflows = Overflows()
             self._reports = host.HostCallback(
                 self._warn,
-                size=1 + STREAK,
+                size=2,
                 beside=beside,
                 is_urgent=self._raises,
                 foresee=self._foresee,
@@ -234,74 +225,63 @@ class SkippedSteps:
         return self.raise_after is not None
 
     def look_next_time(self) -> None:
-        """Lets the next `warn_if_due` look, since `warn_after` or so has changed."""
+        """Lets the next `skip` look, since `warn_after` or so has changed."""
         if self._is_recorded:
             self._reports.look_next_time()
 
     def watch(self) -> None:
-        """Prepares the function that is being traced for `skip` and `warn_if_due`."""
+        """Prepares the function that is being traced for `skip`."""
         if self._may_warn:
             self._reports.watch(leaves=selection.is_selecting())
 
     def skip(
         self,
-        goes_on: tf.Tensor,
-        loss_scale: tf.Tensor,
         seen: NonFiniteCounts | None,
         weights: Sequence[Weight],
-        is_of_one: bool,
+        scales: tuple[tf.Tensor, tf.Tensor],
+        consecutive: tf.Tensor,
+        is_first: bool | tf.Tensor | None = None,
     ) -> list[Any]:
-        """Counts and records a skipped step. Called in the branch that skips.
+        """Counts and records a skipped step, and warns if it is time. Called where it is skipped.
 
         Args:
-            goes_on: bool scalar tensor. Whether the step before it was skipped too.
-            loss_scale: float32 scalar tensor.
-            seen: the counts; None in a graph of TensorFlow 1, where they are not recorded.
+            seen: the counts; None in a graph of TensorFlow 1, which only counts.
             weights: the known weights of the model, from every replica of this process.
-            is_of_one: bool. Whether all steps counted here are made by one optimizer.
+            scales: the loss scale before and after the step, float32 scalar tensors.
+            consecutive: int64 scalar tensor. How many steps were skipped in a row.
+            is_first: bool scalar tensor. Whether this skip is the first one of those that count as
+                one in `consecutive`, of several optimizers. Defaults to None: there is only one.
 
         Returns:
-            list of the operations that count.
+            list of the operations that count and record.
         """
         counted = [self.total.assign_add(1, read_value=False)]
         if seen is None:
             return counted
         total = tf.convert_to_tensor(self.total)
-        streak = tf.convert_to_tensor(self._streak)
-        streak, noted = self._overflows.record(seen, streak, goes_on, loss_scale, total, is_of_one)
-        kept = self._streak.assign(streak, read_value=False)
-        if self._may_warn:
-            names = seen.names_of([weight.variable for weight in weights])
-            self._looked_at = [
-                (name, weakref.ref(weight.handle), weight.dtype)
-                for name, weight in zip(names, weights, strict=True)
-            ]
-        return [*counted, noted, kept]
-
-    def warn_if_due(
-        self, consecutive: tf.Tensor, at_floor: tf.Tensor, is_first: bool | tf.Tensor = True
-    ) -> None:
-        """Warns, or raises an error, if it is time. Called after `skip`.
-
-        Args:
-            consecutive: int64 scalar tensor. How many steps were skipped in a row.
-            at_floor: bool scalar tensor. Whether the scale has come down to its floor now.
-            is_first: bool, or bool scalar tensor. Whether this skip is the first one of those that
-                count as one in `consecutive`. Defaults to True.
-        """
-        if not self._may_warn or host.in_v1_graph():
-            return
-        streak = tf.cast(self._streak, tf.int64)
+        is_of_one = is_first is None
+        recorded, is_share = self._overflows.record(seen, scales[0], total, is_of_one)
+        noted = [*counted, *recorded]
+        if not self._may_warn:
+            return noted
+        names = seen.names_of([weight.variable for weight in weights])
+        self._looked_at = [
+            (name, weakref.ref(weight.handle), weight.dtype)
+            for name, weight in zip(names, weights, strict=True)
+        ]
         is_time = tf.constant(False)
         if self.warn_after is not None:
-            is_due = tf.cast(streak[-1], tf.bool)
-            is_time = tf.equal(consecutive, self.warn_after) | at_floor | is_due
+            is_time = tf.equal(consecutive, self.warn_after) | is_share
+            is_time |= self._comes_to_floor(*scales)
         if self.raise_after is not None:
             is_time |= consecutive >= self.raise_after
-        if is_first is not True:
+        if is_first is not None:
             is_time &= is_first
-        numbers = tf.concat([[consecutive], streak], 0)
-        self._reports.post(numbers, is_time, leaves=selection.is_selecting())
+        numbers = tf.stack([consecutive, tf.cast(is_share, tf.int64)])
+        # What the warning says is read after these operations.
+        with _after(noted):
+            self._reports.post(numbers, is_time, leaves=selection.is_selecting())
+        return noted
 
     def last_overflow(self) -> Overflow | None:
         """Returns the report of the last skipped step; None if no step was skipped.
@@ -322,7 +302,7 @@ class SkippedSteps:
         if not self._is_recorded:
             return {}
         reports = self._reports.variables("skip_report")
-        return {"streak": self._streak, **reports, **self._overflows.variables()}
+        return {**reports, **self._overflows.variables()}
 
     def collect_reports(self) -> None:
         """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
@@ -331,7 +311,7 @@ class SkippedSteps:
 
     def _foresee(self, numbers: Sequence[int]) -> int:
         """Returns after how many more skips there may be something to say, at the earliest."""
-        consecutive, *_ = numbers
+        consecutive, _ = numbers
         left = [HALF]
         if self.warn_after is not None:
             # After a good step it takes as many again.
@@ -340,6 +320,10 @@ class SkippedSteps:
         if self.raise_after is not None:
             left.append(self.raise_after - consecutive)
         return max(1, min(left))
+
+    def _comes_to_floor(self, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
+        floor = getattr(self._loss_scale, "min_loss_scale", None)
+        return tf.constant(False) if floor is None else (after <= floor) & (before > floor)
 
     def _skips_to_floor(self) -> int:
         """Returns after how many more skips the scale may come down to its floor."""
@@ -353,23 +337,24 @@ class SkippedSteps:
         return math.ceil(falls - 1e-3) - 1
 
     def _warn(self, numbers: Sequence[int], line: messages.Line | None) -> None:
-        consecutive, not_finite, finite, _, is_share = numbers
+        consecutive, is_share = numbers
+        last = self._overflows.last()
+        loss_is_finite = None if last is None else last.loss_is_finite
         is_over = self.raise_after is not None and consecutive >= self.raise_after
         was_reported = self.warn_after is None or consecutive > self.warn_after
         what = f"{consecutive} steps in a row were skipped."
         if not is_over and consecutive != self.warn_after:
             if is_share and not was_reported:
                 what = f"Half of the last {2 * HALF} steps were skipped."
-            elif not (is_share or self._has_warned_of_floor) and (finite or not not_finite):
+            elif not (is_share or self._has_warned_of_floor) and loss_is_finite is not False:
                 self._has_warned_of_floor = True
                 what = "The loss scale has come down to its floor, and steps are still skipped."
             else:
                 return
-        last = self._overflows.last()
         inputs, grads = ("", "") if last is None else (last.of_inputs, last.of_gradients)
-        if last and last.loss_is_finite is False and not self._overflows.are_several():
+        if loss_is_finite is False and not self._overflows.are_several():
             grads = ""  # All gradients of such a loss are NaN.
-        text = f"{what}{inputs} {_diagnosis(not_finite, finite)}{grads}"
+        text = f"{what}{inputs} {_diagnosis(loss_is_finite)}{grads}"
         text += _bad_weights(self._looked_at) + " `last_overflow` tells more about the last step."
         if is_over:
             raise RuntimeError(f"{text} Received: raise_after_skips={self.raise_after}")
@@ -390,7 +375,7 @@ def _bad_weights(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:
     return f" Weights that are already not finite: {listed([*bad])}. Load them from a checkpoint."
 
 
-def _diagnosis(not_finite: int, finite: int) -> str:
+def _diagnosis(loss_is_finite: bool | None) -> str:
     forward = (
         "look at the forward pass, where a smaller loss scale changes nothing: at the inputs and "
         "labels, the learning rate, weights that are already not finite, and activations above "
@@ -403,16 +388,11 @@ def _diagnosis(not_finite: int, finite: int) -> str:
         "run it in float32, or clip what goes into it; with several replicas, see whether "
         "aggregate_in_float16=False helps, since float16 sums end at 65504"
     )
-    if not_finite and not finite:
-        return f"The loss itself was Inf or NaN in all {not_finite} that were looked at: {forward}."
-    if finite and not not_finite:
-        return f"The loss was finite in all {finite} that were looked at, so {backward}."
-    if finite and not_finite:
+    if loss_is_finite is None:
         return (
-            f"In {not_finite} of them the loss itself was Inf or NaN: {forward}. In {finite} it "
-            f"was finite: {backward}."
+            "The loss was scaled in another function and could not be looked at. If it is Inf or "
+            f"NaN, {forward}; if it is finite, {backward}."
         )
-    return (
-        "The loss was scaled in another function and could not be looked at. If it is Inf or NaN, "
-        f"{forward}; if it is finite, {backward}."
-    )
+    if loss_is_finite:
+        return f"The loss of the last one was finite, so {backward}."
+    return f"The loss of the last one was Inf or NaN: {forward}."

@@ -7,6 +7,7 @@ steps were made with; `overflow_report` has what users see of it. This module ne
 import collections
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,21 +30,17 @@ from keras_mp.step.state_rollback import Input, name_of
 from keras_mp.support import host, selection
 from keras_mp.support.autograph import do_not_convert
 
-# The header of a record describes its last step: its number among those skipped in this program;
-# the number of skipped steps so far, those before a restored checkpoint included; the number of
-# steps that the optimizer had made by then, or -1; how many of its steps were skipped; the loss
-# scale; and whether it was told that many of its last steps were skipped.
-_HEADER = 6
+# The header of a record describes its last step: the number of skipped steps so far, those before a
+# restored checkpoint included; the number of steps that the optimizer had made by then, or -1; how
+# many of its steps were skipped; the loss scale; and whether it was told that many of its last
+# steps were skipped.
+_HEADER = 5
 _UNKNOWN = -1
 # The loss of a replica without examples: nothing is known of it.
 _OF_NO_EXAMPLES = [_UNKNOWN, _UNKNOWN, 1]
 # Half of the last steps were skipped if the first of the last `HALF` skips was less than twice as
 # many steps ago.
 HALF = 50
-# A streak describes the steps that were skipped in a row: in how many the loss was not finite, and
-# in how many it was; how many steps of this program have been skipped by now; and whether to tell
-# that half of the last steps were skipped.
-STREAK = 4
 _KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is not finite
 
 Names = Callable[[Sequence[Any]], list[str | None]]
@@ -290,95 +287,81 @@ def _parts_of(vector: tf.Tensor) -> list[tf.Tensor]:
 @host.shared_operation
 def _after(
     vector: tf.Tensor,
-    streak: tf.Tensor,
     counts: tf.Tensor,
-    goes_on: tf.Tensor,
     loss_scale: tf.Tensor,
     total: tf.Tensor,
     made: tf.Tensor,
     skipped: tf.Tensor | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the next `vector` of a record and the next streak, given the counts of a step.
+    """Returns the next `vector` of a record, and whether to tell that half were skipped.
 
     `skipped` is how many steps of the optimizer were skipped; None to count these here. The rest is
     as in `Overflows.record`, the numbers in `COUNTS`.
     """
     header, _, first, later, _ = _parts_of(vector)
-    _, _, _, skipped_before, _, is_reported = tf.unstack(header)
-    losses, now, _ = tf.split(streak, [2, 1, 1])
+    _, _, skipped_before, _, is_reported = tf.unstack(header)
     zero = tf.constant(0, COUNTS)
-    losses = tf.where(goes_on, losses, zero) + _how_many_are_finite(counts[:, :1])
-    now += 1
     skipped = skipped_before + 1 if skipped is None else skipped
     when = tf.where(made < zero, zero, made + skipped)
-    steps = when - first
-    is_due = (first > zero) & (steps < 2 * HALF) & tf.equal(is_reported, zero)
+    steps = tf.squeeze(when - first)
+    is_due = (tf.squeeze(first) > zero) & (steps < 2 * HALF) & tf.equal(is_reported, zero)
     is_reported = tf.cast((steps < 4 * HALF) & ((is_reported > zero) | is_due), COUNTS)
-    rest = tf.stack([total, made, skipped, loss_scale])
-    counted = [first, later, [when], tf.reshape(counts, [-1])]
-    return tf.concat([now, rest, is_reported, *counted], 0), tf.concat(
-        [losses, now, tf.cast(is_due, COUNTS)], 0
-    )
-
-
-def _how_many_are_finite(losses: tf.Tensor) -> tf.Tensor:
-    """Returns [1, 0] if the loss of a step is not finite, [0, 1] if it is, zeros if unknown."""
-    zero = tf.constant(0, COUNTS)
-    is_known = tf.reduce_all(losses >= zero)
-    is_finite = tf.reduce_all(losses <= zero)
-    return tf.cast(is_known & tf.stack([tf.logical_not(is_finite), is_finite]), COUNTS)
+    header = tf.stack([total, made, skipped, loss_scale, is_reported])
+    return tf.concat([header, first, later, [when], tf.reshape(counts, [-1])], 0), is_due
 
 
 class Overflows:
     """The records of all skipped steps."""
 
     def __init__(self) -> None:
-        self._records: list[_Record] = []
+        self._records: dict[int, _Record] = {}
+        self._numbers = itertools.count(1)
+        with tf.init_scope():
+            # The number of the record of the last skipped step; 0 if there was none.
+            self._last = state_variable(0, tf.int64, "last_record")
 
     def record(
         self,
         seen: NonFiniteCounts,
-        streak: tf.Tensor,
-        goes_on: tf.Tensor,
         loss_scale: tf.Tensor,
         total: tf.Tensor,
         is_of_one: bool,
-    ) -> tuple[tf.Tensor, Any]:
+    ) -> tuple[list[Any], tf.Tensor]:
         """Records a skipped step. Called in the branch that skips.
 
         Args:
             seen: the counts of the step.
-            streak: `COUNTS` tensor of shape [STREAK], the last result, at first zeros.
-            goes_on: bool scalar tensor. Whether the step before it was skipped too.
             loss_scale: float32 scalar tensor.
             total: int64 scalar tensor. How many steps were skipped so far, with this one.
             is_of_one: bool. Whether all of them are steps of one optimizer.
 
         Returns:
-            tuple of the new `streak` and of the operation that records the rest.
+            tuple of the list of operations, and of a bool scalar tensor: whether to tell that half
+            of the last steps were skipped.
         """
-        record = self._of(seen)
+        number, record = self._of(seen)
         made = tf.cast(_UNKNOWN if seen.steps_made is None else seen.steps_made, COUNTS)
         total = tf.cast(total, COUNTS)
-        vector, streak = _after(
+        vector, is_due = _after(
             tf.convert_to_tensor(record.vector),
-            streak,
             seen.counts,
-            goes_on,
             tf.cast(loss_scale, COUNTS),
             total,
             made,
             total if is_of_one else None,
         )
-        return streak, record.vector.assign(vector, read_value=False)
+        noted = [
+            record.vector.assign(vector, read_value=False),
+            self._last.assign(number, read_value=False),
+        ]
+        return noted, is_due
 
     def last(self) -> Overflow | None:
         """Returns the step that was skipped last, or None. In eager."""
-        records = [(parts, each) for each in self._records if (parts := each.parts())[0][0]]
-        if not records:
+        record = self._records.get(int(tf.convert_to_tensor(self._last)))
+        if record is None:
             return None
-        parts, record = max(records, key=lambda each: each[0][0][0])
-        (_, total, made, skipped, loss_scale, _), *_, counts = parts
+        (total, made, skipped, loss_scale, _), *_, counts = record.parts()
         counts = counts.reshape(record.shape)
         own = 1 + len(record.names)
         return Overflow(
@@ -403,14 +386,18 @@ class Overflows:
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        return {f"overflow_{i}": record.vector for i, record in enumerate(self._records)}
+        records = self._records.values()
+        of_records = {f"overflow_{i}": record.vector for i, record in enumerate(records)}
+        return {"last_record": self._last, **of_records}
 
-    def _of(self, seen: NonFiniteCounts) -> _Record:
-        record = next((r for r in self._records if r.is_of(seen)), None)
-        if record is None:
-            record = _Record(seen)
-            self._records = [*(each for each in self._records if each.is_alive()), record]
-        return record
+    def _of(self, seen: NonFiniteCounts) -> tuple[int, _Record]:
+        for number, record in self._records.items():
+            if record.is_of(seen):
+                return number, record
+        number, record = next(self._numbers), _Record(seen)
+        alive = {n: each for n, each in self._records.items() if each.is_alive()}
+        self._records = {**alive, number: record}
+        return number, record
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Overflows, ()
