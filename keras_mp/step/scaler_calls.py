@@ -226,16 +226,21 @@ class ScalerCalls(RecordedCalls):
         messages.warn(f"The step was not made: {what}" if numbers[0] == Call.STEP else what, line)
 
 
+# The collection of the optimizers that a graph uses.
+_USED = "keras_mp_optimizers"
+
+
 class _NumberedOptimizers:
-    """Numbers the optimizers of a scaler, as long as they, or functions that use them, live."""
+    """Numbers the optimizers of a scaler, as long as they live."""
 
     def __init__(self) -> None:
-        # By number: a reference to the optimizer, and the graphs in which it makes steps.
-        self._entries: dict[int, tuple[Callable[[], Any], weakref.WeakSet[Any]]] = {}
+        self._references: dict[int, Callable[[], Any]] = {}
         self._was_left_out = False
 
     def index(self, optimizer: Any, facts: int | None) -> int:
         """Returns the number of an optimizer; None stands for the only one.
+
+        A graph keeps an optimizer that it uses, since the number is a part of the graph.
 
         Args:
             optimizer: the optimizer, or None.
@@ -245,34 +250,28 @@ class _NumberedOptimizers:
         Raises:
             ValueError: there are several.
         """
-        living = {i: entry for i, entry in self._entries.items() if entry[0]() is not None}
+        graph, references = host.current_graph(), self._references.items()
+        if graph is not None and optimizer is not None:
+            graph.add_to_collection(_USED, optimizer)
+        living = {i: each for i, reference in references if (each := reference()) is not None}
         if optimizer is None:
             if len(living) > 1:
-                raise ValueError(_WHOSE.format([entry[0]() for entry in living.values()]))
+                raise ValueError(_WHOSE.format([*living.values()]))
             self._was_left_out = True
             return next(iter(living), UNNAMED)
-        index = self._number(optimizer, living, facts)
-        graph = host.current_graph()
-        if graph is not None and index != OTHERS:
-            self._entries[index][1].add(graph)
-        return index
-
-    def _number(self, optimizer: Any, living: dict[int, Any], facts: int | None) -> int:
-        for index, (reference, _) in living.items():
-            if reference() == optimizer if _is_method(optimizer) else reference() is optimizer:
+        for index, each in living.items():
+            if each == optimizer if _is_method(optimizer) else each is optimizer:
                 return index
-        is_function = isinstance(optimizer, types.FunctionType)
-        if living and self._was_left_out and not is_function:
-            raise ValueError(_WHOSE.format([*(entry[0]() for entry in living.values()), optimizer]))
-        numbers = range(1, MAX_OPTIMIZERS + 1)
-        never_given = [index for index in numbers if index not in self._entries]
-        free = [i for i in self._entries if i not in living and not self._entries[i][1]]
+        if living and self._was_left_out and not isinstance(optimizer, types.FunctionType):
+            raise ValueError(_WHOSE.format([*living.values(), optimizer]))
+        never_given = [i for i in range(1, MAX_OPTIMIZERS + 1) if i not in self._references]
+        free = [i for i in self._references if i not in living]
         if facts is not None:
             free = [index for index in free if not facts & bits_of(index, EVERY_FACT)]
-        for index in [*never_given, *free]:
-            self._entries[index] = (_reference(optimizer), weakref.WeakSet())
-            return index
-        return OTHERS
+        index = next(iter([*never_given, *free]), OTHERS)
+        if index != OTHERS:
+            self._references[index] = _reference(optimizer)
+        return index
 
 
 def _is_method(optimizer: Any) -> bool:
