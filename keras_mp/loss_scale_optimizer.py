@@ -287,15 +287,21 @@ class LossScaleOptimizer(
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             with self._scaler.calls.as_before_an_exception():
                 return super().minimize(loss, var_list, tape, grad_loss, name)
-        with self._scaler.calls.whole_step() as state_given:
+        calls, by_tape = self._scaler.calls, self._scales_on_tape()
+        with calls.whole_step():
             scaled_by = self._scaler.loss_scale()
             scale = functools.partial(self._scaled, scaled_by=scaled_by)
-            scaled_by_tape = scaled_by if self._scales_on_tape() else None
+            scaled_by_tape = scaled_by if by_tape else None
             pairs = self._gradients(scale, scaled_by_tape, loss, var_list, tape, grad_loss)
             pairs = gradients.checked_pairs(pairs)
             if not pairs:
                 return self.iterations
-            state = state_given(scaled_by, scaled_by_tape is None)
+            state = GradientState(
+                calls.scales and not by_tape,
+                scaled_by if calls.scales else None,
+                lambda: by_tape,
+                calls.losses(),
+            )
             return self._step(pairs, state, aggregate=True, name=name)
 
     @do_not_convert

@@ -291,17 +291,12 @@ class Calls:
             losses: sequence of tensors, not scaled.
         """
 
-    @contextlib.contextmanager
-    def whole_step(self) -> Iterator[Callable[[tf.Tensor, bool], GradientState]]:
-        """Context manager in which one call, `minimize`, makes a whole step.
+    def whole_step(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager in which one call, `minimize`, makes a whole step.
 
         It may come between the calls of another step, which it does not affect.
-
-        Yields:
-            A function that returns the `GradientState`, given the factor of the loss, and whether
-            the gradients are still scaled by it.
         """
-        yield lambda scaled_by, scaled: GradientState(losses=self.losses())
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
