@@ -243,10 +243,10 @@ class GradScaler(ScalerProperties, tf.Module):
 
         def move(tensors: list[tf.Tensor]) -> None:
             stepped = tensors.pop(0) if tf.is_tensor(has_stepped) else has_stepped
-            if handler is not None:
-                handler.update(stepped, report, *tensors)
-            elif stepped is not True:
+            if stepped is not True:
                 selection.choose(stepped, lambda: None, report)
+            if handler is not None:
+                handler.update(stepped, *tensors)
 
         known_later = [has_stepped] if isinstance(has_stepped, tf.Tensor) else []
         scales = [] if new_scale is None else [new_scale]

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step.loss_scales import LARGEST, SMALLEST, LossScale, state_variable
-from keras_mp.step.schedule import LossScaleState
+from keras_mp.step.schedule import LossScaleState, bad_steps_after
 from keras_mp.support import host, selection, validation
 
 
@@ -291,8 +291,7 @@ class ManagedLossScale(LossScale):
             scalar tensor.
         """
         del loss_is_finite
-        zero = tf.constant(0, tf.int64)
-        num_bad_steps = selection.chosen(finite, lambda: zero, lambda: self.num_bad_steps + 1)
+        num_bad_steps = bad_steps_after(self.num_bad_steps, finite)
         operations: list[Any] = []
 
         def move() -> None:

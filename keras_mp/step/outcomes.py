@@ -6,16 +6,15 @@ RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
 from keras_mp.step.overflow_report import Overflow, listed
-from keras_mp.step.overflows import HALF, NonFiniteCounts, Overflows
-from keras_mp.step.schedule import LossScaleState
-from keras_mp.step.state_rollback import Weight
+from keras_mp.step.overflows import HALF, Overflows, SkippedStep
+from keras_mp.step.schedule import LossScaleState, bad_steps_after
 from keras_mp.support import host, messages, selection
 
 # The worst outcome since the last `update`: all steps were made; none that says anything of the
@@ -62,18 +61,12 @@ class OutcomeHandler:
         """Handles a step whose gradients are finite: the scale may grow."""
         return self._moved.move(True)[0] if self._worst is None else []
 
-    def bad(
-        self,
-        seen: NonFiniteCounts | None,
-        loss_is_finite: tf.Tensor,
-        weights: Sequence[Weight],
-    ) -> list[Any]:
+    def bad(self, seen: SkippedStep | None, loss_is_finite: tf.Tensor) -> list[Any]:
         """Handles a step whose gradients are not finite: counts it, and the scale backs off.
 
         Args:
-            seen: the counts of all replicas; None in a graph of TensorFlow 1.
+            seen: the `SkippedStep`; None in a graph of TensorFlow 1.
             loss_is_finite: bool scalar tensor. Whether the loss is known to be finite.
-            weights: the known weights of the model, from every replica of this process.
         """
         before, zero = self._loss_scale(), tf.constant(0, tf.int64)
         has_overflowed = True if seen is None else seen.has_overflowed()
@@ -92,7 +85,7 @@ class OutcomeHandler:
                 after = selection.chosen(has_overflowed, lambda: lowered, lambda: before)
         consecutive = selection.chosen(has_overflowed, lambda: consecutive, lambda: zero)
         with _after(moved):
-            counted = self._skipped.skip(seen, weights, (before, after), consecutive, is_first)
+            counted = self._skipped.skip(seen, (before, after), consecutive, is_first)
         return [*moved, *counted]
 
     def accumulated(self) -> list[Any]:
@@ -101,24 +94,17 @@ class OutcomeHandler:
             return []
         return [self._note(tf.constant(_UNFINISHED, tf.int64))]
 
-    def update(
-        self,
-        has_stepped: bool | tf.Tensor,
-        report: Callable[[], None],
-        new_scale: tf.Tensor | None = None,
-    ) -> None:
+    def update(self, has_stepped: bool | tf.Tensor, new_scale: tf.Tensor | None = None) -> None:
         """Moves the scale by the worst outcome since the last call. Called once for all replicas.
 
         Args:
             has_stepped: bool, or bool scalar tensor. Whether a step was made, or skipped.
-            report: function that is called if there was none, in the branch for that case.
             new_scale: float32 scalar tensor. The new value of a dynamic scale; None moves it by the
                 outcome.
         """
         outcome = tf.convert_to_tensor(self._worst)
         if has_stepped is not True:
             outcome = tf.where(has_stepped, outcome, tf.maximum(outcome, _UNFINISHED))
-            selection.choose(has_stepped, lambda: None, report)
         self._worst.assign(_GOOD, read_value=False)
         self._move_by(outcome)
         if new_scale is not None and isinstance(self._loss_scale, DynamicLossScale):
@@ -164,8 +150,7 @@ class _Counter:
     ) -> tuple[list[Any], tf.Tensor]:
         """Counts a step, as `DynamicLossScale.move` does."""
         del loss_is_finite
-        zero = tf.constant(0, tf.int64)
-        consecutive = selection.chosen(finite, lambda: zero, lambda: self.num_bad_steps + 1)
+        consecutive = bad_steps_after(self.num_bad_steps, finite)
         if when is not True:
             consecutive = tf.where(when, consecutive, self.num_bad_steps)
         return [self.num_bad_steps.assign(consecutive, read_value=False)], consecutive
@@ -236,8 +221,7 @@ class SkippedSteps:
 
     def skip(
         self,
-        seen: NonFiniteCounts | None,
-        weights: Sequence[Weight],
+        seen: SkippedStep | None,
         scales: tuple[tf.Tensor, tf.Tensor],
         consecutive: tf.Tensor,
         is_first: bool | tf.Tensor | None = None,
@@ -245,8 +229,7 @@ class SkippedSteps:
         """Counts and records a skipped step, and warns if it is time. Called where it is skipped.
 
         Args:
-            seen: the counts; None in a graph of TensorFlow 1, which only counts.
-            weights: the known weights of the model, from every replica of this process.
+            seen: the `SkippedStep`; None in a graph of TensorFlow 1, which only counts.
             scales: the loss scale before and after the step, float32 scalar tensors.
             consecutive: int64 scalar tensor. How many steps were skipped in a row.
             is_first: bool scalar tensor. Whether this skip is the first one of those that count as
@@ -264,10 +247,10 @@ class SkippedSteps:
         noted = [*counted, *recorded]
         if not self._may_warn:
             return noted
-        names = seen.names_of([weight.variable for weight in weights])
+        names = seen.names_of([weight.variable for weight in seen.weights])
         self._looked_at = [
             (name, weakref.ref(weight.handle), weight.dtype)
-            for name, weight in zip(names, weights, strict=True)
+            for name, weight in zip(names, seen.weights, strict=True)
         ]
         is_time = tf.constant(False)
         if self.warn_after is not None:

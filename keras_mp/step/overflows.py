@@ -26,7 +26,7 @@ from keras_mp.step.overflow_report import (
     overflowed_inputs,
     places_of,
 )
-from keras_mp.step.state_rollback import Input, name_of
+from keras_mp.step.state_rollback import Input, Weight, name_of
 from keras_mp.support import host, selection
 from keras_mp.support.autograph import do_not_convert
 
@@ -46,10 +46,11 @@ _KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is no
 Names = Callable[[Sequence[Any]], list[str | None]]
 
 
-class NonFiniteCounts(NamedTuple):
-    """The counts of values that are not finite in a skipped step, on all replicas.
+class SkippedStep(NamedTuple):
+    """What is known of a skipped step, on all replicas.
 
     Attributes:
+        weights: the known weights of the model, from every replica of this process.
         variables: list of the variables whose gradients were computed.
         inputs: the names of the inputs of the model that were looked at.
         counts: `COUNTS` tensor of shape [rows, 1 + variables + inputs, 3]. Each replica has a row;
@@ -63,6 +64,7 @@ class NonFiniteCounts(NamedTuple):
         may_be_empty: bool. Whether a replica may have had no examples. Defaults to False.
     """
 
+    weights: Sequence[Weight]
     variables: Sequence[Any]
     inputs: Sequence[str]
     counts: tf.Tensor
@@ -125,7 +127,7 @@ def count_not_finite(
             `sent` itself was tested. All replicas have the same.
 
     Returns:
-        The `counts` of `NonFiniteCounts`, the same on every replica.
+        The `counts` of a `SkippedStep`, the same on every replica.
     """
     strategy = tf.distribute.get_strategy()
     count = strategy.num_replicas_in_sync
@@ -236,7 +238,7 @@ class _Record:
         seen: the first of these steps.
     """
 
-    def __init__(self, seen: NonFiniteCounts) -> None:
+    def __init__(self, seen: SkippedStep) -> None:
         self.has_total = seen.has_total
         self.names, self.inputs = _names(seen), tuple(seen.inputs)
         self.sizes = [tf.TensorShape(v.shape).num_elements() for v in seen.variables]
@@ -262,7 +264,7 @@ class _Record:
         """Whether there may be another step of these variables."""
         return all(reference() is not None for reference in self._variables)
 
-    def is_of(self, seen: NonFiniteCounts) -> bool:
+    def is_of(self, seen: SkippedStep) -> bool:
         """Whether a step belongs to this record."""
         return (
             self._is_on_each == _is_on_each()
@@ -322,7 +324,7 @@ class Overflows:
 
     def record(
         self,
-        seen: NonFiniteCounts,
+        seen: SkippedStep,
         loss_scale: tf.Tensor,
         total: tf.Tensor,
         is_of_one: bool,
@@ -330,7 +332,7 @@ class Overflows:
         """Records a skipped step. Called in the branch that skips.
 
         Args:
-            seen: the counts of the step.
+            seen: the step.
             loss_scale: float32 scalar tensor.
             total: int64 scalar tensor. How many steps were skipped so far, with this one.
             is_of_one: bool. Whether all of them are steps of one optimizer.
@@ -390,7 +392,7 @@ class Overflows:
         of_records = {f"overflow_{i}": record.vector for i, record in enumerate(records)}
         return {"last_record": self._last, **of_records}
 
-    def _of(self, seen: NonFiniteCounts) -> tuple[int, _Record]:
+    def _of(self, seen: SkippedStep) -> tuple[int, _Record]:
         for number, record in self._records.items():
             if record.is_of(seen):
                 return number, record
@@ -403,7 +405,7 @@ class Overflows:
         return Overflows, ()
 
 
-def _names(seen: NonFiniteCounts) -> list[str]:
+def _names(seen: SkippedStep) -> list[str]:
     """Returns unique names for the variables of a step."""
     names = seen.names_of(seen.variables)
     counts = collections.Counter(names)

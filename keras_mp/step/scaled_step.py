@@ -86,28 +86,16 @@ class ScaledStep:
         for observe in observers_of_this_thread():
             observe(pairs, state.divisor(), state.scaled_by)
         variables = [v for _, v in pairs]
-        evidence = self._evidence(pairs)
-        grads, new_values = self._split(pairs)
-        grads = [*adapter.widened(grads), *self._marks(evidence)]
-        sums, evidence.sent = self._sum(grads, variables, aggregate)
-        # A compiled update unscales in its own pass over the gradients.
-        has_replicas = replicas.are_several()
-        update_unscales = adapter.jit_compile and not (
-            has_replicas or sums.are_packed or new_values or adapter.accumulates()
-        )
-        if not update_unscales:
-            sums = sums.unscaled()
-        if new_values or adapter.accumulates():
-            sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
+        sums, evidence = self._summed(pairs, aggregate)
         is_compiled = self._is_compiled_with_verdict(sums, variables)
-        update_selects = is_compiled and has_replicas
+        update_selects = is_compiled and replicas.are_several()
 
         def apply(judged: JudgedStep) -> Any:
             to_apply = list(zip(judged.sums.one_by_one(), variables, strict=True))
             verdict = judged.finite if update_selects else None
             return adapter.update(to_apply, name, divisor=judged.sums.divisor, verdict=verdict)
 
-        def judge_and_carry_out() -> tuple[tf.Operation | None, tf.Tensor | None]:
+        def decide(evidence: _Evidence) -> tuple[tf.Operation | None, tf.Tensor | None]:
             judged = self._judge(sums, evidence, variables, aggregate)
             operation = replicas.decide_for_all_replicas(
                 lambda *given: Decision(update_selects, *given).carry_out(),
@@ -117,20 +105,42 @@ class ScaledStep:
             )
             return operation, judged.finite
 
-        if not is_compiled or has_replicas:
-            return judge_and_carry_out()
-        evidence.inputs = [_summary(each) for each in evidence.inputs]
-        compute = tf.function(lambda: judge_and_carry_out()[1], autograph=False, jit_compile=True)
+        if not is_compiled or update_selects:
+            return decide(evidence)
+        small = dataclasses.replace(evidence, inputs=[_summary(each) for each in evidence.inputs])
+        compute = tf.function(lambda: decide(small)[1], autograph=False, jit_compile=True)
         return None, compute()
 
-    def _evidence(self, pairs: Pairs) -> "_Evidence":
+    def _summed(self, pairs: Pairs, aggregate: bool) -> tuple[Sums, "_Evidence"]:
+        """Returns the sums of gradients and marks, unscaled unless the update unscales them.
+
+        In place of the gradients of variables that are overwritten, they have the new values.
+        """
+        adapter, variables = self.adapter, [v for _, v in pairs]
+        kept = state_rollback.keep(variables if self.handler else ())
+        has_examples = state_rollback.has_examples()
+        unclipped = self._unclipped(pairs)
+        grads, new_values = self._split(pairs)
+        grads = [*adapter.widened(grads), *self._marks(kept, has_examples)]
+        sums, sent = self._sum(grads, variables, aggregate)
+        is_one_by_one = bool(new_values) or adapter.accumulates()
+        # A compiled update unscales in its own pass over the gradients.
+        update_unscales = adapter.jit_compile and not (
+            replicas.are_several() or sums.are_packed or is_one_by_one
+        )
+        if not update_unscales:
+            sums = sums.unscaled()
+        if is_one_by_one:
+            sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
+        return sums, _Evidence(kept, state_rollback.inputs(), has_examples, unclipped, sent)
+
+    def _unclipped(self, pairs: Pairs) -> list[Gradient]:
+        """Returns the gradients as they were unscaled; none if they were not changed since then."""
         unclipped: list[Gradient] = []
         if self.state.unclipped:
             unclipped = gradients.changed_since(self.state.unclipped, [g for g, _ in pairs])
             self.state.unclipped.clear()
-        kept = state_rollback.keep([v for _, v in pairs] if self.handler else ())
-        has_examples = state_rollback.has_examples()
-        return _Evidence(kept, state_rollback.inputs(), has_examples, unclipped)
+        return unclipped
 
     def _split(self, pairs: Pairs) -> tuple[list[Gradient], dict[int, Gradient]]:
         """Splits gradients from new values of variables, which some have in place of a gradient.
@@ -150,11 +160,10 @@ class ScaledStep:
                     [values[i]] = gradients.scale([gradient], factor)
         return grads, values
 
-    def _marks(self, evidence: "_Evidence") -> list[Gradient]:
+    def _marks(self, kept: state_rollback.Kept, has_examples: tf.Tensor | None) -> list[Gradient]:
         """Returns verdicts as gradients, NaN for False, which are summed and tested with others."""
         # Of a batch without examples, statistics are not finite, though gradients may be.
-        has_examples = evidence.has_examples
-        is_marked = has_examples is not None and evidence.kept.may_have_changed()
+        is_marked = has_examples is not None and kept.may_have_changed()
         verdicts = self.state.was_finite, has_examples if is_marked else None
         return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
 
@@ -255,7 +264,7 @@ class _Evidence:
     inputs: list[state_rollback.Input]
     has_examples: tf.Tensor | None
     unclipped: list[Gradient]
-    sent: Sums | None = None
+    sent: Sums | None
 
 
 @dataclasses.dataclass
@@ -354,9 +363,8 @@ class Decision:
             seen = self._seen()
             drop()
             put_back = self._put_back()
-            weights = [weight for step in self.steps for weight in step.evidence.kept.weights]
             with tf.control_dependencies(put_back):
-                noted = handler.bad(seen, self._loss_is_finite(seen), weights)
+                noted = handler.bad(seen, self._loss_is_finite(seen))
             return _operation([*put_back, *noted])
 
         is_one = host.in_v1_graph() or _replicas_may_meet() or selection.is_without_branches()
@@ -397,8 +405,8 @@ class Decision:
     def _put_back(self) -> list[tf.Operation]:
         return [operation for step in self.steps for operation in step.evidence.kept.put_back()]
 
-    def _seen(self) -> overflows.NonFiniteCounts | None:
-        """Counts Inf and NaN on all replicas. Called in the branch that skips."""
+    def _seen(self) -> overflows.SkippedStep | None:
+        """Looks for Inf and NaN on all replicas. Called in the branch that skips."""
         if host.in_v1_graph():
             return None
         first = self.steps[0]
@@ -406,12 +414,19 @@ class Decision:
         steps_made = self._step.adapter.steps_made()
         counts = overflows.count_not_finite([step.values() for step in self.steps], totals)
         inputs = [each.name for each in first.evidence.inputs]
-        has_total, may_be_empty = totals is not None, first.evidence.has_examples is not None
-        return overflows.NonFiniteCounts(
-            first.variables, inputs, counts, has_total, steps_made, self._step.names, may_be_empty
+        weights = [weight for step in self.steps for weight in step.evidence.kept.weights]
+        return overflows.SkippedStep(
+            weights,
+            first.variables,
+            inputs,
+            counts,
+            has_total=totals is not None,
+            steps_made=steps_made,
+            names=self._step.names,
+            may_be_empty=first.evidence.has_examples is not None,
         )
 
-    def _loss_is_finite(self, seen: overflows.NonFiniteCounts | None) -> tf.Tensor:
+    def _loss_is_finite(self, seen: overflows.SkippedStep | None) -> tf.Tensor:
         """Returns whether the losses of all replicas are known to be finite, a bool scalar."""
         if seen is not None:
             return seen.loss_is_finite()

@@ -105,3 +105,13 @@ def next_state(
         lambda: chosen(backs_off, backed_off, lambda: scale),
     )
     return LossScaleState(moved, chosen(grows, lambda: zero, lambda: good), bad)
+
+
+def bad_steps_after(before: Any, finite: Any) -> tf.Tensor:
+    """Returns the number of non-finite steps in a row after a step.
+
+    Args:
+        before: int64 scalar tensor or variable. The number before it.
+        finite: bool scalar tensor, or bool. Whether all gradients of the step were finite.
+    """
+    return chosen(finite, lambda: tf.constant(0, tf.int64), lambda: before + 1)
