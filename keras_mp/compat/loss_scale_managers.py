@@ -302,6 +302,7 @@ class ManagedLossScale(LossScale):
             move()
         else:  # the manager assigns by itself
             selection.choose(when, move, lambda: None)
+            operations.clear()  # They may be those of a branch.
         return [each for each in operations if each is not None], num_bad_steps
 
     def get_config(self) -> dict[str, Any]:

@@ -151,3 +151,25 @@ def test_a_manager_is_saved_with_its_variables(tmp_path):
     other = v1.ExponentialUpdateLossScaleManager(1, 2)
     tf.train.Checkpoint(manager=other).restore(path).assert_consumed()
     assert (float(other.get_loss_scale()), int(other.good_steps)) == (8, 1)
+
+
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, {"jit_compile": False}])
+def test_a_batch_without_examples_is_not_counted(how):
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential(
+        [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+    )
+    manager = v1.ExponentialUpdateLossScaleManager(
+        2.0**10, 100, decr_every_n_nan_or_inf=2, decr_ratio=0.5
+    )
+    loss_scale = v1.ManagedLossScale(manager)
+    model.compile(keras_mp.LossScaleOptimizer("sgd", loss_scale), "mse", **how)
+    x = np.ones([2, 2], "float32")
+    batches = [x, x[:0], x * np.inf, x[:0], x * np.inf]
+    dataset = tf.data.Dataset.from_generator(
+        lambda: ((each, each[:, :1]) for each in batches),
+        output_signature=(tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1])),
+    ).apply(tf.data.experimental.assert_cardinality(len(batches)))
+    model.fit(dataset, verbose=0, shuffle=False)
+    assert int(model.optimizer.steps_skipped) == 4
+    assert float(loss_scale()) == 2.0**9
