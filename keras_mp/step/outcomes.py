@@ -337,7 +337,9 @@ class SkippedSteps:
         inputs, grads = ("", "") if last is None else (last.of_inputs, last.of_gradients)
         if loss_is_finite is False and not self._overflows.are_several():
             grads = ""  # All gradients of such a loss are NaN.
-        text = f"{what}{inputs} {_diagnosis(loss_is_finite)}{grads}"
+        text = what + inputs
+        if last is None or not last.without_examples:
+            text += f" {_diagnosis(loss_is_finite)}{grads}"
         text += _bad_weights(self._looked_at) + " `last_overflow` tells more about the last step."
         if is_over:
             raise RuntimeError(f"{text} Received: raise_after_skips={self.raise_after}")
