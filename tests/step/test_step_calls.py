@@ -318,11 +318,12 @@ def test_a_call_missing_in_functions_that_run_again_untraced(name, calls, messag
     apply(right())
 
 
-def test_a_function_without_any_call_is_reported_once_at_its_line(name):
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_function_without_any_call_is_reported_once_at_its_line(name, jit_compile):
     optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
     optimizer.build([v])
 
-    @tf.function
+    @tf.function(jit_compile=jit_compile)
     def step():
         optimizer.apply_gradients([(tf.constant(1.0), v)])
 
