@@ -162,7 +162,8 @@ def _measuring(dtypes: tuple[tf.DType, ...], inputs: int, is_in_loop: bool) -> C
         A function of the handle of the variable, the number of the row, the tensors, and for each
         input that number. It returns how many numbers are not finite.
     """
-    values = [tf.TensorSpec(None, dtype) for dtype in dtypes]
+    any_shape: Any = None
+    values = [tf.TensorSpec(any_shape, dtype) for dtype in dtypes]
     counts = [tf.TensorSpec([], tf.float32)] * inputs
     signature = [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int32), *values, *counts]
 

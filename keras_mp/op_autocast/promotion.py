@@ -113,7 +113,8 @@ def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
         if _is_active():
             dtypes = [_dtype_of(each) for each in inputs]
             low = [each for each in dtypes if is_low(each)]
-            op = _ops_by_slow_way().get(inspect.currentframe().f_back.f_code.co_name)
+            here: Any = inspect.currentframe()
+            op = _ops_by_slow_way().get(here.f_back.f_code.co_name)
             lacks_kernel = low and op and low[0] in _dtypes_without_kernel(op, device_type())
             if lacks_kernel or (not _are_among(allowed, low) and tf.float32 in allowed):
                 inputs = [_widened(each) for each in inputs]

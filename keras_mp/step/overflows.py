@@ -87,9 +87,10 @@ class SkippedStep(NamedTuple):
             return True
         is_bad = tf.reduce_any(self.counts[:, 1 : 1 + len(self.variables)] != 0, [1, 2])
         replicas = slice(-1 if self.has_total else None)
-        of_replicas, is_empty = is_bad[replicas], self.counts[replicas, 0, 2] > 0
-        is_only_the_sum = is_bad[-1] & ~tf.reduce_any(of_replicas)
-        return ~tf.reduce_any(is_empty) | tf.reduce_any(of_replicas & ~is_empty) | is_only_the_sum
+        of_replicas, has_examples = is_bad[replicas], self.counts[replicas, 0, 2] <= 0
+        is_only_the_sum = is_bad[-1] & tf.logical_not(tf.reduce_any(of_replicas))
+        has_cause = tf.reduce_any(of_replicas & has_examples) | is_only_the_sum
+        return has_cause | tf.reduce_all(has_examples)
 
     def names_of(self, variables: Sequence[Any]) -> list[str]:
         """Returns names for variables: those of `names`, else their paths or own names."""
