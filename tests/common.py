@@ -170,3 +170,10 @@ class Times(tf.keras.layers.Layer):
 
     def get_config(self):
         return {**super().get_config(), "factor": self.factor}
+
+
+def batches(*pairs):
+    """A dataset of batches of inputs and labels, of any number of rows."""
+    signature = tuple(tf.TensorSpec([None, pair.shape[1]]) for pair in pairs[0])
+    dataset = tf.data.Dataset.from_generator(lambda: iter(pairs), output_signature=signature)
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(pairs)))

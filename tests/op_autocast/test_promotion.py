@@ -76,8 +76,6 @@ OF_FLOAT32 = {
     "igamma": lambda x: tf.math.igamma(x, x),
     "bessel_i0e": lambda x: tf.math.bessel_i0e(x),
     "max_pool3d": lambda x: tf.nn.max_pool3d(x[None, ..., None, None], 2, 2, "SAME"),
-    # Generated code takes its slower way at once for a number of NumPy in a list.
-    "pool": lambda x: tf.nn.pool(x[None, ..., None, None], [np.int64(2), 2, 1], "MAX"),
     "avg_pool3d": lambda x: tf.nn.avg_pool3d(x[None, ..., None, None], 2, 2, "SAME"),
     "crop_and_resize": lambda x: tf.image.crop_and_resize(
         x[None, :, :, None], [[0.0, 0.0, 1.0, 1.0]], [0], [3, 3]
@@ -196,6 +194,19 @@ def test_operations_that_tensorflow_has_in_float32_only(name, mode, dtype):
     assert (gradient is None) == (right is None)
     if right is not None:
         np.testing.assert_allclose(gradient, right, rtol=2**-4, atol=2**-6)
+
+
+# For a number of NumPy in a list, generated code takes its slower way at once.
+@pytest.mark.parametrize("size", [2, np.int64(2)])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_kernel_is_missing_in_float16_only(mode, size):
+    images = np.arange(64, dtype="float32").reshape(1, 4, 4, 4, 1)
+    layer = Mixes(
+        lambda x: tf.nn.pool(x, [size, 1, 1], "MAX", strides=[1, 1, 1], padding="VALID"),
+        dtype=keras_mp.Policy("mixed_float16"),
+    )
+    found = MODES[mode](lambda: layer(images))()
+    np.testing.assert_array_equal(tf.cast(found, tf.float32), images[:, 1:])
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])

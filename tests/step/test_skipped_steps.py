@@ -11,6 +11,7 @@ import keras_mp
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
+    batches,
     digits,
     make_optimizer,
     mirrored,
@@ -320,12 +321,6 @@ def test_ends_training_after_many_skips(name, mode):
     for bad in (0, 2.5, "3"):
         with pytest.raises((TypeError, ValueError), match="Received: raise_after_skips="):
             keras_mp.LossScaleOptimizer(make_optimizer(name), raise_after_skips=bad)
-
-
-def batches(*pairs):
-    signature = tuple(tf.TensorSpec([None, pair.shape[1]]) for pair in pairs[0])
-    dataset = tf.data.Dataset.from_generator(lambda: iter(pairs), output_signature=signature)
-    return dataset.apply(tf.data.experimental.assert_cardinality(len(pairs)))
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
