@@ -4,12 +4,13 @@ It refuses 16-bit beside float32 tensors, operations that it has in float32 only
 number before a 16-bit tensor, as in `tf.maximum(0.0, x)`. The first two are computed in float32;
 the number gets the dtype of the tensor, as it does in eager.
 
-Only in code that is in the reach of keras_mp (`support/reach.py`), and only after TensorFlow has
-refused: a program that it accepts runs as if this module did not exist. A function that is
+Only in code that is in the reach of keras_mp (`support/reach.py`), and only what TensorFlow
+refuses: a program that it accepts runs as if this module did not exist. A function that is
 refused has made nothing, so it is called again, with float32 in the place of 16 bits: in graphs the
 one that makes an operation; elsewhere the public function that was called, since its dispatcher for
-other types of arguments is asked, and is ours. Where dtypes are mixed in eager, generated code
-falls back to a slower way, in which the inputs of an operation get a common dtype. Branches and
+other types of arguments is asked, and is ours. Where dtypes are mixed or a kernel is missing in
+eager, generated code falls back to a slower way, in which the inputs of an operation get a common
+dtype. Branches and
 loops are made again with float32 in the place of 16 bits; what is written into a `tf.TensorArray`
 gets its dtype, and what is assigned to a float32 variable is cast.
 
@@ -30,7 +31,6 @@ from tensorflow.python.framework import op_def_library as _op_def_library
 from tensorflow.python.framework import ops as _ops
 
 from keras_mp.kernels import replaced as kernels_replaced
-from keras_mp.kernels.replaced import device_type, usual_device
 from keras_mp.op_autocast import plans
 from keras_mp.support import reach
 from keras_mp.support.attributes import replaced
@@ -113,9 +113,8 @@ def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
         if _is_active():
             dtypes = [_dtype_of(each) for each in inputs]
             low = [each for each in dtypes if is_low(each)]
-            here: Any = inspect.currentframe()
-            op = _ops_by_slow_way().get(here.f_back.f_code.co_name)
-            lacks_kernel = low and op and low[0] in _dtypes_without_kernel(op, device_type())
+            caller: Any = inspect.currentframe()
+            lacks_kernel = low and _lacks_kernel(caller.f_back.f_code.co_name, low[0])
             if lacks_kernel or (not _are_among(allowed, low) and tf.float32 in allowed):
                 inputs = [_widened(each) for each in inputs]
             elif _is_mixed(dtypes):
@@ -149,7 +148,7 @@ def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
     def apply_op_helper(op_type_name: str, name: str | None = None, **inputs: Any) -> Any:
         if not _is_active():
             return own(op_type_name, name, **inputs)
-        missing = _dtypes_without_kernel(op_type_name, usual_device())
+        missing = _dtypes_without_kernel(op_type_name, kernels_replaced.usual_device())
         if missing and any(_dtype_of(each) in missing for each in tf.nest.flatten(inputs)):
             inputs = tf.nest.map_structure(_widened, inputs)
         try:
@@ -161,6 +160,12 @@ def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
             raise error from None
 
     return apply_op_helper
+
+
+def _lacks_kernel(function: str, dtype: tf.DType | None) -> bool:
+    """Whether what a function computes in a slower way has a kernel for float32 only."""
+    op = _ops_by_slow_way().get(function)
+    return op is not None and dtype in _dtypes_without_kernel(op, kernels_replaced.device_type())
 
 
 @functools.cache

@@ -338,7 +338,7 @@ class SkippedSteps:
         if loss_is_finite is False and not self._overflows.are_several():
             grads = ""  # All gradients of such a loss are NaN.
         text = what + inputs
-        if last is None or not last.without_examples:
+        if last is None or not last.lacks_examples:
             text += f" {_diagnosis(loss_is_finite)}{grads}"
         text += _bad_weights(self._looked_at) + " `last_overflow` tells more about the last step."
         if is_over:

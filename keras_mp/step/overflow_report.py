@@ -12,7 +12,7 @@ from keras_mp.support import text_tables
 # How many variables a text names.
 _MAX_NAMES = 5
 
-_NOT_FINITE, NO_EXAMPLES = {"Inf", "NaN"}, "no examples"
+_NOT_FINITE, _NO_EXAMPLES = {"Inf", "NaN"}, "no examples"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +145,9 @@ class Overflow:
         return True if kinds == {"finite"} else None
 
     @property
-    def without_examples(self) -> list[str]:
-        """The replicas that had no examples."""
-        return [str(loss.place) for loss in self.losses if loss.kind == NO_EXAMPLES]
+    def lacks_examples(self) -> bool:
+        """Whether a replica had no examples."""
+        return any(loss.kind == _NO_EXAMPLES for loss in self.losses)
 
     @property
     def variables(self) -> list[str]:
@@ -176,17 +176,16 @@ class Overflow:
     def of_inputs(self) -> str:
         """Sentences about inputs that were missing or not finite; empty if there were none."""
         named = ", ".join(dict.fromkeys(map(str, self.inputs)))
-        return (
-            " There were no examples: leave such batches out, as with `drop_remainder=True`."
-            * bool(self.without_examples)
-        ) + f" The input was already not finite or too large: {named}." * bool(named)
+        missing = " There were no examples: leave such batches out, as with `drop_remainder=True`."
+        not_finite = f" The input was already not finite or too large: {named}."
+        return missing * self.lacks_examples + not_finite * bool(named)
 
     def __str__(self) -> str:
         text = f"{self._which()} ({self.steps_skipped} skipped so far).\n{self._of_the_loss()}"
         text += self.of_inputs
         if any(loss.kind in _NOT_FINITE for loss in self.losses):
             text += "\nprint(keras_mp.numerics.check(model, (x, y))) names the cause and the cure."
-        if not self.gradients and self.without_examples:
+        if not self.gradients and self.lacks_examples:
             return text
         if not self.gradients:
             return f"{text}\nEach gradient was finite, but their sum was not."
@@ -243,7 +242,7 @@ def places_of(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[R
 def kind_of(infs: int, nans: int, no_examples: int) -> str:
     """Returns what a loss was, given the numbers of its values; -1 for a loss that is unknown."""
     if no_examples:
-        return NO_EXAMPLES
+        return _NO_EXAMPLES
     if infs < 0:
         return "not known"
     return "NaN" if nans else "Inf" if infs else "finite"

@@ -56,8 +56,8 @@ class SkippedStep(NamedTuple):
         counts: `COUNTS` tensor of shape [rows, 1 + variables + inputs, 3]. Each replica has a row;
             with `has_total`, a last row is for the gradients that were tested. A row begins with
             the loss, -1 if it is unknown; its third number is 1 where a replica had no examples.
-            `finiteness.count_not_finite` defines the three numbers;
-            of an input the third is how many values are infinite in the dtype of the model only.
+            `finiteness.count_not_finite` defines the numbers of gradients; of an input the third
+            is how many values are infinite in the dtype of the model only.
         has_total: bool. Whether the gradients that were tested are not those of single replicas.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         names: takes variables and returns the users' names for them, None for unknown ones.
