@@ -42,7 +42,7 @@ _TESTS = {
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
     "keras_mp/step/overflows.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
     "keras_mp/step/outcomes.py": ["tests/test_grad_scaler.py", "tests/step/test_scaler_calls.py"],
-    "keras_mp/step/calls.py": [*_CALLS, "tests/test_grad_scaler.py", *_STEP],
+    "keras_mp/step/record.py": [*_CALLS, "tests/test_grad_scaler.py", *_STEP],
     "keras_mp/step/optimizer_calls.py": [*_CALLS[:1], *_STEP],
     "keras_mp/step/scaler_calls.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],
     "keras_mp/variables/autocast_variable.py": _VARIABLES,

@@ -14,7 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import gradients, scaled_losses
-from keras_mp.step.calls import (
+from keras_mp.step.calls import GradientState, RecordedCalls
+from keras_mp.step.record import (
     ALL_BITS,
     APPLIED,
     OVERLAPS,
@@ -24,8 +25,6 @@ from keras_mp.step.calls import (
     UNNAMED,
     UNSCALED,
     Facts,
-    GradientState,
-    RecordedCalls,
     Truth,
     bits_of,
     both,
@@ -52,15 +51,15 @@ class OptimizerCalls(RecordedCalls):
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Records that the loss is scaled, whatever was called before."""
-        notes = self._notes()
+        notes = self._record.notes()
         before, after = notes.facts or Facts(), Facts(SCALED)
         is_under_way = both(has_begun(before), before.has(SCALED))
         if is_under_way is True and apply_unscales(before) is not to_apply:
             after = after.changed(add=OVERLAPS)
         self._parts_of_step.applied = frozenset()
         notes.unclipped.clear()
-        self._note(after.changed(add=TO_APPLY if to_apply else 0))
-        self._note_scale(scaled_by)
+        self._record.note(after.changed(add=TO_APPLY if to_apply else 0))
+        self._record.note_scale(scaled_by)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
         """Begins a step that `apply` unscales."""
@@ -72,7 +71,7 @@ class OptimizerCalls(RecordedCalls):
         self._refuse_results([losses], "get_scaled_loss")
         scaled_by = self._loss_scale() if scaled_by is None else scaled_by
         scaled = gradients.scale_loss(losses, scaled_by)
-        notes = self._notes()
+        notes = self._record.notes()
         notes.losses, notes.scaled_by = (tf.convert_to_tensor(losses),), scaled_by
         self._remember_results([scaled])
         return scaled
@@ -88,7 +87,7 @@ class OptimizerCalls(RecordedCalls):
         """Divides gradients by the factor of the loss, unless the tape has done so."""
         del optimizer, may_skip
         self._refuse_results(grads, "get_unscaled_gradients")
-        facts, unscaled = self._so_far(), list(grads)
+        facts, unscaled = self._record.facts(), list(grads)
         if not by_tape:
             unscaled = gradients.unscale(grads, self._scale_of_step(facts))
         self._note_unscaled(after_unscaling(facts), unscaled)
@@ -97,7 +96,7 @@ class OptimizerCalls(RecordedCalls):
 
     def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
         """Does what `unscale` does, if `apply` would unscale."""
-        facts = self._so_far()
+        facts = self._record.facts()
         is_scaled = apply_unscales(facts)
         if is_scaled is False:
             return grads
@@ -110,7 +109,7 @@ class OptimizerCalls(RecordedCalls):
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[None]:
         """Context manager that records nothing, and restores the notes of another step."""
-        notes = self._notes()
+        notes = self._record.notes()
         kept = notes.losses, notes.scaled_by, notes.results
         with self.as_before_an_exception():
             yield
@@ -122,8 +121,8 @@ class OptimizerCalls(RecordedCalls):
         """Context manager in which the step is made. Records it, and warns of missing calls."""
         del optimizer
         variables = list(variables)
-        notes, applied = self._notes(), frozenset(id(v) for v in variables)
-        before, facts = self._parts_of_step.applied, self._so_far()
+        notes, applied = self._record.notes(), frozenset(id(v) for v in variables)
+        before, facts = self._parts_of_step.applied, self._record.facts()
         is_more = bool(before) and before.isdisjoint(applied)
         goes_on = both(is_more, negated(facts.has(OVERLAPS)))
         applied = before | applied if is_more else applied
@@ -146,28 +145,19 @@ class OptimizerCalls(RecordedCalls):
         first = 0 if graph is None else len(graph.get_operations())
         yield given
         with tf.control_dependencies(self._decisions_since(first)):
-            self._note(after_applying(facts, goes_on), ends=True)
+            self._record.note(after_applying(facts, goes_on), ends=True)
         self._parts_of_step.applied = applied
         notes.losses = ()
 
     @contextlib.contextmanager
     def as_before_an_exception(self) -> Iterator[None]:
         """Context manager that an exception leaves with the record as it was."""
-        notes, applied = self._notes(), self._parts_of_step.applied
-        before = dict(vars(notes)), dict(notes.unclipped)
-        values = []
-        if self._has_variables and tf.executing_eagerly():
-            values = [(v, tf.convert_to_tensor(v)) for v in (self._facts, self._scaled_by)]
+        applied = self._parts_of_step.applied
         try:
-            yield
+            with self._record.as_before_an_exception():
+                yield
         except BaseException:
-            facts = notes.facts
-            vars(notes).update(before[0], unclipped=before[1])
             self._parts_of_step.applied = applied
-            for variable, value in values:
-                variable.assign(value, read_value=False)
-            if not values and notes.facts is not None and notes.facts is not facts:
-                self._note(notes.facts)
             raise
 
     def _decisions_since(self, first: int) -> list[tf.Operation]:
@@ -179,26 +169,26 @@ class OptimizerCalls(RecordedCalls):
         return [op for op in made if op.type in ("If", "StatelessIf")] or made[-1:]
 
     def _note_unscaled(self, facts: Facts, unscaled: Sequence[Any]) -> None:
-        self._note(facts)
-        self._notes().unclipped[UNNAMED] = list(unscaled)
+        self._record.note(facts)
+        self._record.notes().unclipped[UNNAMED] = list(unscaled)
 
     def _scale_of_step(self, facts: Facts) -> tf.Tensor:
         """Returns the factor by which the loss of this step was multiplied.
 
         The loss scale may have moved since then, by other steps or by a part of this one.
         """
-        known = self._known_scale()
+        known = self._record.scaled_by()
         if known is not None:
             return known
-        is_noted = both(self._has_variables, knows_its_scale(facts))
-        return chosen(is_noted, lambda: tf.convert_to_tensor(self._scaled_by), self._loss_scale)
+        is_noted = both(self._record.has_variables, knows_its_scale(facts))
+        return chosen(is_noted, self._record.scaled_by_in_variable, self._loss_scale)
 
     def _remember_results(self, results: Iterable[Any]) -> None:
-        self._notes().results = tuple(weakref.ref(r) for r in results if r is not None)
+        self._record.notes().results = tuple(weakref.ref(r) for r in results if r is not None)
 
     def _refuse_results(self, values: Iterable[Any], method: str) -> None:
         """Refuses results of the last call, which would be scaled or unscaled twice."""
-        results = {id(ref()) for ref in self._notes().results}
+        results = {id(ref()) for ref in self._record.notes().results}
         if any(value is not None and id(value) in results for value in values):
             raise ValueError(
                 f"{method}() was given values that are already scaled or unscaled: call it once. "
@@ -215,18 +205,14 @@ class OptimizerCalls(RecordedCalls):
 
     def _warn_while_tracing(self, is_more: bool) -> None:
         """Warns while tracing, since a compiled function cannot warn when it runs."""
-        graph = host.current_graph()
+        if self._record.may_be_changed_elsewhere():
+            return
         with tf.init_scope():
-            in_eager = self._notes().facts or Facts()
-            is_unknown = has_begun(in_eager) or any(each is not graph for each in self._open_graphs)
-            if is_unknown or not tf.executing_eagerly():
-                return
-            facts = Facts(int(tf.convert_to_tensor(self._facts)))
+            facts = self._record.in_variable()
             goes_on = is_more and not facts.has(OVERLAPS)
             if misses_a_call(facts, goes_on):
                 messages.warn(missing_call(facts))
-                after = after_applying(facts, goes_on)
-                self._facts.assign(after.ones, read_value=False)
+                self._record.assign(after_applying(facts, goes_on))
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         messages.warn(missing_call(Facts(numbers[0])), line)

@@ -7,6 +7,7 @@ import contextlib
 import enum
 import functools
 import operator
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import finiteness, gradients
-from keras_mp.step.calls import (
+from keras_mp.step.calls import GradientState, LossScaleValue, RecordedCalls
+from keras_mp.step.record import (
     APPLIED,
     BY_TAPE,
     EVERY_FACT,
@@ -28,9 +30,6 @@ from keras_mp.step.calls import (
     UNNAMED,
     UNSCALED,
     Facts,
-    GradientState,
-    LossScaleValue,
-    RecordedCalls,
     Truth,
     bits_of,
     bits_of_any,
@@ -63,13 +62,14 @@ class ScalerCalls(RecordedCalls):
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         super().__init__(loss_scale)
+        self._lock = threading.RLock()
         self._optimizers = _NumberedOptimizers()
 
     def scale(self, losses: Any, scaled_by: Any = None) -> Any:
         """Multiplies a structure of losses, by the same number between two updates."""
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         with self._lock:
-            facts, notes = self._so_far(), self._notes()
+            facts, notes = self._record.facts(), self._record.notes()
             _raise(Call.SCALE, UNNAMED, facts)
             goes_on = facts.has(SCALED)
             if scaled_by is None:
@@ -77,8 +77,8 @@ class ScalerCalls(RecordedCalls):
             scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
             if goes_on is not True or facts.has(bits_of_any(JUST_UNSCALED)) is not False:
                 just_unscaled = bits_of_any(JUST_UNSCALED)
-                self._note(facts.changed(add=SCALED, remove=just_unscaled))
-            self._note_scale(scaled_by)
+                self._record.note(facts.changed(add=SCALED, remove=just_unscaled))
+            self._record.note_scale(scaled_by)
             notes.losses = (*notes.losses, *flat) if goes_on is True else tuple(flat)
         return tf.nest.pack_sequence_as(losses, scaled)
 
@@ -94,7 +94,7 @@ class ScalerCalls(RecordedCalls):
         unscaled = gradients.unscale(grads, self._scale_of_step())
         finite = finiteness.all_finite(unscaled) if may_skip else True
         with self._lock:
-            facts = self._so_far()
+            facts = self._record.facts()
             index = self._optimizers.index(optimizer, facts.number)
             if index == OTHERS:
                 raise ValueError(
@@ -111,21 +111,21 @@ class ScalerCalls(RecordedCalls):
                 self.reports.watch()
                 self._post(Call.UNSCALE, index, facts, when=is_wrong)
                 after = after.changed(add=bits_of(index, SPOILED), when=is_wrong)
-            self._note(after, before=facts)
-            self._notes().unclipped[index] = list(unscaled)
+            self._record.note(after, before=facts)
+            self._record.notes().unclipped[index] = list(unscaled)
         return unscaled
 
     def refuse_tape_beside_scale(self) -> None:
         """Raises an error if a loss was scaled since the last update."""
-        _raise(Call.TAPE, UNNAMED, self._so_far())
+        _raise(Call.TAPE, UNNAMED, self._record.facts())
 
     def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
         """Records that a tape has scaled losses, and unscaled the gradients."""
         with self._lock:
-            facts, notes = self._so_far(), self._notes()
+            facts, notes = self._record.facts(), self._record.notes()
             known = notes.losses if facts.has(BY_TAPE) is True else ()
-            self._note(facts.changed(add=BY_TAPE))
-            self._note_scale(self._loss_scale())
+            self._record.note(facts.changed(add=BY_TAPE))
+            self._record.note_scale(self._loss_scale())
             notes.losses = (*known, *losses)
 
     @contextlib.contextmanager
@@ -136,12 +136,13 @@ class ScalerCalls(RecordedCalls):
         """
         del variables
         with self._lock:
-            scaled_by, facts, notes = self._scale_of_step(), self._so_far(), self._notes()
+            scaled_by = self._scale_of_step()
+            facts, notes = self._record.facts(), self._record.notes()
             index = self._optimizers.index(optimizer, facts.number)
             _raise(Call.STEP, index, facts, or_else=SCALED)
             given, after = self._given(index, facts, scaled_by)
             # Other threads have to know of it while it is made.
-            self._note(after, before=facts)
+            self._record.note(after, before=facts)
             notes.unclipped = {
                 i: grads for i, grads in notes.unclipped.items() if i not in (UNNAMED, index)
             }
@@ -150,13 +151,13 @@ class ScalerCalls(RecordedCalls):
         except BaseException:
             with self._lock:
                 if facts.number is not None:
-                    changed = facts.number ^ after.ones
-                    now = Facts(int(tf.convert_to_tensor(self._facts)))
-                    self._note(Facts(now.ones & ~changed | facts.ones & changed), before=now)
+                    changed, now = facts.ones ^ after.ones, self._record.in_variable()
+                    undone = now.changed(add=facts.ones & changed, remove=changed)
+                    self._record.note(undone, before=now)
             raise
         if given.is_allowed is not None:
             # The branch in which it is refused takes the variable of the facts.
-            notes.uses = self._uses(host.current_graph())
+            self._record.knows_uses()
 
     def _given(self, index: int, facts: Facts, scaled_by: tf.Tensor) -> tuple[GradientState, Facts]:
         """Returns the state of the gradients of an optimizer, and the facts after its step."""
@@ -172,9 +173,8 @@ class ScalerCalls(RecordedCalls):
         was_finite = None
         if is_unscaled is not False:
             was_finite = tf.convert_to_tensor(negated(overflowed))
-        unclipped = [
-            gradient for i in (UNNAMED, index) for gradient in self._notes().unclipped.get(i, [])
-        ]
+        noted = self._record.notes().unclipped
+        unclipped = [gradient for i in (UNNAMED, index) for gradient in noted.get(i, [])]
         scaled = negated(is_unscaled)
         given = GradientState(
             scaled,
@@ -194,11 +194,11 @@ class ScalerCalls(RecordedCalls):
     def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
         """Records that all steps were made, after which nothing is known."""
         with self._lock:
-            facts, notes = self._so_far(), self._notes()
+            facts, notes = self._record.facts(), self._record.notes()
             has_stepped = _is_right(Call.UPDATE, UNNAMED, facts)
             if has_stepped is False and not begins_anew:
                 _raise(Call.UPDATE, UNNAMED, facts)
-            self._note(Facts())
+            self._record.note(Facts())
             notes.losses, notes.scaled_by, notes.facts = (), None, None
             notes.unclipped = {}
         if isinstance(has_stepped, bool) or begins_anew:
@@ -208,13 +208,12 @@ class ScalerCalls(RecordedCalls):
 
     def _scale_of_step(self) -> tf.Tensor:
         """Returns the factor of the losses, a float32 scalar tensor."""
-        known = self._known_scale()
-        return tf.convert_to_tensor(self._scaled_by) if known is None else known
+        known = self._record.scaled_by()
+        return self._record.scaled_by_in_variable() if known is None else known
 
     def _refuse(self, index: int, facts: Facts) -> None:
         self._post(Call.STEP, index, facts, tf.constant(True))
-        after = facts.changed(add=bits_of(UNNAMED, APPLIED))
-        self._facts.assign(after.tensor, read_value=False)
+        self._record.assign(facts.changed(add=bits_of(UNNAMED, APPLIED)))
 
     def _post(self, call: Call, index: int, facts: Facts, when: tf.Tensor) -> None:
         numbers = [tf.constant(int(value), tf.int64) for value in (call, index)]

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.step.calls import MAX_OPTIMIZERS
+from keras_mp.step.record import MAX_OPTIMIZERS
 from keras_mp.step.scaler_calls import ScalerCalls
 from tests.common import once
 
