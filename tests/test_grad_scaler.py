@@ -12,7 +12,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
+from tests.common import FAMILIES, IS_KERAS_3, batches, make_optimizer, mirrored, once, value
 
 MODES = ["eager", "function", "jit"]
 GROWING = functools.partial(keras_mp.DynamicLossScale, 2.0**10, 2)
@@ -699,6 +699,43 @@ def test_a_skipped_step_puts_back_what_the_forward_pass_wrote(mode):
 
 
 @once
+class ScaledByHand(tf.keras.Model):
+    """A model whose `train_step` uses a GradScaler."""
+
+    def __init__(self):
+        super().__init__()
+        self.statistics, self.head = tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)
+        self.by_hand, self.scaler = sgd(0.1), keras_mp.GradScaler()
+
+    def call(self, x, training=False):
+        return self.head(self.statistics(x, training=training))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = tf.cast(self(x, training=True), tf.float32) - y
+            scaled_loss = self.scaler.scale(tf.reduce_mean(error**2))
+        gradients = tape.gradient(scaled_loss, self.trainable_variables)
+        self.scaler.step(self.by_hand, zip(gradients, self.trainable_variables))
+        self.scaler.update()
+        return {"loss": scaled_loss}
+
+
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, {}, {"jit_compile": True}])
+def test_batches_without_examples_leave_the_scale(how):
+    keras_mp.set_global_policy("mixed_float16")
+    model = ScaledByHand()
+    model.compile(**how)
+    x, y = np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
+    model.fit(batches((x, y), *[(x[:0], y[:0])] * 3), verbose=0, shuffle=False)
+    scaler = model.scaler
+    assert (float(scaler.loss_scale()), int(scaler.steps_skipped)) == (2.0**15, 3)
+    assert [loss.kind for loss in scaler.last_overflow.losses] == ["no examples"]
+    model.fit(batches((x * np.inf, y)), verbose=0, shuffle=False)
+    assert float(scaler.loss_scale()) == 2.0**14
+    assert np.isfinite(value(model.statistics.moving_mean)).all()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_warns_after_many_steps_in_a_row_and_tells_why(mode):
     scaler = keras_mp.GradScaler(GROWING(), warn_after_skips=3)
