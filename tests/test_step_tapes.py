@@ -145,9 +145,13 @@ def expect_same_as_in_float32(run):
     assert max(distances(found, exact)) < 0.02
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["eager", "graph", "jit"])
+@pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("step", [plain, by_hand, persistent, penalty, split, inside])
-def test_an_optimizer_that_scales_nothing_trains_as_in_float32(step, mode):
+def test_an_optimizer_that_scales_nothing_trains_as_in_float32(step, is_graph):
+    # What is traced for XLA is what a graph has. It might not compile derivatives of derivatives,
+    # and shapes that it does not know.
+    graph = {"jit_compile": step in (penalty, split, inside)}
+    mode = graph if is_graph else {"run_eagerly": True}
     expect_as_in_float32(trained(step, "mixed_float16", mode), step)
 
 
