@@ -18,7 +18,7 @@ from keras_mp.step.calls import Calls
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.scaler import Scaler, ScalerProperties
-from keras_mp.step.scaler_calls import ScalerCalls
+from keras_mp.step.scaler_calls import ScalerCalls, UnscaledCalls
 from keras_mp.support import host, selection, validation
 from keras_mp.support.autograph import do_not_convert
 
@@ -114,7 +114,7 @@ class GradScaler(ScalerProperties, tf.Module):
         vars(self)["_configured"] = configured
         self._scaler = Scaler(
             used,
-            (ScalerCalls if used is configured else Calls)(used),
+            (ScalerCalls if used is configured else UnscaledCalls)(used),
             skip_nonfinite=enabled and skip_nonfinite,
             reduce_dtype=reduce_dtype,
             aggregate_in_float16=aggregate_in_float16,
@@ -226,8 +226,8 @@ class GradScaler(ScalerProperties, tf.Module):
 
         Args:
             new_scale: int, float, or float scalar tensor, within the bounds of the loss scale,
-                which are 1 and `2**126` by default. Sets the scale instead, which takes a dynamic
-                one. May be given without any `step`. In a function, a tensor that is out of bounds
+                which are `2**-24` and `2**126` by default. Sets the scale instead, which takes a
+                dynamic one. May be given without any `step`. In a function, a tensor that is out of bounds
                 or not finite leaves the scale as it is. Ignored where nothing is scaled.
 
         Raises:

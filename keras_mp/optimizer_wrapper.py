@@ -290,7 +290,7 @@ class OptimizerWrapper(
             grads = scaling._adapter.widened([g for g, _ in pairs])
             if scaled:
                 calls.begin_by_hand(grads)
-            grads = calls.unscale_early(grads)
+            grads = calls.unscale_early(grads, [v for _, v in pairs])
             yield [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
     @do_not_convert

@@ -351,6 +351,21 @@ def test_sums_of_gradients_that_are_not_scaled_are_not_narrowed():
     assert float(value(v)) == np.float32(2e-9)
 
 
+def test_the_losses_of_a_step_are_known_where_nothing_is_scaled():
+    scaler, optimizer, v = keras_mp.GradScaler(None, skip_nonfinite=True), sgd(), tf.Variable(1.0)
+    for factors in ((np.nan, 1.0), (1.0, 2.0)):
+        losses = [scaler.scale(v * factor) for factor in factors]
+        assert [float(loss) for loss in losses][1] == factors[1]
+        scaler.step(optimizer, [(tf.constant(np.nan), v)])
+        is_finite = bool(np.isfinite(factors).all())
+        assert scaler.last_overflow.loss_is_finite is is_finite
+        scaler.update()
+    wrapper = keras_mp.LossScaleOptimizer(sgd(), None, skip_nonfinite=True)
+    wrapper.minimize(lambda: 0.5 * v, [v])
+    wrapper.apply_gradients([(tf.constant(np.nan), v)])
+    assert wrapper.last_overflow.loss_is_finite is None
+
+
 def test_update_with_a_new_scale():
     scale = keras_mp.DynamicLossScale(64, increment_period=3)
     scaler, v = keras_mp.GradScaler(scale), tf.Variable(1.0)

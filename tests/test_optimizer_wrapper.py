@@ -214,3 +214,104 @@ def test_every_public_method_of_keras_is_the_wrappers():
             assert inspect.getattr_static(keras_mp.OptimizerWrapper, method) is not (
                 inspect.getattr_static(base, method)
             ), method
+
+
+class Seen(keras_mp.OptimizerWrapper):
+    """Notes the gradients that it gets, and applies them in so many parts."""
+
+    def __init__(self, inner_optimizer, parts=1):
+        super().__init__(inner_optimizer)
+        self.parts, self.seen = parts, []
+
+    def apply_gradients(self, grads_and_vars, *args, **kwargs):
+        pairs = list(grads_and_vars)
+        self.seen.append([gradient for gradient, _ in pairs])
+        for i in range(self.parts):
+            super().apply_gradients(pairs[i :: self.parts], *args, **kwargs)
+
+
+class SeenAndScaled(keras_mp.LossScaleOptimizer):
+    """A subclass with an `apply_gradients` of its own."""
+
+    def apply_gradients(self, grads_and_vars, *args, **kwargs):
+        return super().apply_gradients(list(grads_and_vars), *args, **kwargs)
+
+
+MODES = {
+    "eager": lambda step: step,
+    "function": tf.function,
+    "jit": lambda step: tf.function(step, jit_compile=True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["around", "subclass", "splits"])
+def test_each_part_of_a_step_is_unscaled_before_a_wrapper_sees_it(name, kind, mode):
+    inner = make_optimizer(name, 1.0, momentum=0.0)
+    if kind == "subclass":
+        scaling = optimizer = SeenAndScaled(inner)
+    else:
+        scaling = keras_mp.LossScaleOptimizer(inner)
+        optimizer = Seen(scaling, parts=2 if kind == "splits" else 1)
+    variables = [tf.Variable(1.0) for _ in range(4)]
+    optimizer.build(variables)
+    rates = [0.5, 0.25, 0.125, 0.0625]
+
+    def step():
+        with tf.GradientTape() as tape:
+            scaled_loss = scaling.scale_loss(tf.add_n([r * v for r, v in zip(rates, variables)]))
+        pairs = list(zip(tape.gradient(scaled_loss, variables), variables))
+        optimizer.apply_gradients(pairs[:2])
+        optimizer.apply_gradients(pairs[2:])
+
+    step = MODES[mode](step)
+    for n in (1, 2):
+        step()
+        np.testing.assert_array_equal([value(v) for v in variables], [1 - n * r for r in rates])
+    if kind != "subclass" and mode == "eager":
+        assert optimizer.seen == [rates[:2], rates[2:]] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_that_the_program_unscaled_are_left_alone_in_each_part(name, mode):
+    scaling = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
+    optimizer, variables = Seen(scaling), [tf.Variable(1.0), tf.Variable(1.0)]
+    optimizer.build(variables)
+    gradients_of = [tf.Variable(0.0), tf.Variable(0.0)]
+
+    def compute():
+        with tf.GradientTape() as tape:
+            scaled_loss = scaling.get_scaled_loss(0.5 * variables[0] + 0.25 * variables[1])
+        grads = scaling.get_unscaled_gradients(tape.gradient(scaled_loss, variables))
+        for kept, gradient in zip(gradients_of, grads):
+            kept.assign(gradient)
+
+    def apply():
+        for kept, v in zip(gradients_of, variables):
+            optimizer.apply_gradients([(tf.convert_to_tensor(kept), v)])
+
+    compute, apply = MODES[mode](compute), MODES[mode](apply)
+    for n in (1, 2):
+        compute()
+        apply()
+        assert [float(v) for v in variables] == [1 - n * 0.5, 1 - n * 0.25]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_minimize_between_the_parts_of_a_step_is_no_part_of_it(name, mode):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
+    a, b, c = variables = [tf.Variable(1.0) for _ in range(3)]
+    optimizer.build(variables)
+
+    def step():
+        with tf.GradientTape() as tape:
+            scaled_loss = optimizer.scale_loss(0.5 * a + 0.25 * b)
+        of_a, of_b = tape.gradient(scaled_loss, [a, b])
+        optimizer.apply_gradients([(of_a, a)])
+        optimizer.minimize(lambda: 0.125 * c, [c])
+        optimizer.apply_gradients([(of_b, b)])
+
+    step = MODES[mode](step)
+    for n in (1, 2):
+        step()
+        assert [float(v) for v in variables] == [1 - n * 0.5, 1 - n * 0.25, 1 - n * 0.125]

@@ -22,7 +22,7 @@ from keras_mp.compat.loss_scale_managers import (
     next_exponential_state,
 )
 from keras_mp.grappler import passes
-from keras_mp.step import gradients, replicas
+from keras_mp.step import gradients, replicas, state_rollback
 from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
@@ -351,6 +351,7 @@ class LossScaleOptimizer(
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
         operation, _ = self._scaler.step(adapter, pairs, state, aggregate=aggregate, name=name)
+        state_rollback.step_is_over()
         if operation is None:
             return None
         train_op = tf.group(operation, name=name or self.get_name())

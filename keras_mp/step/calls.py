@@ -118,8 +118,13 @@ class Calls:
         """
         return list(grads)
 
-    def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
-        """Unscales gradients that `apply` would unscale, before a wrapper sees them."""
+    def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
+        """Unscales gradients that `apply` would unscale, before a wrapper sees them.
+
+        Args:
+            grads: sequence of gradients.
+            variables: iterable of their variables.
+        """
         return grads
 
     def refuse_tape_beside_scale(self) -> None:
@@ -132,12 +137,16 @@ class Calls:
             losses: sequence of tensors, not scaled.
         """
 
-    def whole_step(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager in which one call, `minimize`, makes a whole step.
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Context manager in which one call, `minimize`, makes a whole step.
 
         It may come between the calls of another step, which it does not affect.
         """
-        return contextlib.nullcontext()
+        notes = self._record.notes()
+        losses = notes.losses
+        yield
+        notes.losses = losses
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
@@ -148,6 +157,7 @@ class Calls:
             variables: iterable of the variables that the gradients are applied to.
         """
         yield GradientState(losses=self.losses())
+        self._record.notes().losses = ()
 
     def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
         """Records that all optimizers have made their steps.

@@ -18,6 +18,7 @@ from keras_mp.step.calls import GradientState, RecordedCalls
 from keras_mp.step.record import (
     ALL_BITS,
     APPLIED,
+    JUST_UNSCALED,
     OVERLAPS,
     SCALED,
     SPOILED,
@@ -37,9 +38,19 @@ from keras_mp.support.selection import chosen
 
 
 class _Parts(threading.local):
-    """The ids of the variables of the step so far. A step may have parts in several functions."""
+    """The ids of the variables of the step so far. A step may have parts in several functions.
+
+    Attributes:
+        applied: those whose gradients were applied.
+        unscaled: those whose gradients were unscaled for a wrapper.
+    """
 
     applied: frozenset[int] = frozenset()
+    unscaled: frozenset[int] = frozenset()
+
+    def begin(self) -> None:
+        """Begins a step, which has no parts yet."""
+        self.applied = self.unscaled = frozenset()
 
 
 class OptimizerCalls(RecordedCalls):
@@ -50,13 +61,13 @@ class OptimizerCalls(RecordedCalls):
         self._parts_of_step = _Parts()
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Records that the loss is scaled, whatever was called before."""
+        """Begins a step, whatever was called before. Only an overlap with another one is kept."""
         notes = self._record.notes()
         before, after = notes.facts or Facts(), Facts(SCALED)
         is_under_way = both(has_begun(before), before.has(SCALED))
         if is_under_way is True and apply_unscales(before) is not to_apply:
             after = after.changed(add=OVERLAPS)
-        self._parts_of_step.applied = frozenset()
+        self._parts_of_step.begin()
         notes.unclipped.clear()
         self._record.note(after.changed(add=TO_APPLY if to_apply else 0))
         self._record.note_scale(scaled_by)
@@ -94,16 +105,18 @@ class OptimizerCalls(RecordedCalls):
         self._remember_results(unscaled)
         return unscaled
 
-    def unscale_early(self, grads: Sequence[Any]) -> Sequence[Any]:
-        """Does what `unscale` does, if `apply` would unscale."""
-        facts = self._record.facts()
-        is_scaled = apply_unscales(facts)
+    def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
+        """Unscales gradients that `apply` would unscale, before a wrapper sees them."""
+        facts, parts = self._record.facts(), self._parts_of_step
+        ids = frozenset(id(v) for v in variables)
+        is_another_part = bool(parts.unscaled) and parts.unscaled.isdisjoint(ids)
+        is_scaled = either(apply_unscales(facts), both(is_another_part, facts.has(_EARLY)))
         if is_scaled is False:
             return grads
+        parts.unscaled |= ids
         scale = functools.partial(self._scale_of_step, facts)
         unscaled = gradients.unscale(grads, chosen(is_scaled, scale, lambda: tf.constant(1.0)))
-        after = facts.changed(add=bits_of(UNNAMED, UNSCALED), when=is_scaled)
-        self._note_unscaled(after, unscaled)
+        self._note_unscaled(facts.changed(add=_UNSCALED | _EARLY, when=is_scaled), unscaled)
         return unscaled
 
     @contextlib.contextmanager
@@ -114,7 +127,6 @@ class OptimizerCalls(RecordedCalls):
         with self.as_before_an_exception():
             yield
         notes.losses, notes.scaled_by, notes.results = kept
-        self._parts_of_step.applied = frozenset()
 
     @contextlib.contextmanager
     def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
@@ -152,12 +164,13 @@ class OptimizerCalls(RecordedCalls):
     @contextlib.contextmanager
     def as_before_an_exception(self) -> Iterator[None]:
         """Context manager that an exception leaves with the record as it was."""
-        applied = self._parts_of_step.applied
+        before = dict(vars(self._parts_of_step))
         try:
             with self._record.as_before_an_exception():
                 yield
         except BaseException:
-            self._parts_of_step.applied = applied
+            self._parts_of_step.begin()
+            vars(self._parts_of_step).update(before)
             raise
 
     def _decisions_since(self, first: int) -> list[tf.Operation]:
@@ -222,6 +235,8 @@ class OptimizerCalls(RecordedCalls):
 # those of the last step, so this may be another part of that step.
 
 _UNSCALED, _APPLIED, _SPOILED = (bits_of(UNNAMED, fact) for fact in (UNSCALED, APPLIED, SPOILED))
+# Gradients were unscaled for a wrapper: those of other variables may still be scaled.
+_EARLY = bits_of(UNNAMED, JUST_UNSCALED)
 
 
 def is_scaled(facts: Facts, goes_on: Truth) -> Truth:
@@ -249,6 +264,7 @@ def after_applying(facts: Facts, goes_on: Truth) -> Facts:
     is_spoiled = both(misses_a_call(facts, goes_on), negated(has_begun(facts)))
     after = Facts(_APPLIED).changed(add=SCALED, when=is_scaled(facts, goes_on))
     after = after.changed(add=_SPOILED, when=is_spoiled)
+    after = after.changed(add=_EARLY, when=facts.has(_EARLY))
     return after.changed(add=OVERLAPS, when=facts.has(OVERLAPS))
 
 

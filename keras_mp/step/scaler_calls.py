@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import finiteness, gradients
-from keras_mp.step.calls import GradientState, LossScaleValue, RecordedCalls
+from keras_mp.step.calls import Calls, GradientState, LossScaleValue, RecordedCalls
 from keras_mp.step.record import (
     APPLIED,
     BY_TAPE,
@@ -223,6 +223,27 @@ class ScalerCalls(RecordedCalls):
         # A right call was refused if another function had unscaled the gradients.
         what = _what_is_wrong(*numbers) or UNSCALED_ELSEWHERE
         messages.warn(f"The step was not made: {what}" if numbers[0] == Call.STEP else what, line)
+
+
+class UnscaledCalls(Calls):
+    """The calls of a `GradScaler` that scales nothing. It keeps the losses until `update`."""
+
+    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
+        """Notes losses, and returns them."""
+        earlier = self._record.notes().losses
+        losses = super().scale(losses, scaled_by)
+        self._record.notes().losses = (*earlier, *self._record.notes().losses)
+        return losses
+
+    @contextlib.contextmanager
+    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+        """Context manager in which an optimizer makes a step."""
+        yield GradientState(losses=self.losses())
+
+    def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
+        """Ends the step."""
+        self._record.notes().losses = ()
+        return super().update(begins_anew=begins_anew)
 
 
 # The collection of the optimizers that a graph uses.

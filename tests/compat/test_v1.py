@@ -687,3 +687,12 @@ def test_a_session_runs_a_step_on_replicas(kind, bad):
     expected = [0.0, 0.0] if not bad else [1.0, 2.0] if kind == "dynamic" else [-np.inf] * 2
     for each in values:
         np.testing.assert_array_equal(each, expected)
+
+
+def test_a_skipped_step_puts_back_what_was_written_since_the_last_one():
+    optimizer, v, statistic = wrapped(), tf.Variable(1.0), tf.Variable(0.0, trainable=False)
+    with keras_mp.training_step(statistic):
+        for factor in (1.0, float("nan")):
+            statistic.assign_add(1.0)
+            optimizer.minimize(lambda factor=factor: v * factor, var_list=[v])
+    assert (float(v), float(statistic), int(optimizer.steps_skipped)) == (0.75, 1.0, 1)
