@@ -227,8 +227,8 @@ class GradScaler(ScalerProperties, tf.Module):
         Args:
             new_scale: int, float, or float scalar tensor, within the bounds of the loss scale,
                 which are `2**-24` and `2**126` by default. Sets the scale instead, which takes a
-                dynamic one. May be given without any `step`. In a function, a tensor that is out of bounds
-                or not finite leaves the scale as it is. Ignored where nothing is scaled.
+                dynamic one. May be given without any `step`. In a function, a tensor that is out of
+                bounds or not finite leaves the scale as it is. Ignored where nothing is scaled.
 
         Raises:
             TypeError: `new_scale` is not a number.

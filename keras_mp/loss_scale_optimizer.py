@@ -95,7 +95,7 @@ class LossScaleOptimizer(
     Args:
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
         loss_scale: `"dynamic"` (the default), a positive number for a fixed scale, or a
-            `keras_mp.LossScale`. None scales nothing, and takes `skip_nonfinite`.
+            `keras_mp.LossScale`. None scales nothing, and needs `skip_nonfinite`.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
             in half the bytes. Needs a scale that skips overflowing steps: with a fixed one, they
             are summed in float32. Defaults to True, unless `reduce_dtype` is passed.
@@ -324,12 +324,12 @@ class LossScaleOptimizer(
         with calls.as_before_an_exception():
             scale = self.get_scaled_loss
             pairs = self._gradients(scale, scaled_by, loss, var_list, tape, grad_loss)
-            unscaled = [g for g, _ in pairs]
+            grads = [g for g, _ in pairs]
             if scaled_by is None:
-                unscaled = self.get_unscaled_gradients(unscaled)
+                unscaled = self.get_unscaled_gradients(grads)
             else:
                 calls.begin(scaled_by, to_apply=False)
-                unscaled = calls.unscale(gradients.convert(unscaled), by_tape=True)
+                unscaled = calls.unscale(gradients.convert(grads), by_tape=True)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
     @do_not_convert

@@ -24,8 +24,8 @@ class GradientState(NamedTuple):
 
     Attributes:
         scaled: bool, or bool scalar tensor. Whether they are still scaled.
-        scaled_by: float32 scalar tensor, the factor of the loss, even if it was not scaled; None if
-            the optimizer scales no loss.
+        scaled_by: float32 scalar tensor, the factor of the loss; the loss scale if no loss was
+            scaled; None if the optimizer scales no loss.
         is_divided: function that returns whether a call has divided them by it, a bool or bool
             scalar tensor.
         losses: the losses of this replica, as far as they are known.

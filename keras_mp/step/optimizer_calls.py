@@ -135,6 +135,7 @@ class OptimizerCalls(RecordedCalls):
         variables = list(variables)
         notes, applied = self._record.notes(), frozenset(id(v) for v in variables)
         before, facts = self._parts_of_step.applied, self._record.facts()
+        # Gradients of other variables may be another part of the step that was applied last.
         is_more = bool(before) and before.isdisjoint(applied)
         goes_on = both(is_more, negated(facts.has(OVERLAPS)))
         applied = before | applied if is_more else applied

@@ -4,8 +4,9 @@ RFC 293, "LossScaleOptimizer Overview". The states of an optimizer are
 
     ready --scale--> scaled --unscale--> unscaled --apply--> applied --update--> ready
 
-It goes from scaled to applied directly if applying unscales. The state of all optimizers that share
-a scale is one int, in which each fact is a bit.
+It goes from scaled to applied directly if applying unscales. `update` is that of a `GradScaler`; a
+`LossScaleOptimizer` stays applied until the next loss is scaled. The state of all optimizers that
+share a scale is one int, in which each fact is a bit.
 
 Eager code, functions, and all that were traced long ago share the variable: if gradients come from
 another `tf.function`, nobody else knows what was called. In ::
@@ -143,7 +144,7 @@ def negated(truth: Truth) -> Truth:
 
 
 def has_begun(facts: Facts) -> Truth:
-    """Whether calls of the next step were made."""
+    """Whether a loss was scaled, or gradients were unscaled, that are not applied yet."""
     return both(
         facts.has(SCALED | bits_of(UNNAMED, UNSCALED)),
         negated(facts.has(bits_of(UNNAMED, APPLIED))),
@@ -226,7 +227,10 @@ class Record(Notebook):
         return {"facts": self._facts, "scaled_by": self._scaled_by} if self.has_variables else {}
 
     def facts(self) -> Facts:
-        """Returns the facts of the step that is under way."""
+        """Returns the facts of the step that is under way.
+
+        A graph that has to read them is noted as one that makes a part of a step only.
+        """
         notes, graph = self.notes(), host.current_graph()
         if self._is_current(notes, graph):
             return notes.facts or Facts()
@@ -271,7 +275,7 @@ class Record(Notebook):
         if graph is not None:
             is_whole = ends and not notes.reads
             (self._open_graphs.discard if is_whole else self._open_graphs.add)(graph)
-            self.knows_uses()
+            self.note_uses()
 
     def assign(self, facts: Facts) -> None:
         """Changes the variable of the facts, and no notes."""
@@ -283,7 +287,7 @@ class Record(Notebook):
         if self._is_in_variables():
             self._scaled_by.assign(scaled_by, read_value=False)
 
-    def knows_uses(self) -> None:
+    def note_uses(self) -> None:
         """Notes that all operations of this graph that take the variable are known here."""
         if self._is_in_variables():
             self.notes().uses = self._uses(host.current_graph())

@@ -328,7 +328,7 @@ class Decision:
 
     @property
     def _step(self) -> ScaledStep:
-        """What the steps of all replicas have in common is that of the first one."""
+        """The first replica's step, for what is the same on all replicas."""
         return self.steps[0].step
 
     def carry_out(self) -> tf.Operation | None:
@@ -367,8 +367,9 @@ class Decision:
                 noted = handler.bad(seen, self._loss_is_finite(seen))
             return _operation([*put_back, *noted])
 
-        is_one = host.in_v1_graph() or _replicas_may_meet() or selection.is_without_branches()
-        if not is_one:
+        # A function of its own can neither meet other replicas, nor be in a graph of TensorFlow 1.
+        must_stay = host.in_v1_graph() or _replicas_may_meet() or selection.is_without_branches()
+        if not must_stay:
             skip = host.as_one_operation(skip)
         if self.is_allowed is None:
             return selection.choose(self.finite, good, skip)

@@ -170,7 +170,9 @@ class ScalerProperties:
     def last_step_skipped(self) -> tf.Tensor:
         """Whether the last step was skipped, a bool scalar tensor.
 
-        With a `GradScaler`: whether any optimizer was skipped before the last `update`.
+        With a `GradScaler`: whether any optimizer was skipped before the last `update`. False for
+        a step that was skipped for want of examples only. Gradients that are accumulated for a
+        later step change nothing.
         """
         self._scaler.collect_reports()
         handler = self._scaler.handler
@@ -189,8 +191,8 @@ class ScalerProperties:
         variables identify.
 
         Gradients are searched only when a step is skipped, and the result stays on the device until
-        it is read. It is not part of checkpoints. With a fixed scale no step is skipped, so there
-        is no report. Graphs of TensorFlow 1 make no report either.
+        it is read. It is not part of checkpoints. With a fixed scale no step is skipped, unless
+        `skip_nonfinite` is set, so there is no report. Graphs of TensorFlow 1 make none either.
 
         Raises:
             RuntimeError: it is read in a graph.

@@ -157,7 +157,7 @@ class ScalerCalls(RecordedCalls):
             raise
         if given.is_allowed is not None:
             # The branch in which it is refused takes the variable of the facts.
-            self._record.knows_uses()
+            self._record.note_uses()
 
     def _given(self, index: int, facts: Facts, scaled_by: tf.Tensor) -> tuple[GradientState, Facts]:
         """Returns the state of the gradients of an optimizer, and the facts after its step."""
