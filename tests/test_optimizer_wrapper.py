@@ -315,3 +315,15 @@ def test_minimize_between_the_parts_of_a_step_is_no_part_of_it(name, mode):
     for n in (1, 2):
         step()
         assert [float(v) for v in variables] == [1 - n * 0.5, 1 - n * 0.25, 1 - n * 0.125]
+
+
+def test_the_same_variables_again_are_no_other_part(name):
+    scaling = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
+    optimizer, v = Seen(scaling), tf.Variable(1.0)
+    optimizer.build([v])
+    with tf.GradientTape() as tape:
+        scaled_loss = scaling.scale_loss(0.5 * v)
+    optimizer.apply_gradients([(tape.gradient(scaled_loss, v), v)])
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither get_scaled_loss"):
+        optimizer.apply_gradients([(tf.constant(0.25), v)])
+    assert float(v) == 0.25
