@@ -3,7 +3,7 @@
 import functools
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ _NAMESPACES = {"new": "optimizers"} if IS_KERAS_3 else {"new": "optimizers", "le
 NAMESPACES = list(_NAMESPACES)
 OPTIMIZERS = [f"{family}.{name}" for family in _NAMESPACES for name in _NAMES]
 FAMILIES = [f"{family}.SGD" for family in _NAMESPACES]
+
+# How `placed` runs a function.
+MODES = ["eager", "function", "jit"]
 
 once = pytest.mark.skipif(not IS_KERAS_3, reason="Which Keras it is makes no difference.")
 
@@ -177,3 +180,10 @@ def batches(*pairs):
     signature = tuple(tf.TensorSpec([None, pair.shape[1]]) for pair in pairs[0])
     dataset = tf.data.Dataset.from_generator(lambda: iter(pairs), output_signature=signature)
     return dataset.apply(tf.data.experimental.assert_cardinality(len(pairs)))
+
+
+def placed(mode: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as one of `MODES` runs it."""
+    if mode == "eager":
+        return function
+    return tf.function(function, jit_compile=mode == "jit")

@@ -12,16 +12,19 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, batches, make_optimizer, mirrored, once, value
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    MODES,
+    batches,
+    make_optimizer,
+    mirrored,
+    once,
+    placed,
+    value,
+)
 
-MODES = ["eager", "function", "jit"]
 GROWING = functools.partial(keras_mp.DynamicLossScale, 2.0**10, 2)
-
-
-def placed(mode, function):
-    if mode == "eager":
-        return function
-    return tf.function(function, jit_compile=mode == "jit")
 
 
 class Momentum(tf.Module):
@@ -364,6 +367,11 @@ def test_the_losses_of_a_step_are_known_where_nothing_is_scaled():
     wrapper.minimize(lambda: 0.5 * v, [v])
     wrapper.apply_gradients([(tf.constant(np.nan), v)])
     assert wrapper.last_overflow.loss_is_finite is None
+    for loss, is_finite in ((tf.constant(2.0), True), (None, None)):
+        if loss is not None:
+            wrapper.scale_loss(loss)
+        wrapper.apply_gradients([(tf.constant(np.nan), v)])
+        assert wrapper.last_overflow.loss_is_finite is is_finite
 
 
 def test_update_with_a_new_scale():
@@ -713,7 +721,6 @@ def test_a_skipped_step_puts_back_what_the_forward_pass_wrote(mode):
         np.testing.assert_array_equal(layer.moving_mean.numpy(), np.add(mean, [2.0, 3.5]) / 2)
 
 
-@once
 class ScaledByHand(tf.keras.Model):
     """A model whose `train_step` uses a GradScaler."""
 
@@ -751,6 +758,7 @@ def test_batches_without_examples_leave_the_scale(how):
     assert np.isfinite(value(model.statistics.moving_mean)).all()
 
 
+@once
 @pytest.mark.parametrize("mode", MODES)
 def test_warns_after_many_steps_in_a_row_and_tells_why(mode):
     scaler = keras_mp.GradScaler(GROWING(), warn_after_skips=3)

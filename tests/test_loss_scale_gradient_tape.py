@@ -7,17 +7,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import mirrored, once, value
-
-MODES = ["eager", "function", "jit"]
+from tests.common import MODES, mirrored, once, placed, value
 
 pytestmark = once
-
-
-def placed(mode, function):
-    if mode == "eager":
-        return function
-    return tf.function(function, jit_compile=mode == "jit")
 
 
 def halves(v, factor=1.0):

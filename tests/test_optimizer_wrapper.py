@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, value
+from tests.common import FAMILIES, IS_KERAS_3, MODES, make_optimizer, placed, value
 
 
 class Lookahead(keras_mp.OptimizerWrapper):
@@ -237,13 +237,6 @@ class SeenAndScaled(keras_mp.LossScaleOptimizer):
         return super().apply_gradients(list(grads_and_vars), *args, **kwargs)
 
 
-MODES = {
-    "eager": lambda step: step,
-    "function": tf.function,
-    "jit": lambda step: tf.function(step, jit_compile=True),
-}
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["around", "subclass", "splits"])
 def test_each_part_of_a_step_is_unscaled_before_a_wrapper_sees_it(name, kind, mode):
@@ -264,7 +257,7 @@ def test_each_part_of_a_step_is_unscaled_before_a_wrapper_sees_it(name, kind, mo
         optimizer.apply_gradients(pairs[:2])
         optimizer.apply_gradients(pairs[2:])
 
-    step = MODES[mode](step)
+    step = placed(mode, step)
     for n in (1, 2):
         step()
         np.testing.assert_array_equal([value(v) for v in variables], [1 - n * r for r in rates])
@@ -290,7 +283,7 @@ def test_gradients_that_the_program_unscaled_are_left_alone_in_each_part(name, m
         for kept, v in zip(gradients_of, variables):
             optimizer.apply_gradients([(tf.convert_to_tensor(kept), v)])
 
-    compute, apply = MODES[mode](compute), MODES[mode](apply)
+    compute, apply = placed(mode, compute), placed(mode, apply)
     for n in (1, 2):
         compute()
         apply()
@@ -311,7 +304,7 @@ def test_minimize_between_the_parts_of_a_step_is_no_part_of_it(name, mode):
         optimizer.minimize(lambda: 0.125 * c, [c])
         optimizer.apply_gradients([(of_b, b)])
 
-    step = MODES[mode](step)
+    step = placed(mode, step)
     for n in (1, 2):
         step()
         assert [float(v) for v in variables] == [1 - n * 0.5, 1 - n * 0.25, 1 - n * 0.125]
@@ -327,3 +320,26 @@ def test_the_same_variables_again_are_no_other_part(name):
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither get_scaled_loss"):
         optimizer.apply_gradients([(tf.constant(0.25), v)])
     assert float(v) == 0.25
+
+
+def test_a_part_is_unscaled_again_after_an_exception(name):
+    class Interrupted(keras_mp.OptimizerWrapper):
+        calls = 0
+
+        def apply_gradients(self, grads_and_vars, *args, **kwargs):
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+            return super().apply_gradients(grads_and_vars, *args, **kwargs)
+
+    scaling = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
+    optimizer, variables = Interrupted(scaling), [tf.Variable(1.0), tf.Variable(1.0)]
+    optimizer.build(variables)
+    with tf.GradientTape() as tape:
+        scaled_loss = scaling.scale_loss(0.5 * variables[0] + 0.25 * variables[1])
+    first, second = zip(tape.gradient(scaled_loss, variables), variables)
+    optimizer.apply_gradients([first])
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.apply_gradients([second])
+    optimizer.apply_gradients([second])
+    assert [float(v) for v in variables] == [0.5, 0.75]
