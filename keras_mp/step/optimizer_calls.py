@@ -165,13 +165,13 @@ class OptimizerCalls(RecordedCalls):
     @contextlib.contextmanager
     def as_before_an_exception(self) -> Iterator[None]:
         """Context manager that an exception leaves with the record as it was."""
-        before = dict(vars(self._parts_of_step))
+        parts = self._parts_of_step
+        before = parts.applied, parts.unscaled
         try:
             with self._record.as_before_an_exception():
                 yield
         except BaseException:
-            self._parts_of_step.begin()
-            vars(self._parts_of_step).update(before)
+            parts.applied, parts.unscaled = before
             raise
 
     def _decisions_since(self, first: int) -> list[tf.Operation]:

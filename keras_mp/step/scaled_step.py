@@ -367,7 +367,8 @@ class Decision:
                 noted = handler.bad(seen, self._loss_is_finite(seen))
             return _operation([*put_back, *noted])
 
-        # A function of its own can neither meet other replicas, nor be in a graph of TensorFlow 1.
+        # A function of its own can neither meet other replicas, nor be in a graph of TensorFlow 1,
+        # and where there are no branches it would save nothing.
         must_stay = host.in_v1_graph() or _replicas_may_meet() or selection.is_without_branches()
         if not must_stay:
             skip = host.as_one_operation(skip)
