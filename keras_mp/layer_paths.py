@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -115,6 +116,32 @@ def native_variable(weight: tf.Variable) -> tf.Variable:
     """Returns the `tf.Variable` inside of a weight of Keras 3; another weight is one itself."""
     inside = getattr(weight, "value", None)
     return inside if isinstance(inside, tf.Variable) else weight
+
+
+def variables_inside(model: tf.keras.layers.Layer) -> list[Any]:
+    """Returns the variables of a model or layer, with those that Keras 3 does not know of.
+
+    Args:
+        model: A model or layer of `tf.keras`.
+
+    Returns:
+        list of `tf.Variable`s, each once: the weights, those of metrics and of random numbers, and
+        each `tf.Variable` that a layer has as an attribute, in a list, a dict or a `tf.Module`.
+    """
+    known = [each for each in model.variables if hasattr(each, "assign")]
+    for layer in keras_api.flatten_layers(model):
+        known += _variables_in(list(vars(layer).values()))
+    return list({id(each): each for each in map(native_variable, known)}.values())
+
+
+def _variables_in(value: Any) -> Iterator[tf.Variable]:
+    if isinstance(value, tf.Variable):
+        yield value
+    elif isinstance(value, tf.Module) and not isinstance(value, tf.keras.layers.Layer):
+        yield from value.variables
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _variables_in(each)
 
 
 def _weights_by_path(

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.layer_paths import variables_inside
 from keras_mp.numerics import batches, hazards, origins, own_thread, traces
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
@@ -113,7 +114,7 @@ def _findings(
     progress.begin("tracing the step")
     step = traces.step_of(model, batch, scopes, inspect)
     progress.begin("running it")
-    measured = _run_and_restore(step, batch)
+    measured = _run_and_restore(model, step, batch)
     places = set()
     for suspect, values in zip(suspects, measured, strict=True):
         finding = suspect if isinstance(suspect, Finding) else _answer(suspect, values)
@@ -145,9 +146,11 @@ def _answer(suspect: Suspect, values: Sequence[tf.Tensor]) -> Finding | None:
 
 
 def _run_and_restore(
-    step: tf.types.experimental.ConcreteFunction, batch: Batch
+    model: tf.keras.Model, step: tf.types.experimental.ConcreteFunction, batch: Batch
 ) -> list[list[tf.Tensor]]:
-    variables = step.graph.variables  # pyright: ignore[reportAttributeAccessIssue]
+    # The graph knows those that it reads, of the optimizer and of the program, too.
+    read = step.graph.variables  # pyright: ignore[reportAttributeAccessIssue]
+    variables = {id(each): each for each in (*read, *variables_inside(model))}.values()
     before = [(variable, tf.identity(variable)) for variable in variables]
     try:
         return step(batch.data)

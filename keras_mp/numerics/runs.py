@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import model_outputs
-from keras_mp.layer_paths import native_variable
+from keras_mp.layer_paths import native_variable, variables_inside
 from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
@@ -268,8 +268,10 @@ def replay(
 @contextlib.contextmanager
 def as_it_was(layer: Called | Variables) -> Iterator[None]:
     """Restores the variables of a layer or model to the values from before the block."""
-    variables = list(getattr(layer, "variables", ()))
-    before = [(variable, variable.numpy()) for variable in variables if hasattr(variable, "assign")]
+    variables = getattr(layer, "variables", ())
+    if isinstance(layer, tf.keras.layers.Layer):
+        variables = variables_inside(layer)
+    before = [(variable, variable.numpy()) for variable in variables]
     try:
         with without_metrics(layer):
             yield

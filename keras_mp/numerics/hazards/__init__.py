@@ -8,7 +8,15 @@ before their consequences, and plant the defect in a model in the tests.
 
 from collections.abc import Callable, Iterator
 
-from keras_mp.numerics.hazards import dtypes, not_finite, probabilities, rounded, step, values
+from keras_mp.numerics.hazards import (
+    dtypes,
+    not_finite,
+    probabilities,
+    rounded,
+    states,
+    step,
+    values,
+)
 from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
 from keras_mp.numerics.results import Finding
 
@@ -35,4 +43,5 @@ HAZARDS: tuple[Callable[[TracedStep], Suspect | Iterator[Suspect | Finding]], ..
     step.replicas_that_do_not_agree,
     step.updates_that_are_lost,
     rounded.weights_written_in_16_bits,
+    states.states_in_16_bits,
 )
