@@ -8,9 +8,12 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Takes what `.ci/run` gives for the oldest TensorFlow."""
+    """Takes which cases of the tests are to run."""
     parser.addoption(
         "--fewer-cases", action="store_true", help="of each test the first and the last case only"
+    )
+    parser.addoption(
+        "--other-cases", action="store_true", help="the cases that --fewer-cases leaves out"
     )
 
 
@@ -23,11 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves cases out: every behaviour is looked at, but not with every combination."""
-    if not config.getoption("--fewer-cases"):
+    is_other = config.getoption("--other-cases")
+    if not (is_other or config.getoption("--fewer-cases")):
         return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {id(item) for each in cases.values() for item in (each[0], each[-1])}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
+    ends = {id(item) for each in cases.values() for item in (each[0], each[-1])}
+    kept = [item for item in items if (id(item) in ends) != is_other]
+    config.hook.pytest_deselected(items=[item for item in items if (id(item) in ends) == is_other])
+    items[:] = kept

@@ -3,9 +3,10 @@
 python -m tests [--quick] [--all-cases] [--keras {2,3}] [--table] [files, folders, tests]
     [pytest's options]
 
-Without a selection all tests run, except `tests/ci`; on Keras 2 a parametrized test has its first
-and its last case then, unless `--all-cases` is given. pytest-xdist distributes tests over one
-process more than there are cores, since some wait for processes of their own.
+Without a selection all tests run, except `tests/ci`; a parametrized test has its first and its last
+case then, unless `--all-cases` is given, or `--other-cases` for those that this leaves out.
+pytest-xdist distributes tests over one process more than there are cores, since some wait for
+processes of their own.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
     """Runs the tests; returns the exit status, which is 0 if they pass on both Kerases."""
     parser = argparse.ArgumentParser(prog="python -m tests", allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="unit tests of the core only")
-    parser.add_argument("--all-cases", action="store_true", help="on Keras 2 as well")
+    parser.add_argument("--all-cases", action="store_true", help="of parametrized tests")
     parser.add_argument("--keras", choices=["2", "3"], help="one of the Kerases only")
     parser.add_argument("--table", action="store_true", help="how long files take, in Markdown")
     options, arguments = parser.parse_known_args(arguments)
@@ -56,8 +57,7 @@ def main(arguments: list[str]) -> int:
             "PYTHONDONTWRITEBYTECODE": "",
         }
         extra = arguments if selected else [*default, *arguments]
-        # Of the code that both share, one of them sees every case.
-        if keras == "Keras 2" and not (selected or options.all_cases):
+        if not (selected or options.all_cases or "--other-cases" in arguments):
             extra = [*extra, "--fewer-cases"]
         with tempfile.TemporaryDirectory() as folder:
             report = pathlib.Path(folder) / "report.xml"

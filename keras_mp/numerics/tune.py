@@ -201,9 +201,9 @@ def _units(model: tf.keras.Model) -> dict[str, Any]:
         if path not in in_config and not isinstance(layer, tf.keras.Model):
             raise ValueError(
                 f"The model {model.name!r} cannot be tuned: the policy of its layer {path!r} is "
-                "not in its config, since its class makes it. Expected a Sequential or functional "
-                "model, in which all layers have policies of their own; or convert it as a whole. "
-                f"Received: {type(model).__name__}"
+                "not in its config, since its class makes it, or the layer's `get_config` leaves "
+                "out the name. Expected a Sequential or functional model, in which all layers have "
+                f"policies of their own; or convert it as a whole. Received: {type(model).__name__}"
             )
     return {path: layer for path, layer in units.items() if layer.compute_dtype in _FLOATING_NAMES}
 
