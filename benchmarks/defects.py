@@ -350,7 +350,8 @@ def defects() -> dict[str, Defect]:
 def look(tool: str, model: Any, batch: tuple[Any, Any]) -> list[Finding]:
     """Asks one of the tools."""
     from keras_mp import numerics
-    from keras_mp.numerics import audit, batches, compare, own_thread
+    from keras_mp.numerics import audit, batches, own_thread
+    from keras_mp.numerics.comparison import compare
 
     [made] = batches.listed(model, batch)
     if tool == AUDIT:

@@ -40,7 +40,7 @@ def make_step(
     import tensorflow as tf
 
     import keras_mp
-    from keras_mp.numerics import op_times
+    from keras_mp.numerics.graphs import op_times
 
     own = tf.keras.mixed_precision
     own.set_global_policy(keras)
@@ -73,7 +73,7 @@ def make_step(
 
 def measure(name: str, size: str) -> dict[str, Any]:
     """Seconds a step of each variant, and where those of TensorFlow's go."""
-    from keras_mp.numerics import op_times
+    from keras_mp.numerics.graphs import op_times
 
     sizes = step_models.SIZES[size][name]
     steps = {variant: make_step(name, sizes, **how) for variant, how in VARIANTS.items()}

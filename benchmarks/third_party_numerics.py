@@ -100,7 +100,8 @@ def _with_model(make: Callable[[], Example], dtype: str, tool: Callable[[Example
 def _compare(example: Example) -> dict:
     import tensorflow as tf
 
-    from keras_mp.numerics import batches, compare, own_thread
+    from keras_mp.numerics import batches, own_thread
+    from keras_mp.numerics.comparison import compare
 
     def loss_of_its_own(model: Any, x: Any, y: Any) -> Any:
         del y

@@ -32,6 +32,15 @@ SUBPACKAGES = {
     "hardware_check": {"hardware_check", "keras_api", "hardware", "kernels", "support"},
 }
 
+# The folders of numerics, and which others each may import.
+TOOLS = {
+    "operations": set(),
+    "graphs": set(),
+    "comparison": {"operations"},
+    "exponents": {"comparison"},
+    "hazards": {"graphs"},
+}
+
 WITH_KERAS = ("keras_api", "numerics", "hardware_check")
 
 
@@ -57,6 +66,14 @@ def test_a_subpackage_imports_only_what_is_below_it(subpackage):
             assert "tf.keras" not in {
                 ast.unparse(node) for node in code if isinstance(node, ast.Attribute)
             }, path
+
+
+@pytest.mark.parametrize("folder", TOOLS)
+def test_tools_of_numerics_import_one_way(folder):
+    for path in (ROOT / "numerics" / folder).glob("*.py"):
+        names = [name.split(".") for name in imported(path)]
+        others = {parts[2] for parts in names if parts[:2] == ["keras_mp", "numerics"]}
+        assert others & TOOLS.keys() <= {folder} | TOOLS[folder], path
 
 
 def test_every_subpackage_is_checked():

@@ -5,11 +5,11 @@ which policy for each layer, and which loss scale? `profile`: why is it not fast
 """
 
 from keras_mp.numerics.check import Check, check
-from keras_mp.numerics.compare import record
-from keras_mp.numerics.not_finite import NotFiniteError
+from keras_mp.numerics.comparison.compare import record
+from keras_mp.numerics.comparison.records import Record
+from keras_mp.numerics.exponents.reports import Report
+from keras_mp.numerics.operations.not_finite import NotFiniteError
 from keras_mp.numerics.profile import Profile, profile
-from keras_mp.numerics.records import Record
-from keras_mp.numerics.reports import Report
 from keras_mp.numerics.results import Finding
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.tuned import Tuned

@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.layer_paths import variables_inside
-from keras_mp.numerics import batches, hazards, origins, own_thread, traces
+from keras_mp.numerics import batches, hazards, own_thread
 from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.graphs import origins, traces
 from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
 from keras_mp.numerics.results import Finding
 from keras_mp.support.autograph import do_not_convert

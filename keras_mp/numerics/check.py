@@ -17,18 +17,18 @@ from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.model_steps import has_own_train_step
 from keras_mp.numerics import audit, copies, own_thread
 from keras_mp.numerics import batches as batches_of
-from keras_mp.numerics.advice import Advice
-from keras_mp.numerics.advise import advise
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.compare import compare, compare_records, record, runners
-from keras_mp.numerics.compare_function import compare_function
-from keras_mp.numerics.comparison import Comparison
-from keras_mp.numerics.exponents import round_down
-from keras_mp.numerics.layer_distances import MANY_ZEROS
-from keras_mp.numerics.records import Record
+from keras_mp.numerics.comparison.compare import compare, compare_records, record, runners
+from keras_mp.numerics.comparison.compare_function import compare_function
+from keras_mp.numerics.comparison.compared import Comparison
+from keras_mp.numerics.comparison.layer_distances import MANY_ZEROS
+from keras_mp.numerics.comparison.records import Record
+from keras_mp.numerics.comparison.training_loss import GivenLoss, first_scale
+from keras_mp.numerics.exponents.advice import Advice
+from keras_mp.numerics.exponents.advise import advise
+from keras_mp.numerics.exponents.histogram import round_down
+from keras_mp.numerics.exponents.what_if import WhatIf, what_if
 from keras_mp.numerics.results import Finding, Result
-from keras_mp.numerics.training_loss import GivenLoss, first_scale
-from keras_mp.numerics.what_if import WhatIf, what_if
 from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES

@@ -23,8 +23,8 @@ import tensorflow as tf
 from keras_mp.numerics import copies
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.check import Check, check
+from keras_mp.numerics.comparison.records import Record
 from keras_mp.numerics.profile import Profile, profile
-from keras_mp.numerics.records import Record
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.tuned import Tuned
 from keras_mp.numerics.watch import watch

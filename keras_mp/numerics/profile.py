@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from keras_mp import hardware, keras_api, layer_paths
 from keras_mp.conversion import convert
-from keras_mp.numerics import batches, copies, op_times, own_thread, traces
-from keras_mp.numerics.census import Census, census
+from keras_mp.numerics import batches, copies, own_thread
+from keras_mp.numerics.graphs import op_times, traces
+from keras_mp.numerics.graphs.census import Census, census
 from keras_mp.numerics.results import Result
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy

@@ -11,10 +11,9 @@ from keras_mp.conversion import convert
 from keras_mp.layer_paths import variables_by_path
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.distances import relative
-from keras_mp.numerics.layer_calls import RandomNumbers
-from keras_mp.numerics.noise import is_noise, jitter
-from keras_mp.numerics.runs import (
+from keras_mp.numerics.comparison.layer_calls import RandomNumbers
+from keras_mp.numerics.comparison.noise import is_noise, jitter
+from keras_mp.numerics.comparison.runs import (
     Run,
     Runner,
     array,
@@ -23,7 +22,8 @@ from keras_mp.numerics.runs import (
     named_weights,
     replay,
 )
-from keras_mp.numerics.training_loss import GivenLoss, Loss, loss_of, signed_mean
+from keras_mp.numerics.comparison.training_loss import GivenLoss, Loss, loss_of, signed_mean
+from keras_mp.numerics.distances import relative
 from keras_mp.numerics.tuned import Errors
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.progress import Progress

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, cast
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.numerics import figures
-from keras_mp.numerics.advice import Advice
-from keras_mp.numerics.advise import advise
-from keras_mp.numerics.first_bad_operation import FirstBadOperation
-from keras_mp.numerics.histograms import ExponentHistograms
-from keras_mp.numerics.not_finite import NotFiniteError
-from keras_mp.numerics.reports import Report
+from keras_mp.numerics.exponents import figures
+from keras_mp.numerics.exponents.advice import Advice
+from keras_mp.numerics.exponents.advise import advise
+from keras_mp.numerics.exponents.counting import ExponentHistograms
+from keras_mp.numerics.exponents.reports import Report
+from keras_mp.numerics.operations.first_bad_operation import FirstBadOperation
+from keras_mp.numerics.operations.not_finite import NotFiniteError
 from keras_mp.numerics.results import Result
 from keras_mp.support import attributes, text_tables, validation
 

@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics.advise import advise
-from keras_mp.numerics.histograms import ExponentHistograms
-from keras_mp.numerics.report_rows import OUTPUT, TOLERANCE
+from keras_mp.numerics.exponents.advise import advise
+from keras_mp.numerics.exponents.counting import ExponentHistograms
+from keras_mp.numerics.exponents.rows import OUTPUT, TOLERANCE
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from tests.ci.advised_models import HEALTHY, SUFFERING
 from tests.numerics.tools import what_if

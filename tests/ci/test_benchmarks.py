@@ -33,7 +33,7 @@ from benchmarks import (
     tracing,
 )
 from keras_mp import keras_api
-from keras_mp.numerics import op_times
+from keras_mp.numerics.graphs import op_times
 from tests.common import mirrored, needs_bfloat16_rewrite, once
 
 

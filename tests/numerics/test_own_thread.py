@@ -9,10 +9,10 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import numerics
-from keras_mp.numerics.census import census
-from keras_mp.numerics.compare import compare_records
-from keras_mp.numerics.compare_function import compare_function
-from keras_mp.numerics.first_bad_operation import FirstBadOperation
+from keras_mp.numerics.comparison.compare import compare_records
+from keras_mp.numerics.comparison.compare_function import compare_function
+from keras_mp.numerics.graphs.census import census
+from keras_mp.numerics.operations.first_bad_operation import FirstBadOperation
 from keras_mp.numerics.profile import step_times
 from tests import common
 from tests.numerics.tools import audit, compare, what_if

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hardware
-from keras_mp.numerics import op_times
+from keras_mp.numerics.graphs import op_times
 from keras_mp.numerics.profile import StepTimes, step_times
 from keras_mp.support import turns
 from tests.common import once, value

@@ -11,7 +11,7 @@ import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.kernels import measured, tables
 from keras_mp.numerics import check, profile, record, tune, watch
-from keras_mp.numerics.not_finite import NotFiniteError
+from keras_mp.numerics.operations.not_finite import NotFiniteError
 from tests import common
 
 L = tf.keras.layers

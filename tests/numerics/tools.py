@@ -3,9 +3,9 @@
 from keras_mp.conversion import compute_dtypes
 from keras_mp.numerics import audit as auditing
 from keras_mp.numerics import batches, copies, own_thread
-from keras_mp.numerics import compare as comparing
-from keras_mp.numerics import what_if as running
 from keras_mp.numerics.check import Check
+from keras_mp.numerics.comparison import compare as comparing
+from keras_mp.numerics.exponents import what_if as running
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))

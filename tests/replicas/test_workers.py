@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics.histograms import ExponentHistograms
+from keras_mp.numerics.exponents.counting import ExponentHistograms
 from keras_mp.step import workers as workers_module
 from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, once, value
 from tests.replicas import workers

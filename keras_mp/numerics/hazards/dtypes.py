@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from keras_mp import kernels, raw_inputs
-from keras_mp.numerics import origins, tensor_cores, work
+from keras_mp.numerics.graphs import origins, tensor_cores, work
 from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep, shapes_of, widened
 from keras_mp.numerics.results import Finding
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES

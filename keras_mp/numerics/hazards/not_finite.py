@@ -8,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.layer_paths import native_variable
-from keras_mp.numerics import origins
 from keras_mp.numerics.distances import LARGE_INPUTS, LARGE_WEIGHTS, SMALLEST
+from keras_mp.numerics.graphs import origins
 from keras_mp.numerics.hazards.traced_step import (
     Suspect,
     TracedStep,

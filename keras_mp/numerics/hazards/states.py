@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_mp.layer_paths import native_variable
 from keras_mp.numerics.distances import LIMIT
+from keras_mp.numerics.graphs.origins import MOVES
 from keras_mp.numerics.hazards.traced_step import (
     UNIT_ROUNDOFF,
     Suspect,
@@ -14,7 +15,6 @@ from keras_mp.numerics.hazards.traced_step import (
     static_value,
     widened,
 )
-from keras_mp.numerics.origins import MOVES
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # By how much an operation that writes a variable multiplies its old value, and what it is given.

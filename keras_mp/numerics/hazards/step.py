@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, low_precision_weights
-from keras_mp.numerics import origins
+from keras_mp.numerics.graphs import origins
 from keras_mp.numerics.hazards.traced_step import (
     Suspect,
     TracedStep,

@@ -8,8 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import layer_paths
-from keras_mp.numerics import distances, origins, traces, work
+from keras_mp.numerics import distances
 from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.graphs import origins, traces, work
 from keras_mp.numerics.results import Finding
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.messages import Line

@@ -6,8 +6,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.model_steps import has_own_train_step
-from keras_mp.numerics import origins
 from keras_mp.numerics.distances import SMALLEST
+from keras_mp.numerics.graphs import origins
 from keras_mp.numerics.hazards.traced_step import (
     MOST_VARIANCE,
     UNIT_ROUNDOFF,

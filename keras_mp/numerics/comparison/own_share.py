@@ -1,0 +1,187 @@
+"""The errors of each layer alone: it runs again in both dtypes, on its inputs in 16 bits."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_mp.numerics.comparison import runs
+from keras_mp.numerics.comparison.compared import ComparedLayer
+from keras_mp.numerics.comparison.explanations import Explanation, explain
+from keras_mp.numerics.comparison.layer_calls import Called, LayerCall, RandomNumbers
+from keras_mp.numerics.comparison.layer_distances import difference, distances, largest_gradients
+from keras_mp.numerics.comparison.noise import NOISE, NOISY_RUNS, Noise
+from keras_mp.numerics.comparison.records import SIDES, LayerRecord
+from keras_mp.numerics.comparison.records import explain as explain_by_noise
+from keras_mp.numerics.comparison.runs import Replay, Run
+from keras_mp.numerics.distances import LIMIT, Distance, relative, rms
+from keras_mp.numerics.operations.kept import kept
+from keras_mp.numerics.results import Finding
+
+# A layer amplifies rounding if its outputs move so many times as far as its inputs, and if on this
+# batch the outputs of the two runs are so many times further apart than the inputs.
+_AMPLIFIES, _RISES = 64.0, 16.0
+
+
+class _Own(NamedTuple):
+    """How far a layer is off, given the same inputs in both dtypes.
+
+    Attributes:
+        forward: Distance, or None.
+        backward: Distance, or None.
+        amplification: float. How many times as far as its inputs noise moves its outputs.
+    """
+
+    forward: Distance | None = None
+    backward: Distance | None = None
+    amplification: float = 0.0
+
+
+class _Culprit(NamedTuple):
+    """A call that loses more than rounding explains.
+
+    Attributes:
+        call: in 16 bits.
+        wide: the same in float32.
+        side: "forward" or "backward".
+        distance: Distance.
+        text: what it does, where that is known already.
+    """
+
+    call: LayerCall
+    wide: LayerCall
+    side: str
+    distance: Distance
+    text: str | None = None
+
+
+def judge(
+    rows: Sequence[ComparedLayer], run: Run, other: Run, numbers: RandomNumbers
+) -> tuple[list[ComparedLayer], list[Finding]]:
+    """Runs each layer again, and says which of them lose more than rounding explains.
+
+    Args:
+        rows: of each call of the run, as far as it is known.
+        run: Run in 16 bits.
+        other: Run in float32.
+        numbers: RandomNumbers that both drew.
+
+    Returns:
+        The rows, with each layer's own distances; and the findings, the forward pass first. Of
+        nested layers, the innermost is named. A layer whose inputs are not finite is not blamed.
+    """
+    judged: list[ComparedLayer] = []
+    forward: list[_Culprit] = []
+    backward: list[_Culprit] = []
+    for row, call, wide in zip(rows, run.calls, other.calls):
+        own = _own(call, wide, run, numbers)
+        judged.append(dataclasses.replace(row, own_output=own.forward, own_gradient=own.backward))
+        if any(call.contains(culprit.call) for culprit in forward):
+            continue
+        if own.forward is not None and own.forward.units > LIMIT:
+            # Max pooling turns NaN into finite numbers, which are no evidence either.
+            if not forward or _off_before(call, wide) <= 1:
+                forward.append(_Culprit(call, wide, "forward", own.forward))
+            continue
+        if not any(call.contains(each) for each in run.calls):
+            text = _amplification(call, wide, row, own.amplification)
+            if row.output is not None and text is not None:
+                forward.append(_Culprit(call, wide, "forward", row.output, text))
+        is_inside = any(call.contains(culprit.call) for culprit in backward)
+        if own.backward is not None and own.backward.units > LIMIT and not is_inside:
+            backward.append(_Culprit(call, wide, "backward", own.backward))
+    # Gradients come in reverse order. A cell that is called for each time step is named once.
+    first: dict[tuple[str, str], _Culprit] = {}
+    for culprit in (*forward, *reversed(backward)):
+        first.setdefault((culprit.call.path, culprit.side), culprit)
+    return judged, [_finding(culprit, run, numbers) for culprit in first.values()]
+
+
+def _own(call: LayerCall, wide: LayerCall, run: Run, numbers: RandomNumbers) -> _Own:
+    upstream = run.gradients[call.position]
+    narrow = runs.replay(call, call.layer, upstream, numbers=numbers)
+    pairs = zip(map(runs.array, call.outputs), map(runs.array, narrow.outputs))
+    is_same = all(np.array_equal(before, again, equal_nan=True) for before, again in pairs)
+    if not is_same or not runs.are_finite(call.inputs):
+        # The layer draws random numbers in a way of its own or has a state, or its inputs are
+        # spoilt already.
+        return _Own()
+
+    def in_float32(noise: Noise | None = None) -> LayerRecord:
+        return _layer(
+            call,
+            runs.replay(call, wide.layer, upstream, numbers=numbers, dtype="float32", noise=noise),
+        )
+
+    layer, exact = _layer(call, narrow), in_float32()
+    for seed in range(NOISY_RUNS):
+        explain_by_noise([exact], [in_float32(Noise(call.unit, seed))])
+    largest = largest_gradients([exact])
+    forward, backward = (
+        Distance.worst(list(distances(layer, exact, side, largest).values())) for side in SIDES
+    )
+    moved = [
+        each.explained / size
+        for each in exact.forward.values()
+        if (size := rms(each.values[np.isfinite(each.values)]))
+    ]
+    return _Own(
+        forward,
+        backward if runs.are_finite(upstream) else None,
+        max(moved, default=0.0) / (NOISE * call.unit),
+    )
+
+
+def _layer(call: LayerCall, replay: Replay) -> LayerRecord:
+    gradients = {name: runs.array(each) for name, each in replay.gradients.items()}
+    return LayerRecord.of(call, replay.outputs, gradients)
+
+
+def _amplification(
+    call: LayerCall, wide: LayerCall, row: ComparedLayer, amplification: float
+) -> str | None:
+    """Describes how much a layer amplifies the distance of its inputs, if it does."""
+    if amplification <= _AMPLIFIES or row.output is None:
+        return None
+    before = _off_before(call, wide)
+    if row.output.relative <= _RISES * max(before, call.unit):
+        return None
+    return (
+        f"cancellation: it amplifies rounding by {amplification:,.0f}; its inputs are off by "
+        f"{before:.2%}, its outputs by {row.output.relative:.1%}"
+    )
+
+
+def _off_before(call: LayerCall, wide: LayerCall) -> float:
+    """Returns how far the inputs of a call are apart in the two runs."""
+    pairs = zip(call.inputs, wide.inputs)
+    return max((relative(runs.array(n), runs.array(w)) for n, w in pairs), default=0.0)
+
+
+def _finding(culprit: _Culprit, run: Run, numbers: RandomNumbers) -> Finding:
+    call, wide, side, distance, text = culprit
+    text = text or _of_other_weights(call.layer, wide.layer)
+    reason = Explanation(text, None) if text else _explanation(call, wide, side, run, numbers)
+    return difference(call, side, reason, distance)
+
+
+def _of_other_weights(layer: Called, wide: Called) -> str | None:
+    pairs = zip(getattr(layer, "weights", ()), getattr(wide, "weights", ()))
+    found = [relative(runs.array(narrow), runs.array(other)) for narrow, other in pairs]
+    if not any(found):
+        return None
+    return f"its weights differ from those of the reference by up to {max(found):.2%}"
+
+
+def _explanation(
+    call: LayerCall, wide: LayerCall, side: str, run: Run, numbers: RandomNumbers
+) -> Explanation:
+    upstream = run.gradients[call.position]
+    with kept() as narrow:
+        runs.replay(call, call.layer, upstream, numbers=numbers)
+    with kept() as exact:
+        runs.replay(call, wide.layer, upstream, numbers=numbers, dtype="float32")
+    return explain(narrow, exact, side, call.dtype) or Explanation(
+        f"its output in {call.dtype} is further off than rounding explains", None
+    )

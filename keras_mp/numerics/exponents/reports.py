@@ -1,0 +1,367 @@
+"""The report of histograms: as a table, as CSV, JSON and TensorBoard's events."""
+
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.numerics.exponents.histogram import (
+    COLUMNS,
+    EVERYWHERE,
+    ROWS,
+    Histogram,
+    Window,
+    round_down,
+)
+from keras_mp.numerics.exponents.rows import (
+    COMPUTED,
+    GRADIENT,
+    KINDS,
+    TOLERANCE,
+    Row,
+    RowKey,
+    Statistics,
+    ranked,
+)
+from keras_mp.numerics.results import Result
+from keras_mp.support import messages, text_tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+# A gradient that is smaller than another one of its layer by so many binary digits is what rounding
+# in float32 leaves of a sum that is zero: that of a bias before a batch normalization, or of the
+# keys of an attention. These are the digits of float32, less some for sums of many terms.
+_NOISE = 18
+
+
+class Report(Result):
+    """The counts of some steps.
+
+    `report[kind, path]` is a row, `str(report)` is a table, and reports of one model add up with
+    `+`.
+
+    Args:
+        rows: sequence of `Row`s.
+        step: int. How many steps had been made, skipped ones included.
+        counted: int. In how many of them values were counted.
+        loss_scale: float. The loss scale of the last of these; 1 where no loss was scaled.
+
+    Attributes:
+        rows: the rows, gradients first, in the order of the model.
+        step, counted, loss_scale: as above.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics import Report
+    >>> from keras_mp.numerics.exponents.histogram import Histogram
+    >>> from keras_mp.numerics.exponents.rows import Row
+    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
+    >>> report = Report([row], step=100, counted=1, loss_scale=2.0**15)
+    >>> report.window("float16").margins(report.loss_scale)
+    (19.0, 20.0)
+    >>> (report + report).counted
+    2
+    """
+
+    def __init__(self, rows: Sequence[Row], *, step: int, counted: int, loss_scale: float) -> None:
+        self.rows = list(rows)
+        self.step, self.counted, self.loss_scale = step, counted, loss_scale
+
+    def __getitem__(self, row: RowKey) -> Row:
+        for each in self.rows:
+            if each.key == tuple(row):
+                return each
+        raise KeyError(
+            f"Expected the kind and path of a row: {[each.key for each in self.rows]}. "
+            f"Received: {row!r}"
+        )
+
+    @property
+    def rows_in_16_bits(self) -> list[Row]:
+        """The rows of tensors that were computed in 16 bits; if none was, of all computed ones.
+
+        Weights and updates are not among them: they are kept, not computed.
+        """
+        rows = [row for row in self.rows if row.kind in COMPUTED]
+        return [row for row in rows if row.dtype in LOW_PRECISION_NAMES] or rows
+
+    @property
+    def noise(self) -> set[RowKey]:
+        """Kinds and paths of gradients of variables that are nothing but rounding noise.
+
+        Each is smaller than another one of its layer by a factor of 2^18.
+        """
+        of_layers: dict[str, dict[RowKey, int]] = {}
+        for row in self.rows:
+            if row.kind == GRADIENT and row.histogram.exponents:
+                of_layer = of_layers.setdefault(row.path.rpartition("/")[0], {})
+                of_layer[row.key] = max(row.histogram.exponents)
+        return {
+            key
+            for of_layer in of_layers.values()
+            for key, largest in of_layer.items()
+            if largest <= max(of_layer.values()) - _NOISE
+        }
+
+    def rows_with_unknown_zeros(self, tolerance: float = TOLERANCE) -> list[Row]:
+        """Returns the rows that have unknown zeros at the report's loss scale."""
+        return [row for row in self.rows if row.has_unknown_zeros(self.loss_scale, tolerance)]
+
+    def window(self, dtype: str, tolerance: float = TOLERANCE) -> Window:
+        """Returns the loss scales at which next to nothing of any gradient is lost in 16 bits.
+
+        Args:
+            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            tolerance: float, from 0 to 1. Which share of each row may become zero. Defaults to
+                0.001.
+
+        Returns:
+            A `Window`: what the windows of the gradients among `rows_in_16_bits` have in common,
+            those of `noise` left out.
+        """
+        window, noise = EVERYWHERE, self.noise
+        for row in self.rows_in_16_bits:
+            if row.is_scaled and row.key not in noise:
+                window &= row.window(dtype, tolerance)
+        return window
+
+    def table(
+        self,
+        dtype: str = "float16",
+        loss_scale: float | None = None,
+        rows: int | None = None,
+    ) -> str:
+        """Returns a table: what would be lost in a dtype, and the window of each row.
+
+        Shares are of the values that are finite and not zero. Those of gradients are for the loss
+        scale; outputs are not scaled. Only a pass in float32 can tell what the zeros of a row that
+        was computed in 16 bits would have been: see `what_if`.
+
+        An update "-> zero" is one that a variable of the dtype does not take. The window of updates
+        is one of factors of the learning rate; it is unknown where the variable is in 16 bits and
+        some of its values did not move. Below come the largest magnitude, the mean, the standard
+        deviation and the norms of weights.
+
+        Args:
+            dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            loss_scale: float, a power of two. Defaults to the one that was measured with, rounded
+                down to a power of two.
+            rows: int. How many rows are shown at most: first those that lose most, then those that
+                are nearest to losing something. Rows of equal layers in repeated blocks are then
+                one, with the numbers of the worst. Defaults to None: all rows.
+
+        Returns:
+            str of several lines.
+        """
+        if loss_scale is None:
+            loss_scale = round_down(self.loss_scale)
+        head = self._head(dtype, loss_scale)
+        header = (
+            *("", "", "in", "values", "zero", "inf/nan", "exponents"),
+            *("-> zero", "-> subnormal", "-> inf", "window"),
+        )
+        noise = self.noise
+        of_rows = [ranked(row, dtype, loss_scale, noise) for row in self.rows]
+        left = (0, 1, 2, 6, 10)
+        if rows is not None:
+            # With these, the columns that say what is lost would not fit.
+            columns = [
+                i for i, title in enumerate(header) if title not in ("values", "-> subnormal")
+            ]
+            header = tuple(header[i] for i in columns)
+            of_rows = [row._replace(cells=tuple(row.cells[i] for i in columns)) for row in of_rows]
+            left = tuple(columns.index(i) for i in left)
+        table = [head, "", *text_tables.shortened(header, of_rows, rows, left, name=1)]
+        weights = [
+            text_tables.RankedRow(
+                (row.kind, row.path, *(f"{value:.3g}" for value in row.statistics)),
+                (row.statistics.amax,),
+                row.histogram.total,
+            )
+            for row in self.rows
+            if row.statistics is not None
+        ]
+        if weights:
+            heads = ("", "", *(name.replace("_", " ") for name in Statistics._fields))
+            table += ["", *text_tables.shortened(heads, weights, rows, left=(0, 1), name=1)]
+        return "\n".join(table)
+
+    def _head(self, dtype: str, loss_scale: float) -> str:
+        window, unknown = self.window(dtype), self.rows_with_unknown_zeros()
+        # Nothing is known about values that became zero on the way.
+        about = "of the values that are left, " if unknown else ""
+        head = (
+            f"{dtype} at a loss scale of 2^{np.log2(loss_scale):.0f}; {self.counted} of "
+            f"{self.step} steps counted; {about}no gradient loses more than {100 * TOLERANCE:g} % "
+            f"at: {window}"
+        )
+        if not window.is_empty:
+            above_low, below_high = window.margins(loss_scale)
+            ends = zip(("low", "high"), window, (above_low, 0 - below_high))
+            ratios = [
+                f"2^{exponent:g} times the {name} end"
+                for name, end, exponent in ends
+                if abs(end) < EVERYWHERE.high
+            ]
+            if ratios:
+                head += f" (the loss scale is {' and '.join(ratios)})"
+        lines = text_tables.wrapped(head)
+        if unknown:
+            lines += text_tables.wrapped(
+                f"The zeros of {len(unknown)} gradients may be values that were too small for "
+                f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask check."
+            )
+        return "\n".join(lines)
+
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows, for float16: a headline, and the worst rows.
+
+        Args:
+            rows: int. How many rows are shown at most; None for all of them, with all columns.
+                Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
+        return self.table(rows=rows)
+
+    def __repr__(self) -> str:
+        return f"<Report of {len(self.rows)} rows, {self.counted} of {self.step} steps>"
+
+    def __add__(self, other: "Report") -> "Report":
+        first, last = sorted([self, other], key=lambda report: report.step)
+        rows = {row.key: row for row in first.rows}
+        for row in last.rows:
+            rows[row.key] = rows[row.key] + row if row.key in rows else row
+        order = sorted(rows.values(), key=lambda row: KINDS.index(row.kind))
+        return Report(
+            order,
+            step=last.step,
+            counted=first.counted + last.counted,
+            loss_scale=last.loss_scale,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as JSON has it; `from_json` reads the file that `to_json` writes."""
+        rows = []
+        for row in self.rows:
+            bins = row.histogram.bins.reshape(-1)
+            counts = {str(place): int(bins[place]) for place in np.flatnonzero(bins)}
+            at = row.overflowed_at if np.isfinite(row.overflowed_at) else None
+            numbers = None if row.statistics is None else list(row.statistics)
+            own = {"histogram": counts, "overflowed_at": at, "statistics": numbers}
+            rows.append({**dict(zip(Row._fields, row)), **own})
+        own = {name: getattr(self, name) for name in ("step", "counted", "loss_scale")}
+        return {**own, "rows": rows}
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> "Report":
+        """Reads a file that `to_json` wrote.
+
+        Args:
+            path: str or path of the file.
+
+        Returns:
+            A `Report`.
+
+        Raises:
+            ValueError: the file is another one.
+        """
+        try:
+            saved = json.loads(pathlib.Path(path).read_text())
+            rows = [_row_of(row) for row in saved.pop("rows")]
+            return cls(rows, **saved)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"Expected a file that `Report.to_json` wrote. Received: path={str(path)!r}"
+            ) from error
+
+    def plot(
+        self,
+        dtype: str = "float16",
+        *,
+        kind: str = GRADIENT,
+        loss_scale: float | None = None,
+        ax: Any = None,
+    ) -> Any:
+        """Draws histograms of exponents side by side, with the borders of a dtype.
+
+        Args:
+            dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            kind: that of the rows, of which the worst 20 are drawn. Defaults to "gradient".
+            loss_scale: float. Defaults to the one that was measured with.
+            ax: Matplotlib's `Axes`. Defaults to those of a new figure.
+
+        Returns:
+            The `Axes`.
+        """
+        from keras_mp.numerics.exponents import figures
+
+        return figures.histograms(self, dtype, kind=kind, loss_scale=loss_scale, ax=ax)
+
+    def rows_of_csv(self) -> Iterator[Sequence[Any]]:
+        """Yields how many values have which exponent: a line for each row and exponent."""
+        yield "step", "kind", "path", "dtype", "exponent", "count"
+        for row in self.rows:
+            histogram = row.histogram
+            special = histogram.zeros, histogram.infinities, histogram.nans
+            counts = {**histogram.exponents, **dict(zip(("zero", "inf", "nan"), special))}
+            for exponent, count in counts.items():
+                if count:
+                    yield self.step, row.kind, row.path, row.dtype, exponent, count
+
+    def to_tensorboard(self, dtype: str = "float16") -> None:
+        """Writes histograms and scalars to the default writer of `tf.summary`.
+
+        For each row there is a histogram of exponents (of values that are finite and not zero), and
+        the shares that become zero and infinite in a dtype at the loss scale of the report. It
+        needs the package tensorboard. Without a default writer there is a `MixedPrecisionWarning`,
+        and nothing is written.
+
+        Args:
+            dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+        """
+        # The question is whether there is a writer, not whether it records now.
+        with tf.summary.record_if(True):
+            if not tf.summary.should_record_summaries():
+                messages.warn(
+                    "Report.to_tensorboard wrote nothing, since there is no default writer: call "
+                    "it in `with tf.summary.create_file_writer(directory).as_default():`."
+                )
+                return
+        loss_scale = round_down(self.loss_scale)
+        for row in self.rows:
+            name = f"{row.kind}/{row.path}".replace(" ", "_")
+            fate = row.fate(dtype, loss_scale)
+            for which in ("zero", "infinite"):
+                tag = f"{name}/{dtype}_{which}"
+                tf.summary.scalar(tag, fate.share(which), step=self.step)
+            for which, value in (row.statistics._asdict() if row.statistics else {}).items():
+                tf.summary.scalar(f"{name}/{which}", value, step=self.step)
+            tf.summary.histogram(
+                f"{name}/exponents", list(_sample(row.histogram.exponents)), step=self.step
+            )
+
+
+def _row_of(saved: dict[str, Any]) -> Row:
+    """Returns a row that `Report.to_json` wrote."""
+    bins = np.zeros(ROWS * COLUMNS, np.int64)
+    for place, count in saved["histogram"].items():
+        bins[int(place)] = count
+    histogram = Histogram(bins.reshape(ROWS, COLUMNS))
+    at = float("inf") if saved["overflowed_at"] is None else saved["overflowed_at"]
+    numbers = saved.get("statistics")
+    statistics = None if numbers is None else Statistics(*numbers)
+    read = {"histogram": histogram, "overflowed_at": at, "statistics": statistics}
+    return Row(**{**saved, **read})
+
+
+def _sample(exponents: dict[int, int], size: int = 10_000) -> Iterator[int]:
+    """Yields exponents that are distributed alike, from which TensorBoard makes a histogram."""
+    total = sum(exponents.values())
+    for exponent, count in exponents.items():
+        yield from [exponent] * max(1, round(size * count / total))

@@ -1,0 +1,1 @@
+"""Traced functions: their operations, dtypes, work, and whose they are."""

@@ -1,0 +1,213 @@
+"""A census as sentences and tables."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from keras_mp.numerics.graphs import tensor_cores
+from keras_mp.numerics.graphs import work as works
+from keras_mp.support import text_tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+if TYPE_CHECKING:
+    from keras_mp.numerics.graphs.census import Cast, Census, Graph, Operation
+
+NO_LAYER = "outside of layers"
+
+_Item = TypeVar("_Item", "Operation", "Cast")
+
+
+def sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    """Adds up counts of the same key; the largest sum first."""
+    result: Counter[Any] = Counter()
+    for key, count in pairs:
+        result[key] += count
+    return dict(result.most_common())
+
+
+def lines(census: "Census", most: int | None) -> Iterator[str]:
+    """Yields the lines of a `Census`.
+
+    Args:
+        census: `Census`.
+        most: int. How many rows its tables have at most, in which equal layers of repeated blocks
+            are one row; None for all rows.
+    """
+    yield f"Census of {census.name}" + (f" on a {census.device}" if census.device else "")
+    for sentence in _sentences(census):
+        yield from text_tables.wrapped(sentence) if most else [sentence]
+    yield ""
+    rows = [("", "operations", "products", "work", "casts", "bytes cast")]
+    for title, graph in (("traced", census.traced), ("runs", census.optimized)):
+        if graph is not None:
+            rows += list(_rows(title, graph))
+    yield from text_tables.aligned(rows)
+    yield ""
+    products = [each for each in census.runs.operations if each.work]
+    rows = [
+        (f"{each.amount / sum(census.runs.work().values()):.1%}", dtype, each.name, why)
+        for each in grouped(products, _layer, _about, "work", most)
+        for dtype, why in [each.about]
+    ]
+    yield from _table(("work", "dtype", "layer", "why"), rows, most)
+    rows = [
+        (_bytes(each.amount), str(each.count), source, to, each.name, why)
+        for each in grouped(census.runs.casts, between, _about_cast, "bytes", most)
+        for source, to, why in [each.about]
+    ]
+    yield from _table(("bytes cast", "casts", "from", "to", "between", "why"), rows, most)
+
+
+class Grouped(NamedTuple):
+    """Operations or casts of equal layers.
+
+    Attributes:
+        name: str. A name for all of the layers.
+        about: str. What else they have in common.
+        amount: int. What is added up of them.
+        count: int. How many they are.
+    """
+
+    name: str
+    about: tuple[str, ...]
+    amount: int
+    count: int
+
+
+def grouped(
+    items: Iterable[_Item],
+    name: Callable[[_Item], str],
+    about: Callable[[_Item], tuple[str, ...]],
+    amount: str,
+    most: int | None,
+) -> list[Grouped]:
+    """Adds up operations or casts of equal layers; the largest sum first.
+
+    Args:
+        items: sequence of `Operation` or `Cast`.
+        name: called with each; returns the name of its layer.
+        about: called with each; returns what else those have in common that are added up.
+        amount: str. The attribute that is added up.
+        most: int; None to leave layers of different numbers apart.
+    """
+    kinds = text_tables.merged(items, name, about)
+    if most is None:
+        each_alone = text_tables.merged(items, lambda _: "", lambda each: (name(each), about(each)))
+        kinds = [(name(group[0]), group) for _, group in each_alone]
+    sums_of = [
+        Grouped(title, about(group[0]), sum(getattr(each, amount) for each in group), len(group))
+        for title, group in kinds
+    ]
+    return sorted(sums_of, key=lambda each: each.amount, reverse=True)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int | None) -> Iterator[str]:
+    """Yields the lines of a table of groups, each of which stays a row of its own."""
+    if rows:
+        ranked = [text_tables.RankedRow(tuple(row), (-i,), i) for i, row in enumerate(rows)]
+        left = [i for i, title in enumerate(header) if title not in ("work", "bytes cast", "casts")]
+        yield from text_tables.shortened(header, ranked, most, left, name=left[0])
+        yield ""
+
+
+def _sentences(census: "Census") -> Iterator[str]:
+    graph = census.runs
+    work = graph.work()
+    total = sum(work.values())
+    parts = []
+    for dtype, count in work.items():
+        part = f"{_percent(count / total)} in {dtype}"
+        if parts or dtype not in LOW_PRECISION_NAMES:
+            products = [e for e in graph.operations if e.dtype == dtype and e.work]
+            layers = grouped(products, _layer, lambda _: (), "work", text_tables.MOST)
+            whys = sums((each.why, each.work) for each in products)
+            part += f" ({next(iter(whys))}: {', '.join(each.name for each in layers[:3])})"
+        parts.append(part)
+    if parts:
+        yield f"Of the multiplications, {'; '.join(parts)}."
+    if graph.casts:
+        moved = sum(each.bytes for each in graph.casts)
+        places = text_tables.merged(graph.casts, between)
+        where, casts = max(places, key=lambda place: len(place[1]))
+        yield (
+            f"{len(graph.casts)} cast{'s' * (len(graph.casts) > 1)} move {_bytes(moved)} a call, "
+            f"{len(casts)} of them {place(where)}."
+        )
+    turning = dict.fromkeys(each.layer or NO_LAYER for each in graph.operations if each.is_least)
+    if turning:
+        yield (
+            "The number of iterations of some loops is unknown. They are counted once: "
+            f"{_some(turning)}."
+        )
+    unknown = [each for each in graph.operations if works.is_counted(each.op) and not each.kind]
+    if unknown:
+        places = dict.fromkeys(each.layer or NO_LAYER for each in unknown)
+        yield (
+            f"The shapes of {len(unknown)} product{'s' * (len(unknown) > 1)} are not known, so "
+            f"they are not counted: {_some(places)}."
+        )
+    if census.device is not None:
+        yield from tensor_cores.sentences(graph, census.device)
+    if census.optimized is None:
+        yield "XLA compiles it: it is shown as it was traced, and XLA may leave casts out."
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join([*shown[:3], *([f"{len(shown) - 3} more"] if len(shown) > 3 else [])])
+
+
+def _rows(title: str, graph: "Graph") -> Iterator[tuple[str, ...]]:
+    work, operations = graph.work(), graph.operations_by_dtype()
+    products = sums((e.dtype, e.turns) for e in graph.operations if e.work)
+    casts = sums((each.to, 1) for each in graph.casts)
+    moved = sums((each.to, each.bytes) for each in graph.casts)
+    for dtype in dict.fromkeys([*work, *operations, *casts]):
+        yield (
+            f"{title}, {dtype}",
+            f"{operations.get(dtype, 0):,}",
+            f"{products.get(dtype, 0):,}",
+            _scaled(work.get(dtype, 0), "FLOP"),
+            f"{casts.get(dtype, 0):,}",
+            _bytes(moved.get(dtype, 0)),
+        )
+
+
+def _layer(operation: "Operation") -> str:
+    return operation.layer or NO_LAYER
+
+
+def _about(operation: "Operation") -> tuple[str, ...]:
+    return operation.dtype, operation.why + " (a loop, counted once)" * operation.is_least
+
+
+def between(cast: "Cast") -> str:
+    """Returns the names of the layers that a cast is between, or of the one that it is in."""
+    after, before = cast.after or NO_LAYER, cast.before or NO_LAYER
+    return after if after == before else f"{after} > {before}"
+
+
+def place(where: str) -> str:
+    """Returns in words what `between` names."""
+    after, _, before = where.partition(" > ")
+    return f"between {after} and {before}" if before else f"in {after}"
+
+
+def _about_cast(cast: "Cast") -> tuple[str, ...]:
+    return cast.source, cast.to, cast.why
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if 0.01 <= share <= 0.99 or share == 1 else f"{share:.2%}"
+
+
+def _bytes(count: int) -> str:
+    return _scaled(count, "B")
+
+
+def _scaled(count: float, unit: str) -> str:
+    for prefix in ("", "k", "M", "G"):
+        if count < 1000:
+            return f"{count:.3g} {prefix}{unit}"
+        count /= 1000
+    return f"{count:,.3g} T{unit}"

@@ -1,0 +1,299 @@
+"""The nodes of a function's graph with their shapes, and how often a call of it runs each.
+
+The graph is read as protos, which is what grappler takes and returns, so that both can be read in
+the same way. This module needs TensorFlow only.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry as _op_defs
+
+from keras_mp.grappler import report as rewrites
+from keras_mp.numerics.graphs import loops
+from keras_mp.numerics.graphs import work as works
+from keras_mp.numerics.graphs.loops import Value
+from keras_mp.numerics.graphs.work import NodeDef, Shape, Work
+from keras_mp.support import op_table
+
+# Their results have the shape of what comes in; grappler makes such nodes, and gives them no shape.
+_SAME_SHAPE = op_table.ops(
+    *("casts", "identities", "identities without a gradient"),
+    *("entries of frames", "exits of frames", "frames"),
+)
+_LOOPS = op_table.ops("loops")
+_BRANCHES = op_table.ops("conditions")
+CALLS = op_table.ops("calls")
+# Grappler puts this into names where it puts functions in the place of their calls.
+_INLINED = re.compile(r"/_\d+(?=/)|(?:^|(?<=/))Func/")
+
+
+class Node(NamedTuple):
+    """A node of a graph, or of a function that it calls.
+
+    Attributes:
+        proto: `NodeDef`.
+        path: str. The names of what calls it, and its own. It stays when grappler puts the nodes of
+            a function in the place of what calls it.
+        dtypes: dict. Its floating-point dtypes by attribute, such as {"T": "float32"}.
+        inputs: shapes of its inputs.
+        outputs: shapes of its outputs.
+        sources: the paths of the nodes, or arguments, that its inputs come from.
+        turns: int. How often it runs in one call.
+        is_least: bool. Whether it is in a loop of unknown length. It is counted
+            once then.
+    """
+
+    proto: NodeDef
+    path: str
+    dtypes: dict[str, str]
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+    sources: tuple[str, ...]
+    turns: int
+    is_least: bool
+
+    @property
+    def work(self) -> Work | None:
+        """The work of one run, or None if it is neither a product nor a convolution."""
+        return works.of(self.proto, self.inputs, self.outputs)
+
+
+class Walk:
+    """A graph and what it calls, as one call runs them.
+
+    Of a branch, it is the one with the most work that counts, and then the one with more nodes. The
+    body of a loop counts as often as the loop is known to turn, and once if nothing tells.
+
+    Attributes:
+        nodes: list of Node.
+        loops: dict. By the path of a loop, how often it turns; None if nothing tells.
+        branches: list of tuples. What the paths of the nodes in the branches of each condition
+            begin with.
+
+    Args:
+        graph: `GraphDef` whose nodes have the attribute `_output_shapes`, as
+            `Graph.as_graph_def(add_shapes=True)` gives it.
+        before: the graph that grappler has made this one of. It has shapes that are lost here, and
+            tells how often loops turn and which branches there are, where they are taken apart.
+    """
+
+    def __init__(self, graph: tf.compat.v1.GraphDef, before: "Walk | None" = None) -> None:
+        self.library = {function.signature.name: function for function in graph.library.function}
+        self.nodes_before = {} if before is None else {node.path: node for node in before.nodes}
+        self.loops_before = {} if before is None else before.loops
+        self.loops: dict[str, int | None] = {}
+        self.branches: list[tuple[str, ...]] = []
+        nodes = list(_Body(self, graph.node, {}, {}).nodes())
+        self.nodes = nodes if before is None else _without_branches(nodes, before.branches)
+
+
+class _Body:
+    """The nodes of a graph, or of a function in it.
+
+    Args:
+        walk: what it is part of.
+        protos: the nodes.
+        shapes: of its arguments, by name.
+        values: the same, as far as they are known.
+        prefix: str. What the paths of its nodes begin with.
+        turns: int. How often it runs.
+        is_least: bool. As in Node.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        protos: Sequence[NodeDef],
+        shapes: Mapping[str, Shape],
+        values: Mapping[str, Value],
+        prefix: str = "",
+        turns: int = 1,
+        is_least: bool = False,
+    ) -> None:
+        self.prefix = prefix
+        self._walk, self._protos, self._turns, self._is_least = walk, protos, turns, is_least
+        self._by_name = {proto.name: proto for proto in protos}
+        self._shapes: dict[str, tuple[Shape, ...]] = {
+            name: (shape,) for name, shape in shapes.items()
+        }
+        self._values = {(name, 0): value for name, value in values.items()}
+
+    def nodes(self) -> Iterator[Node]:
+        """Yields them, and those of what they call."""
+        for proto in self._protos:
+            turns, is_least = self._turns_of(proto)
+            if not turns:
+                continue
+            sources = _data(proto)
+            inputs, before = map(self._shape_at, sources), self._before(proto)
+            if before is not None and len(before.inputs) == len(sources):
+                inputs = (mine or other for mine, other in zip(inputs, before.inputs))
+            yield Node(
+                proto,
+                self._path(proto.name),
+                {name: each[0].name for name, each in rewrites.floating_dtypes(proto).items()},
+                tuple(inputs),
+                self._shapes_of(proto.name),
+                tuple(self._path(self._node_of(source)) for source in sources),
+                turns,
+                is_least,
+            )
+            yield from self._called(proto)
+
+    def _called(self, proto: NodeDef) -> Iterator[Node]:
+        functions = {name: each.func.name for name, each in proto.attr.items() if each.func.name}
+        if proto.op in _LOOPS:
+            times = self._walk.loops[self._path(proto.name)] = self._times(proto)
+            yield from self._inside(proto, functions["body"], "body/", times).nodes()
+        elif proto.op in CALLS:
+            yield from self._inside(proto, functions["f"]).nodes()
+        elif proto.op in _BRANCHES:
+            if "branches" in proto.attr:  # Reading a missing attribute would add it.
+                several = enumerate(proto.attr["branches"].list.func)
+                named = {f"branch{i}": each.name for i, each in several}
+            else:
+                named = {"then": functions["then_branch"], "else": functions["else_branch"]}
+            bodies = [self._inside(proto, each, f"{name}/") for name, each in named.items()]
+            self._walk.branches.append(tuple(body.prefix for body in bodies))
+            yield from max((list(body.nodes()) for body in bodies), key=_amount)
+
+    def _inside(
+        self, proto: NodeDef, name: str, prefix: str = "", times: int | None = 1
+    ) -> "_Body":
+        """Returns the function that a node calls.
+
+        Args:
+            proto: the node.
+            name: str. That of the function.
+            prefix: str. What grappler puts before the names of its nodes, beside that of the node.
+            times: int. How often the node calls it; None if that is not known.
+        """
+        function = self._walk.library.get(name)
+        arguments = [] if function is None else [arg.name for arg in function.signature.input_arg]
+        sources = _data(proto)[1 if proto.op in _BRANCHES else 0 :]
+        turns, is_least = self._turns_of(proto)
+        return _Body(
+            self._walk,
+            () if function is None else function.node_def,
+            dict(zip(arguments, map(self._shape_at, sources))),
+            # In a loop they change with each turn.
+            {} if proto.op in _LOOPS else dict(zip(arguments, map(self._value_at, sources))),
+            f"{self._path(proto.name)}/{prefix}",
+            turns * (1 if times is None else times),
+            is_least or times is None,
+        )
+
+    def _turns_of(self, proto: NodeDef) -> tuple[int, bool]:
+        """Returns how often a node runs, and whether that is only known to be the least."""
+        turns, is_least, path = self._turns, self._is_least, self._path(proto.name)
+        for loop, times in self._walk.loops_before.items():
+            # Where grappler takes a loop apart, the names of its nodes stay.
+            is_inside = path.startswith((f"{loop}/body/", f"{loop}/cond/"))
+            if is_inside and loop not in self._walk.loops:
+                turns, is_least = turns * (1 if times is None else times), is_least or times is None
+        return turns, is_least
+
+    def _times(self, loop: NodeDef) -> int | None:
+        condition, body = (
+            self._walk.library[loop.attr[each].func.name] for each in ("cond", "body")
+        )
+        return loops.turns(condition, body, [self._value_at(source) for source in _data(loop)])
+
+    def _path(self, name: str) -> str:
+        return _INLINED.sub("", self.prefix + name)
+
+    def _before(self, proto: NodeDef) -> Node | None:
+        found = self._walk.nodes_before.get(self._path(proto.name))
+        return found if found is not None and found.proto.op == proto.op else None
+
+    def _node_of(self, source: str) -> str:
+        return _parse(source, self._by_name)[0]
+
+    def _shapes_of(self, name: str) -> tuple[Shape, ...]:
+        if name not in self._shapes:
+            self._shapes[name] = ()  # where a loop comes back
+            self._shapes[name] = self._find_shapes(self._by_name[name])
+        return self._shapes[name]
+
+    def _shape_at(self, source: str) -> Shape:
+        name, index = _parse(source, self._by_name)
+        found = self._shapes_of(name) if name in self._by_name or name in self._shapes else ()
+        return found[index] if index < len(found) else None
+
+    def _find_shapes(self, proto: NodeDef) -> tuple[Shape, ...]:
+        if proto.op == "Const":
+            return (_known(tf.TensorShape(proto.attr["value"].tensor.tensor_shape)),)
+        known = self._before(proto)
+        if "_output_shapes" in proto.attr:
+            shapes = map(tf.TensorShape, proto.attr["_output_shapes"].list.shape)
+            found = tuple(map(_known, shapes))
+            if known is None or len(known.outputs) != len(found):
+                return found
+            return tuple(mine or other for mine, other in zip(found, known.outputs))
+        if known is not None:
+            return known.outputs
+        if proto.op in _SAME_SHAPE:
+            return (self._shape_at(proto.input[0]),) * 2
+        return ()
+
+    def _value_at(self, source: str) -> Value:
+        """Returns the value of an input, if it is known and may tell how often a loop turns."""
+        output = _parse(source, self._by_name)
+        if output not in self._values:
+            self._values[output] = None  # where a loop comes back
+            self._values[output] = self._find_value(*output)
+        return self._values[output]
+
+    def _find_value(self, name: str, index: int) -> Value:
+        if name not in self._by_name:
+            return None
+        proto = self._by_name[name]
+        if proto.op in _LOOPS:  # Its first result counts its turns.
+            return self._times(proto) if index == 0 else None
+        if proto.op in CALLS and (function := self._walk.library.get(proto.attr["f"].func.name)):
+            result = function.signature.output_arg[index].name
+            return self._inside(proto, function.signature.name)._value_at(function.ret[result])
+        if proto.op == "Shape":
+            shape = self._shape_at(proto.input[0])
+            return None if shape is None else np.array(shape)
+        if not loops.is_folded(proto):
+            return None
+        return loops.folded(proto, *map(self._value_at, _data(proto)))
+
+
+def _without_branches(nodes: list[Node], branches: Sequence[tuple[str, ...]]) -> list[Node]:
+    """Leaves out the branches with less work, of conditions that grappler has taken apart."""
+    for prefixes in sorted(branches, key=lambda each: -len(each[0])):  # the innermost first
+        sides = [[node for node in nodes if node.path.startswith(each)] for each in prefixes]
+        most = max(sides, key=_amount)
+        others = {id(node) for side in sides if side is not most for node in side}
+        nodes = [node for node in nodes if id(node) not in others]
+    return nodes
+
+
+def _amount(nodes: Sequence[Node]) -> tuple[int, int]:
+    amounts = (node.work.count * node.turns for node in nodes if node.work is not None)
+    return sum(amounts), len(nodes)
+
+
+def _data(proto: NodeDef) -> list[str]:
+    return [source for source in proto.input if not source.startswith("^")]
+
+
+def _parse(source: str, by_name: Mapping[str, NodeDef]) -> tuple[str, int]:
+    """Returns the name of the node that an input comes from, and the index of its output."""
+    name, *rest = source.removeprefix("^").split(":")
+    if len(rest) < 2:  # of a graph, or an argument of a function
+        return name, int(rest[0]) if rest else 0
+    output, index = rest
+    definition = _op_defs.get(by_name[name].op) if name in by_name else None
+    outputs = [arg.name for arg in definition.output_arg] if definition is not None else []
+    return name, int(index) + (outputs.index(output) if output in outputs else 0)
+
+
+def _known(shape: tf.TensorShape) -> Shape:
+    return tuple(shape) if shape.is_fully_defined() else None

@@ -1,0 +1,318 @@
+"""Finds the first operation whose result is not finite, its layer and its line.
+
+While it is looked for, TensorFlow calls back for each operation that runs in eager or becomes a
+part of a graph, and `operation_rows` and `graph_recorder` measure what each returned. When a
+function returns to eager, the measurements are read, and it is decided whether to stop.
+"""
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.loss_scale import DynamicLossScale
+from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.numerics import patterns, watching
+from keras_mp.numerics.distances import LARGE_WEIGHTS
+from keras_mp.numerics.operations import graph_recorder
+from keras_mp.numerics.operations.not_finite import NotFiniteError, Range
+from keras_mp.numerics.operations.rows import (
+    PASSED_IN,
+    READS,
+    EagerRecorder,
+    OperationRow,
+    SpoiltTensors,
+    first_bad,
+)
+from keras_mp.support import attributes, messages, op_callbacks, op_table, validation
+
+# How many of the layers before the first bad operation a message shows.
+_HISTORY = 12
+
+
+class FirstBadOperation:
+    """Stops at the first operation whose result is Inf or NaN, and says what led to it.
+
+    It is a context manager around `fit` or a training loop of your own.
+    `tf.debugging.enable_check_numerics` stops at everything that is not finite. This one goes on if
+
+    - gradients overflow and a dynamic loss scale is going to fall for it. Pass the model, the
+      optimizer or the `GradScaler`, so that it is known. At the smallest loss scale it stops;
+    - what is not finite has no effect: a softmax makes zeros of the -inf of a mask, or `tf.where`
+      does not take the logarithm of zero.
+
+    It stops when the function that was called from eager code has returned, at the end of a batch
+    of `fit` for example, and raises a `NotFiniteError`. In eager code it stops at the end of the
+    block, when `check` is called, or after some thousand operations.
+
+    Functions are watched if they are traced inside of the block; those of the model are traced
+    anew, and once more after it. Other functions keep their checks: make them anew when you have
+    found what you looked for. Outside of the block nothing is changed, and nothing costs time.
+    Inside, each operation takes several times as long. Replicas are watched one by one.
+
+    Functions with `jit_compile=True` are watched too: the checks are compiled with them. XLA then
+    has to keep each result, which it would otherwise have fused with the next one, and which it may
+    have kept in float32 meanwhile. So an overflow may be found that does not happen without the
+    checks.
+
+    Args:
+        *scaled: models, optimizers or `GradScaler`s whose loss scale may have to fall.
+        include: iterable of str. Which operations may be the first: patterns of their types, such
+            as `"Log"`, and of paths of layers, such as `"decoder/*"`. Defaults to None: all.
+        exclude: iterable of str. Which operations may not, by the same patterns; those that use
+            their results may. Defaults to none.
+        raises: bool. Whether to stop. Defaults to True. If False, the program goes on: a warning
+            says what was found, once for each operation, and `found` keeps it.
+
+    Attributes:
+        planned: int. How many steps had gradients that overflowed as the loss scale expects. With
+            several steps per execution, how many executions.
+        found: list of NotFiniteError, the first of each step, each operation once.
+
+    Raises:
+        NotFiniteError: an operation was found, see above.
+        TypeError: something else was passed, or patterns that are no str.
+        RuntimeError: the block is inside of another one.
+
+    Example:
+
+    >>> @tf.function
+    ... def step(x):
+    ...     masked = tf.where(x > 0, tf.math.log(x), 0.0)
+    ...     return tf.reduce_sum(tf.exp(masked * 100))
+    >>> try:
+    ...     with keras_mp.numerics.operations.first_bad_operation.FirstBadOperation():
+    ...         print(step(tf.constant([0.0, 1.0])).numpy())
+    ...         step(tf.constant([0.0, 3.0]))
+    ... except keras_mp.numerics.NotFiniteError as error:
+    ...     print(error.operation.operation, error.inputs[0].operation, error.inputs[0].high > 100)
+    2.0
+    Exp Mul True
+    """
+
+    def __init__(
+        self,
+        *scaled: Any,
+        include: Iterable[str] | None = None,
+        exclude: Iterable[str] = (),
+        raises: bool = True,
+    ) -> None:
+        for each in scaled:
+            optimizer = getattr(each, "optimizer", each)
+            is_one = hasattr(optimizer, "apply_gradients") or hasattr(each, "loss_scale")
+            if not (is_one or isinstance(each, tf.keras.Model)):
+                raise TypeError(
+                    "Expected models, optimizers or `GradScaler`s, whose loss scale may fall. "
+                    f"Received: {each!r} (of type {type(each)})"
+                )
+        self.planned = 0
+        self.found: list[NotFiniteError] = []
+        self._include = None if include is None else patterns.listed("include", include)
+        self._exclude = patterns.listed("exclude", exclude)
+        self._raises = validation.boolean("raises", raises)
+        self._has_seen_any = False
+        self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]
+        self._scaled = scaled
+        self._scales: list[tuple[DynamicLossScale, float]] = []
+        self._graphs = graph_recorder.GraphRecorder()
+        self._eager = EagerRecorder()
+        # What functions returned in which something was found, and what comes of it.
+        self._spoilt = SpoiltTensors()
+        self._lock = threading.RLock()
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> "FirstBadOperation":
+        if _thread.is_in_block:
+            raise RuntimeError(
+                "Expected one `watch` block at a time, since each would also check the "
+                "operations of the other. Pass all models and optimizers to one of them."
+            )
+        self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
+        self._forget_traces()
+        self._block.callback(self._forget_traces)
+        self._block.enter_context(watching.naming(self._models))
+        self._block.enter_context(op_callbacks.observed(self._observe))
+        self._block.enter_context(attributes.replaced(_thread, "is_in_block", True))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._block.close()
+        if kind is None:
+            self.check()
+            if not self._has_seen_any:
+                messages.warn(
+                    "`watch` has seen no operation. It watches only functions that are "
+                    "traced inside of its block: create or trace the tf.function there."
+                )
+            if self._graphs.not_watched:
+                messages.warn(
+                    f"`watch` looks at {graph_recorder.CAPACITY:,} operations of "
+                    f"functions, and has found nothing in them. {self._graphs.not_watched:,} that "
+                    "were traced later were not watched: use it around a part of the program, or "
+                    "a smaller model."
+                )
+
+    def check(self) -> None:
+        """Looks at the operations that have run since the last time; functions do when they return.
+
+        Raises:
+            NotFiniteError: one of them is the first whose result is not finite.
+        """
+        with op_callbacks.unobserved():
+            self._look()
+
+    def _look(self) -> bool:
+        """Reads what was measured, and returns whether something was not finite."""
+        scales = self._scales
+        self._scales = [(scale, float(scale())) for scale, _ in scales]
+        may_fall = any(before > max(1, scale.min_loss_scale) for scale, before in scales)
+        found = [
+            (first, device, rows, measured)
+            for device, rows, measured in self._read()
+            if (first := first_bad(rows, measured, self._is_checked)) is not None
+        ]
+        if not found:
+            return False
+        # What replicas do together comes after what each of them has done.
+        first, device, rows, measured = min(found, key=lambda each: each[0])
+        if rows[first].is_gradient and may_fall:
+            self.planned += 1
+            return True
+        error = self._error(device, rows, measured, first)
+        if not any(_is_same(error, each) for each in self.found):
+            self.found.append(error)
+            if not self._raises:
+                messages.warn(str(error))
+        if self._raises:
+            raise error
+        return True
+
+    def _is_checked(self, row: OperationRow) -> bool:
+        def is_among(chosen: list[str]) -> bool:
+            return any(patterns.matches(each, chosen) for each in (row.operation, row.layer))
+
+        is_included = self._include is None or is_among(self._include)
+        return is_included and not is_among(self._exclude)
+
+    def _read(self) -> list[tuple[str, list[OperationRow], np.ndarray]]:
+        """Returns each device, its operations and what was measured of them since the last time."""
+        with self._lock:
+            read = [(device, self._graphs.rows, found) for device, found in self._graphs.read()]
+            if self._eager.rows:
+                read.append(("", self._eager.rows, np.array(self._eager.measured)))
+                self._eager = EagerRecorder()
+            return read
+
+    def _error(
+        self, device: str, rows: list[OperationRow], measured: np.ndarray, first: int
+    ) -> NotFiniteError:
+        row = rows[first]
+        inputs = [rows[i].range(measured[i]) for i in row.inputs]
+        layers: dict[str, Range] = {}
+        for i in range(first):
+            seen = rows[i].range(measured[i])
+            has_not_run = not (seen.low or seen.high)
+            if seen.layer == row.layer or has_not_run or seen.bad or rows[i].is_given:
+                continue
+            before = layers.pop(seen.layer, seen)
+            layers[seen.layer] = max(before, seen, key=lambda each: max(-each.low, each.high))
+        history = list(layers.values())[-_HISTORY:]
+        advice = self._advice(rows, measured, first)
+        return NotFiniteError(row.range(measured[first]), inputs, history, device, advice)
+
+    def _advice(self, rows: list[OperationRow], measured: np.ndarray, first: int) -> str:
+        """Returns what the numbers say about the cause, or where to ask."""
+        row, inputs = rows[first], rows[first].inputs
+        behind = {first, *inputs, *(j for i in inputs for j in rows[i].inputs)}
+        weights = [rows[i].range(measured[i]) for i in behind if rows[i].operation in READS]
+        size = max((math.inf if each.bad else each.size for each in weights), default=0.0)
+        if row.operation in PASSED_IN:
+            return "It was already not finite when it was passed in."
+        if row.is_gradient and not self._scales:
+            return (
+                "If a dynamic loss scale skips such steps, pass the model or the optimizer to "
+                "`watch`, which then goes on."
+            )
+        if size >= LARGE_WEIGHTS:
+            reached = f"reach {size:.3g}" if math.isfinite(size) else "are not finite"
+            return (
+                f"Weights {reached}: if training has made them so, it has diverged. Lower the "
+                "learning rate, and restart from earlier weights."
+            )
+        if row.operation == "Cast" and any(rows[i].operation in PASSED_IN for i in inputs):
+            return f"This input is too large for {row.dtype}: normalize it first, in float32."
+        if row.operation in op_table.ops("constants"):
+            return (
+                f"This constant is too large for {row.dtype}. For a mask, use the lowest number of "
+                "the dtype, or tf.where on the result."
+            )
+        if not self._models:
+            return ""
+        return "print(keras_mp.numerics.check(model, (x, y))), with this batch, names the cure."
+
+    def _forget_traces(self) -> None:
+        for model in self._models:
+            model.train_function = model.test_function = model.predict_function = None
+
+    def _observe(
+        self,
+        kind: str | bytes,
+        inputs: Sequence[tf.Tensor],
+        attrs: Sequence[Any] | None,
+        outputs: Sequence[tf.Tensor],
+        op_name: str | None = None,
+        graph: tf.Graph | None = None,
+    ) -> None:
+        """The callback for TensorFlow."""
+        del attrs
+        kind = kind.decode() if isinstance(kind, bytes) else kind
+        if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
+            self._eager.pass_on(inputs)
+            if self._graphs.rows:
+                with op_callbacks.unobserved():
+                    if self._look():
+                        self._spoilt.add(outputs)
+            return
+        with self._lock:
+            if graph is None:
+                self._has_seen_any = True
+                if self._eager.is_full():
+                    self.check()
+                # Metrics, say, keep what a function has made.
+                is_read = bool(self.found) and kind in READS
+                if is_read or self._spoilt.has_any(inputs):
+                    with op_callbacks.unobserved():
+                        self._spoilt.add(outputs)
+                else:
+                    self._eager.record(kind, inputs, outputs)
+            elif isinstance(graph, tf.__internal__.FuncGraph):
+                self._has_seen_any = True
+                self._graphs.record(graph, kind, inputs, outputs, op_name)
+
+
+class _ThreadState(threading.local):
+    """Whether a thread is in a block."""
+
+    is_in_block = False
+
+
+_thread = _ThreadState()
+
+
+def _is_same(one: NotFiniteError, other: NotFiniteError) -> bool:
+    """Whether both are about the same operation of the program."""
+    a, b = one.operation, other.operation
+    return (a.operation, a.layer, a.line) == (b.operation, b.layer, b.line)
+
+
+def _dynamic_scales(scaled: Iterable[Any]) -> Iterator[DynamicLossScale]:
+    """Yields the dynamic loss scales of models, optimizers and `GradScaler`s."""
+    for each in scaled:
+        for owner in wrappers_among(getattr(each, "optimizer", each)) or [each]:
+            scale = getattr(owner, "loss_scale", None)
+            if isinstance(scale, DynamicLossScale):
+                yield scale

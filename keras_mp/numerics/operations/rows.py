@@ -1,0 +1,262 @@
+"""The table of the operations that `FirstBadOperation` watches, and which of them is the first.
+
+A row says what an operation is, where it comes from and what uses its result. What it returned is
+kept beside the table: `EagerRecorder` measures it at once, `graph_recorder` in the graph.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.numerics import watching
+from keras_mp.numerics.operations.call_sites import CallSite, place
+from keras_mp.numerics.operations.kept import SAFE
+from keras_mp.numerics.operations.not_finite import Range
+from keras_mp.support import op_table
+
+# How many operations run in eager before the rows are read.
+_EAGER_ROWS = 2**12
+
+# Operations that test numbers, and do not compute with them.
+_ONLY_LOOKS = op_table.ops("comparisons", "tests", "shapes")
+
+# Operations that bring arguments into a graph.
+PASSED_IN = op_table.ops("arguments", "data")
+
+READS = op_table.ops("reads of variables")
+
+# Results that are not finite where nothing is wrong: what the kernel keeps for the backward pass,
+# and what has no value yet.
+_NOT_CHECKED = op_table.ops("empty tensors", "variables")
+_FIRST_OUTPUT_ONLY = ("FusedBatchNorm",)
+
+
+@dataclasses.dataclass
+class OperationRow:
+    """An operation.
+
+    Attributes:
+        operation, layer, line, dtype, is_gradient: as those of `Range`.
+        inputs: the rows of the operations whose results it takes.
+        is_given: whether its result was there before: an argument, a weight, a constant.
+        users: the rows of the operations that use its result.
+        is_used_elsewhere: whether an operation without a row uses its result.
+        is_passed_on: whether its result is given to a function, which has rows of its own.
+    """
+
+    operation: str
+    layer: str
+    line: str | None
+    dtype: str
+    is_gradient: bool
+    inputs: list[int]
+    is_given: bool = False
+    users: list[int] = dataclasses.field(default_factory=list)
+    is_used_elsewhere: bool = False
+    is_passed_on: bool = False
+
+    def range(self, measured: np.ndarray) -> Range:
+        """Returns the operation with the range of what it returned.
+
+        Args:
+            measured: array of the number of values that were not finite, the smallest and the
+                largest finite one, and whether something began to be not finite here.
+        """
+        bad, low, high, _ = map(float, measured)
+        what = self.operation, self.layer, self.line, self.dtype
+        return Range(*what, low, high, int(bad), self.is_gradient)
+
+
+class OperationTable:
+    """Operations, in the order in which they ran or became part of a graph.
+
+    Attributes:
+        rows: list of OperationRow.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[OperationRow] = []
+        # The tensors are kept, so that no other one gets the id.
+        self._row_of: dict[int, int] = {}
+        self._kept: list[tf.Tensor] = []
+
+    def rows_of(self, values: Iterable[tf.Tensor]) -> list[int]:
+        """Returns the rows of those tensors that have one."""
+        return [self._row_of[id(value)] for value in values if id(value) in self._row_of]
+
+    def outputs_to_check(
+        self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns those results of an operation that should be finite; if there are any, add it.
+
+        Args:
+            kind: the type of the operation.
+            inputs: what it takes.
+            outputs: what it returns.
+        """
+        known = self.rows_of(inputs)
+        if kind in SAFE:
+            # The result is as good as what goes in.
+            if known:
+                self._keep(known[0], outputs)
+            return []
+        checked = [value for value in outputs if value.dtype.is_floating]
+        if kind in _NOT_CHECKED:
+            checked = []
+        elif kind.startswith(_FIRST_OUTPUT_ONLY):
+            checked = checked[:1]
+        if not checked and kind not in _ONLY_LOOKS:
+            for i in known:
+                self.rows[i].is_used_elsewhere = True
+        return checked
+
+    def add(
+        self,
+        kind: str,
+        layer: str,
+        site: CallSite,
+        values: Sequence[tf.Tensor],
+        inputs: list[int],
+        is_given: bool = False,
+    ) -> int:
+        """Adds an operation.
+
+        Args:
+            kind: its type.
+            layer: the path of its layer.
+            site: where it comes from.
+            values: tensors that it returned.
+            inputs: the rows of what went in.
+            is_given: as in `OperationRow`.
+
+        Returns:
+            The number of the row.
+        """
+        index = len(self.rows)
+        # What is made of gradients, such as their sum over replicas, overflows as they do.
+        is_gradient = site.is_gradient or any(self.rows[i].is_gradient for i in inputs)
+        dtype = values[0].dtype.name
+        row = OperationRow(kind, layer, site.line, dtype, is_gradient, inputs, is_given)
+        self.rows.append(row)
+        for i in set(inputs):
+            self.rows[i].users.append(index)
+        self._keep(index, values)
+        return index
+
+    def _keep(self, row: int, values: Sequence[tf.Tensor]) -> None:
+        self._row_of.update((id(value), row) for value in values)
+        self._kept.extend(values)
+
+
+class EagerRecorder(OperationTable):
+    """Watches the operations that run in eager.
+
+    Attributes:
+        measured: list of what each row's operation returned, as `OperationRow.range` takes it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured: list[tuple[float, ...]] = []
+        self._dropped: list[weakref.ref[tf.Tensor]] = []
+
+    def _keep(self, row: int, values: Sequence[tf.Tensor]) -> None:
+        # Tensors of a graph live as long as it does; these are the program's to drop.
+        for value in values:
+            forget = functools.partial(_forget, self._row_of, id(value))
+            self._row_of[id(value)] = row
+            self._dropped.append(weakref.ref(value, forget))
+
+    def record(self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> None:
+        """Records an operation that has run."""
+        checked = self.outputs_to_check(kind, inputs, outputs)
+        if not checked:
+            return
+        site = place()
+        if site.is_of_a_tool:
+            return
+        layer = watching.running_layer() or layers_of_scope(tf.get_current_name_scope())
+        known = self.rows_of(inputs)
+        self.add(kind, layer, site, checked, known)
+        numbers = np.concatenate([value.numpy().ravel() for value in checked])
+        numbers = numbers.astype(np.float64)
+        finite = numbers[np.isfinite(numbers)]
+        bad = numbers.size - finite.size
+        low, high = finite.min(initial=math.inf), finite.max(initial=-math.inf)
+        begins_here = bad > 0 and not any(self.measured[i][0] for i in known)
+        self.measured.append((bad, low, high, begins_here))
+
+    def is_full(self) -> bool:
+        """Whether to read the rows, but not before what is not finite may have been used."""
+        return len(self.rows) >= _EAGER_ROWS and not self.measured[-1][0]
+
+    def pass_on(self, inputs: Sequence[tf.Tensor]) -> None:
+        """Records what was given to a function, which has rows of its own."""
+        for i in self.rows_of(inputs):
+            self.rows[i].is_passed_on = True
+
+
+class SpoiltTensors:
+    """Tensors of eager code that are not finite for a reason that is known."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[tf.Tensor]] = {}
+
+    def add(self, values: Sequence[tf.Tensor]) -> None:
+        """Adds those that are not finite, and those that may hold such, such as an `Optional`."""
+        for value in values:
+            is_bad = value.dtype == tf.variant
+            if value.dtype.is_floating:
+                is_bad = not bool(tf.reduce_all(tf.math.is_finite(value)))
+            if is_bad:
+                forget = functools.partial(_forget, self._known, id(value))
+                self._known[id(value)] = weakref.ref(value, forget)
+
+    def has_any(self, values: Sequence[tf.Tensor]) -> bool:
+        """Whether one of these is among them."""
+        return any(id(value) in self._known for value in values)
+
+
+def _forget(known: dict[int, Any], key: int, dropped: object) -> None:
+    """Forgets a tensor that is no more, since another one may get its id."""
+    del dropped
+    known.pop(key, None)
+
+
+def first_bad(
+    rows: list[OperationRow], measured: np.ndarray, is_checked: Callable[[OperationRow], bool]
+) -> int | None:
+    """Returns the first row where something begins to be not finite and reaches what matters.
+
+    Args:
+        rows: list of OperationRow.
+        measured: array with a row for each, as `OperationRow.range` takes it.
+        is_checked: whether a row may be the first. What comes of one that may not can be.
+    """
+    bad, begins_here = measured[:, 0] > 0, measured[:, 3] > 0
+    for i in map(int, np.flatnonzero(bad)):
+        sources = [j for j in rows[i].inputs if bad[j]]
+        came_unchecked = bool(sources) and not any(is_checked(rows[j]) for j in sources)
+        begins_here[i] = is_checked(rows[i]) and (begins_here[i] or came_unchecked)
+    reaches = np.zeros(len(rows), bool)
+    for i in reversed(range(len(rows))):
+        if bad[i]:
+            row = rows[i]
+            is_last = not row.users and not row.is_passed_on
+            reaches[i] = row.is_used_elsewhere or is_last or reaches[row.users].any()
+    culprits = [int(i) for i in np.flatnonzero(reaches & begins_here)]
+    # What is given to a graph inside of another one, to a loop's body, has been computed outside.
+    results = [i for i in culprits if not rows[i].is_given]
+    return min(results or culprits, default=None)
+
+
+def layers_of_scope(scope: str) -> str:
+    """Returns the layers of a name scope; that of a gradient is the one of its forward pass."""
+    return re.sub(r"(^|/)(gradient_tape|replica_\d+)(?=/|$)", "", scope).strip("/")
