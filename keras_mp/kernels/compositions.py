@@ -41,6 +41,8 @@ _MATRICES = (
     *("linalg.pinv", "linalg.qr", "linalg.slogdet", "linalg.solve", "linalg.svd"),
     *("linalg.triangular_solve", "linalg.cholesky_solve", "linalg.trace"),
 )
+# They move numbers, and have no kernel in bfloat16.
+_DIAGONALS = ("linalg.tensor_diag", "linalg.tensor_diag_part")
 _SQUARES = (
     *("math.reduce_euclidean_norm", "nn.batch_normalization"),
     *("math.l2_normalize", "math.reduce_variance", "math.reduce_std", "nn.moments", "norm"),
@@ -71,7 +73,8 @@ _TRANSFORMS = (
 # They refuse 16 bits.
 _REAL_TRANSFORMS = ("signal.rfft", "signal.rfft2d", "signal.rfft3d")
 NAMES = (
-    *(*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_LOGARITHMS, *_MATRICES, *_SQUARES, *_IMAGES),
+    *(*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_LOGARITHMS, *_MATRICES, *_DIAGONALS),
+    *(*_SQUARES, *_IMAGES),
     *(*_SIGNALS, *_TRANSFORMS, *_REAL_TRANSFORMS),
 )
 # TensorFlow returns float32, whatever the dtype of their inputs.

@@ -93,6 +93,8 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "linalg.solve": lambda c: tf.linalg.solve(c(MATRIX), c(VECTORS)),
     "linalg.svd": lambda c: tf.linalg.svd(c(MATRIX))[0],
     "linalg.trace": lambda c: tf.linalg.trace(c(tf.linalg.diag(ROWS[:, 1] * 100 - 19990))),
+    "linalg.tensor_diag": lambda c: tf.linalg.tensor_diag(c(ROWS[:, 1])),
+    "linalg.tensor_diag_part": lambda c: tf.linalg.tensor_diag_part(c(MATRIX)),
     "linalg.triangular_solve": lambda c: tf.linalg.triangular_solve(c(MATRIX), c(VECTORS)),
     "AvgPool3D": lambda c: tf.nn.avg_pool3d(c(tf.fill([1, 4, 4, 4, 1], 30000.0)), 4, 4, "VALID"),
     "image.non_max_suppression": lambda c: tf.image.non_max_suppression(
@@ -194,6 +196,15 @@ def test_they_compute_in_float32(name: str, dtype: str) -> None:
                 rtol=2 ** (-10 if dtype == "float16" else -7),
                 atol=0.1 if value.dtype.is_integer else 1e-7,
             )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_in_16_bits_may_begin_orthogonal(dtype: str) -> None:
+    layer = tf.keras.layers.LSTM(4, dtype=keras_mp.Policy(dtype))
+    layer(tf.ones([2, 3, 4]))
+    _, recurrent, _ = (np.asarray(tf.cast(each, "float32")) for each in layer.weights)
+    assert tf.as_dtype(layer.weights[1].dtype) == dtype
+    np.testing.assert_allclose(recurrent @ recurrent.T, np.eye(4), atol=0.02)
 
 
 @once
