@@ -213,6 +213,19 @@ def test_inside_of_a_loss_scale_optimizer(name, replicas, mode):
     assert_trains_as_in_float32(6, name=name, mode=mode, replicas=replicas, wrap=wrap)
 
 
+def test_slots_of_weights_that_cast_themselves_are_in_float32():
+    # Keras 2 makes the weights of this layer so, whatever the policy, and those of most others not.
+    layer = tf.keras.layers.GroupNormalization(2, dtype=keras_mp.Policy("bfloat16"))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.cast(layer(tf.random.normal([4, 6])), tf.float32) ** 3)
+    optimizer = keras_mp.MasterWeightOptimizer(make_optimizer("new.SGD"))
+    weights = layer.trainable_weights
+    optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+    slots = [v for v in optimizer.inner_optimizer.variables if tuple(v.shape) == (6,)]
+    assert len(slots) == 2
+    assert {tf.as_dtype(each.dtype) for each in slots} == {tf.float32}
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_inside_of_a_loss_scale_optimizer_on_two_replicas(name):
     # The update is in a branch. SGD of Keras 2 adds a variable to the weight in it.

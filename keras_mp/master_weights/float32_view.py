@@ -122,6 +122,9 @@ class Float32View(VariableWrapper):
         """float32."""
         return tf.float32
 
+    # Optimizers of Keras 2 ask for this one first, which variables of a normalization have.
+    true_dtype = dtype
+
     @property
     def stored_dtype(self) -> tf.DType:
         """The dtype of the variable in 16 bits."""
