@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from keras_mp.layer_paths import native_variable
 from keras_mp.numerics.hazards.traced_step import (
     MOST_VARIANCE,
     UNIT_ROUNDOFF,
@@ -101,13 +100,8 @@ def _cast_to_integers(traced: TracedStep, tensor: tf.Tensor) -> tf.Operation | N
 
 def weights_written_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
     """A layer assigns to a float32 weight what it computed from 16 bits."""
-    graph = tf.compat.v1.get_default_graph()
-    weights = [native_variable(each) for each in traced.model.trainable_weights]
-    handles = [graph.capture(getattr(each, "values", [each])[0].handle) for each in weights]
     for operation in traced.forward:
-        if operation.type != "AssignVariableOp":
-            continue
-        if not any(operation.inputs[0] is handle for handle in handles):
+        if operation.type != "AssignVariableOp" or operation.inputs[0].ref() not in traced.trained:
             continue
         value = operation.inputs[1]
         source = value

@@ -5,7 +5,6 @@ from collections.abc import Hashable, Iterator, Mapping
 
 import tensorflow as tf
 
-from keras_mp.layer_paths import native_variable
 from keras_mp.numerics.distances import LIMIT
 from keras_mp.numerics.graphs.origins import MOVES
 from keras_mp.numerics.hazards.traced_step import (
@@ -30,14 +29,8 @@ _CURE = 'Make the variable in float32: self.add_weight(..., dtype="float32").'
 
 def states_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
     """A layer adds to a variable, or moves an average, in 16 bits."""
-    graph = tf.compat.v1.get_default_graph()
-    weights = [native_variable(each) for each in traced.model.trainable_weights]
-    trained = {
-        graph.capture(getattr(each, "values", [each])[0].handle).ref()  # pyright: ignore
-        for each in weights
-    }
     for write in traced.forward:
-        if write.type not in _WRITES or write.inputs[0].ref() in trained:
+        if write.type not in _WRITES or write.inputs[0].ref() in traced.trained:
             continue
         of_old, of_value = _WRITES[write.type]
         value, terms = write.inputs[1], [write.inputs[1]]

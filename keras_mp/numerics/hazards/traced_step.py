@@ -1,8 +1,8 @@
 """The graph of one step, with its layers and the tensors of one batch, for hazards to inspect."""
 
 import functools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -112,6 +112,14 @@ class TracedStep:
         for operation in self.forward if forward else self.operations:
             if operation.type in types and operation.outputs[0].dtype in LOW_PRECISION:
                 yield operation
+
+    @functools.cached_property
+    def trained(self) -> set[Hashable]:
+        """References of the handles of trainable weights, in the first replica."""
+        graph = tf.compat.v1.get_default_graph()
+        weights = map(layer_paths.native_variable, self.model.trainable_weights)
+        first: list[Any] = [getattr(each, "values", [each])[0] for each in weights]
+        return {graph.capture(each.handle).ref() for each in first}
 
     @functools.cached_property
     def products(self) -> list[tuple[tf.Operation, int]]:
