@@ -240,6 +240,19 @@ def test_inside_of_an_all_reduce_optimizer(name):
     assert_trains_as_in_float32(6, name=name, mode="function", replicas=2, wrap=wrap)
 
 
+@pytest.mark.parametrize("method", ["split", "copy", "stochastic_rounding"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_may_be_set_to_zero(dtype, method):
+    for mode in ("eager", "jit"):
+        run = Run("new.SGD", dtype, mode, method=method, momentum=0.0).train(3)
+        kernel = run.kernel.numpy().astype("float32")
+        run.kernel.assign(tf.cast(kernel * (np.arange(16)[:, None] % 2), dtype))
+        begin = value(run.kernel).astype("float32")
+        run.train(1)
+        moved = value(run.kernel).astype("float32") - begin
+        assert 0 < np.abs(moved).max() < 0.5, mode
+
+
 NEW = [
     {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
     {"weight_decay": 0.1},

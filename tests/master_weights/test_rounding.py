@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -57,13 +59,16 @@ def test_bits_are_packed(size):
     np.testing.assert_array_equal(unpacked.numpy(), bits)
 
 
-def test_any_remainder_leaves_a_weight_that_rounds_to_the_same():
-    # As when the weight was set since, by loading a file for one.
-    nearest = tf.constant([1.0, -1.5, 3e38, 1e-30], tf.bfloat16)
-    for remainder in (-32767, -1, 0, 1, 32767):
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_any_remainder_leaves_a_weight_that_rounds_to_the_same(mode):
+    # As when the weight was set since, by loading a file for one, or pruned.
+    nearest = tf.constant([1.0, -1.5, 3e38, 1e-30, 0.0, -0.0, 2.0**-126], tf.bfloat16)
+    join = placed(rounding.join_bfloat16, mode)
+    for remainder, carry in itertools.product((-32768, -32767, -1, 0, 1, 32767), (False, True)):
         remainders = tf.fill(nearest.shape, tf.constant(remainder, tf.int16))
-        joined = rounding.join_bfloat16(nearest, remainders, tf.zeros(nearest.shape, tf.bool))
-        np.testing.assert_array_equal(tf.cast(joined, tf.bfloat16), nearest)
+        joined = join(nearest, remainders, tf.fill(nearest.shape, carry)).numpy()
+        rounded = joined.astype(tf.bfloat16.as_numpy_dtype)
+        np.testing.assert_array_equal(rounded.view(np.int16), nearest.numpy().view(np.int16))
 
 
 def in_binades(first, last, count, seed=0):
