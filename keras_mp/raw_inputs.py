@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api, master_writes, variables
 from keras_mp.kernels import compositions
+from keras_mp.op_autocast import promotion
 from keras_mp.support import marks
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES, is_low
@@ -279,7 +280,11 @@ def call(
     if dtype is None or not (kind.reads is None or kind.reads(layer, tensors)):
         return keras_call(layer, *args, **kwargs)
     outermost = _thread.outermost or layer
-    with replaced(_thread, "outermost", outermost), replaced(_thread, "innermost", layer):
+    with (
+        replaced(_thread, "outermost", outermost),
+        replaced(_thread, "innermost", layer),
+        promotion.rounding_assignments(),
+    ):
         result = keras_call(layer, *args, **kwargs)
         return rounded(layer, result)
 

@@ -683,6 +683,19 @@ def test_what_layers_assign_to_weights_is_computed_from_float32(name: str, dtype
     np.testing.assert_allclose(found, exact, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["SpectralNormalization", "pruning"])
+def test_layers_assign_to_weights_in_16_bits(name: str, dtype: str) -> None:
+    policy = keras_mp.Policy(dtype, loss_scale=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+        found = np.asarray(tf.cast(_kernel_after(policy, name), "float32"))
+    if name == "pruning":
+        np.testing.assert_allclose(found, [[1.0], [0.0]], atol=0.1)
+    else:
+        np.testing.assert_allclose(np.linalg.norm(found), 1.0, rtol=0.02)
+
+
 @pytest.mark.parametrize("policy", ["bfloat16", "float16", "mixed_bfloat16"])
 def test_metrics_and_statistics_count_in_float32(policy: str) -> None:
     with warnings.catch_warnings():

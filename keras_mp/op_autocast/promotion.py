@@ -12,7 +12,8 @@ other types of arguments is asked, and is ours. Where dtypes are mixed or a kern
 eager, generated code falls back to a slower way, in which the inputs of an operation get a common
 dtype. Branches and
 loops are made again with float32 in the place of 16 bits; what is written into a `tf.TensorArray`
-gets its dtype, and what is assigned to a float32 variable is cast.
+gets its dtype, and what is assigned to a float32 variable is cast. A float32 value is rounded to a
+variable in 16 bits only where keras_mp has made it one.
 
 This module needs TensorFlow only.
 """
@@ -55,10 +56,12 @@ class _Thread(threading.local):
     Attributes:
         is_strict: whether mixtures are refused.
         is_retrying: whether a function is called again.
+        rounds: whether float32 values are rounded that are assigned to variables in 16 bits.
     """
 
     is_strict = False
     is_retrying = False
+    rounds = False
 
 
 _thread = _Thread()
@@ -67,6 +70,11 @@ _thread = _Thread()
 def refused() -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which mixtures are errors, as without keras_mp."""
     return replaced(_thread, "is_strict", True)
+
+
+def rounding_assignments() -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which float32 values may be assigned to variables in 16 bits."""
+    return replaced(_thread, "rounds", True)
 
 
 @functools.cache
@@ -79,7 +87,7 @@ def install() -> None:
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
-            setattr(cls, name, _widening_the_value(getattr(cls, name)))
+            setattr(cls, name, _in_the_dtype_of_the_variable(getattr(cls, name)))
     branching: list[Any] = [tf.compat.v1.cond, tf.switch_case, tf.compat.v1.while_loop]
     kernels_replaced.replace(
         kernels_replaced.Replacement(own, (own.__name__,), _made_again(own)) for own in branching
@@ -184,13 +192,14 @@ def _dtypes_without_kernel(op: str, device: str) -> frozenset[tf.DType]:
     return frozenset(dtype for dtype in taken if not plans.has_kernel(op, dtype, device))
 
 
-def _widening_the_value(own: Callable[..., Any]) -> Callable[..., Any]:
+def _in_the_dtype_of_the_variable(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method of variables that assigns."""
 
     @functools.wraps(own)
     def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if variable.dtype == tf.float32 and _dtype_of(value) in LOW_PRECISION and _is_active():
-            value = tf.cast(value, tf.float32)
+        is_mixed = _is_mixed([_dtype_of(value), variable.dtype])
+        if is_mixed and (_thread.rounds or (variable.dtype == tf.float32 and _is_active())):
+            value = tf.cast(value, variable.dtype)
         return own(variable, value, *args, **kwargs)
 
     return assign
