@@ -667,8 +667,9 @@ def test_an_optimizer_that_computes_gradients_in_a_way_of_its_own_is_warned_abou
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("kind", ["bare", "fixed", "dynamic"])
 def test_a_session_runs_a_step_on_replicas(kind, bad):
-    with tf.Graph().as_default(), mirrored(2).scope():
-        strategy = tf.distribute.get_strategy()
+    # One that is made in the graph would sum without collectives in all later tests, too.
+    strategy = mirrored(2)
+    with tf.Graph().as_default(), strategy.scope():
         scale = v1.ExponentialUpdateLossScaleManager(2.0**8, 50) if kind == "dynamic" else 8.0
         v = V1.get_variable("v", initializer=[1.0, 2.0], use_resource=True)
         optimizer = V1.train.GradientDescentOptimizer(0.25)
