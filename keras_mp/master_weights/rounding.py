@@ -58,19 +58,17 @@ def _nearest_bfloat16(bits: tf.Tensor) -> tf.Tensor:
 def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) -> tf.Tensor:
     """Returns the float32 values that `split_bfloat16` has split, bit for bit but for NaN.
 
-    A program may have written a weight since, as pruning does. What is left beside it is then less
-    than half of a digit. But from the bits of a zero nothing can be taken away.
-
     Args:
         nearest: bfloat16 tensor.
         remainder: int16 tensor.
         carry: bool tensor.
     """
-    upper = tf.bitcast(tf.cast(nearest, tf.float32), tf.uint32)
-    is_written = tf.equal(upper & _MAGNITUDE, 0) & (remainder < 0)
-    rest = tf.where(is_written, tf.constant(0, tf.uint32), tf.cast(remainder, tf.uint32))
-    rest = tf.where(carry, tf.constant(0x8000, tf.uint32), rest)
-    return tf.bitcast(upper + rest, tf.float32)
+    as_float32 = tf.cast(nearest, tf.float32)
+    rest = tf.where(carry, tf.constant(0x8000, tf.uint32), tf.cast(remainder, tf.uint32))
+    joined = tf.bitcast(tf.bitcast(as_float32, tf.uint32) + rest, tf.float32)
+    # If a program has set the weight since, what is left of the old one is less than half a digit.
+    # But a zero has no bits that it could be taken from.
+    return tf.where(tf.math.is_nan(joined), as_float32, joined)
 
 
 def pack_bits(bits: tf.Tensor) -> tf.Tensor:
