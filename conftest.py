@@ -33,6 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     ends = {id(item) for each in cases.values() for item in (each[0], each[-1])}
-    kept = [item for item in items if (id(item) in ends) != is_other]
-    config.hook.pytest_deselected(items=[item for item in items if (id(item) in ends) == is_other])
-    items[:] = kept
+    left_out = [item for item in items if (id(item) in ends) == is_other]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if (id(item) in ends) != is_other]

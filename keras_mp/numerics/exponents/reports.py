@@ -299,6 +299,7 @@ class Report(Result):
         Returns:
             The `Axes`.
         """
+        # It draws reports, and so imports this module.
         from keras_mp.numerics.exponents import figures
 
         return figures.histograms(self, dtype, kind=kind, loss_scale=loss_scale, ax=ax)

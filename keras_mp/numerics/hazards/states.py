@@ -40,14 +40,17 @@ def states_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
                 value = value.op.inputs[0]
                 dtypes.add(value.dtype)
             terms = list(value.op.inputs) if value.op.type in _SUMS else []
-        for dtype in dtypes.intersection(LOW_PRECISION):
-            factors = _factors(traced, write)
-            kept = of_old + of_value * factors.get(value.ref(), 0.0)
-            added = [each for each in terms if each.ref() not in factors]
-            if kept == 1 and added:
-                yield _sum(traced, write, added[0], dtype)
-            elif 1 - 1 / LIMIT < kept < 1:
-                yield _average(traced, write, dtype, kept)
+        low = dtypes.intersection(LOW_PRECISION)
+        if not low:
+            continue
+        dtype = max(low, key=UNIT_ROUNDOFF.__getitem__)
+        factors = _factors(traced, write)
+        kept = of_old + of_value * factors.get(value.ref(), 0.0)
+        added = [each for each in terms if each.ref() not in factors]
+        if kept == 1 and added:
+            yield _sum(traced, write, added[0], dtype)
+        elif 1 - 1 / LIMIT < kept < 1:
+            yield _average(traced, write, dtype, kept)
 
 
 def _factors(traced: TracedStep, write: tf.Operation) -> Mapping[Hashable, float]:
@@ -105,9 +108,9 @@ def _sum(traced: TracedStep, write: tf.Operation, added: tf.Tensor, dtype: tf.DT
 
 def _average(traced: TracedStep, write: tf.Operation, dtype: tf.DType, kept: float) -> Suspect:
     [largest] = yield [tf.reduce_max(tf.abs(widened(write.inputs[1])))]
-    off = UNIT_ROUNDOFF[dtype] / (1 - kept)
     if not largest:
         return None
+    off = UNIT_ROUNDOFF[dtype] / (1 - kept)
     return traced.finding(
         write,
         "an average that sticks in 16 bits",
