@@ -99,9 +99,13 @@ def of_file(times: Mapping[str, Mapping[str, float]], machine: Mapping[str, Any]
 
 @functools.cache
 def _of_kind(kind: str) -> Table:
-    own = measured.BY_KIND.get(kind)
-    if own is not None:
-        return Table(own, f"keras_mp's table for CPUs of the kind {kind!r}")
+    source = "keras_mp's table for CPUs of the kind"
+    if kind in measured.BY_KIND:
+        return Table(measured.BY_KIND[kind], f"{source} {kind!r}")
+    below = measured.NEAREST_BELOW.get(kind)
+    if below is not None:
+        why = f"the nearest one below {kind!r}, which was not measured"
+        return Table(measured.BY_KIND[below], f"{source} {below!r}, {why}", is_of_kind=False)
     source = f"keras_mp's table for CPUs of kinds that were not measured ({kind})"
     return Table(_slow_on_all(), source, is_of_kind=False)
 

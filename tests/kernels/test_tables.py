@@ -40,17 +40,26 @@ def test_the_table_that_ships_has_all_kernels():
 
 
 def test_a_cpu_that_was_not_measured_gets_what_is_slow_on_all(monkeypatch):
-    monkeypatch.setattr(cpu, "kind", lambda: "AMX-BF16")
+    monkeypatch.setattr(cpu, "kind", lambda: "Arm BF16")
     table = tables.current()
     assert not table.is_of_kind
-    assert "not measured (AMX-BF16)" in hardware.table_in_use()
+    assert "not measured (Arm BF16)" in hardware.table_in_use()
     for op in slow.KERNELS:
         for dtype in ("bfloat16", "float16"):
             is_slow = [times[op][dtype] > 1.5 for times in measured.BY_KIND.values()]
             assert (table.time(op, dtype) > 1.5) == all(is_slow)
     # On each CPU that was met.
-    assert slow.is_slow("Conv2DBackpropFilter", "float16", device="CPU")
+    assert slow.is_slow("Conv3DBackpropFilterV2", "float16", device="CPU")
     assert hardware.best_policy() == "float32"
+
+
+def test_a_kind_that_was_not_measured_is_judged_by_the_nearest_one_below(monkeypatch):
+    assert set(measured.NEAREST_BELOW.values()) <= set(measured.BY_KIND)
+    for kind, below in measured.NEAREST_BELOW.items():
+        assert kind not in measured.BY_KIND
+        table = tables._of_kind(kind)
+        assert (table.times, table.is_of_kind) == (measured.BY_KIND[below], False)
+        assert f"of the kind {below!r}, the nearest one below {kind!r}" in table.source
 
 
 @pytest.mark.parametrize("way", ["environment", "function"])
@@ -164,6 +173,25 @@ def test_kinds_of_cpus(machine, flags, environment, kind, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cpu.kind() == kind
+
+
+@pytest.mark.parametrize("more", ["", " amx_fp16"], ids=["AMX-BF16", "AMX-FP16"])
+def test_a_cpu_with_amx_trains_in_bfloat16(more, monkeypatch):
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(cpu, "info", lambda: {"flags": f"{SAPPHIRE_RAPIDS}{more}"})
+    for name in ("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    assert hardware.best_policy() == "mixed_bfloat16"
+    assert hardware.why_slow("bfloat16") is None
+    assert "1.3 times" in hardware.why_slow("float16")
+    assert slow.is_slow("Conv2DBackpropFilter", "float16", device="CPU")
+    assert slow.is_slow("DepthwiseConv2dNativeBackpropFilter", "float16", device="CPU")
+    assert not slow.is_slow("Conv2DBackpropInput", "float16", device="CPU")
+    # Without its units it is another CPU.
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    tables._of_process.cache_clear()
+    assert hardware.best_policy() == "float32"
 
 
 def test_whether_tensorflow_computes_with_onednn_is_what_it_says_itself():
