@@ -5,7 +5,8 @@ that have been rounded. So while such a model runs, the results of matrix produc
 of sigmoids, and of what moves or biases them, are noted with the way in which they were made. If
 one of them is an output of the model, it is made again in float32, as by a layer with
 `output_dtype="float32"`. In a graph nothing is left of the one in 16 bits, which nobody uses; in
-eager the last product is computed twice. All other outputs are cast.
+eager the last product is computed twice. All other outputs are cast. Gradients with respect to an
+output are those of both (`kernels/returned_outputs.py`).
 
 This module needs TensorFlow only.
 """
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import kernels, raw_inputs
-from keras_mp.kernels import replaced
+from keras_mp.kernels import replaced, returned_outputs
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
 from keras_mp.op_autocast import context_manager
 from keras_mp.support import op_table
@@ -108,6 +109,7 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
         is_to_be: tells whether an output is to be float32; takes the policy of the layer that made
             it, or None if that is not known.
     """
+    exact: dict[int, Any] = {}
 
     def widen(output: Any) -> Any:
         is_ragged = isinstance(output, tf.RaggedTensor | tf.SparseTensor)
@@ -116,18 +118,25 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
         if not is_to_be(getattr(output, "_keras_mp_policy", None)):
             return output
         # A layer for raw data has rounded it.
-        unrounded = raw_inputs.before_rounding(output)
-        exact: Any = unrounded if _is_float32(unrounded) else _exact(output)
-        if exact is None:
-            return fusion.cast(output, "float32")
+        result: Any = raw_inputs.before_rounding(output)
+        if not _is_float32(result):
+            origin, result = _origin(output), _exact(output, exact)
+            if result is None:
+                result = fusion.cast(output, "float32")
+                returned_outputs.note(result, output, is_cast=True)
+            elif origin is not None and origin.kind != _CAST:  # Else it was computed from `result`.
+                returned_outputs.note(result, output, is_cast=False)
         if hasattr(output, "_keras_mask"):
-            exact._keras_mask = output._keras_mask
-        return exact
+            result._keras_mask = output._keras_mask
+        return result
 
-    if isinstance(outputs, tf.Tensor):
-        return widen(outputs)
-    before = tf.nest.flatten(outputs)
+    before = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
     after = [widen(each) for each in before]
+    for output in filter(_is_low, before):
+        # Who keeps an output keeps none of the tensors from which it was made.
+        vars(output).pop("_keras_mp_made", None)
+    if isinstance(outputs, tf.Tensor):
+        return after[0]
     if all(old is new for old, new in zip(before, after)):
         return outputs
     return tf.nest.pack_sequence_as(outputs, after)
@@ -141,8 +150,19 @@ def _is_low(value: object) -> bool:
     return isinstance(value, tf.Tensor) and value.dtype in LOW_PRECISION
 
 
-def _exact(tensor: Any) -> tf.Tensor | None:
-    """Returns what a 16-bit tensor would be if float32 had made it; None if that is not known."""
+def _exact(tensor: Any, known: dict[int, Any]) -> tf.Tensor | None:
+    """Returns what a 16-bit tensor would be if float32 had made it; None if that is not known.
+
+    Args:
+        tensor: the tensor.
+        known: the results by the ids of tensors, so that an output is one tensor to all others.
+    """
+    if id(tensor) not in known:
+        known[id(tensor)] = _computed(tensor, known)
+    return known[id(tensor)]
+
+
+def _computed(tensor: Any, known: dict[int, Any]) -> tf.Tensor | None:
     origin = _origin(tensor)
     if origin is None:
         return None
@@ -151,11 +171,11 @@ def _exact(tensor: Any) -> tf.Tensor | None:
         return _weight(tensor)
     if origin.kind == _PRODUCT:
         with context_manager.entered(Region(tensor.dtype, gradients_only=True)):
-            return _again(origin, [_factor(each) for each in low])
+            return _again(origin, [_factor(each, known) for each in low])
     wide = [_weight(each) for each in low]
     if origin.kind == _ADDITION and sum(each is None for each in wide) != 1:
         return None  # A sum of two results, such as a residual, is one in 16 bits.
-    wide = [_exact(each) if weight is None else weight for each, weight in zip(low, wide)]
+    wide = [_exact(each, known) if weight is None else weight for each, weight in zip(low, wide)]
     if origin.kind == _ACTIVATION:
         return _with_logits(_again(origin, wide), tensor, low[0], wide[0])
     is_known = all if origin.kind == _ADDITION else any
@@ -191,11 +211,11 @@ def _weight(tensor: object) -> tf.Tensor | None:
     return result if result.dtype == tf.float32 else None
 
 
-def _factor(tensor: tf.Tensor) -> tf.Tensor | None:
+def _factor(tensor: tf.Tensor, known: dict[int, Any]) -> tf.Tensor | None:
     """Returns a factor of a product in float32, or None if it was in 16 bits."""
     origin = _origin(tensor)
     is_first_of_two = origin is not None and origin.op in _FIRST_OF_TWO
-    return _exact(tensor) if is_first_of_two else _weight(tensor)
+    return _exact(tensor, known) if is_first_of_two else _weight(tensor)
 
 
 def _again(origin: _Origin, wide: list[tf.Tensor | None]) -> Any:

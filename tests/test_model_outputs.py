@@ -117,6 +117,149 @@ def test_outputs_are_those_of_a_float32_last_layer(name, mode, dtype):
         np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02)
 
 
+class Features(tf.keras.Model):
+    """A subclassed model with an output of a layer or of an operation, and others made of it."""
+
+    def __init__(self, activation=None):
+        super().__init__()
+        self.convolution, self.out = L.Conv2D(4, 3), L.Dense(2)
+        self.activation = activation
+
+    def call(self, x):
+        features = self.convolution(x)
+        if self.activation is not None:
+            features = self.activation(features)
+        logits = self.out(tf.reduce_mean(features, [1, 2]))
+        return features, logits, tf.nn.softmax(logits)
+
+
+def with_features(first, x):
+    features = first(x)
+    logits = L.Dense(2)(L.GlobalAveragePooling2D()(features))
+    return tf.keras.Model(x, [features, logits, L.Softmax()(logits)])
+
+
+def with_embedding():
+    ids = tf.keras.Input([5], dtype="int32")
+    features = L.Embedding(7, 3)(ids)
+    logits = L.Dense(2)(L.Flatten()(features))
+    return tf.keras.Model(ids, [features, logits, L.Activation("softmax")(logits)])
+
+
+FEATURES = {
+    "subclassed": Features,
+    "subclassed, an operation": lambda: Features(tf.nn.relu),
+    "functional": lambda: with_features(L.Conv2D(4, 3), tf.keras.Input([8, 8, 3])),
+    "functional, cast": lambda: with_features(L.ReLU(), tf.keras.Input([8, 8, 3])),
+    "embedding": with_embedding,
+}
+
+
+@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(FEATURES))
+def test_gradients_with_respect_to_outputs_are_those_of_float32(name, mode, dtype):
+    x = tf.constant([[1, 2, 3, 4, 5]]) if name == "embedding" else tf.constant(IMAGES)
+    results = []
+    for policy in (f"mixed_{dtype}", "float32"):
+        tf.keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(policy):
+            model = FEATURES[name]()
+        model(x)
+
+        @MODES[mode]
+        def run(x):
+            with tf.GradientTape(persistent=True) as tape:
+                if x.dtype.is_floating:
+                    tape.watch(x)
+                features, logits, probabilities = model(x)
+                score, probability = logits[:, 0], probabilities[:, 0]
+                both = tf.reduce_sum(score) + tf.reduce_sum(features**2)
+            targets = (score, features), (probability, features), (probability, logits)
+            found = [tape.gradient(*pair) for pair in (*targets, (both, features))]
+            return found, tape.gradient(both, model.trainable_variables)
+
+        results.append(tf.nest.flatten(run(x)))
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == tf.float32
+        found, expected = map(tf.convert_to_tensor, (found, expected))
+        np.testing.assert_allclose(found, expected, atol=0.02 * np.max(np.abs(expected)))
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_gradients_of_outputs_that_nothing_else_was_made_of(mode):
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = FEATURES["functional, cast"]()
+
+    @MODES[mode]
+    def run(x):
+        with tf.GradientTape() as first:
+            first.watch(x)
+            features, logits, _ = model(x)
+        unconnected = first.gradient(features, [logits, x], unconnected_gradients="zero")
+        with tf.GradientTape() as later:
+            later.watch([features, logits])
+            score = features * 3
+        watched_later = later.gradient(score, [features, logits], unconnected_gradients="zero")
+        return *unconnected, *watched_later
+
+    zeros, of_x, threes, more_zeros = run(tf.constant(np.abs(IMAGES) + 1))
+    np.testing.assert_array_equal(zeros, np.zeros([2, 2]))
+    np.testing.assert_array_equal(of_x, np.ones([2, 8, 8, 3]))
+    np.testing.assert_array_equal(threes, np.full([2, 8, 8, 3], 3.0))
+    np.testing.assert_array_equal(more_zeros, zeros)
+
+
+@pytest.mark.parametrize("name", ["subclassed", "functional", "functional, cast"])
+def test_jacobians_and_tf_gradients_with_respect_to_outputs(name):
+    results = []
+    for policy in ("mixed_bfloat16", "float32"):
+        tf.keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(policy):
+            model = FEATURES[name]()
+
+        @tf.function
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                features, logits, _ = model(x)
+            jacobian = tape.jacobian(logits, features)
+            with_stop = tf.gradients(logits + features[:, 0, 0, :2], x, stop_gradients=features)
+            return jacobian, *tf.gradients(logits, features), with_stop
+
+        results.append(run(tf.constant(IMAGES)))
+    (found, of_logits, stopped), (expected, expected_of_logits, expected_stopped) = results
+    np.testing.assert_allclose(found, expected, atol=0.001)
+    np.testing.assert_allclose(of_logits, expected_of_logits, atol=0.001)
+    assert stopped == expected_stopped == [None]
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_a_train_step_with_the_gradient_of_an_embedding(run_eagerly):
+    class Adversary(tf.keras.Model):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def call(self, x):
+            return self.inner(x)
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                embedding, logits, _ = self.inner(data[0])
+                loss = tf.reduce_sum(logits)
+            gradient, *gradients = tape.gradient(loss, [embedding, *self.trainable_variables])
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"norm": tf.norm(gradient)}
+
+    norms = {}
+    for policy in ("mixed_float16", "float32"):
+        tf.keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(policy):
+            model = Adversary(with_embedding())
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+        norms[policy] = model.fit(np.array([[1, 2, 3, 4, 5]]), np.zeros([1, 2]), verbose=0).history
+    np.testing.assert_allclose(*(norms[policy]["norm"] for policy in norms), rtol=0.01)
+
+
 def model_and_parts(dtype="bfloat16", **policy):
     with keras_mp.policy_scope(keras_mp.Policy(f"mixed_{dtype}", **policy)):
         return sequential("same")

@@ -23,11 +23,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
 from tensorflow.python.eager import execute as _execute
+from tensorflow.python.eager import imperative_grad as _imperative_grad
 from tensorflow.python.eager.polymorphic_function import function_context as _function_context
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.ops import custom_gradient as _custom_gradient
 from tensorflow.python.ops import gradients_util as _gradients_util
 
+from keras_mp.kernels import returned_outputs
 from keras_mp.support import reach, replica_threads
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -51,6 +53,7 @@ def install() -> None:
             (_execute, "record_gradient", _record),
             (type(_ops.gradient_registry), "lookup", _find_gradient),
             (tf.Graph, "_create_op_internal", _make_in_graph),
+            (_imperative_grad, "imperative_grad", returned_outputs.on_tapes),
             (_gradients_util, "_GradientsHelper", _out_of_reach),
             (_function_context, "make_function_context", _key_of_trace),
             (_custom_gradient, "_eager_mode_decorator", _with_custom_gradient),
@@ -137,11 +140,12 @@ def _make_in_graph(own: Callable[..., tf.Operation]) -> Callable[..., tf.Operati
 
 def _out_of_reach(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that differentiates a graph, whose operations have marks or none."""
+    of_outputs = returned_outputs.in_graphs(own)
 
     @functools.wraps(own)
     def differentiate(*args: Any, **kwargs: Any) -> object:
         with reach.entered(None):
-            return own(*args, **kwargs)
+            return of_outputs(*args, **kwargs)
 
     return differentiate
 
