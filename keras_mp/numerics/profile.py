@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api, layer_paths
 from keras_mp.conversion import convert
 from keras_mp.numerics import batches, copies, own_thread
-from keras_mp.numerics.graphs import op_times, traces
+from keras_mp.numerics.graphs import op_times, sending, traces
 from keras_mp.numerics.graphs.census import Census, census
 from keras_mp.numerics.results import Result
 from keras_mp.optimizer_wrapper import OptimizerWrapper
@@ -280,11 +280,8 @@ def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
             policy = Policy(f"mixed_{low}", output_dtype="float32")
             code = f'dtype=keras_mp.Policy("mixed_{low}", output_dtype="float32")'
             yield _Candidate(f"{code}, of layer {path!r}", {path: policy})
-    if getattr(model.optimizer, "jit_compile", False) is not True:
-        is_ours = isinstance(model.optimizer, OptimizerWrapper)
-        wrapper = type(model.optimizer) if is_ours else OptimizerWrapper
-        what = f"keras_mp.{wrapper.__name__}(optimizer, jit_compile=True)"
-        yield _Candidate(what, compiles_update=True)
+    if (update := sending.code_of_update(model)) is not None:
+        yield _Candidate(update, compiles_update=True)
     if model.jit_compile is not True:
         yield _Candidate("model.compile(..., jit_compile=True)", compiles=True)
 

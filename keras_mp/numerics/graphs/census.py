@@ -14,9 +14,10 @@ import tensorflow as tf
 from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as rewrites
 from keras_mp.numerics import batches, own_thread
-from keras_mp.numerics.graphs import census_text, origins, traces
+from keras_mp.numerics.graphs import census_text, origins, sending, traces
 from keras_mp.numerics.graphs import work as works
 from keras_mp.numerics.graphs.census_text import sums
+from keras_mp.numerics.graphs.sending import Sending
 from keras_mp.numerics.graphs.walk import CALLS, Node, Walk
 from keras_mp.numerics.results import Result
 from keras_mp.op_autocast import cast_policy, lower_precision
@@ -139,6 +140,8 @@ class Census(Result):
         optimized: `Graph`, as grappler leaves it and TensorFlow runs it; None where XLA compiles
             it as a whole, which grappler does not see.
         device: str. The GPU that it is about; None if it is about this machine.
+        sending: `Sending`, what the host sends to a GPU; None where none computes, and where XLA
+            compiles it as a whole.
 
     Example:
 
@@ -151,6 +154,7 @@ class Census(Result):
     traced: Graph
     optimized: Graph | None
     device: str | None = None
+    sending: Sending | None = None
 
     @property
     def runs(self) -> Graph:
@@ -158,7 +162,7 @@ class Census(Result):
         return self.optimized or self.traced
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns an object with "name", "device", "traced" and "optimized"."""
+        """Returns an object with "name", "device", "traced", "optimized" and "sending"."""
         graphs_of = {"traced": self.traced, "optimized": self.optimized}
         listed = {
             name: graph
@@ -169,7 +173,8 @@ class Census(Result):
             }
             for name, graph in graphs_of.items()
         }
-        return {"name": self.name, "device": self.device, **listed}
+        sent = self.sending and {**self.sending._asdict(), "is_bound": self.sending.is_bound}
+        return {"name": self.name, "device": self.device, **listed, "sending": sent}
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: sentences, and tables of dtypes, layers and casts.
@@ -268,7 +273,9 @@ def _census(
     rewritten_to = passes.enabled_dtype()
     graph = rewrites.optimized(meta, rewritten_to, device)
     reader.rewritten_to = rewritten_to
-    return Census(name, traced, reader.read(Walk(graph, walk).nodes), device)
+    nodes = Walk(graph, walk).nodes
+    sent = sending.of(nodes, device, model)
+    return Census(name, traced, reader.read(nodes), device, sent)
 
 
 class _Reader:

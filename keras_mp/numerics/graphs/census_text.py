@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from keras_mp.numerics.graphs import tensor_cores
+from keras_mp.numerics.graphs import sending, tensor_cores
 from keras_mp.numerics.graphs import work as works
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -148,6 +148,8 @@ def _sentences(census: "Census") -> Iterator[str]:
         )
     if census.device is not None:
         yield from tensor_cores.sentences(graph, census.device)
+    if census.sending is not None:
+        yield from sending.sentences(census.sending)
     if census.optimized is None:
         yield "XLA compiles it: it is shown as it was traced, and XLA may leave casts out."
 

@@ -45,6 +45,7 @@ class Node(NamedTuple):
         turns: int. How often it runs in one call.
         is_least: bool. Whether it is in a loop of unknown length. It is counted
             once then.
+        is_compiled: bool. Whether it is in a function that XLA compiles.
     """
 
     proto: NodeDef
@@ -55,6 +56,7 @@ class Node(NamedTuple):
     sources: tuple[str, ...]
     turns: int
     is_least: bool
+    is_compiled: bool
 
     @property
     def work(self) -> Work | None:
@@ -102,6 +104,7 @@ class _Body:
         prefix: str. What the paths of its nodes begin with.
         turns: int. How often it runs.
         is_least: bool. As in Node.
+        is_compiled: bool. As in Node.
     """
 
     def __init__(
@@ -113,9 +116,11 @@ class _Body:
         prefix: str = "",
         turns: int = 1,
         is_least: bool = False,
+        is_compiled: bool = False,
     ) -> None:
         self.prefix = prefix
         self._walk, self._protos, self._turns, self._is_least = walk, protos, turns, is_least
+        self._is_compiled = is_compiled
         self._by_name = {proto.name: proto for proto in protos}
         self._shapes: dict[str, tuple[Shape, ...]] = {
             name: (shape,) for name, shape in shapes.items()
@@ -141,6 +146,7 @@ class _Body:
                 tuple(self._path(self._node_of(source)) for source in sources),
                 turns,
                 is_least,
+                self._is_compiled,
             )
             yield from self._called(proto)
 
@@ -185,6 +191,8 @@ class _Body:
             f"{self._path(proto.name)}/{prefix}",
             turns * (1 if times is None else times),
             is_least or times is None,
+            self._is_compiled
+            or ("_XlaMustCompile" in proto.attr and proto.attr["_XlaMustCompile"].b),
         )
 
     def _turns_of(self, proto: NodeDef) -> tuple[int, bool]:
