@@ -1,5 +1,6 @@
 """Saving of an optimizer wrapper: its config, its weights, and its part of a SavedModel."""
 
+import copy
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,10 @@ class WrapperSaving:
     def _with_inner(self, inner_optimizer: tf.keras.optimizers.Optimizer) -> "Self":
         """Returns a wrapper like this one, with its state, around another optimizer."""
         return type(self).from_config({**self.get_config(), "inner_optimizer": inner_optimizer})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Self":
+        # Attribute by attribute, delegation would look for the inner optimizer before it is there.
+        return self._with_inner(copy.deepcopy(self.inner_optimizer, memo))
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Saves the inner optimizer's variables, where Keras does not save them beside this.

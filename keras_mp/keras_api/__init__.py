@@ -91,8 +91,18 @@ APPLY_METHODS = tuple(
     for base in OPTIMIZER_BASES  # noqa: F405
     for name in ["apply" if hasattr(base, "apply") else "apply_gradients"]
 )
-get_optimizer = tf.keras.optimizers.get
 serialize_optimizer = tf.keras.optimizers.serialize
+
+
+def get_optimizer(identifier: Any) -> Any:
+    """Returns an optimizer that is given by itself, by its name or config; None for None.
+
+    Args:
+        identifier: an optimizer, a str, a dict or None.
+    """
+    if isinstance(identifier, dict):
+        identifier = deserialize_optimizer(identifier)  # noqa: F405
+    return tf.keras.optimizers.get(identifier)
 
 
 def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:

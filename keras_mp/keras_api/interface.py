@@ -84,7 +84,11 @@ class KerasApi(Protocol):
     def deserialize_optimizer(
         self, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> tf.keras.optimizers.Optimizer:
-        """Makes an optimizer of the result of `serialize_optimizer`."""
+        """Makes an optimizer of the result of `serialize_optimizer`.
+
+        Keras's own function knows few classes, and each by a name that a program's may have, too.
+        """
+        ...
 
     def get_global_policy(self) -> tf.keras.mixed_precision.Policy:
         """Returns `tf.keras`'s global policy."""

@@ -19,7 +19,12 @@ from tf_keras.src.mixed_precision import policy as _policies
 from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
 from keras_mp import variables
-from keras_mp.keras_api import keras2_adapters, keras2_raw_inputs, keras2_recurrent
+from keras_mp.keras_api import (
+    keras2_adapters,
+    keras2_raw_inputs,
+    keras2_recurrent,
+    keras2_saving,
+)
 from keras_mp.kernels import softmax_and_cross_entropy
 from keras_mp.kernels.replaced import Replacement, replace
 from keras_mp.step import replicas
@@ -29,6 +34,7 @@ from keras_mp.support.attributes import replaced
 keras = tf.keras
 
 optimizer_adapter = keras2_adapters.optimizer_adapter
+deserialize_optimizer = keras2_saving.deserialize_optimizer
 
 PreprocessingLayer = keras2_raw_inputs.PreprocessingLayer
 note_input_casts = keras2_raw_inputs.note_input_casts
@@ -366,14 +372,6 @@ def _make_scopes_the_threads_own() -> None:
 
 
 KERAS_LAYOUT_CHILD = None
-
-
-def deserialize_optimizer(
-    config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-) -> keras.optimizers.Optimizer:
-    # While it loads an .h5 file, Keras does not look up registered names by itself.
-    class_name = config.get("registered_name") or config["class_name"]
-    return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
 
 
 def track_variables(variables: Iterable[tf.Variable]) -> None:

@@ -24,6 +24,7 @@ from keras_mp.keras_api import (
     keras3_normalization,
     keras3_raw_inputs,
     keras3_recurrent,
+    keras3_saving,
     keras3_workers,
 )
 from keras_mp.kernels import replaced, softmax_and_cross_entropy
@@ -41,6 +42,7 @@ APPLY_TAKES_SCALED_GRADIENTS = True
 patch_fit = keras3_workers.patch_fit
 optimizer_adapter = keras3_adapter.optimizer_adapter
 name_functions = keras3_lambdas.name_functions
+deserialize_optimizer = keras3_saving.deserialize_optimizer
 
 PreprocessingLayer = keras3_raw_inputs.PreprocessingLayer
 note_input_casts = keras3_raw_inputs.note_input_casts
@@ -401,7 +403,6 @@ def quantized_policy(name: str) -> keras.mixed_precision.Policy | None:
     return None if type(policy) is BasePolicy else policy
 
 
-deserialize_optimizer = keras.optimizers.deserialize
 KERAS_LAYOUT_CHILD = "dynamic_scale"
 
 

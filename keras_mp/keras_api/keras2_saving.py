@@ -1,0 +1,26 @@
+"""How Keras 2 saves and loads."""
+
+from typing import Any
+
+import tensorflow as tf
+from tf_keras.src.saving.legacy.saved_model.utils import keras_option_scope as _keras_option_scope
+
+keras = tf.keras
+
+
+def deserialize_optimizer(
+    config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+) -> keras.optimizers.Optimizer:
+    """Makes an optimizer of a config: see the interface."""
+    package, _, _ = (config.get("module") or "").partition(".")
+    if package == "" or not tf.__internal__.tf2.enabled():
+        # In the older format Keras does not look up registered names by itself.
+        class_name = config.get("registered_name") or config["class_name"]
+        return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
+    # While it loads an .h5 file, Keras reads the older format only.
+    with _keras_option_scope(save_traces=False, in_tf_saved_model_scope=False):
+        if package in ("keras", "tf_keras"):
+            found = keras.optimizers.deserialize(dict(config), custom_objects)
+            if not isinstance(found, str):  # the name of a class that is not in its table
+                return found
+        return keras.utils.deserialize_keras_object(config, custom_objects=custom_objects)

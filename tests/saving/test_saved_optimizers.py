@@ -1,0 +1,119 @@
+"""Optimizers that Keras does not find by their name in a file, or finds another one by it."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import IS_KERAS_3, value
+
+
+class Adam(tf.keras.optimizers.SGD):
+    """An optimizer of a program, with the name of one of Keras's, which is not registered."""
+
+
+@tf.keras.utils.register_keras_serializable(package="tests")
+class Registered(tf.keras.optimizers.SGD):
+    pass
+
+
+@tf.keras.utils.register_keras_serializable(package="tests")
+class RMSprop(tf.keras.optimizers.SGD):
+    pass
+
+
+NOT_IN_TABLE = ["Lamb"] if IS_KERAS_3 else ["Lion", "Adafactor"]
+CLASSES = [getattr(tf.keras.optimizers, name) for name in NOT_IN_TABLE] + [Registered, RMSprop]
+
+classes = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+
+
+def trained(optimizer):
+    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", 64))
+    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", run_eagerly=True)
+    step(model)
+    return model
+
+
+def step(model):
+    model.train_on_batch(np.full([2, 4], 0.5), np.ones([2, 1]))
+
+
+def assert_trains_on(again, model):
+    assert type(again.optimizer) is keras_mp.LossScaleOptimizer
+    assert type(again.optimizer.inner_optimizer) is type(model.optimizer.inner_optimizer)
+    again.run_eagerly = True  # .h5 files do not say so.
+    for one in (again, model):
+        step(one)
+    states = [[*one.get_weights(), *map(value, one.optimizer.variables)] for one in (again, model)]
+    for ours, reference in zip(*states, strict=True):
+        np.testing.assert_array_equal(ours, reference)
+
+
+@classes
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+def test_a_model_with_such_an_optimizer_loads_and_trains_on(cls, suffix, tmp_path):
+    model = trained(cls(0.01))
+    model.save(str(tmp_path / f"model{suffix}"))
+    assert_trains_on(tf.keras.models.load_model(str(tmp_path / f"model{suffix}")), model)
+
+
+@classes
+@pytest.mark.parametrize("is_pickled", [True, False])
+def test_a_model_with_such_an_optimizer_is_copied(cls, is_pickled):
+    model = trained(cls(0.01))
+    again = pickle.loads(pickle.dumps(model)) if is_pickled else copy.deepcopy(model)
+    assert_trains_on(again, model)
+
+
+@classes
+def test_such_an_optimizer_is_made_of_its_config(cls):
+    inner = cls(tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5))
+    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.serialize(inner))
+    config = tf.keras.optimizers.serialize(inner)
+    for wrapper in (
+        optimizer,
+        keras_mp.LossScaleOptimizer.from_config(optimizer.get_config()),
+        tf.keras.optimizers.deserialize(tf.keras.optimizers.serialize(optimizer)),
+        keras_mp.OptimizerWrapper.from_config({"inner_optimizer": config}),
+    ):
+        assert type(wrapper.inner_optimizer) is cls
+        assert float(wrapper.learning_rate) == 0.5
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_an_optimizer_with_a_name_of_keras_is_the_one_that_the_program_names(
+    suffix, in_scope, tmp_path
+):
+    model = trained(Adam(0.01, momentum=0.9))
+    path = str(tmp_path / f"model{suffix}")
+    model.save(path)
+    if in_scope:
+        with tf.keras.utils.custom_object_scope({"Adam": Adam}):
+            again = tf.keras.models.load_model(path)
+    else:
+        again = tf.keras.models.load_model(path, custom_objects={"Adam": Adam})
+    assert_trains_on(again, model)
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Only legacy optimizers are copied with their state.")
+def test_a_copy_of_a_wrapper_has_the_state_of_its_optimizer():
+    model = trained(tf.keras.optimizers.legacy.Adam(0.1))
+    step(model)
+    weights = model.get_weights()
+    copied = copy.deepcopy(model.optimizer)
+    gradients = [(tf.ones_like(weight), weight) for weight in model.trainable_weights]
+    results = []
+    for optimizer in (copied, model.optimizer):
+        model.set_weights(weights)
+        optimizer.apply_gradients(gradients, scaled=True)
+        results.append([*model.get_weights(), *map(value, optimizer.variables)])
+    for ours, reference in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    assert int(value(copied.iterations)) == 3
