@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from keras_mp.master_weights import rounding
+from keras_mp.support import kept_casts
 
 
 class Method(abc.ABC):
@@ -86,14 +87,15 @@ class Copy(Method):
     def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
         # Where the weight was set since, by loading a file for one, the copy is out of date.
         [copy] = beside
-        is_current = tf.equal(tf.cast(copy, low_precision.dtype), low_precision)
+        rounded = kept_casts.to_16_bits(copy, low_precision.dtype)
+        is_current = tf.equal(rounded, low_precision)
         return tf.where(is_current, copy, tf.cast(low_precision, tf.float32))
 
     def split(
         self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
     ) -> list[tf.Tensor]:
         del noise
-        return [tf.cast(value, dtype), value]
+        return [kept_casts.to_16_bits(value, dtype), value]
 
 
 class StochasticRounding(Method):

@@ -1,7 +1,7 @@
 """float32 to 16 bits and back: nearest with the remainder kept, and stochastic.
 
-All of it is done on the bits, or with operations that are exact. Bits are of uint32: on GPUs,
-TensorFlow computes with int32 in the memory of the host.
+All of it is done on the bits, or with operations that are exact, and with casts that XLA keeps.
+Bits are of uint32: on GPUs, TensorFlow computes with int32 in the memory of the host.
 """
 
 import math
@@ -9,13 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import host
+from keras_mp.support import kept_casts
 
-_INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _BFLOAT16_LARGEST = 0x7F7F0000
-# The exponents of the smallest normal float16 and of the last of its 11 bits.
-_FLOAT16_SMALLEST = 2.0**-14
+# The last of float16's 11 bits.
 _FLOAT16_DIGITS = 2.0**-10
 _FLOAT16_LARGEST = 65504.0
 # A remainder of float16 is counted in units of 2**-25 of its weight's binade. It is at most half of
@@ -37,22 +35,9 @@ def split_bfloat16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         tuple of the nearest bfloat16 values (ties to even), of an int16 and of a bool tensor.
     """
     bits = tf.bitcast(value, tf.uint32)
-    nearest = _nearest_bfloat16(bits) if host.is_compiled_by_xla() else tf.cast(value, tf.bfloat16)
+    nearest = kept_casts.to_16_bits(value, tf.bfloat16)
     # A tie rounds down where the last bit of the upper half, 0x10000, is even.
     return nearest, tf.cast(bits, tf.int16), tf.equal(bits & 0x1FFFF, 0x8000)
-
-
-def _nearest_bfloat16(bits: tf.Tensor) -> tf.Tensor:
-    """The bfloat16 values nearest to float32 ones, given their bits.
-
-    As `tf.cast` has them; but where XLA uses an instruction for it, subnormal numbers become 0.
-    """
-    to_even = tf.bitwise.right_shift(bits, 16) & 1
-    upper = tf.bitwise.right_shift(bits + (0x7FFF + to_even), 16)
-    # The sum may carry a NaN over into the sign.
-    is_nan = (bits & _MAGNITUDE) > _INFINITY
-    upper = tf.where(is_nan, tf.bitwise.right_shift(bits, 16) | 0x40, upper)
-    return tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
 
 
 def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) -> tf.Tensor:
@@ -112,9 +97,10 @@ def split_float16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     Returns:
         tuple of the nearest float16 values and of an int16 tensor.
     """
-    nearest = tf.cast(value, tf.float16)
+    nearest = kept_casts.to_16_bits(value, tf.float16)
     as_float32 = tf.cast(nearest, tf.float32)
-    units = (value - as_float32) / (_float16_binade(as_float32) * _REMAINDER_UNIT)
+    _, inverse = kept_casts.float16_binade(as_float32)
+    units = (value - as_float32) * (inverse * (1 / _REMAINDER_UNIT))
     # Infinities and NaN have no remainder.
     units = tf.where(tf.math.is_finite(units), units, 0.0)
     return nearest, tf.cast(tf.round(units), tf.int16)
@@ -128,8 +114,8 @@ def join_float16(nearest: tf.Tensor, remainder: tf.Tensor) -> tf.Tensor:
         remainder: int16 tensor.
     """
     as_float32 = tf.cast(nearest, tf.float32)
-    unit = _float16_binade(as_float32) * _REMAINDER_UNIT
-    joined = as_float32 + tf.cast(remainder, tf.float32) * unit
+    power, _ = kept_casts.float16_binade(as_float32)
+    joined = as_float32 + tf.cast(remainder, tf.float32) * (power * _REMAINDER_UNIT)
     return tf.where(tf.equal(remainder, 0), as_float32, joined)  # which keeps the sign of -0.0
 
 
@@ -164,21 +150,15 @@ def stochastic_float16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
     Returns:
         float16 tensor. Finite values stay finite.
     """
-    unit = _float16_binade(value) * _FLOAT16_DIGITS
-    units = value / unit
+    power, inverse = kept_casts.float16_binade(value)
+    units = value * (inverse * (1 / _FLOAT16_DIGITS))
     below = tf.floor(units)
     # float32 holds the difference exactly; its digits above 2**-31 count.
     threshold = tf.cast((units - below) * 2.0**31, tf.uint32)
     goes_up = tf.bitwise.right_shift(tf.bitcast(noise, tf.uint32), 1) < threshold
-    rounded = tf.where(goes_up, below + 1, below) * unit
+    rounded = tf.where(goes_up, below + 1, below) * (power * _FLOAT16_DIGITS)
     rounded = tf.clip_by_value(rounded, -_FLOAT16_LARGEST, _FLOAT16_LARGEST)
     return tf.cast(tf.where(tf.math.is_finite(value), rounded, value), tf.float16)
-
-
-def _float16_binade(value: tf.Tensor) -> tf.Tensor:
-    """The power of two at or below each value; not below that of float16's normal numbers."""
-    power = tf.bitcast(tf.bitcast(value, tf.int32) & _INFINITY, tf.float32)
-    return tf.clip_by_value(power, _FLOAT16_SMALLEST, 2.0**15)
 
 
 def noise(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:

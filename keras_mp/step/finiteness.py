@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.step.gradients import MANY, Gradient, concat, is_small
-from keras_mp.support import host
+from keras_mp.support import host, kept_casts
+from keras_mp.support.dtypes import LOW_PRECISION
 
 # The dtype of counts, which are exact up to 2**53. For int64, GPUs have no kernels that sum up
 # segments, split or reverse: the host would wait for the counts.
@@ -74,8 +75,10 @@ def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
         if gradient is None or gradient.dtype.is_integer:
             continue
         values = _tested(gradient)
-        if values.dtype not in (tf.float32, tf.bfloat16):  # whose sums may pass 65504, or float32
-            values = tf.where(tf.math.is_finite(values), 0.0, float("nan"))
+        if values.dtype != tf.float32:
+            # Sums of float16 may pass 65504, those of float64 what float32 holds. In 16 bits, a sum
+            # in float32 would be one of numbers that are not rounded.
+            values = tf.where(kept_casts.is_finite(values), 0.0, float("nan"))
         values = tf.cast(values, tf.float32)
         size = values.shape.num_elements()
         if size is None:
@@ -104,10 +107,10 @@ def finite_flags(gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor
     alike: dict[Any, dict[int, tf.Tensor]] = {}
     for i, gradient in enumerate(gradients):
         values = _tested(gradient)
-        # A sum in float32 would miss values that are infinite in float16, since XLA leaves out
-        # a cast to float16 that is followed by one back.
-        if values.dtype == tf.float16:
-            columns = _by_columns(tf.reduce_all, tf.math.is_finite(values))
+        # A sum in float32 would miss values that are infinite in 16 bits, since XLA leaves out
+        # a cast to 16 bits that is followed by one back.
+        if values.dtype in LOW_PRECISION:
+            columns = _by_columns(tf.reduce_all, kept_casts.is_finite(values))
         else:
             columns = tf.math.is_finite(_by_columns(tf.reduce_sum, values))
         alike.setdefault(tuple(columns.shape), {})[i] = columns
@@ -258,7 +261,7 @@ def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
     sums = tf.math.unsorted_segment_sum(
         tf.cast(tf.gather(magnitudes, order), tf.float32), tf.cumsum(is_new), tf.size(indices)
     )
-    return tf.cast(sums, tf.float16)
+    return kept_casts.to_16_bits(sums, tf.float16)
 
 
 def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
@@ -267,6 +270,8 @@ def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
         parts = [_infs_and_nans(part) for part in (tf.math.real(values), tf.math.imag(values))]
         infs, nans = (tf.logical_or(*kinds) for kinds in zip(*parts))
         return [tf.logical_and(infs, tf.logical_not(nans)), nans]
+    if values.dtype in LOW_PRECISION:
+        values = kept_casts.as_float32(values)
     return [tf.math.is_inf(values), tf.math.is_nan(values)]
 
 

@@ -13,6 +13,8 @@ from typing import Any, TypeGuard
 import tensorflow as tf
 
 from keras_mp.step import scaled_losses
+from keras_mp.support import kept_casts
+from keras_mp.support.dtypes import is_low
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -266,7 +268,12 @@ def _multiply(
 
 
 def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
-    return map_values(lambda g: tf.cast(g, dtype), gradient)
+    def cast(values: tf.Tensor) -> tf.Tensor:
+        # What is summed in 16 bits is cast back, and overflows all the same.
+        is_rounded = values.dtype == tf.float32 and is_low(dtype)
+        return kept_casts.to_16_bits(values, dtype) if is_rounded else tf.cast(values, dtype)
+
+    return map_values(cast, gradient)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from keras_mp.numerics.exponents.rows import (
 from keras_mp.numerics.watching import watching_gradients, watching_outputs
 from keras_mp.step import scaled_step
 from keras_mp.step.gradients import Gradient
-from keras_mp.support import host, messages, validation
+from keras_mp.support import host, kept_casts, messages, validation
 from keras_mp.support.autograph import do_not_convert
 
 _OF_LAYERS = (INPUT, OUTPUT, OUTPUT_GRADIENT)
@@ -347,7 +347,8 @@ class _Step:
         for path, value in zip(owner._chosen[UPDATE], self._before):
             after = owner._value(path)
             owner._dtypes[UPDATE, path] = after.dtype.name
-            before, after = tf.cast(value, tf.float32), tf.cast(after, tf.float32)
+            # What 16 bits have left of the update, and of nothing else.
+            before, after = kept_casts.as_float32(value), kept_casts.as_float32(after)
             update = after - tf.ensure_shape(before, after.shape)
             bits = tf.bitwise.bitwise_and(tf.bitcast(before, tf.int32), 0x7F800000)
             power = tf.bitcast(bits, tf.float32)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.support import kept_casts
 from keras_mp.support.autograph import do_not_convert
 
 # The exponents of float32's values, subnormal ones included.
@@ -367,7 +368,8 @@ def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Ten
 
 def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
     """Returns the bin of each value, an int32 tensor."""
-    values = tf.cast(values, tf.float32)
+    # Of what 16 bits have left of the values.
+    values = kept_casts.as_float32(values)
     if scale is not None:
         values *= 1.0 / scale
     # In uint32: GPUs leave arithmetic in int32 to the host.

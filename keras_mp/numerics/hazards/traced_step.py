@@ -12,6 +12,7 @@ from keras_mp.numerics import distances
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.graphs import origins, traces, work
 from keras_mp.numerics.results import Finding
+from keras_mp.support import kept_casts
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.messages import Line
 
@@ -228,7 +229,7 @@ def static_value(tensor: tf.Tensor) -> np.ndarray | None:
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor in float32, to measure something of it."""
-    return tf.cast(tensor, tf.float32)
+    return kept_casts.as_float32(tensor)
 
 
 def in_float32(operation: tf.Operation) -> tf.Tensor | None:

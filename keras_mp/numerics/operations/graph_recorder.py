@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_mp.numerics import watching
 from keras_mp.numerics.operations.call_sites import CallSite, place_in
 from keras_mp.numerics.operations.rows import PASSED_IN, READS, OperationTable, layers_of_scope
-from keras_mp.support import handles
+from keras_mp.support import handles, kept_casts
 
 # Rows of a variable. Operations that come later are not watched.
 CAPACITY = 2**14
@@ -173,8 +173,8 @@ def _measuring(dtypes: tuple[tf.DType, ...], inputs: int, is_in_loop: bool) -> C
         values, before = tensors[: len(dtypes)], tensors[len(dtypes) :]
         bad, low, high = [], [], []
         for value in values:
-            finite = tf.math.is_finite(value)
-            numbers = tf.cast(value, tf.float32)
+            finite = kept_casts.is_finite(value)
+            numbers = kept_casts.as_float32(value)
             bad.append(tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float32)))
             low.append(tf.reduce_min(tf.where(finite, numbers, math.inf)))
             high.append(tf.reduce_max(tf.where(finite, numbers, -math.inf)))

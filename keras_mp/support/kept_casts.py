@@ -1,0 +1,131 @@
+"""Casts between float32 and 16 bits that XLA keeps.
+
+For GPUs, XLA leaves out a cast to 16 bits that one back to float32 follows, and it adds casts back
+of its own, around comparisons in bfloat16 for one. Where only less precision was asked for, that
+does no harm. But code that needs the digits that a rounding drops, or asks what has become of a
+number in 16 bits, would see numbers that were never rounded. It casts with these functions: they
+round by integers, or by operations that XLA keeps, where XLA may compile them. Elsewhere they are
+`tf.cast`.
+
+This module needs TensorFlow only.
+"""
+
+import os
+
+import tensorflow as tf
+
+from keras_mp.support import host
+from keras_mp.support.dtypes import is_low
+
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+# The exponents of float16's smallest normal number, of its largest, and of the last of 11 digits.
+_SMALLEST, _LARGEST, _DIGITS = -14, 15, -10
+_FLOAT16_MAX = 65504.0
+# The bits of the exponent in 16 bits: all are set in infinities and NaN.
+_EXPONENTS = {tf.float16: 0x7C00, tf.bfloat16: 0x7F80}
+
+
+def to_16_bits(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Rounds float32 values to the nearest in 16 bits, ties to even.
+
+    The digits that `tf.cast` drops are dropped, whatever the result is cast to.
+
+    Args:
+        value: float32 tensor.
+        dtype: float16 or bfloat16.
+
+    Returns:
+        tensor of that dtype: what `tf.cast` returns; but where XLA's instruction for a cast makes
+        subnormal numbers of bfloat16 0, they stay.
+    """
+    if not may_be_compiled_by_xla():
+        return tf.cast(value, dtype)
+    if dtype == tf.bfloat16:
+        return _nearest_bfloat16(tf.bitcast(value, tf.uint32))
+    # The cast of a number that float16 holds: without it, the number is the same.
+    return tf.cast(_nearest_float16(value), tf.float16)
+
+
+def _nearest_bfloat16(bits: tf.Tensor) -> tf.Tensor:
+    to_even = tf.bitwise.right_shift(bits, 16) & 1
+    upper = tf.bitwise.right_shift(bits + (0x7FFF + to_even), 16)
+    # The sum may carry a NaN over into the sign.
+    is_nan = (bits & _MAGNITUDE) > _INFINITY
+    upper = tf.where(is_nan, tf.bitwise.right_shift(bits, 16) | 0x40, upper)
+    return tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
+
+
+def _nearest_float16(value: tf.Tensor) -> tf.Tensor:
+    """The float16 values nearest to float32 ones, in float32."""
+    power, inverse = float16_binade(value)
+    digits = tf.round(value * (inverse * 2.0**-_DIGITS))
+    rounded = digits * (power * 2.0**_DIGITS)
+    return tf.where(tf.abs(rounded) > _FLOAT16_MAX, rounded * float("inf"), rounded)
+
+
+def float16_binade(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the powers of two at or below magnitudes, and their inverses.
+
+    Both are exact, and products with them are: GPUs may approximate a quotient.
+
+    Args:
+        value: float32 tensor.
+
+    Returns:
+        tuple of float32 tensors. The powers are not below that of float16's smallest normal number,
+        nor above that of its largest.
+    """
+    # In uint32: on GPUs, TensorFlow computes with int32 in the memory of the host.
+    bits = tf.bitcast(value, tf.uint32) & _INFINITY
+    bits = tf.clip_by_value(bits, (127 + _SMALLEST) << 23, (127 + _LARGEST) << 23)
+    inverse = tf.constant(254 << 23, tf.uint32) - bits
+    return tf.bitcast(bits, tf.float32), tf.bitcast(inverse, tf.float32)
+
+
+def as_float32(value: tf.Tensor) -> tf.Tensor:
+    """Casts values to float32, those in 16 bits as they were rounded.
+
+    Args:
+        value: floating-point tensor.
+
+    Returns:
+        float32 tensor.
+    """
+    if not (is_low(value.dtype) and may_be_compiled_by_xla()):
+        return tf.cast(value, tf.float32)
+    bits = tf.cast(tf.bitcast(value, tf.uint16), tf.uint32)
+    if value.dtype == tf.bfloat16:
+        return tf.bitcast(tf.bitwise.left_shift(bits, 16), tf.float32)
+    magnitude, sign = bits & 0x7FFF, tf.bitwise.left_shift(bits & 0x8000, 16)
+    # The exponents are 112 apart, those of infinities and NaN twice that.
+    apart = tf.where(magnitude < 0x7C00, tf.constant(112 << 23, tf.uint32), 224 << 23)
+    normal = tf.bitcast(tf.bitwise.left_shift(magnitude, 13) + apart, tf.float32)
+    subnormal = tf.cast(magnitude, tf.float32) * 2.0 ** (_SMALLEST + _DIGITS)
+    widened = tf.bitcast(tf.where(magnitude < 0x400, subnormal, normal), tf.uint32)
+    return tf.bitcast(widened | sign, tf.float32)
+
+
+def is_finite(value: tf.Tensor) -> tf.Tensor:
+    """Whether values are finite as they are in 16 bits; of other dtypes as they are.
+
+    Args:
+        value: floating-point tensor.
+
+    Returns:
+        bool tensor.
+    """
+    if not (is_low(value.dtype) and may_be_compiled_by_xla()):
+        return tf.math.is_finite(value)
+    bits, exponents = tf.bitcast(value, tf.uint16), _EXPONENTS[value.dtype]
+    return tf.not_equal(tf.bitwise.bitwise_and(bits, exponents), exponents)
+
+
+def may_be_compiled_by_xla() -> bool:
+    """Whether XLA compiles what is traced now, or may choose to: the user lets it."""
+    if host.is_compiled_by_xla():
+        return True
+    if tf.executing_eagerly():
+        return False
+    is_asked_for = "tf_xla_auto_jit" in os.environ.get("TF_XLA_FLAGS", "")
+    return is_asked_for or bool(tf.config.optimizer.get_jit())
