@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.saved_model.registration import register_serializable
 
 from keras_mp import keras_api
 from keras_mp.layer_paths import paths_of_weights
 from keras_mp.step import gradients
 from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.support import validation
+from keras_mp.support import trackables, validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.wrapper_adapter import WrapperAdapter
 from keras_mp.wrapper_delegation import WrapperDelegation, delegate_rest, names_of_wrappers
@@ -30,7 +29,7 @@ _models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDic
 class OptimizerWrapper(
     WrapperDelegation,
     WrapperSaving,
-    tf.__internal__.tracking.DelegatingTrackableMixin,
+    trackables.DelegatingTrackable,
     *keras_api.OPTIMIZER_BASES,
 ):
     """An optimizer that wraps another one and looks like it.
@@ -334,11 +333,6 @@ class OptimizerWrapper(
         self.build([variable for _, variable in pairs])
         operation, _ = ScaledStep(self._adapter).make(pairs, name=name)
         return self.iterations if operation is None else operation
-
-
-register_serializable("keras_mp", predicate=lambda value: isinstance(value, OptimizerWrapper))(
-    OptimizerWrapper
-)
 
 
 def chain(optimizer: tf.keras.optimizers.Optimizer | None) -> Iterator[Any]:

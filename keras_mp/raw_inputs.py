@@ -377,7 +377,7 @@ def before_rounding(value: Any) -> Any:
         return noted
     if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
         return value
-    is_symbolic = not isinstance(value, tf.__internal__.EagerTensor)
+    is_symbolic = tf.is_symbolic_tensor(value)
     return _moved_before_rounding(value) if is_symbolic else value
 
 

@@ -1,16 +1,18 @@
 """Saving of an optimizer wrapper: its config, its weights, and its part of a SavedModel."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.saved_model.revived_types import serialize as serialize_revived
 
 from keras_mp import keras_api
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.support import messages
+from keras_mp.support import features, messages
+from keras_mp.tensorflow_api import saving
+from keras_mp.tensorflow_api.features import SAVED_MODELS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,6 +128,8 @@ class WrapperSaving:
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         has_model = self._model() is not None
+        if save_type == "savedmodel" and features.is_on(SAVED_MODELS):
+            _let_wrappers_write_themselves()
         if save_type == "savedmodel" and has_model and self._adapter.is_revived_without_state:
             messages.warn(
                 "tf.keras loads a model from a SavedModel with a new optimizer: without iterations "
@@ -142,10 +146,17 @@ class WrapperSaving:
         innermost = self.inner_optimizer
         while hasattr(innermost, "inner_optimizer"):
             innermost = innermost.inner_optimizer
-        revived = serialize_revived(innermost)
+        revived = saving.revived(innermost)
         if revived is not None:
             object_proto.user_object.CopyFrom(revived)
         object_proto.registered_name = ""  # which loading would look up, even without keras_mp
+
+
+@functools.cache
+def _let_wrappers_write_themselves() -> None:
+    """Lets a SavedModel ask wrappers what to write of them."""
+    register = saving.register("keras_mp", predicate=lambda value: isinstance(value, WrapperSaving))
+    register(WrapperSaving)
 
 
 def check_shapes(variables: Iterable[Any], weights: Sequence[Any]) -> None:

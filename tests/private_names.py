@@ -26,6 +26,8 @@ from keras_mp import keras_api
 ROOT = pathlib.Path(keras_mp.__file__).parent
 
 _PRIVATE_PACKAGES = re.compile(r"(keras\.src|tf_keras\.src|tensorflow\.(python|core|compiler))\b")
+# What `tensorflow_api.names.Name` takes.
+_PATH = re.compile(rf"{_PRIVATE_PACKAGES.pattern}[\w.]+|tf\.(\w+\.)*(__internal__\.|_)[\w.]+")
 _LIBRARIES = ("keras", "tf_keras", "tensorflow")
 _NAME = re.compile(r"_[A-Za-z]\w*|[A-Za-z]\w*__")
 # namedtuple documents them.
@@ -92,7 +94,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
             for alias in node.names:
                 if _PRIVATE_PACKAGES.match(alias.name):
                     modules[alias.asname or alias.name.partition(".")[0]] = alias.name
-        elif _is_text(node, _PRIVATE_PACKAGES.match):
+        elif _is_text(node, _PATH.fullmatch):
             yield node.value, node.lineno
     seen = set()
     for node in ast.walk(tree):  # from the outside in

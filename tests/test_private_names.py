@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import tensorflow as tf
 
+from keras_mp.tensorflow_api import names
 from tests import private_names
 from tests.common import IS_KERAS_3, once
 
@@ -108,10 +109,7 @@ def reads_in_a_branch(x):
 
 def resolve(path):
     """What a dotted path stands for."""
-    parts = path.split(".")
-    if parts[0] == "tf":
-        return functools.reduce(getattr, parts[1:], tf)
-    return getattr(importlib.import_module(".".join(parts[:-1])), parts[-1])
+    return names.Name(path).get()
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.of in HERE], ids=lambda row: row.name)
@@ -170,9 +168,9 @@ def test_the_finder(tmp_path, monkeypatch):
         "tf_keras.src.sample.trainers.epoch_iterator.EpochIterator",
         "tf_keras.src.sample.backend.AutocastScope",
     }
-    names = private_names.find().keys()
-    assert expected <= names
-    assert not names & {"_ours", "_helper", "_iterators", "_Scope"}
+    result = private_names.find().keys()
+    assert expected <= result
+    assert not result & {"_ours", "_helper", "_iterators", "_Scope"}
 
 
 # What keras_mp changes of others.
@@ -207,10 +205,10 @@ def changes():
 @once
 def test_the_page_of_changes_has_each():
     page = PAGE.with_name("changes_to_keras.md").read_text()
-    names = set(changes())
-    assert {"_get_optimizer", "_all_reduce_sum_gradients", "_keras_mp_hook"} < names
-    assert {"AutoCastWeight", "compiled_loss"} < names
-    assert {name for name in names if f"`{name}`" not in page} == set()
+    changed = set(changes())
+    assert {"_get_optimizer", "_all_reduce_sum_gradients", "_keras_mp_hook"} < changed
+    assert {"AutoCastWeight", "compiled_loss"} < changed
+    assert {name for name in changed if f"`{name}`" not in page} == set()
 
 
 @once

@@ -13,20 +13,24 @@ ROOT = pathlib.Path(__file__).parent.parent / "keras_mp"
 
 # What each subpackage may import of the package. Those that need TensorFlow only name no Keras.
 SUBPACKAGES = {
-    "support": {"support"},
-    "variables": {"variables", "support", "kernels"},
-    "kernels": {"kernels", "support"},
-    "step": {"step", "variables", "support"},
+    "tensorflow_api": {"tensorflow_api"},
+    "support": {"support", "tensorflow_api"},
+    "variables": {"variables", "support", "kernels", "tensorflow_api"},
+    "kernels": {"kernels", "support", "tensorflow_api"},
+    "step": {"step", "variables", "support", "tensorflow_api"},
     "master_weights": {"master_weights", "step", "variables", "support"},
     "hardware": {"hardware", "kernels", "support"},
-    "op_autocast": {"op_autocast", "hardware", "variables", "kernels", "support"},
-    "grappler": {"grappler", "support"},
-    "keras_api": {"keras_api", "step", "variables", "kernels", "support"},
+    "op_autocast": {
+        *("op_autocast", "hardware", "variables", "kernels", "support", "tensorflow_api"),
+    },
+    "grappler": {"grappler", "support", "tensorflow_api"},
+    "keras_api": {"keras_api", "step", "variables", "kernels", "support", "tensorflow_api"},
     "numerics": {
         *("numerics", "keras_api", "step", "variables", "op_autocast", "kernels", "grappler"),
         *("hardware", "support", "loss_scale", "loss_scale_optimizer", "losses", "layers"),
         *("policy", "conversion", "model_summary", "optimizer_wrapper", "layer_paths"),
         *("low_precision_weights", "callbacks", "raw_inputs", "model_steps", "model_outputs"),
+        "tensorflow_api",
     },
     # It uses the package as programs do.
     "hardware_check": {"hardware_check", "keras_api", "hardware", "kernels", "support"},
@@ -74,6 +78,17 @@ def test_tools_of_numerics_import_one_way(folder):
         names = [name.split(".") for name in imported(path)]
         others = {parts[2] for parts in names if parts[:2] == ["keras_mp", "numerics"]}
         assert others & TOOLS.keys() <= {folder} | TOOLS[folder], path
+
+
+PRIVATE = re.compile(r"tensorflow\.(python|core|compiler)\b|tf\.__internal__")
+
+
+def test_one_door_to_what_tensorflow_keeps_for_itself():
+    for path in set(ROOT.rglob("*.py")) - set((ROOT / "tensorflow_api").glob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [*imported(path), *(ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute))]
+        names += [n.value for n in nodes if isinstance(n, ast.Constant)]
+        assert not [name for name in names if isinstance(name, str) and PRIVATE.match(name)], path
 
 
 def test_every_subpackage_is_checked():

@@ -5,9 +5,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import tensorflow as tf
-
-from keras_mp.support import host
+from keras_mp.support import function_graphs, host
 
 
 class ComputedGradients:
@@ -40,7 +38,7 @@ class ComputedGradients:
             if computed is None:
                 return bool(self._computed)
             return not computed.isdisjoint(map(id, variables)) or bool(self._open_graphs)
-        is_function = isinstance(graph, tf.__internal__.FuncGraph)
+        is_function = function_graphs.is_of_function(graph)
         while graph is not None:
             if graph in self._graphs:
                 return True

@@ -27,7 +27,7 @@ from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
 from keras_mp.step.scaler import Scaler, ScalerProperties
-from keras_mp.support import messages
+from keras_mp.support import messages, trackables
 from keras_mp.support.autograph import do_not_convert
 
 __all__ = [
@@ -63,9 +63,7 @@ def scales_loss(optimizer: Any) -> bool:
     return isinstance(optimizer, (LossScaleOptimizer, _TensorFlowWrapper)) or optimizer in _wrapped
 
 
-class LossScaleOptimizer(
-    ScalerProperties, tf.__internal__.tracking.DelegatingTrackableMixin, _Optimizer
-):
+class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Optimizer):
     """An optimizer of TensorFlow 1 that applies loss scaling, so that gradients do not underflow.
 
     `minimize`, and `compute_gradients` followed by `apply_gradients`, multiply the loss by the loss

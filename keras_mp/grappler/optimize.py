@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import device_properties_pb2 as _device_properties
-from tensorflow.python.grappler import cluster as _clusters
-from tensorflow.python.grappler import tf_optimizer as _tf_optimizer
 
 from keras_mp.support import registered_kernels
+from keras_mp.tensorflow_api import grappler
 
 _NAME = "/job:localhost/replica:0/task:0/device:{}:0"
 # By library, the name of its version, and what each part counts in CUDA_VERSION, CUDNN_VERSION.
@@ -61,16 +59,14 @@ def graph(
         device: str. The GPU on which it would run, such as "GPU 7.0". Defaults to this machine.
     """
     if device is None:
-        return _tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False)
+        return grappler.optimize(config, meta_graph, verbose=False)
     environment = {"architecture": compute_capability(device)}
     for library, (key, sizes) in _VERSIONS.items():
         parts = tf.sysconfig.get_build_info()[key].split(".")
         environment[library] = str(sum(int(part) * size for part, size in zip(parts, sizes)))
-    cluster = _clusters.Cluster(devices=[_device("CPU"), _device("GPU", environment=environment)])
+    cluster = grappler.Cluster(devices=[_device("CPU"), _device("GPU", environment=environment)])
     try:
-        return _tf_optimizer.OptimizeGraph(
-            config, _placed(meta_graph), verbose=False, cluster=cluster
-        )
+        return grappler.optimize(config, _placed(meta_graph), verbose=False, cluster=cluster)
     finally:
         cluster.Shutdown()
 
@@ -84,9 +80,9 @@ def with_fetches(
     return result
 
 
-def _device(kind: str, **properties: Any) -> _device_properties.NamedDevice:
+def _device(kind: str, **properties: Any) -> Any:
     of_kind: Any = {"type": kind, **properties}
-    return _device_properties.NamedDevice(name=_NAME.format(kind), properties=of_kind)
+    return grappler.Device(name=_NAME.format(kind), properties=of_kind)
 
 
 def _placed(graph: tf.compat.v1.MetaGraphDef) -> tf.compat.v1.MetaGraphDef:

@@ -7,9 +7,10 @@ import threading
 from typing import Any, ClassVar
 
 import tensorflow as tf
-from tensorflow.python.training.experimental import mixed_precision_global_state as _of_sessions
 
-from keras_mp.support import host, messages
+from keras_mp.support import features, host, messages
+from keras_mp.tensorflow_api import grappler
+from keras_mp.tensorflow_api.features import SESSIONS
 
 # What grappler calls them, and `tf.config.optimizer` as well.
 PASSES = {
@@ -43,7 +44,7 @@ def foreign_pass() -> str | None:
     """Returns the name of a rewrite that was not turned on here, or None."""
     if enabled_dtype() is not None:
         return None
-    if tf.__internal__.train.is_mixed_precision_graph_rewrite_enabled():
+    if features.is_on(SESSIONS) and grappler.is_rewrite_in_sessions():
         return "tf.compat.v1.mixed_precision.enable_mixed_precision_graph_rewrite"
     options = _options()
     found = next((name for name in PASSES.values() if options.get(name)), None)
@@ -63,7 +64,7 @@ def turn_on(dtype: str) -> None:
         options = {name: each == dtype for each, name in PASSES.items()}
         tf.config.optimizer.set_experimental_options(options)
         # A session that comes with a config of its own turns on the pass for float16 by that.
-        _of_sessions.set_mixed_precision_graph_rewrite_enabled(dtype == "float16")
+        _rewrite_in_sessions(dtype == "float16")
 
 
 def turn_off() -> None:
@@ -71,7 +72,12 @@ def turn_off() -> None:
     with _lock:
         tf.config.optimizer.set_experimental_options(_Switch.before)
         _Switch.dtype, _Switch.before = None, {}
-        _of_sessions.set_mixed_precision_graph_rewrite_enabled(False)
+        _rewrite_in_sessions(False)
+
+
+def _rewrite_in_sessions(is_on: bool) -> None:
+    if features.is_on(SESSIONS):
+        grappler.rewrite_in_sessions(is_on)
 
 
 def refuse_policy(what: str) -> None:

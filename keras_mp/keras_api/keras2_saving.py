@@ -5,6 +5,8 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.saving.legacy.saved_model.utils import keras_option_scope as _keras_option_scope
 
+from keras_mp.tensorflow_api import saving
+
 keras = tf.keras
 
 
@@ -13,7 +15,7 @@ def deserialize_optimizer(
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer of a config: see the interface."""
     package, _, _ = (config.get("module") or "").partition(".")
-    if package == "" or not tf.__internal__.tf2.enabled():
+    if package == "" or (saving.is_version_2.is_there() and not saving.is_version_2()):
         # In the older format Keras does not look up registered names by itself.
         class_name = config.get("registered_name") or config["class_name"]
         return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)

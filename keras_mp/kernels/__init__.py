@@ -1,12 +1,12 @@
 """TensorFlow's kernels that are wrong or very slow in 16 bits. Needs TensorFlow only."""
 
 import functools
-import importlib
 
 import tensorflow as tf
 
-from keras_mp.kernels import compositions, convolutions, slow, sums
-from keras_mp.support import messages
+from keras_mp.kernels import backward, compositions, convolutions, slow, sums
+from keras_mp.support import features
+from keras_mp.tensorflow_api.features import GRADIENTS
 
 
 def has_decided(op: tf.Operation) -> bool:
@@ -28,14 +28,8 @@ def install() -> None:
     It is called when the process reaches code of ours for the first time. Outside of the reach
     (`support/reach.py`) the new functions call TensorFlow's own.
     """
-    try:
-        # It uses private names, which another version of TensorFlow may not have.
-        importlib.import_module("keras_mp.kernels.backward").install()
-    except (ImportError, AttributeError) as error:
-        messages.warn(
-            f"keras_mp does not know TensorFlow {tf.__version__}: sums of gradients in 16 bits "
-            f"may be wrong, and gradients slow. TensorFlow lacks what this error names: {error}"
-        )
+    if features.is_on(GRADIENTS):
+        backward.install()
     sums.install()
     compositions.install()
     convolutions.install()

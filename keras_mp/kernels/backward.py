@@ -21,17 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe as _pywrap_tfe
-from tensorflow.python.eager import execute as _execute
-from tensorflow.python.eager import imperative_grad as _imperative_grad
-from tensorflow.python.eager.polymorphic_function import function_context as _function_context
-from tensorflow.python.framework import ops as _ops
-from tensorflow.python.ops import custom_gradient as _custom_gradient
-from tensorflow.python.ops import gradients_util as _gradients_util
 
 from keras_mp.kernels import returned_outputs
 from keras_mp.support import reach, replica_threads
 from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.tensorflow_api import gradients, graphs, operations
+from keras_mp.tensorflow_api.names import Name
 
 _thread = reach.thread
 _MARK = "keras_mp_reach"
@@ -44,24 +39,23 @@ def install() -> None:
     """Replaces TensorFlow's functions, all or none. To be called once; computes nothing.
 
     Raises:
-        AttributeError: this TensorFlow has not got one of them.
+        MissingName: this TensorFlow has not got one of them.
     """
-    replacements = [
-        (owner, name, make(getattr(owner, name)))
-        for owner, name, make in (
-            (_pywrap_tfe, "TFE_Py_FastPathExecute", _run_in_eager),
-            (_execute, "record_gradient", _record),
-            (type(_ops.gradient_registry), "lookup", _find_gradient),
-            (tf.Graph, "_create_op_internal", _make_in_graph),
-            (_imperative_grad, "imperative_grad", returned_outputs.on_tapes),
-            (_gradients_util, "_GradientsHelper", _out_of_reach),
-            (_function_context, "make_function_context", _key_of_trace),
-            (_custom_gradient, "_eager_mode_decorator", _with_custom_gradient),
-            (_custom_gradient, "_graph_mode_decorator", _with_custom_gradient),
-        )
-    ]
-    for owner, name, replacement in replacements:
-        setattr(owner, name, replacement)
+    table: tuple[tuple[Name, Callable[..., Any]], ...] = (
+        (operations.run_in_eager, _run_in_eager),
+        (gradients.record_in_graph, _record),
+        (graphs.create_op, _make_in_graph),
+        (gradients.of_tape, returned_outputs.on_tapes),
+        (gradients.of_graph, _out_of_reach),
+        (graphs.key_of_trace, _key_of_trace),
+        (gradients.custom_in_eager, _with_custom_gradient),
+        (gradients.custom_in_graph, _with_custom_gradient),
+    )
+    replacements = [(name, make(name.get())) for name, make in table]
+    registries: Any = type(gradients.registry.get())
+    registries.lookup = _find_gradient(registries.lookup)
+    for name, replacement in replacements:
+        name.set(replacement)
     replica_threads.inherit(reach.current, reach.entered)
 
 
@@ -98,7 +92,7 @@ def _find_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def lookup(self: object, name: str) -> Any:
         found = own(self, name)
-        if found is None or self is not _ops.gradient_registry:
+        if found is None or self is not gradients.registry.get():
             return found
         return functools.partial(_differentiate, found)
 
@@ -194,11 +188,11 @@ def _with_custom_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _in_dtypes_of(inputs: Sequence[Any], gradients: Any) -> Any:
+def _in_dtypes_of(inputs: Sequence[Any], found: Any) -> Any:
     """Rounds float32 gradients of 16-bit inputs, which others are added to."""
-    flat = tf.nest.flatten(gradients)
+    flat = tf.nest.flatten(found)
     if len(flat) != len(inputs):
-        return gradients
+        return found
 
     def rounded(gradient: Any, value: Any) -> Any:
         dtypes = [getattr(each, "dtype", None) for each in (gradient, value)]
@@ -206,4 +200,4 @@ def _in_dtypes_of(inputs: Sequence[Any], gradients: Any) -> Any:
         is_tensor = isinstance(gradient, tf.Tensor) and isinstance(value, tf.Tensor)
         return tf.cast(gradient, value.dtype) if is_mixed and is_tensor else gradient
 
-    return tf.nest.pack_sequence_as(gradients, list(map(rounded, flat, inputs)))
+    return tf.nest.pack_sequence_as(found, list(map(rounded, flat, inputs)))

@@ -22,6 +22,7 @@ import tensorflow as tf
 from keras_mp.support import messages, reach, regions
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
+from keras_mp.tensorflow_api import operations
 
 
 class Kernel(NamedTuple):
@@ -241,7 +242,8 @@ def device_type() -> str:
     if usual == "CPU":
         return usual
     if tf.executing_eagerly():
-        name = tf.__internal__.eager_context.get_device_name()
+        is_known = operations.device_name.is_there()
+        name = operations.device_name() if is_known else tf.zeros([]).device
     else:
         name = tf.no_op().device
     return tf.DeviceSpec.from_string(name or "").device_type or usual

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.eager import record as _record
 
+from keras_mp.support import features
 from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.tensorflow_api import gradients
+from keras_mp.tensorflow_api.features import GRADIENTS
 
 _ZERO = tf.UnconnectedGradients.ZERO
 
@@ -40,13 +42,14 @@ def note(output: Any, low: Any, is_cast: bool) -> None:
         low: the tensor in 16 bits.
         is_cast: bool. Whether `output` was cast from it.
     """
+    if not features.is_on(GRADIENTS):
+        return  # Nobody asks.
     flatten = functools.partial(tf.nest.flatten, expand_composites=True)
     for wide, narrow in zip(flatten(output), flatten(low)):
         if narrow.dtype not in LOW_PRECISION:
             continue
         # An eager tensor that no tape knows would be kept for nothing.
-        is_eager = isinstance(narrow, tf.__internal__.EagerTensor)
-        if not is_eager or _record.should_record_backprop([narrow]):
+        if tf.is_symbolic_tensor(narrow) or gradients.should_record([narrow]):
             wide._keras_mp_low = _Low(narrow, is_cast)
 
 
@@ -108,9 +111,8 @@ def _lows_of(sources: Sequence[Any]) -> dict[int, _Low]:
     found: dict[int, _Low] = {}
     for i, source in enumerate(sources):
         low = getattr(source, "_keras_mp_low", None) if isinstance(source, tf.Tensor) else None
-        is_eager = isinstance(source, tf.__internal__.EagerTensor)
         # A function may differentiate with respect to a tensor that it captures.
-        if low is not None and (is_eager or low.tensor.graph is graph):
+        if low is not None and (not tf.is_symbolic_tensor(source) or low.tensor.graph is graph):
             found[i] = low
     return found
 

@@ -273,7 +273,7 @@ def categorical_focal_crossentropy(
 
 
 def _is_eager(tensor: tf.Tensor) -> bool:
-    return isinstance(tensor, tf.__internal__.EagerTensor)
+    return not tf.is_symbolic_tensor(tensor)
 
 
 def _before_cast(tensor: tf.Tensor) -> tf.Tensor:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import record as _record
 
 from keras_mp import keras_api, raw_inputs
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.step import scaled_step
 from keras_mp.support import attributes, marks, wrapped
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.tensorflow_api import gradients
 
 Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
 
@@ -80,7 +80,11 @@ def naming(models: Iterable[tf.keras.Model]) -> Iterator[None]:
     try:
         with (
             _observed_calls(layer for _, layer in named),
-            wrapped.everywhere(_record, "record_operation", _with_layer_in_backward_pass),
+            wrapped.everywhere(
+                gradients.record_operation.owner,
+                gradients.record_operation.attribute,
+                _with_layer_in_backward_pass,
+            ),
         ):
             yield
     finally:

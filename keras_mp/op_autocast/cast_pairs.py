@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_mp.op_autocast.lower_precision import NAME
 from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.tensorflow_api import graphs
 
 
 @contextlib.contextmanager
@@ -36,14 +37,14 @@ def left_out(graph: tf.Graph) -> Iterator[None]:
                 for index, value in enumerate(consumer.inputs):
                     if value is cast:
                         replaced.append((consumer, index, cast))
-                        consumer._update_input(index, original)
+                        graphs.update_input(consumer, index, original)
             # The backward pass keeps it. A user's own output has another name, and stays.
             if op.name.rpartition("/")[2].startswith(NAME):
                 graph.outputs[:] = [original if each is cast else each for each in graph.outputs]
         yield
     finally:
         for consumer, index, cast in reversed(replaced):
-            consumer._update_input(index, cast)
+            graphs.update_input(consumer, index, cast)
         graph.outputs[:] = outputs
 
 

@@ -308,14 +308,8 @@ _entered = _EnteredRegions()
 
 @functools.cache
 def _machinery(module: str) -> types.ModuleType:
-    """Imports a module that uses TensorFlow's private names, which another version may not have."""
-    try:
-        return importlib.import_module(f"keras_mp.op_autocast.{module}")
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"`keras_mp.autocast` does not know TensorFlow {tf.__version__}. The rest of keras_mp "
-            f"works. TensorFlow lacks what this error names: {error}"
-        ) from error
+    """Imports a module that a program without regions does not need."""
+    return importlib.import_module(f"keras_mp.op_autocast.{module}")
 
 
 def _checked(dtype: str | tf.DType) -> tf.DType:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import core as _core
 
 from keras_mp.op_autocast import low_precision_gradients, lower_precision, plans
 from keras_mp.op_autocast.lower_precision import Origin
 from keras_mp.op_autocast.plans import Plan
 from keras_mp.support import regions
+from keras_mp.tensorflow_api import operations
 
 _READS = "ReadVariableOp"
 _WEIGHT = Origin(is_weight=True)
@@ -63,7 +63,7 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., object]:
             return low_precision_gradients.run_in_eager(run, op, cast, len(plan.names), dtype)
         try:
             results = execute(context, op, name, *cast)
-        except _core._NotOkStatusException:
+        except operations.QuickWayFailed.get():
             if len({value.dtype for value in values or () if tf.is_tensor(value)}) > 1:
                 raise
             # No such kernel, or a mistake of the user's, which TensorFlow is to report.

@@ -18,34 +18,28 @@ from concurrent import futures
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe as _pywrap_tfe
-from tensorflow.python.eager import execute as _execute
-from tensorflow.python.eager import imperative_grad as _imperative_grad
-from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
-from tensorflow.python.eager.polymorphic_function import function_context as _function_context
-from tensorflow.python.framework import op_def_library as _op_def_library
-from tensorflow.python.ops import custom_gradient as _custom_gradient
-from tensorflow.python.ops import gradients_util as _gradients_util
-from tensorflow.python.ops.parallel_for import pfor as _pfor
 
 from keras_mp import kernels
 from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision
-from keras_mp.support import reach, regions, replica_threads
+from keras_mp.support import features, reach, regions, replica_threads
 from keras_mp.support.regions import Region
+from keras_mp.tensorflow_api import gradients, graphs, operations
+from keras_mp.tensorflow_api.features import REGIONS, VECTORIZED, Feature
+from keras_mp.tensorflow_api.names import Name
 
 
 class _Hook(NamedTuple):
     """A function of TensorFlow that is replaced.
 
     Attributes:
-        owner: module or class.
-        name: the name of the function in it.
+        name: its name.
         make: function that takes TensorFlow's function and returns ours.
+        feature: what is off without it.
     """
 
-    owner: Any
-    name: str
+    name: Name
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    feature: Feature = REGIONS
 
 
 def _trace_per_region(own: Callable[..., Any]) -> Callable[..., object]:
@@ -111,17 +105,17 @@ def _without_pairs(own: Callable[..., object]) -> Callable[..., object]:
 
 
 _HOOKS = (
-    _Hook(_pywrap_tfe, "TFE_Py_FastPathExecute", dispatch.in_eager),
-    _Hook(_op_def_library, "_apply_op_helper", dispatch.in_graph),
-    _Hook(_execute, "record_gradient", dispatch.on_tape),
-    _Hook(_function_context, "make_function_context", _trace_per_region),
-    _Hook(_imperative_grad, "imperative_grad", _without_region),
-    _Hook(_gradients_util, "_GradientsHelper", _without_region),
-    _Hook(_pfor.PFor, "convert", _without_region),
-    _Hook(_custom_gradient, "_eager_mode_decorator", _with_gradient_as_forward),
-    _Hook(_custom_gradient, "_graph_mode_decorator", _with_gradient_as_forward),
+    _Hook(operations.run_in_eager, dispatch.in_eager),
+    _Hook(operations.make_in_graph, dispatch.in_graph),
+    _Hook(gradients.record_in_graph, dispatch.on_tape),
+    _Hook(graphs.key_of_trace, _trace_per_region),
+    _Hook(gradients.of_tape, _without_region),
+    _Hook(gradients.of_graph, _without_region),
+    _Hook(gradients.vectorize, _without_region, VECTORIZED),
+    _Hook(gradients.custom_in_eager, _with_gradient_as_forward),
+    _Hook(gradients.custom_in_graph, _with_gradient_as_forward),
 )
-_PERMANENT = _Hook(_atomic_function, "from_func_graph", _without_pairs)
+_PERMANENT = _Hook(graphs.function_of_graph, _without_pairs)
 
 
 class _State:
@@ -140,6 +134,8 @@ _own: dict[Callable[..., object], Callable[..., object]] = {}
 def entered(region: Region | None) -> Iterator[None]:
     """Context manager that puts a region in force in this thread, and installs the hooks.
 
+    Where TensorFlow has not got a function that is replaced, the region does nothing.
+
     Args:
         region: Region, or None, which stops autocasting and needs no hooks.
 
@@ -151,6 +147,9 @@ def entered(region: Region | None) -> Iterator[None]:
         dtype = reach.current() if regions.current() is None else None
         with regions.none(), reach.entered(dtype):
             yield
+        return
+    if not features.is_on(REGIONS):
+        yield
         return
     with _lock:
         if not _State.is_checked:
@@ -171,7 +170,8 @@ def _count_regions(change: int) -> None:
     is_open = _State.open_regions > 0
     if is_open != was_open:
         for hook in _HOOKS:
-            (_put if is_open else _take_back)(hook)
+            if features.is_on(hook.feature):
+                (_put if is_open else _take_back)(hook)
 
 
 @functools.cache
@@ -182,15 +182,15 @@ def _replacement(hook: _Hook, own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _put(hook: _Hook) -> None:
-    function = getattr(hook.owner, hook.name)
+    function = hook.name.get()
     if function not in _own:
-        setattr(hook.owner, hook.name, _replacement(hook, function))
+        hook.name.set(_replacement(hook, function))
 
 
 def _take_back(hook: _Hook) -> None:
-    function = getattr(hook.owner, hook.name)
+    function = hook.name.get()
     # Other code may have put a function of its own around it meanwhile, which stays.
-    setattr(hook.owner, hook.name, _own.get(function, function))
+    hook.name.set(_own.get(function, function))
 
 
 def _check() -> None:
@@ -256,11 +256,11 @@ def _gradients(x: tf.Tensor, where: str) -> Sequence[Any]:
         product = tf.matmul(x, x)
         result = tf.nn.relu(product)
     differentiate = tf.gradients if where == "in a graph" else tape.gradient
-    gradients = differentiate(result, [x, product])
+    found = differentiate(result, [x, product])
     if regions.current() is not None:
         _expect(product.dtype == tf.float32, f"a result other than float32, {where}")
         for each, op in ((product, "product"), (result, "Relu of it")):
             computed = lower_precision.low_precision_of(each, tf.bfloat16)
             _expect(computed is not None, f"a float32 {op}, {where}")
-        _expect(all(each is not None for each in gradients), f"no gradient, {where}")
-    return gradients
+        _expect(all(each is not None for each in found), f"no gradient, {where}")
+    return found

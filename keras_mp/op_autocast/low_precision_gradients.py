@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import record as _record
-from tensorflow.python.framework import ops as _ops
 
 from keras_mp.op_autocast import lower_precision
 from keras_mp.support import reach
+from keras_mp.tensorflow_api import gradients, graphs
 
 _Results = TypeVar("_Results")
 
@@ -31,12 +30,12 @@ def run_in_eager(
         inputs: int. How many of `args` are inputs.
         dtype: DType of 16 bits.
     """
-    with _record.stop_recording():
+    with gradients.stop_recording():
         results = run(*args)
     tensors = tf.nest.flatten(list(args[:inputs]))
     computed = results if isinstance(results, list | tuple) else [results]
     name = _gradient_of(op, dtype).name
-    tf.__internal__.record_gradient(name, tensors, tuple(args[inputs:]), list(computed))
+    gradients.record_gradient(name, tensors, tuple(args[inputs:]), list(computed))
     return results
 
 
@@ -46,7 +45,7 @@ def set_in_graph(op: tf.Operation, dtype: tf.DType) -> None:
     Not by an attribute: in a file, TensorFlow takes that for a function like an identity's.
     """
     gradient = _gradient_of(op.type, dtype)
-    op._gradient_function = gradient  # pyright: ignore[reportAttributeAccessIssue]
+    graphs.gradient_function.set_of(op, gradient)
 
 
 def name_of_gradient(op: str, results: Sequence[Any]) -> str:
@@ -57,7 +56,7 @@ def name_of_gradient(op: str, results: Sequence[Any]) -> str:
         results: its results.
     """
     is_in_graph = results and not tf.executing_eagerly()
-    gradient = results[0].op._gradient_function if is_in_graph else None
+    gradient = graphs.gradient_function.of(results[0].op) if is_in_graph else None
     return gradient.name if isinstance(gradient, _Gradient) else op
 
 
@@ -103,11 +102,11 @@ class _Gradient:
     def __call__(self, op: tf.Operation, *upstream: tf.Tensor | None) -> object:
         if not isinstance(op, tf.Operation):
             op.type = self._op  # On a tape, the name of the gradient is there.
-        differentiate = _ops.gradient_registry.lookup(self._op)
+        differentiate = gradients.registry.get().lookup(self._op)
         low = [lower_precision.cast(each, self._dtype) for each in upstream]
         with reach.entered(self._dtype):
-            gradients = differentiate(_InLowPrecision(op, self._dtype), *low)
-        return tf.nest.map_structure(lambda each: lower_precision.cast(each, tf.float32), gradients)
+            found = differentiate(_InLowPrecision(op, self._dtype), *low)
+        return tf.nest.map_structure(lambda each: lower_precision.cast(each, tf.float32), found)
 
 
 _gradient_of = functools.cache(_Gradient)

@@ -13,10 +13,10 @@ import weakref
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.eager import record as _record
 
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.tensorflow_api import gradients
 from keras_mp.variables import casts
 
 FLOATS = (tf.float32, *LOW_PRECISION)
@@ -82,9 +82,9 @@ def to_low_precision(tensor: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:
     if not tf.executing_eagerly():
         return _cast_in_graph(tensor, dtype)
     known = low_precision_of(tensor, dtype)
-    if known is not None and not _record.could_possibly_record():
+    if known is not None and not gradients.could_record():
         return known
-    with _record.stop_recording():
+    with gradients.stop_recording():
         result = tf.cast(tensor, dtype) if known is None else tf.identity(known)
     _record_cast(tensor, result)
     return result
@@ -92,7 +92,7 @@ def to_low_precision(tensor: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:
 
 def to_float32(computed: tf.Tensor) -> tf.Tensor:
     """Casts a result of a 16-bit operation to float32. In a graph tapes are not told of it."""
-    with _record.stop_recording():
+    with gradients.stop_recording():
         result = tf.cast(computed, tf.float32, name=NAME)
     if tf.executing_eagerly():
         _record_cast(computed, result)
@@ -116,8 +116,8 @@ def cast(value: Any, dtype: tf.DType) -> Any:
 def _record_cast(source: tf.Tensor, result: tf.Tensor) -> None:
     """Tells tapes of a cast. Recorded as the operation Cast, tapes would keep `given` alive."""
     dtype = source.dtype
-    if _record.could_possibly_record():
-        _record.record_operation(
+    if gradients.could_record():
+        gradients.record_operation(
             NAME, [result], [source], lambda gradient: [tf.cast(gradient, dtype)]
         )
 
@@ -135,6 +135,6 @@ def _cast_in_graph(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     names = _hoisted.setdefault(graph, {})
     key = tensor.name, dtype.name
     if key not in names:
-        with graph.as_default(), _record.stop_recording():
+        with graph.as_default(), gradients.stop_recording():
             names[key] = tf.cast(tensor, dtype, name=NAME).name
     return casts.read_as(tensor, graph.get_tensor_by_name(names[key]))

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry as _op_defs
 
 from keras_mp.kernels import replaced, sums
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.op_autocast.cast_policy import OpPolicy
-from keras_mp.support import op_table, registered_kernels
+from keras_mp.support import features, op_table, registered_kernels
 from keras_mp.support.regions import Region
+from keras_mp.tensorflow_api import operations
+from keras_mp.tensorflow_api.features import REGIONS
 
 # Outside of this range float16 has fewer digits, or none.
 _SMALLEST, _LARGEST = 1e-4, 1e4
@@ -102,7 +103,7 @@ def _number(value: tf.Tensor | float) -> float | None:
         return float(value)
     if value.shape.rank != 0:
         return None
-    if isinstance(value, tf.__internal__.EagerTensor):
+    if not tf.is_symbolic_tensor(value):
         # Reading it from another device would wait for the device.
         return float(value) if value.device.endswith("CPU:0") else None
     known = tf.get_static_value(value)
@@ -145,7 +146,7 @@ def plan_of(op: str, region: Region) -> Plan | None:
     row = policy_for(op, region, replaced.usual_device())
     if row is None or row.policy in (cast_policy.DENY, cast_policy.NONE):
         return None
-    op_def, attr = _op_defs.get(op), dtype_attr(op, region.dtype)
+    op_def, attr = operations.definition(op), dtype_attr(op, region.dtype)
     if op_def is None or attr is None:
         return None
     defaults = {
@@ -177,7 +178,7 @@ def dtype_attr(op: str, dtype: tf.DType) -> str | None:
         op: str. The operation's name.
         dtype: DType.
     """
-    op_def = _op_defs.get(op)
+    op_def = operations.definition(op)
     if op_def is None:
         return None
     wanted = {tf.float32.as_datatype_enum, dtype.as_datatype_enum}
@@ -209,8 +210,10 @@ def check_names(argument: str, ops: Iterable[str], dtype: tf.DType | None) -> fr
             f"Received: {argument}={ops!r}"
         )
     names = frozenset(ops)
+    if not features.is_on(REGIONS):
+        return names
     for op in sorted(names, key=str):
-        if not isinstance(op, str) or _op_defs.get(op) is None:
+        if not isinstance(op, str) or operations.definition(op) is None:
             by_lower_case = {name.lower(): name for name in dir(tf.raw_ops)}
             wanted = str(op).replace("_", "").lower()
             nearest = difflib.get_close_matches(wanted, by_lower_case, n=1, cutoff=0.5)

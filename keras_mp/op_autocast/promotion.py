@@ -27,16 +27,15 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import execute as _execute
-from tensorflow.python.framework import op_def_library as _op_def_library
-from tensorflow.python.framework import ops as _ops
 
 from keras_mp.kernels import replaced as kernels_replaced
 from keras_mp.op_autocast import plans
-from keras_mp.support import reach
+from keras_mp.support import features, reach
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
+from keras_mp.tensorflow_api import operations
+from keras_mp.tensorflow_api.features import MIXTURES
 
 _MIXED = "was expected to be a"
 # Its generated code cannot go on: it has an argument `e`, and names the error so.
@@ -80,10 +79,14 @@ def rounding_assignments() -> contextlib.AbstractContextManager[None]:
 @functools.cache
 def install() -> None:
     """Lets operations that TensorFlow refuses be computed in float32, once in a process."""
-    _Dispatcher().register()
-    _execute.args_to_matching_eager = _with_a_common_dtype(_execute.args_to_matching_eager)
-    _ops.raise_from_not_ok_status = _falling_back(_ops.raise_from_not_ok_status)
-    _op_def_library._apply_op_helper = _made_in_float32(_op_def_library._apply_op_helper)
+    if features.is_on(MIXTURES):
+        _dispatcher_class()().register()
+        for name, make in (
+            (operations.to_one_dtype, _with_a_common_dtype),
+            (operations.raise_error, _falling_back),
+            (operations.make_in_graph, _made_in_float32),
+        ):
+            name.set(make(name.get()))
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
@@ -100,17 +103,23 @@ class _Refused(tf.errors.InvalidArgumentError, TypeError):
     """A refusal in eager as one in a graph, for which TensorFlow asks its dispatchers."""
 
 
-class _Dispatcher(tf.__internal__.dispatch.GlobalOpDispatcher):
-    """Calls functions of TensorFlow again that have refused a mixture of dtypes."""
+def _dispatcher_class() -> type:
+    """Returns a class of TensorFlow's dispatchers."""
+    base = operations.GlobalOpDispatcher.get()
 
-    def handle(self, op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of a function, or `NOT_SUPPORTED` if dtypes are not the reason."""
-        if not _is_active() or _thread.is_retrying:
-            return self.NOT_SUPPORTED
-        for args_again, kwargs_again in _in_other_dtypes((list(args), kwargs)):
-            with contextlib.suppress(*_ERRORS), replaced(_thread, "is_retrying", True):
-                return op(*args_again, **kwargs_again)
-        return self.NOT_SUPPORTED  # What TensorFlow said of the user's own call is raised.
+    class _Dispatcher(base):
+        """Calls functions of TensorFlow again that have refused a mixture of dtypes."""
+
+        def handle(self, op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+            """Returns the result of a function, or `NOT_SUPPORTED` if dtypes are not the reason."""
+            if not _is_active() or _thread.is_retrying:
+                return self.NOT_SUPPORTED
+            for args_again, kwargs_again in _in_other_dtypes((list(args), kwargs)):
+                with contextlib.suppress(*_ERRORS), replaced(_thread, "is_retrying", True):
+                    return op(*args_again, **kwargs_again)
+            return self.NOT_SUPPORTED  # What TensorFlow said of the user's own call is raised.
+
+    return _Dispatcher
 
 
 def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import gradients, scaled_losses
+from keras_mp.step import gradients, replicas, scaled_losses
 from keras_mp.step.compiled_update import CompiledUpdates, Pairs
 from keras_mp.support import attributes, host
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -267,7 +267,7 @@ class V1Optimizer(OptimizerAdapter):
     def build(self, variables: Sequence[Any]) -> None:
         # If Python runs with the step, `apply` makes the slots. A graph of TensorFlow 1 would name
         # them after the branch in which they are made, and each replica would make its own.
-        meets = not tf.__internal__.distribute.strategy_supports_no_merge_call()
+        meets = not replicas.need_not_meet()
         if not host.in_v1_graph() and not (tf.distribute.has_strategy() and meets):
             return
 

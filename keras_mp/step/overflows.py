@@ -249,16 +249,13 @@ class _Record:
         rows = strategy.num_replicas_in_sync + seen.has_total
         self.shape = rows, 1 + len(self.names) + len(self.inputs), _KINDS
         length = _HEADER + HALF + int(np.prod(self.shape))
-        # An `init_scope` does not hide a variable from the tf.function that is being traced, which
-        # would be traced again, or refuse it. A graph of its own does. The strategy's scope is
-        # made in there: it enters the graph again in which it was made.
-        with (
-            tf.Graph().as_default(),
-            host.eagerly(),
+
+        def vector() -> tf.Variable:
             # If one replica records for all, copies would only have to be sent around.
-            strategy.scope() if self._is_on_each else contextlib.nullcontext(),
-        ):
-            self.vector = state_variable(np.zeros(length), COUNTS, "overflow")
+            with strategy.scope() if self._is_on_each else contextlib.nullcontext():
+                return state_variable(np.zeros(length), COUNTS, "overflow")
+
+        self.vector = host.outside_of_functions(vector)
         self.places = places_of(strategy, self.vector)
 
     def is_alive(self) -> bool:
@@ -421,7 +418,7 @@ def _names(seen: SkippedStep) -> list[str]:
 def _is_on_each() -> bool:
     """Whether each replica keeps records; under other strategies one replica does for all."""
     is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
-    return is_alone or tf.__internal__.distribute.strategy_supports_no_merge_call()
+    return is_alone or replicas.need_not_meet()
 
 
 def _reference(variable: Any) -> Callable[[], Any]:

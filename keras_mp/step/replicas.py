@@ -14,10 +14,12 @@ import tensorflow as tf
 
 from keras_mp.step.gradients import Gradient, cast_as, map_values
 from keras_mp.step.gradients import cast as cast_gradients
-from keras_mp.support import validation
+from keras_mp.support import features, validation
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.tensorflow_api import replicas
+from keras_mp.tensorflow_api.features import WITHOUT_MEETING
 
 T = TypeVar("T")
 State = TypeVar("State")
@@ -178,7 +180,7 @@ def _summed(
     options: tf.distribute.experimental.CommunicationOptions | None = None,
 ) -> list[Any]:
     context, add = tf.distribute.get_replica_context(), tf.distribute.ReduceOp.SUM
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+    if need_not_meet():
         return context.all_reduce(add, gradients, options)
 
     # `all_reduce` would register a gradient, and keep the graph until the process ends. In graphs
@@ -188,6 +190,13 @@ def _summed(
         return strategy.extended.batch_reduce_to(add, [(each, each) for each in values], options)
 
     return context.merge_call(reduce, args=tuple(gradients))
+
+
+def need_not_meet() -> bool:
+    """Whether replicas can reduce without a merge call. One replica alone calls nobody."""
+    if not tf.distribute.has_strategy():
+        return False
+    return features.is_on(WITHOUT_MEETING) and replicas.reduces_alone()
 
 
 def agree(finite: tf.Tensor) -> tf.Tensor:
@@ -225,7 +234,7 @@ def decide_for_all_replicas(
     Returns:
         The result of `decide`.
     """
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+    if need_not_meet():
         return decide(*verdicts, [state], lambda: on_each(state))
 
     @do_not_convert

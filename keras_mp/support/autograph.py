@@ -6,7 +6,9 @@ This module needs TensorFlow only.
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
+from keras_mp.support import features
+from keras_mp.tensorflow_api import graphs
+from keras_mp.tensorflow_api.features import AUTOGRAPH
 
 
 def do_not_convert(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,5 +60,7 @@ def allow_conversion(function: Callable[..., Any]) -> Callable[..., Any]:
     >>> float(tf.function(lambda x: call(magnitude, x))(tf.constant(-2.0)))
     2.0
     """
-    context = tf.__internal__.autograph.control_status_ctx()
-    return tf.__internal__.autograph.tf_convert(function, context, convert_by_default=False)
+    if not features.is_on(AUTOGRAPH):
+        return function
+    status = graphs.autograph_status()
+    return graphs.autograph_convert(function, status, convert_by_default=False)

@@ -4,7 +4,8 @@ This module needs TensorFlow only.
 """
 
 import tensorflow as tf
-from tensorflow.python.eager import context as _context
+
+from keras_mp.tensorflow_api import operations
 
 
 def variable(dtype: tf.DType, shape: tf.TensorShape | list[int]) -> tf.Tensor:
@@ -22,5 +23,5 @@ def variable(dtype: tf.DType, shape: tf.TensorShape | list[int]) -> tf.Tensor:
     >>> tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).numpy().tolist()
     [1.0, 1.0]
     """
-    name = _context.anonymous_name()
+    name = operations.anonymous_name()
     return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)

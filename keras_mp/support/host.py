@@ -6,18 +6,21 @@ that XLA compiles, which count their calls in the host's memory.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent import futures
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_mp.support import messages, op_callbacks
+from keras_mp.support import features, function_graphs, messages, op_callbacks
+from keras_mp.tensorflow_api import graphs
+from keras_mp.tensorflow_api.features import XLA
+
+_T = TypeVar("_T")
 
 # The collection, in a graph that XLA compiles, of the callbacks that the graph around it looks
 # into, with their replicas.
 _LOOKED_INTO = "keras_mp_looked_into"
 _LONGEST_PERIOD = 50
-
-eagerly = tf.__internal__.eager_context.eager_mode
 
 
 class HostCallback:
@@ -106,7 +109,7 @@ class HostCallback:
             return
         inner = tf.compat.v1.get_default_graph()
         graph = inner.outer_graph
-        while isinstance(graph, tf.__internal__.FuncGraph):
+        while function_graphs.is_of_function(graph):
             # The graph that calls a compiled function is marked as compiled meanwhile;
             # `control_dependencies(None)` takes the mark away.
             with graph.as_default(), tf.control_dependencies(None):
@@ -178,13 +181,14 @@ class _Turns:
     """
 
     def __init__(self) -> None:
-        # An `init_scope` does not hide variables from the function that is traced. A graph of its
-        # own does, and from the strategy, which would place them on the replica's device.
-        with tf.Graph().as_default(), eagerly(), tf.device("CPU:0"):
-            self.left, self.period = (
-                tf.Variable(tf.ones([], tf.int64), trainable=False, name=name)
-                for name in ("left", "period")
-            )
+        def variable(name: str) -> tf.Variable:
+            with tf.device("CPU:0"):
+                return tf.Variable(tf.ones([], tf.int64), trainable=False, name=name)
+
+        # A strategy would place them on the replica's device.
+        self.left, self.period = outside_of_functions(
+            lambda: (variable("left"), variable("period"))
+        )
 
     def take(self, act: Callable[[], tf.Tensor | None]) -> None:
         """Calls a function if it is time.
@@ -327,7 +331,26 @@ def _one_operation(
 
 def is_compiled_by_xla() -> bool:
     """Whether XLA compiles the function that is being traced."""
-    return tf.__internal__.get_enclosing_xla_context() is not None
+    if not features.is_on(XLA):
+        # What works there works in every function.
+        return function_graphs.is_of_function(current_graph())
+    return graphs.xla_context() is not None
+
+
+def outside_of_functions(make: Callable[[], _T]) -> _T:
+    """Calls a function that makes variables where no graph and no strategy sees them.
+
+    An `init_scope` does not hide a variable from the `tf.function` that is being traced, which
+    would be traced again, or refuse it. Another thread does.
+
+    Args:
+        make: the function.
+
+    Returns:
+        What it returns.
+    """
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def in_v1_graph() -> bool:

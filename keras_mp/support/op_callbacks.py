@@ -8,8 +8,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tensorflow.python.eager import context as _context
-from tensorflow.python.framework import op_callbacks as _op_callbacks
+from keras_mp.support import features
+from keras_mp.tensorflow_api import operations
+from keras_mp.tensorflow_api.features import UNOBSERVED
 
 
 @contextlib.contextmanager
@@ -20,17 +21,20 @@ def observed(callback: Callable[..., Any]) -> Iterator[None]:
         callback: function like those of `tf.debugging`. Its arguments are the operation's type,
             inputs, attributes and outputs, in a graph also `op_name=` and `graph=`.
     """
-    _op_callbacks.add_op_callback(callback)
+    operations.add_callback(callback)
     try:
         yield
     finally:
-        _op_callbacks.remove_op_callback(callback)
+        operations.remove_callback(callback)
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Switches off all callbacks, those of `observed` and those of `tf.debugging`."""
-    context: Any = _context.context()
+    if not features.is_on(UNOBSERVED):
+        yield
+        return
+    context: Any = operations.context()
     before = context.invoking_op_callbacks
     context.invoking_op_callbacks = True
     try:

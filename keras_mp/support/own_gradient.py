@@ -13,8 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import reach
+from keras_mp.support import features, reach
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.tensorflow_api import gradients
+from keras_mp.tensorflow_api.features import SHARED_CASTS
 
 # The outputs, and residuals: tensors that are kept for the gradient.
 Computed = tuple[list[tf.Tensor], list[tf.Tensor]]
@@ -42,7 +44,8 @@ def compute(
     Returns:
         list of tensors, the outputs.
     """
-    if tf.executing_eagerly():
+    # Without the name it takes, TensorFlow keeps the graph.
+    if tf.executing_eagerly() or not features.is_on(SHARED_CASTS):
 
         @tf.custom_gradient
         def in_eager(*inputs: tf.Tensor) -> Any:
@@ -76,7 +79,7 @@ def identity(gradient: str, tensors: Sequence[tf.Tensor]) -> tf.Operation:
     graph = tf.compat.v1.get_default_graph()
     with graph.gradient_override_map({"IdentityN": gradient}):
         op = graph.create_op("IdentityN", tensors, [t.dtype for t in tensors], attrs=attrs)
-    tf.__internal__.record_gradient(gradient, list(op.inputs), (), op.outputs)
+    gradients.record_gradient(gradient, list(op.inputs), (), op.outputs)
     return op
 
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping
 
-from tensorflow.python.framework import kernels as _kernels
+from keras_mp.tensorflow_api import operations
 
 
 def has_kernel(op: str, types: Mapping[str, int], device: str) -> bool:
@@ -25,6 +25,6 @@ def _allowed_types(op: str, device: str) -> tuple[dict[str, frozenset[int]], ...
     """Returns the dtypes that each kernel allows, by the attributes that it limits."""
     return tuple(
         {each.name: frozenset(each.allowed_values.list.type) for each in kernel.constraint}
-        for kernel in _kernels.get_registered_kernels_for_op(op).kernel
+        for kernel in operations.kernels_of(op).kernel
         if kernel.device_type in (device, "DEFAULT")
     )

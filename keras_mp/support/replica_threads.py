@@ -10,7 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from tensorflow.python.distribute.mirrored_run import _MirroredReplicaThread
+from keras_mp.support import features
+from keras_mp.tensorflow_api import replicas
+from keras_mp.tensorflow_api.features import REPLICA_THREADS
 
 _State = TypeVar("_State")
 
@@ -24,7 +26,9 @@ def inherit(
         state: function that returns the state of the current thread.
         entered: function of a state that returns a context manager, in which a thread has it.
     """
-    own = _MirroredReplicaThread.start
+    if not features.is_on(REPLICA_THREADS):
+        return
+    own = replicas.start_thread.get()
 
     @functools.wraps(own)
     def start(self: threading.Thread) -> None:
@@ -35,6 +39,6 @@ def inherit(
                 run()
 
         self.run = run_in_state
-        own(self)  # pyright: ignore[reportArgumentType]
+        own(self)
 
-    _MirroredReplicaThread.start = start
+    replicas.start_thread.set(start)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import handle_data_util as _handle_data
 
-from keras_mp.support import attributes, host, op_table
+from keras_mp.support import attributes, features, host, op_table
+from keras_mp.tensorflow_api import graphs
+from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
 _READS = op_table.ops("reads of variables", "looks at variables")
 # Writes to the rows of a variable that the second input names.
@@ -46,7 +47,8 @@ def is_selecting() -> bool:
 
 def is_without_branches() -> bool:
     """Whether `choose` makes no branch here."""
-    return host.is_compiled_by_xla() or _thread.is_selecting
+    is_better_without = host.is_compiled_by_xla() or _thread.is_selecting
+    return is_better_without and features.is_on(WITHOUT_BRANCHES)
 
 
 def chosen(
@@ -150,7 +152,7 @@ def _is_of_variable(tensor: Any) -> bool:
 
 
 def _read(handle: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
-    dtype = _handle_data.get_handle_data(handle).shape_and_type[0].dtype
+    dtype = graphs.handle_data(handle).shape_and_type[0].dtype
     if rows is None:
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
     return tf.raw_ops.ResourceGather(resource=handle, indices=rows, dtype=dtype)

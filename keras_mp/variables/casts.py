@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 
-from keras_mp.support import host, op_table, own_gradient
+from keras_mp.support import features, function_graphs, host, op_table, own_gradient
 from keras_mp.support.attributes import replaced
+from keras_mp.tensorflow_api.features import SHARED_CASTS
 
 # Operations that take the handle of a variable and leave its value alone.
 _READS = op_table.ops("reads of variables", "looks at variables")
@@ -68,7 +68,7 @@ def read(
     """
     value = variable.value() if by is None else by(variable)
     held = _thread.held.get(id(variable))
-    if held is not None and held.cast.dtype == dtype and _graphs_within(held.graph) is not None:
+    if held is not None and held.cast.dtype == dtype and _can_share(held.graph):
         return read_as(value, held.cast)
     return cast(value, dtype)
 
@@ -89,7 +89,9 @@ def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if value.dtype == dtype:
         return value
     graph = host.current_graph()
-    handle = _handle_that_was_read(value) if isinstance(graph, tf.__internal__.FuncGraph) else None
+    if not function_graphs.is_of_function(graph) or not features.is_on(SHARED_CASTS):
+        return tf.cast(value, dtype)
+    handle = _handle_that_was_read(value)
     if handle is None:
         return tf.cast(value, dtype)
     shared = _shared_casts.setdefault(graph, {})
@@ -103,6 +105,13 @@ def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     result = tf.cast(value, dtype)
     shared[key] = _SharedCast(result.name, writers)
     return result
+
+
+def _can_share(held_in: tf.Graph | None) -> bool:
+    """Whether the code that runs now can read a cast that is held in a graph, or in eager."""
+    if _graphs_within(held_in) is None:
+        return False
+    return tf.executing_eagerly() or features.is_on(SHARED_CASTS)
 
 
 def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
@@ -166,7 +175,7 @@ def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
     Each of them runs once where the others do.
     """
     graphs: list[Any] = [graph]
-    while isinstance(graphs[0], _func_graphs.CondBranchFuncGraph):
+    while function_graphs.is_branch(graphs[0]):
         graphs.insert(0, graphs[0].outer_graph)
     return graphs
 
@@ -180,7 +189,7 @@ def _graphs_within(outer: tf.Graph | None) -> list[tf.Graph] | None:
     graph, within = host.current_graph(), []
     while graph is not outer:
         # Branches and loops have graphs of subclasses.
-        if type(graph) is tf.__internal__.FuncGraph or not hasattr(graph, "outer_graph"):
+        if function_graphs.is_trace(graph) or not function_graphs.is_of_function(graph):
             return None
         within.append(graph)
         graph = graph.outer_graph
@@ -194,7 +203,7 @@ def is_in_a_loop_of(graph: tf.Graph) -> bool:
         graph: a graph other than the current one, or the current one, which gives False.
     """
     within = _graphs_within(graph) or []
-    return any(not isinstance(each, _func_graphs.CondBranchFuncGraph) for each in within)
+    return any(not function_graphs.is_branch(each) for each in within)
 
 
 def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:

@@ -10,12 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.support import trackables
 
-class VariableWrapper(
-    tf.__internal__.tracking.DelegatingTrackableMixin,
-    tf.Variable,
-    tf.__internal__.types.Tensor,
-):
+
+class VariableWrapper(trackables.DelegatingTrackable, tf.Variable, *trackables.TENSOR_BASES):
     """A variable for TensorFlow, around another one. Subclasses say how it is read and assigned to.
 
     All other attributes are those of the other one, which is also saved and restored.

@@ -9,6 +9,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import kernels
 from keras_mp.op_autocast import hooks
+from keras_mp.tensorflow_api.names import Name
 from tests.common import once
 from tests.op_autocast.common import normal
 
@@ -22,7 +23,7 @@ def installed():
 
 
 def in_place():
-    return [getattr(hook.owner, hook.name) for hook in hooks._HOOKS]
+    return [hook.name.get() for hook in hooks._HOOKS]
 
 
 def test_outside_of_a_region_tensorflow_is_its_own():
@@ -61,21 +62,21 @@ def test_the_last_region_to_end_takes_the_hooks_away():
 
 def test_a_function_of_other_code_around_a_hook_stays():
     hook = hooks._HOOKS[1]
-    own = getattr(hook.owner, hook.name)
+    own = hook.name.get()
     with keras_mp.autocast("bfloat16"):
-        ours = getattr(hook.owner, hook.name)
+        ours = hook.name.get()
 
         def theirs(*args, **kwargs):
             return ours(*args, **kwargs)
 
-        setattr(hook.owner, hook.name, theirs)
-    assert getattr(hook.owner, hook.name) is theirs
+        hook.name.set(theirs)
+    assert hook.name.get() is theirs
     function = tf.function(lambda x: x @ x)
     x = normal(4, 4)
     np.testing.assert_array_equal(function(x), x @ x)
     with keras_mp.autocast("bfloat16"):
         assert function(x).dtype == tf.float32
-    setattr(hook.owner, hook.name, own)
+    hook.name.set(own)
 
 
 def test_bitwise_as_without_keras_mp_outside():
@@ -106,7 +107,7 @@ BREAKAGES = [
 @pytest.mark.parametrize(("name", "found"), BREAKAGES)
 def test_a_tensorflow_that_does_not_use_a_hook_is_refused(name, found, monkeypatch):
     own = in_place()
-    broken = [hook for hook in hooks._HOOKS if hook.name == name]
+    broken = [hook for hook in hooks._HOOKS if hook.name.attribute == name]
     kept = tuple(hook for hook in hooks._HOOKS if hook not in broken)
     monkeypatch.setattr(hooks, "_HOOKS", kept)
     monkeypatch.setattr(hooks._State, "is_checked", False)
@@ -122,7 +123,8 @@ def test_a_tensorflow_that_does_not_use_a_hook_is_refused(name, found, monkeypat
 def test_without_the_hook_on_functions_it_is_refused(monkeypatch):
     monkeypatch.setattr(hooks._State, "is_checked", False)
     hooks._take_back(hooks._PERMANENT)
-    monkeypatch.setattr(hooks, "_PERMANENT", hooks._Hook(hooks, "_expect", lambda own: own))
+    other = hooks._Hook(Name(f"{hooks.__name__}._expect"), lambda own: own)
+    monkeypatch.setattr(hooks, "_PERMANENT", other)
     with pytest.raises(RuntimeError, match="nothing needs"), keras_mp.autocast("bfloat16"):
         pass
     monkeypatch.undo()

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry as _op_defs
 
 from keras_mp.grappler import report as rewrites
 from keras_mp.numerics.graphs import loops
@@ -18,6 +17,7 @@ from keras_mp.numerics.graphs import work as works
 from keras_mp.numerics.graphs.loops import Value
 from keras_mp.numerics.graphs.work import NodeDef, Shape, Work
 from keras_mp.support import op_table
+from keras_mp.tensorflow_api import operations
 
 # Their results have the shape of what comes in; grappler makes such nodes, and gives them no shape.
 _SAME_SHAPE = op_table.ops(
@@ -298,7 +298,7 @@ def _parse(source: str, by_name: Mapping[str, NodeDef]) -> tuple[str, int]:
     if len(rest) < 2:  # of a graph, or an argument of a function
         return name, int(rest[0]) if rest else 0
     output, index = rest
-    definition = _op_defs.get(by_name[name].op) if name in by_name else None
+    definition = operations.definition(by_name[name].op) if name in by_name else None
     outputs = [arg.name for arg in definition.output_arg] if definition is not None else []
     return name, int(index) + (outputs.index(output) if output in outputs else 0)
 

@@ -28,7 +28,14 @@ from keras_mp.numerics.operations.rows import (
     SpoiltTensors,
     first_bad,
 )
-from keras_mp.support import attributes, messages, op_callbacks, op_table, validation
+from keras_mp.support import (
+    attributes,
+    function_graphs,
+    messages,
+    op_callbacks,
+    op_table,
+    validation,
+)
 
 # How many of the layers before the first bad operation a message shows.
 _HISTORY = 12
@@ -289,7 +296,7 @@ class FirstBadOperation:
                         self._spoilt.add(outputs)
                 else:
                     self._eager.record(kind, inputs, outputs)
-            elif isinstance(graph, tf.__internal__.FuncGraph):
+            elif function_graphs.is_of_function(graph):
                 self._has_seen_any = True
                 self._graphs.record(graph, kind, inputs, outputs, op_name)
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_mp.numerics import watching
 from keras_mp.numerics.operations.call_sites import CallSite, place_in
 from keras_mp.numerics.operations.rows import PASSED_IN, READS, OperationTable, layers_of_scope
-from keras_mp.support import handles, kept_casts
+from keras_mp.support import function_graphs, handles, kept_casts
 
 # Rows of a variable. Operations that come later are not watched.
 CAPACITY = 2**14
@@ -199,7 +199,7 @@ def _measuring(dtypes: tuple[tf.DType, ...], inputs: int, is_in_loop: bool) -> C
 
 def _is_inside(graph: tf.Graph, kind: str) -> bool:
     """Whether a graph is of that class, or inside of one that is."""
-    while isinstance(graph, tf.__internal__.FuncGraph):
+    while function_graphs.is_of_function(graph):
         if any(cls.__name__ == kind for cls in type(graph).__mro__):
             return True
         graph = graph.outer_graph

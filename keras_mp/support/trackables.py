@@ -1,0 +1,42 @@
+"""The bases of an object that stands for another one, in checkpoints and as a tensor.
+
+This module needs TensorFlow only.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.support import features
+from keras_mp.tensorflow_api import saving
+from keras_mp.tensorflow_api.features import CHECKPOINTS, TENSORS
+
+
+class _Delegating:
+    """An object that a checkpoint takes for another one, in the attribute `_trackable`.
+
+    It does what TensorFlow's own class does, where TensorFlow has none: everything by which a
+    checkpoint reads and writes an object is that of the other one.
+    """
+
+
+def _delegated(name: str) -> property:
+    def get(self: Any) -> Any:
+        return getattr(self._trackable, name)
+
+    def put(self: Any, value: Any) -> None:
+        setattr(self._trackable, name, value)
+
+    return property(get, put)
+
+
+for _name in vars(tf.Module.__mro__[-2]):
+    if _name.startswith("_") and not _name.startswith("__"):
+        setattr(_Delegating, _name, _delegated(_name))
+
+
+# Which of them are there is known when a class is made of them.
+DelegatingTrackable: Any = (
+    saving.DelegatingTrackable.get() if features.is_on(CHECKPOINTS) else _Delegating
+)
+TENSOR_BASES: tuple[Any, ...] = (saving.Tensor.get(),) if features.is_on(TENSORS) else ()

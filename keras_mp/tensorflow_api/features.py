@@ -1,0 +1,158 @@
+"""What keras_mp does better by private names of TensorFlow, and what is lost without them."""
+
+import dataclasses
+
+from keras_mp.tensorflow_api import gradients, graphs, grappler, operations, replicas, saving
+from keras_mp.tensorflow_api.names import MissingName, Name
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Feature:
+    """Something that is off where one of its names is missing.
+
+    Attributes:
+        title: str. What it is.
+        without: str. A sentence: what happens without it, and what that means for numbers.
+        names: the private names that it needs.
+    """
+
+    title: str
+    without: str
+    names: tuple[Name, ...]
+
+    def missing(self) -> list[str]:
+        """Returns a sentence about each name that is missing."""
+        result = []
+        for name in self.names:
+            try:
+                name.get()
+            except MissingName as error:
+                result.append(str(error))
+        return result
+
+
+_TRACED = (
+    operations.run_in_eager,
+    gradients.record_in_graph,
+    gradients.of_graph,
+    gradients.custom_in_eager,
+    gradients.custom_in_graph,
+    graphs.key_of_trace,
+)
+_KERNELS = (operations.definition, operations.kernels_of)
+
+GRADIENTS = Feature(
+    "gradients that are computed like the layer that they are of",
+    "TensorFlow computes them: sums of gradients in 16 bits may be wrong, and some are slow.",
+    (*_TRACED, gradients.registry, gradients.of_tape, gradients.should_record, graphs.create_op),
+)
+REGIONS = Feature(
+    "regions of `keras_mp.autocast`, and products with gradients in 16 bits",
+    "Code in a region, and the gradients of layers with an `output_dtype`, run in float32.",
+    (
+        *_TRACED,
+        *_KERNELS,
+        operations.make_in_graph,
+        operations.QuickWayFailed,
+        gradients.of_tape,
+        gradients.registry,
+        gradients.record_gradient,
+        gradients.could_record,
+        gradients.record_operation,
+        gradients.stop_recording,
+        graphs.function_of_graph,
+        graphs.update_input,
+        graphs.gradient_function,
+    ),
+)
+VECTORIZED = Feature(
+    "`tf.vectorized_map` and `jacobian` in a region of `keras_mp.autocast`",
+    "Operations that they convert are autocast again: some round their inputs once more.",
+    (gradients.vectorize,),
+)
+MIXTURES = Feature(
+    "operations that take 16-bit beside float32 tensors, or float32 only",
+    "In layers of keras_mp they are errors, as they are in TensorFlow.",
+    (
+        *_KERNELS,
+        operations.make_in_graph,
+        operations.to_one_dtype,
+        operations.raise_error,
+        operations.GlobalOpDispatcher,
+    ),
+)
+UNOBSERVED = Feature(
+    "hiding keras_mp's own operations from `tf.debugging`",
+    "Numbers stay the same. `tf.debugging.enable_check_numerics` may find Inf in a skipped step.",
+    (operations.context, operations.is_calling_back),
+)
+SHARED_CASTS = Feature(
+    "casts that several reads of a weight share",
+    "Numbers stay the same, but weights are cast for each read, and recurrent layers are slower.",
+    (gradients.record_gradient,),
+)
+REPLICA_THREADS = Feature(
+    "regions and policy scopes in the threads of replicas",
+    "Replicas do not inherit them: code in them runs in float32, and layers that it makes have "
+    "the global policy.",
+    (replicas.start_thread,),
+)
+WITHOUT_MEETING = Feature(
+    "replicas that need not meet",
+    "Numbers stay the same. TensorFlow may refuse steps that XLA compiles under a strategy.",
+    (replicas.reduces_alone,),
+)
+WITHOUT_BRANCHES = Feature(
+    "compiled steps without branches",
+    "Numbers stay the same. On a GPU, steps that XLA compiles wait for the host.",
+    (graphs.create_op, graphs.handle_data),
+)
+XLA = Feature(
+    "ordinary graphs, as opposed to those that XLA compiles",
+    "Numbers stay the same. All graphs count as compiled, so warnings about steps come late.",
+    (graphs.xla_context,),
+)
+AUTOGRAPH = Feature(
+    "AutoGraph in functions that keras_mp calls",
+    "Numbers stay the same. An `if` or a loop over tensors is an error in such a function.",
+    (graphs.autograph_status, graphs.autograph_convert),
+)
+CHECKPOINTS = Feature(
+    "TensorFlow's own base class for wrappers in checkpoints",
+    "Numbers stay the same. Checkpoints are written by a simpler class, in the same format.",
+    (saving.DelegatingTrackable,),
+)
+TENSORS = Feature(
+    "`AutoCastVariable`s that count as tensors",
+    "Numbers stay the same. `tf.is_tensor` of one may be False, and a function may refuse it.",
+    (saving.Tensor,),
+)
+SAVED_MODELS = Feature(
+    "optimizers in a SavedModel",
+    "A SavedModel may be loaded without the state of its optimizer. Other files have all of it.",
+    (saving.register, saving.revived),
+)
+SESSIONS = Feature(
+    "the graph rewrite in sessions of TensorFlow 1",
+    "A session with a config of its own computes in float32.",
+    (grappler.rewrite_in_sessions, grappler.is_rewrite_in_sessions),
+)
+
+FEATURES = (
+    *(GRADIENTS, REGIONS, VECTORIZED, MIXTURES, UNOBSERVED, SHARED_CASTS, REPLICA_THREADS),
+    *(WITHOUT_MEETING, WITHOUT_BRANCHES, XLA, AUTOGRAPH, CHECKPOINTS, TENSORS, SAVED_MODELS),
+    SESSIONS,
+    Feature(
+        "the report of the graph rewrite",
+        "It ends with an error that names what is missing.",
+        (*_KERNELS, grappler.optimize, grappler.Cluster, grappler.Device),
+    ),
+    Feature(
+        "tools that look at each operation: `numerics.check` and `numerics.watch`",
+        "They end with an error that names what is missing.",
+        (
+            *(operations.add_callback, operations.remove_callback, operations.anonymous_name),
+            *(operations.definition, gradients.record_operation),
+        ),
+    ),
+)

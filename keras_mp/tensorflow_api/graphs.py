@@ -1,0 +1,26 @@
+"""Graphs, the functions that are made of them, and whether XLA compiles them."""
+
+from keras_mp.tensorflow_api.names import Attribute, Name
+
+# Makes each operation of a graph.
+create_op = Name("tf.Graph._create_op_internal")
+# The key by which a function finds its trace.
+key_of_trace = Name(
+    "tensorflow.python.eager.polymorphic_function.function_context.make_function_context"
+)
+# Makes a function of a graph.
+function_of_graph = Name(
+    "tensorflow.python.eager.polymorphic_function.atomic_function.from_func_graph"
+)
+# The shape and dtype of the variable behind a handle.
+handle_data = Name("tensorflow.python.ops.handle_data_util.get_handle_data")
+# The context of XLA that is around the code, or None.
+xla_context = Name("tf.__internal__.get_enclosing_xla_context")
+# Gives an operation another input.
+update_input = Name("tf.Operation._update_input")
+# The gradient function of an operation other than that of its type.
+gradient_function = Attribute("tf.Operation._gradient_function")
+
+# AutoGraph: whether it converts the caller, and how it converts a function.
+autograph_status = Name("tf.__internal__.autograph.control_status_ctx")
+autograph_convert = Name("tf.__internal__.autograph.tf_convert")

@@ -1,0 +1,216 @@
+"""Private names of TensorFlow and Keras, which are looked up when they are first used.
+
+A release may move any of them. Then `MissingName` says which one, and in which version.
+"""
+
+import functools
+import importlib
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# Paths that count as missing, to try out what a program is like without them.
+_WITHOUT = frozenset(os.environ.get("KERAS_MP_WITHOUT", "").split())
+
+
+class MissingName(RuntimeError):
+    """A private name that this version of TensorFlow or Keras has not got."""
+
+
+class Name:
+    """A private function, class or method of TensorFlow or Keras.
+
+    Calling it calls what is there now, which may have been replaced.
+
+    Attributes:
+        path: str. The dotted path; "tf" stands for the public package.
+        attribute: str. The last part of the path.
+
+    Args:
+        path: str.
+
+    Example:
+
+    >>> from keras_mp.tensorflow_api.names import Name
+    >>> Name("tf.__internal__.no_such_name").is_there()
+    False
+    """
+
+    __slots__ = ("_owner", "attribute", "path")
+
+    def __init__(self, path: str) -> None:
+        self.path, self._owner = path, None
+        self.attribute = path.rpartition(".")[2]
+
+    @property
+    def owner(self) -> Any:
+        """The module or class that has the name.
+
+        Raises:
+            MissingName: nothing has it.
+        """
+        if self._owner is None:
+            owner = None if self.path in _WITHOUT else _found(self.path.rpartition(".")[0])
+            if owner is None or not hasattr(owner, self.attribute):
+                raise missing(self.path)
+            self._owner = owner
+        return self._owner
+
+    def get(self) -> Any:
+        """Returns what the name stands for now.
+
+        Raises:
+            MissingName: nothing has the name.
+        """
+        return getattr(self._owner or self.owner, self.attribute)
+
+    def set(self, value: Any) -> None:
+        """Puts something else in the place of what the name stands for.
+
+        Args:
+            value: Any.
+
+        Raises:
+            MissingName: nothing has the name.
+        """
+        setattr(self.owner, self.attribute, value)
+
+    def is_there(self) -> bool:
+        """Whether this version has the name."""
+        try:
+            self.get()
+        except MissingName:
+            return False
+        return True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls what the name stands for now."""
+        return self.get()(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
+
+
+class Attribute(Name):
+    """A private attribute of the objects of a class, or one that the code of a module reads.
+
+    Such an attribute may be made by a constructor. So it counts as there if code of the class, of
+    its bases or of the module has the name.
+
+    Args:
+        path: str. The path of the class or module, and the attribute.
+    """
+
+    __slots__ = ()
+
+    @property
+    def owner(self) -> Any:
+        """The class or module.
+
+        Raises:
+            MissingName: no code of it has the name.
+        """
+        if self._owner is None:
+            owner = None if self.path in _WITHOUT else _found(self.path.rpartition(".")[0])
+            if owner is None or self.attribute not in _names_in(owner):
+                raise missing(self.path)
+            self._owner = owner
+        return self._owner
+
+    def get(self) -> Any:
+        """Returns the class or module."""
+        return self._owner or self.owner
+
+    def of(self, value: object) -> Any:
+        """Returns the attribute of an object.
+
+        Args:
+            value: the object.
+
+        Raises:
+            MissingName: it has none.
+        """
+        try:
+            return getattr(self.get() and value, self.attribute)
+        except AttributeError as error:
+            raise missing(self.path) from error
+
+    def set_of(self, value: object, attribute: Any) -> None:
+        """Sets the attribute of an object.
+
+        Args:
+            value: the object.
+            attribute: its new attribute.
+
+        Raises:
+            MissingName: such objects have none.
+        """
+        setattr(self.get() and value, self.attribute, attribute)
+
+
+def missing(path: str) -> MissingName:
+    """Returns the error about a name that is not there.
+
+    Args:
+        path: str. Its path.
+    """
+    package = path.partition(".")[0]
+    title = {"keras": "Keras", "tf_keras": "tf_keras"}.get(package, "TensorFlow")
+    module: Any = sys.modules.get({"tf": "tensorflow"}.get(package, package))
+    version = getattr(module, "__version__", "")
+    return MissingName(f"{title} {version} has no `{path}`")
+
+
+def _found(path: str) -> Any:
+    """Returns the module, or the class in one, of a path; None if there is none."""
+    first, *parts = path.split(".")
+    value: Any = tf if first == "tf" else importlib.import_module(first)
+    name = first
+    for part in parts:
+        name += f".{part}"
+        found = sys.modules.get(name) or getattr(value, part, None)
+        if found is None and isinstance(value, types.ModuleType):
+            try:
+                found = importlib.import_module(name)
+            except ImportError:
+                return None
+        if found is None:
+            return None
+        value = found
+    return value
+
+
+@functools.cache
+def _names_in(owner: Any) -> frozenset[str]:
+    """Returns the names in the code of a class and its bases, or of a module."""
+    if isinstance(owner, type):
+        return frozenset(name for cls in owner.__mro__ for name in _names_of_class(cls))
+    names = set(vars(owner))
+    for value in list(vars(owner).values()):
+        if getattr(value, "__module__", None) == owner.__name__:
+            names.update(_names_of_class(value) if isinstance(value, type) else _names_of(value))
+    return frozenset(names)
+
+
+def _names_of_class(cls: type) -> Iterator[str]:
+    yield from vars(cls)
+    for value in vars(cls).values():
+        for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
+            yield from _names_of(function)
+
+
+def _names_of(function: Any) -> Iterator[str]:
+    # Decorators have the function that they decorate.
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    waiting = [getattr(function, "__code__", None)]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, types.CodeType):
+            yield from code.co_names
+            yield from (each for each in code.co_consts if isinstance(each, str))
+            waiting.extend(code.co_consts)

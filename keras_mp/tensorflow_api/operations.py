@@ -1,0 +1,32 @@
+"""How TensorFlow runs an operation, in eager and in graphs, and what it knows of operations."""
+
+from keras_mp.tensorflow_api.names import Name
+
+# Runs an operation in eager code.
+run_in_eager = Name("tensorflow.python.pywrap_tfe.TFE_Py_FastPathExecute")
+# Makes an operation in a graph.
+make_in_graph = Name("tensorflow.python.framework.op_def_library._apply_op_helper")
+# Gives the inputs of an operation in eager one dtype, where the quick way has failed.
+to_one_dtype = Name("tensorflow.python.eager.execute.args_to_matching_eager")
+# Raises the error of an operation in eager.
+raise_error = Name("tensorflow.python.framework.ops.raise_from_not_ok_status")
+# What the quick way raises, and generated code catches.
+QuickWayFailed = Name("tensorflow.python.eager.core._NotOkStatusException")
+# The base of objects that are asked where a function has refused its arguments.
+GlobalOpDispatcher = Name("tf.__internal__.dispatch.GlobalOpDispatcher")
+
+# The definition of an operation, by its type.
+definition = Name("tensorflow.python.framework.op_def_registry.get")
+kernels_of = Name("tensorflow.python.framework.kernels.get_registered_kernels_for_op")
+
+# Callbacks after each operation of a thread.
+add_callback = Name("tensorflow.python.framework.op_callbacks.add_op_callback")
+remove_callback = Name("tensorflow.python.framework.op_callbacks.remove_op_callback")
+# The context of a thread, which notes whether callbacks are being called.
+context = Name("tensorflow.python.eager.context.context")
+is_calling_back = Name("tensorflow.python.eager.context.Context.invoking_op_callbacks")
+
+# The device that the program has named, in eager.
+device_name = Name("tf.__internal__.eager_context.get_device_name")
+# The name by which a variable exists for as long as its handle.
+anonymous_name = Name("tensorflow.python.eager.context.anonymous_name")

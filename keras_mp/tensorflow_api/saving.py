@@ -1,0 +1,14 @@
+"""Checkpoints and SavedModels."""
+
+from keras_mp.tensorflow_api.names import Name
+
+# The base of an object that checkpoints take for another one.
+DelegatingTrackable = Name("tf.__internal__.tracking.DelegatingTrackableMixin")
+# The base of what counts as a tensor.
+Tensor = Name("tf.__internal__.types.Tensor")
+# Whether TensorFlow behaves as TensorFlow 2.
+is_version_2 = Name("tf.__internal__.tf2.enabled")
+# Registers a class whose objects say what a SavedModel has of them.
+register = Name("tensorflow.python.saved_model.registration.register_serializable")
+# What a SavedModel has of an optimizer of Keras.
+revived = Name("tensorflow.python.saved_model.revived_types.serialize")
