@@ -13,7 +13,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import kernels
 from keras_mp.hardware_check import models
-from keras_mp.kernels import convolutions, replaced, sums
+from keras_mp.kernels import convolutions, cudnn, replaced, sums
 from keras_mp.support import reach
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -87,9 +87,10 @@ class KernelFinding(NamedTuple):
 def measure_kernels() -> list[KernelFinding]:
     """Computes the examples of all kernels that keras_mp replaces where they are wrong."""
     kernels.install()
+    has_cudnn = replaced.usual_device() != "CPU"
     return [
         _finding(op, kernel, dtype, case)
-        for table in (sums, convolutions)
+        for table in (sums, convolutions, *([cudnn] if has_cudnn else []))
         for op, kernel in table.KERNELS.items()
         for dtype in LOW_PRECISION
         for case in kernel.cases
@@ -103,7 +104,7 @@ def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> Ke
         if compute is None:
             return None
         try:
-            return float(replaced.last_value(compute(**arguments)))
+            return float(replaced.last_value(kernel.result(compute, **arguments)))
         except (tf.errors.OpError, ValueError):
             return None
 

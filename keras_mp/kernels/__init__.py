@@ -4,7 +4,7 @@ import functools
 
 import tensorflow as tf
 
-from keras_mp.kernels import backward, compositions, convolutions, slow, sums
+from keras_mp.kernels import backward, compositions, convolutions, cudnn, slow, sums
 from keras_mp.support import features
 from keras_mp.tensorflow_api.features import GRADIENTS
 
@@ -33,4 +33,5 @@ def install() -> None:
     sums.install()
     compositions.install()
     convolutions.install()
+    cudnn.install()
     slow.install()

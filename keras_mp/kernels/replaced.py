@@ -41,6 +41,9 @@ class Kernel(NamedTuple):
         autocasts: whether a region of `autocast` runs it in 16 bits.
         public: TensorFlow's public name of the function. Defaults to that in `tf.raw_ops`.
         alias: another name under which modules of TensorFlow have the function.
+        result: takes the function and the example, and returns what shows that a kernel is wrong.
+            Defaults to the function's result.
+        has_raw_name: whether Keras calls it by its name in `tf.raw_ops`, which is replaced then.
     """
 
     example: Callable[[tf.DType, Any], dict[str, Any]]
@@ -52,6 +55,8 @@ class Kernel(NamedTuple):
     autocasts: bool = False
     public: Callable[..., Any] | None = None
     alias: str = ""
+    result: Callable[..., Any] = lambda own, **arguments: own(**arguments)
+    has_raw_name: bool = False
 
 
 class Replacement(NamedTuple):
@@ -79,7 +84,7 @@ class Table:
         kernels: the mapping.
         harm: str. What may happen where TensorFlow has no such function; ends a warning.
         asks: takes an operation, its `Kernel`, a dtype, a case and a type of device, and tells
-            whether the kernel is to be replaced. Defaults to whether its result is wrong.
+            whether the kernel is to be replaced. Defaults to `is_result_wrong`.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class Table:
     ) -> None:
         self.kernels, self.enabled = kernels, True
         self._harm, self._installed, self._lock = harm, False, threading.Lock()
-        self._asks = asks or _ask
+        self._asks = asks or is_result_wrong
 
     def install(self) -> None:
         """Replaces TensorFlow's functions, once in a process. Computes nothing."""
@@ -110,6 +115,9 @@ class Table:
                     inner = replacements[own].corrected if own in replacements else own
                     names = own.__name__, kernel.alias
                     replacements[own] = Replacement(own, names, self._corrected(op, inner))
+                if own is not None and kernel.has_raw_name:
+                    raw = getattr(tf.raw_ops, op)
+                    replacements[raw] = Replacement(raw, (op,), self._corrected(op, raw))
             replace(replacements.values())
             self._installed = True
 
@@ -256,7 +264,7 @@ def usual_device() -> str:
 
 
 @functools.cache
-def _ask(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) -> bool:
+def is_result_wrong(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) -> bool:
     """Whether the kernel is wrong that computes an operation in eager: TensorFlow's or oneDNN's."""
     with tf.init_scope(), regions.none(), reach.entered(None):
         is_graph = not tf.executing_eagerly()
@@ -266,7 +274,8 @@ def _ask(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) -> bo
         try:
             with tf.Graph().as_default() if is_graph else contextlib.nullcontext() as graph:
                 with tf.device(f"{device}:0"):
-                    found = last_value(getattr(tf.raw_ops, op)(**kernel.example(dtype, case)))
+                    own = getattr(tf.raw_ops, op)
+                    found = last_value(kernel.result(own, **kernel.example(dtype, case)))
                 if is_graph:
                     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
                     with tf.compat.v1.Session(graph=graph, config=config) as session:

@@ -107,4 +107,4 @@ def test_a_session_on_a_gpu_takes_float32(monkeypatch):
     """To ask would take memory of the GPU in another way than the program's own session."""
     kernel = sums.KERNELS["Sum"]
     with tf.Graph().as_default():
-        assert replaced._ask.__wrapped__("Sum", kernel, tf.float16, (True, False), "GPU")
+        assert replaced.is_result_wrong.__wrapped__("Sum", kernel, tf.float16, (True, False), "GPU")

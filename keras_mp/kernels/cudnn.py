@@ -1,0 +1,99 @@
+"""cuDNN's recurrent layers, whose gradients in bfloat16 TensorFlow loses on GPUs.
+
+Seen with TensorFlow 2.21 on an H200: what a layer returns is right, and training learns nothing.
+The bfloat16 kernel casts to float32 for cuDNN, so nothing is slower if the operation is one of
+float32 with casts around it, which has float32's gradients. The question is asked by a gradient:
+where TensorFlow's own is right, it stays.
+
+This module needs TensorFlow only.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.kernels.replaced import Kernel, Table, in_float32, is_result_wrong
+
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+_STEPS, _BATCH, _SIZE = 4, 4, 16
+_RIGHT = 1.0
+_STATES = ("output_h", "output_c")
+_FLOATS = ("input", "input_h", "input_c", "params")
+_SOURCES = ("input", "input_h", "params")
+
+
+def _kernel(op: str) -> Kernel:
+    def parameters() -> tuple[str, ...]:
+        return tuple(inspect.signature(getattr(tf.raw_ops, op)).parameters)
+
+    def mode_of(*args: Any, **kwargs: Any) -> str:
+        given = {**dict(zip(parameters(), args)), **kwargs}
+        return tf.compat.as_str(given.get("rnn_mode", "lstm"))
+
+    def example(dtype: tf.DType, mode: str) -> dict[str, Any]:
+        weights = _GATES[mode] * (2 * _SIZE * _SIZE + 2 * _SIZE)
+        state = 0.1 * _numbers(1, _BATCH, _SIZE)
+        arguments = {
+            "input": _numbers(_STEPS, _BATCH, _SIZE),
+            "input_h": state,
+            "input_c": state if mode == "lstm" else tf.zeros([]),
+            "params": 0.2 * _numbers(weights),
+        }
+        given = {name: tf.cast(value, dtype) for name, value in arguments.items()}
+        if "sequence_lengths" in parameters():
+            given["sequence_lengths"] = tf.fill([_BATCH], _STEPS)
+        return {**given, "rnn_mode": mode}
+
+    return Kernel(
+        example,
+        _RIGHT,
+        mode_of,
+        ("lstm", "gru"),
+        _in_float32,
+        result=_distance_of_gradients,
+        has_raw_name=True,
+    )
+
+
+def _numbers(*shape: int) -> tf.Tensor:
+    return tf.random.stateless_normal(shape, seed=(0, 0))
+
+
+def _in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # The last two results are notes for the gradient, which is float32's.
+    found = in_float32(own, *args, **kwargs)
+    states = {name: tf.cast(getattr(found, name), found.output.dtype) for name in _STATES}
+    return found._replace(**states)
+
+
+def _distance_of_gradients(own: Callable[..., Any], **arguments: Any) -> tf.Tensor:
+    """Returns 1 where gradients are those of float32, and more by how far they are from them."""
+
+    def gradients(dtype: tf.DType) -> list[tf.Tensor]:
+        given = {
+            name: tf.cast(value, dtype) if name in _FLOATS else value
+            for name, value in arguments.items()
+        }
+        sources = [given[name] for name in _SOURCES]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            results = own(**given)
+        outputs = [results.output, results.output_h]
+        found = tape.gradient(outputs, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return [tf.cast(gradient, tf.float32) for gradient in found]
+
+    pairs = zip(gradients(arguments["input"].dtype), gradients(tf.float32), strict=True)
+    return _RIGHT + tf.add_n([tf.norm(found - right) / tf.norm(right) for found, right in pairs])
+
+
+def _is_wrong(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) -> bool:
+    # No other device runs it.
+    return device != "CPU" and is_result_wrong(op, kernel, dtype, case, device)
+
+
+KERNELS = {op: _kernel(op) for op in ("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3")}
+
+_TABLE = Table(KERNELS, "and recurrent layers may not learn in bfloat16 on GPUs", asks=_is_wrong)
+install, is_wrong = _TABLE.install, _TABLE.is_wrong
