@@ -4,7 +4,7 @@ RFC 293, "LossScaleGradientTape". This module needs TensorFlow only.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +15,7 @@ from keras_mp.step import finiteness, gradients, replicas
 from keras_mp.step.loss_scales import DynamicLossScale
 from keras_mp.step.schedule import MIN_LOSS_SCALE, LossScaleState
 from keras_mp.support import validation
+from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 
 
@@ -77,15 +78,22 @@ class LossScaleGradientTape(tf.GradientTape):
         self._max_retries = validation.integer("max_retries", max_retries, at_least=0)
         self._is_kept = validation.boolean("persistent", persistent)
         self._watched_before: Sequence[tf.Variable] | None = None
-        self._is_entered = False
+        self._records = False
+        self._moves_scale = True
 
     def __enter__(self) -> "LossScaleGradientTape":
-        self._is_entered = True
+        self._records, self._watched_before = True, None
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._is_entered = False
+        self._records = False
         super().__exit__(*error)
+
+    @contextlib.contextmanager
+    def stop_recording(self) -> Iterator[None]:
+        """Context manager in which the tape does not record."""
+        with super().stop_recording(), replaced(self, "_records", False):
+            yield
 
     def watched_variables(self) -> Sequence[tf.Variable]:
         """Returns variables that the tape watches, in the order in which they were first used."""
@@ -161,7 +169,7 @@ class LossScaleGradientTape(tf.GradientTape):
         target = tf.convert_to_tensor(target)
         if not target.dtype.is_floating or target.dtype.size >= tf.float32.size:
             return target
-        if self._is_entered:
+        if self._records:
             return tf.cast(target, tf.float32)
         with self:
             return tf.cast(target, tf.float32)
@@ -171,19 +179,17 @@ class LossScaleGradientTape(tf.GradientTape):
 
         What is computed there is not to be differentiated, unless the tape is asked again.
         """
-        is_recording = self._is_entered and not self._is_kept
-        return self.stop_recording() if is_recording else contextlib.nullcontext()
+        is_to_stop = self._records and not self._is_kept
+        return self.stop_recording() if is_to_stop else contextlib.nullcontext()
 
     def _is_over(self) -> None:
         """Forgets what was recorded, unless the tape is asked again."""
         if self._is_kept:
             return
-        self._watched_before = super().watched_variables()
-        if self._is_entered:
+        watched = super().watched_variables()
+        with contextlib.nullcontext() if self._records else self:
             self.reset()
-        else:
-            with self:
-                self.reset()
+        self._watched_before = watched
 
     def _search(self, compute: Callable[[tf.Tensor], list[Any]], targets: list[tf.Tensor]) -> list:
         """Computes gradients at the highest scale, from the current one down, that works."""
@@ -210,7 +216,7 @@ class LossScaleGradientTape(tf.GradientTape):
         if self._max_retries:
             state = tf.while_loop(goes_on, again, state)
         retries, finite, *found = state
-        if isinstance(self._loss_scale, DynamicLossScale):
+        if self._moves_scale and isinstance(self._loss_scale, DynamicLossScale):
             self._move(self._loss_scale, retries, finite, loss_is_finite, scale_after)
         if self._scaler is not None:
             self._scaler._calls.by_tape(targets)

@@ -22,13 +22,15 @@ from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import scaled_losses
 from keras_mp.step.loss_scales import LossScale
-from keras_mp.support import host, messages, replica_threads, wrapped
+from keras_mp.support import host, messages, own_gradient, replica_threads, wrapped
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import parse
 
 # The program has not asked for a scale, so that a high one must not end its training.
 _MAX_RETRIES = 32
+# Below it float16 begins to lose digits of what is a little smaller.
+_SMALL = 2.0**-10
 
 
 class _Step(scaled_losses.Record):
@@ -189,9 +191,48 @@ class _StepTape(LossScaleGradientTape):
         why_not = None if is_scaled else self._why_not(flat)
         by_tape = not is_scaled and why_not is None
         self._step.note_gradients(flat, by_tape, why_not)
-        compute = super().gradient if by_tape else self._unscaled
+        args = (target, sources, output_gradients, unconnected_gradients)
         with replaced(_thread, "is_differentiating", True):
-            return compute(target, sources, output_gradients, unconnected_gradients)
+            if not by_tape:
+                return self._unscaled(*args)
+            recording = self._that_record()
+            if not recording:
+                return super().gradient(*args)
+            # Those tapes differentiate what TensorFlow computes, not the search for a scale.
+            differentiable = _Tape.gradient(self, *args)
+            compute = functools.partial(super().gradient, *args)
+            with contextlib.ExitStack() as stack:
+                for tape in recording:
+                    stack.enter_context(tape.stop_recording())
+                if any(hasattr(each, "assign") for each in flat):
+                    values = compute()
+                else:
+                    values = self._scaled_if_small(differentiable, compute)
+            return _with_derivatives(values, differentiable)
+
+    def _scaled_if_small(self, gradients: Any, compute: Callable[[], Any]) -> Any:
+        """Returns gradients of tensors that are part of a loss, or of other inputs.
+
+        Args:
+            gradients: structure of them, unscaled.
+            compute: function that returns them scaled and unscaled. It is called if 16 bits may
+                have lost some: they need not be as small as the gradients of the loss, by which the
+                scale is chosen, and mostly one computation will do.
+        """
+        flat = tf.nest.flatten(gradients)
+        positions = [i for i, each in enumerate(flat) if each is not None]
+        values = [getattr(flat[i], "values", flat[i]) for i in positions]
+        are_small = [tf.reduce_all(tf.abs(each) < _SMALL) for each in values]
+
+        def scaled() -> list[Any]:
+            with replaced(self, "_moves_scale", False):
+                found = tf.nest.flatten(compute())
+            return [found[i] for i in positions]
+
+        found = tf.cond(tf.reduce_all(are_small), scaled, lambda: [flat[i] for i in positions])
+        for i, each in zip(positions, found, strict=True):
+            flat[i] = each
+        return tf.nest.pack_sequence_as(gradients, flat)
 
     def jacobian(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes a Jacobian as `tf.GradientTape` does, not scaled."""
@@ -211,11 +252,18 @@ class _StepTape(LossScaleGradientTape):
         self._is_over()
         return result
 
+    def _that_record(self) -> "list[_StepTape]":
+        """Returns the tapes that record, and may be asked to differentiate the result."""
+        return [
+            tape
+            for tape in self._step.entered
+            if tape._records
+            and tape._watched_before is None
+            and (tape is not self or tape._is_kept)
+        ]
+
     def _why_not(self, sources: list[Any]) -> str | None:
         """Returns why scaling the target would not be exact; None if it is."""
-        others = [tape for tape in self._step.entered if tape is not self]
-        if others or (self._is_kept and self._is_entered):
-            return "gradient() is called while a tape records, which may differentiate the result"
         if any(parse(getattr(each, "dtype", None)) != tf.float32 for each in sources):
             return "the gradients are in another dtype than float32"
         if tf.distribute.in_cross_replica_context():
@@ -231,6 +279,29 @@ class _StepTape(LossScaleGradientTape):
             result = _Tape.gradient(self, target, sources, *args)
         self._is_over()
         return result
+
+
+def _with_derivatives(values: Any, others: Any) -> Any:
+    """Returns gradients that are differentiated as others are, which are equal but for rounding."""
+
+    def join(value: Any, other: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            joined = join(value.values, other.values)
+            return tf.IndexedSlices(joined, value.indices, value.dense_shape)
+        if value is None:
+            return None
+        return own_gradient.compute("OfOther", _first, _to_second, [value, other])[0]
+
+    joined = map(join, tf.nest.flatten(values), tf.nest.flatten(others))
+    return tf.nest.pack_sequence_as(values, list(joined))
+
+
+def _first(value: tf.Tensor, other: tf.Tensor) -> own_gradient.Computed:
+    return [tf.identity(value)], []
+
+
+def _to_second(upstream: list[tf.Tensor], *tensors: Any) -> list[tf.Tensor | None]:
+    return [None, upstream[0]]
 
 
 def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
