@@ -100,7 +100,7 @@ def _train_step(model: tf.keras.Model, of_instance: _Step | None, *args: Any, **
         _scaling_tapes(model, of_instance),
         state_rollback.training_step(model, keras_api.states(model)),
     ):
-        state_rollback.watch_inputs(_inputs(model, *args))
+        state_rollback.watch_inputs(_inputs(model, *args, **kwargs))
         return train_step(*args, **kwargs)
 
 
@@ -133,7 +133,9 @@ def _is_keras_own(model: tf.keras.Model, of_instance: _Step | None) -> bool:
     return of_instance is None and not has_own_train_step(model)
 
 
-def _inputs(model: tf.keras.Model, data: Any = None, *args: Any) -> list[tuple[str, Any, tf.DType]]:
+def _inputs(
+    model: tf.keras.Model, data: Any = None, *args: Any, **kwargs: Any
+) -> list[tuple[str, Any, tf.DType]]:
     """Returns what a batch has, by names, with the dtypes that the model casts it to."""
     parts = data if isinstance(data, (list, tuple)) else (data,)
     dtypes = (tf.as_dtype(model.compute_dtype), tf.float32, tf.float32)

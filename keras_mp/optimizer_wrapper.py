@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, positional_arguments
 from keras_mp.layer_paths import paths_of_weights
 from keras_mp.step import gradients
 from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
@@ -135,18 +135,19 @@ class OptimizerWrapper(
     def jit_compile(self, value: bool) -> None:
         self._adapter.jit_compile = validation.boolean("jit_compile", value)
 
-    def build(self, var_list: Iterable[Any]) -> None:
+    def build(self, var_list: Iterable[Any] = (), *, variables: Iterable[Any] = ()) -> None:
         """Makes the inner optimizer's variables.
 
         Args:
             var_list: iterable of the model's trainable variables. An empty one, which Keras 3
                 passes for an `.h5` file, stands for those of the model that was compiled with this
                 optimizer, or for none yet.
+            variables: iterable. The name of `var_list` in Keras 3.
         """
-        variables = list(var_list) or list(self._variables_of_model())
-        if not variables:
+        given = [*var_list, *variables] or list(self._variables_of_model())
+        if not given:
             return
-        self._adapter.build(variables)
+        self._adapter.build(given)
         self._set_weights_to_come()
 
     def compiled_for(self, model: tf.keras.Model) -> None:
@@ -188,6 +189,7 @@ class OptimizerWrapper(
         return inner.get_slot_names() if hasattr(inner, "get_slot_names") else []
 
     @do_not_convert
+    @positional_arguments.of_minimize
     def minimize(
         self,
         loss: Loss,
@@ -293,6 +295,7 @@ class OptimizerWrapper(
             yield [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
     @do_not_convert
+    @positional_arguments.of_apply_gradients
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

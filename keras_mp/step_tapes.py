@@ -10,6 +10,7 @@ without what float16 loses. Where that would not be exact, a warning says so whe
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -306,10 +307,17 @@ def _to_second(upstream: list[tf.Tensor], *tensors: Any) -> list[tf.Tensor | Non
 
 def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method of optimizers that applies gradients, which tells of unscaled ones."""
+    of_gradients = list(inspect.signature(own).parameters)[1]
 
     @functools.wraps(own)
     @do_not_convert
-    def apply(optimizer: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            grads, *args = args
+        elif of_gradients in kwargs:
+            grads = kwargs.pop(of_gradients)
+        else:
+            return own(optimizer, **kwargs)  # which raises an error
         grads = list(grads)
         with scaled_losses.applying() as is_first:
             if is_first and _thread.step is not None:
@@ -321,7 +329,7 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _applied(grads: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Returns the variables to which an optimizer is to apply gradients."""
-    if all(isinstance(each, tuple) for each in grads):
+    if all(isinstance(each, (tuple, list)) for each in grads):
         return [variable for gradient, variable in grads if gradient is not None]
     variables = (*args, *kwargs.values())[:1]
     flat = tf.nest.flatten(variables)
