@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.kernels import again_in_float32
 from keras_mp.step import state_rollback
 from keras_mp.support import host, messages, reach
 from keras_mp.support.autograph import do_not_convert
@@ -29,13 +30,20 @@ def install() -> None:
     @functools.wraps(keras_add_loss)
     @do_not_convert
     def add_loss(self: tf.keras.layers.Layer, losses: Any, *args: Any, **kwargs: Any) -> None:
-        if reach.current() == tf.float16 and state_rollback.is_under_way():
-            for loss in tf.nest.flatten(losses):
-                if isinstance(loss, tf.Tensor) and loss.dtype == tf.float16:
-                    _tell_if_infinite(self, loss)
+        losses = tf.nest.map_structure(functools.partial(_widened, self), losses)
         return keras_add_loss(self, losses, *args, **kwargs)
 
     owner.add_loss = add_loss
+
+
+def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
+    # Keras 2 adds a symbolic loss in a layer whose policy is not ours.
+    if reach.current() is None and not again_in_float32.was_made_in_reach(loss):
+        return loss
+    result = again_in_float32.compute(loss)
+    if reach.current() == tf.float16 and state_rollback.is_under_way() and result is not loss:
+        _tell_if_infinite(layer, result)
+    return result
 
 
 def _tell_if_infinite(layer: tf.keras.layers.Layer, loss: tf.Tensor) -> None:

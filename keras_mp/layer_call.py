@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import added_losses, keras_api, kernels, model_outputs, raw_inputs, regularizers
-from keras_mp.kernels import normalization, recurrent
+from keras_mp.kernels import again_in_float32, normalization, recurrent
 from keras_mp.op_autocast import context_manager, promotion
 from keras_mp.support import reach, regions
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -81,6 +81,8 @@ def install(policy_class: type) -> None:
             return keras_call(self, *args, **kwargs)
         with reach.entered(dtype), _gradients(policy, dtype):
             outputs = raw_inputs.call(keras_call, self, dtype, args, kwargs)
+        if dtype is not None and not keras_api.is_operation(self):
+            again_in_float32.end_at(outputs)
         if not is_model:
             model_outputs.note_policy(outputs, policy)
         return outputs

@@ -1,11 +1,11 @@
-"""Losses that layers add in float16: a warning if they are infinite, and only then."""
+"""Losses that layers add: in float32, from 16-bit activations; told of where these are infinite."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import ours
+from tests.common import IS_KERAS_3, ours, pairs
 
 X = np.full([4, 8], 100.0, "float32")
 MODES = [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}]
@@ -17,7 +17,7 @@ class Adds(tf.keras.layers.Layer):
         self.factor = factor
 
     def call(self, x):
-        self.add_loss(tf.reduce_sum(tf.square(x)) * self.factor)
+        self.add_loss(tf.reduce_sum(tf.matmul(x, x, transpose_b=True)) * self.factor)
         return x
 
 
@@ -44,3 +44,124 @@ def test_a_finite_loss_and_one_of_another_dtype_are_not_told_of(mode):
         assert np.isfinite(fit(1e6, "mixed_bfloat16", mode)).all()
     finally:
         X[:] = 100.0
+
+
+@tf.custom_gradient
+def reversed_gradient(x):
+    return tf.identity(x), lambda upstream: -upstream
+
+
+def wide(value):
+    return tf.cast(value, tf.float32)
+
+
+# Losses of the activations `a` and `b` and the weight `w`, and of the same in float32.
+LOSSES = {
+    "squared error": lambda a, b, w: tf.reduce_mean((a - b) ** 2),
+    "divergence": lambda a, b, w: -0.5 * tf.reduce_mean(1 + a - tf.square(b) - tf.exp(a)),
+    "cross entropy": lambda a, b, w: tf.reduce_mean(
+        tf.nn.softmax_cross_entropy_with_logits(tf.stop_gradient(tf.nn.softmax(a)), b)
+    ),
+    "moves": lambda a, b, w: tf.reduce_sum(tf.stack(tf.unstack(tf.concat([a, b], 1), axis=1)[1:])),
+    "weights": lambda a, b, w: tf.reduce_sum(tf.square(w)) + tf.reduce_mean(tf.abs(a)),
+    "counts": lambda a, b, w: tf.reduce_sum(a / b) / tf.cast(tf.size(a) + 1257, a.dtype),
+    "several": lambda a, b, w: [tf.norm(a), wide(tf.reduce_max(b)) / 3],
+    "another gradient": lambda a, b, w: tf.reduce_mean(reversed_gradient(a) * b),
+}
+
+
+class AddsLosses(tf.keras.layers.Layer):
+    def __init__(self, loss, is_wide):
+        super().__init__()
+        self.loss, self.is_wide = loss, is_wide
+        self.inner = [tf.keras.layers.Dense(9), tf.keras.layers.Dense(9)]
+
+    def build(self, shape):
+        self.w = self.add_weight(name="w", shape=(7,), initializer="ones")
+
+    def call(self, x):
+        a, b, w = *(inner(x) for inner in self.inner), tf.convert_to_tensor(self.w)
+        if self.is_wide:
+            a, b, w = wide(a), wide(b), wide(w)
+        self.add_loss(self.loss(a, b, w))
+        return x
+
+
+WRAPPERS = {
+    "eager": lambda function: function,
+    "function": tf.function,
+    "jit": lambda function: tf.function(function, jit_compile=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "dtype"), pairs(LOSSES, WRAPPERS, ["bfloat16", "float16"])
+)
+def test_a_loss_is_computed_in_float32_from_16_bit_activations(name, mode, dtype):
+    results = []
+    for is_wide in (False, True):
+        tf.keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(f"mixed_{dtype}"):
+            layer = AddsLosses(LOSSES[name], is_wide)
+        layer(X)
+
+        @WRAPPERS[mode]
+        def run(x):
+            with tf.GradientTape() as tape:
+                layer(x)
+                losses = list(layer.losses)
+            return losses, tape.gradient(losses, layer.trainable_variables)
+
+        results.append(run(tf.constant(X / 100)))
+    (losses, gradients), (expected, of_expected) = results
+    for loss, right in zip(losses, expected, strict=True):
+        assert loss.dtype == tf.float32
+        np.testing.assert_allclose(loss, right, rtol=1e-5)
+    for gradient, right in zip(gradients, of_expected, strict=True):
+        assert (gradient is None) == (right is None)
+        if gradient is not None:
+            np.testing.assert_allclose(gradient, right, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["eager", "graph", "jit"])
+def test_fit_and_evaluate_return_a_float32_loss_of_a_model_that_adds_it(mode):
+    class Adds(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = tf.keras.layers.Dense(1)
+
+        def call(self, x):
+            y = self.inner(x)
+            self.add_loss(tf.reduce_mean((y - 332.0) ** 2))
+            return y
+
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = Adds()
+    model.compile("sgd", **mode)
+    loss = model.evaluate(X, verbose=0)
+    expected = np.mean((model.inner(X).numpy().astype("float32") - 332.0) ** 2)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(model.fit(X, verbose=0).history["loss"], [expected], rtol=1e-5)
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 has no symbolic losses.")
+def test_a_symbolic_loss_is_computed_in_float32():
+    with keras_mp.policy_scope("mixed_float16"):
+        x = tf.keras.Input([8])
+        h = tf.keras.layers.Dense(3)(x)
+        model = tf.keras.Model(x, tf.keras.layers.Dense(1)(h))
+        model.add_loss(tf.reduce_mean((h - 0.5) ** 2) / 4)
+    model.compile("sgd")
+    hidden = model.layers[1](X / 100).numpy().astype("float32")
+    expected = np.mean((hidden - 0.5) ** 2) / 4
+    np.testing.assert_allclose(model.evaluate(X / 100, verbose=0), expected, rtol=1e-5)
+
+
+def test_losses_of_other_layers_stay_as_they_are():
+    policy = tf.keras.mixed_precision.Policy("mixed_bfloat16")
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        AddsLosses(LOSSES["squared error"], False)(X)
+    with keras_mp.policy_scope("float32"):
+        layer = Adds(1.0, dtype=policy)
+    layer(X)
+    assert layer.losses[0].dtype == tf.bfloat16

@@ -108,6 +108,10 @@ class KerasApi(Protocol):
         """Whether this thread is in a call of a layer or model."""
         ...
 
+    def is_operation(self, layer: tf.keras.layers.Layer) -> bool:
+        """Whether a layer is an operation on a symbolic tensor, as Keras 2 makes of `2.0 * x`."""
+        ...
+
     def is_symbolic(self) -> bool:
         """Whether Keras computes shapes only."""
         ...

@@ -37,6 +37,7 @@ optimizer_adapter = keras2_adapters.optimizer_adapter
 deserialize_optimizer = keras2_saving.deserialize_optimizer
 
 PreprocessingLayer = keras2_raw_inputs.PreprocessingLayer
+is_operation = keras2_raw_inputs.is_operation
 note_input_casts = keras2_raw_inputs.note_input_casts
 let_policy_change = keras2_raw_inputs.let_policy_change
 widen_functions = keras2_raw_inputs.widen_functions

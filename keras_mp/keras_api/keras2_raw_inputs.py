@@ -17,6 +17,10 @@ keras = tf.keras
 PreprocessingLayer = keras.layers.experimental.preprocessing.PreprocessingLayer
 
 
+def is_operation(layer: Any) -> bool:
+    return getattr(layer, "_must_restore_from_config", False)
+
+
 def note_input_casts(
     policy_class: type, note: Callable[[Any, Any], None], before: Callable[[Any], Any]
 ) -> None:

@@ -45,6 +45,7 @@ name_functions = keras3_lambdas.name_functions
 deserialize_optimizer = keras3_saving.deserialize_optimizer
 
 PreprocessingLayer = keras3_raw_inputs.PreprocessingLayer
+is_operation = keras3_raw_inputs.is_operation
 note_input_casts = keras3_raw_inputs.note_input_casts
 let_policy_change = keras3_raw_inputs.let_policy_change
 report_rounded = keras3_raw_inputs.report_rounded

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels import returned_outputs
+from keras_mp.kernels import again_in_float32, returned_outputs
 from keras_mp.support import reach, replica_threads
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients, graphs, operations
@@ -67,7 +67,12 @@ def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def execute(*args: Any) -> object:
         dtype = _thread.dtype
-        return own(*args) if dtype is None else own(*args, *_MARKS[dtype is tf.bfloat16])
+        if dtype is None:
+            return own(*args)
+        results = own(*args, *_MARKS[dtype is tf.bfloat16])
+        if args[1] in again_in_float32.OPS:
+            again_in_float32.note(results, args[1], args[3:])
+        return results
 
     return execute
 
@@ -183,7 +188,10 @@ def _with_custom_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
             backward.__signature__ = inspect.signature(gradient)  # pyright: ignore
             return result, backward
 
-        return own(forward, args, kwargs)
+        results = own(forward, args, kwargs)
+        # Their gradients are not those of the operations that have made them.
+        again_in_float32.end_at(results)
+        return results
 
     return call
 

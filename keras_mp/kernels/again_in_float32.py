@@ -1,0 +1,222 @@
+"""Computes a tensor again in float32, from the 16-bit activations that it was computed from.
+
+A loss that a layer adds has 8 or 11 bits if the layer computes it in 16 bits, and what `fit` prints
+and callbacks compare has no more. The steps from activations to a loss are many roundings and
+little work, so they are made again in float32. Activations are what layers are called with and
+return, and the results of operations that are not in the table below, such as products.
+
+A tensor in a graph knows the operation that made it. An eager one gets a note of its operation, if
+that is in the table and code is in reach. The note is gone when the layer returns.
+
+This module needs TensorFlow only.
+"""
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_mp.support import marks, op_table
+from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.tensorflow_api import gradients
+
+# Operations whose inputs decide their results, and that take about as long in either dtype.
+OPS = (
+    op_table.ops(
+        *("sums over axes", "running sums", "sums of tensors", "norms", "products over axes"),
+        *("maxima over axes", "additions", "multiplications", "squared differences", "squares"),
+        *("powers", "divisions", "divisions without NaN", "reciprocals", "roots", "exponentials"),
+        *("logarithms", "maxima of two", "selections", "signs", "relu", "leaky relu", "softsign"),
+        *("sigmoids", "exponential units", "softplus", "softmax", "log softmax", "cross entropies"),
+        *("casts", "identities", "identities without a gradient", "identities that check"),
+        *("reshapes", "views", "moves"),
+    )
+    | {"Acos", "Acosh", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "Cos", "Cosh", "Digamma"}
+    | {
+        *("Erfinv", "Lgamma", "Ndtri", "Sin", "Sinh", "Tan", "Xlog1py", "Xlogy"),
+    }
+)
+# Longer chains begin with an activation.
+_DEPTH = 100
+# What functions call otherwise.
+_NAMES_OF_ATTRIBUTES = {"axis": "squeeze_dims"}
+_ERRORS = (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
+
+
+class _Made(NamedTuple):
+    """How an eager tensor was made.
+
+    Attributes:
+        op: str. The operation.
+        args: its inputs, then names and values of attributes in turn.
+        position: int. Which of its results the tensor is; None for its only one.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    position: int | None
+
+
+def note(results: Any, op: str, args: tuple[Any, ...]) -> None:
+    """Notes how eager tensors were made.
+
+    Args:
+        results: what an operation of `OPS` has returned.
+        op: str. The operation.
+        args: its inputs, then names and values of attributes in turn.
+    """
+    if isinstance(results, list):
+        for position, result in enumerate(results):
+            result._keras_mp_made_by = _Made(op, args, position)
+    else:
+        results._keras_mp_made_by = _Made(op, args, None)
+
+
+def end_at(outputs: Any) -> None:
+    """Makes activations of tensors, which are not computed again.
+
+    Args:
+        outputs: structure of what a layer returns.
+    """
+    flat = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
+    for each in flat:
+        if not isinstance(each, tf.Tensor):
+            continue
+        vars(each).pop("_keras_mp_made_by", None)
+        if tf.is_symbolic_tensor(each):
+            each._keras_mp_is_activation = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def was_made_in_reach(value: Any) -> bool:
+    """Whether a value is a tensor that an operation has made in reach, as far as that is known."""
+    if not isinstance(value, tf.Tensor):
+        return False
+    if tf.is_symbolic_tensor(value):
+        return hasattr(value.op, "_keras_mp_made_in")
+    return hasattr(value, "_keras_mp_made_by")
+
+
+def compute(tensor: Any) -> Any:
+    """Returns a tensor in float32, computed again from activations.
+
+    Args:
+        tensor: a floating-point tensor. Anything else comes back as it is, and so does what was not
+            computed from 16 bits.
+    """
+    if not isinstance(tensor, tf.Tensor) or tensor.dtype not in (*LOW_PRECISION, tf.float32):
+        return tensor
+    try:
+        result = _Computation().of(tensor, 0)
+    except _ERRORS:  # of an operation with values that only 16 bits fit
+        return tf.cast(tensor, tf.float32)
+    is_eager = not tf.is_symbolic_tensor(tensor)
+    if is_eager and gradients.should_record([tensor]) != gradients.should_record([result]):
+        return tf.cast(tensor, tf.float32)  # No tape was to know of it.
+    return result
+
+
+class _Computation:
+    """Tensors in float32, by the ids of those that they were computed in the place of."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, Any] = {}
+        # The results of operations, of which some have several.
+        self._calls: dict[int, Any] = {}
+        # An id is that of one object as long as this lives.
+        self._kept: list[Any] = []
+
+    def of(self, value: Any, depth: int) -> Any:
+        """Returns an input of an operation as it is in float32, or as it is."""
+        if isinstance(value, list | tuple):
+            return [self.of(each, depth) for each in value]
+        if not isinstance(value, tf.Tensor):
+            # A variable reads itself in 16 bits.
+            is_variable = isinstance(value, tf.Variable) or hasattr(value, "__tf_tensor__")
+            return self.of(tf.convert_to_tensor(value), depth) if is_variable else value
+        if value.dtype not in LOW_PRECISION and value.dtype != tf.float32:
+            return value
+        if id(value) not in self._results:
+            self._results[id(value)] = self._compute(value, depth)
+            self._kept.append(value)
+        return self._results[id(value)]
+
+    def _compute(self, tensor: Any, depth: int) -> Any:
+        is_activation = hasattr(tensor, "_keras_mp_unrounded") or depth == _DEPTH
+        if not is_activation:
+            make = self._in_graph if tf.is_symbolic_tensor(tensor) else self._in_eager
+            made = make(tensor, depth + 1)
+            if made is not None:
+                return marks.copy(tensor, made)
+        return marks.cast(tensor, tf.float32)
+
+    def _in_eager(self, tensor: Any, depth: int) -> Any:
+        made: _Made | None = getattr(tensor, "_keras_mp_made_by", None)
+        if made is None:
+            return None
+        # There, each attribute has a name in front.
+        number = 2 * len(_arguments(made.op)) - len(made.args)
+        before, attributes = made.args[:number], made.args[number + 1 :: 2]
+        inputs = [self.of(each, depth) for each in before]
+        named = dict(zip(_arguments(made.op)[number:], attributes))
+        return self._call(made.op, before, inputs, named, tensor, made.position, id(made.args))
+
+    def _in_graph(self, tensor: Any, depth: int) -> Any:
+        op = tensor.op
+        is_here = op.graph is tf.compat.v1.get_default_graph() and was_made_in_reach(tensor)
+        is_activation = hasattr(tensor, "_keras_mp_is_activation")
+        has_another_gradient = "_gradient_op_type" in op.node_def.attr
+        if op.type not in OPS or not is_here or is_activation or has_another_gradient:
+            return None
+        before, remaining = [], iter(op.inputs)
+        for argument in op.op_def.input_arg:
+            several = argument.number_attr and op.get_attr(argument.number_attr)
+            of_argument = [next(remaining) for _ in range(several)] if several else next(remaining)
+            before.append(of_argument)
+        inputs = [self.of(each, depth) for each in before]
+        names = {each.name for each in op.op_def.attr}
+        named: dict[str, Any] = {}
+        for name in _arguments(op.type)[len(before) :]:
+            named[name] = op.get_attr(name if name in names else _NAMES_OF_ATTRIBUTES[name])
+        position = tensor.value_index if len(op.outputs) > 1 else None
+        return self._call(op.type, before, inputs, named, tensor, position, id(op))
+
+    def _call(
+        self,
+        op: str,
+        before: Sequence[Any],
+        inputs: Sequence[Any],
+        attributes: dict[str, Any],
+        tensor: tf.Tensor,
+        position: int | None,
+        key: int,
+    ) -> Any:
+        """Calls an operation once more, with other inputs.
+
+        Args:
+            op: str. The operation.
+            before: its inputs.
+            inputs: those to call it with.
+            attributes: dict of its attributes.
+            tensor: what it has returned.
+            position: int. Which of its results that is; None for its only one.
+            key: what tells its calls apart.
+        """
+        flat = zip(tf.nest.flatten(list(inputs)), tf.nest.flatten(list(before)))
+        if tensor.dtype == tf.float32 and all(new is old for new, old in flat):
+            return tensor
+        if op == "Cast":
+            return tf.cast(inputs[0], tf.float32)
+        if key not in self._calls:
+            arguments = {**dict(zip(_arguments(op), inputs)), **attributes}
+            self._calls[key] = getattr(tf.raw_ops, op)(**arguments)
+        results = self._calls[key]
+        return results if position is None else results[position]
+
+
+@functools.cache
+def _arguments(op: str) -> tuple[str, ...]:
+    """Returns the names of the inputs of an operation, and then those of its attributes."""
+    names = inspect.signature(getattr(tf.raw_ops, op)).parameters
+    return tuple(name for name in names if name != "name")
