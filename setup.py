@@ -40,6 +40,11 @@ _LEGACY = [f"tf_keras{_TENSORFLOW_VERSIONS}"]
 _DIGITS = ["matplotlib", "scikit-learn"]
 # TensorFlow 2.21 no longer brings tensorboard, which tf.summary needs.
 _TUTORIALS = [*_DIGITS, "ipykernel", "nbclient", "tensorboard"]
+_GPU_COMPILER = [
+    line
+    for line in (_ROOT / "benchmarks" / "gpu_compiler.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
 _DOCS = ["myst-parser", "sphinx"]
 
 setuptools.setup(
@@ -66,6 +71,8 @@ setuptools.setup(
         "gpu": [f"tensorflow[and-cuda]{_TENSORFLOW_VERSIONS}"],
         "tutorials": _TUTORIALS,
         "docs": _DOCS,
+        # For an environment without TensorFlow: see benchmarks/gpu_compiled.py.
+        "gpu-compiler": _GPU_COMPILER,
         "bench": [*_DIGITS, *_LEGACY, "torch"],
         # Hugging Face's models for TensorFlow, which are made with tf_keras, end with version 4.
         # Those libraries that cannot be resolved with TensorFlow's version are named in

@@ -14,7 +14,9 @@ from benchmarks import (
     defects,
     faults,
     fit,
+    gpu_compiled,
     gpu_kernels,
+    gpu_targets,
     kernels,
     layers,
     losses,
@@ -43,6 +45,7 @@ BENCHMARKS = {
     "kernels": kernels.run,
     "layers": layers.run,
     "gpu_kernels": gpu_kernels.run,
+    "gpu_compiled": gpu_compiled.run,
     "numerics": numerics.run,
     "defects": defects.run,
     "faults": faults.run,
@@ -55,17 +58,27 @@ BENCHMARKS = {
 def main() -> int:
     """Runs those that were named, or all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(BENCHMARKS), help=" ".join(BENCHMARKS))
+    # Without names, none that installs something.
+    usual = [name for name in BENCHMARKS if name != "gpu_compiled"]
+    parser.add_argument("names", nargs="*", default=usual, help=" ".join(BENCHMARKS))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("benchmarks.json"))
     parser.add_argument("--turns", type=int, default=soak.TURNS, help="of `soak`")
     parser.add_argument("--small", action="store_true", help="smaller models in `step`")
+    parser.add_argument("--compiler", help="of `gpu_compiled`: an environment that has it")
+    parser.add_argument("--targets", nargs="+", default=(), choices=gpu_targets.TARGETS)
+    parser.add_argument("--only", nargs="+", default=(), help="what its steps begin with")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"unknown benchmarks {sorted(unknown)}; there are {sorted(BENCHMARKS)}")
     machine = common.machine()
     print(f"On {machine}.")
-    options = {"soak": {"turns": arguments.turns}, "step": {"small": arguments.small}}
+    compiled = {"folder": arguments.compiler, "targets": arguments.targets}
+    options = {
+        "soak": {"turns": arguments.turns},
+        "step": {"small": arguments.small},
+        "gpu_compiled": {**compiled, "only": arguments.only},
+    }
     results = {name: BENCHMARKS[name](**options.get(name, {})) for name in arguments.names}
     arguments.output.write_text(json.dumps({"machine": machine, **results}, indent=1))
     print(f"\nAll figures are in {arguments.output}.")

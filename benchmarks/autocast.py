@@ -144,8 +144,8 @@ def run() -> dict:
         for name in models.MODELS:
 
             def measured(what, *arguments):
-                module = "benchmarks.autocast"
-                return common.in_own_process(module, what, *arguments, keras=keras)  # noqa: B023
+                options = {"keras": keras, "on_cpu": what == "memory"}  # noqa: B023
+                return common.in_own_process("benchmarks.autocast", what, *arguments, **options)
 
             seconds, casts = measured("time", name), measured("casts", name)
             of_model = results["fit"].setdefault(keras, {}).setdefault(name, {})

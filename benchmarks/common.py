@@ -72,7 +72,11 @@ def machine() -> str:
         fields = {key.strip(): value.strip() for key, _, value in lines}
         model = fields.get("model name", model)
         flags = set(fields.get("flags", "").split()) & set(_FLAGS)
-    parts = [model, platform.machine(), *sorted(flags), f"{os.cpu_count()} cores"]
+    gpus = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
+    parts = [
+        *(gpu.get("device_name", "a GPU of unknown name") for gpu in gpus),
+        *(model, platform.machine(), *sorted(flags), f"{os.cpu_count()} cores"),
+    ]
     versions = f"TensorFlow {tf.__version__}, Python {platform.python_version()}"
     return f"{', '.join(parts)}; {versions}"
 
@@ -82,6 +86,7 @@ def in_own_process(
     *arguments: str,
     keras: str = "Keras 3",
     prefix: tuple = (),
+    on_cpu: bool = False,
 ) -> Any:
     """Runs `python -m module arguments` and returns what its last line says, as JSON.
 
@@ -92,11 +97,13 @@ def in_own_process(
         *arguments: of the command line.
         keras: str. "Keras 3" or "tf_keras".
         prefix: strings before `python`, such as another command that runs it.
+        on_cpu: bool. Whether it sees no GPU: where the host's memory is measured, or what is traced
+            is about a machine that is not this one. Defaults to False.
     """
     done = subprocess.run(
         [*prefix, sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=environment(keras),
+        env=environment(keras, on_cpu),
         stdout=subprocess.PIPE,
         check=True,
         text=True,
@@ -104,14 +111,11 @@ def in_own_process(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def environment(keras: str) -> dict[str, str]:
-    """The environment of a benchmark's process: one of the Kerases, on CPUs, quiet."""
-    return {
-        **os.environ,
-        "TF_USE_LEGACY_KERAS": KERASES[keras],
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+def environment(keras: str, on_cpu: bool = False) -> dict[str, str]:
+    """The environment of a benchmark's process: one of the Kerases, quiet."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    chosen = {"TF_USE_LEGACY_KERAS": KERASES[keras], "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return {**os.environ, **chosen, **hidden}
 
 
 def _keras(optimizer):

@@ -360,7 +360,9 @@ def run() -> dict:
     results = {}
     ways = ("", gpu_steps.XLA, gpu_steps.REPLICAS)
     for keras in common.KERASES:
-        results[keras] = found = common.in_own_process("benchmarks.gpu_kernels", keras=keras)
+        results[keras] = found = common.in_own_process(
+            "benchmarks.gpu_kernels", keras=keras, on_cpu=True
+        )
         rows = [
             [
                 name,

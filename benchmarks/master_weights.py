@@ -121,7 +121,8 @@ def _median_seconds(step: Any) -> float:
 def run() -> dict:
     """Measures all variants, each in a process of its own, and prints a table."""
     results = {
-        variant: common.in_own_process("benchmarks.master_weights", variant) for variant in VARIANTS
+        variant: common.in_own_process("benchmarks.master_weights", variant, on_cpu=True)
+        for variant in VARIANTS
     }
     reference = results["mixed_bfloat16"]
     rows = [

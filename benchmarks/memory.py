@@ -71,7 +71,9 @@ def run_statistics() -> dict:
         for outcome in ("made", "skipped"):
             added = {}
             for package in ("Keras", "keras_mp"):
-                result = common.in_own_process("benchmarks.memory", package, outcome, keras=keras)
+                result = common.in_own_process(
+                    "benchmarks.memory", package, outcome, keras=keras, on_cpu=True
+                )
                 added[package] = result["peak"] - result["before"]
                 results.setdefault(keras, {}).setdefault(outcome, {})[package] = result
             megabytes = [f"{each / 1e6:.0f} MB" for each in added.values()]
@@ -90,7 +92,7 @@ def run() -> dict:
     results: dict[str, dict[str, dict]] = {}
     for name in models.MODELS:
         for variant in fit.VARIANTS:
-            result = common.in_own_process("benchmarks.memory", name, variant)
+            result = common.in_own_process("benchmarks.memory", name, variant, on_cpu=True)
             results.setdefault(name, {})[variant] = result
     rows = []
     for name, variants in results.items():

@@ -218,7 +218,9 @@ def run(turns: int = TURNS) -> dict:
         results[keras] = {}
         for kind in KINDS:
             count = max(LOOKS, turns // SLOWER.get(kind, 1))
-            found = common.in_own_process("benchmarks.soak", kind, str(count), keras=keras)
+            found = common.in_own_process(
+                "benchmarks.soak", kind, str(count), keras=keras, on_cpu=True
+            )
             results[keras][kind] = found
             cells = [f"{found['turns']:,}", f"{found['bytes']:.1f}", f"{found['objects']:.3f}"]
             rows.append([keras, kind, *cells, str(found["alive"])])

@@ -40,12 +40,13 @@ SIZES = {
 HEAD_WIDTH = 64  # of an attention
 
 
-def make(name: str, sizes: Sizes) -> tuple[Any, Any, Any]:
+def make(name: str, sizes: Sizes, head: str | None = "float32") -> tuple[Any, Any, Any]:
     """Makes a model of the current Keras under its current policy, and a batch of data.
 
     Args:
         name: str. A key of `SIZES["full"]`.
         sizes: Sizes.
+        head: str. The dtype of the last layer; None for the current policy.
 
     Returns:
         The model, whose outputs are logits in float32, its inputs and labels.
@@ -83,7 +84,7 @@ def make(name: str, sizes: Sizes) -> tuple[Any, Any, Any]:
         x = layers.LayerNormalization()(x)
         if name == "transformer":
             x = layers.GlobalAveragePooling1D()(x)
-    outputs = layers.Dense(classes, dtype="float32")(x)
+    outputs = layers.Dense(classes, dtype=head)(x)
     of_labels = [batch, steps] if name == "language model" else [batch]
     x = tf.random.normal([batch, *shape])
     if words:

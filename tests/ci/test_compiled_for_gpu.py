@@ -1,9 +1,7 @@
 """What XLA's compiler for GPUs makes of code that computes on with what it has rounded.
 
-It needs no GPU, but an environment of its own, whose Python is named by `KERAS_MP_GPU_COMPILER`:
-
-    python3 -m venv FOLDER
-    FOLDER/bin/pip install jax==0.10.2 jax-cuda12-plugin==0.10.2 nvidia-cuda-nvcc-cu12==12.9.86
+It needs no GPU, but XLA's compiler for them: `.ci/run gpu`, or an environment that
+`KERAS_MP_GPU_COMPILER` names, which `python -m benchmarks gpu_compiled` makes.
 """
 
 import os
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks import gpu_compiled
 from keras_mp.master_weights import methods, rounding
 from keras_mp.numerics.exponents import histogram
 from keras_mp.step import finiteness, replicas
@@ -23,10 +22,11 @@ from keras_mp.support import kept_casts
 from tests.ci import gpu_compiler
 from tests.common import once
 
-COMPILER = os.environ.get("KERAS_MP_GPU_COMPILER")
+COMPILER = os.environ.get(gpu_compiled.VARIABLE)
+ROOT = pathlib.Path(__file__).parent.parent.parent
 pytestmark = [
     once,
-    pytest.mark.skipif(not COMPILER, reason="KERAS_MP_GPU_COMPILER names no Python with XLA's."),
+    pytest.mark.skipif(not COMPILER, reason=f"{gpu_compiled.VARIABLE} names no environment."),
 ]
 
 GENERATOR = np.random.default_rng(0)
@@ -139,7 +139,9 @@ def results(tmp_path_factory):
         (folder / f"{i}.hlo").write_bytes(module(stage="hlo_serialized"))
         np.savez(folder / f"{i}.npz", *arguments)
     program = pathlib.Path(gpu_compiler.__path__[0]) / "run.py"
-    subprocess.run([COMPILER, program, folder], check=True, env={"PATH": os.environ["PATH"]})
+    python = gpu_compiled.compiler(COMPILER)
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    subprocess.run([python, program, folder], check=True, env=environment)
     return {name: np.load(folder / f"{i}.results.npz")["arr_0"] for i, name in enumerate(CASES)}
 
 

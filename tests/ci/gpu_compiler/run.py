@@ -7,33 +7,25 @@ where kernels are made of it: what XLA leaves out is gone then. The text of that
 With each fusion as a call, it runs on the CPU, where XLA is told to keep all casts, and its
 results become NAME.results.npz.
 
-It needs an environment of its own, with `jax`, `jax-cuda12-plugin` and `nvidia-cuda-nvcc-cu12`.
+It needs an environment of its own, that of `benchmarks/gpu_compiler.txt`.
 """
 
-import os
 import pathlib
 import re
 import sys
 
-import jax_cuda12_plugin
+import numpy as np
 
-_NVCC = pathlib.Path(jax_cuda12_plugin.__file__).parent.parent / "nvidia/cuda_nvcc"
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["PATH"] = f"{_NVCC / 'bin'}:{os.environ['PATH']}"
-# There is no GPU on which kernels could be tried.
-os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={_NVCC} --xla_gpu_autotune_level=0"
+from benchmarks import gpu_compiler, gpu_targets
+
+gpu_compiler.prepare()
 
 import jax  # noqa: E402
-import numpy as np  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 from jax._src.lib import _jax, xla_client  # noqa: E402
 from jax._src.lib.mlir import ir  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 from jaxlib import _hlo  # noqa: E402
 
-_ONE_GPU = {"topology_name": "1x1x1", "topology": "1x1x1"}
-_H100 = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
-_gpu = topologies.get_topology_desc(platform="cuda", target_config=_H100, **_ONE_GPU).devices[0]
 _cpu = jax.devices("cpu")[0]
 
 
@@ -48,32 +40,11 @@ def _text_of(module: bytes) -> str:
     return _jax.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(module))
 
 
-def compiled(module: bytes) -> str:
-    """Compiles a serialized HLO module for the GPU.
-
-    Args:
-        module: the module.
-
-    Returns:
-        The optimized module, as XLA prints it.
-    """
-    with mlir.make_ir_context():
-        operations = ir.Module.parse(_text_of(module)).operation
-        text = operations.get_asm(large_elements_limit=None)
-        # TensorFlow copies results, by an operation that JAX's compiler does not take.
-        text = re.sub(
-            r"mhlo\.copy (%[\w#]+) : (tensor<[^>]*>)", r"stablehlo.reshape \1 : (\2) -> \2", text
-        )
-        devices = xla_client.DeviceList((_gpu,))
-        executable = _gpu.client.compile(ir.Module.parse(text), devices, _options())
-    return executable.hlo_modules()[0].to_string()
-
-
 def run(text: str, arguments: list[np.ndarray]) -> list[np.ndarray]:
     """Runs an optimized module on the CPU.
 
     Args:
-        text: as `compiled` returns it.
+        text: as XLA prints it.
         arguments: of the module.
 
     Returns:
@@ -103,8 +74,12 @@ def run(text: str, arguments: list[np.ndarray]) -> list[np.ndarray]:
 
 def main() -> None:
     """Compiles and runs the modules of a folder."""
-    for path in sorted(pathlib.Path(sys.argv[1]).glob("*.hlo")):
-        text = compiled(path.read_bytes())
+    folder = pathlib.Path(sys.argv[1])
+    description = folder / "gpu.txtpb"
+    description.write_text(gpu_targets.description(gpu_targets.GPUS["H100"]))
+    gpu = gpu_compiler.device_of(str(description))
+    for path in sorted(folder.glob("*.hlo")):
+        text = gpu_compiler.compiled(path.read_bytes(), gpu).hlo_modules()[0].to_string()
         path.with_suffix(".txt").write_text(text)
         with np.load(path.with_suffix(".npz")) as arguments:
             results = run(text, [arguments[name] for name in sorted(arguments.files)])

@@ -1,0 +1,146 @@
+"""The steps that `benchmarks.gpu_compiled` compiles, as HLO. It runs once for each Keras.
+
+They are traced as on a machine with a GPU: the kernels of TensorFlow that are wrong on the GPU that
+was tried (docs/h200.json) are replaced, and not those of this CPU.
+"""
+
+import contextlib
+import gc
+import json
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+import keras_mp
+from benchmarks import common, gpu_steps, step_models
+from keras_mp.kernels import convolutions, replaced, sums
+from keras_mp.support import attributes
+
+# Steps of `gpu_steps`, compiled as a whole.
+KINDS = (
+    *("float32, no wrapper", "Keras's LossScaleOptimizer", "LossScaleOptimizer, dynamic"),
+    *("LossScaleOptimizer, fixed", "LossScaleOptimizer, jit_compile=True", "GradScaler"),
+    *("MasterWeightOptimizer, split", "MasterWeightOptimizer, copy"),
+    "MasterWeightOptimizer, stochastic_rounding",
+    *("autocast, float16", "autocast, bfloat16"),
+    *("fit, Keras's mixed_float16", "fit, mixed_float16"),
+    *("fit, Keras's mixed_bfloat16", "fit, mixed_bfloat16"),
+)
+# XLA has no kernel for cuDNN's recurrent layers, so there is no LSTM.
+MODELS = {
+    **{name: (name, each) for name, each in step_models.SIZES["full"].items() if name != "LSTM"},
+    "GPT of 12 blocks": ("language model", step_models.Sizes(12, 768, 16, 512, 32000)),
+}
+VARIANTS = {
+    "float32": ("float32", False),
+    "mixed_bfloat16, Keras's own": ("mixed_bfloat16", False),
+    "mixed_bfloat16": ("mixed_bfloat16", True),
+    "mixed_float16, Keras's own": ("mixed_float16", False),
+    "mixed_float16": ("mixed_float16", True),
+}
+SEPARATOR = ", "
+_WRONG = pathlib.Path(__file__).parent.parent / "docs" / "h200.json"
+
+
+def names() -> list[str]:
+    """Returns the names of all steps."""
+    return [*KINDS, *(f"{model}{SEPARATOR}{each}" for model in MODELS for each in VARIANTS)]
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """A context manager in which keras_mp chooses kernels as on a machine with a GPU."""
+    found = json.loads(_WRONG.read_text())["check_quick_keras3"]["kernels"]
+    wrong = {(each["op"], each["dtype"], each["case"]) for each in found if each["own_is_wrong"]}
+
+    def asks(op: str, kernel: Any, dtype: tf.DType, case: Any, device: str) -> bool:
+        del kernel, device
+        return (op, dtype.name, str(case)) in wrong
+
+    with contextlib.ExitStack() as stack:
+        for name in ("usual_device", "device_type"):
+            stack.enter_context(attributes.replaced(replaced, name, lambda: "GPU"))
+        for table in (sums._TABLE, convolutions._TABLE):
+            stack.enter_context(attributes.replaced(table, "_asks", asks))
+        yield
+
+
+def hlo(function: Callable[..., Any], *arguments: Any) -> bytes:
+    """Traces a function that XLA compiles, without running it, and returns its HLO.
+
+    Args:
+        function: a Python function.
+        *arguments: tensors.
+    """
+    compiled = tf.function(function, autograph=False, jit_compile=True)
+    return compiled.experimental_get_compiler_ir(*arguments)(stage="hlo_serialized")
+
+
+def model_step(name: str, variant: str) -> tuple[Callable[..., Any], Any, Any]:
+    """Returns a step of a model, in the words of whose guide, and what it is called with.
+
+    Args:
+        name: str. A key of `MODELS`.
+        variant: str. A key of `VARIANTS`.
+    """
+    policy, is_ours = VARIANTS[variant]
+    own = tf.keras.mixed_precision
+    own.set_global_policy("float32" if is_ours else policy)
+    if is_ours:
+        keras_mp.set_global_policy(policy)
+    try:
+        # Keras's guide asks for a head in float32; keras_mp gives float32 outputs by itself.
+        model, x, y = step_models.make(*MODELS[name], None if is_ours else "float32")
+    finally:
+        keras_mp.set_global_policy(None)
+        own.set_global_policy("float32")
+    losses = keras_mp.losses if is_ours else tf.keras.losses
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer: Any = tf.keras.optimizers.Adam()
+    if policy == "mixed_float16":
+        optimizer = common.WRAPPERS["keras_mp" if is_ours else "Keras"](optimizer)
+    optimizer.build(model.trainable_variables)
+
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+            scaled, unscale = common.scaled(optimizer, value)
+        gradients = unscale(tape.gradient(scaled, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return value
+
+    return step, x, y
+
+
+def step_of(name: str) -> bytes:
+    """Returns the HLO of a step.
+
+    Args:
+        name: str. One of `names`.
+    """
+    if name in KINDS:
+        return hlo(gpu_steps.STEPS[name].make().python_function, tf.zeros(gpu_steps.X.shape))
+    model = next(each for each in MODELS if name.startswith(f"{each}{SEPARATOR}"))
+    return hlo(*model_step(model, name.removeprefix(f"{model}{SEPARATOR}")))
+
+
+def main() -> None:
+    """Writes the HLO of the steps whose names begin as is said; without names, of all."""
+    folder, *beginnings = sys.argv[1:]
+    chosen = [name for name in names() if name.startswith(tuple(beginnings) or "")]
+    warnings.simplefilter("ignore")
+    files = {}
+    with as_on_a_gpu():
+        for i, name in enumerate(chosen):
+            files[name] = f"{i:03}.hlo"
+            pathlib.Path(folder, files[name]).write_bytes(step_of(name))
+            gc.collect()
+    print(json.dumps(files))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Steps and layers compile for a GPU that is not there. `.ci/run gpu` has the compiler for it."""
+
+import os
+import pathlib
+
+import pytest
+
+import keras_mp
+from benchmarks import common, gpu_compiled, gpu_compiled_steps, gpu_compiler, gpu_targets
+from tests.ci import functions_of_keras
+from tests.common import once
+
+COMPILER = os.environ.get(gpu_compiled.VARIABLE)
+needs_compiler = pytest.mark.skipif(
+    not COMPILER, reason=f"{gpu_compiled.VARIABLE} names no environment with XLA's compiler."
+)
+
+COMPILED = """\
+HloModule step, is_scheduled=true
+
+%fused_a (p: f32[8]) -> f16[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %convert.1 = f16[8]{0} convert(%p), metadata={op_name="convert(x)"}
+}
+
+%then (t: f32[8]) -> f32[8] {
+  %t = f32[8]{0} parameter(0)
+  ROOT %loop_fusion = f32[8]{0} fusion(%t), kind=kLoop, calls=%fused_b
+}
+
+%else (e: f32[8]) -> f32[8] {
+  ROOT %e = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (a: f32[8], c: pred[], k: bf16[8,8]) -> (f32[8], bf16[8,8]) {
+  %a = f32[8]{0} parameter(0)
+  %c = pred[] parameter(1)
+  %k = bf16[8,8]{1,0} parameter(2)
+  %fusion = f16[8]{0} fusion(%a), kind=kLoop, calls=%fused_a
+  %copy.1 = f32[8]{0} copy(%a)
+  %copy-start = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%a)
+  %copy-done = f32[8]{0:S(5)} copy-done(%copy-start)
+  %conditional = f32[8]{0} conditional(%c, %a, %a), true_computation=%then, false_computation=%else
+  %gemm = (bf16[8,8]{1,0}, s8[16]{0}) custom-call(%k, %k), custom_call_target="__cublas$gemm"
+  %get = bf16[8,8]{1,0} get-tuple-element(%gemm), index=0
+  ROOT %tuple = (f32[8]{0}, bf16[8,8]{1,0}) tuple(%conditional, %get)
+}
+"""
+
+
+@once
+def test_what_is_counted():
+    assert gpu_compiler.counts(COMPILED) == {
+        # Of the two copies one goes to the host; the fusion in the branch is one of four kernels.
+        "kernels": 5,
+        "in_conditions": 1,
+        "copies": 2,
+        "to_host": 2,
+        "conditions": 1,
+        "loops": 0,
+        "products": {"bf16": 1},
+        "roundings": {"f16": 1},
+    }
+
+
+@once
+def test_a_description_has_what_a_gpu_is_known_by():
+    text = gpu_targets.description(gpu_targets.GPUS["A100"])
+    assert "cuda_compute_capability { major: 8 minor: 0 }" in text
+    assert "core_count: 108" in text
+
+
+@once
+def test_an_environment_that_cannot_be_made_is_a_sentence(tmp_path, monkeypatch):
+    requirements = tmp_path / "no such file.txt"
+    monkeypatch.setattr(gpu_compiled, "REQUIREMENTS", requirements)
+    with pytest.raises(SystemExit, match="could not be installed in .* --compiler"):
+        gpu_compiled.compiler(tmp_path / "environment")
+    assert not (tmp_path / "environment" / "bin" / "python").exists()
+
+
+@once
+def test_a_process_sees_the_gpus_of_the_machine(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert common.environment("Keras 3")["CUDA_VISIBLE_DEVICES"] == "1"
+    assert common.environment("Keras 3", on_cpu=True)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.fixture
+def compile_for(tmp_path):
+    """Compiles HLO by name, and returns the counts and the text of each."""
+
+    def compiled(target, hlo_of):
+        files = [tmp_path / f"{i:03}.hlo" for i in range(len(hlo_of))]
+        for file, hlo in zip(files, hlo_of.values(), strict=True):
+            file.write_bytes(hlo)
+        python = gpu_compiled.compiler(COMPILER)
+        found = gpu_compiled.compile_for(target, files, python, tmp_path)
+        assert not {name: each["error"] for name, each in found.items() if "error" in each}
+        return {
+            name: {
+                **found[file.stem],
+                "text": pathlib.Path(tmp_path, f"{file.stem}.txt").read_text(),
+            }
+            for name, file in zip(hlo_of, files, strict=True)
+        }
+
+    return compiled
+
+
+@needs_compiler
+def test_steps_wait_for_nothing(compile_for):
+    """The wish of docs/gpus.md: no condition and no copy to the host."""
+    kinds = [kind for kind in gpu_compiled_steps.KINDS if "stochastic" not in kind]
+    with gpu_compiled_steps.as_on_a_gpu():
+        hlo_of = {kind: gpu_compiled_steps.step_of(kind) for kind in kinds}
+    found = compile_for("H100", hlo_of)
+    for kind in kinds:
+        if "Keras's" not in kind:
+            assert (found[kind]["conditions"], found[kind]["to_host"]) == (0, 0), kind
+    for dtype, short in (("float16", "f16"), ("bfloat16", "bf16")):
+        for kind in (f"fit, mixed_{dtype}", f"autocast, {dtype}"):
+            assert found[kind]["products"][short] >= 4
+    ours, own = found["fit, mixed_bfloat16"], found["fit, Keras's mixed_bfloat16"]
+    assert ours["kernels"] <= own["kernels"]
+    assert ours["temporary"] <= own["temporary"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_layers_activations_and_functions_compile(dtype, compile_for):
+    """All that XLA compiles in float32. Many are in one module, which takes less time."""
+    with keras_mp.policy_scope(f"mixed_{dtype}"), gpu_compiled_steps.as_on_a_gpu():
+        hlo_of = {
+            name: gpu_compiled_steps.hlo(compute, arguments)
+            for name, (compute, arguments) in functions_of_keras.together(dtype).items()
+        }
+    compile_for("H100", hlo_of)
