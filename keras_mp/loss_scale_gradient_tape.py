@@ -13,7 +13,7 @@ from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grad_scaler import GradScaler
 from keras_mp.step import finiteness, gradients, replicas
 from keras_mp.step.loss_scales import DynamicLossScale
-from keras_mp.step.schedule import MIN_LOSS_SCALE, LossScaleState
+from keras_mp.step.schedule import MIN_LOSS_SCALE
 from keras_mp.support import validation
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
@@ -243,8 +243,7 @@ class LossScaleGradientTape(tf.GradientTape):
             was_lowered, finite, loss_is_finite, lowered = tensors
 
             def go_on() -> None:
-                zero = tf.constant(0, tf.int64)
-                scale.assign(LossScaleState(lowered, zero, zero))
+                scale.fall_to(lowered)
 
             def count() -> None:
                 if self._scaler is None:  # which counts by itself

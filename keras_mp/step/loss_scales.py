@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.schedule import INITIAL_LOSS_SCALE, MIN_LOSS_SCALE, LossScaleState, next_state
+from keras_mp.step.schedule import (
+    INITIAL_LOSS_SCALE,
+    MIN_LOSS_SCALE,
+    History,
+    LossScaleState,
+    Schedule,
+    next_state,
+)
 from keras_mp.support import validation
 from keras_mp.support.number_operators import give_operators
 
@@ -197,11 +204,11 @@ class DynamicLossScale(LossScale):
     """A loss scale that stays just below the one at which gradients overflow.
 
     It doubles after 2,000 steps with finite gradients and halves at a step with a non-finite one,
-    which is skipped. Below 1 it halves only if the loss of that step is known to be finite, which
-    it is where one function, or eager code, scales it and applies the gradients: no scale mends a
-    loss of NaN. The object holds the state; `LossScaleOptimizer` moves it. The exact rules are the
-    pure function `keras_mp.loss_scale.next_state`. The state may be assigned:
-    `scale.loss_scale.assign(256.)`.
+    which is skipped. It goes below 1 only if the loss is known to be finite, which it is where one
+    function, or eager code, scales it and applies the gradients (no scale mends a loss of NaN), and
+    only if such steps are frequent; it comes back soon. The object holds the state;
+    `LossScaleOptimizer` moves it. The exact rules are the pure function
+    `keras_mp.loss_scale.next_state`. The state may be assigned: `scale.loss_scale.assign(256.)`.
 
     Args:
         initial_loss_scale: int or float. Where the scale starts. Too high is put right within a
@@ -218,6 +225,9 @@ class DynamicLossScale(LossScale):
             that were saved with an older keras_mp. Defaults to `2**-24`.
         max_loss_scale: float, at most `2**126`. The ceiling, at which the scale and its reciprocal
             are still normal numbers. Defaults to `2**126`.
+        tolerance: float from 0, less than 1. The share of the steps since the scale last moved that
+            may be non-finite before it backs off: 0.05 for data in which one step in 20 has a
+            gradient that no scale makes finite. They are skipped in any case. Defaults to 0.
 
     Raises:
         TypeError: an argument is not a number.
@@ -247,6 +257,7 @@ class DynamicLossScale(LossScale):
         hysteresis: int = 1,
         min_loss_scale: float = MIN_LOSS_SCALE,
         max_loss_scale: float = LARGEST,
+        tolerance: float = 0.0,
     ) -> None:
         super().__init__(name="dynamic_loss_scale")
         multiplier = validation.number("multiplier", multiplier, above=1)
@@ -274,6 +285,10 @@ class DynamicLossScale(LossScale):
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
         )
+        tolerance = validation.number("tolerance", tolerance, at_least=0, below=1)
+        if tolerance:
+            # An older keras_mp reads the other configs.
+            self._next_state = functools.partial(self._next_state, tolerance=tolerance)
         with tf.init_scope():
             # The attribute names are the checkpoint's keys, and those are the ones that
             # TensorFlow's own loss scales have written since 2.2.
@@ -282,6 +297,10 @@ class DynamicLossScale(LossScale):
             )
             self.good_steps = state_variable(0, tf.int64, "good_steps")
             self.bad_steps = state_variable(0, tf.int64, "bad_steps")
+            # No part of checkpoints: what it is about shows itself again within a few steps.
+            self._history = _HiddenVariable(
+                state_variable([float(x) for x in History()], tf.float32, "history")
+            )
 
     @property
     def initial_loss_scale(self) -> float:
@@ -327,6 +346,11 @@ class DynamicLossScale(LossScale):
         return self._next_state.keywords["max_loss_scale"]
 
     @property
+    def tolerance(self) -> float:
+        """The share of steps that may be non-finite before the scale backs off."""
+        return self._next_state.keywords.get("tolerance", 0.0)
+
+    @property
     def loss_scale(self) -> tf.Variable:
         """The scale, a float32 variable."""
         return self.current_loss_scale
@@ -362,8 +386,22 @@ class DynamicLossScale(LossScale):
         Returns:
             LossScaleState of tensors.
         """
+        return self.after(loss_scale, finite, loss_is_finite)[0]
+
+    def after(
+        self,
+        loss_scale: tf.Tensor,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+    ) -> tuple[LossScaleState, History | None]:
+        """Returns the state and the `History` after a step, as `Schedule.after` does."""
         before = LossScaleState(loss_scale, self.good_steps, self.bad_steps)
-        return self._next_state(before, finite, loss_is_finite=loss_is_finite)
+        schedule = Schedule(**self._next_state.keywords)
+        return schedule.after(before, self.history, finite, loss_is_finite)
+
+    def history(self) -> History:
+        """Returns the `History` of the schedule, of float32 scalar tensors."""
+        return History(*tf.unstack(tf.convert_to_tensor(self._history.variable)))
 
     def assign(self, state: LossScaleState) -> list[Any]:
         """Assigns the state.
@@ -399,10 +437,33 @@ class DynamicLossScale(LossScale):
             scalar tensor.
         """
         before = LossScaleState(self(), self.good_steps, self.bad_steps)
-        after = self.next_state(before.loss_scale, finite, loss_is_finite)
+        after, history = self.after(before.loss_scale, finite, loss_is_finite)
         if when is not True:
             after = LossScaleState(*(tf.where(when, *pair) for pair in zip(after, before)))
-        return self.assign(after), after.num_bad_steps
+        operations = self.assign(after)
+        if history is not None:
+            numbers = tf.stack(history)
+            if when is not True:
+                numbers = tf.where(when, numbers, self._history.variable)
+            operations.append(self._history.variable.assign(numbers, read_value=False))
+        return operations, after.num_bad_steps
+
+    def fall_to(self, loss_scale: tf.Tensor) -> None:
+        """Moves the scale to one at which the gradients of a step became finite.
+
+        Args:
+            loss_scale: float32 scalar tensor, below the scale.
+        """
+        zero = tf.constant(0, tf.int64)
+        _, history = self.after(self(), False, True)
+        assert history is not None
+        history = history._replace(good_steps=0.0, bad_steps=0.0, fallen_to=loss_scale)
+        self.assign(LossScaleState(loss_scale, zero, zero))
+        self._history.variable.assign(tf.stack(history), read_value=False)
+
+    def hidden_variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        return {"history": self._history.variable}
 
     def to_compat_v1(self) -> Any:
         """Makes a `tf.compat.v1.mixed_precision.DynamicLossScale` with these arguments.
@@ -443,7 +504,15 @@ class DynamicLossScale(LossScale):
         memo[id(self)] = copied
         if tf.executing_eagerly():
             copied.assign(LossScaleState(self.current_loss_scale, self.good_steps, self.bad_steps))
+            copied._history.variable.assign(self._history.variable)
         return copied
+
+
+class _HiddenVariable:
+    """Holds a variable where TensorFlow does not find it as a part of a checkpoint."""
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self.variable = variable
 
 
 def state_variable(value: Any, dtype: tf.DType, name: str) -> tf.Variable:

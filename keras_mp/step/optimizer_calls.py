@@ -83,7 +83,9 @@ class OptimizerCalls(RecordedCalls):
         scaled_by = self._loss_scale() if scaled_by is None else scaled_by
         scaled = gradients.scale_loss(losses, scaled_by)
         notes = self._record.notes()
-        notes.losses, notes.scaled_by = (tf.convert_to_tensor(losses),), scaled_by
+        # All since the last step that was made here. A program that makes none keeps a few.
+        notes.losses = (*notes.losses, tf.convert_to_tensor(losses))[-_MOST_LOSSES:]
+        notes.scaled_by = scaled_by
         self._remember_results([scaled])
         return scaled
 
@@ -230,6 +232,10 @@ class OptimizerCalls(RecordedCalls):
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         messages.warn(missing_call(Facts(numbers[0])), line)
+
+
+# The losses of a step that are looked at if it is skipped.
+_MOST_LOSSES = 16
 
 
 # The facts after a call, and what follows from them. If `goes_on`, the variables are others than

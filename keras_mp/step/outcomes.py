@@ -7,16 +7,20 @@ import contextlib
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.step import skip_messages
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
-from keras_mp.step.overflow_report import Overflow, listed
+from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.overflows import HALF, Overflows, SkippedStep
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
 from keras_mp.support import host, messages, selection
 
+# After so many steps at the start it is told that their loss is not finite, and after so many
+# back-offs without growth that a smaller scale does not help.
+_FIRST_STEPS, _MANY_BACK_OFFS = 3, 8
 # The worst outcome since the last `update`: all steps were made; none that says anything of the
 # scale, since gradients were accumulated for a step that is not complete, or a replica had no
 # examples; a step was skipped although its loss is finite; another was skipped.
@@ -73,20 +77,28 @@ class OutcomeHandler:
         if self._worst is None:
             moved, consecutive = self._moved.move(False, loss_is_finite, has_overflowed)
             is_first, after = None, self._loss_scale()
+            back_offs = self._lone_back_offs()
         else:
             # `update` moves it, and counts one for all optimizers that were skipped.
             is_first = self._worst < _OVERFLOWED
             outcome = tf.where(loss_is_finite, tf.constant(_OVERFLOWED, tf.int64), _BAD)
             outcome = selection.chosen(has_overflowed, lambda: outcome, lambda: zero + _UNFINISHED)
             moved, consecutive = [self._note(outcome)], self.skips_in_a_row + 1
-            after = before
+            after, back_offs = before, tf.constant(0.0)
             if isinstance(self._loss_scale, DynamicLossScale):
-                lowered, *_ = self._loss_scale.next_state(before, False, loss_is_finite)
-                after = selection.chosen(has_overflowed, lambda: lowered, lambda: before)
+                state, history = self._loss_scale.after(before, False, loss_is_finite)
+                after = selection.chosen(has_overflowed, lambda: state.loss_scale, lambda: before)
+                assert history is not None
+                back_offs = history.lone_back_offs
         consecutive = selection.chosen(has_overflowed, lambda: consecutive, lambda: zero)
         with _after(moved):
-            counted = self._skipped.skip(seen, (before, after), consecutive, is_first)
+            counted = self._skipped.skip(seen, (before, after), consecutive, back_offs, is_first)
         return [*moved, *counted]
+
+    def _lone_back_offs(self) -> tf.Tensor:
+        if isinstance(self._loss_scale, DynamicLossScale):
+            return self._loss_scale.history().lone_back_offs
+        return tf.constant(0.0)
 
     def accumulated(self) -> list[Any]:
         """Handles gradients that were accumulated for a step that is not complete."""
@@ -116,6 +128,8 @@ class OutcomeHandler:
         own = {}
         if isinstance(self._moved, _Counter):
             own["skips_in_a_row"] = self.skips_in_a_row
+        if isinstance(self._moved, DynamicLossScale):
+            own = self._moved.hidden_variables()
         return own if self._worst is None else {**own, "worst_verdict": self._worst}
 
     def _note(self, outcome: tf.Tensor) -> Any:
@@ -162,8 +176,9 @@ class SkippedSteps:
     Attributes:
         total: int64 variable, how many steps were skipped.
         warn_after: int or None. Skips in a row after which to warn, once; there is also a warning
-            when half of the last hundred steps were skipped, and one when the scale has come down
-            to its floor. None never warns.
+            when half of the last hundred steps were skipped, one when the scale has come down to
+            its floor, one when it backs off again and again though most steps are good, and one
+            when the first steps have a loss that is not finite. None never warns.
         raise_after: int or None. Skips in a row after which to raise an error; None never does.
 
     Args:
@@ -186,14 +201,15 @@ class SkippedSteps:
             self.total = state_variable(0, tf.int64, "steps_skipped")
         # The weights that a warning looks at, by weak references: models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
-        self._has_warned_of_floor = False
+        # What was told already, and is told once.
+        self._told: set[str] = set()
         # A graph of TensorFlow 1 only counts, and saves all variables that it has.
         self._is_recorded = not host.in_v1_graph()
         if self._is_recorded:
             self._overflows = Overflows()
             self._reports = host.HostCallback(
                 self._warn,
-                size=2,
+                size=len(_Numbers._fields),
                 beside=beside,
                 is_urgent=self._raises,
                 foresee=self._foresee,
@@ -224,6 +240,7 @@ class SkippedSteps:
         seen: SkippedStep | None,
         scales: tuple[tf.Tensor, tf.Tensor],
         consecutive: tf.Tensor,
+        back_offs: tf.Tensor,
         is_first: bool | tf.Tensor | None = None,
     ) -> list[Any]:
         """Counts and records a skipped step, and warns if it is time. Called where it is skipped.
@@ -232,6 +249,7 @@ class SkippedSteps:
             seen: the `SkippedStep`; None in a graph of TensorFlow 1, which only counts.
             scales: the loss scale before and after the step, float32 scalar tensors.
             consecutive: int64 scalar tensor. How many steps were skipped in a row.
+            back_offs: `History.lone_back_offs` after the step.
             is_first: bool scalar tensor. Whether this skip is the first one of those that count as
                 one in `consecutive`, of several optimizers. Defaults to None: there is only one.
 
@@ -252,15 +270,20 @@ class SkippedSteps:
             (name, weakref.ref(weight.handle), weight.dtype)
             for name, weight in zip(names, seen.weights, strict=True)
         ]
-        is_time = tf.constant(False)
+        is_time = is_stuck = tf.constant(False)
+        flags = tf.constant([False] * 4)
         if self.warn_after is not None:
-            is_time = tf.equal(consecutive, self.warn_after) | is_share
-            is_time |= self._comes_to_floor(*scales)
+            has_fallen = scales[1] < scales[0]
+            is_stuck = has_fallen & tf.equal(back_offs, _MANY_BACK_OFFS)
+            is_floor = has_fallen & self._is_at_floor(scales[1])
+            flags = tf.stack([is_share, is_stuck, self._is_start(seen, consecutive), is_floor])
+            is_time = tf.equal(consecutive, self.warn_after) | tf.reduce_any(flags, 0)
         if self.raise_after is not None:
             is_time |= consecutive >= self.raise_after
         if is_first is not None:
             is_time &= is_first
-        numbers = tf.stack([consecutive, tf.cast(is_share, tf.int64)])
+        zeros = _zeros(seen, is_stuck)
+        numbers = tf.concat([[consecutive, zeros], tf.cast(flags, tf.int64)], 0)
         # What the warning says is read after these operations.
         with _after(noted):
             self._reports.post(numbers, is_time, leaves=selection.is_selecting())
@@ -294,19 +317,24 @@ class SkippedSteps:
 
     def _foresee(self, numbers: Sequence[int]) -> int:
         """Returns after how many more skips there may be something to say, at the earliest."""
-        consecutive, _ = numbers
+        consecutive = numbers[0]
         left = [HALF]
         if self.warn_after is not None:
             # After a good step it takes as many again.
             more = self.warn_after - consecutive
             left += [more if more > 0 else self.warn_after, self._skips_to_floor()]
+            if consecutive < _FIRST_STEPS:
+                left.append(_FIRST_STEPS - consecutive)
+            if isinstance(self._loss_scale, DynamicLossScale):
+                back_offs = float(self._loss_scale.history().lone_back_offs)
+                left.append(int(_MANY_BACK_OFFS - back_offs) % _MANY_BACK_OFFS or _MANY_BACK_OFFS)
         if self.raise_after is not None:
             left.append(self.raise_after - consecutive)
         return max(1, min(left))
 
-    def _comes_to_floor(self, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
+    def _is_at_floor(self, loss_scale: tf.Tensor) -> Any:
         floor = getattr(self._loss_scale, "min_loss_scale", None)
-        return tf.constant(False) if floor is None else (after <= floor) & (before > floor)
+        return False if floor is None else loss_scale <= floor
 
     def _skips_to_floor(self) -> int:
         """Returns after how many more skips the scale may come down to its floor."""
@@ -319,65 +347,78 @@ class SkippedSteps:
         # A `GradScaler` moves it later. Less a rounding error, which would be a whole skip.
         return math.ceil(falls - 1e-3) - 1
 
-    def _warn(self, numbers: Sequence[int], line: messages.Line | None) -> None:
-        consecutive, is_share = numbers
+    def _is_start(self, seen: SkippedStep, consecutive: tf.Tensor) -> tf.Tensor:
+        """Returns whether the first steps were all skipped, a bool scalar tensor."""
+        made: Any = self.total - consecutive if seen.steps_made is None else seen.steps_made
+        return tf.equal(consecutive, _FIRST_STEPS) & (made <= 0)
+
+    def _warn(self, received: Sequence[int], line: messages.Line | None) -> None:
+        numbers = _Numbers(*received)
         last = self._overflows.last()
         loss_is_finite = None if last is None else last.loss_is_finite
-        is_over = self.raise_after is not None and consecutive >= self.raise_after
-        was_reported = self.warn_after is None or consecutive > self.warn_after
-        what = f"{consecutive} steps in a row were skipped."
-        if not is_over and consecutive != self.warn_after:
-            if is_share and not was_reported:
-                what = f"Half of the last {2 * HALF} steps were skipped."
-            elif not (is_share or self._has_warned_of_floor) and loss_is_finite is not False:
-                self._has_warned_of_floor = True
-                what = "The loss scale has come down to its floor, and steps are still skipped."
-            else:
-                return
+        is_over = self.raise_after is not None and numbers.consecutive >= self.raise_after
+        what = self._what(numbers, loss_is_finite, is_over)
+        if not what:
+            return
         inputs, grads = ("", "") if last is None else (last.of_inputs, last.of_gradients)
         if loss_is_finite is False and not self._overflows.are_several():
             grads = ""  # All gradients of such a loss are NaN.
         text = what + inputs
         if last is None or not last.lacks_examples:
-            text += f" {_diagnosis(loss_is_finite)}{grads}"
-        text += _bad_weights(self._looked_at) + " `last_overflow` tells more about the last step."
+            text += f" {skip_messages.diagnosis(loss_is_finite)}{grads}"
+        text += (
+            skip_messages.bad_weights(self._looked_at)
+            + " `last_overflow` tells more about the last step."
+        )
         if is_over:
             raise RuntimeError(f"{text} Received: raise_after_skips={self.raise_after}")
         messages.warn(text, line)
 
-
-def _bad_weights(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:
-    """Returns a sentence that names the weights that are not finite, or an empty text."""
-    bad: dict[str, None] = {}
-    for name, reference, dtype in weights:
-        handle = reference()
-        if handle is not None and dtype.is_floating:
-            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-            if not bool(tf.reduce_all(tf.math.is_finite(value))):
-                bad[name] = None
-    if not bad:
+    def _what(self, numbers: "_Numbers", loss_is_finite: bool | None, is_over: bool) -> str:
+        """Returns the first sentences of a warning; an empty text if there is nothing to say."""
+        consecutive, warn_after = numbers.consecutive, self.warn_after
+        if is_over or consecutive == warn_after:
+            return f"{consecutive} steps in a row were skipped."
+        was_reported = warn_after is None or consecutive > warn_after
+        if numbers.is_share and not was_reported:
+            return f"Half of the last {2 * HALF} steps were skipped."
+        if numbers.is_start and loss_is_finite is False and self._is_news("start"):
+            return f"The first {consecutive} steps were skipped."
+        if numbers.is_stuck and self._is_news("stuck"):
+            names = self._overflows.not_finite_in_a_row(_MANY_BACK_OFFS)
+            return skip_messages.stuck(_MANY_BACK_OFFS, self._loss_scale, names, numbers.zeros)
+        if numbers.is_floor and loss_is_finite is not False and self._is_news("floor"):
+            return "The loss scale has come down to its floor, and steps are still skipped."
         return ""
-    return f" Weights that are already not finite: {listed([*bad])}. Load them from a checkpoint."
+
+    def _is_news(self, what: str) -> bool:
+        is_new = what not in self._told
+        self._told.add(what)
+        return is_new
 
 
-def _diagnosis(loss_is_finite: bool | None) -> str:
-    forward = (
-        "look at the forward pass, where a smaller loss scale changes nothing: at the inputs and "
-        "labels, the learning rate, weights that are already not finite, and activations above "
-        "65504, the largest float16; print(keras_mp.numerics.check(model, (x, y))) names the cause "
-        "and the cure"
-    )
-    backward = (
-        "gradients overflow on their way back: find the operation whose gradient is not finite "
-        "(with keras_mp.numerics.watch(model): model.fit(x, y) names it), such as a norm at zero, "
-        "run it in float32, or clip what goes into it; with several replicas, see whether "
-        "aggregate_in_float16=False helps, since float16 sums end at 65504"
-    )
-    if loss_is_finite is None:
-        return (
-            "The loss was scaled in another function and could not be looked at. If it is Inf or "
-            f"NaN, {forward}; if it is finite, {backward}."
-        )
-    if loss_is_finite:
-        return f"The loss of the last one was finite, so {backward}."
-    return f"The loss of the last one was Inf or NaN: {forward}."
+class _Numbers(NamedTuple):
+    """What a warning is about, as numbers that a graph sends to Python.
+
+    Attributes:
+        consecutive: How many steps were skipped in a row.
+        zeros: How many in a thousand gradient values are 0; -1 if that was not counted.
+        is_share: Whether half of the last steps were skipped.
+        is_stuck: Whether the scale backs off again and again though most steps are good.
+        is_start: Whether the first steps were skipped.
+        is_floor: Whether the scale has come down to its floor.
+    """
+
+    consecutive: int
+    zeros: int
+    is_share: int
+    is_stuck: int
+    is_start: int
+    is_floor: int
+
+
+def _zeros(seen: SkippedStep, is_counted: tf.Tensor) -> tf.Tensor:
+    unknown, count = tf.constant(-1, tf.int64), seen.count_zeros
+    if count is None or selection.is_without_branches():
+        return unknown
+    return tf.cond(is_counted, count, lambda: unknown)

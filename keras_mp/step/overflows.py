@@ -62,6 +62,8 @@ class SkippedStep(NamedTuple):
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         names: takes variables and returns the users' names for them, None for unknown ones.
         may_be_empty: bool. Whether a replica may have had no examples. Defaults to False.
+        count_zeros: function that returns how many in a thousand values of the gradients are 0, an
+            int64 scalar tensor; None (the default) if they are not known.
     """
 
     weights: Sequence[Weight]
@@ -72,6 +74,7 @@ class SkippedStep(NamedTuple):
     steps_made: tf.Tensor | None
     names: Names | None
     may_be_empty: bool = False
+    count_zeros: Callable[[], tf.Tensor] | None = None
 
     def loss_is_finite(self) -> tf.Tensor:
         """Returns whether the losses of all replicas are known to be finite, a bool scalar."""
@@ -140,10 +143,13 @@ def count_not_finite(
         device = strategy.extended.worker_devices[i] if len(of_replicas) > 1 else None
         with tf.device(device):
             row = row_of(list(each.losses), list(each.unclipped), sent)
+            of_inputs = [_row_of_input(given) for given in each.inputs]
             if each.has_examples is not None:
                 loss = tf.where(each.has_examples, row[:1], tf.constant([_OF_NO_EXAMPLES], COUNTS))
                 row = tf.concat([loss, row[1:]], 0)
-            rows.append(tf.concat([row, *map(_row_of_input, each.inputs)], 0))
+                # The largest of no values is -inf, where XLA looks for it.
+                of_inputs = [tf.where(each.has_examples, count, 0) for count in of_inputs]
+            rows.append(tf.concat([row, *of_inputs], 0))
     of_total = None
     if totals is not None:
         of_total = functools.partial(_row_of_totals, totals, len(of_replicas[0].inputs))
@@ -232,8 +238,9 @@ class _Record:
     Attributes:
         names: the names of the variables.
         inputs: the names of the inputs.
-        vector: variable of `COUNTS`: the header; the numbers of the last `HALF` skipped steps; the
-            counts of the last step.
+        vector: variable of `COUNTS`: the header; the numbers of the last `HALF` skipped steps; in
+            how many of the last ones in a row each gradient was not finite; the counts of the last
+            step.
 
     Args:
         seen: the first of these steps.
@@ -248,7 +255,7 @@ class _Record:
         self._is_on_each = _is_on_each()
         rows = strategy.num_replicas_in_sync + seen.has_total
         self.shape = rows, 1 + len(self.names) + len(self.inputs), _KINDS
-        length = _HEADER + HALF + int(np.prod(self.shape))
+        length = _HEADER + HALF + self.shape[1] + int(np.prod(self.shape))
 
         def vector() -> tf.Variable:
             # If one replica records for all, copies would only have to be sent around.
@@ -276,12 +283,12 @@ class _Record:
     def parts(self) -> list[np.ndarray]:
         """Returns the parts of `vector`, in eager."""
         vector = tf.convert_to_tensor(self.vector)
-        return [part.numpy() for part in _parts_of(vector)]
+        return [part.numpy() for part in _parts_of(vector, self.shape[1])]
 
 
-def _parts_of(vector: tf.Tensor) -> list[tf.Tensor]:
-    """Returns the parts of a record's `vector`."""
-    return tf.split(vector, [_HEADER, 1, 1, HALF - 2, -1])
+def _parts_of(vector: tf.Tensor, columns: int) -> list[tf.Tensor]:
+    """Returns the parts of a record's `vector`, given how many things it counts."""
+    return tf.split(vector, [_HEADER, 1, 1, HALF - 2, columns, -1])
 
 
 @host.shared_operation
@@ -298,7 +305,9 @@ def _after(
     `skipped` is how many steps of the optimizer were skipped; None to count these here. The rest is
     as in `Overflows.record`, the numbers in `COUNTS`.
     """
-    header, _, first, later, _ = _parts_of(vector)
+    header, _, first, later, in_a_row, _ = _parts_of(vector, counts.shape[1])
+    is_bad = tf.reduce_any(tf.not_equal(counts, 0), [0, 2])
+    in_a_row = tf.where(is_bad, in_a_row + 1, 0)
     _, _, skipped_before, _, is_reported = tf.unstack(header)
     zero = tf.constant(0, COUNTS)
     skipped = skipped_before + 1 if skipped is None else skipped
@@ -307,7 +316,8 @@ def _after(
     is_due = (tf.squeeze(first) > zero) & (steps < 2 * HALF) & tf.equal(is_reported, zero)
     is_reported = tf.cast((steps < 4 * HALF) & ((is_reported > zero) | is_due), COUNTS)
     header = tf.stack([total, made, skipped, loss_scale, is_reported])
-    return tf.concat([header, first, later, [when], tf.reshape(counts, [-1])], 0), is_due
+    after = [header, first, later, [when], in_a_row, tf.reshape(counts, [-1])]
+    return tf.concat(after, 0), is_due
 
 
 class Overflows:
@@ -379,6 +389,18 @@ class Overflows:
             ),
             inputs=overflowed_inputs(record.inputs, record.places, counts[:, own:]),
         )
+
+    def not_finite_in_a_row(self, times: int) -> list[str]:
+        """Returns the variables whose gradients were not finite in the last skipped steps.
+
+        Args:
+            times: int. In how many of them at least.
+        """
+        record = self._records.get(int(tf.convert_to_tensor(self._last)))
+        if record is None:
+            return []
+        *_, in_a_row, _ = record.parts()
+        return [name for name, n in zip(record.names, in_a_row[1:]) if n >= times]
 
     def are_several(self) -> bool:
         """Whether steps of several lists of variables were skipped, as of several optimizers."""

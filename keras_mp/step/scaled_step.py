@@ -426,6 +426,7 @@ class Decision:
             steps_made=steps_made,
             names=self._step.names,
             may_be_empty=first.evidence.has_examples is not None,
+            count_zeros=lambda: gradients.count_zeros(first.sums.one_by_one()),
         )
 
     def _loss_is_finite(self, seen: overflows.SkippedStep | None) -> tf.Tensor:

@@ -1,13 +1,24 @@
 """The schedule of dynamic loss scaling: pure functions of a state. It needs TensorFlow only."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.support import host
 from keras_mp.support.selection import chosen
 
 # Where a dynamic loss scale starts, and where it stops falling: at the smallest float16.
 INITIAL_LOSS_SCALE, MIN_LOSS_SCALE = 2.0**15, 2.0**-24
+# The evidence that overflows are no accident, which a scale needs to fall below 1: each bad step
+# adds 1, and each good one takes a part away. At random, one bad step in 20 does not add up to so
+# much in many thousand steps. Below 1, where too high a scale costs steps, less of it is enough.
+_AT_1, _BELOW_1 = (6.0, 1 / 6), (3.0, 1 / 10)
+# Good steps after which a scale below 1 grows: at first, and at the most.
+_FIRST_WAIT, _LONGEST_WAIT = 10.0, 320.0
+# A back-off is a lone one if it comes after so many good steps.
+_LONE = 2
 
 
 class LossScaleState(NamedTuple):
@@ -29,6 +40,29 @@ class LossScaleState(NamedTuple):
     num_bad_steps: Any
 
 
+class History(NamedTuple):
+    """What happened before a step, as far as the schedule asks. Float scalars.
+
+    Attributes:
+        evidence: That overflows are no accident, from 0 to 6. A new schedule is ready to fall.
+        loss_scale: The scale after the last bad step.
+        good_steps: `num_good_steps` after it.
+        bad_steps: Bad steps since the scale last moved; counted only if some are tolerated.
+        fallen_to: The scale after it last backed off.
+        wait: Good steps after which a scale below 1 grows. It doubles with each growth that failed.
+        lone_back_offs: How often the scale has backed off since it last grew, though the steps
+            before were good.
+    """
+
+    evidence: Any = _AT_1[0]
+    loss_scale: Any = 2.0**127
+    good_steps: Any = 0.0
+    bad_steps: Any = 0.0
+    fallen_to: Any = 2.0**127
+    wait: Any = _FIRST_WAIT
+    lone_back_offs: Any = 0.0
+
+
 def next_state(
     state: LossScaleState,
     finite: Any,
@@ -40,6 +74,8 @@ def next_state(
     min_loss_scale: float,
     max_loss_scale: float,
     loss_is_finite: Any = False,
+    tolerance: float = 0.0,
+    history: History | None = None,
 ) -> LossScaleState:
     """Returns the next state of a dynamic loss scale: its schedule, as one pure function.
 
@@ -50,8 +86,14 @@ def next_state(
         not finite:  num_bad_steps += 1, num_good_steps = 0
                      at hysteresis bad steps or more in a row: scale *= backoff_multiplier
 
-    The scale never leaves `[min_loss_scale, max_loss_scale]`. Below 1 it only falls if the loss is
-    known to be finite: no loss scale makes another loss finite.
+    The scale never leaves `[min_loss_scale, max_loss_scale]`. With a `tolerance` it backs off only
+    if more than that share of the steps since it last moved were bad; others leave
+    `num_good_steps`.
+
+    It goes below 1 only if the loss is known to be finite, since no loss scale makes another loss
+    finite, and if the history shows that overflows are frequent. Below 1 it grows after 10 good
+    steps, or twice as many after each growth that failed, up to 320; bad steps in between do not
+    count.
 
     Args:
         state: LossScaleState before the step.
@@ -65,6 +107,8 @@ def next_state(
         max_loss_scale: float. Ceiling.
         loss_is_finite: bool scalar tensor, or bool. Whether the loss, before it was scaled, is
             known to be finite. Defaults to False.
+        tolerance: float from 0 to 1. The share of bad steps that is tolerated. Defaults to 0.
+        history: History before the step. Defaults to that of a new schedule.
 
     Returns:
         LossScaleState after the step, of tensors.
@@ -81,30 +125,145 @@ def next_state(
     (32.0, 0, 1)
 
     Source: RFC 293, "The new LossScale class"; Micikevicius et al., "Mixed Precision Training",
-    2018.
+    2018; fairseq's dynamic loss scaler for `tolerance`.
     """
-    scale, zero = tf.convert_to_tensor(state.loss_scale, tf.float32), tf.constant(0, tf.int64)
-
-    def grown() -> tf.Tensor:
-        return tf.minimum(scale * multiplier, max_loss_scale)
-
-    def backed_off() -> tf.Tensor:
-        floor = min_loss_scale
-        if min_loss_scale < 1:
-            floor = tf.where(loss_is_finite, min_loss_scale, tf.minimum(scale, 1.0))
-        return tf.maximum(scale * backoff_multiplier, floor)
-
-    good = chosen(finite, lambda: state.num_good_steps + 1, lambda: zero)
-    bad = chosen(finite, lambda: zero, lambda: state.num_bad_steps + 1)
-    # What is known in Python leaves out operations.
-    grows = good >= increment_period if finite is not False else False
-    backs_off = bad >= hysteresis if hysteresis > 1 else True
-    moved = chosen(
-        finite,
-        lambda: chosen(grows, grown, lambda: scale),
-        lambda: chosen(backs_off, backed_off, lambda: scale),
+    schedule = Schedule(
+        increment_period,
+        multiplier,
+        backoff_multiplier,
+        hysteresis,
+        min_loss_scale,
+        max_loss_scale,
+        tolerance,
     )
-    return LossScaleState(moved, chosen(grows, lambda: zero, lambda: good), bad)
+    return schedule.after(state, lambda: history or History(), finite, loss_is_finite)[0]
+
+
+class Schedule(NamedTuple):
+    """The arguments of `next_state` that do not change from step to step."""
+
+    increment_period: int
+    multiplier: float
+    backoff_multiplier: float
+    hysteresis: int
+    min_loss_scale: float
+    max_loss_scale: float
+    tolerance: float = 0.0
+
+    def after(
+        self,
+        state: LossScaleState,
+        history: Callable[[], History],
+        finite: Any,
+        loss_is_finite: Any = False,
+    ) -> tuple[LossScaleState, History | None]:
+        """Returns the state and the history after a step; None for a history that stays.
+
+        Args:
+            state: LossScaleState before the step.
+            history: function that returns the History before the step. Most good steps need none.
+            finite: as of `next_state`.
+            loss_is_finite: as of `next_state`.
+        """
+        scale = tf.convert_to_tensor(state.loss_scale, tf.float32)
+        state = state._replace(loss_scale=scale)
+        if isinstance(finite, bool) or tf.executing_eagerly():
+            if finite:
+                return self._good(state, history), None
+            return _operation_of_bad(self)(*_as_tensors(state, history(), loss_is_finite))
+        state, before, loss_is_finite = _as_tensors(state, history(), loss_is_finite)
+        good = self._good(state, lambda: before), before
+        bad = _operation_of_bad(self)(state, before, loss_is_finite)
+        return tf.nest.map_structure(lambda *values: tf.where(finite, *values), good, bad)
+
+    def _good(self, state: LossScaleState, history: Callable[[], History]) -> LossScaleState:
+        scale, zero = state.loss_scale, tf.constant(0, tf.int64)
+        num_good_steps, period = state.num_good_steps + 1, self.increment_period
+        if self.min_loss_scale < 1:
+            period = chosen(scale < 1, lambda: self._wait(scale, history()), lambda: period)
+        grows = num_good_steps >= period
+        grown = chosen(
+            grows,
+            lambda: tf.minimum(scale * self.multiplier, self.max_loss_scale),
+            lambda: scale,
+        )
+        return LossScaleState(grown, chosen(grows, lambda: zero, lambda: num_good_steps), zero)
+
+    def _wait(self, scale: tf.Tensor, history: History) -> tf.Tensor:
+        wait = self._wait_after_growth(scale, history)
+        longest = min(_LONGEST_WAIT, float(self.increment_period))
+        return tf.cast(tf.minimum(wait, longest), tf.int64)
+
+    def _wait_after_growth(self, scale: tf.Tensor, history: History) -> tf.Tensor:
+        # After a second growth the first one has not failed.
+        return tf.where(scale > history.fallen_to * self.multiplier, _FIRST_WAIT, history.wait)
+
+    def bad(
+        self, state: LossScaleState, history: History, loss_is_finite: tf.Tensor
+    ) -> tuple[LossScaleState, History]:
+        """Returns the state and the history after a bad step. All are tensors."""
+        scale, num_bad_steps = state.loss_scale, state.num_bad_steps + 1
+        good_steps = tf.cast(state.num_good_steps, tf.float32)
+        # Since the last bad step, and since it last backed off.
+        has_moved, has_grown = scale > history.loss_scale, scale > history.fallen_to
+        good_before = good_steps - tf.where(has_moved, 0.0, history.good_steps)
+        enough, lost = tf.unstack(tf.where(scale < 1, _BELOW_1, _AT_1))
+        evidence = tf.nn.relu(history.evidence - lost * good_before)
+        evidence = tf.minimum(evidence + tf.cast(loss_is_finite, tf.float32), enough)
+
+        floor: Any = self.min_loss_scale
+        has_failed = has_grown & (scale <= 1)
+        if floor < 1:
+            is_evident = (evidence >= enough) | (has_failed & tf.equal(good_steps, 0))
+            floor = tf.where(is_evident & loss_is_finite, floor, tf.minimum(scale, 1.0))
+        lowered = tf.maximum(scale * self.backoff_multiplier, floor)
+        if self.hysteresis > 1:
+            lowered = tf.where(num_bad_steps >= self.hysteresis, lowered, scale)
+        bad_steps = history.bad_steps
+        if self.tolerance:
+            bad_steps = tf.where(has_moved, 0.0, bad_steps) + 1
+            tolerated = self.tolerance * (good_steps + bad_steps)
+            lowered = tf.where(bad_steps > tolerated, lowered, scale)
+
+        moves = lowered < scale
+        if self.tolerance:
+            starts_again, bad_steps = moves, tf.where(moves, 0.0, bad_steps)
+        else:
+            starts_again = moves | (scale >= 1)
+        good_steps = tf.where(starts_again, 0.0, good_steps)
+        # With hysteresis, the steps before are bad.
+        is_lone = good_before >= _LONE if self.hysteresis == 1 else evidence < enough
+        lone_back_offs = tf.where(has_grown, 0.0, history.lone_back_offs)
+        wait = self._wait_after_growth(scale, history)
+        after = History(
+            # The next bad step in a row is evidence enough.
+            evidence=tf.where(moves & (lowered < 1), evidence - 1, evidence),
+            loss_scale=lowered,
+            good_steps=good_steps,
+            bad_steps=bad_steps,
+            fallen_to=tf.where(moves, lowered, history.fallen_to),
+            wait=tf.where(moves & has_failed, 2 * wait, wait),
+            lone_back_offs=lone_back_offs + tf.cast(moves & is_lone, tf.float32),
+        )
+        return LossScaleState(lowered, tf.cast(good_steps, tf.int64), num_bad_steps), after
+
+
+@functools.cache
+def _operation_of_bad(schedule: Schedule) -> Callable[..., Any]:
+    # Traced once for all graphs, which seldom run it.
+    return host.shared_operation(schedule.bad)
+
+
+def _as_tensors(
+    state: LossScaleState, history: History, loss_is_finite: Any
+) -> tuple[LossScaleState, History, tf.Tensor]:
+    scale, *counts = state
+    numbers = (tf.cast(number, tf.float32) for number in history)
+    return (
+        LossScaleState(scale, *(tf.convert_to_tensor(count, tf.int64) for count in counts)),
+        History(*numbers),
+        tf.convert_to_tensor(loss_is_finite),
+    )
 
 
 def bad_steps_after(before: Any, finite: Any) -> tf.Tensor:

@@ -107,6 +107,7 @@ def test_once_for_each_time_that_many_are_skipped_in_a_row(name, mode):
 @once
 def test_fifty_by_default(name):
     optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable(1.0)
+    optimizer.minimize(lambda: v * 1.0, [v])
     with caught_warnings() as texts:
         for _ in range(49):
             optimizer.minimize(lambda: v * np.inf, [v])
@@ -223,10 +224,93 @@ def test_fit_warns_while_it_runs(name, jit_compile):
             on_epoch_end=lambda epoch, logs: after_epochs.append(len(ours(caught)))
         )
         model.fit(images, labels[:256], batch_size=64, epochs=4, verbose=0, callbacks=[count])
-    assert after_epochs == [0, 1, 1, 1]  # Four steps make an epoch.
+    # Four steps make an epoch. The first three are told at once.
+    assert after_epochs == [1, 2, 2, 2]
     texts = [str(w.message) for w in caught if w.category is keras_mp.MixedPrecisionWarning]
+    assert [text[:11] for text in texts] == ["The first 3", "5 steps in "]
+    assert all(LOSS in text for text in texts)
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit in function"])
+def test_a_loss_that_is_not_finite_from_the_start_is_told_at_once(name, mode):
+    for after_a_good_step in (False, True):
+        optimizer, step = skipping(name, mode, warn_after_skips=50)
+        with caught_warnings() as texts:
+            if after_a_good_step:
+                step(1.0, 1.0)
+            step(1.0, np.inf)  # the scale is too high, as at many starts
+            step(np.nan, np.nan)
+            assert texts == []
+            for _ in range(3):
+                step(np.nan, np.nan)
+            optimizer.steps_skipped  # noqa: B018
+        if after_a_good_step:
+            assert texts == []
+            continue
+        assert len(texts) == 1
+        assert texts[0].startswith(f"The first 3 steps were skipped. {LOSS}")
+        assert "print(keras_mp.numerics.check(model, (x, y)))" in texts[0]
+
+
+@once
+def test_a_start_with_a_scale_that_is_too_high_is_no_news(name):
+    _, step = skipping(name, "eager", warn_after_skips=50)
+    with caught_warnings() as texts:
+        for _ in range(7):
+            step(1.0, np.inf)
+    assert texts == []
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit in function"])
+def test_a_scale_that_backs_off_in_vain_is_told(name, mode):
+    optimizer, step = skipping(name, mode, warn_after_skips=50)
+    with caught_warnings() as texts:
+        for _ in range(7):
+            for gradient in (1.0, 0.0, 1.0, np.inf):
+                step(1.0, gradient)
+    assert texts == []
+    with caught_warnings() as texts:
+        for _ in range(12):
+            for gradient in (1.0, 0.0, 1.0, np.inf):
+                step(1.0, gradient)
+        optimizer.steps_skipped  # noqa: B018
     assert len(texts) == 1
-    assert LOSS in texts[0]
+    now = "128" if mode != "jit in function" else "1"  # which Python is told of later
+    expected = f"The loss scale has backed off 8 times, to {now}, without growing"
+    assert texts[0].startswith(expected)
+    for part in ("not finite: 'v", "tolerance=0.05", "keras_mp.numerics.watch(model)", "epsilon"):
+        assert part in texts[0].replace("'Variable", "'v")
+    assert ("0 % of the values" in texts[0]) == (mode != "jit in function")
+    # Back-offs in a row, as a scale that is too high needs them, are none of these.
+    _, step = skipping(name, mode, warn_after_skips=50)
+    with caught_warnings() as texts:
+        for _ in range(2):
+            for gradient in (1.0, 1.0, *[np.inf] * 7):
+                step(1.0, gradient)
+    assert texts == []
+
+
+@once
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_the_share_of_gradients_that_vanish_is_told(name, mode):
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
+    a, b = tf.Variable([1.0, 1.0, 1.0]), tf.Variable(1.0, name="b")
+
+    @tf.custom_gradient
+    def loss(a, b, gradient):
+        return 1.0, lambda upstream: (tf.constant([0.0, 0.0, 1.0]), upstream * gradient, None)
+
+    def step(gradient):
+        optimizer.minimize(lambda: loss(a, b, gradient), [a, b])
+
+    if mode == "function":
+        step = tf.function(step)
+    with caught_warnings() as texts:
+        for _ in range(8):
+            for gradient in (1.0, 1.0, np.inf):
+                step(tf.constant(gradient))
+    assert "not finite: 'b" in texts[0]
+    assert "50 % of the values" in texts[0]
 
 
 def test_good_steps_run_nothing_of_it(name):
@@ -249,6 +333,7 @@ def test_good_steps_run_nothing_of_it(name):
 @pytest.mark.parametrize("mode", ["eager", "function", "jit in function"])
 def test_half_of_the_last_hundred(name, mode):
     optimizer, step = skipping(name, mode, warn_after_skips=50)
+    step(1.0, 1.0)
     with caught_warnings() as texts:
         for i in range(49):
             step(np.nan, np.nan)
@@ -373,7 +458,9 @@ def test_batches_without_examples_leave_the_scale(name, how):
     scale, optimizer = float(model.optimizer.loss_scale()), model.optimizer
     assert (scale, int(optimizer.steps_skipped)) == (2.0**15, 40)
     assert [loss.kind for loss in optimizer.last_overflow.losses] == ["no examples"]
+    assert optimizer.last_overflow.inputs == ()
     assert "There were no examples" in str(optimizer.last_overflow)
+    assert "Inf" not in str(optimizer.last_overflow).splitlines()[1]
     # One with examples counts as it always does, and the empty ones are no part of its row.
     model.fit(batches((x * np.inf, y), empty), verbose=0, shuffle=False)
     assert float(optimizer.loss_scale()) == scale / 2
@@ -381,6 +468,44 @@ def test_batches_without_examples_leave_the_scale(name, how):
         keras_mp.MixedPrecisionWarning, match=r"no examples: leave .*_remainder=True`. `last_"
     ):
         model.fit(batches(*[empty] * 60), verbose=0, shuffle=False)
+
+
+def test_a_compiled_update_does_not_blame_what_was_not_there(name):
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential(
+        [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+    )
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), jit_compile=True)
+    model.compile(optimizer, "mse")
+    x, y = np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
+    model.fit(batches((x, y), (x[:0], y[:0])), verbose=0, shuffle=False)
+    assert [loss.kind for loss in optimizer.last_overflow.losses] == ["no examples"]
+    assert optimizer.last_overflow.inputs == ()
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_each_of_several_losses_counts(name, mode, bad):
+    optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable([1.0, 1.0])
+    optimizer.build([v])
+
+    def step(factors):
+        grads = []
+        for i in range(2):
+            with tf.GradientTape() as tape:
+                loss = optimizer.get_scaled_loss(v[i] * factors[i])
+            grads += optimizer.get_unscaled_gradients([tape.gradient(loss, v)])
+        optimizer.apply_gradients([(tf.add_n([tf.convert_to_tensor(g) for g in grads]), v)])
+
+    if mode != "eager":
+        step = tf.function(step, jit_compile=mode == "jit")
+    step(tf.constant([1.0, 1.0]))
+    factors = np.ones(2, np.float32)
+    factors[bad] = np.nan
+    step(tf.constant(factors))
+    assert optimizer.last_overflow.loss_is_finite is False
+    step(tf.constant([1.0, 1.0]))
+    assert int(optimizer.steps_skipped) == 1
 
 
 @pytest.mark.parametrize("is_bad", [False, True])

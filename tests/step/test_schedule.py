@@ -1,0 +1,218 @@
+"""What the schedule of a dynamic loss scale comes to, over thousands of steps."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.compat import v1
+from keras_mp.step.schedule import History, LossScaleState, Schedule
+from tests.common import once
+
+STEPS = 4000
+
+
+def run(verdict, steps=STEPS, seed=0, **kwargs):
+    """Moves a scale by `verdict(step, scale, random)`; returns scales before, and the verdicts."""
+    random = np.random.default_rng(seed).random(steps)
+    scale = keras_mp.DynamicLossScale(**kwargs)
+
+    @tf.function
+    def move(step, random):
+        before = scale()
+        finite = verdict(step, before, random)
+        scale.move(finite, True)
+        return before, finite
+
+    results = [
+        move(tf.constant(step), tf.constant(random[step], tf.float32)) for step in range(steps)
+    ]
+    scales, verdicts = zip(*results, strict=True)
+    return np.array([float(x) for x in scales]), np.array([bool(x) for x in verdicts])
+
+
+def now_and_then(every):
+    return lambda step, scale, random: tf.not_equal(step % every, every - 1)
+
+
+def at_random(every):
+    return lambda step, scale, random: random >= 1 / every
+
+
+def needs(limit, noise=0.0):
+    return lambda step, scale, random: scale * tf.exp(noise * tf.math.ndtri(random)) <= limit
+
+
+@once
+@pytest.mark.parametrize("every", [20, 50, 300])
+@pytest.mark.parametrize("kind", [now_and_then, at_random])
+def test_a_bad_step_now_and_then_never_takes_the_scale_below_1(every, kind):
+    scales, _ = run(kind(every), initial_loss_scale=64)
+    assert scales.min() >= 1
+
+
+@once
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+def test_gradients_that_need_a_scale_below_1_get_it(noise):
+    scales, finite = run(needs(2.0**-12, noise))
+    settled = slice(STEPS // 4, None)
+    assert np.mean(~finite[settled]) <= 0.05
+    assert np.median(scales[settled]) >= 2.0**-16
+    assert noise or np.median(scales[settled]) == 2.0**-12
+
+
+@once
+@pytest.mark.parametrize("later", [None, 50, 20])
+def test_the_scale_comes_back_after_40_bad_steps_in_a_row(later):
+    def verdict(step, scale, random):
+        is_good = True if later is None else now_and_then(later)(step, scale, random)
+        return ((step < 100) | (step >= 140)) & is_good
+
+    scales, finite = run(verdict, steps=1400)
+    assert scales[140] < 2.0**-20
+    good = np.cumsum(finite[140:])
+    assert scales[140:][good <= 1000][-1] >= 1
+
+
+@once
+def test_a_scale_below_1_grows_once_it_may():
+    def needed(step, scale, random):
+        return (step >= 1500) | (scale <= 1 / 16)
+
+    scales, finite = run(needed, steps=3500)
+    assert np.median(scales[500:1500]) == 1 / 16
+    assert np.mean(~finite[500:1500]) <= 0.02
+    assert scales[-1] >= 1
+
+
+@once
+def test_a_growth_that_fails_is_tried_half_as_often_each_time():
+    _, finite = run(needs(2.0**-3), initial_loss_scale=2.0**-3, steps=700)
+    assert np.diff(np.flatnonzero(~finite)).tolist() == [11, 21, 41, 81, 161, 321]
+
+
+@once
+def test_below_1_steps_are_counted_though_a_bad_one_is_between():
+    schedule = keras_mp.DynamicLossScale()._next_state
+    state = schedule(
+        LossScaleState(0.5, 6, 0), False, loss_is_finite=True, history=History(evidence=0.0)
+    )
+    assert [float(x) for x in state] == [0.5, 6, 1]
+    # At 1 and above the RFC's rule stands.
+    state = schedule(LossScaleState(1.0, 6, 0), False, history=History(evidence=0.0))
+    assert [float(x) for x in state] == [1, 0, 1]
+
+
+@once
+def test_a_pure_function_in_every_mode():
+    schedule = keras_mp.DynamicLossScale(tolerance=0.1)._next_state
+    cases = [(2.0, 30, 0, 1.0), (0.5, 9, 0, 4.0), (1.0, 0, 3, 4.0), (0.25, 2, 1, 0.0)]
+    for scale, good, bad, evidence in cases:
+        for finite in (True, False):
+
+            def after(finite):
+                state = LossScaleState(scale, good, bad)
+                history = History(evidence=evidence, fallen_to=0.5)
+                return schedule(state, finite, loss_is_finite=True, history=history)
+
+            expected = [float(x) for x in after(finite)]
+            for jit_compile in (False, True):
+                traced = tf.function(after, jit_compile=jit_compile)
+                assert [float(x) for x in traced(tf.constant(finite))] == expected
+
+
+@once
+def test_tolerance_is_the_share_of_steps_that_may_fail():
+    scales, _ = run(now_and_then(20), tolerance=0.05, steps=1000)
+    assert scales.tolist() == [2.0**15] * 1000
+    scales, _ = run(now_and_then(20), tolerance=0.1, steps=3000)
+    assert scales[-1] == 2.0**16  # It grows as if the bad steps had not been.
+    scales, _ = run(now_and_then(20), tolerance=0.04, steps=1000)
+    assert scales[-1] < 2.0**15
+    # A scale that is too high comes down as quickly as without it.
+    scales, finite = run(needs(2.0**5), tolerance=0.2, steps=100)
+    assert np.flatnonzero(~finite).tolist() == list(range(10))
+    assert scales[-1] == 2.0**5
+
+
+@once
+def test_tolerance_with_hysteresis_needs_both():
+    schedule = keras_mp.DynamicLossScale(tolerance=0.1, hysteresis=2)._next_state
+    for bad, good, expected in [(0, 1, 64.0), (1, 1, 32.0), (1, 50, 64.0)]:
+        assert float(schedule(LossScaleState(64.0, good, bad), False).loss_scale) == expected
+
+
+def test_tolerance_is_an_argument_that_is_saved():
+    scale = keras_mp.DynamicLossScale(64, tolerance=0.25)
+    assert scale.tolerance == 0.25
+    assert keras_mp.loss_scale.get(keras_mp.loss_scale.serialize(scale)).tolerance == 0.25
+    assert "tolerance=0.25" in repr(scale)
+    assert "tolerance" not in keras_mp.DynamicLossScale().get_config()
+    optimizer = keras_mp.LossScaleOptimizer("sgd", scale)
+    again = keras_mp.LossScaleOptimizer.from_config(optimizer.get_config())
+    assert again.loss_scale.tolerance == 0.25
+    with pytest.raises(ValueError, match="tolerance"):
+        scale.to_compat_v1()
+    for bad in (-0.1, 1, 1.5, float("nan"), "0.1", None):
+        with pytest.raises((TypeError, ValueError), match="Received: tolerance="):
+            keras_mp.DynamicLossScale(tolerance=bad)
+
+
+def of_optimizer(scale, v):
+    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.0), scale)
+    return lambda factor: optimizer.minimize(lambda: v * factor, [v])
+
+
+def of_scaler(scale, v):
+    scaler, optimizer = keras_mp.GradScaler(scale), tf.keras.optimizers.SGD(0.0)
+
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = scaler.scale(v * factor)
+        scaler.step(optimizer, [(tape.gradient(loss, v), v)])
+        scaler.update()
+
+    return step
+
+
+def of_tensorflow_1(scale, v):
+    sgd = tf.compat.v1.train.GradientDescentOptimizer(0.0)
+    optimizer = v1.LossScaleOptimizer(sgd, scale)
+    return lambda factor: optimizer.minimize(lambda: v * factor, var_list=[v])
+
+
+@pytest.mark.parametrize("make", [of_optimizer, of_scaler, of_tensorflow_1])
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+def test_tolerance_wherever_steps_are_made(make, mode):
+    scale, v = keras_mp.DynamicLossScale(64, tolerance=0.25), tf.Variable(1.0)
+    step = make(scale, v)
+    if mode != "eager":
+        step = tf.function(step, jit_compile=mode == "jit")
+    for _ in range(3):
+        for factor in (1.0, 1.0, 1.0, float("inf")):
+            step(tf.constant(factor))
+    assert float(scale) == 64
+    assert int(scale.num_good_steps) == 9
+    step(tf.constant(float("inf")))
+    assert float(scale) == 32
+
+
+@once
+def test_a_loss_that_is_not_finite_is_no_evidence():
+    scale = keras_mp.DynamicLossScale(1.0)
+    for finite, loss_is_finite in [(True, True)] * 40 + [(False, False)] * 40 + [(False, True)]:
+        scale.move(finite, loss_is_finite)
+    assert float(scale) == 1
+
+
+@once
+def test_the_history_is_no_part_of_a_checkpoint(tmp_path):
+    scale = keras_mp.DynamicLossScale(64)
+    names = [
+        name
+        for name, _ in tf.train.list_variables(
+            tf.train.Checkpoint(s=scale).save(str(tmp_path / "c"))
+        )
+    ]
+    assert not [name for name in names if "history" in name]
+    assert Schedule(**scale._next_state.keywords).tolerance == 0
