@@ -24,6 +24,9 @@ from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
 from keras_mp.tensorflow_api import operations
 
+# From here on, float16 has every second whole number only.
+_FLOAT16_COUNTS_TO = 2048
+
 
 class Kernel(NamedTuple):
     """A kernel that may be wrong or slow in 16 bits.
@@ -44,6 +47,8 @@ class Kernel(NamedTuple):
         result: takes the function and the example, and returns what shows that a kernel is wrong.
             Defaults to the function's result.
         has_raw_name: whether Keras calls it by its name in `tf.raw_ops`, which is replaced then.
+        terms: takes the function's arguments and returns how many numbers it adds up for each that
+            it returns, or None if that is not known. Defaults to None, for no sums.
     """
 
     example: Callable[[tf.DType, Any], dict[str, Any]]
@@ -57,6 +62,7 @@ class Kernel(NamedTuple):
     alias: str = ""
     result: Callable[..., Any] = lambda own, **arguments: own(**arguments)
     has_raw_name: bool = False
+    terms: Callable[..., int | None] | None = None
 
 
 class Replacement(NamedTuple):
@@ -158,12 +164,28 @@ class Table:
                 dtype = region.dtype
             if dtype is None or not self.enabled:
                 return own(*args, **kwargs)
-            if self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device_type()):
+            device = device_type()
+            is_wrong = self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device)
+            if is_wrong or _is_long(kernel, dtype, device, args, kwargs):
                 with reach.decided():
                     return correct(own, *args, **kwargs)
             return own(*args, **kwargs)
 
         return call
+
+
+def _is_long(
+    kernel: Kernel, dtype: tf.DType, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a sum on a GPU may have more terms than float16 counts.
+
+    Which part of such a sum a GPU's kernel adds up in float16 depends on its shape, and an example
+    has only one.
+    """
+    if kernel.terms is None or dtype != tf.float16 or device == "CPU":
+        return False
+    terms = kernel.terms(*args, **kwargs)
+    return terms is None or terms > _FLOAT16_COUNTS_TO
 
 
 def function_of(op: str, kernel: Kernel) -> Callable[..., Any] | None:

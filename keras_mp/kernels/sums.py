@@ -52,6 +52,16 @@ def _groups(sizes: tuple[int | None, ...], axes: tuple[int, ...]) -> tuple[bool,
     return any(flags) and tuple(flag for flag, _ in itertools.groupby(flags))
 
 
+def _terms(input: object, axis: Any, *args: object, **kwargs: object) -> int | None:
+    """How many numbers a reduction adds up for each result."""
+    del args, kwargs
+    shape, axes = shape_of(input), tf.get_static_value(axis)
+    if shape.rank is None or axes is None:
+        return None
+    sizes = [shape[each] for each in {each % shape.rank for each in np.ravel(axes).tolist()}]
+    return None if None in sizes else math.prod(sizes)
+
+
 def _reduced(dtype: tf.DType, case: tuple[bool, ...]) -> dict[str, Any]:
     axes = [i for i, reduced in enumerate(case) if reduced]
     sizes = [2] * len(case)  # so that many groups take no more memory than few
@@ -77,6 +87,18 @@ def _bias_layout(out_backprop: object, data_format: Any = None, name: object = N
     shape = shape_of(out_backprop)
     is_wide = data_format == "NHWC" and bool(shape.rank) and (shape[-1] or 0) > _FIT_INTO_GPU
     return "wide NHWC" if is_wide else data_format
+
+
+def _terms_of_bias(
+    out_backprop: object, data_format: Any = None, name: object = None
+) -> int | None:
+    del name
+    shape = shape_of(out_backprop)
+    if shape.rank is None:
+        return None
+    sizes = shape.as_list()
+    del sizes[1 if tf.compat.as_str(data_format or "NHWC") == "NCHW" else -1]
+    return None if None in sizes else math.prod(sizes)
 
 
 def _sum_of_all_but_channels(
@@ -182,9 +204,14 @@ _softmax_kernel = functools.partial(
 # Most add up a vector of ones or of 1/32, so that right sums are powers of two.
 KERNELS: dict[str, Kernel] = {
     "BiasAddGrad": Kernel(
-        _bias, _BIAS, _bias_layout, ("NHWC", "NCHW", "wide NHWC"), _sum_of_all_but_channels
+        _bias,
+        _BIAS,
+        _bias_layout,
+        ("NHWC", "NCHW", "wide NHWC"),
+        _sum_of_all_but_channels,
+        terms=_terms_of_bias,
     ),
-    "Sum": _reduction_kernel(_TERMS / 32),
+    "Sum": _reduction_kernel(_TERMS / 32, terms=_terms),
     "Mean": _reduction_kernel(1 / 32),
     "AvgPool": Kernel(_window, _MEAN, _window_size, ("small", "large")),
     "Softmax": _softmax_kernel(1 / _TERMS),

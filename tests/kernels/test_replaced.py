@@ -1,5 +1,6 @@
 """A kernel is asked about on the device that will run it."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -108,3 +109,60 @@ def test_a_session_on_a_gpu_takes_float32(monkeypatch):
     kernel = sums.KERNELS["Sum"]
     with tf.Graph().as_default():
         assert replaced.is_result_wrong.__wrapped__("Sum", kernel, tf.float16, (True, False), "GPU")
+
+
+@pytest.fixture
+def right_gpu(monkeypatch):
+    """A machine with a GPU, whose kernels are right in each example."""
+    kernels.install()
+    monkeypatch.setattr(replaced, "usual_device", lambda: "GPU")
+    monkeypatch.setattr(sums._TABLE, "_asks", lambda *_: False)
+
+
+def sum_over(axis):
+    return lambda x: tf.reduce_sum(x, axis)
+
+
+def gradient_of_bias(data_format):
+    def gradient(x):
+        channels = x.shape[1] if data_format == "NCHW" else x.shape[-1]
+        bias = tf.zeros([channels], x.dtype)
+        return tf.gradients(tf.nn.bias_add(tf.zeros_like(x), bias, data_format), bias, x)[0]
+
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "dtype", "is_long"),
+    [
+        (sum_over(0), [2048, 3], "float16", False),
+        (sum_over(0), [2049, 3], "float16", True),
+        (sum_over(0), [2049, 3], "bfloat16", False),
+        (sum_over(-1), [2049, 3], "float16", False),
+        (sum_over([0, -1]), [1024, 3, 2], "float16", False),
+        (sum_over([0, -1]), [1024, 3, 3], "float16", True),
+        (sum_over(None), [50, 50], "float16", True),
+        (sum_over(0), [None, 3], "float16", True),
+        (sum_over(1), [None, 3], "float16", False),
+        (gradient_of_bias("NHWC"), [64, 32, 8], "float16", False),
+        (gradient_of_bias("NHWC"), [64, 33, 8], "float16", True),
+        (gradient_of_bias("NHWC"), [64, 33, 8], "bfloat16", False),
+        (gradient_of_bias("NHWC"), [None, 7000], "float16", True),
+        (gradient_of_bias("NCHW"), [2, 8, 32, 32], "float16", False),
+        (gradient_of_bias("NCHW"), [2, 8, 32, 33], "float16", True),
+    ],
+)
+def test_a_gpu_adds_up_more_than_float16_counts_in_float32(
+    right_gpu, function, shape, dtype, is_long
+):
+    """Which of its sums stop short depends on the shape: an example does not tell."""
+    x = tf.TensorSpec(shape, dtype)
+    assert casts(function, x) == 2 * is_long
+    assert casts(on_cpu(function), x) == 0
+
+
+def test_long_sums_on_a_gpu_are_right(right_gpu):
+    for rows, channels in ((4096, 8), (4096, 6145)):
+        x = tf.ones([rows, channels], "float16")
+        function = tf.function(gradient_of_bias("NHWC"))
+        np.testing.assert_array_equal(function(x), tf.fill([channels], rows))
