@@ -1,7 +1,8 @@
 """float32 to 16 bits and back: nearest with the remainder kept, and stochastic.
 
 All of it is done on the bits, or with operations that are exact, and with casts that XLA keeps.
-Bits are of uint32: on GPUs, TensorFlow computes with int32 in the memory of the host.
+Bits are of uint32: on GPUs, TensorFlow computes with int32 in the memory of the host. No integer is
+cast to a dtype that cannot hold it: what becomes of it would depend on the compiler.
 """
 
 import math
@@ -37,7 +38,8 @@ def split_bfloat16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     bits = tf.bitcast(value, tf.uint32)
     nearest = kept_casts.to_16_bits(value, tf.bfloat16)
     # A tie rounds down where the last bit of the upper half, 0x10000, is even.
-    return nearest, tf.cast(bits, tf.int16), tf.equal(bits & 0x1FFFF, 0x8000)
+    remainder = tf.bitcast(tf.cast(bits & 0xFFFF, tf.uint16), tf.int16)
+    return nearest, remainder, tf.equal(bits & 0x1FFFF, 0x8000)
 
 
 def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) -> tf.Tensor:
@@ -49,7 +51,8 @@ def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) ->
         carry: bool tensor.
     """
     as_float32 = tf.cast(nearest, tf.float32)
-    rest = tf.where(carry, tf.constant(0x8000, tf.uint32), tf.cast(remainder, tf.uint32))
+    signed = tf.bitcast(tf.cast(remainder, tf.int32), tf.uint32)
+    rest = tf.where(carry, tf.constant(0x8000, tf.uint32), signed)
     joined = tf.bitcast(tf.bitcast(as_float32, tf.uint32) + rest, tf.float32)
     # If a program has set the weight since, what is left of the old one is less than half a digit.
     # But a zero has no bits that it could be taken from.
@@ -135,7 +138,7 @@ def stochastic_bfloat16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
     noise = tf.bitwise.right_shift(noise, 16)
     noise = tf.where(is_largest, tf.constant(0, tf.uint32), noise)
     upper = tf.bitwise.right_shift(bits + noise, 16)
-    rounded = tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
+    rounded = tf.bitcast(tf.cast(upper, tf.uint16), tf.bfloat16)
     # The upper half of a NaN may be that of an infinity.
     return tf.where(tf.math.is_nan(value), tf.constant(float("nan"), tf.bfloat16), rounded)
 

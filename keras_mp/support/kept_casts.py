@@ -53,7 +53,7 @@ def _nearest_bfloat16(bits: tf.Tensor) -> tf.Tensor:
     # The sum may carry a NaN over into the sign.
     is_nan = (bits & _MAGNITUDE) > _INFINITY
     upper = tf.where(is_nan, tf.bitwise.right_shift(bits, 16) | 0x40, upper)
-    return tf.bitcast(tf.cast(upper, tf.int16), tf.bfloat16)
+    return tf.bitcast(tf.cast(upper, tf.uint16), tf.bfloat16)
 
 
 def _nearest_float16(value: tf.Tensor) -> tf.Tensor:
