@@ -24,7 +24,7 @@ from keras_mp import kernels, raw_inputs
 from keras_mp.kernels import replaced, returned_outputs
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
 from keras_mp.op_autocast import context_manager
-from keras_mp.support import op_table
+from keras_mp.support import objects, op_table
 from keras_mp.support.attributes import replaced as with_attribute
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -105,7 +105,8 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
     """Returns the outputs of a model, with float32 in the place of 16 bits.
 
     Args:
-        outputs: structure of tensors and anything else.
+        outputs: structure of tensors and anything else. Objects that hold tensors, such as
+            distributions, become others that hold float32.
         is_to_be: tells whether an output is to be float32; takes the policy of the layer that made
             it, or None if that is not known.
     """
@@ -131,7 +132,7 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
         return result
 
     before = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
-    after = [widen(each) for each in before]
+    after = [objects.widened(each, widen) for each in before]
     for output in filter(_is_low, before):
         # Who keeps an output keeps none of the tensors from which it was made.
         vars(output).pop("_keras_mp_made", None)

@@ -37,11 +37,13 @@ class _Kind(NamedTuple):
             `adapt` and `build`.
         is_data: whether its results are data still, that a next layer of the table takes unrounded.
         keeps_statistics: whether its variables are float32, whatever the policy.
+        rounds: whether its results are rounded.
     """
 
     reads: Callable[[Any, list[Any]], bool] | None
     is_data: bool = False
     keeps_statistics: bool = False
+    rounds: bool = True
 
 
 def _has_wide_inputs(layer: Any, tensors: list[Any]) -> bool:
@@ -84,6 +86,8 @@ _MAY_COMPARE = _Kind(lambda layer, tensors: bool(layer.threshold))
 _IDS = _Kind(lambda layer, tensors: False)
 # What they assign to float32 weights is computed from float32 weights.
 _WRITES = _Kind(lambda layer, tensors: True)
+# They return a distribution, with which the program computes on.
+_DISTRIBUTION = _Kind(lambda layer, tensors: True, rounds=False)
 
 _TABLE: dict[str, _Kind] = {
     **dict.fromkeys(
@@ -179,10 +183,19 @@ def _find(cls: type) -> _Kind | None:
     if declared is not None:
         return _PREPROCESSING if declared else None
     kind = next((_kinds()[base] for base in cls.__mro__ if base in _kinds()), None)
+    if kind is None and any(map(_makes_distributions, cls.__mro__)):
+        let_read_raw(cls)
+        return _DISTRIBUTION
     if kind is None and master_writes.assigns_weights(cls):
         let_read_raw(cls)
         return _WRITES
     return kind
+
+
+def _makes_distributions(cls: type) -> bool:
+    """Whether a class is the base of layers of tensorflow-probability that do."""
+    is_theirs = cls.__module__.partition(".")[0] == "tensorflow_probability"
+    return is_theirs and cls.__name__ == "DistributionLambda"
 
 
 def install(policy_class: type) -> None:
@@ -306,6 +319,8 @@ def rounded(layer: Any, outputs: Any) -> Any:
         return outputs
     dtype = vars(layer)["_dtype_policy"].low_precision_dtype
     kind = reads_raw(type(layer))
+    if kind is not None and not kind.rounds:
+        return outputs
     is_data = kind is not None and kind.is_data
     return tf.nest.map_structure(functools.partial(_rounded, dtype, is_data), outputs)
 
@@ -320,7 +335,7 @@ def _is_for_a_constraint(args: tuple[Any, ...]) -> bool:
 def _rounds_to(layer: Any) -> tf.DType | None:
     """Returns the 16-bit dtype to which the float32 result of a layer will be rounded, or None."""
     policy, kind = vars(layer).get("_dtype_policy"), reads_raw(type(layer))
-    if kind is None or not hasattr(policy, "in_float32"):
+    if kind is None or not kind.rounds or not hasattr(policy, "in_float32"):
         return None
     reads = kind.reads is None or _thread.innermost is layer
     return policy.low_precision_dtype if reads and _thread.outermost in (None, layer) else None

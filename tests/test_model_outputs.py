@@ -414,3 +414,78 @@ def test_several_threads_share_a_model():
     with futures.ThreadPoolExecutor(4) as pool:
         for found in pool.map(model, [X] * 20):
             np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+class Normal:
+    """A distribution, as libraries and programs write them."""
+
+    def __init__(self, loc, scale):
+        self.loc, self.scale, self.dtype = loc, scale, loc.dtype
+        self.others = {"precisions": [1 / scale]}
+
+    def log_prob(self, value):
+        z = (tf.cast(value, self.dtype) - self.loc) / self.scale
+        return -0.5 * z * z
+
+
+class Copied(Normal):
+    """One that is made anew of its parameters."""
+
+    def __init__(self, loc, scale, name="copied"):
+        super().__init__(loc, scale)
+        self.parameters = {"loc": loc, "scale": scale, "name": name}
+
+    def copy(self, **others):
+        return type(self)(**{**self.parameters, **others})
+
+
+class ReturnsObjects(tf.keras.Model):
+    def __init__(self, distribution):
+        super().__init__()
+        self.inner, self.distribution = L.Dense(2), distribution
+
+    def call(self, x):
+        loc, scale = tf.split(self.inner(x), 2, axis=1)
+        made = self.distribution(loc, tf.nn.softplus(scale))
+        return {"normal": made, "none": None, "number": 3}
+
+
+@pytest.mark.parametrize("distribution", [Normal, Copied])
+@pytest.mark.parametrize("mode", MODES)
+def test_objects_that_hold_tensors_hold_float32(mode, distribution):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = ReturnsObjects(distribution)
+    model(X)
+
+    @MODES[mode]
+    def run(x):
+        with tf.GradientTape() as tape:
+            found = model(x)
+            assert (type(found["normal"]), found["none"], found["number"]) == (
+                distribution,
+                None,
+                3,
+            )
+            precision = found["normal"].others["precisions"][0]
+            assert (found["normal"].dtype, precision.dtype) == (tf.float32, tf.float32)
+            loss = -tf.reduce_mean(found["normal"].log_prob(tf.fill([4, 1], 4000.0)))
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    loss, gradients = run(tf.constant(X))
+    loc, scale = np.split(X @ model.inner.get_weights()[0], 2, axis=1)
+    expected = np.mean(0.5 * ((4000 - loc) / np.log1p(np.exp(scale))) ** 2)
+    np.testing.assert_allclose(loss, expected, rtol=0.01)
+    assert None not in gradients
+
+
+def test_layers_of_tensorflow_probability_are_known_by_their_name():
+    class DistributionLambda(L.Layer):
+        __module__ = "tensorflow_probability.python.layers.distribution_layer"
+
+        def call(self, x):
+            loc, scale = tf.split(x, 2, axis=1)
+            return Normal(loc, tf.nn.softplus(scale))
+
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        layer = DistributionLambda()
+    assert layer(X[:, :2]).scale.dtype == tf.float32
