@@ -159,41 +159,54 @@ def parts() -> dict[str, Callable[[], Any]]:
 
 def run(parts: dict[str, Callable[[], Any]]) -> dict[str, str]:
     """Runs parts, and returns the error of each, or "passed"; features that are off among them."""
-    results = {}
+    found = {}
     for name, part in parts.items():
         try:
             part()
-            results[name] = "passed"
+            found[name] = "passed"
         except Exception as error:
-            if os.environ.get("KERAS_MP_TRACEBACKS"):
-                traceback.print_exc()
-            results[name] = f"{type(error).__name__}: {error}".replace("\n", " ")[:400]
-    return results
+            found[name] = _said(error)
+    return found
+
+
+def results(is_plain: bool = False) -> tuple[dict[str, str], list[str]]:
+    """Runs the parts in a process that has computed nothing.
+
+    Args:
+        is_plain: bool. Whether Keras runs them without keras_mp. Defaults to False.
+
+    Returns:
+        What each part has said, and the warnings of keras_mp.
+    """
+    cpus = tf.config.list_physical_devices("CPU")
+    two = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(cpus[0], two)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = {"import": "passed", **run(plain_parts() if is_plain else parts())}
+        except Exception as error:
+            found = {"import": _said(error)}
+    ours = [each for each in caught if each.category.__name__ == "MixedPrecisionWarning"]
+    return found, [str(each.message) for each in ours]
+
+
+def _said(error: Exception) -> str:
+    if os.environ.get("KERAS_MP_TRACEBACKS"):
+        traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}".replace("\n", " ")
 
 
 def main() -> int:
     """Runs the parts and prints a line for each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.core_program", description=__doc__)
     parser.add_argument("--plain", action="store_true")
-    is_plain = parser.parse_args().plain
-    cpus = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(
-        cpus[0], [tf.config.LogicalDeviceConfiguration()] * 2
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            results = {"import": "passed", **run(plain_parts() if is_plain else parts())}
-        except Exception as error:
-            if os.environ.get("KERAS_MP_TRACEBACKS"):
-                traceback.print_exc()
-            results = {"import": f"{type(error).__name__}: {error}"}
-    for name, result in results.items():
+    found, warned = results(parser.parse_args().plain)
+    for name, result in found.items():
         print(f"{name}: {result}")
-    for each in caught:
-        if each.category.__name__ == "MixedPrecisionWarning":
-            print(f"warning: {each.message}")
-    return int(any(result != "passed" for result in results.values()))
+    for message in warned:
+        print(f"warning: {message}")
+    return int(any(result != "passed" for result in found.values()))
 
 
 if __name__ == "__main__":

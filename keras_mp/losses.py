@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.as_float32 import as_float32 as as_float32
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
-from keras_mp.support import dtypes, messages
+from keras_mp.support import dtypes, features, messages
 
 
 @keras_api.register_serializable
@@ -357,7 +357,7 @@ def get(identifier: Any, dtype: str | tf.DType = "float32") -> Any:
     if inspect.isclass(identifier) and issubclass(identifier, tf.keras.losses.Loss):
         return get(identifier(), dtype)
     loss = tf.keras.losses.get(identifier)
-    if type(loss) in _of_keras:
+    if type(loss) in _of_keras and features.is_on(keras_api.LOSSES):
         arguments = keras_api.arguments_of_loss(loss)
         of_both = (dtype, arguments.pop("dtype", dtype))
         widest = max(of_both, key=lambda each: tf.as_dtype(each).size)

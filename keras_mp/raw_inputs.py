@@ -23,7 +23,7 @@ import tensorflow as tf
 from keras_mp import keras_api, master_writes, variables
 from keras_mp.kernels import compositions
 from keras_mp.op_autocast import promotion
-from keras_mp.support import marks
+from keras_mp.support import features, marks
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES, is_low
 
@@ -170,7 +170,7 @@ def _kinds() -> dict[type, _Kind]:
 def reads_raw(cls: type) -> _Kind | None:
     """Returns how layers of a class read their inputs; None: as Keras gives them."""
     if cls not in _found:
-        _found[cls] = _find(cls)
+        _found[cls] = _find(cls) if features.is_on(keras_api.RAW_INPUTS) else None
     return _found[cls]
 
 
@@ -224,7 +224,8 @@ def let_read_raw(cls: type) -> None:
     Args:
         cls: subclass of `tf.keras.layers.Layer`.
     """
-    if isinstance(inspect.getattr_static(cls, "_dtype_policy", None), _PolicyWhileReading):
+    is_ready = isinstance(inspect.getattr_static(cls, "_dtype_policy", None), _PolicyWhileReading)
+    if is_ready or not features.is_on(keras_api.RAW_INPUTS):
         return
     cls._dtype_policy = _PolicyWhileReading()  # pyright: ignore[reportAttributeAccessIssue]
     keras_api.let_policy_change(cls)

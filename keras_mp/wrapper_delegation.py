@@ -65,7 +65,7 @@ class WrapperDelegation:
     def name(self) -> str:
         """The inner optimizer's name."""
         inner = self.inner_optimizer
-        return getattr(inner, "name", None) or inner._name
+        return getattr(inner, "name", None) or inner.get_config()["name"]
 
     @property
     def iterations(self) -> Any:

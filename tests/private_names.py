@@ -25,7 +25,9 @@ from keras_mp import keras_api
 
 ROOT = pathlib.Path(keras_mp.__file__).parent
 
-_PRIVATE_PACKAGES = re.compile(r"(keras\.src|tf_keras\.src|tensorflow\.(python|core|compiler))\b")
+_PRIVATE_PACKAGES = re.compile(
+    r"(keras\.src|tf_keras\.(src|__internal__)|tensorflow\.(python|core|compiler))\b"
+)
 # What `tensorflow_api.names.Name` takes.
 _PATH = re.compile(rf"{_PRIVATE_PACKAGES.pattern}[\w.]+|tf\.(\w+\.)*(__internal__\.|_)[\w.]+")
 _LIBRARIES = ("keras", "tf_keras", "tensorflow")

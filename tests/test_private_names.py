@@ -177,11 +177,19 @@ def test_the_finder(tmp_path, monkeypatch):
 
 
 REPLACED = ("replaced", "attributes.replaced")
+# What is set through a name of the doors.
+NAMED = re.compile(r"\b(keras\d_names|graphs)\.(\w+)\.(?:set_of\((?!self)|set\(|attribute\b)")
 
 
 def changes():
     """Private attributes, and classes, that the package sets on objects that are not its own."""
     for path in sorted(private_names.ROOT.rglob("*.py")):
+        for door, name in NAMED.findall(path.read_text()):
+            package = "tensorflow_api" if door == "graphs" else "keras_api"
+            module = importlib.import_module(f"keras_mp.{package}.{door}")
+            attribute = getattr(module, name).attribute
+            if attribute.startswith("_"):
+                yield attribute
         for node in ast.walk(ast.parse(path.read_text())):
             is_set = isinstance(getattr(node, "ctx", None), ast.Store)
             if isinstance(node, ast.Attribute) and is_set and ast.unparse(node.value) != "self":

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from keras_mp import hardware
+from keras_mp import hardware, keras_api
 from keras_mp.hardware import devices, fast_dtypes, stopwatch, tuning
 from keras_mp.kernels import slow, tables
 from keras_mp.support import cpu, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.tensorflow_api import features
 
 _OUTPUT = "keras_mp_check.json"
 
@@ -116,6 +117,20 @@ def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
     yield f"Best policy: {name}, since {reason}"
     if not devices.gpus():
         yield from _slow_kernels()
+    yield ""
+    yield from _features()
+
+
+def _features() -> Iterator[str]:
+    """Says which features work with this TensorFlow and Keras, and what the others lack."""
+    every = features.FEATURES + keras_api.FEATURES
+    off = [feature for feature in every if feature.missing()]
+    yield f"Features that need private names: {len(every) - len(off)} of {len(every)} are on"
+    for feature in every:
+        lacks = feature.missing()
+        yield f"  {'off' if lacks else 'on '}  {feature.title}"
+        for line in (feature.without, *(f"{each}." for each in lacks)) if lacks else ():
+            yield f"         {line}"
 
 
 def _device() -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_mp.keras_api import interface
+from keras_mp.support import features
 
 _OLDEST_TENSORFLOW = (2, 16)
 _OLDEST_KERAS_3 = (3, 12)
@@ -107,11 +108,15 @@ def get_optimizer(identifier: Any) -> Any:
 
 def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
     """Returns the model and all layers below it."""
+    if not features.is_on(LAYERS_INSIDE):  # noqa: F405
+        return [model, *(each for layer in layers_inside(model) for each in flatten_layers(layer))]
     return list(model._flatten_layers())
 
 
 def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
     """Returns the layers right below a layer."""
+    if not features.is_on(LAYERS_INSIDE):  # noqa: F405
+        return list(getattr(layer, "layers", ()))
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import tensorflow as tf
 
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.tensorflow_api.features import Feature
 
 
 class KerasApi(Protocol):
@@ -30,6 +31,10 @@ class KerasApi(Protocol):
         APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
             `apply_gradients`.
         KERAS_LAYOUT_CHILD: a child of optimizers in checkpoints of Keras's own only, or None.
+        FEATURES: the features that need private names of Keras.
+        RAW_INPUTS: that of layers that read raw inputs.
+        LAYERS_INSIDE: that of layers in attributes of others.
+        LOSSES: that of Keras's own losses, made anew.
     """
 
     BaseCallback: ClassVar[type]
@@ -42,6 +47,10 @@ class KerasApi(Protocol):
     CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
     APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
     KERAS_LAYOUT_CHILD: ClassVar[str | None]
+    FEATURES: ClassVar[tuple[Feature, ...]]
+    RAW_INPUTS: ClassVar[Feature]
+    LAYERS_INSIDE: ClassVar[Feature]
+    LOSSES: ClassVar[Feature]
 
     def arguments_of_loss(self, loss: Any) -> dict[str, Any]:
         """Returns the arguments with which a built-in loss was made."""

@@ -11,16 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src import backend as _backend
-from tf_keras.src.engine import base_layer_utils as _base_layer_utils
-from tf_keras.src.engine.base_layer_utils import make_variable as _make_variable
-from tf_keras.src.mixed_precision import autocast_variable as _autocast_variable
-from tf_keras.src.mixed_precision import policy as _policies
-from tf_keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
 from keras_mp import variables
 from keras_mp.keras_api import (
     keras2_adapters,
+    keras2_names,
     keras2_raw_inputs,
     keras2_recurrent,
     keras2_saving,
@@ -28,10 +23,15 @@ from keras_mp.keras_api import (
 from keras_mp.kernels import softmax_and_cross_entropy
 from keras_mp.kernels.replaced import Replacement, replace
 from keras_mp.step import replicas
-from keras_mp.support import replica_threads, wrapped
+from keras_mp.support import features, replica_threads, wrapped
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras
+
+FEATURES = keras2_names.FEATURES
+RAW_INPUTS = keras2_names.RAW_INPUTS
+LAYERS_INSIDE = keras2_names.LAYERS_INSIDE
+LOSSES = keras2_names.LOSSES
 
 optimizer_adapter = keras2_adapters.optimizer_adapter
 deserialize_optimizer = keras2_saving.deserialize_optimizer
@@ -67,7 +67,10 @@ def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[
 
 def register_policy(cls: Any) -> type:
     # In an .h5 file Keras finds its own class by the name before it looks up registered ones.
-    cls, keras_deserialize = register_serializable(cls), _policies.deserialize
+    cls = register_serializable(cls)
+    if not features.is_on(keras2_names.POLICIES):
+        return cls
+    keras_deserialize = keras2_names.deserialize_policy.get()
 
     @functools.wraps(keras_deserialize)
     def deserialize(config: Any, custom_objects: Any = None) -> keras.mixed_precision.Policy:
@@ -77,7 +80,7 @@ def register_policy(cls: Any) -> type:
                 return found.from_config(config["config"])
         return keras_deserialize(config, custom_objects)
 
-    _policies.deserialize = deserialize
+    keras2_names.deserialize_policy.set(deserialize)
     return cls
 
 
@@ -108,24 +111,30 @@ def compile_without_wrapping(
     def get_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         return tf.nest.map_structure(keras.optimizers.get, optimizer)
 
+    # Without it, Keras would scale the loss as well, or refuse the optimizer.
+    keras2_names.optimizer_of_model.get()
     with replaced(call.args[0], "_get_optimizer", get_optimizer):
         return keras_compile(*call.args, **call.kwargs)
 
 
 def trusted_scope() -> contextlib.AbstractContextManager[Any]:
-    return _SafeModeScope(False)
+    if not features.is_on(keras2_names.TRUST):
+        return contextlib.nullcontext()
+    return keras2_names.SafeModeScope(False)
 
 
 def steps_per_execution(model: keras.Model) -> int:
-    variable = model._steps_per_execution
+    if not keras2_names.steps_per_execution.is_there():
+        return 1
+    variable = keras2_names.steps_per_execution.of(model)
     return 1 if variable is None else variable.numpy().item()
 
 
 def output_layers(model: keras.Model) -> list[Any] | None:
     outputs = model.outputs
-    if outputs is None:
+    if outputs is None or not features.is_on(keras2_names.OUTPUTS):
         return None
-    return [output._keras_history.layer for output in tf.nest.flatten(outputs)]
+    return [keras2_names.history.of(output).layer for output in tf.nest.flatten(outputs)]
 
 
 class BaseCallback(keras.callbacks.Callback):
@@ -133,7 +142,8 @@ class BaseCallback(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._supports_tf_logs = True
+        if features.is_on(keras2_names.CALLBACKS):
+            keras2_names.takes_tensors.set_of(self, True)
 
 
 def patch_fit(model: keras.Model) -> None:
@@ -141,11 +151,15 @@ def patch_fit(model: keras.Model) -> None:
 
 
 def autocast_dtype() -> tf.DType | None:
-    return getattr(_autocast_variable._autocast_dtype, "dtype", None)
+    if not features.is_on(keras2_names.THREADS):
+        return None
+    return getattr(keras2_names.autocast_dtype.get(), "dtype", None)
 
 
 def autocast_scope(dtype: tf.DType | None) -> contextlib.AbstractContextManager[None]:
-    return _autocast_variable.enable_auto_cast_variables(dtype)
+    if not features.is_on(keras2_names.THREADS):
+        return contextlib.nullcontext()
+    return keras2_names.autocast_scope(dtype)
 
 
 class BaseLayer(keras.layers.Layer):
@@ -156,17 +170,20 @@ class BaseLayer(keras.layers.Layer):
         self.autocast = autocast
 
     def add_weight(
-        self, *, autocast: bool, getter: Callable[..., Any] = _make_variable, **kwargs: Any
+        self, *, autocast: bool, getter: Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
         def get_casting(*args: Any, **kwargs: Any) -> variables.AutoCastVariable:
-            return variables.autocast_variable(getter(*args, **kwargs))
+            make = getter or keras2_names.make_variable.get()
+            return variables.autocast_variable(make(*args, **kwargs))
 
         dtype = tf.as_dtype(kwargs.get("dtype") or self.variable_dtype)
         casts = autocast and dtype.is_floating and self.compute_dtype != self.variable_dtype
         own: Any = super()
-        return own.add_weight(
-            experimental_autocast=False, getter=get_casting if casts else getter, **kwargs
-        )
+        if casts and not features.is_on(keras2_names.WEIGHTS):
+            return own.add_weight(**kwargs)  # Keras's own casts itself, too.
+        chosen = get_casting if casts else getter
+        getters = {} if chosen is None else {"getter": chosen}
+        return own.add_weight(experimental_autocast=False, **getters, **kwargs)
 
 
 def is_call_for_saving(call: Any) -> bool:
@@ -212,11 +229,17 @@ class BaseLoss(keras.losses.Loss):
 
 
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
-    return {**loss._fn_kwargs, "name": loss.name, "reduction": loss.reduction}
+    return {
+        **keras2_names.arguments_of_loss.of(loss),
+        "name": loss.name,
+        "reduction": loss.reduction,
+    }
 
 
 def is_in_a_layer() -> bool:
-    return _base_layer_utils.call_context().in_call
+    if not features.is_on(keras2_names.CALLS):
+        return True  # Else each model would return float32, also inside of another one.
+    return keras2_names.call_context().in_call
 
 
 def is_symbolic() -> bool:
@@ -240,7 +263,9 @@ def _wide_losses(container: type) -> type:
             if not self.built:
                 self.build(y_pred)
             predictions = tf.nest.flatten(y_pred)
-            for i, (prediction, loss) in enumerate(zip(predictions, self._losses)):
+            for i, (prediction, loss) in enumerate(
+                zip(predictions, keras2_names.losses_of_model.of(self))
+            ):
                 if isinstance(loss, BaseLoss):
                     dtype = loss.dtype
                 else:
@@ -267,7 +292,8 @@ def _wide_metrics(container: type) -> type:
 
 def widen_predictions(model: keras.Model) -> None:
     # They may be None, or wide already.
-    if type(model.compiled_loss).__module__.startswith("tf_keras."):
+    is_keras_own = type(model.compiled_loss).__module__.startswith("tf_keras.")
+    if is_keras_own and features.is_on(keras2_names.WIDE_LOSSES):
         model.compiled_loss.__class__ = _wide_losses(type(model.compiled_loss))
     if type(model.compiled_metrics).__module__.startswith("tf_keras."):
         model.compiled_metrics.__class__ = _wide_metrics(type(model.compiled_metrics))
@@ -295,6 +321,9 @@ _thread = _ThreadScope()
 
 @contextlib.contextmanager
 def own_seeds(seed: int) -> Iterator[None]:
+    if not features.is_on(keras2_names.SEEDS):
+        yield
+        return
     counts: dict[int, tuple[Any, Iterator[int]]] = {}
 
     def make_legacy_seed(own: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
@@ -310,8 +339,8 @@ def own_seeds(seed: int) -> Iterator[None]:
         return make
 
     with (
-        replaced(_backend._SEED_GENERATOR, "generator", random.Random(seed)),
-        wrapped.here(_backend.RandomGenerator, "make_legacy_seed", make_legacy_seed),
+        replaced(keras2_names.seeds.get(), "generator", random.Random(seed)),
+        wrapped.here(keras2_names.RandomGenerator.get(), "make_legacy_seed", make_legacy_seed),
     ):
         yield
 
@@ -377,7 +406,7 @@ KERAS_LAYOUT_CHILD = None
 
 def track_variables(variables: Iterable[tf.Variable]) -> None:
     for variable in variables:
-        _backend.track_variable(variable)
+        keras2_names.track_variable(variable)
 
 
 def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
@@ -387,7 +416,9 @@ def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
 def convert_wrappers_to_legacy(
     wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
 ) -> None:
-    keras_convert = keras.__internal__.optimizers.convert_to_legacy_optimizer
+    if not features.is_on(keras2_names.CONVERSION):
+        return
+    keras_convert = keras2_names.convert_to_legacy.get()
 
     @functools.wraps(keras_convert)
     def convert_to_legacy_optimizer(
@@ -415,4 +446,5 @@ def note_wrapper(
 ) -> None:
     del wrapper
     # Keras's own sets it to True, and refuses any true value.
-    optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"
+    if features.is_on(keras2_names.WRAPPERS):
+        keras2_names.is_wrapped.set_of(optimizer, "by keras_mp")

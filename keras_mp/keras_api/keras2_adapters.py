@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.keras_api import keras2_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 
 keras = tf.keras
@@ -16,6 +17,8 @@ _LegacyOptimizer: Any = keras.optimizers.legacy.Optimizer
 
 def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter | None:
     if isinstance(optimizer, _LegacyOptimizer):
+        for name in keras2_names.LEGACY.names:
+            name.get()
         return _LegacyAdapter(optimizer)
     if isinstance(optimizer, _Optimizer):
         return _KerasAdapter(optimizer)

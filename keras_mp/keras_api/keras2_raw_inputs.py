@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.engine.functional import Functional as _Functional
 
+from keras_mp.keras_api import keras2_names
 from keras_mp.kernels.replaced import Replacement, replace
-from keras_mp.support import reach
+from keras_mp.support import features, reach
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION
 
@@ -25,8 +25,10 @@ def note_input_casts(
     policy_class: type, note: Callable[[Any, Any], None], before: Callable[[Any], Any]
 ) -> None:
     del policy_class  # A layer casts its inputs itself.
-    layer: Any = keras.layers.Layer
-    cast, conform = layer._cast_single_input, _Functional._conform_to_reference_input
+    if not features.is_on(keras2_names.RAW_INPUTS):
+        return
+    cast = keras2_names.cast_input.get()
+    conform = keras2_names.convert_input_of_model.get()
 
     @functools.wraps(cast)
     @do_not_convert
@@ -43,14 +45,16 @@ def note_input_casts(
         note(tensor, result)
         return result
 
-    layer._cast_single_input = cast_single_input
+    keras2_names.cast_input.set(cast_single_input)
     _cast_states()
-    _Functional._conform_to_reference_input = conform_to_reference_input
+    keras2_names.convert_input_of_model.set(conform_to_reference_input)
 
 
 def _cast_states() -> None:
     """Lets recurrent layers cast initial states and constants, which are inputs, too."""
-    own = keras.layers.RNN._process_inputs
+    if not features.is_on(keras2_names.STATES):
+        return
+    own = keras2_names.inputs_of_rnn.get()
 
     @functools.wraps(own)
     def process_inputs(
@@ -62,7 +66,7 @@ def _cast_states() -> None:
             return inputs, *others
         return inputs, *tf.nest.map_structure(functools.partial(_cast_float, dtype), others)
 
-    keras.layers.RNN._process_inputs = process_inputs
+    keras2_names.inputs_of_rnn.set(process_inputs)
 
 
 def _cast_float(dtype: tf.DType, value: Any) -> Any:

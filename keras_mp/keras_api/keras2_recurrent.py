@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.layers.rnn import lstm as _lstm
 
+from keras_mp.keras_api import keras2_names
 from keras_mp.kernels.recurrent import Lstm
-from keras_mp.support import reach
+from keras_mp.support import features, reach
 from keras_mp.support.autograph import do_not_convert
 
 # Keras's tests see which of its kernels ran. This is its number for none that it knows.
@@ -19,8 +19,9 @@ _TENSORS = ("inputs", "init_h", "init_c", "kernel", "recurrent_kernel", "bias")
 
 def replace_lstm(run: Callable[..., Lstm | None]) -> None:
     # One runs in eager, the other in graphs. They return the results and the kernel that ran.
-    for name in ("standard_lstm", "lstm_with_backend_selection"):
-        setattr(_lstm, name, _replaced(getattr(_lstm, name), run))
+    if features.is_on(keras2_names.LSTM):
+        for name in keras2_names.LSTM.names:
+            name.set(_replaced(name.get(), run))
 
 
 def _replaced(loop: Callable[..., Any], run: Callable[..., Lstm | None]) -> Callable[..., Any]:

@@ -3,8 +3,8 @@
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.saving.legacy.saved_model.utils import keras_option_scope as _keras_option_scope
 
+from keras_mp.keras_api import keras2_names
 from keras_mp.tensorflow_api import saving
 
 keras = tf.keras
@@ -15,12 +15,13 @@ def deserialize_optimizer(
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer of a config: see the interface."""
     package, _, _ = (config.get("module") or "").partition(".")
-    if package == "" or (saving.is_version_2.is_there() and not saving.is_version_2()):
+    is_older = package == "" or not keras2_names.saving_options.is_there()
+    if is_older or (saving.is_version_2.is_there() and not saving.is_version_2()):
         # In the older format Keras does not look up registered names by itself.
         class_name = config.get("registered_name") or config["class_name"]
         return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
     # While it loads an .h5 file, Keras reads the older format only.
-    with _keras_option_scope(save_traces=False, in_tf_saved_model_scope=False):
+    with keras2_names.saving_options(save_traces=False, in_tf_saved_model_scope=False):
         if package in ("keras", "tf_keras"):
             found = keras.optimizers.deserialize(dict(config), custom_objects)
             if not isinstance(found, str):  # the name of a class that is not in its table

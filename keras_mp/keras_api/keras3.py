@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from keras.src import backend as _backend
-from keras.src.backend.common import global_state as _global_state
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
-from keras.src.saving.serialization_lib import SafeModeScope as _SafeModeScope
 
 from keras_mp import variables
 from keras_mp.keras_api import (
     keras3_adapter,
     keras3_images,
     keras3_lambdas,
+    keras3_names,
     keras3_normalization,
     keras3_raw_inputs,
     keras3_recurrent,
@@ -28,10 +25,15 @@ from keras_mp.keras_api import (
     keras3_workers,
 )
 from keras_mp.kernels import replaced, softmax_and_cross_entropy
-from keras_mp.support import replica_threads, wrapped
+from keras_mp.support import features, replica_threads, wrapped
 from keras_mp.variables import casts
 
 keras = tf.keras
+
+FEATURES = keras3_names.FEATURES
+RAW_INPUTS = keras3_names.RAW_INPUTS
+LAYERS_INSIDE = keras3_names.LAYERS_INSIDE
+LOSSES = keras3_names.LOSSES
 
 BaseCallback = keras.callbacks.Callback
 BasePolicy = keras.mixed_precision.Policy
@@ -117,7 +119,9 @@ def compile_without_wrapping(
 
 
 def trusted_scope() -> contextlib.AbstractContextManager[Any]:
-    return _SafeModeScope(False)
+    if not features.is_on(keras3_names.TRUST):
+        return contextlib.nullcontext()
+    return keras3_names.SafeModeScope(False)
 
 
 def steps_per_execution(model: keras.Model) -> int:
@@ -126,11 +130,11 @@ def steps_per_execution(model: keras.Model) -> int:
 
 def output_layers(model: keras.Model) -> list[Any] | None:
     outputs = getattr(model, "outputs", None)
-    if outputs is None:
+    if outputs is None or not features.is_on(keras3_names.OUTPUTS):
         return None
     layers, waiting = [], list(keras.tree.flatten(outputs))
     while waiting:
-        operation = waiting.pop(0)._keras_history.operation
+        operation = keras3_names.history.of(waiting.pop(0)).operation
         if isinstance(operation, keras.layers.Layer):
             layers.append(operation)
         else:  # such as `2.0 * output`
@@ -139,20 +143,25 @@ def output_layers(model: keras.Model) -> list[Any] | None:
 
 
 def autocast_dtype() -> tf.DType | None:
-    scope = _global_state.get_global_attribute("autocast_scope")
+    if not features.is_on(keras3_names.THREADS):
+        return None
+    scope = keras3_names.get_attribute("autocast_scope")
     return None if scope is None or scope.dtype is None else tf.as_dtype(scope.dtype)
 
 
 @contextlib.contextmanager
 def autocast_scope(dtype: tf.DType | None) -> Iterator[None]:
+    if not features.is_on(keras3_names.THREADS):
+        yield
+        return
     # Not `AutocastScope(None)`, in which the dtype of a weight is floatx.
-    scope = None if dtype is None else _backend.AutocastScope(dtype.name)
-    before = _global_state.get_global_attribute("autocast_scope")
-    _global_state.set_global_attribute("autocast_scope", scope)
+    scope = None if dtype is None else keras3_names.AutocastScope(dtype.name)
+    before = keras3_names.get_attribute("autocast_scope")
+    keras3_names.set_attribute("autocast_scope", scope)
     try:
         yield
     finally:
-        _global_state.set_global_attribute("autocast_scope", before)
+        keras3_names.set_attribute("autocast_scope", before)
 
 
 class BaseLayer(keras.layers.Layer):
@@ -160,7 +169,8 @@ class BaseLayer(keras.layers.Layer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._convert_input_args = False
+        if features.is_on(keras3_names.LAYER_INPUTS):
+            keras3_names.converts_inputs.set_of(self, False)
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,15 +277,17 @@ class _WithLabels(keras.losses.Loss):
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
     """Returns all of them. `get_config` lacks some: the axis, the delta, the dtype."""
     own = {"name": loss.name, "reduction": loss.reduction, "dtype": loss.dtype}
-    return {**loss._fn_kwargs, **own}
+    return {**keras3_names.arguments_of_loss.of(loss), **own}
 
 
 def is_in_a_layer() -> bool:
-    return _global_state.get_global_attribute("current_call_ctx") is not None
+    if not features.is_on(keras3_names.THREADS):
+        return True  # Else each model would return float32, also inside of another one.
+    return keras3_names.get_attribute("current_call_ctx") is not None
 
 
 def is_symbolic() -> bool:
-    return _in_symbolic_scope()
+    return keras3_names.in_symbolic_scope.is_there() and keras3_names.in_symbolic_scope()
 
 
 @functools.cache
@@ -291,9 +303,11 @@ def _wide_metrics(container: type) -> type:
 
 
 def widen_predictions(model: keras.Model) -> None:
-    container = type(model._compile_metrics)
-    if container.__module__.startswith("keras."):  # neither None, nor wide already
-        model._compile_metrics.__class__ = _wide_metrics(container)
+    if not features.is_on(keras3_names.METRICS):
+        return
+    metrics = keras3_names.metrics.of(model)
+    if type(metrics).__module__.startswith("keras."):  # neither None, nor wide already
+        metrics.__class__ = _wide_metrics(type(metrics))
 
 
 # Keras 3 keeps one global policy for each thread, and a new thread starts from floatx. `_process`
@@ -325,21 +339,26 @@ def own_seeds(seed: int) -> Iterator[None]:
         del own
         return seeds.randint
 
+    if not features.is_on(keras3_names.THREADS):
+        yield
+        return
     seeds = random.Random(seed)
     # The generator of `keras.random` is one for each thread.
     name = "global_seed_generator"
-    before = _global_state.get_global_attribute(name)
+    before = keras3_names.get_attribute(name)
     with wrapped.here(random, "randint", randint):  # by which Keras makes seeds
-        _global_state.set_global_attribute(name, keras.random.SeedGenerator(seed))
+        keras3_names.set_attribute(name, keras.random.SeedGenerator(seed))
         try:
             yield
         finally:
-            _global_state.set_global_attribute(name, before)
+            keras3_names.set_attribute(name, before)
 
 
 def get_global_policy() -> keras.mixed_precision.Policy:
+    if not features.is_on(keras3_names.THREADS):
+        return keras.mixed_precision.dtype_policy()
     # Not the public function, which would make a policy of floatx and keep it.
-    current = _global_state.get_global_attribute("dtype_policy")
+    current = keras3_names.get_attribute("dtype_policy")
     if current is not _thread.holds and not (_thread.holds is None and _is_floatx(current)):
         set_global_policy(current)
     elif thread_missed_global_policy():
@@ -394,7 +413,10 @@ def _let_replicas_inherit_scope() -> None:
 def _hold(policy: keras.mixed_precision.Policy | None) -> None:
     _thread.holds, _thread.floatx = policy, keras.backend.floatx()
     _thread.version = _process["version"]
-    _global_state.set_global_attribute("dtype_policy", policy)
+    if features.is_on(keras3_names.THREADS):
+        keras3_names.set_attribute("dtype_policy", policy)
+    else:
+        keras.mixed_precision.set_dtype_policy(policy or keras.backend.floatx())
 
 
 def quantized_policy(name: str) -> keras.mixed_precision.Policy | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.keras_api import keras3_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 
 keras = tf.keras
@@ -52,6 +53,8 @@ class _KerasAdapter(OptimizerAdapter):
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync == 1:
             return
+        # Without it, Keras would sum what is summed.
+        keras3_names.sum_gradients.get()
         for variable in self.optimizer.variables:
             if not strategy.extended.variable_created_in_scope(_native(variable)):
                 raise ValueError(
@@ -63,7 +66,7 @@ class _KerasAdapter(OptimizerAdapter):
     def built_variables(self) -> Sequence[Any]:
         if not self.optimizer.built:
             return super().built_variables()
-        return self.optimizer._trainable_variables
+        return keras3_names.trained.of(self.optimizer)
 
     def compute_gradients(
         self,
@@ -104,7 +107,7 @@ class _KerasAdapter(OptimizerAdapter):
 
     def completes_step(self) -> tf.Tensor:
         steps = self.optimizer.gradient_accumulation_steps
-        return tf.equal((_native(self.optimizer._iterations) + 1) % steps, 0)
+        return tf.equal((_native(keras3_names.iterations.of(self.optimizer)) + 1) % steps, 0)
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         if not self.accumulates():
@@ -124,12 +127,14 @@ class _KerasAdapter(OptimizerAdapter):
             for _, accumulator in self._accumulators():
                 accumulator.assign(tf.zeros_like(accumulator.value))
             # Keras counts gradients here; `iterations` are the steps made of them.
-            self.optimizer._iterations.assign_sub(self.optimizer.gradient_accumulation_steps - 1)
+            keras3_names.iterations.of(self.optimizer).assign_sub(
+                self.optimizer.gradient_accumulation_steps - 1
+            )
 
     def _accumulators(self) -> list[tuple[Any, Any]]:
-        pairs = zip(
-            self.optimizer._trainable_variables, self.optimizer._accumulated_gradients, strict=True
-        )
+        optimizer = self.optimizer
+        variables, accumulated = keras3_names.trained, keras3_names.accumulated
+        pairs = zip(variables.of(optimizer), accumulated.of(optimizer), strict=True)
         return [(variable, a) for variable, a in pairs if a is not None]
 
     def is_overwritten(self, variable: tf.Variable) -> bool:
@@ -145,7 +150,9 @@ def _let_the_wrapper_reduce(optimizer: keras.optimizers.Optimizer) -> None:
 
     Keras 3 sums inside `apply`, after clipping, and has no public way to leave that out.
     """
-    own = optimizer._all_reduce_sum_gradients
+    if not keras3_names.sum_gradients.is_there():
+        return
+    own = getattr(optimizer, keras3_names.sum_gradients.attribute)
     if getattr(own, "leaves_out_what_is_done", False):
         return
 
@@ -154,4 +161,4 @@ def _let_the_wrapper_reduce(optimizer: keras.optimizers.Optimizer) -> None:
         return list(grads_and_vars) if _reduction.is_done else own(grads_and_vars)
 
     all_reduce_unless_done.leaves_out_what_is_done = True  # pyright: ignore[reportAttributeAccessIssue]
-    vars(optimizer)["_all_reduce_sum_gradients"] = all_reduce_unless_done
+    vars(optimizer)[keras3_names.sum_gradients.attribute] = all_reduce_unless_done

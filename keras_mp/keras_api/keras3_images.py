@@ -4,10 +4,10 @@ import functools
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import image as _image
 
+from keras_mp.keras_api.keras3_names import IMAGES, resize_images
 from keras_mp.kernels import slow
-from keras_mp.support import reach
+from keras_mp.support import features, reach
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -18,7 +18,9 @@ def replace_resize() -> None:
     TensorFlow returns float32, and Keras clips that to the range of the images' dtype before it
     casts. Means of values are in the range of these values.
     """
-    own = _image.resize
+    if not features.is_on(IMAGES):
+        return
+    own = resize_images.get()
 
     @functools.wraps(own)
     @do_not_convert
@@ -37,4 +39,4 @@ def replace_resize() -> None:
             return tf.cast(resized, dtype)
         return resized
 
-    _image.resize = resize
+    resize_images.set(resize)

@@ -4,11 +4,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.keras_api.keras3_names import LAMBDAS, output_shape_of_lambda
+from keras_mp.support import features
+
 
 def name_functions(layer: tf.keras.layers.Layer, config: dict[str, Any]) -> dict[str, Any]:
     # Keras writes the code of a lambda, without the module in which it finds `tf`, and of another
     # function the name, by which it finds registered ones only.
-    functions = {"function": layer.function, "output_shape": layer._output_shape}
+    shape = None
+    if features.is_on(LAMBDAS):
+        shape = output_shape_of_lambda.of(layer)
+    functions = {"function": layer.function, "output_shape": shape}
     named = {}
     for key, function in functions.items():
         if callable(function):

@@ -4,15 +4,17 @@ import functools
 from collections.abc import Callable
 
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
 
-from keras_mp.support import reach
+from keras_mp.keras_api.keras3_names import SHAPES, in_symbolic_scope
+from keras_mp.support import features, reach
 from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
 
 
 def replace_batch_normalization(run: Callable[..., tuple[tf.Tensor, ...] | None]) -> None:
+    if not features.is_on(SHAPES):
+        return
     owner = keras.layers.BatchNormalization
     own: Callable[..., tf.Tensor] = owner.call
 
@@ -50,7 +52,7 @@ def _is_plain(layer: tf.keras.layers.Layer, inputs: object) -> bool:
         and layer.axis in (-1, len(inputs.shape) - 1)
         and not layer.synchronized
         and not getattr(layer, "renorm", False)
-        and not _in_symbolic_scope()
+        and not in_symbolic_scope()
     )
 
 

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
-from keras.src.models.functional import Functional as _Functional
 
+from keras_mp.keras_api.keras3_names import RAW_INPUTS, convert_inputs_of_model
 from keras_mp.kernels.replaced import Replacement, replace
-from keras_mp.support import reach
+from keras_mp.support import features, reach
 from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
@@ -39,8 +39,10 @@ def is_operation(layer: keras.layers.Layer) -> bool:
 def note_input_casts(
     policy_class: type, note: Callable[[Any, Any], None], before: Callable[[Any], Any]
 ) -> None:
+    if not features.is_on(RAW_INPUTS):
+        return
     convert_input = policy_class.convert_input  # pyright: ignore[reportAttributeAccessIssue]
-    convert_inputs = _Functional._convert_inputs_to_tensors
+    convert_inputs = convert_inputs_of_model.get()
     preprocess = PreprocessingLayer.__call__
 
     @functools.wraps(convert_input)
@@ -67,7 +69,7 @@ def note_input_casts(
         return preprocess(self, inputs, **kwargs)
 
     policy_class.convert_input = converted  # pyright: ignore[reportAttributeAccessIssue]
-    _Functional._convert_inputs_to_tensors = all_converted
+    convert_inputs_of_model.set(all_converted)
     PreprocessingLayer.__call__ = call
 
 

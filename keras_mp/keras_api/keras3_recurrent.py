@@ -4,16 +4,18 @@ import functools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope as _in_symbolic_scope
 
+from keras_mp.keras_api.keras3_names import SHAPES, in_symbolic_scope
 from keras_mp.kernels.recurrent import Lstm
-from keras_mp.support import reach
+from keras_mp.support import features, reach
 from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
 
 
 def replace_lstm(run: Callable[..., Lstm | None]) -> None:
+    if not features.is_on(SHAPES):
+        return
     owner = keras.layers.LSTM
     inner_loop = owner.inner_loop
 
@@ -28,7 +30,7 @@ def replace_lstm(run: Callable[..., Lstm | None]) -> None:
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         found = None
         is_ours = reach.current() is not None
-        if is_ours and mask is None and _is_plain(self) and not _in_symbolic_scope():
+        if is_ours and mask is None and _is_plain(self) and not in_symbolic_scope():
             inputs, cell = sequences, self.cell
             if training and self.dropout:
                 inputs = inputs * cell.get_dropout_mask(inputs[:, 0, :])[:, tf.newaxis]

@@ -18,9 +18,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as _trainer
 
+from keras_mp.keras_api import keras3_names
 from keras_mp.step import replicas, workers
+from keras_mp.support import features
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras
@@ -37,8 +38,14 @@ def _source_has(text: str, function: Callable[..., Any]) -> bool:
 
 
 # The defects. If Keras has changed one of these places, Keras's own code runs.
-_BUILDS_WITH_MEAN = _source_has('"MEAN"', _Model._maybe_symbolic_build)
-_REDUCES_AN_AXIS = _source_has('reduce("MEAN", v, axis=0)', _trainer.reduce_per_replica)
+@functools.cache
+def _builds_with_mean() -> bool:
+    return _source_has('"MEAN"', keras3_names.build_of_a_batch.get())
+
+
+@functools.cache
+def _reduces_an_axis() -> bool:
+    return _source_has('reduce("MEAN", v, axis=0)', keras3_names.reduce_replicas.get())
 
 
 def patch_fit(model: keras.Model) -> None:
@@ -50,11 +57,15 @@ def patch_fit(model: keras.Model) -> None:
     if not workers.are_several(model.distribute_strategy):
         return
     replicas.let_gather_bfloat16(model.distribute_strategy)
+    if not features.is_on(keras3_names.WORKERS):
+        return
     vars(model)["fit"] = functools.partial(_fit, model)
-    if _BUILDS_WITH_MEAN:
-        vars(model)["_maybe_symbolic_build"] = functools.partial(_build, model)
-    if _REDUCES_AN_AXIS:
-        vars(model)["_make_function"] = functools.partial(_function_of_steps, model)
+    if _builds_with_mean():
+        vars(model)[keras3_names.build_of_a_batch.attribute] = functools.partial(_build, model)
+    if _reduces_an_axis():
+        vars(model)[keras3_names.function_of_steps.attribute] = functools.partial(
+            _function_of_steps, model
+        )
 
 
 def _build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
@@ -64,7 +75,7 @@ def _build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
             functools.partial(_first_of_this_worker, model.distribute_strategy), next(batches)
         )
         break
-    type(model)._maybe_symbolic_build(model, data_batch=data_batch)
+    keras3_names.build_of_a_batch(model, data_batch=data_batch)
 
 
 def _first_of_this_worker(strategy: tf.distribute.Strategy, value: Any) -> Any:
@@ -80,7 +91,7 @@ def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]
         # Keras takes the mean of this axis over all replicas.
         return keras.tree.map_structure(lambda value: tf.expand_dims(value, 0), logs)
 
-    return functools.partial(_execute, model, type(model)._make_function(model, step))
+    return functools.partial(_execute, model, keras3_names.function_of_steps(model, step))
 
 
 def _execute(model: keras.Model, function: Callable[[Any], Any], iterator: Any) -> Any:
@@ -126,7 +137,9 @@ def _writes_on_the_chief(callbacks: Any, strategy: tf.distribute.Strategy) -> It
     with ExitStack() as stack:
         for callback in dict.fromkeys(flat) if not strategy.extended.should_checkpoint else ():
             if isinstance(callback, writing):
-                stack.enter_context(replaced(callback, "_save_model", _write_nothing))
+                stack.enter_context(
+                    replaced(callback, keras3_names.save_model.attribute, _write_nothing)
+                )
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 stack.enter_context(replaced(callback, "delete_checkpoint", False))
         yield

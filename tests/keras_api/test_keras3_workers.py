@@ -25,11 +25,11 @@ def test_one_worker_needs_nothing(model):
 
 def test_what_keras_has_mended_is_left_alone(model, monkeypatch):
     monkeypatch.setattr(keras3_workers.workers, "are_several", lambda strategy: True)
-    monkeypatch.setattr(keras3_workers, "_BUILDS_WITH_MEAN", False)
+    monkeypatch.setattr(keras3_workers, "_builds_with_mean", lambda: False)
     keras3_workers.patch_fit(model)
     assert {"fit", "_make_function"} <= vars(model).keys()
     assert "_maybe_symbolic_build" not in vars(model)
-    monkeypatch.setattr(keras3_workers, "_REDUCES_AN_AXIS", False)
+    monkeypatch.setattr(keras3_workers, "_reduces_an_axis", lambda: False)
     del vars(model)["_make_function"]
     keras3_workers.patch_fit(model)
     assert "_make_function" not in vars(model)

@@ -1,0 +1,159 @@
+"""The private names of Keras 2, and the features that need them."""
+
+from keras_mp.tensorflow_api.features import Feature
+from keras_mp.tensorflow_api.names import Attribute, Name
+
+autocast_dtype = Name("tf_keras.src.mixed_precision.autocast_variable._autocast_dtype")
+autocast_scope = Name("tf_keras.src.mixed_precision.autocast_variable.enable_auto_cast_variables")
+call_context = Name("tf_keras.src.engine.base_layer_utils.call_context")
+deserialize_policy = Name("tf_keras.src.mixed_precision.policy.deserialize")
+SafeModeScope = Name("tf_keras.src.saving.serialization_lib.SafeModeScope")
+saving_options = Name("tf_keras.src.saving.legacy.saved_model.utils.keras_option_scope")
+convert_to_legacy = Name("tf_keras.__internal__.optimizers.convert_to_legacy_optimizer")
+track_variable = Name("tf_keras.src.backend.track_variable")
+
+seeds = Name("tf_keras.src.backend._SEED_GENERATOR")
+RandomGenerator = Name("tf_keras.src.backend.RandomGenerator")
+
+layer_policy = Attribute("tf_keras.src.engine.base_layer.Layer._dtype_policy")
+compute_dtype = Attribute("tf_keras.src.engine.base_layer.Layer._compute_dtype_object")
+cast_input = Name("tf_keras.src.engine.base_layer.Layer._cast_single_input")
+flatten_layers = Name("tf_keras.src.engine.base_layer.Layer._flatten_layers")
+output_signature = Name("tf_keras.src.engine.base_layer.Layer._infer_output_signature")
+convert_input_of_model = Name(
+    "tf_keras.src.engine.functional.Functional._conform_to_reference_input"
+)
+inputs_of_rnn = Name("tf_keras.src.layers.rnn.base_rnn.RNN._process_inputs")
+lstm_in_eager = Name("tf_keras.src.layers.rnn.lstm.standard_lstm")
+lstm_in_graphs = Name("tf_keras.src.layers.rnn.lstm.lstm_with_backend_selection")
+history = Attribute("tf_keras.src.engine.node._keras_history")
+
+arguments_of_loss = Attribute("tf_keras.src.losses.LossFunctionWrapper._fn_kwargs")
+losses_of_model = Attribute("tf_keras.src.engine.compile_utils.LossesContainer._losses")
+optimizer_of_model = Name("tf_keras.src.engine.training.Model._get_optimizer")
+steps_per_execution = Attribute("tf_keras.src.engine.training.Model._steps_per_execution")
+takes_tensors = Attribute("tf_keras.src.callbacks.CallbackList._supports_tf_logs")
+is_wrapped = Attribute(
+    "tf_keras.src.mixed_precision.loss_scale_optimizer._is_wrapped_by_loss_scale_optimizer"
+)
+
+make_variable = Name("tf_keras.src.engine.base_layer_utils.make_variable")
+
+hyper = Attribute("tf_keras.src.optimizers.legacy.optimizer_v2.OptimizerV2._hyper")
+name_of_legacy = Attribute("tf_keras.src.optimizers.legacy.optimizer_v2.OptimizerV2._name")
+create_weights = Name("tf_keras.src.optimizers.legacy.optimizer_v2.OptimizerV2._create_all_weights")
+legacy_gradients = Name(
+    "tf_keras.src.optimizers.legacy.optimizer_v2.OptimizerV2._compute_gradients"
+)
+legacy_sum = Name("tf_keras.src.optimizers.legacy.optimizer_v2.OptimizerV2._aggregate_gradients")
+legacy_transform = Name(
+    "tf_keras.src.optimizers.legacy.optimizer_v2.OptimizerV2._transform_unaggregated_gradients"
+)
+
+THREADS = Feature(
+    "what a thread knows: the dtype to which weights are cast",
+    "Layers that read their weights in float32 read them in 16 bits, as Keras's do.",
+    (autocast_dtype, autocast_scope),
+)
+CALLS = Feature(
+    "which layer is being called",
+    "Models return their outputs in 16 bits.",
+    (call_context,),
+)
+POLICIES = Feature(
+    "policies of keras_mp in files",
+    "Layers from an `.h5` file have a policy of Keras's.",
+    (deserialize_policy,),
+)
+TRUST = Feature(
+    "layers with Python code in `keras_mp.convert` and `keras_mp.numerics`",
+    "Keras refuses to copy them, with an error.",
+    (SafeModeScope,),
+)
+RAW_INPUTS = Feature(
+    "layers that read raw inputs in float32",
+    "Preprocessing, normalization and sums of squares compute in 16 bits, from rounded inputs.",
+    (layer_policy, compute_dtype, cast_input, output_signature, convert_input_of_model),
+)
+STATES = Feature(
+    "recurrent layers that cast their initial states",
+    "A float32 state is an error in a layer in 16 bits, as it is in Keras.",
+    (inputs_of_rnn,),
+)
+LSTM = Feature(
+    "LSTM in one compiled piece",
+    "Keras computes it, which is slower and rounds more often.",
+    (lstm_in_eager, lstm_in_graphs),
+)
+LAYERS_INSIDE = Feature(
+    "layers in attributes of other layers",
+    "keras_mp finds those that `layers` of a model lists, and says nothing of others.",
+    (flatten_layers,),
+)
+OUTPUTS = Feature(
+    "the layers that make a model's outputs",
+    "Outputs in 16 bits are cast to float32 where they leave the model, after they were rounded.",
+    (history,),
+)
+LOSSES = Feature(
+    "Keras's own losses, computed in float32",
+    "A loss that is an object of Keras's class stays as it is. Its name, or that of a class of "
+    "keras_mp.losses, gives one of keras_mp.",
+    (arguments_of_loss,),
+)
+WIDE_LOSSES = Feature(
+    "predictions in float32 for losses of a compiled model",
+    "Keras casts labels to the dtype of the predictions.",
+    (losses_of_model,),
+)
+CALLBACKS = Feature(
+    "callbacks that take tensors",
+    "Numbers stay the same. Keras waits for each batch.",
+    (takes_tensors,),
+)
+LEGACY = Feature(
+    "wrappers of optimizers of `tf.keras.optimizers.legacy`",
+    "Making one ends with an error that names what is missing.",
+    (hyper, name_of_legacy, create_weights, legacy_gradients, legacy_sum, legacy_transform),
+)
+WEIGHTS = Feature(
+    "`AutoCastVariable`s in layers of `keras_mp.layers.Layer`",
+    "Their weights are those of Keras, which cast themselves as well.",
+    (make_variable,),
+)
+CONVERSION = Feature(
+    "conversion of wrapped optimizers to legacy ones",
+    "Keras refuses them.",
+    (convert_to_legacy,),
+)
+WRAPPERS = Feature(
+    "optimizers that Keras's own LossScaleOptimizer wraps",
+    "An optimizer that both wrap is not refused, and its loss is scaled twice.",
+    (is_wrapped,),
+)
+SEEDS = Feature(
+    "random numbers of the tools",
+    "`keras_mp.numerics` draws seeds of Keras's generator, so that later layers get others.",
+    (seeds, RandomGenerator),
+)
+
+FEATURES = (
+    *(THREADS, CALLS, POLICIES, TRUST, RAW_INPUTS, STATES, LSTM, LAYERS_INSIDE, OUTPUTS, LOSSES),
+    *(WIDE_LOSSES, CALLBACKS, LEGACY, WEIGHTS, CONVERSION, WRAPPERS, SEEDS),
+    Feature(
+        "the optimizer of a compiled model, which Keras would wrap",
+        "`compile` ends with an error where Keras would scale the loss, too.",
+        (optimizer_of_model,),
+    ),
+    Feature("optimizers in files", "Some are not found by their names.", (saving_options,)),
+    Feature(
+        "variables in graphs of TensorFlow 1",
+        "Keras does not initialize those of keras_mp.",
+        (track_variable,),
+    ),
+    Feature(
+        "histograms of several steps in one call",
+        "`keras_mp.numerics.watch` takes one step for all.",
+        (steps_per_execution,),
+    ),
+)

@@ -1,0 +1,109 @@
+"""The private names of Keras 3, and the features that need them."""
+
+from keras_mp.tensorflow_api.features import Feature
+from keras_mp.tensorflow_api.names import Attribute, Name
+
+# What this thread has: the policy, the scope in which weights are cast, the call of a layer.
+get_attribute = Name("keras.src.backend.common.global_state.get_global_attribute")
+set_attribute = Name("keras.src.backend.common.global_state.set_global_attribute")
+AutocastScope = Name("keras.src.backend.AutocastScope")
+in_symbolic_scope = Name("keras.src.backend.common.symbolic_scope.in_symbolic_scope")
+SafeModeScope = Name("keras.src.saving.serialization_lib.SafeModeScope")
+
+convert_inputs_of_model = Name("keras.src.models.functional.Functional._convert_inputs_to_tensors")
+converts_inputs = Attribute("keras.src.layers.layer.Layer._convert_input_args")
+layer_policy = Attribute("keras.src.layers.layer.Layer._dtype_policy")
+flatten_layers = Name("keras.src.layers.layer.Layer._flatten_layers")
+output_shape_of_lambda = Attribute("keras.src.layers.core.lambda_layer.Lambda._output_shape")
+history = Attribute("keras.src.ops.node._keras_history")
+arguments_of_loss = Attribute("keras.src.losses.losses.LossFunctionWrapper._fn_kwargs")
+metrics = Attribute("keras.src.trainers.trainer.Trainer._compile_metrics")
+resize_images = Name("keras.src.backend.tensorflow.image.resize")
+
+sum_gradients = Name("keras.src.backend.tensorflow.optimizer.TFOptimizer._all_reduce_sum_gradients")
+iterations = Attribute("keras.src.optimizers.base_optimizer.BaseOptimizer._iterations")
+trained = Attribute("keras.src.optimizers.base_optimizer.BaseOptimizer._trainable_variables")
+accumulated = Attribute("keras.src.optimizers.base_optimizer.BaseOptimizer._accumulated_gradients")
+
+build_of_a_batch = Name(
+    "keras.src.backend.tensorflow.trainer.TensorFlowTrainer._maybe_symbolic_build"
+)
+function_of_steps = Name("keras.src.backend.tensorflow.trainer.TensorFlowTrainer._make_function")
+reduce_replicas = Name("keras.src.backend.tensorflow.trainer.reduce_per_replica")
+save_model = Name("keras.src.callbacks.model_checkpoint.ModelCheckpoint._save_model")
+
+THREADS = Feature(
+    "what a thread knows: its policy, its scope for weights, its call of a layer",
+    "Each thread has the policy that Keras gives it. Layers that read their weights in float32 "
+    "read them in 16 bits, as Keras's do, and models return their outputs in 16 bits.",
+    (get_attribute, set_attribute, AutocastScope),
+)
+SHAPES = Feature(
+    "recurrent layers and batch normalization in one compiled piece",
+    "Keras computes them, which is slower and rounds more often.",
+    (in_symbolic_scope,),
+)
+TRUST = Feature(
+    "layers with Python code in `keras_mp.convert` and `keras_mp.numerics`",
+    "Keras refuses to copy them, with an error, before keras.config.enable_unsafe_deserialization.",
+    (SafeModeScope,),
+)
+RAW_INPUTS = Feature(
+    "layers that read raw inputs in float32",
+    "Preprocessing, normalization and sums of squares compute in 16 bits, from rounded inputs.",
+    (layer_policy, convert_inputs_of_model),
+)
+LAYER_INPUTS = Feature(
+    "`keras_mp.layers.Layer` with `autocast_inputs=False`",
+    "Keras casts its inputs to the compute dtype.",
+    (converts_inputs,),
+)
+LAYERS_INSIDE = Feature(
+    "layers in attributes of other layers",
+    "keras_mp finds those that `layers` of a model lists, and says nothing of others.",
+    (flatten_layers,),
+)
+LAMBDAS = Feature(
+    "output shapes of `Lambda` layers in `keras_mp.convert`",
+    "A copy of such a layer has none.",
+    (output_shape_of_lambda,),
+)
+OUTPUTS = Feature(
+    "the layers that make a model's outputs",
+    "Outputs in 16 bits are cast to float32 where they leave the model, after they were rounded.",
+    (history,),
+)
+LOSSES = Feature(
+    "Keras's own losses, computed in float32",
+    "A loss that is an object of Keras's class stays as it is. Its name, or that of a class of "
+    "keras_mp.losses, gives one of keras_mp.",
+    (arguments_of_loss,),
+)
+METRICS = Feature(
+    "metrics of float32 predictions",
+    "Metrics get predictions in the dtype of the model's outputs.",
+    (metrics,),
+)
+IMAGES = Feature(
+    "resized images in 16 bits", "Keras clips them, which is slower.", (resize_images,)
+)
+REPLICAS = Feature(
+    "wrapped optimizers under a strategy with several replicas",
+    "Training there ends with an error, since Keras would sum the gradients again.",
+    (sum_gradients,),
+)
+ACCUMULATION = Feature(
+    "wrapped optimizers that accumulate gradients",
+    "Steps with `gradient_accumulation_steps` end with an error.",
+    (iterations, trained, accumulated),
+)
+WORKERS = Feature(
+    "`fit` on several workers",
+    "It works as far as Keras's own does, and each worker writes the files of callbacks.",
+    (build_of_a_batch, function_of_steps, reduce_replicas, save_model),
+)
+
+FEATURES = (
+    *(THREADS, SHAPES, TRUST, RAW_INPUTS, LAYER_INPUTS, LAYERS_INSIDE, LAMBDAS, OUTPUTS, LOSSES),
+    *(METRICS, IMAGES, REPLICAS, ACCUMULATION, WORKERS),
+)
