@@ -40,10 +40,12 @@ _LEGACY = [f"tf_keras{_TENSORFLOW_VERSIONS}"]
 _DIGITS = ["matplotlib", "scikit-learn"]
 # TensorFlow 2.21 no longer brings tensorboard, which tf.summary needs.
 _TUTORIALS = [*_DIGITS, "ipykernel", "nbclient", "tensorboard"]
+# As in benchmarks/gpu_compiler.txt: for an environment of its own, without TensorFlow.
 _GPU_COMPILER = [
-    line
-    for line in (_ROOT / "benchmarks" / "gpu_compiler.txt").read_text().splitlines()
-    if not line.startswith("#")
+    "jax==0.10.2",
+    "jax-cuda12-plugin==0.10.2",
+    "nvidia-cuda-nvcc-cu12==12.9.86",
+    "libtpu==0.0.52",
 ]
 _DOCS = ["myst-parser", "sphinx"]
 
@@ -71,7 +73,6 @@ setuptools.setup(
         "gpu": [f"tensorflow[and-cuda]{_TENSORFLOW_VERSIONS}"],
         "tutorials": _TUTORIALS,
         "docs": _DOCS,
-        # For an environment without TensorFlow: see benchmarks/gpu_compiled.py.
         "gpu-compiler": _GPU_COMPILER,
         "bench": [*_DIGITS, *_LEGACY, "torch"],
         # Hugging Face's models for TensorFlow, which are made with tf_keras, end with version 4.

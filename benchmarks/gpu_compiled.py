@@ -28,14 +28,14 @@ def compiler(folder: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """Returns the Python of the environment with XLA's compiler, which is made if it is missing.
 
     Args:
-        folder: of the environment; by default that of the environment variable
-            `KERAS_MP_GPU_COMPILER`, or `.gpu_compiler` in the repository.
+        folder: of the environment, or its Python; by default what the environment variable
+            `KERAS_MP_GPU_COMPILER` names, or `.gpu_compiler` in the repository.
 
     Raises:
         SystemExit: it cannot be made here.
     """
     path = pathlib.Path(folder or os.environ.get(VARIABLE) or _FOLDER)
-    python = path / "bin" / "python"
+    python = path if path.is_file() else path / "bin" / "python"
     if python.exists():
         return python
     print(f"Installing XLA's compiler for GPUs in {path} (1.2 GB).", flush=True)

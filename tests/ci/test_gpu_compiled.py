@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 
 import pytest
 
@@ -68,6 +69,15 @@ def test_a_description_has_what_a_gpu_is_known_by():
     text = gpu_targets.description(gpu_targets.GPUS["A100"])
     assert "cuda_compute_capability { major: 8 minor: 0 }" in text
     assert "core_count: 108" in text
+
+
+@once
+def test_the_extra_is_what_the_command_installs():
+    lines = gpu_compiled.REQUIREMENTS.read_text().splitlines()
+    extra = (
+        (common.ROOT / "setup.py").read_text().partition("_GPU_COMPILER = [")[2].partition("]")[0]
+    )
+    assert re.findall('"(.*)"', extra) == [line for line in lines if not line.startswith("#")]
 
 
 @once
