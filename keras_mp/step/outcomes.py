@@ -261,7 +261,7 @@ class SkippedSteps:
             return counted
         total = tf.convert_to_tensor(self.total)
         is_of_one = is_first is None
-        recorded, is_share = self._overflows.record(seen, scales[0], total, is_of_one)
+        recorded, is_share, bad_losses = self._overflows.record(seen, scales[0], total, is_of_one)
         noted = [*counted, *recorded]
         if not self._may_warn:
             return noted
@@ -276,7 +276,9 @@ class SkippedSteps:
             has_fallen = scales[1] < scales[0]
             is_stuck = has_fallen & tf.equal(back_offs, _MANY_BACK_OFFS)
             is_floor = has_fallen & self._is_at_floor(scales[1])
-            flags = tf.stack([is_share, is_stuck, self._is_start(seen, consecutive), is_floor])
+            flags = tf.stack(
+                [is_share, is_stuck, self._is_start(seen, consecutive, bad_losses), is_floor]
+            )
             is_time = tf.equal(consecutive, self.warn_after) | tf.reduce_any(flags, 0)
         if self.raise_after is not None:
             is_time |= consecutive >= self.raise_after
@@ -323,8 +325,8 @@ class SkippedSteps:
             # After a good step it takes as many again.
             more = self.warn_after - consecutive
             left += [more if more > 0 else self.warn_after, self._skips_to_floor()]
-            if consecutive < _FIRST_STEPS:
-                left.append(_FIRST_STEPS - consecutive)
+            if "start" not in self._told and consecutive == self._total():
+                left.append(_FIRST_STEPS - self._overflows.bad_losses())
             if isinstance(self._loss_scale, DynamicLossScale):
                 back_offs = float(self._loss_scale.history().lone_back_offs)
                 left.append(int(_MANY_BACK_OFFS - back_offs) % _MANY_BACK_OFFS or _MANY_BACK_OFFS)
@@ -347,10 +349,15 @@ class SkippedSteps:
         # A `GradScaler` moves it later. Less a rounding error, which would be a whole skip.
         return math.ceil(falls - 1e-3) - 1
 
-    def _is_start(self, seen: SkippedStep, consecutive: tf.Tensor) -> tf.Tensor:
-        """Returns whether the first steps were all skipped, a bool scalar tensor."""
+    def _total(self) -> int:
+        return int(tf.convert_to_tensor(self.total))
+
+    def _is_start(
+        self, seen: SkippedStep, consecutive: tf.Tensor, bad_losses: tf.Tensor
+    ) -> tf.Tensor:
+        """Returns whether no step was made yet, and the loss of several was not finite."""
         made: Any = self.total - consecutive if seen.steps_made is None else seen.steps_made
-        return tf.equal(consecutive, _FIRST_STEPS) & (made <= 0)
+        return tf.equal(bad_losses, _FIRST_STEPS) & (made <= 0)
 
     def _warn(self, received: Sequence[int], line: messages.Line | None) -> None:
         numbers = _Numbers(*received)
@@ -383,7 +390,7 @@ class SkippedSteps:
         if numbers.is_share and not was_reported:
             return f"Half of the last {2 * HALF} steps were skipped."
         if numbers.is_start and loss_is_finite is False and self._is_news("start"):
-            return f"The first {consecutive} steps were skipped."
+            return f"{consecutive} steps were skipped, and none was made yet."
         if numbers.is_stuck and self._is_news("stuck"):
             names = self._overflows.not_finite_in_a_row(_MANY_BACK_OFFS)
             return skip_messages.stuck(_MANY_BACK_OFFS, self._loss_scale, names, numbers.zeros)
@@ -405,7 +412,7 @@ class _Numbers(NamedTuple):
         zeros: How many in a thousand gradient values are 0; -1 if that was not counted.
         is_share: Whether half of the last steps were skipped.
         is_stuck: Whether the scale backs off again and again though most steps are good.
-        is_start: Whether the first steps were skipped.
+        is_start: Whether no step was made yet, and the loss of several was not finite.
         is_floor: Whether the scale has come down to its floor.
     """
 

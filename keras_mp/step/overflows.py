@@ -299,8 +299,8 @@ def _after(
     total: tf.Tensor,
     made: tf.Tensor,
     skipped: tf.Tensor | None,
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the next `vector` of a record, and whether to tell that half were skipped.
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns the next `vector` of a record, and two numbers of `Overflows.record`.
 
     `skipped` is how many steps of the optimizer were skipped; None to count these here. The rest is
     as in `Overflows.record`, the numbers in `COUNTS`.
@@ -317,7 +317,7 @@ def _after(
     is_reported = tf.cast((steps < 4 * HALF) & ((is_reported > zero) | is_due), COUNTS)
     header = tf.stack([total, made, skipped, loss_scale, is_reported])
     after = [header, first, later, [when], in_a_row, tf.reshape(counts, [-1])]
-    return tf.concat(after, 0), is_due
+    return tf.concat(after, 0), is_due, in_a_row[0]
 
 
 class Overflows:
@@ -336,7 +336,7 @@ class Overflows:
         loss_scale: tf.Tensor,
         total: tf.Tensor,
         is_of_one: bool,
-    ) -> tuple[list[Any], tf.Tensor]:
+    ) -> tuple[list[Any], tf.Tensor, tf.Tensor]:
         """Records a skipped step. Called in the branch that skips.
 
         Args:
@@ -346,13 +346,14 @@ class Overflows:
             is_of_one: bool. Whether all of them are steps of one optimizer.
 
         Returns:
-            tuple of the list of operations, and of a bool scalar tensor: whether to tell that half
-            of the last steps were skipped.
+            tuple of the list of operations, of a bool scalar tensor: whether to tell that half of
+            the last steps were skipped, and of how many in a row had a loss that was not finite, or
+            not known.
         """
         number, record = self._of(seen)
         made = tf.cast(_UNKNOWN if seen.steps_made is None else seen.steps_made, COUNTS)
         total = tf.cast(total, COUNTS)
-        vector, is_due = _after(
+        vector, is_due, bad_losses = _after(
             tf.convert_to_tensor(record.vector),
             seen.counts,
             tf.cast(loss_scale, COUNTS),
@@ -364,7 +365,7 @@ class Overflows:
             record.vector.assign(vector, read_value=False),
             self._last.assign(number, read_value=False),
         ]
-        return noted, is_due
+        return noted, is_due, bad_losses
 
     def last(self) -> Overflow | None:
         """Returns the step that was skipped last, or None. In eager."""
@@ -389,6 +390,11 @@ class Overflows:
             ),
             inputs=overflowed_inputs(record.inputs, record.places, counts[:, own:]),
         )
+
+    def bad_losses(self) -> int:
+        """Returns how many losses in a row were not finite, or not known, in skipped steps."""
+        record = self._records.get(int(tf.convert_to_tensor(self._last)))
+        return 0 if record is None else int(record.parts()[-2][0])
 
     def not_finite_in_a_row(self, times: int) -> list[str]:
         """Returns the variables whose gradients were not finite in the last skipped steps.
