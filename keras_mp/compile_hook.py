@@ -359,6 +359,7 @@ def _warn_if_set_with_keras(
         not isinstance(policy, policy_class)
         and own.name == policy.name
         and own.compute_dtype != own.variable_dtype
+        and keras_api.quantized_policy(policy.name) is None  # `set_global_policy` lets it pass.
         and not any(isinstance(each, keras_api.KerasLossScaleOptimizer) for each in optimizers)
     ):
         messages.warn(

@@ -160,6 +160,15 @@ def recompute_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> object:
+        # TensorFlow would take the gradient of a variable that it does not know, one of Keras, as
+        # that of an argument, and again as that of a variable.
+        args, kwargs = tf.nest.map_structure(_read, (args, kwargs))
         return tf.recompute_grad(in_current_scope(function))(*args, **kwargs)
 
     return call
+
+
+def _read(value: Any) -> Any:
+    is_variable = isinstance(value, tf.Variable) or hasattr(value, "__tf_tensor__")
+    is_tensor = isinstance(value, tf.Tensor)
+    return tf.convert_to_tensor(value) if is_variable and not is_tensor else value

@@ -72,3 +72,15 @@ def test_it_trains_as_with_the_optimizers_of_keras(loop, scales_loss):
     assert len(histories) == 1
     for path, pair in expected.items():
         np.testing.assert_array_equal(actual[path], pair, err_msg=path)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_nobody_is_told_to_set_the_policy_that_was_set(dtype):
+    with (
+        keras_mp.policy_scope(f"float8_from_mixed_{dtype}"),
+        warnings.catch_warnings(record=True) as w,
+    ):
+        warnings.simplefilter("always")
+        model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
+        model.compile(keras_mp.LossScaleOptimizer(sgd()), "mse")
+    assert [str(each.message) for each in w] == []

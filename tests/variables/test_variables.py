@@ -526,6 +526,30 @@ def test_recompute_grad_reads_in_the_same_dtype_again(recompute, in_function):
     np.testing.assert_array_equal(dv, [[-4.0, -4.0], [4.0, 4.0]])
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("in_function", [False, True])
+def test_recompute_grad_of_a_weight_counts_its_gradient_once(policy, in_function):
+    class Scale(tf.keras.layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(name="w", shape=(3,), initializer="ones")
+            self.v = self.add_weight(name="v", shape=(3,), initializer="ones")
+
+        def call(self, x):
+            return x * keras_mp.recompute_grad(lambda w: w * 2.0 * self.v)(self.w)
+
+    with keras_mp.policy_scope(policy):
+        layer = Scale()
+    layer.build([1, 3])
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            y = layer(tf.ones([1, 3]))
+        return tape.gradient(y, layer.trainable_variables)
+
+    found = (tf.function(gradients) if in_function else gradients)()
+    np.testing.assert_array_equal(found, np.full([2, 3], 2.0))
+
+
 # Gradients.
 
 
