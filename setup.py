@@ -33,9 +33,10 @@ def _absolute_link(link: re.Match) -> str:
     return f"{mark}[{text}]({_REPOSITORY}/{kind}/v{_VERSION}/{path})"
 
 
-_TENSORFLOW_VERSIONS = ">=2.16,<2.22"
+# No upper bounds: without a private name that a release has moved, only its feature is off.
+_TENSORFLOW_VERSIONS = ">=2.16"
 # TensorFlow brings Keras 3 in any case, but any of it. Who uses tf_keras does not import it.
-_KERAS_VERSIONS = ">=3.12,<3.16"
+_KERAS_VERSIONS = ">=3.12"
 _LEGACY = [f"tf_keras{_TENSORFLOW_VERSIONS}"]
 _DIGITS = ["matplotlib", "scikit-learn"]
 # TensorFlow 2.21 no longer brings tensorboard, which tf.summary needs.

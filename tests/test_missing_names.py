@@ -1,0 +1,64 @@
+"""Programs go on where a private name of TensorFlow or Keras is missing, and say what is off."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from keras_mp import keras_api
+from keras_mp.tensorflow_api import features
+from tests import without_names
+from tests.common import IS_KERAS_3
+
+FEATURES = features.FEATURES + keras_api.FEATURES
+NAMES = sorted({name.path for feature in FEATURES for name in feature.names})
+
+# What cannot be right without a name, and ends with an error that says which one is missing.
+REFUSED = {
+    "TFOptimizer._all_reduce_sum_gradients": {"two replicas"},
+    "Model._get_optimizer": {"fit in mixed_float16", "fit with XLA", "saving", "two replicas"},
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A process that has imported TensorFlow, and forks another one for each name."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.without_names"],
+        env={**os.environ, "TF_USE_LEGACY_KERAS": "0" if IS_KERAS_3 else "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        yield process
+
+
+def run_without(process, name):
+    """What the parts of the core program say without a name, and the warnings."""
+    process.stdin.write(f"{name}\n")
+    process.stdin.flush()
+    lines = iter(process.stdout.readline, "")
+    found = next(line for line in lines if without_names.MARK in line)
+    return json.loads(found.partition(without_names.MARK)[2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_name_only_its_feature_is_off(name, server):
+    results, warnings = run_without(server, name)
+    failed = {part: result for part, result in results.items() if result != "passed"}
+    allowed = next((parts for end, parts in REFUSED.items() if name.endswith(end)), set())
+    assert failed.keys() <= allowed, failed
+    assert all(f"has no `{name}`" in result for result in failed.values())
+    # Each feature says once that it is off, and what that means.
+    titles = {each.title for each in FEATURES if name in [one.path for one in each.names]}
+    off = [warning for warning in warnings if "does without a feature" in warning]
+    assert len(off) == len(set(off)) <= len(titles)
+    assert all(f"has no `{name}`" in each for each in off)
+    assert all(any(title in each for title in titles) for each in off)
+
+
+def test_with_all_names_all_features_are_on():
+    assert [line for feature in FEATURES for line in feature.missing()] == []
