@@ -344,6 +344,21 @@ def test_a_softmax_before_a_logarithm():
 
 
 @once
+def test_labels_with_as_many_numbers_as_there_are_probabilities():
+    def loss(labels, probabilities):
+        p = tf.clip_by_value(tf.cast(probabilities, tf.float32), 1e-7, 1.0)
+        ids = tf.cast(labels[:, ::2], tf.int32)  # The others are no class.
+        return -tf.reduce_mean(tf.math.log(tf.gather(p, ids, batch_dims=2)), -1)
+
+    with keras_mp.policy_scope(narrow("bfloat16")):
+        layers = [L.Dense(8, name="head"), L.Reshape([4, 2]), L.Activation("softmax")]
+        model = K.Sequential([K.Input([16]), *layers])
+        model.compile("sgd", loss)
+    model.set_weights([np.zeros([16, 8]), np.float32([20.0, 0.0] * 4)])
+    assert not found(model, (X, np.float32([[0, 1] * 4] * 8)))
+
+
+@once
 def test_a_sigmoid_before_a_logarithm():
     def loss(labels, probabilities):
         p = tf.clip_by_value(tf.cast(probabilities, tf.float32), 1e-7, 1 - 1e-7)
@@ -370,6 +385,7 @@ def test_outputs_that_cannot_express_the_labels():
     assert "of the variance is lost" in finding.why
     assert not found(model, (X, years - 20_000))
     assert "8 are infinite" in found(model, (X, years * 4))["outputs in 16 bits"].why
+    assert not found(model, (X, np.full([8, 1], 20_003.0, "float32")))
 
 
 class Clips(K.Sequential):

@@ -83,13 +83,24 @@ def _labels(traced: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None:
     for labels in tf.nest.flatten(traced.batch.y):
         if labels is None or not (labels.dtype.is_floating or labels.dtype.is_integer):
             continue
-        if labels.shape.num_elements() == shape.num_elements():
+        if _are_alike(labels.shape, shape):
             return tf.reshape(widened(labels), tf.shape(probabilities)) > 0.5
         is_column = labels.shape.rank == shape.rank and labels.shape[-1] == 1
         classes = tf.squeeze(labels, -1) if is_column else labels
         if classes.shape.rank == shape.rank - 1 and classes.shape.is_compatible_with(shape[:-1]):
             return tf.one_hot(tf.cast(classes, tf.int32), shape[-1], True, False)
     return None
+
+
+def _are_alike(labels: tf.TensorShape, probabilities: tf.TensorShape) -> bool:
+    """Whether there is a label for each probability, in the same order."""
+    if None in (labels.rank, probabilities.rank):
+        return False
+    if labels.num_elements() != probabilities.num_elements():
+        return False
+    # Examples and steps of a sequence may be one axis, but not classes; a column may be a vector.
+    columns = [shape[:-1] if shape[-1:] == [1] else shape for shape in (labels, probabilities)]
+    return columns[0] == columns[1] or labels[-1:] == probabilities[-1:]
 
 
 def softmax_that_does_not_add_up(traced: TracedStep) -> Iterator[Suspect]:

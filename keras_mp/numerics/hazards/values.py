@@ -130,8 +130,12 @@ def labels_beyond_the_outputs(traced: TracedStep) -> Iterator[Suspect]:
 
 def _labels(labels: tf.Tensor, dtype: tf.DType) -> Suspect:
     rounded = widened(tf.cast(labels, dtype))
+    variance = tf.math.reduce_variance(labels)
+    # Of a constant there is nothing to lose.
+    varies = variance > 1e-10 * tf.reduce_mean(tf.square(labels))
+    error = tf.reduce_mean(tf.square(labels - rounded))
     lost, infinite, largest = yield (
-        tf.reduce_mean(tf.square(labels - rounded)) / tf.math.reduce_variance(labels),
+        tf.where(varies, tf.math.divide_no_nan(error, variance), 0.0),
         count(tf.math.is_inf(rounded)),
         tf.reduce_max(tf.abs(labels)),
     )
