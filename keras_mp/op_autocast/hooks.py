@@ -128,6 +128,9 @@ class _State:
 _lock = threading.RLock()
 # TensorFlow's functions by ours.
 _own: dict[Callable[..., object], Callable[..., object]] = {}
+# Where ours are, and functions that other code has put around them.
+_placed: set[_Hook] = set()
+_around: dict[_Hook, Callable[..., object]] = {}
 
 
 @contextlib.contextmanager
@@ -183,14 +186,28 @@ def _replacement(hook: _Hook, own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _put(hook: _Hook) -> None:
     function = hook.name.get()
-    if function not in _own:
+    if not _has_ours(hook, function):
         hook.name.set(_replacement(hook, function))
+        _placed.add(hook)
 
 
 def _take_back(hook: _Hook) -> None:
     function = hook.name.get()
-    # Other code may have put a function of its own around it meanwhile, which stays.
-    hook.name.set(_own.get(function, function))
+    if function in _own:
+        hook.name.set(_own[function])
+        _placed.discard(hook)
+    elif hook in _placed and function not in _own.values():
+        # Other code has put a function of its own around it meanwhile, and both stay.
+        _around[hook] = function
+
+
+def _has_ours(hook: _Hook, function: Any) -> bool:
+    """Whether a function is ours, or one of other code around ours."""
+    while function is not None:
+        if function in _own or function is _around.get(hook):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _check() -> None:

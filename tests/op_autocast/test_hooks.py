@@ -1,5 +1,6 @@
 """What is replaced in TensorFlow: only while a region is in force, and only if it works."""
 
+import functools
 import threading
 
 import numpy as np
@@ -9,6 +10,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import kernels
 from keras_mp.op_autocast import hooks
+from keras_mp.tensorflow_api import gradients
 from keras_mp.tensorflow_api.names import Name
 from tests.common import once
 from tests.op_autocast.common import normal
@@ -76,6 +78,38 @@ def test_a_function_of_other_code_around_a_hook_stays():
     np.testing.assert_array_equal(function(x), x @ x)
     with keras_mp.autocast("bfloat16"):
         assert function(x).dtype == tf.float32
+        assert hook.name.get() is theirs  # Ours is in it.
+    assert hook.name.get() is theirs
+    hook.name.set(own)
+
+
+def test_a_function_that_wraps_a_hook_between_regions():
+    hook = next(each for each in hooks._HOOKS if each.name is gradients.record_in_graph)
+    own = hook.name.get()
+
+    def wrapped(inner):
+        @functools.wraps(inner)
+        def call(*args, **kwargs):
+            return inner(*args, **kwargs)
+
+        return call
+
+    with keras_mp.autocast("bfloat16"):
+        hook.name.set(wrapped(hook.name.get()))
+    hook.name.set(wrapped(hook.name.get()))
+    x = tf.constant([[3.0]])
+
+    @tf.function
+    def differentiate(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            with keras_mp.autocast("bfloat16"):
+                y = tf.nn.relu(x @ x)
+        return tape.gradient(y, x)
+
+    np.testing.assert_array_equal(differentiate(x), [[6.0]])
+    with keras_mp.autocast("bfloat16"):
+        np.testing.assert_array_equal(differentiate(x), [[6.0]])
     hook.name.set(own)
 
 
