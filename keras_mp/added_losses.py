@@ -14,6 +14,7 @@ from keras_mp.kernels import again_in_float32
 from keras_mp.step import state_rollback
 from keras_mp.support import host, messages, reach
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.once import once
 
 # What tells of the losses of a layer, in training steps.
 _callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, host.HostCallback]" = (
@@ -21,7 +22,7 @@ _callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, host.HostCallback]
 )
 
 
-@functools.cache
+@once
 def install() -> None:
     """Lets layers in float16 tell of infinite losses that they add, once in a process."""
     owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "add_loss" in vars(cls))

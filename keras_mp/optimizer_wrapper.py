@@ -364,7 +364,7 @@ def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
 
 
 def _is_of_keras_mp(method: Callable[..., Any]) -> bool:
-    return method.__module__.startswith("keras_mp.")
+    return (method.__module__ or "").startswith("keras_mp.")
 
 
 delegate_rest(OptimizerWrapper)

@@ -23,7 +23,7 @@ import tensorflow as tf
 from keras_mp import keras_api, master_writes, variables
 from keras_mp.kernels import compositions
 from keras_mp.op_autocast import promotion
-from keras_mp.support import features, marks
+from keras_mp.support import features, marks, once
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES, is_low
 
@@ -86,6 +86,7 @@ _MAY_COMPARE = _Kind(lambda layer, tensors: bool(layer.threshold))
 _IDS = _Kind(lambda layer, tensors: False)
 # What they assign to float32 weights is computed from float32 weights.
 _WRITES = _Kind(lambda layer, tensors: True)
+_MAY_WRITE = _Kind(lambda layer, tensors: master_writes.assigns_weights(layer))
 # They return a distribution, with which the program computes on.
 _DISTRIBUTION = _Kind(lambda layer, tensors: True, rounds=False)
 
@@ -186,9 +187,9 @@ def _find(cls: type) -> _Kind | None:
     if kind is None and any(map(_makes_distributions, cls.__mro__)):
         let_read_raw(cls)
         return _DISTRIBUTION
-    if kind is None and master_writes.assigns_weights(cls):
+    if kind is None and master_writes.owners(cls):
         let_read_raw(cls)
-        return _WRITES
+        return _MAY_WRITE
     return kind
 
 
@@ -224,12 +225,13 @@ def let_read_raw(cls: type) -> None:
     Args:
         cls: subclass of `tf.keras.layers.Layer`.
     """
-    is_ready = isinstance(inspect.getattr_static(cls, "_dtype_policy", None), _PolicyWhileReading)
-    if is_ready or not features.is_on(keras_api.RAW_INPUTS):
-        return
-    cls._dtype_policy = _PolicyWhileReading()  # pyright: ignore[reportAttributeAccessIssue]
-    keras_api.let_policy_change(cls)
-    keras_api.report_rounded(cls, _rounds_to)
+    with once.lock:
+        marker = inspect.getattr_static(cls, "_dtype_policy", None)
+        if isinstance(marker, _PolicyWhileReading) or not features.is_on(keras_api.RAW_INPUTS):
+            return
+        keras_api.let_policy_change(cls)
+        keras_api.report_rounded(cls, _rounds_to, _map_rounded)
+        cls._dtype_policy = _PolicyWhileReading()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _PolicyWhileReading:
@@ -323,7 +325,16 @@ def rounded(layer: Any, outputs: Any) -> Any:
     if kind is not None and not kind.rounds:
         return outputs
     is_data = kind is not None and kind.is_data
-    return tf.nest.map_structure(functools.partial(_rounded, dtype, is_data), outputs)
+    return _map_rounded(functools.partial(_rounded, dtype, is_data), layer, outputs)
+
+
+def _map_rounded(function: Callable[[Any], Any], layer: Any, outputs: Any) -> Any:
+    """Maps what a layer rounds: its outputs; of images with labels, boxes and masks the images."""
+    if isinstance(outputs, dict) and "images" in outputs:
+        kind = reads_raw(type(layer))
+        if kind is not None and kind.reads is None:
+            return {**outputs, "images": tf.nest.map_structure(function, outputs["images"])}
+    return tf.nest.map_structure(function, outputs)
 
 
 def _is_for_a_constraint(args: tuple[Any, ...]) -> bool:

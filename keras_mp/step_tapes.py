@@ -27,6 +27,7 @@ from keras_mp.support import host, messages, own_gradient, replica_threads, wrap
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import parse
+from keras_mp.support.once import once
 
 # The program has not asked for a scale, so that a high one must not end its training.
 _MAX_RETRIES = 32
@@ -93,7 +94,7 @@ def entered(
         yield
 
 
-@functools.cache
+@once
 def _let_replicas_inherit() -> None:
     """Lets the replicas of a loop be part of it: a `train_step` runs inside of a replica."""
     replica_threads.inherit(

@@ -232,12 +232,18 @@ class KerasApi(Protocol):
                 `kernels.normalization.batch_normalization`. It may return None.
         """
 
-    def report_rounded(self, cls: type, rounds_to: Callable[[Any], tf.DType | None]) -> None:
+    def report_rounded(
+        self,
+        cls: type,
+        rounds_to: Callable[[Any], tf.DType | None],
+        mapped: Callable[..., Any],
+    ) -> None:
         """Lets layers of a class say the dtype to which their float32 results are rounded.
 
         Args:
             cls: class of layers.
             rounds_to: takes a layer and returns that DType, or None.
+            mapped: takes a function, a layer and its outputs, and maps those that are rounded.
         """
 
     def set_global_policy(self, policy: tf.keras.mixed_precision.Policy | None) -> None:

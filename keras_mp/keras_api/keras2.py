@@ -25,6 +25,7 @@ from keras_mp.kernels.replaced import Replacement, replace
 from keras_mp.step import replicas
 from keras_mp.support import features, replica_threads, wrapped
 from keras_mp.support.attributes import replaced
+from keras_mp.support.once import once
 
 keras = tf.keras
 
@@ -374,7 +375,7 @@ def _entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None
     return replaced(_thread, "policy", scope)
 
 
-@functools.cache
+@once
 def _make_scopes_the_threads_own() -> None:
     """Lets the functions of the global policy see the scope of this thread, if it is in one."""
     public = keras.mixed_precision

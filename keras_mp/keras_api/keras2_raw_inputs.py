@@ -91,7 +91,9 @@ def let_policy_change(cls: Any) -> None:
     cls._compute_dtype_object = property(compute_dtype, keep)
 
 
-def report_rounded(cls: Any, rounds_to: Callable[[Any], tf.DType | None]) -> None:
+def report_rounded(
+    cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
+) -> None:
     own = cls._infer_output_signature
 
     @functools.wraps(own)
@@ -100,7 +102,7 @@ def report_rounded(cls: Any, rounds_to: Callable[[Any], tf.DType | None]) -> Non
         dtype, outputs = rounds_to(self), own(self, *args, **kwargs)
         if dtype is None:
             return outputs
-        return tf.nest.map_structure(functools.partial(_with_dtype, dtype), outputs)
+        return mapped(functools.partial(_with_dtype, dtype), self, outputs)
 
     cls._infer_output_signature = infer_output_signature
 

@@ -26,6 +26,7 @@ from keras_mp.keras_api import (
 )
 from keras_mp.kernels import replaced, softmax_and_cross_entropy
 from keras_mp.support import features, replica_threads, wrapped
+from keras_mp.support.once import once
 from keras_mp.variables import casts
 
 keras = tf.keras
@@ -100,7 +101,7 @@ def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
     return result
 
 
-@functools.cache
+@once
 def _find_policies_by_name() -> None:
     keras_get = keras.dtype_policies.get
 
@@ -399,7 +400,7 @@ def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
         _hold(before if was_of_scope else _process["policy"])
 
 
-@functools.cache
+@once
 def _let_replicas_inherit_scope() -> None:
     def state() -> tuple[Any] | None:
         return (_thread.holds,) if _thread.is_of_scope else None

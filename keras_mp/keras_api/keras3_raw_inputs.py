@@ -111,7 +111,9 @@ def let_policy_change(cls: type) -> None:
     del cls  # Keras asks the policy each time.
 
 
-def report_rounded(cls: Any, rounds_to: Callable[[Any], tf.DType | None]) -> None:
+def report_rounded(
+    cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
+) -> None:
     own = cls.compute_output_spec
 
     @functools.wraps(own)
@@ -120,7 +122,7 @@ def report_rounded(cls: Any, rounds_to: Callable[[Any], tf.DType | None]) -> Non
         dtype, spec = rounds_to(self), own(self, *args, **kwargs)
         if dtype is None:
             return spec
-        return keras.tree.map_structure(functools.partial(_with_dtype, dtype.name), spec)
+        return mapped(functools.partial(_with_dtype, dtype.name), self, spec)
 
     cls.compute_output_spec = compute_output_spec
 

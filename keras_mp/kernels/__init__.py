@@ -1,11 +1,10 @@
 """TensorFlow's kernels that are wrong or very slow in 16 bits. Needs TensorFlow only."""
 
-import functools
-
 import tensorflow as tf
 
 from keras_mp.kernels import backward, compositions, convolutions, cudnn, slow, sums
 from keras_mp.support import features
+from keras_mp.support.once import once
 from keras_mp.tensorflow_api.features import GRADIENTS
 
 
@@ -21,7 +20,7 @@ def has_decided(op: tf.Operation) -> bool:
     return getattr(op, "_keras_mp_is_decided", False)
 
 
-@functools.cache
+@once
 def install() -> None:
     """Replaces TensorFlow's functions whose kernels may be wrong or slow, once in a process.
 
