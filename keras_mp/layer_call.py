@@ -19,11 +19,12 @@ from keras_mp.kernels import again_in_float32, normalization, recurrent
 from keras_mp.op_autocast import context_manager, promotion
 from keras_mp.support import reach, regions
 from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.support.once import once
 from keras_mp.support.regions import Region
 from keras_mp.variables import type_errors
 
 
-@functools.cache
+@once
 def install(policy_class: type) -> None:
     """Lets layers of `tf.keras` heed the whole of their policy, once in a process.
 
@@ -99,7 +100,7 @@ def install(policy_class: type) -> None:
 
     owner.__call__ = call
     added_losses.install()
-    promotion.install()
+    promotion.install(model_outputs.exact)
     raw_inputs.install(policy_class)
 
 
@@ -151,7 +152,7 @@ def _gradients(policy: Any, dtype: tf.DType | None) -> contextlib.AbstractContex
     return context_manager.entered(Region(dtype, gradients_only=True))
 
 
-@functools.cache
+@once
 def _replace_kernels() -> None:
     """Replaces what computes, when the first layer of ours is called."""
     kernels.install()

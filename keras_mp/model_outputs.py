@@ -28,6 +28,7 @@ from keras_mp.support import objects, op_table
 from keras_mp.support.attributes import replaced as with_attribute
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.support.once import once
 from keras_mp.support.regions import Region
 
 _CAST, _PRODUCT, _MOVE, _ADDITION, _ACTIVATION = "cast", "product", "move", "addition", "activation"
@@ -143,6 +144,15 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
     return tf.nest.pack_sequence_as(outputs, after)
 
 
+def exact(output: Any) -> tf.Tensor | None:
+    """Returns what a 16-bit tensor would be if float32 had made it; None if that is not known.
+
+    Args:
+        output: a tensor that a layer has made, while a model of ours runs.
+    """
+    return _exact(output, {})
+
+
 def _is_float32(value: object) -> bool:
     return isinstance(value, tf.Tensor) and value.dtype == tf.float32
 
@@ -246,7 +256,7 @@ def _noting(kind: str, op: str, own: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@functools.cache
+@once
 def _install() -> None:
     """Lets functions of TensorFlow note what they make, while a model of ours runs."""
     # What is noted is the whole of a kernel's replacement, and none of the casts inside of it.

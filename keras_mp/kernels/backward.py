@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.kernels import again_in_float32, returned_outputs
-from keras_mp.support import reach, replica_threads
+from keras_mp.support import large_numbers, reach, replica_threads
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients, graphs, operations
 from keras_mp.tensorflow_api.names import Name
@@ -65,13 +65,16 @@ def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
     TensorFlow runs an operation with the attributes that it knows, and tells tapes of all.
     """
 
-    def execute(*args: Any) -> object:
+    def execute(context: Any, op: str, *args: Any) -> object:
         dtype = _thread.dtype
         if dtype is None:
-            return own(*args)
-        results = own(*args, *_MARKS[dtype is tf.bfloat16])
-        if args[1] in again_in_float32.OPS:
-            again_in_float32.note(results, args[1], args[3:])
+            return own(context, op, *args)
+        if large_numbers.is_operand_beyond(op, args[1:]):
+            # Generated code then takes its slower way, in which float32 is possible.
+            raise operations.TakeSlowerWay.get()
+        results = own(context, op, *args, *_MARKS[dtype is tf.bfloat16])
+        if op in again_in_float32.OPS:
+            again_in_float32.note(results, op, args[1:])
         return results
 
     return execute

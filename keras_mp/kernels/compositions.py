@@ -19,6 +19,7 @@ from keras_mp.kernels.replaced import Replacement, in_its_module, replace
 from keras_mp.support import reach, regions
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
+from keras_mp.support.once import once
 
 # By what is lost in 16 bits.
 _COUNTS = (
@@ -70,12 +71,15 @@ _TRANSFORMS = (
     *("signal.stft", "signal.dct", "signal.idct", "signal.mdct", "signal.inverse_mdct"),
     "signal.mfccs_from_log_mel_spectrograms",
 )
+# They have no kernel in 16 bits in graphs, or none in XLA.
+_MAKERS = ("range", "random.categorical", "random.stateless_categorical")
 # They refuse 16 bits.
+_COMPLEX = ("complex",)
 _REAL_TRANSFORMS = ("signal.rfft", "signal.rfft2d", "signal.rfft3d")
 NAMES = (
     *(*_COUNTS, *_EXPONENTIALS, *_PRODUCTS, *_LOGARITHMS, *_MATRICES, *_DIAGONALS),
     *(*_SQUARES, *_IMAGES),
-    *(*_SIGNALS, *_TRANSFORMS, *_REAL_TRANSFORMS),
+    *(*_SIGNALS, *_TRANSFORMS, *_REAL_TRANSFORMS, *_COMPLEX, *_MAKERS),
 )
 # TensorFlow returns float32, whatever the dtype of their inputs.
 _OF_FLOAT32 = (
@@ -91,7 +95,7 @@ SUMS_OF_TENSORS = (tf.math.add_n, tf.math.accumulate_n)
 _FEW_TENSORS = 8
 
 
-@functools.cache
+@once
 def install() -> None:
     """Replaces the functions, once in a process."""
     replacements = []

@@ -2,10 +2,11 @@
 
 It refuses 16-bit beside float32 tensors, operations that it has in float32 only, and in graphs a
 number before a 16-bit tensor, as in `tf.maximum(0.0, x)`. The first two are computed in float32;
-the number gets the dtype of the tensor, as it does in eager.
+the number gets the dtype of the tensor, as it does in eager. One that is finite in float32 only,
+such as -1e9 in float16, is a float32 tensor, so what it is added to is computed in float32.
 
 Only in code that is in the reach of keras_mp (`support/reach.py`), and only what TensorFlow
-refuses: a program that it accepts runs as if this module did not exist. A function that is
+refuses: another program runs as if this module did not exist. A function that is
 refused has made nothing, so it is called again, with float32 in the place of 16 bits: in graphs the
 one that makes an operation; elsewhere the public function that was called, since its dispatcher for
 other types of arguments is asked, and is ours. Where dtypes are mixed or a kernel is missing in
@@ -28,12 +29,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_mp import variables
 from keras_mp.kernels import replaced as kernels_replaced
-from keras_mp.op_autocast import plans
-from keras_mp.support import features, reach
+from keras_mp.op_autocast import plans, signatures
+from keras_mp.support import features, large_numbers, reach
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
+from keras_mp.support.once import once
 from keras_mp.tensorflow_api import operations
 from keras_mp.tensorflow_api.features import MIXTURES
 
@@ -41,8 +44,16 @@ _MIXED = "was expected to be a"
 # Its generated code cannot go on: it has an argument `e`, and names the error so.
 _TAKES_E = "cannot compute SelectV2"
 _NO_KERNEL = ("Could not find device for node", "is not in the list of allowed values")
+# XLA cannot compile them in float16.
+_WRONG_IN_XLA = {"LRN"}
 # What a function raises whose dtypes do not fit.
-_ERRORS = (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
+_ERRORS = (
+    AttributeError,
+    TypeError,
+    ValueError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+)
 
 # The methods of `tf.TensorArray` that take tensors of its dtype.
 _WRITING = ("write", "unstack", "scatter", "split")
@@ -76,17 +87,40 @@ def rounding_assignments() -> contextlib.AbstractContextManager[None]:
     return replaced(_thread, "rounds", True)
 
 
-@functools.cache
-def install() -> None:
-    """Lets operations that TensorFlow refuses be computed in float32, once in a process."""
+def _exact(tensor: Any) -> tf.Tensor | None:
+    """Returns what a 16-bit tensor would be if float32 had made it; None if that is not known."""
+    del tensor
+    return None
+
+
+@once
+def install(exact: Callable[[Any], tf.Tensor | None]) -> None:
+    """Lets operations that TensorFlow refuses be computed in float32, once in a process.
+
+    Args:
+        exact: takes a 16-bit tensor and returns what it would be if float32 had made it; None if
+            that is not known.
+    """
+    global _exact
+    _exact = exact
     if features.is_on(MIXTURES):
         _dispatcher_class()().register()
         for name, make in (
             (operations.to_one_dtype, _with_a_common_dtype),
             (operations.raise_error, _falling_back),
             (operations.make_in_graph, _made_in_float32),
+            (operations.to_tensor, _keeping_large_numbers),
         ):
             name.set(make(name.get()))
+        kernels_replaced.replace(
+            kernels_replaced.Replacement(own, (own.__name__,), make(own))
+            for own, make in (
+                (tf.constant, _keeping_large_numbers),
+                (tf.cast, _keeping_constants),
+                (tf.matmul, _of_ragged),
+            )
+        )
+        signatures.install(_is_active, _widened)
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
@@ -97,6 +131,59 @@ def install() -> None:
     )
     for name in _WRITING:
         setattr(tf.TensorArray, name, _in_the_dtype_of_the_array(getattr(tf.TensorArray, name)))
+
+
+def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that makes a tensor of a value, in float32 if the dtype cannot hold it."""
+    names = list(inspect.signature(own).parameters)
+
+    @functools.wraps(own)
+    @do_not_convert
+    def make(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if reach.thread.dtype is None or isinstance(value, tf.Tensor) or not _is_active():
+            return own(value, *args, **kwargs)
+        arguments = {**dict(zip(names[1:], args)), **kwargs}
+        wanted = arguments.get("dtype")
+        wanted = parse(arguments.get("preferred_dtype") if wanted is None else wanted)
+        if is_low(wanted) and large_numbers.is_beyond(value, wanted):
+            return own(value, **{**arguments, "dtype": tf.float32})
+        return own(value, *args, **kwargs)
+
+    return make
+
+
+def _keeping_constants(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that casts, in graphs constants, too."""
+
+    @functools.wraps(own)
+    @do_not_convert
+    def cast(x: Any, dtype: Any, name: str | None = None) -> Any:
+        if reach.thread.dtype is None:
+            return own(x, dtype, name)
+        wanted = parse(dtype)
+        if is_low(wanted) and _is_active():
+            # An eager tensor does not tell how it was made.
+            is_constant = tf.is_symbolic_tensor(x) and x.op.type == "Const"
+            value = tf.get_static_value(x) if is_constant else x
+            if large_numbers.is_beyond(value, wanted):
+                return own(x, tf.float32, name)
+        return own(x, dtype, name)
+
+    return cast
+
+
+def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that refuses mixtures with ragged tensors before it makes an operation."""
+
+    @functools.wraps(own)
+    @do_not_convert
+    def multiply(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        is_ragged = isinstance(a, tf.RaggedTensor) or isinstance(b, tf.RaggedTensor)
+        if is_ragged and _is_active() and _is_mixed([_dtype_of(a), _dtype_of(b)]):
+            a, b = _widened(a), _widened(b)
+        return own(a, b, *args, **kwargs)
+
+    return multiply
 
 
 class _Refused(tf.errors.InvalidArgumentError, TypeError):
@@ -132,13 +219,18 @@ def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
             low = [each for each in dtypes if is_low(each)]
             caller: Any = inspect.currentframe()
             lacks_kernel = low and _lacks_kernel(caller.f_back.f_code.co_name, low[0])
-            if lacks_kernel or (not _are_among(allowed, low) and tf.float32 in allowed):
+            is_beyond = low and any(large_numbers.is_beyond(each, low[0]) for each in inputs)
+            if (
+                lacks_kernel
+                or is_beyond
+                or (not _are_among(allowed, low) and tf.float32 in allowed)
+            ):
                 inputs = [_widened(each) for each in inputs]
             elif _is_mixed(dtypes):
                 # A variable may appear in another dtype than it says.
                 inputs = [_read(each) for each in inputs]
                 if _is_mixed([_dtype_of(each) for each in inputs]):
-                    inputs = [_widened(each) for each in inputs]
+                    inputs = [*map(_widen_for(inputs), inputs)]
         return own(inputs, ctx, allowed, *args, **kwargs)
 
     return args_to_matching_eager
@@ -198,6 +290,8 @@ def _dtypes_without_kernel(op: str, device: str) -> frozenset[tf.DType]:
     if not plans.has_kernel(op, tf.float32, device):
         return frozenset()
     taken = [dtype for dtype in LOW_PRECISION if plans.dtype_attr(op, dtype)]
+    if op in _WRONG_IN_XLA:
+        return frozenset(taken)
     return frozenset(dtype for dtype in taken if not plans.has_kernel(op, dtype, device))
 
 
@@ -288,27 +382,35 @@ def _dtype_of(value: Any) -> tf.DType | None:
 def _in_other_dtypes(inputs: Any) -> Iterator[Any]:
     """Yields the arguments of a refused call in the dtypes to try instead, the nearest first."""
     values = tf.nest.flatten(inputs)
-    is_mixed = _is_mixed([_dtype_of(each) for each in values])
-    # A variable that appears in 16 bits has the digits of float32, and widened would lose them.
-    low = [each.dtype for each in values if isinstance(each, tf.Tensor)]
-    low = [dtype for dtype in low if dtype in LOW_PRECISION]
+    dtypes = [_dtype_of(each) for each in values]
+    is_mixed, low = _is_mixed(dtypes), [dtype for dtype in dtypes if is_low(dtype)]
     numbers = [each for each in values if _is_number(each)]
-    if low and numbers and not is_mixed and all(_is_finite_in(low[0], each) for each in numbers):
+    if low and numbers and not is_mixed and not large_numbers.is_beyond(numbers, low[0]):
         yield tf.nest.map_structure(
             lambda value: tf.constant(value, low[0]) if _is_number(value) else value, inputs
         )
-    if low or is_mixed:
-        yield tf.nest.map_structure(_widened, inputs)
+    if low or is_mixed or any(isinstance(each, tf.DType) and is_low(each) for each in values):
+        yield tf.nest.map_structure(_widen_for(values), inputs)
+
+
+def _widen_for(values: Sequence[Any]) -> Callable[[Any], Any]:
+    """Returns what widens one of some values that meet.
+
+    A product of many terms that is then divided by their number overflows in float16 before. So
+    beside a float32 scalar it is made again in float32.
+    """
+    scalars = [each for each in values if isinstance(each, tf.Tensor) and each.shape.rank == 0]
+    return _widened_exactly if tf.float32 in map(_dtype_of, scalars) else _widened
+
+
+def _widened_exactly(value: Any) -> Any:
+    exact = _exact(value) if _dtype_of(value) is tf.float16 else None
+    return _widened(value) if exact is None else exact
 
 
 def _is_number(value: Any) -> bool:
     is_array = isinstance(value, np.ndarray | np.generic)
     return isinstance(value, float) or (is_array and value.dtype.kind == "f")
-
-
-def _is_finite_in(dtype: tf.DType, value: Any) -> bool:
-    with np.errstate(over="ignore"):
-        return bool(np.all(np.isfinite(np.asarray(value).astype(dtype.as_numpy_dtype))))
 
 
 def _read(value: Any) -> Any:
@@ -319,4 +421,9 @@ def _read(value: Any) -> Any:
 def _widened(value: Any) -> Any:
     if isinstance(value, tf.DType):
         return tf.float32 if value in LOW_PRECISION else value
-    return tf.cast(value, tf.float32) if _dtype_of(value) in LOW_PRECISION else value
+    if _dtype_of(value) not in LOW_PRECISION:
+        return value
+    if isinstance(value, tf.Tensor) or not hasattr(value, "assign"):
+        return tf.cast(value, tf.float32)
+    with variables.autocast_scope(None):  # A variable has all digits of float32.
+        return tf.cast(value, tf.float32)

@@ -78,8 +78,15 @@ MIXTURES = Feature(
         operations.make_in_graph,
         operations.to_one_dtype,
         operations.raise_error,
+        operations.TakeSlowerWay,
+        operations.to_tensor,
         operations.GlobalOpDispatcher,
     ),
+)
+SIGNATURES = Feature(
+    "functions that were traced for float32, in layers of 16 bits",
+    "They refuse 16 bits, as they do in TensorFlow.",
+    (graphs.call_flat, saving.is_callable_with),
 )
 UNOBSERVED = Feature(
     "hiding keras_mp's own operations from `tf.debugging`",
@@ -139,8 +146,17 @@ SESSIONS = Feature(
 )
 
 FEATURES = (
-    *(GRADIENTS, REGIONS, VECTORIZED, MIXTURES, UNOBSERVED, SHARED_CASTS, REPLICA_THREADS),
-    *(WITHOUT_MEETING, WITHOUT_BRANCHES, XLA, AUTOGRAPH, CHECKPOINTS, TENSORS, SAVED_MODELS),
+    *(GRADIENTS, REGIONS, VECTORIZED, MIXTURES, SIGNATURES, UNOBSERVED, SHARED_CASTS),
+    *(
+        REPLICA_THREADS,
+        WITHOUT_MEETING,
+        WITHOUT_BRANCHES,
+        XLA,
+        AUTOGRAPH,
+        CHECKPOINTS,
+        TENSORS,
+        SAVED_MODELS,
+    ),
     SESSIONS,
     Feature(
         "the report of the graph rewrite",

@@ -12,6 +12,10 @@ key_of_trace = Name(
 function_of_graph = Name(
     "tensorflow.python.eager.polymorphic_function.atomic_function.from_func_graph"
 )
+# Runs a function that was traced, with tensors.
+call_flat = Name(
+    "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction._call_flat"
+)
 # The shape and dtype of the variable behind a handle.
 handle_data = Name("tensorflow.python.ops.handle_data_util.get_handle_data")
 # The context of XLA that is around the code, or None.

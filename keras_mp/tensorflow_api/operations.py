@@ -12,6 +12,10 @@ to_one_dtype = Name("tensorflow.python.eager.execute.args_to_matching_eager")
 raise_error = Name("tensorflow.python.framework.ops.raise_from_not_ok_status")
 # What the quick way raises, and generated code catches.
 QuickWayFailed = Name("tensorflow.python.eager.core._NotOkStatusException")
+# What makes it take its slower way at once.
+TakeSlowerWay = Name("tensorflow.python.eager.core._FallbackException")
+# Makes a tensor of any value.
+to_tensor = Name("tensorflow.python.framework.tensor_conversion_registry.convert")
 # The base of objects that are asked where a function has refused its arguments.
 GlobalOpDispatcher = Name("tf.__internal__.dispatch.GlobalOpDispatcher")
 

@@ -12,3 +12,7 @@ is_version_2 = Name("tf.__internal__.tf2.enabled")
 register = Name("tensorflow.python.saved_model.registration.register_serializable")
 # What a SavedModel has of an optimizer of Keras.
 revived = Name("tensorflow.python.saved_model.revived_types.serialize")
+# Whether a function of a SavedModel takes some arguments.
+is_callable_with = Name(
+    "tensorflow.python.saved_model.function_deserialization._concrete_function_callable_with"
+)

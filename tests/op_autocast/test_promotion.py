@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import Mixes, eager_and_graph, mirrored, pairs
+from tests.common import Mixes, eager_and_graph, mirrored, once, pairs
+from tests.op_autocast import operations
 
 L = tf.keras.layers
 WIDE = tf.constant([[1.5, 2.5]])
@@ -85,6 +86,27 @@ OF_FLOAT32 = {
         tf.sparse.add(tf.sparse.from_dense(x), tf.sparse.from_dense(x))
     ),
     "ctc_greedy_decoder": lambda x: tf.nn.ctc_greedy_decoder(x[:, None], [2])[1],
+}
+
+
+WEIGHT = np.array([[0.5, 2.0], [1.5, 1.0]], "float32")
+# A weight that appears in 16 bits has all digits of float32 in what TensorFlow has in float32 only.
+OF_WEIGHTS = {
+    "complex": lambda w: tf.abs(tf.complex(w, w)),
+    "inv": lambda w: tf.linalg.inv(w),
+    "digamma": lambda w: tf.math.digamma(w),
+    "stateless_normal": lambda w: tf.random.stateless_normal([2, 2], [1, 2], w, 0.0),
+    "einsum with an array": lambda w: tf.einsum("ij,jk->ik", w, WEIGHT),
+    "an array before it": lambda w: tf.matmul(WEIGHT, w),
+}
+# Sums of 4,096 squares of 8.
+MEANS = {
+    "einsum": lambda x: tf.einsum("bi,bj->ij", x, x) / tf.cast(tf.shape(x)[0], tf.float32),
+    "matmul": lambda x: tf.matmul(x, x, transpose_a=True) / tf.constant(4096.0),
+    "tensordot": lambda x: tf.constant(1 / 4096) * tf.tensordot(x, x, [[0], [0]]),
+    "divide_no_nan": lambda x: tf.math.divide_no_nan(
+        tf.einsum("bi,bj->ij", x, x), tf.constant(4096.0)
+    ),
 }
 
 
@@ -194,6 +216,82 @@ def test_operations_that_tensorflow_has_in_float32_only(name, mode, dtype):
     assert (gradient is None) == (right is None)
     if right is not None:
         np.testing.assert_allclose(gradient, right, rtol=2**-4, atol=2**-6)
+
+
+@once
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("group", operations.GROUPS)
+def test_what_float32_computes_runs_in_16_bits(group, mode):
+    functions = dict(operations.GROUPS[group])
+    if mode == "jit":
+        functions = {n: f for n, f in functions.items() if n not in operations.NOT_IN_XLA}
+    x = np.random.default_rng(0).uniform(0.1, 0.9, [4, 4]).astype("float32")
+
+    def run(policy):
+        layer = Mixes(lambda x: [function(x) for function in functions.values()], dtype=policy)
+
+        def differentiate(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                results = tf.nest.map_structure(
+                    lambda y: tf.abs(y) if y.dtype.is_complex else y, layer(x)
+                )
+                results = [tf.nest.flatten(each) for each in results]
+                floats = [y for each in results for y in each if y.dtype.is_floating]
+                loss = tf.add_n([tf.reduce_sum(tf.cast(y, tf.float32)) for y in floats])
+            return results, tape.gradient(loss, x)
+
+        return MODES[mode](differentiate)(tf.constant(x))
+
+    expected, _ = run("float32")
+    for dtype in ("float16", "bfloat16"):
+        found, gradient = run(keras_mp.Policy(f"mixed_{dtype}"))
+        assert gradient.dtype == tf.float32
+        for name, results, right in zip(functions, found, expected, strict=True):
+            for each, exact in zip(results, right, strict=True):
+                each, exact = (tf.cast(value, tf.float32) for value in (each, exact))
+                np.testing.assert_allclose(each, exact, rtol=0.05, atol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_in_what_is_of_float32(mode):
+    class Layer(tf.keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=[2, 2], name="kernel")
+
+        def call(self, x):
+            return [function(self.kernel) for function in OF_WEIGHTS.values()]
+
+    for dtype in ("float16", "bfloat16"):
+        layer = Layer(dtype=keras_mp.Policy(f"mixed_{dtype}"))
+        layer(tf.constant(X))
+        layer.set_weights([WEIGHT])
+        for function, found in zip(OF_WEIGHTS.values(), MODES[mode](layer)(tf.constant(X))):
+            expected = function(tf.constant(WEIGHT))
+            np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MEANS)
+def test_a_product_that_is_divided_by_a_float32_number(name, mode):
+    class Model(tf.keras.Model):
+        def call(self, x):
+            return MEANS[name](x)
+
+    with keras_mp.policy_scope("mixed_float16"):
+        model = Model()
+
+    @MODES[mode]
+    def differentiate(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = model(x)
+            loss = tf.reduce_sum(y)
+        return y, tape.gradient(loss, x)
+
+    found, gradient = differentiate(tf.fill([4096, 2], 8.0))
+    np.testing.assert_allclose(found, np.full([2, 2], 64.0), rtol=1e-3)
+    np.testing.assert_allclose(gradient, np.full([4096, 2], 4 * 8 / 4096), rtol=1e-2)
 
 
 # For a number of NumPy in a list, generated code takes its slower way at once.

@@ -323,8 +323,13 @@ def test_outside_of_the_scope_it_refuses_what_a_plain_variable_refuses():
             v.assign(tf.ones(4, tf.float16))
         with pytest.raises(ValueError, match="float16"):
             tf.convert_to_tensor(v, dtype=tf.float16)
-    with keras_mp.autocast_scope("float16"), pytest.raises(ValueError, match="tf.cast"):
-        tf.convert_to_tensor(autocast(), dtype=tf.float32)
+
+
+def test_converted_to_float32_it_has_all_digits():
+    third = tf.constant(1 / 3)
+    v = autocast(third)
+    with keras_mp.autocast_scope("float16"):
+        assert tf.convert_to_tensor(v, dtype=tf.float32).numpy() == third.numpy()
 
 
 def test_a_variable_assigned_to_another_is_not_rounded():

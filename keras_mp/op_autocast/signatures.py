@@ -1,0 +1,91 @@
+"""Functions that were written for float32, and get tensors of 16 bits from a layer.
+
+Functions with an `input_signature`, concrete ones, those of SavedModels, and functions of Python
+that run outside of the graph say which dtypes they take or return. In the reach of keras_mp
+(`support/reach.py`) they get float32 where they were written for it. What they return in float32
+meets 16 bits as any float32 tensor does. This module needs TensorFlow only.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.kernels.replaced import Replacement, replace
+from keras_mp.support import features
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.tensorflow_api import graphs, saving
+from keras_mp.tensorflow_api.features import SIGNATURES
+
+_PYTHON = {
+    "py_function": tf.py_function,
+    "numpy_function": tf.numpy_function,
+    "py_func": tf.compat.v1.py_func,
+}
+
+
+def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> None:
+    """Replaces TensorFlow's functions. To be called once.
+
+    Args:
+        is_active: whether 16 bits become float32 in this thread.
+        widened: takes anything and returns a tensor or variable of 16 bits as a float32 tensor.
+    """
+
+    def cast(value: Any, dtype: tf.DType) -> Any:
+        return widened(value) if dtype is tf.float32 else value
+
+    def with_signature(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def cast_to_spec(spec: tf.TensorSpec, value: Any, context: Any) -> Any:
+            if is_active():
+                value = cast(value, spec.dtype)
+            return own(spec, value, context)
+
+        return cast_to_spec
+
+    def concrete(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def call_flat(self: Any, tensor_inputs: Any, captured_inputs: Any) -> Any:
+            if is_active():
+                wanted = [each.dtype for each in self.graph.inputs]
+                tensor_inputs = [*map(cast, tensor_inputs, wanted[: len(tensor_inputs)])]
+            return own(self, tensor_inputs, captured_inputs)
+
+        return call_flat
+
+    def loaded(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def is_callable_with(function: Any, inputs: Any, allow_conversion: bool) -> bool:
+            if own(function, inputs, allow_conversion):
+                return True
+            if not (allow_conversion and is_active()):
+                return False
+            # It casts them when it is called.
+            return own(function, tf.nest.map_structure(widened, inputs), allow_conversion)
+
+        return is_callable_with
+
+    def of_python(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        @do_not_convert
+        def call(func: Any = None, inp: Any = None, Tout: Any = None, **kwargs: Any) -> Any:
+            asks_for_low = any(map(_asks_for_low, tf.nest.flatten(Tout)))
+            if inp is not None and is_active() and not asks_for_low:
+                inp = tf.nest.map_structure(widened, inp)
+            return own(func, inp, Tout, **kwargs)
+
+        return call
+
+    spec: Any = tf.TensorSpec
+    spec.cast = with_signature(spec.cast)
+    if features.is_on(SIGNATURES):
+        for name, make in ((graphs.call_flat, concrete), (saving.is_callable_with, loaded)):
+            name.set(make(name.get()))
+    replace(Replacement(own, (own.__name__, name), of_python(own)) for name, own in _PYTHON.items())
+
+
+def _asks_for_low(dtype: Any) -> bool:
+    return getattr(dtype, "dtype", dtype) in LOW_PRECISION
