@@ -35,6 +35,7 @@ _PRODUCTS = (
 _LOGARITHMS = (
     *("math.softplus", "math.log_sigmoid", "nn.elu", "nn.selu"),
     *("nn.log_poisson_loss", "nn.isotonic_regression"),
+    "math.digamma",  # Its gradient has no kernel in 16 bits.
 )
 _MATRICES = (
     *("linalg.cholesky", "linalg.det", "linalg.eigh", "linalg.eigvalsh", "linalg.expm"),

@@ -87,10 +87,8 @@ def rounding_assignments() -> contextlib.AbstractContextManager[None]:
     return replaced(_thread, "rounds", True)
 
 
-def _exact(tensor: Any) -> tf.Tensor | None:
-    """Returns what a 16-bit tensor would be if float32 had made it; None if that is not known."""
-    del tensor
-    return None
+# What a 16-bit tensor would be if float32 had made it; None if that is not known.
+_exact: Callable[[Any], tf.Tensor | None] | None = None
 
 
 @once
@@ -404,7 +402,7 @@ def _widen_for(values: Sequence[Any]) -> Callable[[Any], Any]:
 
 
 def _widened_exactly(value: Any) -> Any:
-    exact = _exact(value) if _dtype_of(value) is tf.float16 else None
+    exact = _exact(value) if _exact is not None and _dtype_of(value) is tf.float16 else None
     return _widened(value) if exact is None else exact
 
 

@@ -14,12 +14,12 @@ from keras_mp.tensorflow_api import operations
 
 # Asking a DType takes long.
 _MAX = float(tf.float32.max)
-_MAX_OF = {dtype: float(dtype.max) for dtype in LOW_PRECISION}
+_MAX_OF: dict[tf.DType | None, float] = {dtype: float(dtype.max) for dtype in LOW_PRECISION}
 # Of a number that is an input of an operation.
 _TYPES = frozenset((float, int, list, tuple, np.ndarray, np.float32, np.float64))
 
 
-def is_beyond(value: Any, dtype: tf.DType) -> bool:
+def is_beyond(value: Any, dtype: tf.DType | None) -> bool:
     """Whether a number, or one of an array or list, is finite in float32 and not in a dtype.
 
     Args:

@@ -168,6 +168,7 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "signal.rfft3d": lambda c: tf.abs(tf.signal.rfft3d(c(UNIT[0]))),
     "image.per_image_standardization": lambda c: tf.image.per_image_standardization(c(IMAGES)),
     "complex": lambda c: tf.abs(tf.complex(c(ROWS), c(ROWS))),
+    "math.digamma": lambda c: tf.math.digamma(c(ROWS + 1.0)),
     "range": lambda c: tf.range(3000, dtype=c(MANY).dtype),
     "random.categorical": lambda c: tf.random.categorical(c(ODDS * 1000.0), 5),
     "random.stateless_categorical": lambda c: tf.random.stateless_categorical(c(ODDS), 20, [1, 2]),
