@@ -43,6 +43,7 @@ note_input_casts = keras2_raw_inputs.note_input_casts
 let_policy_change = keras2_raw_inputs.let_policy_change
 widen_functions = keras2_raw_inputs.widen_functions
 report_rounded = keras2_raw_inputs.report_rounded
+replace_slow_layers = keras2_recurrent.replace_slow_layers
 
 # A wrapper is an instance of both bases, whichever family it wraps: `.keras` files have the
 # variables of new optimizers, and none of legacy ones.
@@ -59,11 +60,6 @@ BasePolicy = keras.mixed_precision.Policy
 
 def rename(layer: Any, name: str) -> None:
     layer._name = name
-
-
-def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
-    del batch_normalization  # one kernel in Keras 2
-    keras2_recurrent.replace_lstm(lstm)
 
 
 def register_policy(cls: Any) -> type:

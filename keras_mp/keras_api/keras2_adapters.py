@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from keras_mp.keras_api import keras2_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
+from keras_mp.support import features
+from keras_mp.variables.wrapper import WrapperType
 
 keras = tf.keras
 
@@ -23,6 +25,21 @@ def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter
     if isinstance(optimizer, _Optimizer):
         return _KerasAdapter(optimizer)
     return None
+
+
+def let_functions_find_variables() -> None:
+    """Lets a `tf.function` find the trace for a variable that Keras casts.
+
+    Keras's own type of such a variable equals no other, so each call makes another trace. On a GPU
+    optimizers compile that, for each variable in each step.
+    """
+
+    def type_of(variable: Any, context: object) -> WrapperType:
+        del context
+        return WrapperType(variable, variable.dtype, lambda same: same)
+
+    if features.is_on(keras2_names.TRACES):
+        keras2_names.AutoCastVariable.get().__tf_tracing_type__ = type_of
 
 
 class _Keras2Adapter(OptimizerAdapter):

@@ -5,6 +5,7 @@ from keras_mp.tensorflow_api.names import Attribute, Name
 
 autocast_dtype = Name("tf_keras.src.mixed_precision.autocast_variable._autocast_dtype")
 autocast_scope = Name("tf_keras.src.mixed_precision.autocast_variable.enable_auto_cast_variables")
+AutoCastVariable = Name("tf_keras.src.mixed_precision.autocast_variable.AutoCastVariable")
 call_context = Name("tf_keras.src.engine.base_layer_utils.call_context")
 deserialize_policy = Name("tf_keras.src.mixed_precision.policy.deserialize")
 SafeModeScope = Name("tf_keras.src.saving.serialization_lib.SafeModeScope")
@@ -54,6 +55,11 @@ THREADS = Feature(
     "what a thread knows: the dtype to which weights are cast",
     "Layers that read their weights in float32 read them in 16 bits, as Keras's do.",
     (autocast_dtype, autocast_scope),
+)
+TRACES = Feature(
+    "traces of functions that get weights of Keras",
+    "Where there is a GPU, loops without `tf.function` compile each update again in each step.",
+    (AutoCastVariable,),
 )
 CALLS = Feature(
     "which layer is being called",
@@ -138,7 +144,19 @@ SEEDS = Feature(
 )
 
 FEATURES = (
-    *(THREADS, CALLS, POLICIES, TRUST, RAW_INPUTS, STATES, LSTM, LAYERS_INSIDE, OUTPUTS, LOSSES),
+    *(
+        THREADS,
+        TRACES,
+        CALLS,
+        POLICIES,
+        TRUST,
+        RAW_INPUTS,
+        STATES,
+        LSTM,
+        LAYERS_INSIDE,
+        OUTPUTS,
+        LOSSES,
+    ),
     *(WIDE_LOSSES, CALLBACKS, LEGACY, WEIGHTS, CONVERSION, WRAPPERS, SEEDS),
     Feature(
         "the optimizer of a compiled model, which Keras would wrap",

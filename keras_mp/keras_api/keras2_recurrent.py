@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.keras_api import keras2_names
+from keras_mp.keras_api import keras2_adapters, keras2_names
 from keras_mp.kernels.recurrent import Lstm
 from keras_mp.support import features, reach
 from keras_mp.support.autograph import do_not_convert
@@ -17,7 +17,15 @@ _NO_KERNEL_OF_KERAS = 0.0
 _TENSORS = ("inputs", "init_h", "init_c", "kernel", "recurrent_kernel", "bias")
 
 
-def replace_lstm(run: Callable[..., Lstm | None]) -> None:
+def replace_slow_layers(
+    lstm: Callable[..., Lstm | None], batch_normalization: Callable[..., Any]
+) -> None:
+    del batch_normalization  # one kernel in Keras 2
+    _replace_lstm(lstm)
+    keras2_adapters.let_functions_find_variables()
+
+
+def _replace_lstm(run: Callable[..., Lstm | None]) -> None:
     # One runs in eager, the other in graphs. They return the results and the kernel that ran.
     if features.is_on(keras2_names.LSTM):
         for name in keras2_names.LSTM.names:

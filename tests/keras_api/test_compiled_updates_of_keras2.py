@@ -1,0 +1,106 @@
+"""Optimizers of Keras 2 compile each variable's update by default where there is a GPU."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import IS_KERAS_3
+
+pytestmark = pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 compiles no single updates.")
+K = tf.keras
+WRAPPERS = {
+    "mixed_float16": keras_mp.LossScaleOptimizer,
+    "bfloat16": keras_mp.MasterWeightOptimizer,
+}
+X, Y = np.ones([4, 3], "float32"), np.ones([4, 2], "float32")
+
+
+def adam(**kwargs):
+    optimizer = K.optimizers.Adam(0.01, **kwargs)
+    optimizer.jit_compile = True  # which it turns off without a GPU
+    return optimizer
+
+
+def traces(optimizer):
+    return optimizer._update_step_xla.experimental_get_tracing_count()
+
+
+def make_model(policy):
+    policy = keras_mp.Policy(policy)
+    K.utils.set_random_seed(0)
+    layers = [K.layers.Dense(units, dtype=policy) for units in (5, 2)]
+    return K.Sequential([K.Input([3]), *layers])
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_each_variable_is_compiled_once(policy):
+    found = {}
+    for jit_compile in (True, False):
+        model, optimizer = make_model(policy), adam()
+        optimizer.jit_compile = jit_compile
+        given = WRAPPERS.get(policy, lambda inner: inner)(optimizer)
+        model.compile(given, "mse", run_eagerly=True)
+        for _ in range(3):
+            model.train_on_batch(X, Y)
+        assert traces(optimizer) == (len(model.trainable_variables) if jit_compile else 0)
+        found[jit_compile] = [weight.astype("float32") for weight in model.get_weights()]
+    for compiled, own in zip(found[True], found[False], strict=True):
+        np.testing.assert_allclose(compiled, own, atol=1e-5)
+
+
+def test_a_loop_of_the_program_and_slots():
+    model, optimizer = make_model("mixed_bfloat16"), adam()
+    variables = model.trainable_variables
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.cast(model(X), tf.float32) ** 2)
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+    assert traces(optimizer) == len(variables)
+    assert optimizer.iterations == 3
+    for momentum in optimizer._momentums:
+        assert momentum.dtype == tf.float32
+        assert np.abs(momentum.numpy()).max() > 0
+
+
+def test_a_trace_is_found_for_the_same_variable_in_the_same_dtype():
+    layers = make_model("mixed_bfloat16").layers
+    runs = []
+
+    @tf.function
+    def double(variable):
+        runs.append(variable.dtype.name)
+        return 2 * tf.convert_to_tensor(variable)
+
+    for layer in layers:
+        for dtype in ("float32", "bfloat16", "float32"):
+            with keras_mp.autocast_scope(dtype):
+                found = double(layer.kernel)
+            assert found.dtype == dtype
+            expected = 2 * tf.cast(layer.kernel, dtype)
+            np.testing.assert_array_equal(found, expected)
+    assert runs == ["float32", "bfloat16"] * 2
+
+
+@pytest.mark.parametrize("shape", [[], [9]], ids=str)
+@pytest.mark.parametrize("method", ["split", "copy", "stochastic_rounding"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_in_16_bits_keep_small_updates(dtype, method, shape):
+    """In the graph of a step, where each update is a function that XLA compiles."""
+    rate = 2.0**-12 if dtype == "bfloat16" else 2.0**-15
+    weight = tf.Variable(tf.ones(shape, dtype))
+    inner = K.optimizers.SGD(rate)
+    inner.jit_compile = True
+    optimizer = keras_mp.MasterWeightOptimizer(inner, method, seed=1)
+    optimizer.build([weight])
+
+    @tf.function
+    def step():
+        optimizer.apply_gradients([(tf.ones(shape, dtype), weight)])
+
+    for _ in range(64):
+        step()
+    expected = 1 - 64 * rate
+    off = np.abs(tf.cast(weight, tf.float32).numpy().mean() - expected)
+    assert off <= (32 * rate if method == "stochastic_rounding" else 0)
+    assert traces(inner) == 1
