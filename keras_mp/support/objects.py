@@ -33,7 +33,7 @@ def widened(value: Any, widen: Callable[[Any], Any], depth: int = 0) -> Any:
         items = [widened(each, widen, depth + 1) for each in value]
         is_same = all(new is old for new, old in zip(items, value))
         return value if is_same else type(value)(items)
-    parameters = value if type(value) is dict else getattr(value, "parameters", None)
+    parameters: Any = value if type(value) is dict else getattr(value, "parameters", None)
     is_distribution = isinstance(parameters, Mapping) and callable(getattr(value, "copy", None))
     if not is_distribution:
         # A layer that an object keeps stays the layer that it is.
