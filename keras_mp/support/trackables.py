@@ -20,6 +20,10 @@ class _Delegating:
     """
 
 
+class _DelegatingVariable(_Delegating):
+    """A variable that does so: its values are those of the other one, too."""
+
+
 def _delegated(name: str) -> property:
     def get(self: Any) -> Any:
         return getattr(self._trackable, name)
@@ -32,11 +36,14 @@ def _delegated(name: str) -> property:
 
 for _name in vars(tf.Module.__mro__[-2]):
     if _name.startswith("_") and not _name.startswith("__"):
-        setattr(_Delegating, _name, _delegated(_name))
+        # TensorFlow takes what has methods for tensors for something that has values.
+        _is_of_values = _name.endswith("tensors")
+        setattr(_DelegatingVariable if _is_of_values else _Delegating, _name, _delegated(_name))
 
 
 # Which of them are there is known when a class is made of them.
-DelegatingTrackable: Any = (
-    saving.DelegatingTrackable.get() if features.is_on(CHECKPOINTS) else _Delegating
-)
+DelegatingTrackable: Any = _Delegating
+DelegatingVariable: Any = _DelegatingVariable
+if features.is_on(CHECKPOINTS):
+    DelegatingTrackable = DelegatingVariable = saving.DelegatingTrackable.get()
 TENSOR_BASES: tuple[Any, ...] = (saving.Tensor.get(),) if features.is_on(TENSORS) else ()

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_mp.support import trackables
 
 
-class VariableWrapper(trackables.DelegatingTrackable, tf.Variable, *trackables.TENSOR_BASES):
+class VariableWrapper(trackables.DelegatingVariable, tf.Variable, *trackables.TENSOR_BASES):
     """A variable for TensorFlow, around another one. Subclasses say how it is read and assigned to.
 
     All other attributes are those of the other one, which is also saved and restored.
