@@ -63,6 +63,7 @@ LOSSES = {
         tf.nn.softmax_cross_entropy_with_logits(tf.stop_gradient(tf.nn.softmax(a)), b)
     ),
     "moves": lambda a, b, w: tf.reduce_sum(tf.stack(tf.unstack(tf.concat([a, b], 1), axis=1)[1:])),
+    "numbers": lambda a, b, w: 0.1 * tf.reduce_mean((a - 3.3) ** 2) + tf.reduce_mean(b) / 0.7,
     "weights": lambda a, b, w: tf.reduce_sum(tf.square(w)) + tf.reduce_mean(tf.abs(a)),
     "counts": lambda a, b, w: tf.reduce_sum(a / b) / tf.cast(tf.size(a) + 1257, a.dtype),
     "several": lambda a, b, w: [tf.norm(a), wide(tf.reduce_max(b)) / 3],
@@ -132,14 +133,14 @@ def test_fit_and_evaluate_return_a_float32_loss_of_a_model_that_adds_it(mode):
 
         def call(self, x):
             y = self.inner(x)
-            self.add_loss(tf.reduce_mean((y - 332.0) ** 2))
+            self.add_loss(tf.reduce_mean((y - 333.0) ** 2))
             return y
 
     with keras_mp.policy_scope("mixed_bfloat16"):
         model = Adds()
     model.compile("sgd", **mode)
     loss = model.evaluate(X, verbose=0)
-    expected = np.mean((model.inner(X).numpy().astype("float32") - 332.0) ** 2)
+    expected = np.mean((model.inner(X).numpy().astype("float32") - 333.0) ** 2)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(model.fit(X, verbose=0).history["loss"], [expected], rtol=1e-5)
 

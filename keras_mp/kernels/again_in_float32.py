@@ -74,6 +74,16 @@ def note(results: Any, op: str, args: tuple[Any, ...]) -> None:
         results._keras_mp_made_by = _Made(op, args, None)
 
 
+def note_number(number: float, result: tf.Tensor) -> None:
+    """Notes the number that a tensor in 16 bits was made of, which they may round.
+
+    Args:
+        number: float.
+        result: tensor.
+    """
+    result._keras_mp_number = number  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def end_at(outputs: Any) -> None:
     """Makes activations of tensors, which are not computed again.
 
@@ -143,6 +153,9 @@ class _Computation:
         return self._results[id(value)]
 
     def _compute(self, tensor: Any, depth: int) -> Any:
+        number: float | None = getattr(tensor, "_keras_mp_number", None)
+        if number is not None:
+            return tf.constant(number, tf.float32, tensor.shape)
         is_activation = hasattr(tensor, "_keras_mp_unrounded") or depth == _DEPTH
         if not is_activation:
             make = self._in_graph if tf.is_symbolic_tensor(tensor) else self._in_eager

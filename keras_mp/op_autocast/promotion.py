@@ -30,6 +30,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import variables
+from keras_mp.kernels import again_in_float32
 from keras_mp.kernels import replaced as kernels_replaced
 from keras_mp.op_autocast import plans, signatures
 from keras_mp.support import features, large_numbers, reach
@@ -145,7 +146,10 @@ def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
         wanted = parse(arguments.get("preferred_dtype") if wanted is None else wanted)
         if is_low(wanted) and large_numbers.is_beyond(value, wanted):
             return own(value, **{**arguments, "dtype": tf.float32})
-        return own(value, *args, **kwargs)
+        result = own(value, *args, **kwargs)
+        if is_low(wanted) and isinstance(value, float):
+            again_in_float32.note_number(value, result)
+        return result
 
     return make
 
