@@ -81,7 +81,8 @@ def _distance_of_gradients(own: Callable[..., Any], **arguments: Any) -> tf.Tens
             tape.watch(sources)
             results = own(**given)
         outputs = [results.output, results.output_h]
-        found = tape.gradient(outputs, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        zero = tf.UnconnectedGradients.ZERO
+        found: Any = tape.gradient(outputs, sources, unconnected_gradients=zero)
         return [tf.cast(gradient, tf.float32) for gradient in found]
 
     pairs = zip(gradients(arguments["input"].dtype), gradients(tf.float32), strict=True)

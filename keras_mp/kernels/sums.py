@@ -58,7 +58,8 @@ def _terms(input: object, axis: Any, *args: object, **kwargs: object) -> int | N
     shape, axes = shape_of(input), tf.get_static_value(axis)
     if shape.rank is None or axes is None:
         return None
-    sizes = [shape[each] for each in {each % shape.rank for each in np.ravel(axes).tolist()}]
+    reduced = {each % shape.rank for each in np.ravel(axes).tolist()}
+    sizes: list[Any] = [shape[each] for each in reduced]
     return None if None in sizes else math.prod(sizes)
 
 
@@ -96,7 +97,7 @@ def _terms_of_bias(
     shape = shape_of(out_backprop)
     if shape.rank is None:
         return None
-    sizes = shape.as_list()
+    sizes: list[Any] = shape.as_list()
     del sizes[1 if tf.compat.as_str(data_format or "NHWC") == "NCHW" else -1]
     return None if None in sizes else math.prod(sizes)
 
