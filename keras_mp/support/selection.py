@@ -47,8 +47,12 @@ def is_selecting() -> bool:
 
 def is_without_branches() -> bool:
     """Whether `choose` makes no branch here."""
-    is_better_without = host.is_compiled_by_xla() or _thread.is_selecting
-    return is_better_without and features.is_on(WITHOUT_BRANCHES)
+    if host.is_compiled_by_xla():
+        # A branch may call Python, which XLA cannot, so the step is refused if one is missing.
+        for name in WITHOUT_BRANCHES.names:
+            name.get()
+        return True
+    return _thread.is_selecting and features.is_on(WITHOUT_BRANCHES)
 
 
 def chosen(

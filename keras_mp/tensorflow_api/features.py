@@ -111,7 +111,7 @@ WITHOUT_MEETING = Feature(
 )
 WITHOUT_BRANCHES = Feature(
     "compiled steps without branches",
-    "Numbers stay the same. On a GPU, steps that XLA compiles wait for the host.",
+    "A step that XLA compiles (`jit_compile=True`) ends with an error. Other steps are the same.",
     (graphs.create_op, graphs.handle_data),
 )
 XLA = Feature(
