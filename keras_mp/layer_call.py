@@ -71,7 +71,7 @@ def install(policy_class: type) -> None:
             # Of a layer that was made after `compile`.
             if getattr(self, "activity_regularizer", None) is not None:
                 regularizers.wrap_activity_regularizer(self)
-        if is_model and not keras_api.is_in_a_layer() and _may_return_16_bits(self, dtype):
+        if is_model and not keras_api.is_in_a_layer(self) and _may_return_16_bits(self, dtype):
             with reach.entered(dtype), model_outputs.noted():
                 outputs = raw_inputs.call(keras_call, self, dtype, args, kwargs)
                 return model_outputs.widened(

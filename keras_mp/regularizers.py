@@ -68,6 +68,8 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
         return f"<Float32Regularizer(regularizer={self.regularizer!r})>"
 
 
+_FUNCTION = type(tf.function(tf.identity))
+
 # Keras 2 looks for this name when it loads an `.h5` file.
 tf.keras.utils.get_custom_objects()["Float32Regularizer"] = Float32Regularizer
 
@@ -88,6 +90,11 @@ def wrap_activity_regularizer(layer: Any) -> None:
     """
     regularizer = layer.activity_regularizer
     is_done = regularizer is None or isinstance(regularizer, Float32Regularizer)
+    if isinstance(regularizer, tf.types.experimental.GenericFunction):
+        # In a SavedModel it is a function that takes the layer's dtype only, and casts inside.
+        # While the model is saved it has that signature; loaded, it is of a subclass.
+        signature = getattr(regularizer, "input_signature", None)
+        is_done = type(regularizer) is not _FUNCTION or signature is not None
     if layer.compute_dtype in LOW_PRECISION_NAMES and not is_done:
         # The attribute of a wrapper around a layer is that of the layer, and cannot be set.
         with contextlib.suppress(AttributeError):

@@ -52,6 +52,13 @@ class _Step(scaled_losses.Record):
         self.graph = host.current_graph()
         self.entered: list[_StepTape] = []
 
+    def note_loss(self, scaled: tf.Tensor) -> None:
+        """Notes a loss that was multiplied by a loss scale, and the tapes that have recorded it."""
+        super().note_loss(scaled)
+        for tape in self.entered:
+            if tape._records:
+                tape._scaled_losses.append(scaled)
+
 
 class _Thread(threading.local):
     """The step that this thread runs.
@@ -162,6 +169,7 @@ class _StepTape(LossScaleGradientTape):
             watch_accessed_variables=watch_accessed_variables,
         )
         self._step = step
+        self._scaled_losses: list[tf.Tensor] = []
 
     def __enter__(self) -> "_StepTape":
         self._step.entered.append(self)
@@ -189,7 +197,7 @@ class _StepTape(LossScaleGradientTape):
                 "persistent=True to call gradient() or jacobian() more than once."
             )
         flat = tf.nest.flatten(sources)
-        is_scaled = self._step.is_scaled(tf.nest.flatten(target))
+        is_scaled = self._is_scaled(target)
         why_not = None if is_scaled else self._why_not(flat)
         by_tape = not is_scaled and why_not is None
         self._step.note_gradients(flat, by_tape, why_not)
@@ -253,6 +261,23 @@ class _StepTape(LossScaleGradientTape):
             result = own(self, target, sources, *args, **kwargs)
         self._is_over()
         return result
+
+    def _is_scaled(self, target: Any) -> bool:
+        """Whether the program has scaled a target, or what it was computed from."""
+        if self._step.is_scaled(tf.nest.flatten(target)):
+            return True
+        if not tf.executing_eagerly() or not self._scaled_losses:
+            return False
+        if any(not hasattr(each, "numpy") for each in self._scaled_losses):
+            return True  # It was scaled in a function, whose graph has ended.
+        with self._paused(), replaced(_thread, "is_differentiating", True):
+            found = _Tape.gradient(self, target, self._scaled_losses)
+        return any(each is not None for each in found)
+
+    def _is_over(self) -> None:
+        super()._is_over()
+        if not self._is_kept:
+            self._scaled_losses.clear()
 
     def _that_record(self) -> "list[_StepTape]":
         """Returns the tapes that record, and may be asked to differentiate the result."""

@@ -190,3 +190,39 @@ def test_a_tape_that_is_stopped_twice_is_an_error_as_in_tensorflow():
         return plain(model, x, y)
 
     trained(step, "mixed_float16", {"run_eagerly": True})
+
+
+def with_penalty(model, x, y):
+    """One loss is scaled by its optimizer and then added to; the other one by the tape."""
+    first, second = (layer.trainable_variables for layer in model.inside)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.square(tf.cast(model.inside[0](x), tf.float32)))
+        scaled_loss = model.optimizer.scale_loss(TINY * loss) + 0.0 * tf.reduce_sum(first[0])
+    model.optimizer.apply_gradients(zip(tape.gradient(scaled_loss, first), first))
+    with tf.GradientTape() as tape:
+        loss = model.loss_of(x, y)
+    model.my_optimizer.apply_gradients(zip(tape.gradient(loss, second), second))
+    return loss
+
+
+def with_penalty_in_one_tape(model, x, y):
+    first, second = (layer.trainable_variables for layer in model.inside)
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_sum(tf.square(tf.cast(model.inside[0](x), tf.float32)))
+        scaled_loss = model.optimizer.scale_loss(TINY * loss) + 0.0 * tf.reduce_sum(first[0])
+        other = model.loss_of(x, y)
+    model.my_optimizer.apply_gradients(zip(tape.gradient(other, second), second))
+    model.optimizer.apply_gradients(zip(tape.gradient(scaled_loss, first), first))
+    return loss
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+@pytest.mark.parametrize("step", [with_penalty, with_penalty_in_one_tape])
+def test_a_scaled_loss_that_is_added_to_leaves_other_losses_to_their_tapes(step, is_eager):
+    def run(policy):
+        inner = tf.keras.optimizers.SGD(1e5)
+        if policy == "float32":
+            inner = keras_mp.LossScaleOptimizer(inner, 1)
+        return moved(trained(step, policy, {"optimizer": inner, "run_eagerly": is_eager}))
+
+    assert max(distances(run("mixed_float16"), run("float32"))) < 0.02

@@ -113,8 +113,8 @@ class KerasApi(Protocol):
         """Whether this is the `call` that a layer has while Keras saves it."""
         ...
 
-    def is_in_a_layer(self) -> bool:
-        """Whether this thread is in a call of a layer or model."""
+    def is_in_a_layer(self, layer: tf.keras.layers.Layer) -> bool:
+        """Whether another layer or model than this one is about to call it in this thread."""
         ...
 
     def is_operation(self, layer: tf.keras.layers.Layer) -> bool:

@@ -233,10 +233,12 @@ def arguments_of_loss(loss: Any) -> dict[str, Any]:
     }
 
 
-def is_in_a_layer() -> bool:
+def is_in_a_layer(layer: Any) -> bool:
     if not features.is_on(keras2_names.CALLS):
         return True  # Else each model would return float32, also inside of another one.
-    return keras2_names.call_context().in_call
+    context = keras2_names.call_context()
+    # While Keras saves a model, the model is in itself.
+    return context.in_call and not (context.saving and context.layer is layer)
 
 
 def is_symbolic() -> bool:

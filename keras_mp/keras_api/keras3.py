@@ -281,7 +281,8 @@ def arguments_of_loss(loss: Any) -> dict[str, Any]:
     return {**keras3_names.arguments_of_loss.of(loss), **own}
 
 
-def is_in_a_layer() -> bool:
+def is_in_a_layer(layer: Any) -> bool:
+    del layer
     if not features.is_on(keras3_names.THREADS):
         return True  # Else each model would return float32, also inside of another one.
     return keras3_names.get_attribute("current_call_ctx") is not None

@@ -30,7 +30,6 @@ class Record:
         self.by_tape: set[int] = set()
         self.unscaled: dict[int, str] = {}
         self._results: list[weakref.ref[Any]] = []
-        self._has_others = False
         self.knows_scale = False
 
     def note_loss(self, scaled: tf.Tensor) -> None:
@@ -38,18 +37,17 @@ class Record:
         # A loop notes many.
         self._results = [ref for ref in self._results if ref() is not None]
         self._results.append(weakref.ref(scaled))
-        self._has_others = True
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
-        """Whether a target is a scaled loss, or was computed from one as far as that is known."""
+        """Whether a target is a scaled loss, or was computed from one in this graph.
+
+        What an eager tensor was computed from, only a tape knows.
+        """
         results = [result for ref in self._results if (result := ref()) is not None]
         if any(target is result for target in targets for result in results):
-            self._has_others = False
             return True
-        if not self._has_others:
-            return False
         if tf.executing_eagerly():
-            return True  # What an eager tensor was computed from is not known.
+            return False
         return any(_depends_on(target, results) for target in targets)
 
     def note_gradients(self, sources: Iterable[Any], by_tape: bool, why_not: str | None) -> None:

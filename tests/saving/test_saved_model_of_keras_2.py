@@ -1,0 +1,67 @@
+"""SavedModels of Keras 2, which has traced its layers in them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from tests.common import IS_KERAS_3
+
+pytestmark = [
+    pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 saves a model with its functions."),
+    pytest.mark.filterwarnings("ignore:tf.keras loads a model from a SavedModel"),
+]
+
+X = np.full([2, 4], 30, "float32")
+
+
+@pytest.mark.parametrize("save", [tf.keras.models.save_model, tf.saved_model.save])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_signature_returns_what_predict_returns(save, policy, tmp_path):
+    keras_mp.set_global_policy(policy)
+    initializer = tf.keras.initializers.Constant(1000.3)
+    inner = tf.keras.Sequential(
+        [tf.keras.Input((4,)), tf.keras.layers.Dense(4, kernel_initializer="identity")]
+    )
+    layers = [tf.keras.Input((4,)), inner, tf.keras.layers.Dense(1, kernel_initializer=initializer)]
+    model = tf.keras.Sequential(layers)
+    expected = model.predict(X, verbose=0)
+    assert expected[0, 0] > 65_504
+    save(model, str(tmp_path / "model"))
+    loaded = tf.saved_model.load(str(tmp_path / "model"))
+    (found,) = loaded.signatures["serving_default"](tf.constant(X)).values()
+    assert found.dtype == tf.float32
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
+
+
+@tf.keras.utils.register_keras_serializable(package="tests")
+class Regularized(tf.keras.layers.Layer):
+    """A layer with a weight, whose config says nothing of its regularizer."""
+
+    def build(self, shape):
+        self.v = self.add_weight(name="v", shape=(), initializer="ones", regularizer="l2")
+
+    def call(self, x):
+        return x * self.v
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_layer_with_an_activity_regularizer_trains_on(policy, is_known, tmp_path):
+    keras_mp.set_global_policy(policy)
+    layer = Regularized(activity_regularizer="l2")
+    if not is_known:
+        layer = tf.keras.Sequential([layer])
+    model = tf.keras.Sequential([tf.keras.Input((1,)), layer])
+    model.compile("sgd", "mse", run_eagerly=True)
+    x, y = np.full([4, 1], 0.5, "float32"), np.ones([4, 1], "float32")
+    model.fit(x, y, verbose=0)
+    model.save(str(tmp_path / "model"), save_format="tf")
+    again = tf.keras.models.load_model(str(tmp_path / "model"))
+    losses = [one.evaluate(x, y, verbose=0) for one in (model, again)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+    before = again.get_weights()
+    history = again.fit(x, y, epochs=3, verbose=0)
+    assert np.isfinite(history.history["loss"][0])
+    assert (np.array(again.get_weights()) != np.array(before)).any()
