@@ -15,7 +15,6 @@ from keras_mp.step import finiteness, gradients, replicas
 from keras_mp.step.loss_scales import DynamicLossScale
 from keras_mp.step.schedule import MIN_LOSS_SCALE
 from keras_mp.support import validation
-from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 
 
@@ -92,8 +91,12 @@ class LossScaleGradientTape(tf.GradientTape):
     @contextlib.contextmanager
     def stop_recording(self) -> Iterator[None]:
         """Context manager in which the tape does not record."""
-        with super().stop_recording(), replaced(self, "_records", False):
-            yield
+        before, self._records = self._records, False
+        try:
+            with super().stop_recording():
+                yield
+        finally:
+            self._records = before
 
     def watched_variables(self) -> Sequence[tf.Variable]:
         """Returns variables that the tape watches, in the order in which they were first used."""

@@ -235,8 +235,11 @@ class _StepTape(LossScaleGradientTape):
         are_small = [tf.reduce_all(tf.abs(each) < _SMALL) for each in values]
 
         def scaled() -> list[Any]:
-            with replaced(self, "_moves_scale", False):
+            self._moves_scale = False
+            try:
                 found = tf.nest.flatten(compute())
+            finally:
+                self._moves_scale = True
             return [found[i] for i in positions]
 
         found = tf.cond(tf.reduce_all(are_small), scaled, lambda: [flat[i] for i in positions])
@@ -339,7 +342,7 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
     @do_not_convert
     def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
-            grads, *args = args
+            grads, args = args[0], args[1:]
         elif of_gradients in kwargs:
             grads = kwargs.pop(of_gradients)
         else:

@@ -294,7 +294,7 @@ def _parts_of(vector: tf.Tensor, columns: int) -> list[tf.Tensor]:
 @host.shared_operation
 def _after(
     vector: tf.Tensor,
-    counts: tf.Tensor,
+    counts: Any,
     loss_scale: tf.Tensor,
     total: tf.Tensor,
     made: tf.Tensor,
