@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api, positional_arguments
+from keras_mp import keras_api
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients, replicas, workers
 from keras_mp.step.scaled_step import ScaledStep
@@ -93,7 +93,6 @@ class AllReduceOptimizer(OptimizerWrapper):
         vars(self)["_reduce_dtype"] = replicas.to_reduce_dtype(value, _CHOICES, _HINT)  # pyright: ignore
 
     @do_not_convert
-    @positional_arguments.of_apply_gradients
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

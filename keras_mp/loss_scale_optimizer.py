@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import all_reduce_optimizer, hardware, keras_api, positional_arguments
+from keras_mp import all_reduce_optimizer, hardware, keras_api
 from keras_mp.compat import older_spellings
 from keras_mp.grappler import passes
 from keras_mp.loss_scale import LossScaleArgument
@@ -264,7 +264,6 @@ class LossScaleOptimizer(
         return self._scaler.calls.unscale(self._adapter.widened(gradients.convert(grads)))
 
     @do_not_convert
-    @positional_arguments.of_minimize
     def minimize(
         self,
         loss: Loss,
@@ -334,7 +333,6 @@ class LossScaleOptimizer(
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
     @do_not_convert
-    @positional_arguments.of_apply_gradients
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

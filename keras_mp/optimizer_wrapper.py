@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api, positional_arguments
+from keras_mp import keras_api
 from keras_mp.layer_paths import paths_of_weights
 from keras_mp.step import gradients
 from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
@@ -189,7 +189,6 @@ class OptimizerWrapper(
         return inner.get_slot_names() if hasattr(inner, "get_slot_names") else []
 
     @do_not_convert
-    @positional_arguments.of_minimize
     def minimize(
         self,
         loss: Loss,
@@ -295,7 +294,6 @@ class OptimizerWrapper(
             yield [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
     @do_not_convert
-    @positional_arguments.of_apply_gradients
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

@@ -1,11 +1,11 @@
-"""Methods of optimizers take what those of Keras take: by keyword, by position, and in lists."""
+"""Methods of optimizers take what those of Keras take: by keyword, and in lists."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, value
 from tests.test_step_tapes import expect_same_as_in_float32, trained
 
 
@@ -69,44 +69,6 @@ def test_wrappers_apply_gradients_however_they_are_passed(way, wrapper, family):
         way(optimizer, [(tf.constant([0.5, -1.0]), variable)])
         found.append(value(variable))
     np.testing.assert_array_equal(*found)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_whether_to_sum_may_be_said_by_position(wrapper, family):
-    # The third argument of legacy optimizers says the opposite of that of the others.
-    is_legacy = family.startswith("legacy")
-    with mirrored(2).scope():
-        optimizer = wrapper(make_optimizer(family, 1.0, momentum=0.0))
-        variable = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
-        optimizer.build([variable])
-
-    def step(is_to_sum):
-        optimizer.apply_gradients([(tf.constant(1.0), variable)], None, is_to_sum == is_legacy)
-
-    for is_to_sum, moved in [(True, 2.0), (False, 1.0)]:
-        before = float(value(variable))
-        mirrored(2).run(step, [is_to_sum])
-        assert before - float(value(variable)) == moved
-    with pytest.raises(TypeError, match="by keyword"):
-        optimizer.apply_gradients([], None, True, True)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_minimize_takes_its_arguments_by_position_in_any_order(wrapper, family):
-    variable, optimizer = tf.Variable(2.0), wrapper(make_optimizer(family, 0.25, momentum=0.0))
-    with tf.GradientTape() as tape:
-        loss = variable**2
-    optimizer.minimize(loss, [variable], None, "train", tape)  # as of legacy optimizers
-    assert float(variable) == 1.0
-    optimizer.minimize(lambda: variable**2, [variable], None, None, "train")
-    assert float(variable) == 0.5
-    if family.startswith("legacy"):
-        optimizer.minimize(lambda: variable**2, [variable], tf.constant(0.5), "train")
-        assert float(variable) == 0.375
-    with pytest.raises(TypeError, match="given twice"):
-        optimizer.minimize(loss, [variable], "train", name="train")
 
 
 def test_build_takes_the_names_of_both_kerases():

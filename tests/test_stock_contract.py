@@ -96,6 +96,20 @@ def test_a_subclass_may_build_more(name):
     assert optimizer.built_with[0] is v
 
 
+@pytest.mark.parametrize("method", ["apply_gradients", "minimize"])
+def test_what_means_different_things_in_different_families_goes_by_keyword(name, method):
+    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name)), tf.Variable(1.0)
+    arguments = {
+        # `experimental_aggregate_gradients` or `skip_gradients_aggregation`?
+        "apply_gradients": ([(tf.constant(1.0), v)], None, False),
+        # `grad_loss` or `tape`?
+        "minimize": (lambda: v * 1.0, [v], tf.constant(1.0)),
+    }[method]
+    with pytest.raises(TypeError, match="positional|by keyword"):
+        getattr(optimizer, method)(*arguments)
+    assert float(v) == 1
+
+
 def test_inner_optimizer_whose_apply_gradients_takes_pairs_only(name):
     base = type(sgd(name))
 

@@ -113,7 +113,6 @@ class _LegacyAdapter(_Keras2Adapter):
     computing = ("_compute_gradients", "get_gradients")
     is_saved_by_keras = False
     slot_makers = ("add_slot",)
-    third_argument = "experimental_aggregate_gradients"
 
     def hyperparameters(self) -> frozenset[str]:
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}

@@ -45,7 +45,6 @@ class OptimizerAdapter(abc.ABC):
         overrides_minimize: Whether the optimizer does something of its own in `minimize`.
         slot_makers: The names of the optimizer's methods that make slots. The first argument is the
             variable that a slot is for.
-        third_argument: The name of the third argument of `apply_gradients`.
     """
 
     takes_float32_gradients = False
@@ -55,7 +54,6 @@ class OptimizerAdapter(abc.ABC):
     only_differentiates = True
     overrides_minimize = False
     slot_makers: tuple[str, ...] = ()
-    third_argument = "skip_gradients_aggregation"
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -221,7 +219,7 @@ class DelegatingAdapter(OptimizerAdapter):
 
 
 for _name in (
-    *("is_revived_without_state", "is_saved_by_keras", "third_argument"),
+    *("is_revived_without_state", "is_saved_by_keras"),
     *("takes_float32_gradients", "only_differentiates", "hyperparameters"),
     *("slots_made_by", "built_variables", "compute_gradients", "custom_aggregation", "steps_made"),
     *("accumulates", "completes_step", "totals", "drop_accumulated", "is_overwritten"),
